@@ -56,12 +56,10 @@ def full_prediction(median: float, sigma: float = 0.4, level: int = 2) -> Predic
     urgency = [0.0] * 5
     urgency[level] = 1.0
     return Prediction(
-        length=LengthPrediction(math.log(median), sigma, 3.5),
-        urgency=UrgencyPrediction(tuple(urgency)),
+        length=LengthPrediction(math.log(median), sigma, 3.5), urgency=UrgencyPrediction(tuple(urgency)),
         bucket=BucketPrediction(tuple(float(index == hot) for index in range(4)), edges),
-        rank=RankPrediction(math.log(median)),
-        point=PointPrediction(median),
-    )
+        rank=RankPrediction(math.log(median)), point=PointPrediction(median),
+    )  # fmt: skip
 
 
 def scheduler(policy: str | Policy = "fcfs", *, log: DecisionLog | None = None, **limits: Any) -> Scheduler:
@@ -131,13 +129,9 @@ def trace_row(
 ) -> TraceRequest:
     """A row of a trace."""
     return TraceRequest(
-        request_id=name,
-        arrival_s=arrival_s,
-        prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens,
-        max_tokens=max_tokens,
-        **more,
-    )
+        request_id=name, arrival_s=arrival_s, prompt_tokens=prompt_tokens, output_tokens=output_tokens,
+        max_tokens=max_tokens, **more,
+    )  # fmt: skip
 
 
 def random_trace(
@@ -152,12 +146,8 @@ def random_trace(
         drawn = float(np.exp(np.clip(seen.mu + seen.sigma * rng.standard_t(seen.nu), 0, 20)))
         rows.append(
             trace_row(
-                f"r{index}",
-                float(arrivals[index]),
-                int(rng.integers(1, most_prompt)),
-                int(min(cap, max(1, round(drawn)))),
-                cap,
-                prediction=seen,
+                f"r{index}", float(arrivals[index]), int(rng.integers(1, most_prompt)),
+                int(min(cap, max(1, round(drawn)))), cap, prediction=seen,
             )
-        )
+        )  # fmt: skip
     return Trace(tuple(rows))

@@ -92,16 +92,13 @@ def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (bomb(), "alias *a0: aliases are not supported"),
         ("out: x\ncount: 1\ncount: 2\n", "line 3: 'count' is there twice"),
         ("inner:\n  rate: 1\n  rate: 2\n", "'rate' is there twice"),
-        ("[" * 200, "nested lists and mappings"),
-        ("inner: [1]\n", "inner"),
-        ("count: null\n", "count: got None"),
-        ("count: " + "9" * 5000, "Exceeds the limit"),
+        ("[" * 200, "nested lists and mappings"), ("inner: [1]\n", "inner"),
+        ("count: null\n", "count: got None"), ("count: " + "9" * 5000, "Exceeds the limit"),
         ("count: 9223372036854775808", "count: got 9223372036854775808; allowed: integers of 64 bits"),
-        ("inner:\n  rate: .nan", "inner.rate: got nan; allowed: finite numbers"),
-        ('out: "a\\0b"', "out"),
+        ("inner:\n  rate: .nan", "inner.rate: got nan; allowed: finite numbers"), ('out: "a\\0b"', "out"),
         ("just words", "Unexpected config: just words"),
     ],
-)
+)  # fmt: skip
 def test_hostile_configuration_files(
     text: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,13 +120,12 @@ def test_configuration_files_that_are_no_text(tmp_path: Path, capsys: pytest.Cap
         (["--out", "x", "--count", "few"], "count"),
         (["--out", "x", "--count", "0"], "count: got 0; allowed: at least 1"),
         (["--out", "x", "--config", "no-such.yaml"], "no-such.yaml"),
-        (["--out", "x", "--typo", "1"], "--typo"),
-        ([], "out"),
+        (["--out", "x", "--typo", "1"], "--typo"), ([], "out"),
         (["--out", "x", "--inner.rate", "1e999"], "inner.rate: got inf; allowed: finite numbers"),
         (["--out", "x", "--count", str(2**63)], "integers of 64 bits"),
         (["--out", "x\udcff"], "'x\\udcff'; allowed: text that is valid UTF-8"),
     ],
-)
+)  # fmt: skip
 def test_user_errors_are_one_line_and_code_2(
     arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,10 +211,7 @@ def test_standard_output_that_takes_nothing(target: str, code: int, stderr: str,
     shell = f"set -o pipefail; {shlex.quote(sys.executable)} {script} {target}"
     root = str(Path(__file__).parents[2])
     done = subprocess.run(
-        ["bash", "-c", shell],
-        capture_output=True,
-        text=True,
-        timeout=60,
+        ["bash", "-c", shell], capture_output=True, text=True, timeout=60,
         env=os.environ | {"PYTHONPATH": root},
-    )
+    )  # fmt: skip
     assert (done.returncode, done.stderr) == (code, stderr)

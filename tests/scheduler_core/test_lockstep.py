@@ -19,14 +19,11 @@ FORMERS = [name for name, kind in BATCH_FORMERS.items() if kind.lockstep]
 
 def limits(former: str, blocks: int, preemption: str) -> SchedulerConfig:
     return SchedulerConfig(
-        max_num_seqs=6,
-        max_num_batched_tokens=200 if former != "chunked_prefill" else 24,
-        num_kv_blocks=blocks,
-        kv_block_tokens=4,
-        num_swap_blocks=12 if preemption == "swap" else None,
+        max_num_seqs=6, max_num_batched_tokens=200 if former != "chunked_prefill" else 24,
+        num_kv_blocks=blocks, kv_block_tokens=4, num_swap_blocks=12 if preemption == "swap" else None,
         preemption=preemption,  # type: ignore[arg-type]
         batching=former,
-    )
+    )  # fmt: skip
 
 
 def drive(core: Scheduler, *, read: bool = False, max_steps: int = 1, predict: bool = False) -> list[object]:
@@ -40,14 +37,10 @@ def drive(core: Scheduler, *, read: bool = False, max_steps: int = 1, predict: b
     while arrived < 35 or core.num_running or core.num_waiting:
         while arrived < 35 and rng.random() < 0.4:
             request = Request(
-                request_id=f"r{arrived}",
-                arrival_s=now,
-                prompt_tokens=int(rng.integers(1, 90)),
-                max_tokens=int(rng.integers(1, 40)),
-                priority=int(rng.integers(9)),
-                tier=int(rng.integers(5)),
-                tenant=f"t{arrived % 3}",
-            )
+                request_id=f"r{arrived}", arrival_s=now, prompt_tokens=int(rng.integers(1, 90)),
+                max_tokens=int(rng.integers(1, 40)), priority=int(rng.integers(9)),
+                tier=int(rng.integers(5)), tenant=f"t{arrived % 3}",
+            )  # fmt: skip
             core.add(request, now)
             arrived += 1
         if predict and rng.random() < 0.5:

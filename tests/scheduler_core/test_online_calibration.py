@@ -147,11 +147,9 @@ def test_a_replaced_model_raises_an_alarm_and_is_learned() -> None:
     calibration = OnlineCalibration()
     assert not feed(calibration, 2000, longer_and_wider)
     alarms = feed(
-        calibration,
-        1500,
-        lambda one, _, rng: one.mu - 1.0 + 0.6 * one.sigma * float(rng.standard_t(NU)),
+        calibration, 1500, lambda one, _, rng: one.mu - 1.0 + 0.6 * one.sigma * float(rng.standard_t(NU)),
         seed=1,
-    )
+    )  # fmt: skip
     assert alarms
     assert alarms[0].num_outputs > 1500
     assert alarms[0].reason in ("shorter", "wider")
@@ -221,17 +219,12 @@ def broken(**changes: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     "state",
     [
-        [],
-        {},
-        {"format": "tailcast-online-calibration/1"},
-        broken() | {"format": "tailcast-online-calibration/9"},
-        broken(information=[[1.0]]),
-        broken(information=(-np.eye(4)[None].repeat(2, 0)).tolist()),
-        broken(response=[[math.nan] * 4] * 2),
-        broken(response="x"),
-        broken(num_outputs=None),
+        [], {}, {"format": "tailcast-online-calibration/1"},
+        broken() | {"format": "tailcast-online-calibration/9"}, broken(information=[[1.0]]),
+        broken(information=(-np.eye(4)[None].repeat(2, 0)).tolist()), broken(response=[[math.nan] * 4] * 2),
+        broken(response="x"), broken(num_outputs=None),
     ],
-)
+)  # fmt: skip
 def test_a_state_that_cannot_be_used_changes_nothing(state: object) -> None:
     calibration = OnlineCalibration()
     feed(calibration, 30, longer_and_wider, model="own")
@@ -244,14 +237,11 @@ def test_a_state_that_cannot_be_used_changes_nothing(state: object) -> None:
 @pytest.mark.parametrize(
     ("values", "field"),
     [
-        ({"output_tokens": 0}, "output_tokens"),
-        ({"output_tokens": 2.5}, "output_tokens"),
-        ({"output_tokens": math.nan}, "output_tokens"),
-        ({"output_tokens": True}, "output_tokens"),
-        ({"prompt_tokens": -1}, "prompt_tokens"),
-        ({"max_tokens": 9}, "max_tokens"),
+        ({"output_tokens": 0}, "output_tokens"), ({"output_tokens": 2.5}, "output_tokens"),
+        ({"output_tokens": math.nan}, "output_tokens"), ({"output_tokens": True}, "output_tokens"),
+        ({"prompt_tokens": -1}, "prompt_tokens"), ({"max_tokens": 9}, "max_tokens"),
     ],
-)
+)  # fmt: skip
 def test_impossible_observations_are_refused(values: dict[str, object], field: str) -> None:
     calibration = OnlineCalibration()
     arguments = {"prompt_tokens": 5, "output_tokens": 10, "max_tokens": 10, **values}
@@ -264,17 +254,12 @@ def test_impossible_observations_are_refused(values: dict[str, object], field: s
 @given(
     st.lists(
         st.tuples(
-            st.floats(-50, 50),
-            st.floats(1e-9, 50),
-            st.floats(0.1, 1e9),
-            st.integers(0, 2**53 - 1),
-            st.integers(1, 2**53 - 1),
-            st.booleans(),
+            st.floats(-50, 50), st.floats(1e-9, 50), st.floats(0.1, 1e9), st.integers(0, 2**53 - 1),
+            st.integers(1, 2**53 - 1), st.booleans(),
         ),
-        min_size=1,
-        max_size=80,
+        min_size=1, max_size=80,
     )
-)
+)  # fmt: skip
 def test_any_stream_leaves_predictions_in_their_range(
     stream: list[tuple[float, float, float, int, int, bool]],
 ) -> None:

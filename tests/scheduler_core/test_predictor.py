@@ -170,11 +170,9 @@ async def test_closing_cancels_calls_and_loses_no_request() -> None:
 @settings(max_examples=40, deadline=None)
 @given(
     prompts=st.lists(st.sampled_from(["good", "refused", "miscounted"]), max_size=12),
-    max_batch=st.integers(1, 5),
-    max_in_flight=st.integers(1, 3),
-    withdrawn=st.sets(st.integers(0, 11)),
+    max_batch=st.integers(1, 5), max_in_flight=st.integers(1, 3), withdrawn=st.sets(st.integers(0, 11)),
     turns=st.integers(0, 6),
-)
+)  # fmt: skip
 def test_every_request_has_exactly_one_event(
     prompts: list[str], max_batch: int, max_in_flight: int, withdrawn: set[int], turns: int
 ) -> None:

@@ -27,30 +27,20 @@ from training.data import SampleLengths
 from training.evaluating.predictors import PredictedRows
 
 ABOUT = {
-    "command": "python -m benchmarks.reproduce x",
-    "version": "0",
-    "date": "2026-01-01",
-    "cpu_s": 1.0,
-    "quick": False,
-    "scale": 1.0,
-    "num_seeds": 3,
-}
+    "command": "python -m benchmarks.reproduce x", "version": "0", "date": "2026-01-01", "cpu_s": 1.0,
+    "quick": False, "scale": 1.0, "num_seeds": 3,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("paper", "ours", "neutral", "verdict"),
     [
-        (8.23, 7.0, 1.0, "same"),
-        (8.23, 0.7, 1.0, "opposite"),
-        (8.23, 1.01, 1.0, "no effect"),
-        (1.0, 1.01, 1.0, "same: no effect"),
-        (1.0, 2.0, 1.0, "paper: no effect"),
-        (-53.0, -20.0, 0.0, "same"),
-        (26.0, -10.0, 0.0, "opposite"),
-        (None, 1.2, 1.0, "-"),
+        (8.23, 7.0, 1.0, "same"), (8.23, 0.7, 1.0, "opposite"), (8.23, 1.01, 1.0, "no effect"),
+        (1.0, 1.01, 1.0, "same: no effect"), (1.0, 2.0, 1.0, "paper: no effect"),
+        (-53.0, -20.0, 0.0, "same"), (26.0, -10.0, 0.0, "opposite"), (None, 1.2, 1.0, "-"),
         (1.2, None, 1.0, "-"),
     ],
-)
+)  # fmt: skip
 def test_a_verdict_is_about_the_direction(
     paper: float | None, ours: float | None, neutral: float | None, verdict: str
 ) -> None:
@@ -202,22 +192,17 @@ def rows_of(num: int, seed: int) -> Rows:
     tokens = np.exp(mean[:, None] + 0.3 * rng.standard_normal((num, 10))).astype(np.float32)
     ones = torch.ones(num, 10, dtype=torch.bool)
     return Rows(
-        features=torch.tensor(mean[:, None] - 5.0, dtype=torch.float32),
-        prompt=torch.arange(num),
-        model=torch.ones(num, dtype=torch.int64),
-        temperature=torch.full((num,), 0.7),
+        features=torch.tensor(mean[:, None] - 5.0, dtype=torch.float32), prompt=torch.arange(num),
+        model=torch.ones(num, dtype=torch.int64), temperature=torch.full((num,), 0.7),
         samples=SampleLengths(torch.from_numpy(tokens), ones, ones, torch.full((num,), torch.inf)),
         weight=torch.ones(num),
         table=pd.DataFrame(
             {
-                "prompt_id": [f"p{row}" for row in range(num)],
-                "model": "m",
-                "dataset": "d",
-                "prompt_tokens": 10,
-                "output_tokens": tokens.astype(int).tolist(),
+                "prompt_id": [f"p{row}" for row in range(num)], "model": "m", "dataset": "d",
+                "prompt_tokens": 10, "output_tokens": tokens.astype(int).tolist(),
             }
         ),
-    )
+    )  # fmt: skip
 
 
 def test_each_head_is_trained_by_its_own_loss() -> None:

@@ -42,16 +42,12 @@ def drawn(**more: Any) -> SimulationResult:
 @pytest.mark.parametrize(
     ("targets", "longest", "met"),
     [
-        ({}, None, True),
-        ({"ttft_slo_s": 2.0}, None, True),
-        ({"ttft_slo_s": 1.9}, None, False),
-        ({"ttlt_slo_s": 6.0}, None, True),
-        ({"ttlt_slo_s": 5.9}, None, False),
-        ({"tbt_slo_s": 1.0}, None, True),
-        ({"tbt_slo_s": 1.0}, 1.1, False),
+        ({}, None, True), ({"ttft_slo_s": 2.0}, None, True), ({"ttft_slo_s": 1.9}, None, False),
+        ({"ttlt_slo_s": 6.0}, None, True), ({"ttlt_slo_s": 5.9}, None, False),
+        ({"tbt_slo_s": 1.0}, None, True), ({"tbt_slo_s": 1.0}, 1.1, False),
         ({"tbt_slo_s": 1.2, "ttft_slo_s": 1.0}, 1.1, False),
     ],
-)
+)  # fmt: skip
 def test_a_request_meets_its_targets_if_it_meets_all_of_them(
     targets: dict[str, float], longest: float | None, met: bool
 ) -> None:
@@ -64,11 +60,9 @@ def test_a_request_meets_its_targets_if_it_meets_all_of_them(
 def test_attainment_counts_refused_requests_as_missed() -> None:
     """Two with a target, one of which met it, and one that could never run: 1 of 3, and goodput 1 per makespan."""
     rows = (
-        trace_row("a", 0.0, 1, 1, ttft_slo_s=1.5),
-        trace_row("b", 0.5, 1, 1, ttft_slo_s=1.4),
-        trace_row("c", 0.6, 500, 1, ttft_slo_s=9.0),
-        trace_row("d", 0.7, 1, 1),
-    )
+        trace_row("a", 0.0, 1, 1, ttft_slo_s=1.5), trace_row("b", 0.5, 1, 1, ttft_slo_s=1.4),
+        trace_row("c", 0.6, 500, 1, ttft_slo_s=9.0), trace_row("d", 0.7, 1, 1),
+    )  # fmt: skip
     step_time = replace(ROUND, per_prefill_token_s=0)
     tight = SchedulerConfig(num_kv_blocks=10)
     metrics = simulate(Trace(rows), scheduler=tight, step_time=step_time).metrics
@@ -114,12 +108,11 @@ def test_the_starvation_slope_is_that_of_the_long_requests() -> None:
 
 
 WORKLOAD = Workload(
-    num_requests=120,
-    arrivals=Arrivals(rate_rps=30.0),
+    num_requests=120, arrivals=Arrivals(rate_rps=30.0),
     lengths=Lengths(prompt=TokenDistribution(high=100), output=TokenDistribution(high=60)),
     tiers=Tiers(num_tiers=3),
     classes=(RequestClass(weight=1, tenant="a"), RequestClass(weight=1, tenant="b")),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

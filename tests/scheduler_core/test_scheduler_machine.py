@@ -30,28 +30,23 @@ slos = st.none() | st.sampled_from([0.1, 1.0, 30.0])
 bundles = st.builds(
     Prediction,
     length=st.builds(
-        lambda median, sigma: LengthPrediction(math.log(median), sigma, 3.5),
-        st.floats(0.5, 50),
+        lambda median, sigma: LengthPrediction(math.log(median), sigma, 3.5), st.floats(0.5, 50),
         st.floats(1e-3, 2),
     ),
     urgency=st.none() | st.just(UrgencyPrediction((0.1, 0.6, 0.1, 0.1, 0.1))),
     bucket=st.none() | st.just(BucketPrediction((0.2, 0.8), (10.0,))),
     rank=st.none() | st.builds(RankPrediction, st.floats(-3, 3)),
-)
+)  # fmt: skip
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Adds, predicts, steps and aborts at random, on a cache so small that preemptions are common."""
 
     @initialize(
-        pair=st.sampled_from(PAIRS),
-        seqs=st.integers(1, 4),
-        more_tokens=st.integers(0, 12),
-        blocks=st.integers(2, 12),
-        block_tokens=st.integers(1, 5),
-        watermark=st.sampled_from([0.0, 0.01, 0.3]),
-        swap=st.sampled_from([None, 0, 2, 20]),
-    )
+        pair=st.sampled_from(PAIRS), seqs=st.integers(1, 4), more_tokens=st.integers(0, 12),
+        blocks=st.integers(2, 12), block_tokens=st.integers(1, 5),
+        watermark=st.sampled_from([0.0, 0.01, 0.3]), swap=st.sampled_from([None, 0, 2, 20]),
+    )  # fmt: skip
     def start(
         self,
         pair: tuple[str, str],
@@ -65,21 +60,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy, former = pair
         self.log = DecisionLog()
         limits: dict[str, Any] = {
-            "max_num_seqs": seqs,
-            "max_num_batched_tokens": seqs + more_tokens,
-            "num_kv_blocks": blocks,
-            "kv_block_tokens": block_tokens,
-            "kv_watermark": watermark,
-            "preemption": "recompute" if swap is None else "swap",
-            "num_swap_blocks": swap,
-        }
+            "max_num_seqs": seqs, "max_num_batched_tokens": seqs + more_tokens, "num_kv_blocks": blocks,
+            "kv_block_tokens": block_tokens, "kv_watermark": watermark,
+            "preemption": "recompute" if swap is None else "swap", "num_swap_blocks": swap,
+        }  # fmt: skip
         self.core = scheduler(
-            policy,
-            log=self.log,
-            batching=former,
-            batching_parameters=SMALL_PARAMETERS.get(former, {}),
+            policy, log=self.log, batching=former, batching_parameters=SMALL_PARAMETERS.get(former, {}),
             **limits,
-        )
+        )  # fmt: skip
         self.now = 0.0
         self.next_id = 0
         self.live: dict[str, Request] = {}
@@ -91,26 +79,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now += passes
 
     @rule(
-        prompt=st.integers(1, 20),
-        cap=st.integers(1, 20),
-        cached=st.integers(0, 5),
-        priority=st.integers(-1, 1),
-        tier=st.integers(0, 9),
-        tenant=st.sampled_from(["", "other"]),
-        tbt_slo_s=slos,
-        ttft_slo_s=slos,
-    )
+        prompt=st.integers(1, 20), cap=st.integers(1, 20), cached=st.integers(0, 5),
+        priority=st.integers(-1, 1), tier=st.integers(0, 9), tenant=st.sampled_from(["", "other"]),
+        tbt_slo_s=slos, ttft_slo_s=slos,
+    )  # fmt: skip
     def add(self, prompt: int, cap: int, cached: int, **fields: Any) -> None:
         name = f"r{self.next_id}"
         self.next_id += 1
         item = Request(
-            request_id=name,
-            arrival_s=self.now,
-            prompt_tokens=prompt,
-            max_tokens=cap,
-            cached_prefix_tokens=min(cached, prompt - 1),
-            **fields,
-        )
+            request_id=name, arrival_s=self.now, prompt_tokens=prompt, max_tokens=cap,
+            cached_prefix_tokens=min(cached, prompt - 1), **fields,
+        )  # fmt: skip
         refusal = self.core.refusal(item)
         capacity = self.core.config.num_kv_blocks * self.core.config.kv_block_tokens
         assert refusal is not None or prompt + cap <= capacity

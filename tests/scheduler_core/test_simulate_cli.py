@@ -74,15 +74,14 @@ def test_a_run_of_rad_has_the_bounds_of_its_theorems(trace: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ("--policy lifo", "policy"),
-        ("--policy tie --predictor nobody", "predictor"),
+        ("--policy lifo", "policy"), ("--policy tie --predictor nobody", "predictor"),
         ("--policy tie --predictor nosuch://host:1", "predictor"),
         ("--policy fcfs --requests table.txt", "requests"),
         ("--policy fcfs --scheduler.num_kv_blocks 1", "none of which fits"),
         ("--policy fcfs --step_time.base_s minus", "base_s"),
         ("--policy fcfs --trace missing.jsonl", "trace"),
     ],
-)
+)  # fmt: skip
 def test_bad_input_is_one_line_and_leaves_nothing(
     options: str, named: str, trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -158,18 +158,14 @@ class Echo:
 @pytest.mark.parametrize(
     ("policy", "parameters", "order"),
     [
-        ("fcfs", {}, "abcd"),
-        ("tie", {}, "dcba"),
-        ("ssjf", {}, "bdac"),
-        ("ltr", {}, "cadb"),
-        ("s3", {"reserve": 0}, "bcda"),
-        ("hpjf", {"max_promotion": math.inf}, "dacb"),
+        ("fcfs", {}, "abcd"), ("tie", {}, "dcba"), ("ssjf", {}, "bdac"), ("ltr", {}, "cadb"),
+        ("s3", {"reserve": 0}, "bcda"), ("hpjf", {"max_promotion": math.inf}, "dacb"),
         ("hpjf", {}, "adbc"),  # a and d are promoted from tier 2 to 1
         ("semantic", {"max_promotion": math.inf}, "dacb"),
         ("semantic", {}, "dabc"),  # by bucket among a and d, and among b and c
         ("slo_tie", {}, "dacb"),  # by length among a and d, and among b and c
     ],
-)
+)  # fmt: skip
 def test_every_head_of_a_live_predictor_reaches_the_policy(
     policy: str, parameters: dict[str, float], order: str
 ) -> None:
@@ -229,10 +225,8 @@ def test_a_predictor_that_always_fails_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({"trace": None}, "trace, workload"),
-        ({"policy": "lifo"}, "policy"),
-        ({"rate": 1.0, "load": 1.0}, "rate, load"),
-        ({"rate": 0.0}, "rate"),
+        ({"trace": None}, "trace, workload"), ({"policy": "lifo"}, "policy"),
+        ({"rate": 1.0, "load": 1.0}, "rate, load"), ({"rate": 0.0}, "rate"),
         ({"predictor_noise": -1.0, "predictor": "oracle"}, "predictor_noise"),
         ({"step_time_parameters": {"gpu": "h200-141gb"}}, "step_time_model"),
         ({"router": "compass"}, "router"),
@@ -241,7 +235,7 @@ def test_a_predictor_that_always_fails_is_an_error() -> None:
         ({"router": "llumnix", "router_parameters": {"a": 1.0}}, "router_parameters"),
         ({"headroom_fraction": 2.0}, "max_fraction"),
     ],
-)
+)  # fmt: skip
 def test_wrong_configurations_are_named(values: dict[str, Any], named: str) -> None:
     names = {item.name for item in dataclasses.fields(ClusterConfig)}
     with pytest.raises(InputError, match=named):
@@ -293,12 +287,9 @@ def test_gaps_of_steps_taken_at_once_are_those_of_single_steps(
     tokens = 30 if former == "chunked_prefill" else 170
     for preemption, blocks in (("recompute", 24), ("swap", 24), ("recompute", 400)):
         limits = SchedulerConfig(
-            max_num_seqs=6,
-            max_num_batched_tokens=tokens,
-            num_kv_blocks=blocks,
-            batching=former,
+            max_num_seqs=6, max_num_batched_tokens=tokens, num_kv_blocks=blocks, batching=former,
             preemption=preemption,  # type: ignore[arg-type]
-        )
+        )  # fmt: skip
         trace = random_trace(40, seed=2, rate_rps=6, cap=100, most_prompt=60)
         single, several = (
             simulate(trace, policy, scheduler=limits, step_time=step_time, exact_steps=exact)
@@ -402,12 +393,9 @@ def test_uniboosts_former_forms_the_same_batches_without_the_order_where_that_de
 ) -> None:
     """Times are equal to rounding: the order of the decodes in a plan says when their run of steps is timed anew."""
     limits = SchedulerConfig(
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        num_kv_blocks=num_kv_blocks,
-        preemption="swap",
+        max_num_seqs=8, max_num_batched_tokens=64, num_kv_blocks=num_kv_blocks, preemption="swap",
         batching="uniboost",
-    )
+    )  # fmt: skip
     parameters = {"bin_tokens": 16} if policy == "uniboost" else {}
     trace = random_trace(80, seed=4, rate_rps=6.0)
 

@@ -47,22 +47,15 @@ from tests.scheduler_core.fake_engine import fake_engine
 from tests.scheduler_core.helpers import PLAIN, random_trace, token_times
 
 TABLE = OperatorTable(
-    num_layers=2,
-    tokens_s=1e-4 + 1e-6 * np.arange(129),
+    num_layers=2, tokens_s=1e-4 + 1e-6 * np.arange(129),
     decode_s=1e-6 * np.arange(65)[:, None] * (1 + np.sqrt(np.arange(129)))[None, :],
-    prefill_s=1e-7 * (1 + np.arange(33)[:, None] * 64) * np.arange(1025)[None, :],
-    batching_overhead=0.1,
-)
+    prefill_s=1e-7 * (1 + np.arange(33)[:, None] * 64) * np.arange(1025)[None, :], batching_overhead=0.1,
+)  # fmt: skip
 ALL: list[StepTime] = [
-    LinearStepTime(),
-    QuadraticStepTime(),
-    QuadraticStepTime(batching="sum"),
-    StaircaseStepTime(),
-    StaircaseStepTime(t_row=16, t_col=8, d=64),
-    RooflineStepTime(),
-    RooflineStepTime(model="llama-2-70b", gpu="h100-80gb", tensor_parallel=4),
-    TABLE,
-]
+    LinearStepTime(), QuadraticStepTime(), QuadraticStepTime(batching="sum"), StaircaseStepTime(),
+    StaircaseStepTime(t_row=16, t_col=8, d=64), RooflineStepTime(),
+    RooflineStepTime(model="llama-2-70b", gpu="h100-80gb", tensor_parallel=4), TABLE,
+]  # fmt: skip
 
 
 def chunk(start: int, num: int, is_last: bool = False) -> PrefillChunk:
@@ -71,11 +64,9 @@ def chunk(start: int, num: int, is_last: bool = False) -> PrefillChunk:
 
 @pytest.mark.parametrize("model", ALL, ids=lambda model: type(model).__name__)
 @given(
-    st.lists(st.integers(1, 3000), min_size=1, max_size=12),
-    st.floats(0.0, 3.0),
-    st.integers(1, 300),
+    st.lists(st.integers(1, 3000), min_size=1, max_size=12), st.floats(0.0, 3.0), st.integers(1, 300),
     st.integers(0, 40),
-)
+)  # fmt: skip
 @settings(max_examples=15, deadline=None)
 def test_a_run_is_its_steps_one_by_one(
     model: StepTime, contexts: list[int], wait_s: float, limit: int, done: int
@@ -98,12 +89,9 @@ def test_a_run_is_its_steps_one_by_one(
 @pytest.mark.parametrize("model", ALL, ids=lambda model: type(model).__name__)
 def test_more_work_never_takes_less(model: StepTime) -> None:
     works = [
-        StepWork((), [100]),
-        StepWork((), [100, 100]),
-        StepWork((chunk(0, 32),), [100, 100]),
-        StepWork((chunk(0, 120),), [100, 100]),
-        StepWork((chunk(640, 120),), [100, 100]),
-    ]
+        StepWork((), [100]), StepWork((), [100, 100]), StepWork((chunk(0, 32),), [100, 100]),
+        StepWork((chunk(0, 120),), [100, 100]), StepWork((chunk(640, 120),), [100, 100]),
+    ]  # fmt: skip
     times = [model.step_s(work) for work in works]
     assert all(later >= earlier > 0 for earlier, later in pairwise(times))
     assert times[-1] > times[0]
@@ -205,11 +193,9 @@ def write_profile(folder: Path, suffix: str) -> None:
         **dict.fromkeys((*TOKEN_OPERATORS, "attn_kv_cache_save", "all_reduce"), per_token),
         "attn_decode": {"batch_size": nums, "kv_cache_size": sizes, "prediction": times},
         "attn_prefill": {
-            "kv_cache_size": [0, 64],
-            "prefill_chunk_size_squared": [64, 64],
-            "prediction": [5.0, 6.0],
+            "kv_cache_size": [0, 64], "prefill_chunk_size_squared": [64, 64], "prediction": [5.0, 6.0],
         },
-    }
+    }  # fmt: skip
     for name, columns in tables.items():
         path = folder / f"{name}{suffix}"
         if suffix == ".parquet":
@@ -237,16 +223,14 @@ def test_a_profile_is_read_and_rounded(tmp_path: Path, suffix: str) -> None:
 @pytest.mark.parametrize(
     ("name", "parameters", "field"),
     [
-        ("cubic", {}, "step time"),
-        ("linear", {"base_s": 0.0, "per_decode_s": 0.0}, "base_s"),
+        ("cubic", {}, "step time"), ("linear", {"base_s": 0.0, "per_decode_s": 0.0}, "base_s"),
         ("quadratic", {"preset": "b200"}, "preset"),
-        ("quadratic", {"preset": "a100-4b", "beta": 1.0}, "preset"),
-        ("roofline", {"gpu": "abacus"}, "gpu"),
+        ("quadratic", {"preset": "a100-4b", "beta": 1.0}, "preset"), ("roofline", {"gpu": "abacus"}, "gpu"),
         ("roofline", {"memory_efficiency": 1.5}, "memory_efficiency"),
         ("table", {"directory": "nowhere", "num_layers": 2}, "directory of a profile"),
         ("table", {"directory": "."}, "step time table"),
     ],
-)
+)  # fmt: skip
 def test_what_makes_no_model_is_told(name: str, parameters: dict[str, Any], field: str) -> None:
     with pytest.raises(InputError, match=field):
         make_step_time(name, parameters)

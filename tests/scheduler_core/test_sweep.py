@@ -64,15 +64,14 @@ def test_a_bound_stands_beside_policies_with_a_live_predictor() -> None:
 @pytest.mark.parametrize(
     ("vary", "named"),
     [
-        ({"polcy": ["fcfs"]}, "setting polcy"),
-        ({"seed": [1]}, "vary"),
+        ({"polcy": ["fcfs"]}, "setting polcy"), ({"seed": [1]}, "vary"),
         ({"load": [0.5], "scheduler.max_num_seqs": [4, 8]}, "load"),
         (
             {"policy": ["fcfs", "srpt"], "scheduler.batching": ["chunked_prefill", "orca"]},
             "policy under Orca",
         ),
     ],
-)
+)  # fmt: skip
 def test_wrong_grids_are_named(vary: Mapping[str, Sequence[Any]], named: str) -> None:
     with pytest.raises(InputError) as caught:
         grid(BASE, vary, range(1))
@@ -148,11 +147,9 @@ def test_a_ray_cluster_gives_what_one_process_gives_and_goes_on_after_a_kill(tmp
     script.write_text(RAY_SCRIPT)
     killed = subprocess.run(
         [sys.executable, str(script), str(tmp_path / "b")],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
-        capture_output=True,
-        timeout=300,
-        check=False,
-    )
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}, capture_output=True,
+        timeout=300, check=False,
+    )  # fmt: skip
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "b").iterdir()}
     assert 3 <= len(kept) < len(cells)

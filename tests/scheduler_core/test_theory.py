@@ -24,11 +24,9 @@ STEP_TIME = LinearStepTime(
 )
 T_COL, PROMPT, OUTPUT = 8, 64, 9
 RAD = SchedulerConfig(
-    max_num_seqs=T_COL,
-    max_num_batched_tokens=64,
-    batching="rad",
+    max_num_seqs=T_COL, max_num_batched_tokens=64, batching="rad",
     batching_parameters={"n": 100_000, "t_row": 16, "t_red": 16},
-)
+)  # fmt: skip
 
 
 def trace_at(arrivals: Sequence[float]) -> Trace:

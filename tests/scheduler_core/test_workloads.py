@@ -63,16 +63,10 @@ def test_all_formats_give_the_same_requests_sorted_by_arrival(suffix: str, tmp_p
 @pytest.mark.parametrize(
     ("column", "value"),
     [
-        ("output_tokens", 0),
-        ("output_tokens", 10),
-        ("arrival_s", -1.0),
-        ("arrival_s", None),
-        ("request_id", ""),
-        ("request_id", "b"),
-        ("mu", float("inf")),
-        ("mu", 3.0),
+        ("output_tokens", 0), ("output_tokens", 10), ("arrival_s", -1.0), ("arrival_s", None),
+        ("request_id", ""), ("request_id", "b"), ("mu", float("inf")), ("mu", 3.0),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_value_is_named_with_row_and_column(
     suffix: str, column: str, value: object, tmp_path: Path
 ) -> None:
@@ -92,14 +86,13 @@ def test_a_wrong_value_is_named_with_row_and_column(
         ({"max_tokens": 10**400}, "column max_tokens"),
         ({"tier": 100}, "column tier: got 100; allowed: integers from 0 to 99"),
         ({"prefix_tokens": 7}, "column prefix_tokens: got 7; allowed: integers from 0 to 6"),
-        ({"ttft_slo_s": 0}, "ttft_slo_s of request b: got 0"),
-        ({"sigma": -1.0}, "predicted sigma: got -1"),
+        ({"ttft_slo_s": 0}, "ttft_slo_s of request b: got 0"), ({"sigma": -1.0}, "predicted sigma: got -1"),
         (
             {"max_tokens": None},
             "column max_tokens: .*; or default_max_tokens for requests without max_tokens",
         ),
     ],
-)
+)  # fmt: skip
 def test_values_that_have_no_place_in_a_simulation(
     change: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
@@ -200,12 +193,11 @@ SHORT = Lengths(prompt=TokenDistribution(low=1, high=20), output=TokenDistributi
 @pytest.mark.parametrize(
     ("arrivals", "cv", "rate"),
     [
-        (Arrivals(rate_rps=4.0), 1.0, 4.0),
-        (Arrivals(process="gamma", rate_rps=4.0, cv=3.0), 3.0, 4.0),
+        (Arrivals(rate_rps=4.0), 1.0, 4.0), (Arrivals(process="gamma", rate_rps=4.0, cv=3.0), 3.0, 4.0),
         # Vidur's Poisson: no gap above 3 means, so that the rate is 1 / (1 - exp(-3)) times the nominal one.
         (Arrivals(rate_rps=4.0, max_gap_ratio=3.0), None, 4.0 / (1 - np.exp(-3))),
     ],
-)
+)  # fmt: skip
 def test_gaps_have_their_mean_and_variation(arrivals: Arrivals, cv: float | None, rate: float) -> None:
     gaps = np.diff(arrivals.times(20_000, np.random.default_rng(1)), prepend=0.0)
     assert gaps.mean() == pytest.approx(1 / rate, abs=4 * (cv or 1.0) / rate / 20_000**0.5)

@@ -160,9 +160,8 @@ async def proxy(engines: list[FakeEngine], tmp_path: Path) -> AsyncIterator[aioh
             for number, engine in enumerate(engines)
         ],
         "litellm_settings": {"callbacks": ["scheduler_core.adapters.litellm.proxy_handler"]},
-        "router_settings": {"num_retries": 2, "cooldown_time": 1},
-        "general_settings": {"master_key": KEY},
-    }
+        "router_settings": {"num_retries": 2, "cooldown_time": 1}, "general_settings": {"master_key": KEY},
+    }  # fmt: skip
     (tmp_path / "config.yaml").write_text(json.dumps(config))
     (tmp_path / "routing.yaml").write_text(json.dumps({"router": "jsq"}))
     port = free_port()

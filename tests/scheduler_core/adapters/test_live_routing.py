@@ -120,12 +120,9 @@ def test_prompts_are_read_from_mappings_and_objects() -> None:
         {"role": "assistant", "content": None},
     ]
     expected = RoutedPrompt(
-        text="system: Be brief.\nuser: Hello\nassistant: ",
-        user_text="Hello",
-        max_tokens=7,
-        temperature=0.0,
-        tier=0,
-    )
+        text="system: Be brief.\nuser: Hello\nassistant: ", user_text="Hello", max_tokens=7,
+        temperature=0.0, tier=0,
+    )  # fmt: skip
     body = {"messages": messages, "max_tokens": 9, "max_completion_tokens": 7, "temperature": 0}
     assert openai_prompt(body, {"tailcast_tier": 0}) == expected
     assert openai_prompt(SimpleNamespace(**body), {"tailcast_tier": 0}) == expected

@@ -106,10 +106,9 @@ class ChatTokenizer:
         ("<u>How far is it? <3<a>", "How far is it? <3", {}),
         ("<u>one<a>two<u>three<a>", "onetwothree", {}),  # a conversation is read whole
         ("plain text", "plain text", {}),  # a completion
-        ("<u>a <3<a>", "a <3", {"whole": True}),
-        ("<u>a<a>", "a", {"has_template": False}),
+        ("<u>a <3<a>", "a <3", {"whole": True}), ("<u>a<a>", "a", {"has_template": False}),
     ],
-)
+)  # fmt: skip
 def test_a_lone_user_message_is_read_as_it_stands(text: str, expected: str, options: dict[str, Any]) -> None:
     tokenizer = ChatTokenizer(has_template=options.pop("has_template", True))
     assert PromptDecoder(tokenizer, **options)(list(map(ord, text))) == expected

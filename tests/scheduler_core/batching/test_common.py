@@ -40,16 +40,10 @@ def rows(num: int = 25, seed: int = 3, gap_s: float = 0.7, **fields: Any) -> lis
     for index in range(num):
         length = int(rng.integers(1, 16))
         item = request(
-            f"r{index}",
-            gap_s * float(rng.integers(0, num)),
-            prompt=int(rng.integers(1, 16)),
-            cap=16,
-            priority=int(rng.integers(0, 3)),
-            tier=int(rng.integers(0, 5)),
-            tenant=str(rng.integers(0, 2)),
-            tbt_slo_s=float(rng.choice([0.5, 4.0])),
-            **fields,
-        )
+            f"r{index}", gap_s * float(rng.integers(0, num)), prompt=int(rng.integers(1, 16)), cap=16,
+            priority=int(rng.integers(0, 3)), tier=int(rng.integers(0, 5)), tenant=str(rng.integers(0, 2)),
+            tbt_slo_s=float(rng.choice([0.5, 4.0])), **fields,
+        )  # fmt: skip
         made.append((item, length))
     return made
 
@@ -193,14 +187,10 @@ def test_many_steps_at_once_equal_single_steps_to_the_last_bit(
 ) -> None:
     policy, former = pair
     limits = SchedulerConfig(
-        max_num_seqs=5,
-        max_num_batched_tokens=600,
-        num_kv_blocks=40,
-        kv_block_tokens=16,
-        batching=former,
+        max_num_seqs=5, max_num_batched_tokens=600, num_kv_blocks=40, kv_block_tokens=16, batching=former,
         batching_parameters=SMALL_PARAMETERS.get(former, {}),
         preemption=preemption,  # type: ignore[arg-type]
-    )
+    )  # fmt: skip
     trace = random_trace(25, seed=5, rate_rps=4.0)
     config = {"trace": "", "policy": policy, "scheduler": limits, "predictor_delay_s": 0.05}
     single, many = (

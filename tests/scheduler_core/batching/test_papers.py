@@ -116,23 +116,16 @@ def test_stage_aware_evicts_the_lowest_priority_and_keeps_what_is_cheaper(
         (request("z", 1.5, prompt=5, cap=1, priority=0), 1),
     ]
     run = drive(
-        "stage_aware",
-        rows,
-        policy="priority",
-        max_num_seqs=2,
-        num_kv_blocks=9,
-        preemption="swap",
+        "stage_aware", rows, policy="priority", max_num_seqs=2, num_kv_blocks=9, preemption="swap",
         parameters={"beta": beta},
-    )
+    )  # fmt: skip
     assert run.lines[:4] == ["y+3.", "y", f"z+5. {victim}", back]
 
 
 RAD_ROWS = [
-    (request("a", prompt=6), 3),
-    (request("b", prompt=4), 2),
-    (request("c", prompt=2), 3),
+    (request("a", prompt=6), 3), (request("b", prompt=4), 2), (request("c", prompt=2), 3),
     (request("d", prompt=3), 1),
-]
+]  # fmt: skip
 RAD = {"n": 3, "t_row": 4, "t_col": 2, "t_red": 1}
 
 

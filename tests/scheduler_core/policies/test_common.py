@@ -21,18 +21,11 @@ ALL = pytest.mark.parametrize("name", POLICIES)
 
 #: Policies that say nobody starves, with parameters that make the wait short enough for a test.
 FAIR: dict[str, dict[str, float]] = {
-    "fcfs": {},
-    "ltr": {},
-    "tie": {"tau_s": 1.0},
-    "hrrn": {"token_s": 0.05},
-    "edf": {},
-    "mlfq": {},
+    "fcfs": {}, "ltr": {}, "tie": {"tau_s": 1.0}, "hrrn": {"token_s": 0.05}, "edf": {}, "mlfq": {},
     "distboost": {"gamma_per_s": 1.0},
-    "uniboost": {"bin_tokens": 1, "gamma_per_s": 1.0, "gamma_min_per_s": 0.5},
-    "tail_guard": {},
-    "bounded_shortest": {},
-    "vtc": {},
-}
+    "uniboost": {"bin_tokens": 1, "gamma_per_s": 1.0, "gamma_min_per_s": 0.5}, "tail_guard": {},
+    "bounded_shortest": {}, "vtc": {},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAIR)
@@ -126,14 +119,12 @@ def test_the_policy_of_the_readme_runs_by_its_path_and_by_an_entry_point(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nothing", "package.module:Class"),
-        ("no_such_module:Policy", "No module named"),
+        ("nothing", "package.module:Class"), ("no_such_module:Policy", "No module named"),
         ("scheduler_core.policies:Nothing", "has no attribute"),
         ("scheduler_core.request:Request", "a dataclass derived from scheduler_core.policies.Policy"),
-        (":", "can be imported"),
-        ("..:x", "can be imported"),
+        (":", "can be imported"), ("..:x", "can be imported"),
     ],
-)
+)  # fmt: skip
 def test_a_name_of_no_policy_is_refused(name: str, message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         make_policy(name)

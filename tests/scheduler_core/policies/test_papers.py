@@ -369,13 +369,10 @@ def simulate(
 ) -> dict[str, float]:
     """Mean and P99 time to last token when a step takes one second."""
     config = SimulationConfig(
-        trace="",
-        policy=policy,
-        policy_parameters=parameters or {},
-        predictor="trace",
+        trace="", policy=policy, policy_parameters=parameters or {}, predictor="trace",
         scheduler=SchedulerConfig(**{"num_kv_blocks": 100_000, "max_num_batched_tokens": 4096, **limits}),  # type: ignore[arg-type]
         step_time=STEP,
-    )
+    )  # fmt: skip
     result = run_simulation(config, trace=trace)
     assert len(result.records) == len(trace)
     spent = np.array([record.ttlt_s for record in result.records])
@@ -402,13 +399,9 @@ def test_slo_tie_lets_the_late_overtake_by_urgency_and_gives_up_the_missed() -> 
     short = state("s", prediction=sure(50), cap=1000)
     late = state("l", prediction=sure(500), cap=1000, ttlt_slo_s=30.0, order=1)
     grave = state(
-        "g",
-        prediction=sure(500),
-        cap=1000,
-        ttlt_slo_s=30.0,
-        order=2,
+        "g", prediction=sure(500), cap=1000, ttlt_slo_s=30.0, order=2,
         urgency=UrgencyPrediction((1.0, 0, 0, 0, 0)),
-    )
+    )  # fmt: skip
     enter(policy, short, late, grave)
 
     def order() -> str:

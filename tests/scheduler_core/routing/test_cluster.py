@@ -168,13 +168,9 @@ def test_the_cluster_grows_under_load_and_shrinks_after_it() -> None:
         *(replace(row, arrival_s=60.0 + 10 * n) for n, row in enumerate(burst.requests[60:])),
     ]
     out = simulate(
-        Trace(tuple(rows)),
-        router("jsq"),
-        3,
-        planner=planner(),
-        scaler=AutoScaler(out_below=3.0, in_above=100.0, interval_s=0.5),
-        standby={"n1", "n2"},
-    )
+        Trace(tuple(rows)), router("jsq"), 3, planner=planner(),
+        scaler=AutoScaler(out_below=3.0, in_above=100.0, interval_s=0.5), standby={"n1", "n2"},
+    )  # fmt: skip
     [grown, shrunk] = out.scaling
     assert isinstance(grown[1], ScaleOut)
     assert isinstance(shrunk[1], ScaleIn)
@@ -208,14 +204,10 @@ def test_replicas_that_fail_and_are_repaired_lose_nothing() -> None:
 
     def run(**more: object) -> SimulationOutcome:
         return Simulation(
-            trace,
-            {name: core("tie") for name in cores},
-            LinearStepTime(),
-            trace_predictions(trace),
-            router("jsq"),
-            changes=changes,
+            trace, {name: core("tie") for name in cores}, LinearStepTime(), trace_predictions(trace),
+            router("jsq"), changes=changes,
             **more,  # type: ignore[arg-type]
-        ).run()
+        ).run()  # fmt: skip
 
     out = run(rebuild=rebuild)
     assert sorted(r.request_id for r in out.records) == sorted(r.request_id for r in trace.requests)
@@ -235,17 +227,10 @@ def conversations(num: int) -> Trace:
             prompt = known + 60
             rows.append(
                 trace_row(
-                    f"s{number}t{place}",
-                    number * 0.05,
-                    prompt,
-                    20,
-                    40,
-                    session_id=f"s{number}",
-                    turn=place,
-                    think_time_s=None if place == 0 else 0.5,
-                    prefix_tokens=known,
+                    f"s{number}t{place}", number * 0.05, prompt, 20, 40, session_id=f"s{number}",
+                    turn=place, think_time_s=None if place == 0 else 0.5, prefix_tokens=known,
                 )
-            )
+            )  # fmt: skip
             known = prompt + 20
     return Trace(tuple(rows))
 

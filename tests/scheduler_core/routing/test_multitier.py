@@ -59,13 +59,9 @@ def test_freeness_by_hand() -> None:
     All four tiers are present: headroom 20 + 7.3576 + 2.7067 + 0.9957 = 31.06; F_full = (56 - 31.06)/3 = 8.313.
     """
     one = replica(
-        "a",
-        running("1", 10, tier=0),
-        running("2", 20, tier=0),
-        running("3", 6, tier=3),
-        waiting("4", 8, tier=1),
-        waiting("5", 30, tier=2),
-    )
+        "a", running("1", 10, tier=0), running("2", 20, tier=0), running("3", 6, tier=3),
+        waiting("4", 8, tier=1), waiting("5", 30, tier=2),
+    )  # fmt: skip
     assert virtual_usage_blocks(one) == 44
     assert normal_freeness(one) == pytest.approx(56 / 3)
     assert full_freeness(one, exponential_headroom(4)) == pytest.approx(8.313, abs=5e-4)

@@ -162,12 +162,9 @@ def test_disaggregated_moves_processed_prompts_to_the_emptiest_decode_replica_wi
     it, waits too although it would fit."""
     split = Disaggregated()
     ready = [
-        running("1", 20, arrival_s=1.0),
-        running("2", 15, arrival_s=2.0),
-        running("3", 40, arrival_s=3.0),
-        running("4", 1, arrival_s=4.0),
-        waiting("5", 1, arrival_s=0.0),
-    ]
+        running("1", 20, arrival_s=1.0), running("2", 15, arrival_s=2.0), running("3", 40, arrival_s=3.0),
+        running("4", 1, arrival_s=4.0), waiting("5", 1, arrival_s=0.0),
+    ]  # fmt: skip
     pictures = [
         replica("p", *ready, role=ReplicaRole.PREFILL, blocks=400),
         replica("d1", running("x", 70), role=ReplicaRole.DECODE),
