@@ -70,17 +70,14 @@ def test_exit_codes_of_the_function(capsys: pytest.CaptureFixture[str]) -> None:
     def full_disk(config: Inner) -> None:
         raise OSError(28, "No space left on device", "big.parquet")
 
-    assert run(lambda config: 7) == 7
-    assert run(interrupted) == 130
-    assert run(full_disk) == 2
+    assert (run(lambda config: 7), run(interrupted), run(full_disk)) == (7, 130, 2)
     assert "No space left on device (big.parquet)" in capsys.readouterr().err
 
 
 def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """The one line of a call that is refused."""
     seen: list[Config] = []
-    assert call(arguments, seen) == 2
-    assert seen == []
+    assert (call(arguments, seen), seen) == (2, [])
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("tool: error: ")
     return line
@@ -185,8 +182,7 @@ def test_an_interrupt_that_a_library_turned_into_an_import_error(capsys: pytest.
         except KeyboardInterrupt as error:
             raise ImportError("initialization failed") from error
 
-    assert main([]) == 130
-    assert capsys.readouterr().err == "tool: interrupted\n"
+    assert (main([]), capsys.readouterr().err) == (130, "tool: interrupted\n")
 
 
 _WRITER = """

@@ -37,8 +37,7 @@ def test_a_finished_file_takes_the_name_and_leaves_nothing_else(tmp_path: Path) 
     with pytest.raises(OSError, match="No space"), atomic_file(target) as temporary:
         temporary.write_text("half")
         raise OSError(errno.ENOSPC, "No space left on device")
-    assert target.read_text() == "new"
-    assert os.listdir(tmp_path) == ["result.txt"]
+    assert (target.read_text(), os.listdir(tmp_path)) == ("new", ["result.txt"])
 
 
 def test_a_folder_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -100,8 +99,7 @@ def test_a_link_stays_and_its_target_is_written(tmp_path: Path, exists: bool) ->
         temporary.write_text("new")
         assert temporary.parent == target.parent
     assert link.is_symlink()
-    assert target.read_text() == "new"
-    assert os.listdir(target.parent) == ["target"]
+    assert (target.read_text(), os.listdir(target.parent)) == ("new", ["target"])
     remove_output(link)
     assert (link.is_symlink(), target.exists()) == (True, False)
 
@@ -170,8 +168,7 @@ def test_only_a_whole_output_of_the_same_kind_is_replaced(tmp_path: Path) -> Non
     assert (out / "sub" / "notes.txt").read_text() == "mine"
     (out / "sub" / "notes.txt").unlink()
     filled(out, "checkpoint", "c", overwrite=True)
-    assert sorted(os.listdir(out)) == [RECORD, "c"]
-    assert os.listdir(tmp_path) == ["out"]
+    assert (sorted(os.listdir(out)), os.listdir(tmp_path)) == ([RECORD, "c"], ["out"])
 
 
 @pytest.mark.parametrize("record", [None, "", "[]", '{"checkpoint": 1}', '{"other": ["config.json"]}'])
@@ -188,8 +185,7 @@ def test_a_folder_of_the_user_is_never_replaced(tmp_path: Path, record: str | No
         atomic_directory(out, "checkpoint", overwrite=True),
     ):
         pass
-    assert (out / "config.json").read_text() == "{}"
-    assert os.listdir(tmp_path) == ["out"]
+    assert ((out / "config.json").read_text(), os.listdir(tmp_path)) == ("{}", ["out"])
 
 
 @pytest.mark.parametrize("one_step", [True, False])
@@ -204,8 +200,7 @@ def test_of_two_that_may_overwrite_each_replaces_all(
         (second / "second").touch()
         filled(out, "kind", "first", overwrite=True)
         assert sorted(os.listdir(out)) == [RECORD, "first"]
-    assert sorted(os.listdir(out)) == [RECORD, "second"]
-    assert os.listdir(tmp_path) == ["out"]
+    assert (sorted(os.listdir(out)), os.listdir(tmp_path)) == ([RECORD, "second"], ["out"])
 
 
 def test_a_file_that_comes_while_a_folder_is_written_is_kept(tmp_path: Path) -> None:

@@ -127,8 +127,7 @@ async def test_after_a_timeout_nothing_is_sent_again() -> None:
     submit(collector, *"abc")
     events = [await collector.next_event() for _ in "abc"]
     assert {event.error for event in events} == {"no prediction within 0.001 s"}
-    assert {event.prediction for event in events} == {None}
-    assert predictor.sizes == [3]
+    assert ({event.prediction for event in events}, predictor.sizes) == ({None}, [3])
 
 
 async def test_a_withdrawn_request_comes_back_late_and_an_unsent_one_is_never_sent() -> None:
@@ -147,8 +146,7 @@ async def test_a_withdrawn_request_comes_back_late_and_an_unsent_one_is_never_se
     assert events["sent"].prediction == PREDICTION, (
         "it may still be of use, for instance to check calibration"
     )
-    assert events["unsent"].error == "withdrawn before it was sent"
-    assert predictor.sizes == [1]
+    assert (events["unsent"].error, predictor.sizes) == ("withdrawn before it was sent", [1])
     assert collector.num_open == 0
 
 

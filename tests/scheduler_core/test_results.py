@@ -53,8 +53,7 @@ def test_a_request_meets_its_targets_if_it_meets_all_of_them(
 ) -> None:
     record = replace(RECORD, max_tbt_s=longest, **targets)  # type: ignore[arg-type]
     columns = request_columns([record])
-    assert meets_slo(columns).tolist() == [met]
-    assert has_slo(columns).tolist() == [bool(targets)]
+    assert (meets_slo(columns).tolist(), has_slo(columns).tolist()) == ([met], [bool(targets)])
 
 
 def test_attainment_counts_refused_requests_as_missed() -> None:

@@ -130,8 +130,7 @@ def test_failed_and_late_predictions_are_counted_and_change_nothing() -> None:
     core.update("b", predicted(99), 0.0)
     core.update("ghost", predicted(1), 0.0)
     assert plan_of(core).admitted == ("b",), "a failed prediction looks long, not short"
-    assert core.counters.num_failed_predictions == 1
-    assert core.counters.num_late_predictions == 1
+    assert (core.counters.num_failed_predictions, core.counters.num_late_predictions) == (1, 1)
     assert core.counters.num_predictions == 1
 
 
@@ -202,8 +201,7 @@ def test_a_bundle_replaces_only_what_it_contains() -> None:
     core.update("a", Prediction(length=prediction(5), rank=RankPrediction(1.0)), 0.0)
     core.update("a", Prediction(rank=RankPrediction(2.0)), 0.0)
     state = core.state("a")
-    assert state.prediction == prediction(5)
-    assert state.rank == RankPrediction(2.0)
+    assert (state.prediction, state.rank) == (prediction(5), RankPrediction(2.0))
     assert (state.urgency, state.bucket) == (None, None)
     core.update("a", None, 0.0)
     assert state.prediction == prediction(5)
@@ -260,8 +258,7 @@ def test_the_running_request_of_the_largest_key_gives_up_its_seat(former: str) -
     if former == "chunked_prefill":
         assert step(core, 1.0) == "high+4. middle -low"
     elif former == "vllm":
-        assert step(core, 1.0) == "high+4. -low"
-        assert step(core, 2.0) == "middle high"
+        assert (step(core, 1.0), step(core, 2.0)) == ("high+4. -low", "middle high")
     else:
         assert step(core, 1.0) == "high+4. middle", "its memory is its own; only the batch is limited"
 

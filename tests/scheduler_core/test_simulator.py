@@ -55,14 +55,12 @@ def test_times_of_a_small_run_worked_out_by_hand() -> None:
     assert (b.first_scheduled_s, b.finish_reason) == (4.0, "stop")
     assert b.first_token_s == pytest.approx(5.52, abs=1e-12)
     assert b.finish_s == pytest.approx(7.572, abs=1e-12)
-    assert b.ttft_s == pytest.approx(2.52, abs=1e-12)
-    assert b.queueing_delay_s == 1.0
+    assert (b.ttft_s, b.queueing_delay_s) == (pytest.approx(2.52, abs=1e-12), 1.0)
     assert b.tpot_s == pytest.approx((7.572 - 5.52) / 2, abs=1e-12)
     assert b.normalized_latency_s == pytest.approx(4.572 / 3, abs=1e-12)
     metrics = result.metrics
     assert metrics["makespan_s"] == pytest.approx(5.572, abs=1e-12)
-    assert metrics["busy_fraction"] == pytest.approx(1.0)
-    assert metrics["num_steps"] == 4
+    assert (metrics["busy_fraction"], metrics["num_steps"]) == (pytest.approx(1.0), 4)
     assert metrics["ttft_s"]["mean"] == pytest.approx((2.0 + 2.52) / 2, abs=1e-12)
 
 
@@ -198,15 +196,13 @@ def test_live_predictions_are_fetched_once_with_their_latency() -> None:
     trace = Trace(tuple(trace_row(f"r{i}", i * 0.1, 4, 5, prompt=f"a prompt {i}") for i in range(10)))
     predictions = fetch_predictions(trace, predictor, max_in_flight=4, progress=done.append)
     assert predictor.closed
-    assert sum(done) == 10
-    assert predictions.num_failed == 1
+    assert (sum(done), predictions.num_failed) == (10, 1)
     assert predictions.errors == {"r3": "no prediction for this one"}
     assert set(predictions.latency_s) == {f"r{i}" for i in range(10)}
     result = simulate(trace, "tie", predictor="grpc://unused:1", predictions=predictions)
     assert result.predictor["num_predicted"] == 9
     assert result.predictor["latency_s"]["mean"] > 0
-    assert result.predictor["artifacts"] == ["echo 7"]
-    assert result.config["predictor"] == "Echo"
+    assert (result.predictor["artifacts"], result.config["predictor"]) == (["echo 7"], "Echo")
 
 
 def test_a_predictor_that_always_fails_is_an_error() -> None:
@@ -252,8 +248,7 @@ def test_gaps_of_a_small_run_worked_out_by_hand(exact: bool) -> None:
     watch = RunWatch()
     result = simulate(trace, step_time=ROUND, exact_steps=exact, watch=watch)
     a, b = sorted(result.records, key=lambda one: one.request_id)
-    assert a.max_tbt_s == pytest.approx(1.5)
-    assert b.max_tbt_s == pytest.approx(1.0)
+    assert (a.max_tbt_s, b.max_tbt_s) == (pytest.approx(1.5), pytest.approx(1.0))
     first, second = watch.gaps.by_class[0, ""], watch.gaps.by_class[1, "x"]
     assert (int(first.counts.sum()), int(second.counts.sum())) == (3, 1)
     assert first.total_s == pytest.approx(3.5)

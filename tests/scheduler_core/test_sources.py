@@ -44,8 +44,7 @@ def test_a_closed_loop_never_has_more_requests_under_way_than_clients(
     edges = [(record.finish_s, -1) for record in out.records]
     edges += [(record.arrival_s, 1) for record in out.records]
     under_way = np.cumsum([change for _, change in sorted(edges)])
-    assert under_way.max() == num
-    assert under_way.min() == 0
+    assert (under_way.max(), under_way.min()) == (num, 0)
 
 
 def test_turns_wait_for_the_answer_before_and_find_their_prefix() -> None:
@@ -82,8 +81,7 @@ def test_the_conversation_used_longest_ago_is_forgotten() -> None:
         cache.keep(row)
     assert cache.hit(rows["a"]) == 10
     cache.keep(rows["c"])
-    assert [cache.hit(rows[name]) for name in "abc"] == [10, 0, 10]
-    assert cache.num_tokens == 50
+    assert ([cache.hit(rows[name]) for name in "abc"], cache.num_tokens) == ([10, 0, 10], 50)
     cache.keep(trace_row("a2", 0.0, 90, 5, session_id="a"))
     assert cache.num_tokens == 0, "a turn larger than the cache is not kept"
 

@@ -44,8 +44,7 @@ VARY: dict[str, list[Any]] = {"policy": ["fcfs", "sjf"], "load": [0.5, 1.0]}
 
 def test_a_grid_has_every_combination_with_every_seed() -> None:
     cells = grid(BASE, VARY | {"scheduler.batching": ["chunked_prefill", "vllm"]}, range(3))
-    assert len(cells) == 2 * 2 * 2 * 3
-    assert len({cell.key() for cell in cells}) == len(cells)
+    assert len(cells) == len({cell.key() for cell in cells}) == 2 * 2 * 2 * 3
     first = cells[-1]
     assert first.config.policy == "sjf"
     assert (first.config.scheduler.batching, first.config.load, first.config.seed) == ("vllm", 1.0, 2)
@@ -120,12 +119,10 @@ def test_a_killed_sweep_goes_on_and_does_nothing_twice(
     monkeypatch.setattr(sweep, "simulate_cell", lambda cell: (done.append(cell.key()), real(cell))[1])
     results = run_cells(cells, store, progress=told.append)
     assert sorted(done) == sorted(cell.key() for cell in cells), "each once"
-    assert sum(told) == len(cells)
-    assert told[0] == 3
+    assert (sum(told), told[0]) == (len(cells), 3)
     assert [one["settings"] for one in results] == [dict(cell.settings) for cell in cells]
     again = run_cells(cells, store)
-    assert again == results
-    assert len(done) == len(cells)
+    assert (again, len(done)) == (results, len(cells))
 
 
 @pytest.mark.slow

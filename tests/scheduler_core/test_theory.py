@@ -52,8 +52,7 @@ def test_rads_bounds_worked_out_by_hand() -> None:
     time, or 8 x 0.0108 s of the request's. n > 7 T_max / (0.1 T_R) = 7 x 0.1328 / 0.00572 = 162.5.
     """
     assert BOUNDS.expected_s == pytest.approx(0.0464 + 0.0108)
-    assert BOUNDS.longest_s == pytest.approx(0.0464 + 0.0864)
-    assert BOUNDS.num_per_cycle == 163
+    assert (BOUNDS.longest_s, BOUNDS.num_per_cycle) == (pytest.approx(0.0464 + 0.0864), 163)
     with pytest.raises(InputError, match="epsilon"):
         rad_bounds(trace_at([0.0]), RAD, STEP_TIME, epsilon=1.0)
 

@@ -53,8 +53,7 @@ def test_all_formats_give_the_same_requests_sorted_by_arrival(suffix: str, tmp_p
     assert (first.request_id, second.request_id) == ("a", "b")
     assert (second.arrival_s, second.prompt_tokens, second.output_tokens, second.max_tokens) == (2.5, 7, 3, 9)
     assert (second.prompt, second.prompt_id) == ('Hi, you\n"there"', "p1")
-    assert first.prompt == "Hö"
-    assert second.prediction == LengthPrediction(1.0, 0.5, 3.5)
+    assert (first.prompt, second.prediction) == ("Hö", LengthPrediction(1.0, 0.5, 3.5))
     assert first.prediction is None
     assert len(trace.sha256) == 64
 
@@ -244,8 +243,7 @@ def test_buckets_and_log_t() -> None:
     assert np.mean(draws < 128) == pytest.approx(0.75, abs=0.015)
     assert (draws.min(), draws.max()) == (64, 512)
     tokens = TokenDistribution(kind="log_t", mu=5.0, sigma=0.5, high=1000).draw(20_000, rng)
-    assert np.median(tokens) == pytest.approx(np.exp(5.0), rel=0.03)
-    assert tokens.max() == 1000
+    assert (np.median(tokens), tokens.max()) == (pytest.approx(np.exp(5.0), rel=0.03), 1000)
 
 
 def test_fractions_of_tiers_are_those_of_the_paper_and_its_code() -> None:

@@ -102,8 +102,7 @@ async def test_rounds_go_on_after_a_failure(tmp_path: Path) -> None:
     runs, capacity_rps = await rounds(options(tmp_path), sides())
     assert {side: len(results) for side, results in runs.items()} == {"first": 1, "least busy": 1}
     lines = (tmp_path / "runs.jsonl").read_text().splitlines()
-    assert lines[: len(finished)] == finished
-    assert len(lines) == 3
+    assert (lines[: len(finished)], len(lines)) == (finished, 3)
     assert json.loads(lines[0])["capacity_rps"] == capacity_rps
     assert sides.num_sent["least busy"] == 6 + 6  # its warm-up and its run
     again = Sides()

@@ -107,8 +107,7 @@ def test_no_state_is_left_of_ended_requests(router: str, actions: list[tuple[str
         routing.finish(name)
     for replica_id in REPLICAS:
         routing.gone(replica_id)
-    assert routing.num_requests == {}
-    assert routing.replica_ids == []
+    assert (routing.num_requests, routing.replica_ids) == ({}, [])
     for state in ("_left", "_stats", "_sent"):
         assert not getattr(routing._router, state, None)
 

@@ -62,8 +62,7 @@ def test_the_first_is_always_the_one_of_the_smallest_key(actions: list[tuple[int
             assert order.leave(name) is not None
             inside.discard(name)
             known.pop(name, None)
-        assert len(queue) == len(inside)
-        assert {request.request_id for request in queue} == inside
+        assert (len(queue), {request.request_id for request in queue}) == (len(inside), inside)
         assert {name for name, request in live.items() if request in queue} == inside
     order.waiting.validate(0.0, keys_are_fresh=False)
 

@@ -234,8 +234,7 @@ def test_uniboost_takes_one_argmin_over_prompts_and_decodes(hysteresis_s: float,
     rows = priorities(("a", 2, 3, 3, 0.0), ("b", 1, 2, 2, 1.5))
     parameters = {"hysteresis_s": hysteresis_s}
     run = drive("uniboost", rows, policy="priority", parameters=parameters, max_num_seqs=1)
-    assert run.lines == lines
-    assert run.core.counters.num_preemptions == 0
+    assert (run.lines, run.core.counters.num_preemptions) == (lines, 0)
 
 
 @pytest.mark.parametrize(("swap_token_s", "third"), [(0.0, "z+2. x -y(6)"), (1.0, "z+2. y -x(3)")])
@@ -253,8 +252,7 @@ def test_uniboost_pauses_but_does_not_evict_what_the_policy_protects(num_kv_bloc
     """M = 1. p's eviction key is -infinity. Where q fits beside p it goes first and p pauses; else it waits."""
     rows = priorities(("p", 99, 5, 4, 0.0), ("q", 1, 4, 1, 1.5))
     run = drive("uniboost", rows, policy=Urgent(), num_kv_blocks=num_kv_blocks, max_num_seqs=1)
-    assert run.lines[:3] == ["p+5.", "p", third]
-    assert run.core.counters.num_preemptions == 0
+    assert (run.lines[:3], run.core.counters.num_preemptions) == (["p+5.", "p", third], 0)
 
 
 def test_a_policy_that_preempts_is_refused_where_nobody_can_be_displaced() -> None:

@@ -88,8 +88,7 @@ def test_the_table_says_what_the_policies_say() -> None:
         _, source, inputs, preemptive, changes, cost = rows[name]
         assert source
         assert inputs == (", ".join(sorted(kind.inputs)) or "-")
-        assert preemptive == ("yes" if kind.preemptive else "no")
-        assert changes == kind.key_changes
+        assert (preemptive, changes) == ("yes" if kind.preemptive else "no", kind.key_changes)
         assert ("O(n)" in cost) == (kind.key_changes == "with_time")
         assert ("O(B)" in cost) == kind.preemptive
 
@@ -107,8 +106,7 @@ def test_the_policy_of_the_readme_runs_by_its_path_and_by_an_entry_point(
         core.add(request(item, float(arrival_s), prompt=prompt, cap=1), 1.0)
     assert [run_step(core, now)[0].request_id for now in (1.0, 2.0)] == ["short", "long"]
     policy = make_policy(name, {"weight": 2.0})
-    assert policy_name(policy) == name
-    assert policy_parameters(policy) == {"weight": 2.0}
+    assert (policy_name(policy), policy_parameters(policy)) == (name, {"weight": 2.0})
     point = metadata.EntryPoint("short_prompts", name, "tailcast.policies")
     monkeypatch.setattr(
         metadata, "entry_points", lambda group: [point] if group == "tailcast.policies" else []

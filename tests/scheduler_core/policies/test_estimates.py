@@ -40,8 +40,7 @@ def test_the_table_agrees_with_the_distribution(seen: LengthPrediction, cap: int
 
 def test_nothing_is_left_at_the_cap_and_everything_where_the_prediction_is_refuted() -> None:
     table = table_of(LengthPrediction(math.log(50), 1e-6, 3.5), 200)
-    assert table.expected_remaining(200) == 0.0
-    assert table.expected_remaining(150) == 50.0
+    assert (table.expected_remaining(200), table.expected_remaining(150)) == (0.0, 50.0)
     assert table.expected_remaining() == pytest.approx(50.0, rel=1e-3)
 
 

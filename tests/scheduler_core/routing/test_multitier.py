@@ -62,8 +62,7 @@ def test_freeness_by_hand() -> None:
         "a", running("1", 10, tier=0), running("2", 20, tier=0), running("3", 6, tier=3),
         waiting("4", 8, tier=1), waiting("5", 30, tier=2),
     )  # fmt: skip
-    assert virtual_usage_blocks(one) == 44
-    assert normal_freeness(one) == pytest.approx(56 / 3)
+    assert (virtual_usage_blocks(one), normal_freeness(one)) == (44, pytest.approx(56 / 3))
     assert full_freeness(one, exponential_headroom(4)) == pytest.approx(8.313, abs=5e-4)
 
 
@@ -72,8 +71,7 @@ def test_freeness_of_the_whole_queue_by_hand() -> None:
     b: one more waits with 10: -5, not divided, so that a larger batch does not make a longer queue look freer."""
     here = (running("1", 30), running("2", 30), waiting("3", 20), waiting("4", 15))
     one, more = replica("a", *here), replica("b", *here, waiting("5", 10))
-    assert queue_freeness(one, NO_HEADROOM) == 2.5
-    assert queue_freeness(more, NO_HEADROOM) == -5
+    assert (queue_freeness(one, NO_HEADROOM), queue_freeness(more, NO_HEADROOM)) == (2.5, -5)
     assert full_freeness(one, NO_HEADROOM) == full_freeness(more, NO_HEADROOM) == 10
     headroom = exponential_headroom(5)
     reserved = headroom.blocks({row.tier for row in one.requests}, 100)
