@@ -13,8 +13,7 @@ from scheduler_core.policies.base import KeyChanges, Policy
 from scheduler_core.predictions import BucketPrediction, Prediction, RankPrediction
 from scheduler_core.request import Request, RequestState
 from scheduler_core.scheduler import Scheduler, SchedulerStateError
-from tests.scheduler_core.driving import line
-from tests.scheduler_core.helpers import predicted, prediction, request, run_step, scheduler
+from tests.scheduler_core.helpers import line, predicted, prediction, request, run_step, scheduler
 
 
 def plan_of(core: Scheduler, now: float = 0.0) -> StepPlan:

@@ -13,9 +13,9 @@ from scheduler_core.request import Phase, Request
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.run import run_simulation
-from tests.scheduler_core.driving import Drive
 from tests.scheduler_core.helpers import (
     SMALL_PARAMETERS,
+    Drive,
     compatible_pairs,
     full_prediction,
     random_trace,

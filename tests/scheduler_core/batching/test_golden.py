@@ -15,8 +15,7 @@ from scheduler_core.errors import InputError
 from scheduler_core.predictions import LengthPrediction, Prediction, UrgencyPrediction
 from scheduler_core.replay import ReplayError, read_log, replay
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
-from tests.scheduler_core.driving import Drive
-from tests.scheduler_core.helpers import SMALL_PARAMETERS, random_trace, request, scheduler, simulate
+from tests.scheduler_core.helpers import SMALL_PARAMETERS, Drive, random_trace, request, scheduler, simulate
 
 FOLDER = Path(__file__).parent / "golden"
 #: The order policy of each recording: the paper's own where there is one.
