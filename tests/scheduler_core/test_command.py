@@ -96,9 +96,7 @@ def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("just words", "Unexpected config: just words"),
     ],
 )  # fmt: skip
-def test_hostile_configuration_files(
-    text: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hostile_configs(text: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "x.yaml"
     path.write_text(text)
     assert named in error_of(["here", "--out", "y", "--config", str(path)], capsys)
@@ -123,9 +121,7 @@ def test_configuration_files_that_are_no_text(tmp_path: Path, capsys: pytest.Cap
         (["--out", "x\udcff"], "'x\\udcff'; allowed: text that is valid UTF-8"),
     ],
 )  # fmt: skip
-def test_user_errors_are_one_line_and_code_2(
-    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_user_errors_are_named(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert named in error_of(["here", *arguments], capsys)
 
 
@@ -164,9 +160,7 @@ def test_errors_that_no_part_of_a_command_has_foreseen(
     assert line.startswith(f"tool: {told}")
 
 
-def test_the_traceback_is_there_for_who_asks(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tracebacks_for_who_asks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TAILCAST_TRACEBACK", "1")
     assert call(["here", "--out", "x", "--count", "0"], []) == 2
     lines = capsys.readouterr().err.splitlines()

@@ -189,9 +189,7 @@ def test_a_folder_of_the_user_is_never_replaced(tmp_path: Path, record: str | No
 
 
 @pytest.mark.parametrize("one_step", [True, False])
-def test_of_two_that_may_overwrite_each_replaces_all(
-    tmp_path: Path, one_step: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_of_two_replaces_all(tmp_path: Path, one_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not one_step:
         monkeypatch.setattr(os, "name", "other")
     out = tmp_path / "out"

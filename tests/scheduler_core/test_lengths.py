@@ -68,9 +68,7 @@ def test_capped_expectations_are_ordered(length: LogT, cap: float, alpha: float,
 
 @given(MUS, SIGMAS, NUS, CAPS, LEVELS)
 @examples(60)
-def test_every_route_gives_the_same_numbers(
-    mu: float, sigma: float, nu: float, cap: float, alpha: float
-) -> None:
+def test_each_route_gives_equal_numbers(mu: float, sigma: float, nu: float, cap: float, alpha: float) -> None:
     """An array of levels takes the general route, one level the lattice; single requests have a path of their own."""
     lattice = LogT(mu, sigma, nu).expected_and_cvar(alpha, cap)
     general = LogT([mu, 1.0], [sigma, 1.0], nu).expected_and_cvar([alpha, alpha / 2], [cap, 5.0])

@@ -259,9 +259,7 @@ def test_impossible_observations_are_refused(values: dict[str, object], field: s
         min_size=1, max_size=80,
     )
 )  # fmt: skip
-def test_any_stream_leaves_predictions_in_their_range(
-    stream: list[tuple[float, float, float, int, int, bool]],
-) -> None:
+def test_any_stream_leaves_all_in_range(stream: list[tuple[float, float, float, int, int, bool]]) -> None:
     """`LengthPrediction` raises outside of it."""
     calibration = OnlineCalibration()
     for mu, sigma, nu, prompt_tokens, output_tokens, finished in stream:

@@ -202,8 +202,6 @@ def simulate(policy: str, *, failed: bool) -> list[RequestRecord]:
 
 @pytest.mark.parametrize("policy", ["tie", "sept", "ssjf"])
 @pytest.mark.parametrize("failed", [True, False], ids=["failed", "absent"])
-def test_a_policy_whose_predictor_never_responds_is_first_come_first_served(
-    policy: str, failed: bool
-) -> None:
+def test_a_policy_whose_predictor_never_answers_is_first_come_first_served(policy: str, failed: bool) -> None:
     """All max_tokens are equal, so every unknown length has the same key and arrival decides: not one step differs."""
     assert simulate(policy, failed=failed) == simulate("fcfs", failed=False)

@@ -41,9 +41,7 @@ ABOUT = {
         (1.2, None, 1.0, "-"),
     ],
 )  # fmt: skip
-def test_a_verdict_is_about_the_direction(
-    paper: float | None, ours: float | None, neutral: float | None, verdict: str
-) -> None:
+def test_verdicts(paper: float | None, ours: float | None, neutral: float | None, verdict: str) -> None:
     assert Row(where="t", what="w", paper=paper, ours=ours, neutral=neutral).verdict == verdict
 
 
@@ -147,9 +145,7 @@ def test_tie_runs_at_the_papers_load_and_the_truth_is_hard_to_beat() -> None:
     assert set(PAPER_SYSTEMS) == {"FCFS", "SSJF", "LTR", "TIE"}
 
 
-def test_tie_runs_on_trained_predictions_and_their_note_names_who_predicts_and_how_well(
-    tmp_path: Path,
-) -> None:
+def test_tie_runs_on_trained_predictions_and_their_note_names_who_predicts_how_well(tmp_path: Path) -> None:
     rows = {
         "served_model": ["m", "m", "m", "other"],
         "dataset": ["Alpaca"] * 4,

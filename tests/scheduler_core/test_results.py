@@ -50,9 +50,7 @@ def drawn(**more: Any) -> SimulationResult:
         ({"tbt_slo_s": 1.2, "ttft_slo_s": 1.0}, 1.1, False),
     ],
 )  # fmt: skip
-def test_a_request_meets_its_targets_if_it_meets_all_of_them(
-    targets: dict[str, float], longest: float | None, met: bool
-) -> None:
+def test_targets_are_met_together(targets: dict[str, float], longest: float | None, met: bool) -> None:
     record = replace(RECORD, max_tbt_s=longest, **targets)  # type: ignore[arg-type]
     columns = request_columns([record])
     assert (meets_slo(columns).tolist(), has_slo(columns).tolist()) == ([met], [bool(targets)])

@@ -196,9 +196,7 @@ def core_of(
     return core
 
 
-def drive_at_random(
-    core: Scheduler, *, read: bool = False, max_steps: int = 1, predict: bool = False
-) -> list[object]:
+def drive(core: Scheduler, *, read: bool = False, max_steps: int = 1, predict: bool = False) -> list[object]:
     """Arrivals, predictions, stops and aborts at random; all that comes out.
 
     At most `max_steps` steps are taken at once; with `read` every state is read in every step.
@@ -242,7 +240,7 @@ def test_lockstep_equals_single_requests(former: str, blocks: int, preemption: s
     def run(read: bool, individually: bool, max_steps: int) -> list[object]:
         core = core_of("fcfs", former, blocks, preemption, individually=individually)
         assert core.num_common_steps == (None if individually else 0)
-        return drive_at_random(core, read=read, max_steps=max_steps)
+        return drive(core, read=read, max_steps=max_steps)
 
     together = run(read=False, individually=False, max_steps=30)
     assert together == run(read=True, individually=False, max_steps=30)
@@ -268,7 +266,7 @@ class WrongDeclaration(Policy):
 
 def decides_the_same(make: Callable[[], Policy], former: str) -> bool:
     ways = (core_of(make(), former, individually=individually) for individually in (False, True))
-    together, individually = (drive_at_random(core, predict=True) for core in ways)
+    together, individually = (drive(core, predict=True) for core in ways)
     return together == individually
 
 

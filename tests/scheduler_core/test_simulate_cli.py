@@ -82,9 +82,7 @@ def test_a_run_of_rad_has_the_bounds_of_its_theorems(trace: Path) -> None:
         ("--policy fcfs --trace missing.jsonl", "trace"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_line_and_leaves_nothing(
-    options: str, named: str, trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refused_input(options: str, named: str, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(trace, options) == 2
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith("simulate run: error: ")
@@ -186,9 +184,7 @@ def test_two_results_request_by_request(spec: Path, capsys: pytest.CaptureFixtur
     assert "hpjf: configured differently" in (folder / "c.html").read_text()
 
 
-def test_any_number_of_runs_by_name_with_a_verdict(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_any_number_of_runs_by_name_and_a_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path
     write_trace(random_trace(400), folder / "trace.jsonl")
     for policy in ("fcfs", "sjf", "spf"):
@@ -218,9 +214,7 @@ def test_a_hint_where_nobody_waited(trace: Path, caplog: pytest.LogCaptureFixtur
     assert "nobody waited" not in caplog.text
 
 
-def test_runs_of_other_requests_or_versions_are_not_compared(
-    spec: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_requests_or_versions_are_not_compared(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = spec.parent
     changes = {"a": "", "rate": "--load 0.9", "seed": "--seed 1", "same": "--policy fcfs"}
     for name, options in changes.items():
@@ -302,9 +296,7 @@ _FIXED = '{"num_requests": 4, "lengths": {"prompt": {"kind": "fixed", "low": 5},
         (["--seed", "9223372036854775808"], "seed: got 9223372036854775808; allowed: integers of 64 bits"),
     ],
 )  # fmt: skip
-def test_values_beyond_what_a_simulation_can_hold(
-    options: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_large(options: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     assert main(["run", "--policy", "fcfs", "--workload", _FIXED, "--json", str(out), *options]) == (
         2 if told else 0
@@ -322,9 +314,7 @@ def test_values_beyond_what_a_simulation_can_hold(
         (json.dumps({f"policy_parameters.p{place}": list(range(100)) for place in range(4)}), "at most 1000000"),
     ],
 )  # fmt: skip
-def test_settings_to_vary_are_checked_as_options_are(
-    vary: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_vary_is_checked(vary: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ["sweep", str(tmp_path / "out"), "--workload", _FIXED, "--num_seeds", "1", "--vary", vary]
     assert main(args) == 2
     (line,) = capsys.readouterr().err.splitlines()

@@ -169,9 +169,7 @@ class Echo:
         ("slo_tie", {}, "dacb"),  # by length among a and d, and among b and c
     ],
 )  # fmt: skip
-def test_every_head_of_a_live_predictor_reaches_the_policy(
-    policy: str, parameters: dict[str, float], order: str
-) -> None:
+def test_every_live_head_reaches_the_policy(policy: str, parameters: dict[str, float], order: str) -> None:
     trace = Trace(tuple(trace_row(name, 0.0, 4, 3, prompt=name, ttlt_slo_s=1.0) for name in "abcd"))
     predictions = fetch_predictions(trace, Echo())
     assert predictions.num_failed == 0
@@ -280,9 +278,7 @@ def test_the_longest_gap_is_that_of_the_token_times_also_after_preemptions() -> 
 @pytest.mark.parametrize("policy", ["fcfs", "srpt"])
 @pytest.mark.parametrize("former", ["chunked_prefill", "vllm"])
 @pytest.mark.parametrize("step_time", [LinearStepTime(), StaircaseStepTime()], ids=["linear", "staircase"])
-def test_gaps_of_steps_taken_at_once_are_those_of_single_steps(
-    step_time: StepTime, former: str, policy: str
-) -> None:
+def test_gaps_of_many_steps_are_those_of_single_ones(step_time: StepTime, former: str, policy: str) -> None:
     """Prompts of several chunks, preemptions by recompute and by swap; times to the last bit, gaps to rounding."""
     tokens = 30 if former == "chunked_prefill" else 170
     for preemption, blocks in (("recompute", 24), ("swap", 24), ("recompute", 400)):
@@ -362,9 +358,7 @@ def test_online_calibration_does_not_depend_on_steps_taken_at_once() -> None:
 
 @pytest.mark.parametrize("former", ["chunked_prefill", "uniboost"])
 @pytest.mark.parametrize("guard", [True, False], ids=["guarded", "unguarded"])
-def test_rates_that_a_policy_measures_do_not_depend_on_how_many_steps_are_taken_at_once(
-    former: str, guard: bool
-) -> None:
+def test_rates_that_a_policy_measures_do_not_depend_on_steps_taken_at_once(former: str, guard: bool) -> None:
     """UniBoost's gamma and times per token move many times here, also within and at the ends of runs; its bins do, too."""
     parameters = {"window": 20, "update_every": 10, "refresh": 0.002, "bin_tokens": 16, "mem_guard": guard}
     limits = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=64, num_kv_blocks=60, batching=former)
@@ -439,9 +433,7 @@ def test_a_client_sends_its_next_request_when_it_has_its_answer_and_has_thought(
 
 @given(st.integers(1, 6), st.floats(0.0, 3.0), st.integers(0, 1000))
 @settings(max_examples=20, deadline=None)
-def test_a_closed_loop_never_has_more_requests_under_way_than_clients(
-    num: int, think_s: float, seed: int
-) -> None:
+def test_a_closed_loop_never_has_more_under_way_than_clients(num: int, think_s: float, seed: int) -> None:
     trace = random_trace(25, seed=seed, cap=20, most_prompt=30)
     clients = ClosedLoop(num_clients=num, think_time_s=think_s, rng=np.random.default_rng(seed))
     out = run(trace, clients=clients)

@@ -74,9 +74,7 @@ def chunk(start: int, num: int, is_last: bool = False) -> PrefillChunk:
     st.integers(0, 40),
 )  # fmt: skip
 @settings(max_examples=15, deadline=None)
-def test_a_run_is_its_steps_one_by_one(
-    model: StepTime, contexts: list[int], wait_s: float, limit: int, done: int
-) -> None:
+def test_a_run_of_steps(model: StepTime, contexts: list[int], wait_s: float, limit: int, done: int) -> None:
     run = model.run(contexts, 7.0)
     steps_s = [model.step_s(StepWork((), [one + step for one in contexts])) for step in range(200)]
     ends_s = 7.0 + np.cumsum([0.0, *steps_s])

@@ -98,9 +98,7 @@ def test_the_key_changes_with_configuration_and_with_files(tmp_path: Path) -> No
     assert cell.key() != before
 
 
-def test_a_killed_sweep_goes_on_and_does_nothing_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_sweep_goes_on_and_does_none_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells, store = grid(BASE, VARY, range(2)), CellStore(tmp_path)
     done: list[str] = []
     real = sweep.simulate_cell
@@ -188,9 +186,7 @@ def test_a_ray_cluster_that_is_there_is_used_and_left_as_it_is(tmp_path: Path) -
         ray.shutdown()
 
 
-def test_ray_that_is_missing_nowhere_or_not_asked_for_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ray_missing_nowhere_or_not_wanted_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = grid(BASE, {"policy": ["fcfs"]}, range(1))
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"

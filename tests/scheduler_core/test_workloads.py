@@ -66,9 +66,7 @@ def test_all_formats_give_the_same_requests_sorted_by_arrival(suffix: str, tmp_p
         ("request_id", ""), ("request_id", "b"), ("mu", float("inf")), ("mu", 3.0),
     ],
 )  # fmt: skip
-def test_a_wrong_value_is_named_with_row_and_column(
-    suffix: str, column: str, value: object, tmp_path: Path
-) -> None:
+def test_wrong_values_have_row_and_column(suffix: str, column: str, value: object, tmp_path: Path) -> None:
     rows = [GOOD[0], {**GOOD[1], column: value}]
     with pytest.raises(InputError, match=rf"row \d.*({column}|sigma)"):
         load_trace(write(tmp_path / f"trace{suffix}", rows))
@@ -92,9 +90,7 @@ def test_a_wrong_value_is_named_with_row_and_column(
         ),
     ],
 )  # fmt: skip
-def test_values_that_have_no_place_in_a_simulation(
-    change: dict[str, Any], named: str, tmp_path: Path
-) -> None:
+def test_values_that_have_no_place_in_simulations(change: dict[str, Any], named: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=f"row 1.*{named}"):
         load_trace(write(tmp_path / "trace.jsonl", [GOOD[0] | change]))
 
@@ -156,9 +152,7 @@ def _parquet(**changes: Any) -> bytes:
         ("none.jsonl", None, "existing file"),
     ],
 )  # fmt: skip
-def test_a_file_that_would_be_read_as_something_else_is_named(
-    name: str, content: bytes | None, named: str, tmp_path: Path
-) -> None:
+def test_files_read_as_something_else(name: str, content: bytes | None, named: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     for read in (load_trace, lambda path: read_lengths(str(path))):

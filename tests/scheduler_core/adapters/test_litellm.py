@@ -105,9 +105,7 @@ async def test_cancelled_requests_are_forgotten(strategy: Any) -> None:
     assert await ended(strategy) == {}
 
 
-async def test_an_engine_that_is_killed_under_load_loses_no_request(
-    strategy: Any, engines: list[FakeEngine]
-) -> None:
+async def test_an_engine_killed_under_load_loses_no_request(strategy: Any, engines: list[FakeEngine]) -> None:
     """LiteLLM retries on the other one, and leaves the dead one out while it cools down."""
     sent = asyncio.gather(*(strategy.router.acompletion(**CHAT) for _ in range(10)))
     while strategy.routing.num_requests.get("1", 0) < 5:
@@ -119,9 +117,7 @@ async def test_an_engine_that_is_killed_under_load_loses_no_request(
     await engines[1].start()
 
 
-async def test_what_fails_everywhere_is_raised_and_forgotten(
-    strategy: Any, engines: list[FakeEngine]
-) -> None:
+async def test_a_failure_everywhere_is_raised_and_forgotten(strategy: Any, engines: list[FakeEngine]) -> None:
     for engine in engines:
         engine.script.behave = lambda number, body: error(400)  # type: ignore[attr-defined]
     with pytest.raises(litellm.BadRequestError):
@@ -200,9 +196,7 @@ async def sent_to(
 
 
 @pytest.mark.slow
-async def test_the_proxy_distributes_retries_and_forgets(
-    proxy: aiohttp.ClientSession, engines: list[FakeEngine]
-) -> None:
+async def test_the_proxy_retries_and_forgets(proxy: aiohttp.ClientSession, engines: list[FakeEngine]) -> None:
     """Equal numbers while requests are live, the first engine where none is: LiteLLM's own default chooses at random."""
 
     async def assert_that_none_is_live() -> None:

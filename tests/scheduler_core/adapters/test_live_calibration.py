@@ -80,9 +80,7 @@ def test_a_disk_that_refuses_stops_nothing(tmp_path: Path, caplog: pytest.LogCap
     assert "cannot be written" in caplog.text
 
 
-def test_predictions_without_a_length_and_impossible_lengths_are_left_out(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_no_length_and_impossible_lengths_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
     calibration = live(None)
     assert calibration.correct("m", None, 10) is None
     other = Prediction(point=PointPrediction(60.0))

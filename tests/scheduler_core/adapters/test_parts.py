@@ -203,9 +203,7 @@ def test_what_is_counted() -> None:
         ((0, 9), 4, "a", ""),  # its blocks are being written
     ],
 )
-def test_as_many_go_as_are_needed_and_no_more(
-    free: tuple[int, int], num_blocks: int, stuck: str, victims: str
-) -> None:
+def test_as_many_go_as_are_needed(free: tuple[int, int], num_blocks: int, stuck: str, victims: str) -> None:
     order = LiveOrder(make_policy("srpt"), 3)
     for name, tokens in (("a", 40), ("b", 30), ("c", 20), ("new", 5)):
         order.arrive(Request(request_id=name, arrival_s=0.0, prompt_tokens=1, max_tokens=64), 0.0)

@@ -89,9 +89,7 @@ def test_a_predictor_that_fails_loses_no_request(make: Make, mode: str) -> None:
         ("srpt", "waiting", "PAUSED_NEW", "r0"),
     ],
 )
-def test_who_runs_when_a_short_request_comes(
-    make: Make, policy: str, status: str, pause: str, runs: str
-) -> None:
+def test_who_runs_when_a_short_one_comes(make: Make, policy: str, status: str, pause: str, runs: str) -> None:
     scheduler = make(policy, 30, max_num_seqs=1)
     run_step(scheduler)
     prediction = scheduler._tailcast_order.states["r0"].prediction

@@ -182,9 +182,7 @@ def kind(core: Any, name: str) -> str:
 
 @pytest.mark.parametrize("pair", [*FEW, ("tie", "stage_aware"), ("tie", "rad")], ids=name_of)
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_many_steps_at_once_equal_single_steps_to_the_last_bit(
-    pair: tuple[str, str], preemption: str
-) -> None:
+def test_many_steps_at_once_equal_single_ones_to_the_last_bit(pair: tuple[str, str], preemption: str) -> None:
     policy, former = pair
     limits = SchedulerConfig(
         max_num_seqs=5, max_num_batched_tokens=600, num_kv_blocks=40, kv_block_tokens=16, batching=former,

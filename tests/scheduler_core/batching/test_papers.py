@@ -103,9 +103,7 @@ def test_stage_aware_keeps_prompts_away_from_an_urgent_decode() -> None:
 
 
 @pytest.mark.parametrize(("beta", "victim", "back"), [(0.0, "-y(4)", "<y(4) y"), (1.0, "-y", "y+5.")])
-def test_stage_aware_evicts_the_lowest_priority_and_keeps_what_is_cheaper(
-    beta: float, victim: str, back: str
-) -> None:
+def test_stage_aware_evicts_the_lowest_and_keeps_what_is_cheaper(beta: float, victim: str, back: str) -> None:
     """Semantic scheduling, Algorithm 4, in 9 tokens of memory; y (priority 2, prompt 3) decodes when z (priority 0,
     prompt 5) comes. y holds 4 tokens then and has generated 2; z's 5 and y's next one make 10 > 9. p* = z is served
     first and takes 5; y's turn comes next and finds no block: it is its own victim.
@@ -307,9 +305,7 @@ def test_the_printed_optimum_worked_out() -> None:
 
 
 @given(st.integers(0, 60), st.integers(0, 60), st.floats(0, 1e-2), st.floats(0, 1e-1), st.floats(0, 1e-1))
-def test_the_exact_rule_is_the_best_of_all(
-    prompt: int, decoded: int, a1: float, a2: float, beta: float
-) -> None:
+def test_the_exact_rule_is_best_of_all(prompt: int, decoded: int, a1: float, a2: float, beta: float) -> None:
     cost = KVCost(alpha_1=a1, alpha_2=a2, beta=beta)
     total = prompt + decoded
     chosen = cost.return_s(total, cost.offload_tokens(prompt, decoded))

@@ -98,9 +98,7 @@ def test_the_table_says_what_the_policies_say() -> None:
         assert ("O(B)" in cost) == kind.preemptive
 
 
-def test_the_policy_of_the_readme_runs_by_its_path_and_by_an_entry_point(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_readme_policy_runs_by_path_and_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (FOLDER / "README.md").read_text(encoding="utf-8")
     snippet = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)[0]
     (tmp_path / "policy_of_the_readme.py").write_text(snippet, encoding="utf-8")

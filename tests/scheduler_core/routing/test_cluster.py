@@ -67,9 +67,7 @@ def test_one_replica_gives_exactly_the_results_of_the_loop_of_one(policy: str, e
 @pytest.mark.parametrize("policy", ["tie", "uniboost"])
 @pytest.mark.parametrize("most_prompt", [200, 1200])
 @pytest.mark.parametrize("name", ["random", "jsq", "least_kv", "predicted_work", "llumnix"])
-def test_many_steps_at_once_are_the_same_as_single_ones_also_on_three_replicas(
-    name: str, most_prompt: int, policy: str
-) -> None:
+def test_many_steps_at_once_equal_single_ones_on_replicas(name: str, most_prompt: int, policy: str) -> None:
     """Runs of decodes or of chunks end where a request reaches that replica; another's arrivals do not matter."""
     trace = random_trace(60, seed=4, rate_rps=15.0 if most_prompt == 200 else 2.0, most_prompt=most_prompt)
     latency_s = {row.request_id: 0.3 for row in trace.requests}
