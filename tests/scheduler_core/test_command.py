@@ -199,11 +199,8 @@ def test_standard_output_that_takes_nothing(target: str, code: int, stderr: str,
     script = tmp_path / "writer.py"
     script.write_text(_WRITER)
     shell = f"set -o pipefail; {shlex.quote(sys.executable)} {script} {target}"
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        ["bash", "-c", shell], capture_output=True, text=True, timeout=60,
-        env=os.environ | {"PYTHONPATH": root},
-    )  # fmt: skip
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=60, env=env)
     assert (done.returncode, done.stderr) == (code, stderr)
 
 
@@ -240,12 +237,7 @@ assert main(["run", "--trace", str(trace)]) == 2
 
 
 def test_everything_imports_and_simulates_with_numpy_alone(tmp_path: object) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _ONLY_NUMPY, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    command = [sys.executable, "-c", _ONLY_NUMPY, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "pip install 'tailcast[sim]'" in done.stderr

@@ -75,9 +75,8 @@ def test_each_route_gives_equal_numbers(mu: float, sigma: float, nu: float, cap:
     assert float(lattice[0]) == pytest.approx(float(general[0][0]), rel=1e-11)
     assert float(lattice[1]) == pytest.approx(float(general[1][0]), rel=1e-11)
     if alpha >= 0.5:
-        assert expected_and_cvar(mu, sigma, nu, cap, alpha) == pytest.approx(
-            [float(value) for value in lattice], rel=1e-11
-        )
+        single = expected_and_cvar(mu, sigma, nu, cap, alpha)
+        assert single == pytest.approx([float(value) for value in lattice], rel=1e-11)
 
 
 @pytest.mark.parametrize("nu", [0.1, 0.5, 1.0, 3.5, 100.0, 1e9, math.inf])
@@ -138,9 +137,8 @@ def test_rows_broadcast_and_equal_each_alone() -> None:
     for i in range(3):
         for j in range(2):
             alone = numbers(LogT(mu[i, 0], sigma, nu[i, 0]), done[j], caps[j])
-            assert [values[i, j] for values in together] == pytest.approx(
-                [float(v) for v in alone], rel=1e-11
-            )
+            expected = pytest.approx([float(value) for value in alone], rel=1e-11)
+            assert [values[i, j] for values in together] == expected
     assert isinstance(float(LogT(5.0, 0.8).expected(100)), float)
     assert LogT(np.zeros(0), np.ones(0)).expected(10).shape == (0,)
 

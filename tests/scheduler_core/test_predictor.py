@@ -19,11 +19,10 @@ from scheduler_core.predictor import (
     Predictor,
     open_predictor,
 )
-from scheduler_core.simulator.loop import Simulation
+from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.predictions import Predictions
 from scheduler_core.simulator.records import RequestRecord
-from scheduler_core.simulator.step_time.base import LinearStepTime
-from tests.scheduler_core.helpers import random_trace, scheduler
+from tests.scheduler_core.helpers import random_trace, simulate
 
 PREDICTION = Prediction(length=LengthPrediction(4.0, 0.5, 3.5, "artifact", "1"))
 
@@ -143,9 +142,7 @@ async def test_a_withdrawn_request_comes_back_late_and_an_unsent_one_is_never_se
     await idle()
     events = {event.request_id: event for event in collector.ready_events()}
     assert events["sent"].status is PredictionStatus.LATE
-    assert events["sent"].prediction == PREDICTION, (
-        "it may still be of use, for instance to check calibration"
-    )
+    assert events["sent"].prediction == PREDICTION, "it may still be of use, as to check calibration"
     assert (events["unsent"].error, predictor.sizes) == ("withdrawn before it was sent", [1])
     assert collector.num_open == 0
 
@@ -192,16 +189,16 @@ def test_every_request_has_exactly_one_event(
         assert event.prediction is None or prompts[int(event.request_id)] == "good"
 
 
-def simulate(policy: str, *, failed: bool) -> list[RequestRecord]:
+def records_of(policy: str, *, failed: bool) -> list[RequestRecord]:
     """A trace at twice what the engine can serve, where every prediction fails or none is requested."""
     trace = random_trace(60, rate_rps=40.0)
-    predictions = {row.request_id: None for row in trace.requests} if failed else {}
-    core = scheduler(policy, max_num_seqs=4, max_num_batched_tokens=256)
-    return Simulation(trace, core, LinearStepTime(), Predictions("dead", predictions)).run().records
+    predictions = dict.fromkeys((row.request_id for row in trace.requests), None) if failed else {}
+    limits = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=256)
+    return simulate(trace, policy, predictions=Predictions("dead", predictions), scheduler=limits).records
 
 
 @pytest.mark.parametrize("policy", ["tie", "sept", "ssjf"])
 @pytest.mark.parametrize("failed", [True, False], ids=["failed", "absent"])
 def test_a_policy_whose_predictor_never_answers_is_first_come_first_served(policy: str, failed: bool) -> None:
     """All max_tokens are equal, so every unknown length has the same key and arrival decides: not one step differs."""
-    assert simulate(policy, failed=failed) == simulate("fcfs", failed=False)
+    assert records_of(policy, failed=failed) == records_of("fcfs", failed=False)

@@ -79,9 +79,8 @@ def test_the_page_says_the_scale_of_every_study(tmp_path: Path) -> None:
     for number, about in enumerate(({}, quarter, quick, quarter)):
         row = Row(where="w", what="v", paper=1.0, ours=1.0)
         save(path, Findings([row], size=f"{number} requests"), ABOUT | about)
-        kept = [
-            _is_kept(path, effort) for effort in (Effort(scale=0.5), Effort(scale=0.25), Effort(quick=True))
-        ]
+        efforts = (Effort(scale=0.5), Effort(scale=0.25), Effort(quick=True))
+        kept = [_is_kept(path, effort) for effort in efforts]
         assert kept == [not about, not about.get("quick"), True]
         parts.append((STUDIES[number], *load(path)))
     text = "".join(pages(parts).values())
@@ -108,9 +107,8 @@ def test_coverage_names_every_table_and_figure_once_and_only_studies_that_there_
     tables = {"Multi-tier Llumnix": 4, "Semantic scheduling": 2, "UniBoost": 10, "TIE": 8}
     figures = {"Multi-tier Llumnix": 9, "Semantic scheduling": 5, "UniBoost": 9, "TIE": 10}
     for paper in tables:
-        wanted = {f"table {n + 1}" for n in range(tables[paper])} | {
-            f"figure {n + 1}" for n in range(figures[paper])
-        }
+        wanted = {f"table {n + 1}" for n in range(tables[paper])}
+        wanted |= {f"figure {n + 1}" for n in range(figures[paper])}
         assert wanted <= {where for name, where in named if name == paper}
     assert "| TIE | table 7 | OpenPangu" in coverage([])
 
@@ -122,9 +120,8 @@ def test_the_released_cost_charges_the_attention_of_32_of_the_batch() -> None:
     assert released.step_s(StepWork((), contexts)) < model.step_s(StepWork((), contexts))
     assert released.step_s(StepWork((), contexts)) > model.step_s(StepWork((), contexts[:32]))
     assert released.step_s(StepWork((), contexts[:20])) == model.step_s(StepWork((), contexts[:20]))
-    assert released.run(contexts, 1.0).end_s(1) == pytest.approx(
-        1.0 + released.step_s(StepWork((), contexts))
-    )
+    end_s = released.run(contexts, 1.0).end_s(1)
+    assert end_s == pytest.approx(1.0 + released.step_s(StepWork((), contexts)))
 
 
 def test_the_bound_of_rad_is_the_time_at_optimal_tiling() -> None:

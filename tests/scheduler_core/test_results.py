@@ -169,10 +169,8 @@ def test_other_step_times_closed_loops_and_prefix_caches_reach_the_simulation() 
 @pytest.mark.parametrize("suffix", [".parquet", ".csv", ".jsonl"])
 def test_columns_of_any_kind_are_written_in_every_format(suffix: str, tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
-        {"a": 1, "b": 0.5, "c": "x, y"},
-        {"a": 2, "b": math.nan, "d": [1]},
-        {"d": "z"},
-    ]
+        {"a": 1, "b": 0.5, "c": "x, y"}, {"a": 2, "b": math.nan, "d": [1]}, {"d": "z"},
+    ]  # fmt: skip
     path = tmp_path / f"t{suffix}"
     write_table(columns_of(rows), path, "x/1", "table")
     if suffix == ".parquet":

@@ -10,7 +10,7 @@ from scheduler_core.errors import InputError
 from scheduler_core.plan import StepPlan, StepResult
 from scheduler_core.policies import POLICIES
 from scheduler_core.policies.base import KeyChanges, Policy
-from scheduler_core.predictions import BucketPrediction, Prediction, RankPrediction
+from scheduler_core.predictions import Prediction, RankPrediction
 from scheduler_core.request import Request, RequestState
 from scheduler_core.scheduler import Scheduler, SchedulerStateError
 from tests.scheduler_core.helpers import line, predicted, prediction, request, run_step, scheduler
@@ -100,18 +100,11 @@ def test_a_request_that_can_never_fit_is_refused_and_leaves_no_trace(cap: int) -
 
 
 def test_an_id_may_be_used_once_at_a_time() -> None:
-    core = scheduler()
+    """A request aborted in a step and its successor of the same id are two."""
+    core = scheduler(max_num_seqs=2)
     core.add(request("a"), 0.0)
     with pytest.raises(InputError, match="request_id"):
         core.add(request("a"), 0.0)
-    core.abort("a", 0.0)
-    core.add(request("a"), 0.0)
-    core.validate()
-
-
-def test_a_request_aborted_in_a_step_and_its_successor_of_the_same_id_are_two() -> None:
-    core = scheduler(max_num_seqs=2)
-    core.add(request("a"), 0.0)
     plan = plan_of(core)
     assert core.abort("a", 0.5)
     assert not core.abort("a", 0.5), "gone"
@@ -187,11 +180,6 @@ def test_equal_keys_are_served_in_order_of_arrival(policy: str) -> None:
         order.append(plan_of(core, float(step)).admitted)
         core.complete(StepResult(step, order[-1]), float(step))
     assert order == [("c",), ("a",), ("b",)]
-
-
-def test_the_bucket_is_the_most_probable_class() -> None:
-    assert BucketPrediction((0.2, 0.5, 0.3), (10, 100)).bucket == 1
-    assert BucketPrediction((0.5, 0.5), (10,)).bucket == 0
 
 
 def test_a_bundle_replaces_only_what_it_contains() -> None:

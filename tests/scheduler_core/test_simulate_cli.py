@@ -125,11 +125,9 @@ def test_a_drawn_workload_is_a_trace_for_the_next_run(spec: Path) -> None:
 
 def test_a_run_with_every_table(spec: Path) -> None:
     folder = spec.parent
-    options = (
-        "--policy ssjf --predictor oracle --predictor_noise 0.5 --workload.arrivals.cv 1.5 --num_seeds 2"
-    )
+    options = "--policy ssjf --predictor oracle --predictor_noise 0.5 --num_seeds 2 --cluster.num_replicas 2"
     options += (
-        f" --cluster.num_replicas 2 --requests {folder}/requests.parquet --steps {folder}/steps.parquet"
+        f" --workload.arrivals.cv 1.5 --requests {folder}/requests.parquet --steps {folder}/steps.parquet"
     )
     assert typed(f"run --config {spec} --json {folder}/out.json --report {folder}/r.html {options}") == 0
     content = result(folder)
@@ -173,11 +171,8 @@ def test_two_results_request_by_request(spec: Path, capsys: pytest.CaptureFixtur
     mean = content["requests"]["latencies"]["ttft_s"]["statistics"]["mean"]
     assert (mean["a"], mean["b"], mean["difference"]) == pytest.approx((*means, means[1] - means[0]))
     assert mean["low"] <= mean["difference"] <= mean["high"]
-    first, second = (
-        [one["metrics"]["ttft_s"]["mean"] for one in result(folder, name)["runs"]]
-        for name in ("fcfs", "hpjf")
-    )
-    off = [b - a for a, b in zip(first, second, strict=True)]
+    both_runs = zip(*(result(folder, name)["runs"] for name in ("fcfs", "hpjf")), strict=True)
+    off = [b["metrics"]["ttft_s"]["mean"] - a["metrics"]["ttft_s"]["mean"] for a, b in both_runs]
     metric = content["metrics"]["ttft_s.mean"]
     assert metric["difference"] == pytest.approx(sum(off) / 2)
     assert metric["high"] - metric["low"] == pytest.approx(12.706 * abs(off[0] - off[1]), rel=1e-3)
@@ -222,9 +217,8 @@ def test_other_requests_or_versions_are_not_compared(spec: Path, capsys: pytest.
     content = result(folder, "a")
     bad = {
         "older": json.dumps(content | {"schema": "tailcast.simulation/3"}),
-        "wrong runs": json.dumps(content | {"runs": [1]}),
-        "deep": "[" * DEEP,
-    }
+        "wrong runs": json.dumps(content | {"runs": [1]}), "deep": "[" * DEEP,
+    }  # fmt: skip
     for name, text in bad.items():
         (folder / f"{name}.json").write_text(text)
     capsys.readouterr()
@@ -271,9 +265,8 @@ def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     page = Path(__file__).resolve().parents[2] / "scheduler_core" / "simulator" / "README.md"
     example = page.read_text(encoding="utf-8").split("```yaml\n")[1].split("```")[0]
     (tmp_path / "run.yaml").write_text(example)
-    assert (
-        typed(f"run --config {tmp_path}/run.yaml --json {tmp_path}/out.json --workload.num_requests 40") == 0
-    )
+    options = "--workload.num_requests 40"
+    assert typed(f"run --config {tmp_path}/run.yaml --json {tmp_path}/out.json {options}") == 0
     content = result(tmp_path)
     assert set(content["metrics"]["groups"]["tenant"]) == {"paying", "free"}
 
@@ -298,9 +291,8 @@ _FIXED = '{"num_requests": 4, "lengths": {"prompt": {"kind": "fixed", "low": 5},
 )  # fmt: skip
 def test_too_large(options: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
-    assert main(["run", "--policy", "fcfs", "--workload", _FIXED, "--json", str(out), *options]) == (
-        2 if told else 0
-    )
+    code = main(["run", "--policy", "fcfs", "--workload", _FIXED, "--json", str(out), *options])
+    assert code == (2 if told else 0)
     assert told in capsys.readouterr().err
     assert out.exists() != bool(told)
 

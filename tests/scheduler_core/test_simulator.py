@@ -39,7 +39,15 @@ from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime
 from scheduler_core.simulator.step_time.staircase import StaircaseStepTime
 from scheduler_core.simulator.trace import Trace, load_trace, write_trace
 from scheduler_core.simulator.watch import GapHistogram, RunWatch
-from tests.scheduler_core.helpers import PLAIN, ROUND, random_trace, simulate, token_times, trace_row
+from tests.scheduler_core.helpers import (
+    PLAIN,
+    ROUND,
+    random_trace,
+    scheduler,
+    simulate,
+    token_times,
+    trace_row,
+)
 
 ALL_POLICIES = (*POLICIES, *BOUNDS)
 TIGHT = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=48, num_kv_blocks=40, kv_block_tokens=16)
@@ -108,16 +116,6 @@ def test_predictions_come_after_their_delay() -> None:
         assert "".join(record.request_id for record in result.records) == order
         assert result.predictor["num_failed"] == 2
         assert result.predictor["num_late"] == (3 if delay_s == 100.0 else 0)
-
-
-def test_every_policy_serves_with_failed_predictions() -> None:
-    trace = random_trace(40, rate_rps=40)
-    failed = Predictions("broken", dict.fromkeys(r.request_id for r in trace.requests))
-    fcfs = simulate(trace, "fcfs")
-    for policy in ("ssjf", "sept", "tie"):
-        result = simulate(trace, policy, predictions=failed)
-        assert result.predictor["num_failed"] == 40
-        assert [r.request_id for r in result.records] == [r.request_id for r in fcfs.records]
 
 
 def test_requests_that_never_fit_are_reported_not_lost() -> None:
@@ -418,7 +416,7 @@ def test_uniboosts_former_forms_the_same_batches_without_the_order_where_that_de
 
 
 def run(trace: Trace, **more: object) -> SimulationOutcome:
-    core = Scheduler(SchedulerConfig(num_kv_blocks=200), make_policy("fcfs"))
+    core = scheduler(num_kv_blocks=200)
     return Simulation(trace, core, ROUND, Predictions(), **more).run()  # type: ignore[arg-type]
 
 

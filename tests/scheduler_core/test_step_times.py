@@ -24,7 +24,6 @@ from scheduler_core.decision_log import DecisionLog
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.plan import PrefillChunk, StepResult
 from scheduler_core.policies import make_policy
-from scheduler_core.request import Request
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.commands.calibrate import (
     EngineCalibrationConfig,
@@ -37,8 +36,6 @@ from scheduler_core.simulator.commands.calibrate import (
     step_samples,
 )
 from scheduler_core.simulator.engine_probe import Endpoint, Probe, random_prompt, send
-from scheduler_core.simulator.loop import Simulation
-from scheduler_core.simulator.predictions import Predictions
 from scheduler_core.simulator.step_time import make_step_time
 from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime, StepWork
 from scheduler_core.simulator.step_time.operator_table import (
@@ -50,7 +47,7 @@ from scheduler_core.simulator.step_time.quadratic import PRESETS, QuadraticStepT
 from scheduler_core.simulator.step_time.roofline import GPUS, MODELS, RooflineStepTime
 from scheduler_core.simulator.step_time.staircase import StaircaseStepTime
 from tests.fake_openai import event, running
-from tests.scheduler_core.helpers import PLAIN, random_trace, token_times
+from tests.scheduler_core.helpers import PLAIN, random_trace, request, simulate, token_times
 
 TABLE = OperatorTable(
     num_layers=2, tokens_s=1e-4 + 1e-6 * np.arange(129),
@@ -254,20 +251,15 @@ def measured(step_time: StepTime, rate_rps: float, num: int = 80, seed: int = 0)
     """What a client would see of an engine with these step times."""
     trace = random_trace(num, seed=seed, rate_rps=rate_rps, cap=120, most_prompt=600)
     log = DecisionLog()
-    core = Scheduler(LIMITS, make_policy("fcfs"), log)
-    Simulation(trace, core, step_time, Predictions(), exact_steps=True).run()
+    simulate(trace, log=log, scheduler=LIMITS, step_time=step_time, exact_steps=True)
     times = token_times(log)
     return [
         Probe(
-            request_id=row.request_id,
-            sent_s=row.arrival_s,
-            prompt_tokens=row.prompt_tokens,
-            max_tokens=row.max_tokens,
-            token_s=times[row.request_id],
-            output_tokens=row.output_tokens,
+            request_id=row.request_id, sent_s=row.arrival_s, prompt_tokens=row.prompt_tokens,
+            max_tokens=row.max_tokens, token_s=times[row.request_id], output_tokens=row.output_tokens,
         )
         for row in trace.requests
-    ]
+    ]  # fmt: skip
 
 
 def test_step_times_are_found_again_from_the_times_of_tokens() -> None:
@@ -395,17 +387,17 @@ class _Stepping:
         self._streams: dict[str, asyncio.Queue[bool]] = {}
         self._steps: asyncio.Task[None] | None = None
 
-    async def __call__(self, request: web.Request, body: bytes) -> web.StreamResponse:
+    async def __call__(self, sent: web.Request, body: bytes) -> web.StreamResponse:
         content, now = json.loads(body), time.monotonic()
         if content["prompt"].startswith("fail"):
             return web.Response(status=503, text="overloaded")
         name, num, limit = f"r{len(self._streams)}", len(content["prompt"].split()), content["max_tokens"]
         self._streams[name] = asyncio.Queue()
-        self._core.add(Request(request_id=name, arrival_s=now, prompt_tokens=num, max_tokens=limit), now)
+        self._core.add(request(name, now, num, limit), now)
         if self._steps is None or self._steps.done():
             self._steps = asyncio.create_task(self._run())
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
+        await response.prepare(sent)
         is_last = False
         while not is_last:
             is_last = await self._streams[name].get()

@@ -127,9 +127,8 @@ def test_geometric_lengths_wait_as_in_m_g_1(load: float, num_requests: int) -> N
     mean = 10.0
     second_moment = (2 * mean**2 - mean) * BASE_S**2
     rate = load / (mean * BASE_S)
-    check_mean(
-        waits("fcfs", load, geometric(mean), mean, num_requests), rate * second_moment / (2 * (1 - load))
-    )
+    expected = rate * second_moment / (2 * (1 - load))
+    check_mean(waits("fcfs", load, geometric(mean), mean, num_requests), expected)
 
 
 def test_oracle_sjf_waits_as_cobham_says() -> None:

@@ -68,10 +68,8 @@ def test_memory_and_restarts_are_those_of_an_independent_loop(given: dict[str, s
     case = replace(case, limits=limits_of(given, num_blocks))
     requests = [(row.arrival_s, row.prompt_tokens, row.output_tokens) for row in case.trace.requests]
     kind = given["replica_scheduler_config_type"]
-    budget = 512 if kind == "sarathi" else 4096
-    expected = plain_vidur_loop.simulate(
-        requests, table, scheduler=kind, budget=budget, num_blocks=num_blocks
-    )
+    options = {"budget": 512 if kind == "sarathi" else 4096, "num_blocks": num_blocks}
+    expected = plain_vidur_loop.simulate(requests, table, scheduler=kind, **options)
     out = simulate(case, table)
     for record in out.records:
         times = expected[int(record.request_id)]

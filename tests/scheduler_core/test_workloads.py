@@ -84,10 +84,7 @@ def test_wrong_values_have_row_and_column(suffix: str, column: str, value: objec
         ({"tier": 100}, "column tier: got 100; allowed: integers from 0 to 99"),
         ({"prefix_tokens": 7}, "column prefix_tokens: got 7; allowed: integers from 0 to 6"),
         ({"ttft_slo_s": 0}, "ttft_slo_s of request b: got 0"), ({"sigma": -1.0}, "predicted sigma: got -1"),
-        (
-            {"max_tokens": None},
-            "column max_tokens: .*; or default_max_tokens for requests without max_tokens",
-        ),
+        ({"max_tokens": None}, "column max_tokens: .*; or default_max_tokens for requests without max_tokens"),
     ],
 )  # fmt: skip
 def test_values_that_have_no_place_in_simulations(change: dict[str, Any], named: str, tmp_path: Path) -> None:
@@ -101,9 +98,7 @@ def test_requests_without_max_tokens_get_the_default_and_only_they(suffix: str, 
     path = write(tmp_path / f"trace{suffix}", [GOOD[0], without | {"max_tokens": None}])
     limits = {row.request_id: row.max_tokens for row in load_trace(path, default_max_tokens=40).requests}
     assert limits == {"a": 40, "b": 9}
-    with pytest.raises(
-        InputError, match=r"column output_tokens: got '?9'?; allowed: .* default_max_tokens = 8$"
-    ):
+    with pytest.raises(InputError, match=r"output_tokens: got '?9'?; allowed: .* default_max_tokens = 8$"):
         load_trace(path, default_max_tokens=8)
     column = write(tmp_path / f"column{suffix}", [without])
     assert load_trace(column, default_max_tokens=40).requests[0].max_tokens == 40
@@ -162,8 +157,7 @@ def test_files_read_as_something_else(name: str, content: bytes | None, named: s
 
 def test_poisson_arrivals_have_the_rate_and_the_seed() -> None:
     trace = random_trace(4000)
-    drawn = trace.with_poisson_arrivals(5.0, np.random.default_rng(3))
-    again = trace.with_poisson_arrivals(5.0, np.random.default_rng(3))
+    drawn, again = (trace.with_poisson_arrivals(5.0, np.random.default_rng(3)) for _ in range(2))
     assert drawn == again
     gaps = np.diff([0.0, *(row.arrival_s for row in drawn.requests)])
     assert gaps.mean() == pytest.approx(0.2, abs=4 * 0.2 / 4000**0.5)
@@ -202,13 +196,11 @@ def test_gaps_have_their_mean_and_variation(arrivals: Arrivals, cv: float | None
 
 def test_a_day_has_its_peak_in_the_first_quarter() -> None:
     """Rate 1 + swing sin(2 pi t / P): over the first half 1 + 2 swing / pi of the mean."""
-    times = Arrivals(process="diurnal", rate_rps=5.0, period_s=100.0, swing=0.8).times(
-        20_000, np.random.default_rng(2)
-    )
+    arrivals = Arrivals(process="diurnal", rate_rps=5.0, period_s=100.0, swing=0.8)
+    times = arrivals.times(20_000, np.random.default_rng(2))
     assert np.all(np.diff(times) >= 0)
     assert 20_000 / times[-1] == pytest.approx(5.0, rel=0.03)
-    first_half = np.mean(times % 100 < 50)
-    assert first_half == pytest.approx(0.5 * (1 + 1.6 / np.pi), abs=0.02)
+    assert np.mean(times % 100 < 50) == pytest.approx(0.5 * (1 + 1.6 / np.pi), abs=0.02)
 
 
 def test_spikes_come_together_and_have_every_size() -> None:
@@ -325,7 +317,7 @@ def test_answers_from_fitted_laws_carry_them_as_predictions(tmp_path: Path) -> N
     assert (rows[0].prediction.mu, rows[0].prediction.nu) == (4.0, 3.5)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+@SUFFIXES
 def test_a_written_trace_reads_back(suffix: str, tmp_path: Path) -> None:
     workload = Workload(num_requests=60, lengths=SHORT, classes=CLASSES, sessions=Sessions(mean_turns=2))
     trace = workload.trace(1)

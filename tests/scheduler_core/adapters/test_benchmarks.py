@@ -57,10 +57,7 @@ def test_table_by_hand() -> None:
     runs = {"random": [np.full(6, 2.0), np.full(6, 4.0)], "least busy": [np.full(6, 1.0), np.full(6, 2.0)]}
     lines = table(runs).splitlines()
     assert len(lines) == 4
-    assert (
-        lines[2]
-        == "| random | 3.00 | 3.00 | 3.00 | 3.00 | 3.00 | 3.00 | 1 | 1 | 2.00 ± 0.00 | 2.00 ± 0.00 | 2.00 ± 0.00 |"
-    )
+    assert lines[2] == "| random |" + 6 * " 3.00 |" + " 1 | 1 |" + 3 * " 2.00 ± 0.00 |"
     assert lines[3].startswith("| least busy | 1.50 |")
     assert lines[3].endswith("| 0.50 ± 0.00 | 0.50 ± 0.00 | 1 | 1 | 1 |")
     one = table({side: results[:1] for side, results in runs.items()}).splitlines()

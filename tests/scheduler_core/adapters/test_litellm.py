@@ -28,9 +28,9 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),  # LiteLLM's queue of callbacks belongs to the first loop
 ]
 
-CHAT: dict[str, Any] = {
-    "model": "m", "messages": [{"role": "user", "content": "hello there"}], "max_tokens": 50
-}  # fmt: skip
+Session = aiohttp.ClientSession
+MESSAGES = [{"role": "user", "content": "hello there"}]
+CHAT: dict[str, Any] = {"model": "m", "messages": MESSAGES, "max_tokens": 50}
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -42,18 +42,18 @@ async def engines() -> AsyncIterator[list[FakeEngine]]:
         yield [first, second]
 
 
+def model_list(engines: list[FakeEngine], model: str, **more: str) -> list[dict[str, Any]]:
+    """One deployment of the model m on each engine."""
+    given = [{"model": model, "api_base": f"{engine.url}/v1", **more} for engine in engines]
+    ids = ({"id": str(number)} for number in range(len(engines)))
+    return [{"model_name": "m", "litellm_params": one, "model_info": next(ids)} for one in given]
+
+
 @pytest_asyncio.fixture(loop_scope="module")
 async def strategy(engines: list[FakeEngine]) -> AsyncIterator[Any]:
     from scheduler_core.adapters.litellm import TailcastStrategy
 
-    deployments = [
-        {
-            "model_name": "m",
-            "litellm_params": {"model": "openai/m", "api_base": f"{engine.url}/v1", "api_key": "x"},
-            "model_info": {"id": str(number)},
-        }
-        for number, engine in enumerate(engines)
-    ]
+    deployments = model_list(engines, "openai/m", api_key="x")
     strategy = TailcastStrategy(litellm.Router(model_list=deployments, num_retries=2), RoutingSettings())
     strategy.install()
     yield strategy
@@ -146,14 +146,7 @@ async def proxy(engines: list[FakeEngine], tmp_path: Path) -> AsyncIterator[aioh
     """LiteLLM's proxy in a process of its own, with jsq: a request goes to the first engine unless that has more."""
     pytest.importorskip("apscheduler", reason="needs litellm[proxy]")
     config = {
-        "model_list": [
-            {
-                "model_name": "m",
-                "litellm_params": {"model": "hosted_vllm/m", "api_base": f"{engine.url}/v1"},
-                "model_info": {"id": str(number)},
-            }
-            for number, engine in enumerate(engines)
-        ],
+        "model_list": model_list(engines, "hosted_vllm/m"),
         "litellm_settings": {"callbacks": ["scheduler_core.adapters.litellm.proxy_handler"]},
         "router_settings": {"num_retries": 2, "cooldown_time": 1}, "general_settings": {"master_key": KEY},
     }  # fmt: skip
@@ -162,12 +155,8 @@ async def proxy(engines: list[FakeEngine], tmp_path: Path) -> AsyncIterator[aioh
     port = free_port()
     command = [str(Path(sys.executable).with_name("litellm")), "--config", str(tmp_path / "config.yaml")]
     environment = {"TAILCAST_ROUTING_CONFIG": str(tmp_path / "routing.yaml"), "PYTHONPATH": os.getcwd()}
-    with running(
-        [*command, "--host", "127.0.0.1", "--port", str(port)],
-        lambda: listens(port),
-        environment=environment,
-        timeout_s=600,
-    ):
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    with running(command, lambda: listens(port), environment=environment, timeout_s=600):
         async with aiohttp.ClientSession(
             f"http://127.0.0.1:{port}", headers={"Authorization": f"Bearer {KEY}"}
         ) as session:
@@ -175,11 +164,7 @@ async def proxy(engines: list[FakeEngine], tmp_path: Path) -> AsyncIterator[aioh
 
 
 async def sent_to(
-    proxy: aiohttp.ClientSession,
-    engines: list[FakeEngine],
-    num: int,
-    path: str = "chat/completions",
-    **more: Any,
+    proxy: Session, engines: list[FakeEngine], num: int, path: str = "chat/completions", **more: Any
 ) -> list[int]:
     """Requests that each engine gets of `num`, sent at the same time; all have to succeed."""
     before = [len(engine.requests) for engine in engines]

@@ -31,11 +31,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         settings = {"policy": name, "predictor": mode and f"prompted://{mode}"} | options.pop("settings", {})
         scheduler = adapter.TailcastScheduler(vllm_config=vllm_config(settings, **options))
         schedulers.append(scheduler)
-        add(
-            scheduler,
-            *(FakeRequest(f"r{number}", length) for number, length in enumerate(lengths)),
-            mode=mode,
-        )
+        add(scheduler, *(FakeRequest(f"r{at}", length) for at, length in enumerate(lengths)), mode=mode)
         return scheduler
 
     yield build
@@ -218,8 +214,8 @@ def test_where_settings_come_from(make: Make, monkeypatch: pytest.MonkeyPatch, t
 
 def test_lengths_of_ended_requests_correct_the_next_predictions(make: Make, tmp_path: Path) -> None:
     """Predicted are 12 tokens; the outputs have 4."""
-    file = tmp_path / "calibration.json"
-    options: dict[str, Any] = {"settings": {"calibration_file": str(file)}, "max_num_seqs": 4}
+    settings = {"calibration_file": str(tmp_path / "calibration.json")}
+    options: dict[str, Any] = {"settings": settings, "max_num_seqs": 4}
     scheduler = make("ssjf", **options)
 
     def ends(number: int) -> FakeRequest:

@@ -47,10 +47,9 @@ def test_orca_joins_at_any_iteration_if_the_longest_answer_fits() -> None:
     in which b decodes too.
     """
     rows = [
-        (request("a", prompt=3, cap=3), 3),
-        (request("b", prompt=2, cap=4), 4),
+        (request("a", prompt=3, cap=3), 3), (request("b", prompt=2, cap=4), 4),
         (request("c", prompt=1, cap=2), 2),
-    ]
+    ]  # fmt: skip
     run = drive("orca", rows, max_num_seqs=3, num_kv_blocks=12)
     assert run.lines == ["a+3. b+2.", "a b", "a b", "c+1. b", "c"]
 
@@ -70,10 +69,9 @@ def test_vllm_preempts_the_latest_and_takes_it_back_first() -> None:
     c came later than b and waits behind it: b's 4 tokens go first, and c's 2 in the same step.
     """
     rows = [
-        (request("a", prompt=3, cap=4), 4),
-        (request("b", prompt=2, cap=4), 4),
+        (request("a", prompt=3, cap=4), 4), (request("b", prompt=2, cap=4), 4),
         (request("c", prompt=2, cap=1, arrival_s=1.5), 1),
-    ]
+    ]  # fmt: skip
     run = drive("vllm", rows, num_kv_blocks=8, max_num_seqs=2)
     assert run.lines == ["a+3. b+2.", "a b", "a -b", "a", "b+4. c+2.", "b"]
 
@@ -94,10 +92,9 @@ def test_stage_aware_keeps_prompts_away_from_an_urgent_decode() -> None:
     last p* = y.
     """
     rows = [
-        (request("x", prompt=2, cap=9, priority=1), 5),
-        (request("y", 0.5, prompt=3, cap=9, priority=2), 1),
+        (request("x", prompt=2, cap=9, priority=1), 5), (request("y", 0.5, prompt=3, cap=9, priority=2), 1),
         (request("z", 1.5, prompt=4, cap=9, priority=0), 2),
-    ]
+    ]  # fmt: skip
     run = drive("stage_aware", rows, policy="priority", max_num_seqs=2)
     assert run.lines == ["x+2.", "x", "z+4. x", "z x", "x", "y+3."]
 
@@ -112,9 +109,8 @@ def test_stage_aware_evicts_the_lowest_and_keeps_what_is_cheaper(beta: float, vi
     computing them again is cheaper, and its 3 + 2 known tokens are processed anew.
     """
     rows = [
-        (request("y", prompt=3, cap=4, priority=2), 4),
-        (request("z", 1.5, prompt=5, cap=1, priority=0), 1),
-    ]
+        (request("y", prompt=3, cap=4, priority=2), 4), (request("z", 1.5, prompt=5, cap=1, priority=0), 1),
+    ]  # fmt: skip
     run = drive(
         "stage_aware", rows, policy="priority", max_num_seqs=2, num_kv_blocks=9, preemption="swap",
         parameters={"beta": beta},

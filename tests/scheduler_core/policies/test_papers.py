@@ -4,6 +4,7 @@ Figures of our own ones are in `benchmarks/policies.py`.
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,8 @@ from scheduler_core.policies.uniboost import UniBoost
 from scheduler_core.predictions import BucketPrediction, LengthPrediction, RankPrediction, UrgencyPrediction
 from scheduler_core.request import RequestState, Status
 from scheduler_core.scheduler import SchedulerConfig
-from scheduler_core.simulator.config import SimulationConfig
-from scheduler_core.simulator.run import run_simulation
-from scheduler_core.simulator.step_time.base import LinearStepTime
 from scheduler_core.simulator.trace import Trace
-from tests.scheduler_core.helpers import prediction, request, trace_row
+from tests.scheduler_core.helpers import ROUND, prediction, request, simulate, trace_row
 
 
 def state(
@@ -144,6 +142,7 @@ def test_s3_orders_and_reserves_by_bucket() -> None:
     unknown = state("d", cap=700)
     enter(policy, known, capped, bucket, unknown)
     assert [policy.key(item, 0.0) for item in (known, bucket, unknown)] == [1.0, 1.0, float(len(EDGES))]
+    assert [BucketPrediction(row, (9, 99)).bucket for row in ((0.2, 0.5, 0.3), (0.4, 0.4, 0.2))] == [1, 0]
     found = [policy.admission_tokens(item) for item in (known, capped, bucket, unknown)]
     assert found == [10 + 141, 10 + 120, 10 + 1000, 10 + 700]
 
@@ -360,22 +359,14 @@ def test_waiting_lowers_the_tie_score_by_gamma_per_tau() -> None:
     assert key(policy, old, now=0.0) == key(policy, old, now=1e6), "static in time"
 
 
-STEP = LinearStepTime(base_s=1.0, per_prefill_token_s=0, per_decode_s=0, per_context_token_s=0)
-
-
-def simulate(
-    trace: Trace, policy: str, parameters: dict[str, float] | None = None, **limits: int
-) -> dict[str, float]:
-    """Mean and P99 time to last token when a step takes one second."""
-    config = SimulationConfig(
-        trace="", policy=policy, policy_parameters=parameters or {}, predictor="trace",
-        scheduler=SchedulerConfig(**{"num_kv_blocks": 100_000, "max_num_batched_tokens": 4096, **limits}),  # type: ignore[arg-type]
-        step_time=STEP,
-    )  # fmt: skip
-    result = run_simulation(config, trace=trace)
-    assert len(result.records) == len(trace)
-    spent = np.array([record.ttlt_s for record in result.records])
-    return {"mean": float(spent.mean()), "p99": float(np.percentile(spent, 99))}
+def times(trace: Trace, policy: str, **parameters: float) -> dict[str, float]:
+    """Mean and P99 time to last token with 8 slots when a step takes one second."""
+    limits = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=4096, num_kv_blocks=100_000)
+    step_time = replace(ROUND, per_prefill_token_s=0.0)
+    config: dict[str, Any] = {"policy_parameters": parameters, "scheduler": limits, "step_time": step_time}
+    spent = [record.ttlt_s for record in simulate(trace, policy, predictor="trace", **config).records]
+    assert len(spent) == len(trace)
+    return {"mean": float(np.mean(spent)), "p99": float(np.percentile(spent, 99))}
 
 
 def overload(num: int, slots: int, load: float, seed: int) -> Trace:
@@ -404,10 +395,8 @@ def test_slo_tie_lets_the_late_overtake_by_urgency_and_gives_up_the_missed() -> 
     enter(policy, short, late, grave)
 
     def order() -> str:
-        return "".join(
-            item.request_id
-            for item in sorted([short, late, grave], key=lambda s: (policy.key(s, 0.0), s.order))
-        )
+        served = sorted([short, late, grave], key=lambda item: (policy.key(item, 0.0), item.order))
+        return "".join(item.request_id for item in served)
 
     assert (list(policy.take_changed(17.9)), order()) == ([], "slg")
     assert (set(policy.take_changed(18.1)), order()) == ({late, grave}, "gls")
@@ -418,11 +407,9 @@ def test_tail_guard_keeps_the_tail_of_fcfs_and_most_of_the_gain() -> None:
     """Small version of the study: 8 slots, load 1.2. Shortest first multiplies the P99; the guard does not. Who lets the longest
     1 % be late keeps more of the gain."""
     trace = overload(500, 8, 1.2, seed=6)
-    fcfs, sept = (simulate(trace, name, max_num_seqs=8) for name in ("fcfs", "sept"))
+    fcfs, sept = (times(trace, name) for name in ("fcfs", "sept"))
     assert sept["p99"] > 2.0 * fcfs["p99"]
-    nobody, some = (
-        simulate(trace, "tail_guard", {"exempt_fraction": share}, max_num_seqs=8) for share in (0.0, 0.0085)
-    )
+    nobody, some = (times(trace, "tail_guard", exempt_fraction=share) for share in (0.0, 0.0085))
     assert max(nobody["p99"], some["p99"]) <= 1.3 * fcfs["p99"]
     assert nobody["mean"] <= fcfs["mean"] - 0.5 * (fcfs["mean"] - sept["mean"])
     assert some["mean"] < nobody["mean"]

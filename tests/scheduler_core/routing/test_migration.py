@@ -170,10 +170,8 @@ class Walk:
     def predict(self) -> None:
         live = [name for name in self.tokens if self.side_of(name) is not None]
         if live:
-            name = self.pick(live)
-            self.sides[self.side_of(name) or ""].update(
-                name, predicted(float(self.rng.uniform(1, 20))), self.now
-            )
+            name, seen = self.pick(live), predicted(float(self.rng.uniform(1, 20)))
+            self.sides[self.side_of(name) or ""].update(name, seen, self.now)
 
     def step(self) -> None:
         side = self.pick(["a", "b"])
@@ -203,9 +201,8 @@ class Walk:
             self.note(self.migrations.start(Move(name, source, "b" if source == "a" else "a"), self.now))
 
     def copied(self) -> None:
-        ready = [
-            name for name, copy in self.copies.items() if not copy.live or copy.move.source not in self.open
-        ]
+        busy = self.open
+        ready = [name for name, copy in self.copies.items() if not copy.live or copy.move.source not in busy]
         if ready:
             name = self.pick(ready)
             before, outcome = self.copies[name], self.migrations.copied(name, self.now)

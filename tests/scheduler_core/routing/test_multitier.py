@@ -75,9 +75,7 @@ def test_freeness_of_the_whole_queue_by_hand() -> None:
     assert full_freeness(one, NO_HEADROOM) == full_freeness(more, NO_HEADROOM) == 10
     headroom = exponential_headroom(5)
     reserved = headroom.blocks({row.tier for row in one.requests}, 100)
-    assert queue_freeness(one, headroom) == pytest.approx(
-        (5 - reserved) if reserved > 5 else (5 - reserved) / 2
-    )
+    assert queue_freeness(one, headroom) == pytest.approx((5 - reserved) / (1 if reserved > 5 else 2))
     assert queue_freeness(replica("a"), NO_HEADROOM) == 100
     assert queue_freeness(replica("c", status=DRAINING), NO_HEADROOM) == -math.inf
 
@@ -130,10 +128,8 @@ def test_the_planner_waits_for_its_interval_and_for_imbalance() -> None:
     b = replica("b", running("3", 249), running("4", 250), blocks=1000)
     c = replica("c", running("5", 249), running("6", 249), blocks=1000)
     a2 = replica("a", running("1", 251), running("2", 250), blocks=1000)
-    assert (
-        planner.plan([c, replica("d", running("7", 249), running("8", 249), blocks=1000)], frozenset(), 0.0)
-        == ()
-    )
+    d = replica("d", running("7", 249), running("8", 249), blocks=1000)
+    assert planner.plan([c, d], frozenset(), 0.0) == ()
     assert planner.plan([a, b], frozenset(), 0.04) == (), "50 ms are not over"
     assert planner.plan([a, b], frozenset(), 0.05) == (Move("1", "a", "b"),), "0.5 blocks per request"
     assert MigrationPlanner(headroom=NO_HEADROOM, threshold=1.0).plan([a, b], frozenset(), 0.0) == ()
@@ -170,12 +166,10 @@ def test_scaling_thresholds() -> None:
     with fewer running requests, is drained."""
     b = crowd("b", 10, 10)
     assert AutoScaler().signal([crowd("a", 10, 10, head=10), b], 0.0) is None
-    out = AutoScaler().signal([crowd("a", 10, 10, head=11), b], 0.0)
-    assert out == ScaleOut()
+    assert AutoScaler().signal([crowd("a", 10, 10, head=11), b], 0.0) == ScaleOut()
     c = crowd("c", 40, 1)
     assert AutoScaler().signal([c, crowd("e", 40, 1)], 0.0) is None
-    down = AutoScaler().signal([c, crowd("d", 39, 1)], 0.0)
-    assert down == ScaleIn("d")
+    assert AutoScaler().signal([c, crowd("d", 39, 1)], 0.0) == ScaleIn("d")
 
 
 def test_scaling_keeps_its_bounds_and_its_pace() -> None:
