@@ -49,8 +49,7 @@ def at_load(load: float, count: int = 1500) -> tuple[np.ndarray, np.ndarray]:
 def test_rads_bounds_worked_out_by_hand() -> None:
     """Prompt of 64 in chunks of lcm(16, 8, 16) = 16 tokens: 4 steps of 0.01 + 16e-4 = 0.0464 s. The last one samples the
     first token; the other 8 take steps of 0.01 + 8e-4 s that 8 requests share: 8 x 0.0108 / 8 = 0.0108 s of the engine's
-    time, or 8 x 0.0108 s of the request's. n > 7 T_max / (0.1 T_R) = 7 x 0.1328 / 0.00572 = 162.5.
-    """
+    time, or 8 x 0.0108 s of the request's. n > 7 T_max / (0.1 T_R) = 7 x 0.1328 / 0.00572 = 162.5."""
     assert BOUNDS.expected_s == pytest.approx(0.0464 + 0.0108)
     assert (BOUNDS.longest_s, BOUNDS.num_per_cycle) == (pytest.approx(0.0464 + 0.0864), 163)
     with pytest.raises(InputError, match="epsilon"):

@@ -42,10 +42,9 @@ def test_request_level_serves_a_batch_to_its_end() -> None:
 
 
 def test_orca_joins_at_any_iteration_if_the_longest_answer_fits() -> None:
-    """n_slots = 12 tokens. a reserves 3 + 3, b 2 + 4, so n_rsrv = 12 and c (1 + 2) has to wait, although a seat is
-    free and only 5 tokens are in the cache. a ends with its third token and gives back 6; c joins the next iteration,
-    in which b decodes too.
-    """
+    """n_slots = 12 tokens. a reserves 3 + 3, b 2 + 4, so n_rsrv = 12 and c (1 + 2) has to wait, although a seat is free and
+    only 5 tokens are in the cache. a ends with its third token and gives back 6; c joins the next iteration, in which b
+    decodes too."""
     rows = [
         (request("a", prompt=3, cap=3), 3), (request("b", prompt=2, cap=4), 4),
         (request("c", prompt=1, cap=2), 2),
@@ -137,9 +136,8 @@ def test_rad_keeps_t_col_requests_decoding() -> None:
 
 
 def test_rad_prefill_first_processes_all_prompts_of_a_cycle_before_any_decode() -> None:
-    """Algorithm 2 with the same numbers: the prompts of a, b, c (n = 3), then t_col = 2 of D are active: a and b; b is
-    done and c takes its place; a is done; c is done; then d.
-    """
+    """Algorithm 2 with the same numbers: the prompts of a, b, c (n = 3), then t_col = 2 of D are active: a and b; b is done
+    and c takes its place; a is done; c is done; then d."""
     run = drive("rad_prefill_first", RAD_ROWS, parameters=RAD, max_num_seqs=4)
     assert run.lines == ["a+4", "a+2.", "b+4.", "c+2.", "a b", "a c", "c", "d+3."]
 
@@ -225,8 +223,7 @@ def priorities(*rows: tuple[str, int, int, int, float]) -> list[tuple[Request, i
 )
 def test_uniboost_takes_one_argmin_over_prompts_and_decodes(hysteresis_s: float, lines: list[str]) -> None:
     """Algorithm 1 with M = 1; Phi is the declared priority. b (1) comes while a (2) decodes: a is paused, not evicted, and
-    goes on with its third token when b is done. With delta = 2 b is not far enough ahead: 1 < 2 - 2 does not hold.
-    """
+    goes on with its third token when b is done. With delta = 2 b is not far enough ahead: 1 < 2 - 2 does not hold."""
     rows = priorities(("a", 2, 3, 3, 0.0), ("b", 1, 2, 2, 1.5))
     parameters = {"hysteresis_s": hysteresis_s}
     run = drive("uniboost", rows, policy="priority", parameters=parameters, max_num_seqs=1)
@@ -236,8 +233,7 @@ def test_uniboost_takes_one_argmin_over_prompts_and_decodes(hysteresis_s: float,
 @pytest.mark.parametrize(("swap_token_s", "third"), [(0.0, "z+2. x -y(6)"), (1.0, "z+2. y -x(3)")])
 def test_uniboost_selects_victims_by_priority_and_swap_cost(swap_token_s: float, third: str) -> None:
     """9 blocks of one token: x (4) and y (5) hold 3 and 6 after a token each when z (0) needs 2. Without swap cost y is the
-    victim, the last in the order; at 1 s per token x is: 4 - 3 > 5 - 6. The block that is left is y's next one.
-    """
+    victim, the last in the order; at 1 s per token x is: 4 - 3 > 5 - 6. The block that is left is y's next one."""
     rows = priorities(("x", 4, 2, 4, 0.0), ("y", 5, 5, 4, 0.0), ("z", 0, 2, 1, 1.5))
     run = drive("uniboost", rows, policy=Urgent(), num_kv_blocks=9, preemption="swap", parameters={"swap_token_s": swap_token_s})  # fmt: skip
     assert run.lines[:3] == ["x+2. y+5.", "x y", third]

@@ -141,8 +141,7 @@ def check(found: FloatArray, expected: float) -> None:
 
 def srpt_mean(load: float) -> float:
     """Schrage & Miller 1966: E[T] = integral over x of f(x) [lambda (m2(x) + x^2 (1 - F(x))) / (2 (1 - rho(x))^2)
-    + integral over t < x of dt/(1 - rho(t))], m2(x) and rho(x)/lambda second and first moment of S up to x; S of mean 1.
-    """
+    + integral over t < x of dt/(1 - rho(t))], m2(x) and rho(x)/lambda second and first moment of S up to x; S of mean 1."""
     x = np.linspace(0.0, 30.0, 30_001)
     density, step = np.exp(-x), x[1]
 

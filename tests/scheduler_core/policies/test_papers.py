@@ -95,8 +95,7 @@ def test_priority_spf_hpjf_and_vtc_order_by_what_they_are_named_for() -> None:
 def test_vtc_charges_prompts_once_and_outputs_double() -> None:
     """w_p = 1, w_q = 2. Tenant u: prompts 10 and 6 wait, so their keys are 0 and 0 + 10. Admitting the first: c_u = 10,
     and the second's key stays 10. Its prefill yields a token and 2 more are decoded: c_u = 10 + 3 * 2 = 16. Tenant v joins
-    now: the least counter among tenants that wait is u's, 16, so c_v is lifted to 16.
-    """
+    now: the least counter among tenants that wait is u's, 16, so c_v is lifted to 16."""
     policy = make_policy("vtc")
     first, second = state("a", prompt=10, tenant="u"), state("b", prompt=6, tenant="u")
     enter(policy, first, second)
@@ -228,8 +227,7 @@ def test_semantic_compares_urgency_first_and_then_time() -> None:
     """A100, Qwen1.5-4B, prompt n = 100, 50 tokens sure:
     prefill 1.46585e-9 * 100^2 + 1.0515576e-4 * 100 = 0.0105302 s,
     decode 5.91298857e-9 * (1250 + 5000 + 25) + 0.01195828 * 50 = 0.597951 s, f_t = 0.608481 s.
-    After the prompt and 10 tokens: 40 left, n = 110: 5.91298857e-9 * (800 + 4400 + 20) + 0.4783312 = 0.478362 s.
-    """
+    After the prompt and 10 tokens: 40 left, n = 110: 5.91298857e-9 * (800 + 4400 + 20) + 0.4783312 = 0.478362 s."""
     policy = make_policy("semantic")
     item = state("a", prompt=100, prediction=sure(50), cap=1000, tier=2)
     urgent = state(
