@@ -17,6 +17,8 @@ from scipy import stats
 
 from scheduler_core.lengths import LogT, expected_and_cvar
 from scheduler_core.lengths.student_t import student_t_cdf, student_t_hazard, student_t_quantile
+from scheduler_core.lengths.table import LengthTable
+from scheduler_core.predictions import LengthPrediction
 from tests.properties import examples
 
 
@@ -292,3 +294,29 @@ def test_far_tails_keep_their_relative_accuracy() -> None:
         exact = [float(1 - reference.sf(mp.mpf(float(value)))) for value in x]
     np.testing.assert_allclose(length.cdf(x), exact, rtol=1e-11)
     np.testing.assert_allclose(length.ppf(exact), x, rtol=1e-9)
+
+
+def table_of(length: LengthPrediction, max_tokens: int) -> LengthTable:
+    return LengthTable(length.mu, length.sigma, length.nu, max_tokens)
+
+
+predictions = st.tuples(
+    st.floats(1.5, 8.0), st.floats(-6.9, 0.18).map(math.exp), st.sampled_from([3.5, 10.0, 1e9])
+).map(lambda drawn: LengthPrediction(*drawn))
+
+
+@given(seen=predictions, cap=st.sampled_from([1, 16, 256, 4096, 15_000]), share=st.floats(0.0, 2.0))
+@examples(30)
+def test_the_table_agrees_with_the_distribution(seen: LengthPrediction, cap: int, share: float) -> None:
+    table, exact = table_of(seen, cap), seen.distribution()
+    generated = share * math.exp(seen.mu)
+    if generated >= cap or generated < 1.0 or exact.sf(generated) < 1e-4:
+        generated = 0.0
+    rest = float(exact.expected(cap, generated))
+    assert table.expected_remaining(generated) == pytest.approx(rest, rel=0.02, abs=0.1)
+
+
+def test_nothing_is_left_at_the_cap_and_everything_where_the_prediction_is_refuted() -> None:
+    table = table_of(LengthPrediction(math.log(50), 1e-6, 3.5), 200)
+    assert (table.expected_remaining(200), table.expected_remaining(150)) == (0.0, 50.0)
+    assert table.expected_remaining() == pytest.approx(50.0, rel=1e-3)

@@ -15,7 +15,7 @@ import scheduler_core.policies as package
 from scheduler_core.errors import InputError
 from scheduler_core.policies import POLICIES, make_policy, policy_class, policy_name, policy_parameters
 from scheduler_core.predictions import HEADS, UrgencyPrediction
-from scheduler_core.request import Request, RequestState
+from scheduler_core.request import RequestState
 from scheduler_core.urgency import LEVELS, effective_level, expected_cost_levels
 from tests.scheduler_core.helpers import Drive, full_prediction, request, run_step, scheduler
 
@@ -176,7 +176,7 @@ SURE = (1.0, 0.0, 0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(
-    ("tier", "probabilities", "threshold", "max_promotion", "expected"),
+    ("tier", "seen", "threshold", "max_promotion", "expected"),
     [
         (3, None, None, 1, 3),
         (3, (0.4, 0.3, 0.1, 0.1, 0.1), 0.5, 1, 3),  # abstains
@@ -187,21 +187,16 @@ SURE = (1.0, 0.0, 0.0, 0.0, 0.0)
         (1, SURE[::-1], None, 1, 1),  # no text lowers its own request
         (3, SURE, 1.0, 5, 0),  # unlimited trust: neither the threshold ...
         (1, SURE[::-1], None, math.inf, 4),  # ... nor the declared tier limits it
-        *(
-            (tier, SURE, None, 1, level) for tier, level in enumerate((0, 0, 1, 2, 3, 5, 6))
-        ),  # 5, 6: not predicted
+        # 5, 6: not predicted
+        *((tier, SURE, None, 1, level) for tier, level in enumerate((0, 0, 1, 2, 3, 5, 6))),
     ],
 )
 def test_the_level_to_schedule_at(
-    tier: int,
-    probabilities: tuple[float, ...] | None,
-    threshold: float | None,
-    max_promotion: float,
-    expected: int,
+    tier: int, seen: tuple[float, ...] | None, threshold: float | None, max_promotion: float, expected: int
 ) -> None:
-    request = Request(request_id="r", arrival_s=0.0, prompt_tokens=1, max_tokens=1, tier=tier)
-    urgency = None if probabilities is None else UrgencyPrediction(probabilities, threshold)
-    assert RequestState(request, order=0, urgency=urgency).effective_level(max_promotion) == expected
+    urgency = None if seen is None else UrgencyPrediction(seen, threshold)
+    state = RequestState(request("r", tier=tier), order=0, urgency=urgency)
+    assert state.effective_level(max_promotion) == expected
 
 
 def test_the_level_is_the_one_of_least_expected_cost() -> None:

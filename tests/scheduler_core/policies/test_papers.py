@@ -14,10 +14,10 @@ from scheduler_core.lengths import LogT
 from scheduler_core.policies import make_policy
 from scheduler_core.policies.base import Policy
 from scheduler_core.policies.deadlines import SloTie
-from scheduler_core.policies.estimates import boost_s
+from scheduler_core.policies.estimates import TailRate, boost_s
 from scheduler_core.policies.s3 import EDGES
 from scheduler_core.policies.shortest_first import Sept, Ssjf
-from scheduler_core.policies.tail_guard import TailGuard
+from scheduler_core.policies.tail_guard import TailGuard, VirtualFcfs
 from scheduler_core.policies.tie import Tie
 from scheduler_core.policies.uniboost import UniBoost
 from scheduler_core.predictions import BucketPrediction, LengthPrediction, RankPrediction, UrgencyPrediction
@@ -444,3 +444,39 @@ def test_tail_guard_finds_out_the_longest_while_they_run() -> None:
     assert list(policy.take_changed(now)) == [runaway]
     assert policy.key(runaway, now) >= 1e12
     assert policy.eviction_key(runaway, now) > 0.0
+
+
+def test_gamma_is_the_slope_of_the_tail() -> None:
+    """Exponential latencies of rate 2: ln 5/(t99 - t95) = 2. Eq. 9, not the 39 times smaller line 17 of the algorithm."""
+    rate = TailRate(1.0, 20_000, 20_000, smoothing=1.0, min_per_s=1e-4, max_per_s=100.0)
+    latencies = np.random.default_rng(0).exponential(0.5, 20_000)
+    assert [rate.finished(float(value)) for value in latencies][-1]
+    assert rate.gamma_per_s == pytest.approx(2.0, rel=0.1)
+    same = TailRate(1.0, 10, 10, smoothing=1.0, min_per_s=1e-4, max_per_s=7.0)
+    assert [same.finished(1.0) for _ in range(10)][-1]
+    assert same.gamma_per_s == 7.0, "a collapsed tail does not run away"
+
+
+def test_virtual_fcfs_is_fcfs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work 3, 1, 2 s, arrivals 0, 0, 1. The real engine does the short one first; FCFS would end them at 3, 4 and 6. The
+    first was predicted to need 2 s: it leaves the virtual queue after 2 s, and the true second is made up for."""
+    monkeypatch.setattr("scheduler_core.policies.tail_guard._REFRESH_EVERY", 3)
+    queue = VirtualFcfs(10)
+    a, b, c = (RequestState(request(name, at), order=0) for name, at in (("a", 0.0), ("b", 0.0), ("c", 1.0)))
+    queue.arrived(a, 0.0, 2.0)
+    queue.arrived(b, 0.0, 1.0)
+    queue.served(1.0)
+    queue.arrived(c, 1.0, 1.0)
+    queue.finished(b, 1.0)
+    assert queue.backlog == 4.0
+    queue.served(1.0)
+    queue.advance(2.0)
+    queue.served(2.0)
+    queue.finished(a, 3.0)
+    queue.advance(4.0)
+    assert queue.backlog == pytest.approx(2.0), "a is gone with 2 s, owes 1; b is gone at 4"
+    queue.served(2.0)
+    queue.finished(c, 1.0)
+    queue.advance(6.0)
+    assert queue.quantile_s == pytest.approx(np.quantile([2.0, 4.0, 5.0], 0.99))
+    assert queue.backlog == 0.0
