@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -22,11 +24,9 @@ from scheduler_core.predictions import (
 from scheduler_core.request import Request
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.config import SimulationConfig
-from scheduler_core.simulator.predictions import Predictions
 from scheduler_core.simulator.run import SimulationResult, run_simulation
 from scheduler_core.simulator.step_time.base import LinearStepTime
 from scheduler_core.simulator.trace import Trace, TraceRequest
-from scheduler_core.simulator.watch import RunWatch
 
 #: 1 s per step and 0.1 s per prompt token, nothing else.
 ROUND = LinearStepTime(base_s=1.0, per_prefill_token_s=0.1, per_decode_s=0.0, per_context_token_s=0.0)
@@ -79,12 +79,9 @@ SMALL_PARAMETERS: dict[str, dict[str, Any]] = {
 def compatible_pairs(policies: Iterable[str], formers: Iterable[str]) -> list[tuple[str, str]]:
     """Policies and batch formers that a scheduler takes together."""
     pairs = []
-    for former in formers:
-        for policy in policies:
-            try:
-                scheduler(policy, batching=former, batching_parameters=SMALL_PARAMETERS.get(former, {}))
-            except InputError:
-                continue
+    for former, policy in product(formers, policies):
+        with suppress(InputError):
+            scheduler(policy, batching=former, batching_parameters=SMALL_PARAMETERS.get(former, {}))
             pairs.append((policy, former))
     return pairs
 
@@ -96,18 +93,10 @@ def run_step(core: Scheduler, now: float, stopped: Sequence[str] = ()) -> tuple[
     return core.complete(StepResult(plan.step, tuple(stopped)), now)
 
 
-def simulate(
-    trace: Trace,
-    policy: str = "fcfs",
-    *,
-    predictions: Predictions | None = None,
-    log: DecisionLog | None = None,
-    watch: RunWatch | None = None,
-    **config: Any,
-) -> SimulationResult:
-    """A simulation of a trace, with further fields of its configuration."""
-    values = SimulationConfig(trace="", policy=policy, **config)
-    return run_simulation(values, trace=trace, predictions=predictions, log=log, watch=watch)
+def simulate(trace: Trace, policy: str = "fcfs", **more: Any) -> SimulationResult:
+    """A simulation of a trace; `more` are predictions, log and watch, and fields of the configuration."""
+    parts = {name: more.pop(name) for name in ("predictions", "log", "watch") if name in more}
+    return run_simulation(SimulationConfig(trace="", policy=policy, **more), trace=trace, **parts)
 
 
 def token_times(log: DecisionLog) -> dict[str, list[float]]:

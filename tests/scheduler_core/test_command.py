@@ -14,6 +14,8 @@ from scheduler_core.command import command, entry_point
 from scheduler_core.errors import InputError
 from tests.hostile import bomb
 
+Capsys = pytest.CaptureFixture[str]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Inner:
@@ -60,7 +62,7 @@ def test_hyphens_and_underscores_are_the_same_in_option_names() -> None:
     assert seen == [Config(source="here", out="a-b=c-d", max_tokens=5)] * 3
 
 
-def test_exit_codes_of_the_function(capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes_of_the_function(capsys: Capsys) -> None:
     def run(function: Callable[[Inner], object]) -> int:
         return command("tool", Inner, function, extra="sim")([])
 
@@ -74,7 +76,7 @@ def test_exit_codes_of_the_function(capsys: pytest.CaptureFixture[str]) -> None:
     assert "No space left on device (big.parquet)" in capsys.readouterr().err
 
 
-def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def error_of(arguments: list[str], capsys: Capsys) -> str:
     """The one line of a call that is refused."""
     seen: list[Config] = []
     assert (call(arguments, seen), seen) == (2, [])
@@ -96,13 +98,13 @@ def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("just words", "Unexpected config: just words"),
     ],
 )  # fmt: skip
-def test_hostile_configs(text: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hostile_configs(text: str, named: str, tmp_path: Path, capsys: Capsys) -> None:
     path = tmp_path / "x.yaml"
     path.write_text(text)
     assert named in error_of(["here", "--out", "y", "--config", str(path)], capsys)
 
 
-def test_configuration_files_that_are_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_configuration_files_that_are_no_text(tmp_path: Path, capsys: Capsys) -> None:
     path = tmp_path / "x.yaml"
     path.write_bytes("out: café".encode("latin-1"))
     assert "not a text in UTF-8" in error_of(["here", "--config", str(path)], capsys)
@@ -121,7 +123,7 @@ def test_configuration_files_that_are_no_text(tmp_path: Path, capsys: pytest.Cap
         (["--out", "x\udcff"], "'x\\udcff'; allowed: text that is valid UTF-8"),
     ],
 )  # fmt: skip
-def test_user_errors_are_named(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_errors_are_named(arguments: list[str], named: str, capsys: Capsys) -> None:
     assert named in error_of(["here", *arguments], capsys)
 
 
@@ -142,11 +144,7 @@ def _json_nested_too_deeply() -> object:
     ],
 )  # fmt: skip
 def test_errors_that_no_part_of_a_command_has_foreseen(
-    function: Callable[[], object],
-    code: int,
-    told: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    function: Callable[[], object], code: int, told: str, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TAILCAST_TRACEBACK", raising=False)
 
@@ -160,7 +158,7 @@ def test_errors_that_no_part_of_a_command_has_foreseen(
     assert line.startswith(f"tool: {told}")
 
 
-def test_tracebacks_for_who_asks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracebacks_for_who_asks(capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TAILCAST_TRACEBACK", "1")
     assert call(["here", "--out", "x", "--count", "0"], []) == 2
     lines = capsys.readouterr().err.splitlines()
@@ -168,7 +166,7 @@ def test_tracebacks_for_who_asks(capsys: pytest.CaptureFixture[str], monkeypatch
     assert lines[-1].startswith("tool: error: count: got 0")
 
 
-def test_an_interrupt_that_a_library_turned_into_an_import_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_that_a_library_turned_into_an_import_error(capsys: Capsys) -> None:
     @entry_point("tool", extra="sim")
     def main(args: list[str]) -> int:
         try:

@@ -1,4 +1,4 @@
-"""Results of runs: metrics by hand and by their definitions, tables, quality of predictions, comparisons, figures."""
+"""Results of runs: metrics by hand and by their definitions, tables, quality of predictions, statistics, figures."""
 
 import csv
 import json

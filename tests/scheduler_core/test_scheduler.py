@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 from scheduler_core.errors import InputError
-from scheduler_core.plan import StepPlan, StepResult
+from scheduler_core.plan import PrefillChunk, StepPlan, StepResult
 from scheduler_core.policies import POLICIES
 from scheduler_core.policies.base import KeyChanges, Policy
 from scheduler_core.predictions import Prediction, RankPrediction
@@ -26,9 +26,7 @@ def test_a_request_prefills_then_decodes_until_the_model_stops() -> None:
     core = scheduler()
     core.add(request("a", prompt=10), 1.0)
     first = plan_of(core, 1.0)
-    assert [(c.request_id, c.start_token, c.num_tokens, c.is_last) for c in first.prefills] == [
-        ("a", 0, 10, True)
-    ]
+    assert first.prefills == (PrefillChunk("a", 0, 10, True),)
     assert first.admitted == ("a",)
     assert core.complete(StepResult(first.step), 2.0) == ()
     second = plan_of(core, 2.0)
@@ -214,9 +212,8 @@ def ask(name: str, priority: int, prompt: int = 4, cap: int = 20) -> Request:
 
 
 def core_of(policy: Policy | None = None, **limits: Any) -> Scheduler:
-    return scheduler(
-        policy or Urgent(), **{"kv_block_tokens": 1, "kv_watermark": 0.0, "num_kv_blocks": 1000, **limits}
-    )
+    values = {"kv_block_tokens": 1, "kv_watermark": 0.0, "num_kv_blocks": 1000, **limits}
+    return scheduler(policy or Urgent(), **values)
 
 
 def planned(core: Scheduler, now: float) -> StepPlan:

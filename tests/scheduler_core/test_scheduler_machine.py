@@ -1,4 +1,4 @@
-"""Random sequences of calls on every policy and batch former: invariants after each call, nothing lost, exact replay."""
+"""Random calls on every policy and batch former: invariants after each, nothing lost, exact replay; lockstep."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""The simulator: exact times and gaps by hand, the closed form against single steps, predictions of all heads."""
+"""The simulator: exact times and gaps by hand, the closed form against single steps, predictions, event sources."""
 
 import dataclasses
 import json

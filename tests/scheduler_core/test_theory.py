@@ -1,4 +1,4 @@
-"""The simulator against queueing theory, and against the loads at which no policy keeps up (RAD, Theorems 1 and 2).
+"""The simulator and SRPT against queueing theory, and the simulator against the loads at which no policy keeps up (RAD, Theorems 1 and 2).
 
 With one slot and a time per step only, a request of n output tokens takes n steps: a single-server queue whose
 service time is n * base_s. Every mean is over independent runs; the test allows four of its standard errors.

@@ -60,11 +60,7 @@ def core_of(former: str, policy: str = "fcfs", **more: Any) -> Scheduler:
     return scheduler(policy, batching=former, **{**TIGHT, **parameters, **more})
 
 
-def name_of(pair: tuple[str, str]) -> str:
-    return "-".join(pair)
-
-
-@pytest.mark.parametrize("pair", PAIRS, ids=name_of)
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_every_request_is_served_once_and_in_full_when_memory_is_short(pair: tuple[str, str]) -> None:
     """The scheduler itself asserts that it is never idle with requests around, `Drive` validates after every call."""
     given = rows()
@@ -174,7 +170,7 @@ def kind(core: Any, name: str) -> str:
     return "preempted" if state.num_preemptions else "waiting"
 
 
-@pytest.mark.parametrize("pair", [*FEW, ("tie", "stage_aware"), ("tie", "rad")], ids=name_of)
+@pytest.mark.parametrize("pair", [*FEW, ("tie", "stage_aware"), ("tie", "rad")], ids="-".join)
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_many_steps_at_once_equal_single_ones_to_the_last_bit(pair: tuple[str, str], preemption: str) -> None:
     policy, former = pair

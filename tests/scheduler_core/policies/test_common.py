@@ -1,4 +1,4 @@
-"""What holds for every policy, or for all that promise it; the list of policies and the table that describes it."""
+"""What holds for every policy, or for all that promise it; the table that describes them; urgency."""
 
 import math
 import re
@@ -20,10 +20,6 @@ from scheduler_core.urgency import LEVELS, effective_level, expected_cost_levels
 from tests.scheduler_core.helpers import Drive, full_prediction, request, run_step, scheduler
 
 STEP_S = 0.05
-
-ALL = pytest.mark.parametrize("name", POLICIES)
-
-
 #: Policies that say nobody starves, with parameters that make the wait short enough for a test.
 FAIR: dict[str, dict[str, float]] = {
     "fcfs": {}, "ltr": {}, "tie": {"tau_s": 1.0}, "hrrn": {"token_s": 0.05}, "edf": {}, "mlfq": {},
@@ -40,15 +36,12 @@ def test_nobody_starves_where_that_is_promised(name: str) -> None:
     Short: 4 prompt and 3 output tokens, predicted well; long: 40 and 50, arrives in the 10th step.
     """
     steps = [step for step in range(800) if step % 3 == 0 or step < 5]
-    rows = [
-        (request(f"s{step}", step * STEP_S, prompt=4, cap=60, tenant="a", ttlt_slo_s=1.0), 3)
-        for step in steps
-    ]
-    rows.append((request("long", 10 * STEP_S, prompt=40, cap=60, tenant="b", ttlt_slo_s=20.0), 50))
+    short = (request(f"s{step}", step * STEP_S, 4, 60, tenant="a", ttlt_slo_s=1.0) for step in steps)
+    long = request("long", 10 * STEP_S, prompt=40, cap=60, tenant="b", ttlt_slo_s=20.0)
+    rows = [*((item, 3) for item in short), (long, 50)]
     predictions = {item.request_id: full_prediction(float(length), 0.1) for item, length in rows}
-    core = scheduler(
-        make_policy(name, FAIR[name]), max_num_seqs=1, max_num_batched_tokens=64, num_kv_blocks=4000
-    )
+    limits = {"max_num_seqs": 1, "max_num_batched_tokens": 64, "num_kv_blocks": 4000}
+    core = scheduler(make_policy(name, FAIR[name]), **limits)
     run = Drive(core, rows, STEP_S, predictions)
     for _ in range(800):
         run.step()
@@ -56,7 +49,7 @@ def test_nobody_starves_where_that_is_promised(name: str) -> None:
     assert state is None or state.num_output_tokens > 0
 
 
-@ALL
+@pytest.mark.parametrize("name", POLICIES)
 def test_keys_are_finite_before_and_after_every_prediction(name: str) -> None:
     core = scheduler(name, max_num_seqs=1)
     policy, names = core.policy, ("a", "b", "c")
@@ -111,9 +104,8 @@ def test_readme_policy_runs_by_path_and_entry_point(tmp_path: Path, monkeypatch:
     policy = make_policy(name, {"weight": 2.0})
     assert (policy_name(policy), policy_parameters(policy)) == (name, {"weight": 2.0})
     point = metadata.EntryPoint("short_prompts", name, "tailcast.policies")
-    monkeypatch.setattr(
-        metadata, "entry_points", lambda group: [point] if group == "tailcast.policies" else []
-    )
+    points = {"tailcast.policies": [point]}
+    monkeypatch.setattr(metadata, "entry_points", lambda group: points.get(group, []))
     assert policy_class("short_prompts") is type(policy)
 
 

@@ -1,4 +1,4 @@
-"""One example of each paper, worked out by hand, and what each of our own policies promises, in small.
+"""One example of each paper, worked out by hand, and what each of our own policies promises, in small; their estimates.
 
 Figures of our own ones are in `benchmarks/policies.py`.
 """
