@@ -184,7 +184,7 @@ def _manifest(config: ExportConfig, checkpoint: Checkpoint) -> Manifest:
         urgency_levels=() if heads.urgency is None else heads.urgency.levels,
         abstain_threshold=threshold,
         bucket_edges=() if heads.bucket is None else heads.bucket.edges,
-        calibration={} if calibration.is_identity else calibration.to_json(),
+        calibration={} if calibration.is_identity else dataclasses.asdict(calibration),
         training_data=training.get("data", {}),
         metrics=training.get("metrics", {}),
         versions=toolchain_versions(),

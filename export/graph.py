@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from predictors.manifest import Manifest
-from scheduler_core.errors import TailcastError
+from scheduler_core.errors import TailcastError, first_line
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -45,9 +45,9 @@ def export_graph(
     except OSError:
         raise
     except Exception as error:  # the exporters raise whatever the failing layer raises
-        lines = str(error).strip().splitlines() or [type(error).__name__]
         other = "the default exporter" if legacy_exporter else "--legacy_exporter true"
-        raise TailcastError(f"torch cannot export this model: {lines[0]}; {other} may") from error
+        text = f"torch cannot export this model: {first_line(error)}; {other} may"
+        raise TailcastError(text) from error
     # Exporters write source paths and stack traces of this machine, and name operator sets that no node uses.
     clean = ir.passes.Sequential(ClearMetadataAndDocStringPass(), RemoveUnusedOpsetsPass())
     ir.save(clean(ir.load(path)).model, path)

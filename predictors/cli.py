@@ -155,8 +155,7 @@ def serve_worker(config: ServeConfig, number: int) -> int:
     from predictors.service.metrics import count_as_worker
 
     def on_ready(port: int) -> None:
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        os.write(sys.stdout.fileno(), b"\n")
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
     set_up_logs(config.log_format)
@@ -170,13 +169,12 @@ def serve_worker(config: ServeConfig, number: int) -> int:
 def build_server(
     config: ServeConfig, *, worker: int | None = None
 ) -> tuple[PredictionServer, dict[str, ArtifactSource]]:
-    """The server of `config`, nothing bound yet, and the sources of its artifacts by id; `worker` is the number of its
-    process, None where there is one alone."""
+    """The server of `config`, nothing bound yet, and the sources of its artifacts by id; `worker` is the process's number."""
     from predictors.runtime import CPU
     from predictors.service.artifacts import open_sources
     from predictors.service.pipeline import worker_cores
     from predictors.service.server import PredictionServer
-    from predictors.service.tracing import Tracing, set_up_exporting
+    from predictors.service.tracing import set_up_exporting
 
     sources, runtimes = open_sources(config)
     provider = runtimes[0].provider
@@ -191,7 +189,6 @@ def build_server(
         batching,
         config,
         reopen=lambda name: sources[name].open(),
-        tracing=Tracing() if config.traces else None,
         shares_ports=worker is not None,
         worker_cores=cores,
     )

@@ -82,10 +82,11 @@ class Recorder:
 
     def requests_usage(self, parsed: ParsedRequest) -> bool:
         """Whether the proxy should request the token counts of a stream that the client has not requested."""
+        is_needed = self.is_on and self._requests_usage and not parsed.include_usage
         is_single_stream = parsed.is_completion and parsed.stream and parsed.num_choices == 1
-        is_readable = isinstance(parsed.content.get("stream_options"), dict | None)
-        is_wanted = self.is_on and self._requests_usage and not parsed.include_usage
-        return is_wanted and is_single_stream and is_readable
+        return (
+            is_needed and is_single_stream and isinstance(parsed.content.get("stream_options"), dict | None)
+        )
 
     def start_shadow(self, exchange: Exchange) -> None:
         """Queries the shadow predictor, if there is one, without delaying the request."""
@@ -123,11 +124,8 @@ class Recorder:
         await self.shadow.close()
 
     def _calibrate(self, calibration: LiveCalibration, exchange: Exchange, stats: ResponseStats) -> None:
-        """Learns from the length of an output.
-
-        A stream that a client has left counts with what it had got, if its end would have brought a count: else only
-        the streams that end early would count.
-        """
+        """Learns from the length of an output. A stream that a client has left counts with what it had got, if its end would
+        have brought a count: else only the streams that end early would count."""
         parsed = exchange.parsed
         length, reason = output_length(stats), stats.finish_reason
         if exchange.end == "client_gone":
@@ -155,8 +153,7 @@ class Recorder:
             return
         output_tokens, counted_by = length
         self._metrics.counts.labels(counted_by).inc()
-        parsed, request = exchange.parsed, exchange.request
-        text = parsed.prompt or ""
+        parsed, request, text = exchange.parsed, exchange.request, exchange.parsed.prompt or ""
         reason = stats.finish_reason if exchange.end == "complete" else "abort"
         record: dict[str, Any] = {
             "format": FORMAT,

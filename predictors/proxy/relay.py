@@ -163,26 +163,16 @@ class Relay:
                     await self._all_read.wait()
 
     async def send(
-        self,
-        request: web.Request,
-        body: bytes | None,
-        headers: Mapping[str, str] | None = None,
-        *,
-        without: tuple[str, ...] = (),
+        self, request: web.Request, body: bytes | None, headers: Mapping[str, str], without: tuple[str, ...]
     ) -> aiohttp.ClientResponse:
         """Sends a request on, once, with method, path, query and headers; returns with the head of the response.
 
-        Args:
-            request, body: The client's.
-            headers: Further ones; a header of the client's wins over one of these, but for Accept-Encoding.
-            without: Beginnings of names of the client's headers to leave out.
-
-        Raises:
-            Refusal: The engine cannot be reached or breaks off before a response (502), or is too late (504).
+        Of `headers` a client's own one wins, but for Accept-Encoding; `without` has beginnings of the client's to leave out. A
+        Refusal if the engine cannot be reached or breaks off before a response (502), or is too late (504).
         """
         assert self._session is not None
         sent = end_to_end(request.headers, without=_NOT_SENT, prefixes=without)
-        for name, value in (headers or {}).items():
+        for name, value in headers.items():
             if name == "Accept-Encoding" or name not in sent:
                 sent[name] = value
         path = request.raw_path if request.raw_path.startswith("/") else request.rel_url.raw_path_qs
@@ -206,15 +196,9 @@ class Relay:
     async def respond(
         self, request: web.Request, upstream: aiohttp.ClientResponse, reader: Reader | None
     ) -> web.StreamResponse:
-        """Passes a response on, no faster than the client reads it.
-
-        A reader that `shortens` removes bytes, so that the engine's Content-Length does not hold.
-
-        Raises:
-            EngineLostError: The response broke off; the client's connection is closed where it broke.
-            ConnectionError: The client is gone.
-        """
-        shortens = reader is not None and reader.shortens
+        """Passes a response on, no faster than the client reads it; ConnectionError if the client is gone, EngineLostError if the
+        response broke off (the client's connection is closed where it broke)."""
+        shortens = reader is not None and reader.shortens  # the engine's Content-Length does not hold then
         headers = end_to_end(upstream.headers, without=frozenset({"content-length"} if shortens else ()))
         response = web.StreamResponse(status=upstream.status, reason=upstream.reason, headers=headers)
         await response.prepare(request)

@@ -100,8 +100,9 @@ class ArtifactTable:
         self._reloading = asyncio.Lock()
         self._leaving: set[asyncio.Task[None]] = set()
         self._closing = False
-        # Reports not ready, so that load balancers look away; requests are still taken.
-        self.is_ending = False
+        self.is_ending = (
+            False  # reports not ready, so that load balancers look away; requests are still taken
+        )
         self._served: dict[str, ServedArtifact] = {}
         metrics = metrics or ServiceMetrics()
         for runtime in runtimes:
@@ -155,11 +156,8 @@ class ArtifactTable:
             served.metrics.loaded(served.version, served.runtime.provider, None)
 
     async def reload(self, name: str) -> bool:
-        """Replaces an artifact by the current content of its source; True if it has changed.
-
-        The new one is verified (files, session, some predictions) and warmed up before a single request meets it;
-        requests in flight in the old one are answered by it. If anything is wrong with the new one, nothing changes: ReloadError.
-        """
+        """Replaces an artifact by the current content of its source; True if it has changed. The new one is verified and warmed
+        up before a request meets it (ReloadError if anything is wrong: nothing changes); the old one answers those it has."""
         served = self.get(name)
         if self._reopen is None:
             raise ReloadError(f"artifact {served.name}: this server has no source to load it from")

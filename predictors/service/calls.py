@@ -32,7 +32,7 @@ class PredictorCalls:
     """The methods; `max_message_bytes` is reported in the metadata."""
 
     def __init__(
-        self, artifacts: ArtifactTable, *, max_message_bytes: int, tracing: Tracing | None = None
+        self, artifacts: ArtifactTable, max_message_bytes: int, tracing: Tracing | None = None
     ) -> None:
         self.artifacts = artifacts
         self.tracing = tracing
@@ -54,14 +54,8 @@ class PredictorCalls:
         method: str,
         trace: Mapping[str, str] | None = None,
     ) -> pb.PredictResponse:
-        """One prompt; errors as in `errors.STATUS`.
-
-        Args:
-            request: The request.
-            timeout_s: Seconds until the caller gives up; None: never.
-            method: Name for metrics and spans.
-            trace: The caller's W3C trace context.
-        """
+        """One prompt, for a caller who gives up after `timeout_s` (None: never); errors as in `errors.STATUS`. Metrics and
+        spans have the name `method`; `trace` is the caller's W3C trace context."""
         served = self.artifacts.get(request.artifact_id)
         start = time.monotonic()
         result: PipelineResult | None = None
@@ -102,8 +96,8 @@ class PredictorCalls:
     async def predict_batch(
         self, request: pb.PredictBatchRequest, timeout_s: float | None, trace: Mapping[str, str] | None = None
     ) -> pb.PredictBatchResponse:
-        """Many prompts, each with its own outcome; InputError for too many or none, and ClosedError where the service took none
-        of them: as a status of the whole call, which gRPC clients retry."""
+        """Many prompts, each with its own outcome; InputError for too many or none, ClosedError (which gRPC clients retry) where
+        the service took none of them."""
         check_batch(len(request.requests))
         outcome = functools.partial(self.outcome, timeout_s=timeout_s, method="PredictBatch", trace=trace)
         outcomes = await gather_in_chunks(
@@ -163,7 +157,6 @@ async def gather_in_chunks(calls: Iterable[tuple[int, Coroutine[Any, Any, T]]]) 
 
 
 def _deadline(now: float, timeout_s: float | None, request: pb.PredictRequest) -> float | None:
-    seconds = math.inf if timeout_s is None else timeout_s
-    if request.HasField("timeout_s"):
-        seconds = min(seconds, request.timeout_s)
+    own_s = request.timeout_s if request.HasField("timeout_s") else math.inf
+    seconds = min(own_s, math.inf if timeout_s is None else timeout_s)
     return None if seconds == math.inf else now + seconds

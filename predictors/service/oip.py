@@ -118,10 +118,8 @@ async def infer(
     names: Collection[str],
     timeout_s: float | None,
 ) -> list[tuple[TensorType, Tensor]]:
-    """Predicts N rows; raises the TailcastError of the first row that failed.
-
-    `names` are those of the outputs, in order (empty: all); after `timeout_s` seconds the caller gives up (None: never).
-    """
+    """Predicts N rows, for a caller who gives up after `timeout_s` (None: never); raises the TailcastError of the first row that
+    failed. `names` are those of the outputs, in order (empty: all)."""
     values = _input_values(inputs)
     available = {
         output.name: output

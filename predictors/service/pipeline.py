@@ -37,10 +37,8 @@ MAX_INLINE_CHARS = 1000
 
 
 class PipelineResult(NamedTuple):
-    """One prompt's prediction and its cost; 0 for one from the cache.
-
-    A tuple, as everything created per request: a frozen dataclass takes three times as long to make.
-    """
+    """One prompt's prediction and its cost, 0 for one from the cache. A tuple, as everything created per request: a frozen
+    dataclass takes three times as long to make."""
 
     prediction: PredictedRow
     prompt_tokens: int
@@ -113,9 +111,7 @@ class ServedArtifact:
         self._empty.set()
         self.state: Literal["starting", "ready", "shutting down"] = "starting"
         self._threads = threads
-        self._cache: LRUCache[bytes, PipelineResult] | None = (
-            LRUCache(cache_entries) if cache_entries else None
-        )
+        self._cache = LRUCache[bytes, PipelineResult](cache_entries) if cache_entries else None
         self._batcher: Batcher[_Row, tuple[PredictedRow, float]] = Batcher(self._run, settings)
 
     @property
@@ -129,11 +125,8 @@ class ServedArtifact:
         self.state = "ready"
 
     async def predict(self, request: CheckedRequest, *, deadline: float | None = None) -> PipelineResult:
-        """Predicts one prompt, checked by the artifact's reader: in a batch a wrong one would fail its neighbors too.
-
-        After `deadline`, a time of the clock, no more work is done for it. Errors are those of `errors`, InputError for a text
-        without tokens, and TailcastError for numbers of the model that no scheduler can use.
-        """
+        """Predicts one prompt, checked by the artifact's reader; after `deadline`, a time of the clock, no more work is done for it.
+        Errors are those of `errors`, InputError for a text without tokens, and TailcastError for numbers that no scheduler can use."""
         if self.state != "ready":
             raise ClosedError(self.state)
         key = b""
@@ -235,10 +228,8 @@ def _submit(
     callback: Callable[[R | None, BaseException | None], None],
     function: Callable[[], R],
 ) -> None:
-    """Calls `function` in a thread, then `callback` in the running event loop.
-
-    `loop.run_in_executor` would make a second future and two more turns of the event loop for each call.
-    """
+    """Calls `function` in a thread, then `callback` in the running event loop; `loop.run_in_executor` would make a second future
+    and two more turns of the event loop for each call."""
     loop = asyncio.get_running_loop()
 
     def on_done(future: Future[R]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def test_manifest_tells_where_the_artifact_comes_from_and_what_it_gives(
     assert manifest.urgency_levels == URGENCY_LEVELS
     assert manifest.abstain_threshold == 0.35
     assert manifest.bucket_edges == (64, 512)
-    assert {name: list(table) for name, table in manifest.calibration.items()} == CALIBRATION.to_json()
+    assert manifest.calibration == asdict(CALIBRATION)
     assert manifest.training_data == TRAINING_INFO["data"]
     assert manifest.metrics == TRAINING_INFO["metrics"]
     parity = manifest.parity

@@ -80,8 +80,8 @@ def test_same_seed_same_weights_and_torchs_own_generator_is_left_alone(bert_fold
 def test_scores_are_scaled_back_and_sigma_has_a_floor(bert_folder):
     model = predictor(bert_folder)
     mu, sigma, tokens = np.array([4.0, 6.0, 7.5]), np.array([0.1, 0.35, 1.4]), np.array([0.0, 20.0, 900.0])
-    mu_z, sigma_z = NORMALIZATION.normalize(mu, sigma)
-    within_z = NORMALIZATION.normalize_within(2 * sigma)
+    mu_z, sigma_z, _ = NORMALIZATION.normalize(mu, sigma)
+    *_, within_z = NORMALIZATION.normalize(mu, 2 * sigma)
     length = torch.tensor(np.stack([mu_z, sigma_z, np.zeros(3), within_z], axis=1))
     statistics = NORMALIZATION
     regression = torch.tensor((np.log1p(tokens) - statistics.regression_mean) / statistics.regression_std)

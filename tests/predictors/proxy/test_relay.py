@@ -276,7 +276,7 @@ def passed(reader: EventStreamReader, pieces: list[bytes]) -> bytes:
 
 @given(st.binary(max_size=300), st.lists(st.integers(0, 300), max_size=12))
 def test_any_bytes_pass_in_any_pieces(data: bytes, places: list[int]) -> None:
-    assert passed(EventStreamReader(hides_usage=True), cut(data, places)) == data
+    assert passed(EventStreamReader(True), cut(data, places)) == data
 
 
 @settings(max_examples=30)
@@ -286,7 +286,7 @@ def test_counts_that_the_client_has_not_asked_for_leave_no_trace(
 ) -> None:
     wanted = b"".join(stream_events(words, None, null_usage=null_usage)).replace(b"\n\n", ends)
     told = b"".join(stream_events(words, usage, null_usage=null_usage)).replace(b"\n\n", ends)
-    reader = EventStreamReader(hides_usage=True)
+    reader = EventStreamReader(True)
     assert passed(reader, cut(told, places)) == wanted
     stats = reader.stats
     assert (stats.output_tokens, stats.prompt_tokens, stats.finish_reason) == (usage, 3, "stop")
@@ -296,7 +296,7 @@ def test_counts_that_the_client_has_not_asked_for_leave_no_trace(
 
 def test_an_error_with_counts_stays() -> None:
     told = event({"choices": [], "usage": {"completion_tokens": 1}, "error": {"message": "x"}})
-    assert passed(EventStreamReader(hides_usage=True), [told]) == told
+    assert passed(EventStreamReader(True), [told]) == told
 
 
 def test_odd_completions_have_no_length() -> None:
