@@ -88,10 +88,7 @@ class ExportConfig:
 
 
 def export_onnx(config: ExportConfig) -> Manifest:
-    """Exports as `config` says; nothing appears at `config.out` unless every check passes.
-
-    Returns:
-        The manifest that was written.
+    """Exports as `config` says, and returns the manifest; nothing appears at `config.out` unless every check passes.
 
     Raises:
         InputError: The checkpoint is refused, or `out` may not be replaced.

@@ -77,11 +77,9 @@ def open_artifact(path: str | Path, *, public_key: str | Path | None = None) -> 
 
 
 def write_manifest(folder: str | Path, manifest: Manifest, *, version_prefix: str | None = None) -> Manifest:
-    """Writes `manifest` into a folder with all other files of the artifact, and returns what was written.
-
-    Its fields `files`, `artifact_version` (behind "PREFIX+") and, where there is a graph, `opset` are replaced. InputError if
-    a field is wrong or contradicts another one, so that it would not be read back.
-    """
+    """Writes `manifest` into a folder with all other files of the artifact, and returns what was written. Its fields `files`,
+    `artifact_version` (behind "PREFIX+") and, where there is a graph, `opset` are replaced. InputError if a field is wrong or
+    contradicts another one, so that it would not be read back."""
     folder = Path(folder)
     update: dict[str, object] = {"files": hash_files(folder)}
     if not (folder / WEIGHTS).is_file():

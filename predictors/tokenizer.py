@@ -94,11 +94,9 @@ class PromptTokenizer:
             self._tokenizer.enable_truncation(max_length, direction=truncation_side)
 
     def __call__(self, prompts: Sequence[str]) -> list[TokenizedPrompt]:
-        """Token ids of each prompt; TailcastError if the tokenizer fails on a text.
-
-        Equal to tokenizing the whole text and truncating, as long as the tokenizer splits at white space; a text with
-        more than 64 characters per token over its whole length is read only that far.
-        """
+        """Token ids of each prompt; TailcastError if the tokenizer fails on a text. Equal to tokenizing the whole text and
+        truncating, as long as the tokenizer splits at white space; a text with more than 64 characters per token over its
+        whole length is read only that far."""
         encode = self._encode_ends if self.truncation_side == "middle" else self._encode
         try:
             return [encode(prompt) for prompt in prompts]

@@ -45,10 +45,8 @@ def connect(address: str) -> GrpcPredictor:
 
 
 def load(artifact: str, field: str = "predictor") -> InProcessPredictor:
-    """A client for an artifact run in this process, loaded at the first call, as `open_predictor(artifact)` makes it.
-
-    The artifact is "pretrained", "tiny", or a folder; InputError, about the option `field`, if there is none.
-    """
+    """A client for an artifact run in this process, loaded at the first call, as `open_predictor(artifact)` makes it. The
+    artifact is "pretrained", "tiny", or a folder; InputError, about the option `field`, if there is none."""
     folder = artifact_folder(artifact)
     if not folder.is_dir():
         raise InputError(field, artifact, PREDICTORS)

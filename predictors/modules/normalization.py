@@ -47,11 +47,9 @@ class Normalization:
         tokens: ArrayLike | None = None,
         within: ArrayLike | None = None,
     ) -> Normalization:
-        """Statistics of training targets; those of an unset one stay at 0 and 1.
-
-        Targets are fitted mu and sigma [N] in log tokens, tokens of the regression head [M], and fitted sigma as target of
-        sigma_within [K]. InputError if there are fewer than two, or all are alike, so that there is nothing to learn.
-        """
+        """Statistics of training targets; those of an unset one stay at 0 and 1. Targets are fitted mu and sigma [N] in log
+        tokens, tokens of the regression head [M], and fitted sigma as target of sigma_within [K]. InputError if there are
+        fewer than two, or all are alike, so that there is nothing to learn."""
         targets = {
             "mu": ("mu", mu),
             "sigma": ("sigma_log", None if sigma is None else np.log1p(sigma)),

@@ -34,10 +34,8 @@ class ConditionFeatures(nn.Module):
         nn.init.normal_(self.served_model.weight, std=EMBEDDING_STD, generator=generator)
 
     def forward(self, features: Tensor, served_model: Tensor | None, temperature: Tensor | None) -> Tensor:
-        """The conditions of each row [B, num_features], in dtype and device of the prompts' features [B, F].
-
-        Numbers of served models are int64 [B], 0 = unknown; temperatures at least 0 [B], NaN = unknown; None: all unknown.
-        """
+        """The conditions of each row [B, num_features], in dtype and device of the prompts' features [B, F]. Numbers of
+        served models are int64 [B], 0 = unknown; temperatures at least 0 [B], NaN = unknown; None: all unknown."""
         if served_model is None:
             served_model = torch.zeros(features.shape[0], dtype=torch.int64, device=features.device)
         parts = [self.served_model(served_model).to(features.dtype)]
@@ -118,9 +116,7 @@ class PromptPredictor(nn.Module):
 
     def features(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Features [B, F] of prompts' token ids [B, S], with a mask that is 1 at tokens and 0 at padding on the right [B, S].
-
-        They depend neither on the other rows of the batch nor on how far a row is padded.
-        """
+        They depend neither on the other rows of the batch nor on how far a row is padded."""
         states = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         features = pool(states, attention_mask, self.config.pooling)
         if self.config.prompt_length:
@@ -181,11 +177,9 @@ class PromptPredictor(nn.Module):
     def predict(
         self, features: Tensor, served_model: Tensor | None = None, temperature: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """As `outputs`, of prompts' features [B, F]; served_model and temperature as in `scores`, [B].
-
-        With `Conditioning.unknown_is_mean` an unknown served model gets the means of the outputs for all known ones; for
-        sigma^2, the mean of sigma^2 and the variance of mu (law of total variance).
-        """
+        """As `outputs`, of prompts' features [B, F]; served_model and temperature as in `scores`, [B]. With
+        `Conditioning.unknown_is_mean` an unknown served model gets the means of the outputs for all known ones; for sigma^2,
+        the mean of sigma^2 and the variance of mu (law of total variance)."""
         conditioning = self.config.conditioning
         if conditioning is None or not conditioning.unknown_is_mean:
             return self.outputs(self.scores(features, served_model, temperature), served_model)

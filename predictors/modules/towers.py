@@ -35,10 +35,8 @@ class Tower:
 def build_tower(
     num_features: int, tower: Tower, num_outputs: int = 1, generator: torch.Generator | None = None
 ) -> nn.Sequential:
-    """Features [B, num_features] -> [B, num_outputs], Xavier-uniform with gain 0.5, bias 0.
-
-    Each hidden layer is Linear, LayerNorm (optional, not in the last), activation, dropout; then Linear.
-    """
+    """Features [B, num_features] -> [B, num_outputs], Xavier-uniform with gain 0.5, bias 0. Each hidden layer is Linear,
+    LayerNorm (optional, not in the last), activation, dropout; then Linear."""
     layers: list[nn.Module] = []
     width = num_features
     for index, (size, rate) in enumerate(zip(tower.hidden_sizes, tower.dropouts, strict=True)):

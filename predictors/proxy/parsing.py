@@ -43,11 +43,9 @@ class JsonBody:
 
 
 def json_body(data: bytes) -> JsonBody:
-    """Parses a body; a Refusal if it is no JSON object, or parsers read it differently.
-
-    That is other encodings than UTF-8, byte order marks, NaN and Infinity, numbers out of range, lone surrogates. Of
-    members with the same name the last one counts, and only that one is sent on.
-    """
+    """Parses a body; a Refusal if it is no JSON object, or parsers read it differently. That is other encodings than UTF-8,
+    byte order marks, NaN and Infinity, numbers out of range, lone surrogates. Of members with the same name the last one
+    counts, and only that one is sent on."""
     sent: bytes | None = data
     try:
         try:

@@ -38,11 +38,8 @@ _OWN_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 def end_to_end(
     headers: CIMultiDictProxy[str], *, without: frozenset[str] = frozenset(), prefixes: tuple[str, ...] = ()
 ) -> CIMultiDict[str]:
-    """The headers that pass, in their order; repeated ones stay repeated.
-
-    `without` has further names to leave out, `prefixes` beginnings of them, in lower case; there `_` counts as `-`, as some
-    servers take it.
-    """
+    """The headers that pass, in their order; repeated ones stay repeated. `without` has further names to leave out,
+    `prefixes` beginnings of them, in lower case; there `_` counts as `-`, as some servers take it."""
     dropped = HOP_BY_HOP | without
     if "Connection" in headers:
         names = (name.strip().lower() for value in headers.getall("Connection") for name in value.split(","))
@@ -165,11 +162,9 @@ class Relay:
     async def send(
         self, request: web.Request, body: bytes | None, headers: Mapping[str, str], without: tuple[str, ...]
     ) -> aiohttp.ClientResponse:
-        """Sends a request on, once, with method, path, query and headers; returns with the head of the response.
-
-        Of `headers` a client's own one wins, but for Accept-Encoding; `without` has beginnings of the client's to leave out. A
-        Refusal if the engine cannot be reached or breaks off before a response (502), or is too late (504).
-        """
+        """Sends a request on, once, with method, path, query and headers; returns with the head of the response. Of `headers`
+        a client's own one wins, but for Accept-Encoding; `without` has beginnings of the client's to leave out. A Refusal if
+        the engine cannot be reached or breaks off before a response (502), or is too late (504)."""
         assert self._session is not None
         sent = end_to_end(request.headers, without=_NOT_SENT, prefixes=without)
         for name, value in headers.items():

@@ -137,10 +137,8 @@ Reader = JsonReader | EventStreamReader
 
 
 def output_length(stats: ResponseStats) -> tuple[int, Literal["usage", "deltas"]] | None:
-    """Length in tokens, and what counted it; None where nothing was generated, or nothing is known.
-
-    The number of events ("deltas") is a lower bound where an engine puts several tokens in one.
-    """
+    """Length in tokens, and what counted it; None where nothing was generated, or nothing is known. The number of events
+    ("deltas") is a lower bound where an engine puts several tokens in one."""
     if stats.output_tokens is not None:
         return (stats.output_tokens, "usage") if stats.output_tokens else None
     return (stats.num_deltas, "deltas") if stats.num_deltas else None

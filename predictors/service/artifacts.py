@@ -142,9 +142,7 @@ class ArtifactTable:
 
     def get(self, name: str) -> ServedArtifact:
         """The artifact of that id; the default if it is empty. Raises UnknownArtifactError if there is none."""
-        if not name:
-            return self.default
-        served = self._served.get(name)
+        served = self._served.get(name) if name else self.default
         if served is None:
             raise UnknownArtifactError("artifact_id", name, f"one of {', '.join(self._served)}")
         return served

@@ -76,11 +76,8 @@ class BatchingSettings:
 
     @classmethod
     def cpu(cls, num_workers: int) -> BatchingSettings:
-        """No wait, at most 4 requests of nearly the same length, single-threaded workers: one per core.
-
-        From 256 tokens on a batch costs as much for each prompt as one prompt alone; it only takes memory, and lets all
-        wait for all.
-        """
+        """No wait, at most 4 requests of nearly the same length, single-threaded workers: one per core. From 256 tokens on a
+        batch costs as much for each prompt as one prompt alone; it only takes memory, and lets all wait for all."""
         limits: dict[str, Any] = {"max_padding": 1.1, "max_padded_tokens": 256}
         return cls(max_batch=4, max_wait_s=0.0, num_workers=num_workers, num_ahead=1, **limits)
 
@@ -166,11 +163,9 @@ class Batcher(Generic[I, R]):
         return len(self._waiting)
 
     async def submit(self, item: I, *, length: int, deadline: float | None = None) -> BatchedResult[R]:
-        """Waits for the item's result. Cancelling the caller takes the item out of the queue.
-
-        The length, >= 1, is what padding is counted in (tokens). An item that still waits at `deadline`, a time of the clock, is
-        dropped: ExpiredError. QueueFullError and ClosedError come at once; BatchError if the item's batch failed.
-        """
+        """Waits for the item's result. Cancelling the caller takes the item out of the queue. The length, >= 1, is what
+        padding is counted in (tokens). An item that still waits at `deadline`, a time of the clock, is dropped: ExpiredError.
+        QueueFullError and ClosedError come at once; BatchError if the item's batch failed."""
         if self._closing:
             raise ClosedError
         if len(self._waiting) >= self._settings.max_queue:

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import grpc
 
-from predictors.manifest import FORMAT_VERSION
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.service.artifacts import ArtifactTable
 from predictors.service.errors import ClosedError, ErrorStatus, QueueFullError, renamed, status_code
@@ -26,6 +25,19 @@ T = TypeVar("T")
 MAX_BATCH_REQUESTS = 256
 # Of requests, handled in one go.
 CHUNK_BYTES = 2**15
+# Of the metadata, by their names in the manifest.
+MANIFEST_FIELDS = (
+    *(
+        "artifact_id",
+        "artifact_version",
+        "format_version",
+        "served_models",
+        "accepts_unknown_models",
+        "heads",
+        "nu",
+    ),
+    *("truncation_side", "urgency_levels", "abstain_threshold", "bucket_edges"),
+)
 
 
 class PredictorCalls:
@@ -113,24 +125,14 @@ class PredictorCalls:
         served = self.artifacts.get(request.artifact_id)
         manifest, conditioning = served.manifest, served.manifest.conditioning
         return pb.GetMetadataResponse(
-            artifact_id=manifest.artifact_id,
-            artifact_version=manifest.artifact_version,
-            format_version=FORMAT_VERSION,
-            served_models=manifest.served_models,
-            nu=manifest.nu,
+            **{name: getattr(manifest, name) for name in MANIFEST_FIELDS},
             max_length_tokens=manifest.max_length,
-            truncation_side=manifest.truncation_side,
             provider=served.runtime.provider,
             server_version=metadata.version("tailcast"),
             max_batch_requests=MAX_BATCH_REQUESTS,
             max_message_bytes=self._max_message_bytes,
-            heads=manifest.heads,
             conditioned_on_served_model=conditioning is not None,
             conditioned_on_temperature=conditioning is not None and conditioning.temperature,
-            accepts_unknown_models=manifest.accepts_unknown_models,
-            urgency_levels=manifest.urgency_levels,
-            abstain_threshold=manifest.abstain_threshold,
-            bucket_edges=manifest.bucket_edges,
             artifact_ids=self.artifacts.names,
             max_prompt_chars=served.reader.max_prompt_chars or 0,
         )

@@ -169,29 +169,24 @@ def _unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def request_message(content: Any) -> pb.PredictRequest:
-    """The request of a JSON object: protobuf's mapping, with token_ids and messages as plain lists.
-
-    The content of a message may be a list of OpenAI's text parts. UnparsableError if a field is unknown or of another type,
-    or a list is too long.
-    """
+    """The request of a JSON object: protobuf's mapping, with token_ids and messages as plain lists. The content of a message
+    may be a list of OpenAI's text parts. UnparsableError if a field is unknown or of another type, or a list is too long."""
     if not isinstance(content, dict):
         raise UnparsableError("PredictRequest", f"an object, not {type(content).__name__}")
     fields = dict(content)
     try:
         # json_format takes 25 ms for a MiB of text and a microsecond for a value: texts go around it, counts are bounded.
-        texts = {
-            name: fields.pop(key) for key, name in TEXT_FIELDS.items() if isinstance(fields.get(key), str)
-        }
+        keys = [key for key in TEXT_FIELDS if isinstance(fields.get(key), str)]
+        texts = {TEXT_FIELDS[key]: fields.pop(key) for key in keys}
         message = pb.PredictRequest(messages=_chat_messages(fields.pop("messages", None)), **texts)
         if isinstance(fields.get("token_ids"), list):
             fields["token_ids"] = {"ids": fields["token_ids"]}
         if max(map(_num_values, fields.values()), default=0) > MAX_ELEMENTS:
             raise ValueError(f"a list of more than {MAX_ELEMENTS} values")
-        inputs = {"prompt", "messages", "token_ids", "tokenIds"} & {
-            key for key, value in content.items() if value is not None
-        }
+        names = ("messages", "prompt", "tokenIds", "token_ids")
+        inputs = [name for name in names if content.get(name) is not None]
         if len(inputs) > 1:
-            raise ValueError(f"{' and '.join(sorted(inputs))} exclude each other")
+            raise ValueError(f"{' and '.join(inputs)} exclude each other")
         ParseDict(fields, message, max_recursion_depth=10)
     except Exception as error:  # a key that is half of a surrogate pair is even a SystemError
         raise UnparsableError("PredictRequest", error) from error

@@ -85,8 +85,7 @@ class ArtifactMetrics:
     """The metrics of one artifact; `labels` takes a lock, so its results are kept."""
 
     def __init__(self, metrics: ServiceMetrics, name: str) -> None:
-        self._metrics = metrics
-        self._name = name
+        self._metrics, self._name = metrics, name
         self.queue_length = metrics.queue_length.labels(name)
         self.failed_batches = metrics.failed.labels(name)
         self._tokenize = metrics.tokenize.labels(name)

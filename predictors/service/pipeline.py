@@ -52,7 +52,7 @@ class PipelineResult(NamedTuple):
 
 class ServiceThreads:
     """The threads of one server, shared by its artifacts: one that tokenizes, and `num_workers` of the model calls, one on
-    each of `cores` (see `worker_cores`) or, without these, where the system places them."""
+    each of `cores` (see `worker_cores`), if there are any."""
 
     def __init__(self, num_workers: int, cores: Sequence[int] = ()) -> None:
         numbers = itertools.count()
@@ -186,14 +186,12 @@ class ServedArtifact:
     async def _tokenized(self, prompt: str) -> TokenizedPrompt:
         try:
             if len(prompt) <= MAX_INLINE_CHARS:
-                [tokens] = self.runtime.tokenizer([prompt])
-            else:
-                tokenizing = self._threads.tokenize.submit(self.runtime.tokenizer, [prompt])
-                [tokens] = await asyncio.wrap_future(tokenizing)
+                return self.runtime.tokenizer([prompt])[0]
+            tokenizing = self._threads.tokenize.submit(self.runtime.tokenizer, [prompt])
+            return (await asyncio.wrap_future(tokenizing))[0]
         except Exception as error:
             logger.exception("a prompt could not be tokenized")
             raise BatchError(error) from error
-        return tokens
 
     def _run(self, rows: Sequence[_Row], callback: Callback[tuple[PredictedRow, float]]) -> None:
         _submit(self._threads.run, callback, functools.partial(self._run_rows, rows))
@@ -234,8 +232,7 @@ def _submit(
 
     def on_done(future: Future[R]) -> None:
         error = future.exception()
-        result = None if error is not None else future.result()
         with contextlib.suppress(RuntimeError):  # the loop has been closed: nothing waits for the result
-            loop.call_soon_threadsafe(callback, result, error)
+            loop.call_soon_threadsafe(callback, None if error is not None else future.result(), error)
 
     executor.submit(function).add_done_callback(on_done)
