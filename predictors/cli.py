@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from predictors.edge import PortFile, on_signals, run, set_up_logs
 from scheduler_core.command import command
@@ -37,13 +37,8 @@ class ServeConfig:
     """Serves the predictions of artifacts over gRPC and, on request, HTTP, until SIGTERM or Ctrl-C. SIGHUP reloads changed artifacts."""
 
     INPUTS = (
-        "artifact",
-        "more_artifacts",
-        "tls_cert",
-        "tls_key",
-        "tls_client_ca",
-        "public_key",
-        "token_file",
+        *("artifact", "more_artifacts", "public_key", "token_file"),
+        *("tls_cert", "tls_key", "tls_client_ca"),
     )
     OUTPUTS = ("port_file",)
 
@@ -257,27 +252,28 @@ async def _watch(server: PredictionServer, sources: dict[str, ArtifactSource], e
 
 
 async def _supervise(config: ServeConfig, port_file: PortFile) -> int:
-    from predictors.service.metrics import DIRECTORY_VARIABLE, forget_worker
+    from prometheus_client.multiprocess import mark_process_dead
+
+    from predictors.service.metrics import DIRECTORY_VARIABLE
     from predictors.service.server import STREAM_GRACE_S
     from predictors.service.workers import Supervisor, reserved_port
 
     with ExitStack() as stack:
         port = reserved_port(stack, config.host, config.port, "port")
         http_port = config.http_port
-        environment: dict[str, str] = {}
-        on_end: Callable[[int], None] | None = None
+        counting: dict[str, Any] = {}
         if http_port is not None:
             http_port = reserved_port(stack, config.host, http_port, "http_port")
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tailcast-metrics-"))
-            environment = {DIRECTORY_VARIABLE: folder}
-            on_end = functools.partial(forget_worker, folder=folder)
+            counting["environment"] = {DIRECTORY_VARIABLE: folder}
+            # Removes the gauges of a worker that has ended; its counts stay for the next process of that number.
+            counting["on_end"] = functools.partial(mark_process_dead, path=folder)
         shared = dataclasses.replace(config, port=port, http_port=http_port, port_file=None)
         supervisor = Supervisor(
             [sys.executable, "-m", "predictors.service.workers", json.dumps(dataclasses.asdict(shared))],
             config.workers,
             stop_timeout_s=config.drain_delay_s + config.drain_timeout_s + STREAM_GRACE_S + STOP_GRACE_S,
-            environment=environment,
-            on_end=on_end,
+            **counting,
         )
 
         def stop() -> None:

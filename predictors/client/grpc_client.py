@@ -209,10 +209,8 @@ class GrpcPredictor(AsyncClient):
 
 
 class SyncPredictor:
-    """Blocking client with the same limits and errors; thread-safe.
-
-    It uses gRPC's blocking interface and no event loop, so it works in a process that runs loops of its own.
-    """
+    """Blocking client with the same limits and errors; thread-safe, and without an event loop, so that it works in a process that
+    runs loops of its own."""
 
     def __init__(self, address: str, settings: ClientSettings | None = None) -> None:
         self.address = checked_address(address)

@@ -72,8 +72,7 @@ class PredictorConfig:
     served_models: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        poolings = set(self.pooling)
-        if not poolings or len(poolings) < len(self.pooling) or not poolings <= POOLINGS.keys():
+        if not self.pooling or sorted(self.pooling) != sorted(POOLINGS.keys() & set(self.pooling)):
             allowed = f"one or more of {', '.join(POOLINGS)}, each once"
             raise InputError("pooling", list(self.pooling), allowed)
         check_ranges(self, max_length=(3, INTEGERS))

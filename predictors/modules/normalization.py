@@ -1,7 +1,6 @@
 """Scaling of training targets, and back.
 
-Source: TIE, predictor targets: z-score of mu and z-score of log(1 + sigma); SSJF: z-score of ln(1 + tokens); all from
-the training split only.
+Source: TIE: z-scores of mu and of log(1 + sigma); SSJF: of ln(1 + tokens); all from the training split only.
 """
 
 from __future__ import annotations

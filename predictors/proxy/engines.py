@@ -165,9 +165,8 @@ class ClientRules:
             if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
                 raise InputError(name, "other bytes", "UTF-8")
         for name in (self._config.tenant_header, self._config.tier_header):
-            values = headers.getall(name, ())
-            if len(values) > 1:
-                raise InputError(name, f"{len(values)} times", "once")
+            if (count := len(headers.getall(name, ()))) > 1:
+                raise InputError(name, f"{count} times", "once")
 
     def allowed_content(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
         """A body's members without the client's hints; `content` itself where there are none."""

@@ -122,9 +122,7 @@ def parse_request(content: Mapping[str, Any], path: str, prompt_text: PromptText
     num_choices = max(_count(content.get("n")) or 1, _count(content.get("best_of")) or 1)
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         num_choices *= len(prompt)
-    options = content.get("stream_options")
-    model = content.get("model")
-    priority = content.get("priority")
+    options, model, priority = map(content.get, ("stream_options", "model", "priority"))
     return ParsedRequest(
         path=path,
         content=content,

@@ -100,8 +100,7 @@ class EventStreamReader:
         return b"".join(passed) if self.shortens else data
 
     def end(self) -> bytes:
-        rest, self._rest = self._rest, b""
-        return rest if self.shortens else b""
+        return self._rest if self.shortens else b""
 
     def _read_event(self, event: bytes) -> bytes:
         """Reads a complete event; returns its bytes for the client."""

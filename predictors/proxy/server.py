@@ -46,10 +46,8 @@ NO_HINT = Hint()
 
 
 class ProxyServer:
-    """Serves until it is stopped; nothing is bound or connected before `start`.
-
-    `num_in_flight` counts requests whose responses are not complete; `queue` has the held ones, None where the engine orders.
-    """
+    """Serves until it is stopped; nothing is bound or connected before `start`. `num_in_flight` counts requests whose responses
+    are not complete; `queue` has the held ones, None where the engine orders."""
 
     def __init__(self, config: ProxyConfig) -> None:
         self._config = config

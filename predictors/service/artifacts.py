@@ -76,10 +76,8 @@ def open_sources(config: ServeConfig) -> tuple[dict[str, ArtifactSource], list[A
 
 
 class ArtifactTable:
-    """Name -> artifact in service; the name is the artifact's id, the first one is the default.
-
-    `reopen` loads the artifact of a name again, in a thread; without it nothing can be replaced.
-    """
+    """Artifacts in service by id, the first one is the default. `reopen` loads the artifact of an id again, in a thread; without
+    it nothing can be replaced."""
 
     def __init__(
         self,

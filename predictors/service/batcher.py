@@ -140,10 +140,8 @@ class _Entry(Generic[I, R]):
 
 
 class Batcher(Generic[I, R]):
-    """Groups concurrent `submit` calls into calls of `work`, at most `max_running` at a time.
-
-    `work` takes 1..max_batch items and calls back with one result each, in order.
-    """
+    """Groups concurrent `submit` calls into calls of `work`, at most `max_running` at a time, each of 1..max_batch items, which
+    calls back with one result for each, in order."""
 
     def __init__(self, work: Work[I, R], settings: BatchingSettings, clock: Clock | None = None) -> None:
         self._work = work

@@ -76,10 +76,10 @@ def _elements(message: Descriptor, data: bytes, at: int, end: int) -> Iterator[N
 def _counted_messages(message: Descriptor) -> dict[int, Descriptor]:
     """Number -> message of the fields that hold messages in which again messages or texts are repeated."""
 
+    texts = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
+
     def is_counted(field: FieldDescriptor) -> bool:
-        return field.message_type is not None or (
-            field.is_repeated and field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
-        )
+        return field.message_type is not None or (field.is_repeated and field.type in texts)
 
     return {
         field.number: field.message_type
@@ -292,15 +292,13 @@ def truncated_length(
     else:
         lengths = LogT(mu, sigma, nu)
         expected, cvar = float(lengths.expected(max_tokens)), float(lengths.cvar(cvar_level, max_tokens))
+    quantiles = [(level, _truncated_quantile(mu, sigma, nu, level, max_tokens)) for level in levels]
     return pb.TruncatedLength(
         max_tokens=max_tokens,
         expected_tokens=expected,
         cvar_level=cvar_level,
         cvar_tokens=cvar,
-        quantiles=[
-            pb.Quantile(level=level, tokens=_truncated_quantile(mu, sigma, nu, level, max_tokens))
-            for level in levels
-        ],
+        quantiles=[pb.Quantile(level=level, tokens=tokens) for level, tokens in quantiles],
     )
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import hashlib
 import itertools
 import logging
 import marshal
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 from cachetools import LRUCache
 
@@ -27,7 +26,6 @@ from scheduler_core.errors import InputError
 
 logger = logging.getLogger(__name__)
 
-R = TypeVar("R")
 # Rows of different served models and temperatures share batches.
 _Row = tuple[TokenizedPrompt, CheckedRequest]
 
@@ -101,8 +99,7 @@ class ServedArtifact:
     ) -> None:
         self.runtime = runtime
         self.manifest = runtime.artifact.manifest
-        self.name = self.manifest.artifact_id
-        self.version = self.manifest.artifact_version
+        self.name, self.version = self.manifest.artifact_id, self.manifest.artifact_version
         self.reader = RequestReader(runtime, max_prompt_chars)
         self.metrics = metrics
         self.settings = settings
@@ -194,7 +191,16 @@ class ServedArtifact:
             raise BatchError(error) from error
 
     def _run(self, rows: Sequence[_Row], callback: Callback[tuple[PredictedRow, float]]) -> None:
-        _submit(self._threads.run, callback, functools.partial(self._run_rows, rows))
+        """Predicts in a thread, then calls back in the event loop; `loop.run_in_executor` would make a second future and two
+        more turns of the loop for each call."""
+        loop = asyncio.get_running_loop()
+
+        def on_done(future: Future[list[tuple[PredictedRow, float]]]) -> None:
+            error = future.exception()
+            with contextlib.suppress(RuntimeError):  # the loop has been closed: nothing waits for the result
+                loop.call_soon_threadsafe(callback, None if error is not None else future.result(), error)
+
+        self._threads.run.submit(self._run_rows, rows).add_done_callback(on_done)
 
     def _run_rows(self, rows: Sequence[_Row]) -> list[tuple[PredictedRow, float]]:
         """Predictions and the seconds of the model call; runs in a thread."""
@@ -219,20 +225,3 @@ def cache_key(prompt: str | TokenizedPrompt, served_model: str | None, temperatu
     parts = (prompt if isinstance(prompt, str) else prompt.ids.tobytes(), served_model or "", temperature)
     # Version 0 knows no shared or interned objects: equal parts have equal bytes.
     return hashlib.blake2b(marshal.dumps(parts, 0), digest_size=16).digest()
-
-
-def _submit(
-    executor: ThreadPoolExecutor,
-    callback: Callable[[R | None, BaseException | None], None],
-    function: Callable[[], R],
-) -> None:
-    """Calls `function` in a thread, then `callback` in the running event loop; `loop.run_in_executor` would make a second future
-    and two more turns of the event loop for each call."""
-    loop = asyncio.get_running_loop()
-
-    def on_done(future: Future[R]) -> None:
-        error = future.exception()
-        with contextlib.suppress(RuntimeError):  # the loop has been closed: nothing waits for the result
-            loop.call_soon_threadsafe(callback, None if error is not None else future.result(), error)
-
-    executor.submit(function).add_done_callback(on_done)

@@ -127,8 +127,7 @@ class PredictionServer:
             return
         await self._health.enter_graceful_shutdown()
         self.artifacts.is_ending = True
-        if self.config.drain_delay_s:
-            await asyncio.sleep(self.config.drain_delay_s)
+        await asyncio.sleep(self.config.drain_delay_s)
         draining = asyncio.create_task(self.artifacts.close())
         self._methods.end_streams()
         # gRPC's own grace period would answer new calls with CANCELLED; until all predictions are made (or the time is up)

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.multiprocess import mark_process_dead
 
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.service.artifacts import ArtifactTable
 from predictors.service.batcher import BatchingSettings
 from predictors.service.errors import BatchError, ClosedError
 from predictors.service.messages import CheckedRequest
-from predictors.service.metrics import DIRECTORY_VARIABLE, forget_worker
+from predictors.service.metrics import DIRECTORY_VARIABLE
 from predictors.service.pipeline import MAX_INLINE_CHARS, ServiceThreads, worker_cores
 from tests.predictors.fakes import GatedRuntime, failure, server_and_stub, until
 
@@ -141,7 +142,7 @@ def test_counts_of_a_worker_that_has_ended_stay_and_its_gauges_go(tmp_path: Path
         return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
 
     exposition(0)
-    forget_worker(0, str(tmp_path))
+    mark_process_dead(0, str(tmp_path))  # type: ignore[no-untyped-call]
     exposition(0)  # the second process of the same worker
     text = exposition(1)
     assert 'tailcast_failed_batches_total{artifact="tiny"} 3.0' in text
