@@ -264,14 +264,3 @@ async def test_every_metric_of_the_dashboard_is_scraped(scraped: set[str]) -> No
     calibration = {name for name in scraped if "calibration_" in name}
     assert calibration
     assert {name for name in calibration - asked if not name.endswith("censored_outputs")} == set()
-
-
-def test_panels_are_described_and_do_not_overlap() -> None:
-    cells = [
-        (x, y)
-        for panel in PANELS
-        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
-        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
-    ]
-    assert len(cells) == len(set(cells))
-    assert all(panel["title"] for panel in PANELS)
