@@ -44,14 +44,12 @@ def manifest(kind: str) -> dict[str, Any]:
 
 def entrypoint() -> list[str]:
     [line] = re.findall(r"^ENTRYPOINT (.*)$", DOCKERFILE, flags=re.MULTILINE)
-    found: list[str] = json.loads(line)
-    return found
+    return [*json.loads(line)]
 
 
 def container() -> dict[str, Any]:
     [found] = manifest("Deployment")["spec"]["template"]["spec"]["containers"]
-    assert isinstance(found, dict)
-    return found
+    return dict(found)
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
@@ -107,8 +105,7 @@ def test_the_metric_that_is_scaled_on_exists() -> None:
 
 def compose_command() -> list[str]:
     [compose] = documents(DEPLOY / "compose.yaml")
-    found: list[str] = compose["services"]["predictor"]["command"]
-    return found
+    return [*compose["services"]["predictor"]["command"]]
 
 
 @pytest.mark.parametrize("source", ["compose", "kubernetes", "image"])

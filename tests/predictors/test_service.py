@@ -170,13 +170,9 @@ async def test_batch_keeps_order_and_gives_each_request_its_own_outcome(stub: An
         assert response.outcomes[i].prediction.mu == pytest.approx(expected(prompts[i])[0], rel=1e-6)
     error = response.outcomes[1].error
     assert (error.request_id, error.field, error.code) == ("1", "requests[1].prompt", INVALID.value[0])
-
-
-@pytest.mark.parametrize("count", [0, 257])
-async def test_batch_of_a_wrong_size_is_refused(stub: Any, count: int) -> None:
-    code, message = await status(stub.PredictBatch(pb.PredictBatchRequest(requests=[SEA] * count)))
-    assert code == INVALID
-    assert f"requests: got '{count} requests'; allowed: 1 to 256" in message
+    for count in (0, 257):
+        code, message = await status(stub.PredictBatch(pb.PredictBatchRequest(requests=[SEA] * count)))
+        assert (code, message) == (INVALID, f"requests: got '{count} requests'; allowed: 1 to 256 of them")
 
 
 async def test_a_prompt_of_almost_four_mebibytes_is_truncated_and_one_of_more_refused(stub: Any) -> None:

@@ -125,18 +125,6 @@ def test_the_shipped_one_predicts_for_any_model() -> None:
         assert 1 < short.median < long.median < 4096
 
 
-def test_for_an_unknown_model_the_shipped_one_predicts_the_mean_over_the_known_ones() -> None:
-    runtime = open_runtime("pretrained", provider="cpu")
-    names = runtime.artifact.manifest.served_models
-    for prompt, temperature in ((PROMPT, None), ("Write a story about a river. " * 9, 0.7)):
-        found = runtime.predict([prompt] * (len(names) + 1), [None, *names], [temperature] * (len(names) + 1))
-        assert found.mu is not None and found.sigma is not None  # noqa: PT018
-        assert np.ptp(found.mu[1:]) > 0.1
-        assert found.mu[0] == pytest.approx(found.mu[1:].mean(), abs=1e-4)
-        variance = (found.sigma[1:] ** 2).mean() + found.mu[1:].var()
-        assert found.sigma[0] == pytest.approx(np.sqrt(variance), rel=1e-4)
-
-
 def test_predict_and_serve_answer_within_ten_seconds_of_being_typed(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "tailcast"]
     command = [*words, "predict", "Write a haiku about rivers.", "--max_tokens", "512"]
