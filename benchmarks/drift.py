@@ -34,7 +34,7 @@ from scheduler_core.lengths.student_t import student_t_cdf
 from scheduler_core.online_calibration import COVERAGE_LEVELS
 from scheduler_core.predictions import LengthPrediction
 from scheduler_core.report.page import markdown_table
-from training.drift.monitor import ModelMonitor, ObservedOutput
+from training.drift import ModelMonitor, ObservedOutput
 from training.evaluating.predictors import InferenceOptions, open_predictor
 from training.evaluating.rows import EvaluationRows
 from training.fitting.fits import FitOptions, read_fits_or_fit

@@ -72,17 +72,14 @@ class Backend(Protocol):
     @property
     def name(self) -> str:
         """Name of the engine."""
-        ...
 
     @property
     def version(self) -> str:
         """Version of the engine; may be "" until the first result is there, if only the engine can tell."""
-        ...
 
     @property
     def served_model(self) -> str:
         """Name of the served model."""
-        ...
 
     @property
     def seeded(self) -> bool:
@@ -90,7 +87,6 @@ class Backend(Protocol):
 
         Up to floating-point differences between batch shapes, where the engine computes in batches.
         """
-        ...
 
     def sample(self, work: Iterable[Work], settings: SamplingSettings) -> Generator[WorkResult, None, None]:
         """Samples `work`, in any order; every index of every `Work` comes back exactly once.
@@ -99,11 +95,9 @@ class Backend(Protocol):
         that does not grow with its length. Closing the iterator stops everything that is in flight; a second
         iterator may be requested afterwards.
         """
-        ...
 
     def close(self) -> None:
         """Frees what the engine holds; it is not used afterwards."""
-        ...
 
 
 def uniforms(seed: int, prompt_id: str, sample_index: int, count: int) -> NDArray[np.float64]:

@@ -35,14 +35,9 @@ FloatArray = NDArray[np.float64]
 
 
 def write_card(samples_path: str | Path, folder: str | Path) -> dict[str, Any]:
-    """Writes card.json, card.md and survival.png for a samples file into a folder, and returns the card.
-
-    The folder is created if it is missing; other files in it stay.
-
-    Raises:
-        InputError: The file cannot be read, lacks a column or holds no output; or the folder cannot be created.
-        TailcastError: The folder holds a file of one of these names that no card wrote.
-    """
+    """Writes card.json, card.md and survival.png for a samples file into a folder (other files in it stay), and returns the
+    card; InputError if the file cannot be read, lacks a column or holds no output, TailcastError if no card wrote a file of
+    one of these names."""
     rows = read_samples(samples_path, _COLUMNS)
     has_output = pc.not_equal(rows.column("finish_reason"), "error")
     outputs = rows.filter(has_output).sort_by("output_tokens")

@@ -54,9 +54,8 @@ class ImportLengthsConfig:
         if self.columns and self.kind != "log":
             raise InputError("columns", self.columns, "nothing: only kind log has a mapping of columns")
         if self.arrivals is not None and self.arrivals.process == "trace":
-            raise InputError(
-                "arrivals.process", "trace", "a process that is drawn; unset, the source's own stay"
-            )
+            allowed = "a process that is drawn; unset, the source's own stay"
+            raise InputError("arrivals.process", "trace", allowed)
 
 
 main = command(

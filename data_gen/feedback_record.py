@@ -107,11 +107,7 @@ def bounded_lines(stream: IO[bytes], limit: int) -> Iterator[bytes]:
 
 
 def parse_object(line: str | bytes) -> dict[str, Any]:
-    """The JSON object of a line.
-
-    Raises:
-        InputError: There is none; its field is "line".
-    """
+    """The JSON object of a line; InputError of the field "line" if it is none."""
     try:
         content = parse_json(line)
     except ValueError as error:
@@ -122,20 +118,12 @@ def parse_object(line: str | bytes) -> dict[str, Any]:
 
 
 def validated(model: type[M], content: dict[str, Any]) -> M:
-    """An object as an instance of `model`.
-
-    Raises:
-        InputError: Names the first key with a value that is not allowed.
-    """
+    """An object as an instance of `model`; InputError names the first key with a value that is not allowed."""
     try:
         return model.model_validate(content)
     except ValidationError as error:
         [first, *_] = error.errors(include_url=False, include_context=False)
         keys = ".".join(str(key) for key in first["loc"] if isinstance(key, str))
         value = first["input"] if first["loc"] and first["type"] != "missing" else None
-        raise InputError(keys or "record", value, _allowed(first["msg"])) from error
-
-
-def _allowed(message: str) -> str:
-    text = message.removeprefix("Value error, ").removeprefix("Input should be ")
-    return text[:1].lower() + text[1:]
+        allowed = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+        raise InputError(keys or "record", value, allowed[:1].lower() + allowed[1:]) from error

@@ -202,11 +202,8 @@ def similarity(one: frozenset[str], other: frozenset[str]) -> float:
 
 
 def token_counter(path: str) -> Callable[[list[str]], list[int]]:
-    """Counts the tokens of texts, without special tokens, by a tokenizer.json or that of a folder.
-
-    Raises:
-        InputError: There is no such tokenizer.
-    """
+    """Counts the tokens of texts, without special tokens, by a tokenizer.json or that of a folder; InputError if there is
+    none."""
     from tokenizers import Tokenizer
 
     folder = Path(path)

@@ -111,17 +111,15 @@ class GenSamplesConfig:
             top_p=(POSITIVE, 1.0),
         )
         if self.ray is not None and self.backend == "openai":
-            raise InputError(
-                "ray", self.ray, "unset for openai: it takes several servers in openai.base_urls"
-            )
+            allowed = "unset for openai: it takes several servers in openai.base_urls"
+            raise InputError("ray", self.ray, allowed)
         if self.ray_workers is not None and self.ray is None:
             raise InputError("ray_workers", self.ray_workers, "unset without ray")
         if self.backend == "vllm" and self.model is None:
             raise InputError("model", None, "a model for vllm")
         if self.model is not None and self.openai.model not in ("", self.model):
-            raise InputError(
-                "openai.model", self.openai.model, f"the same as model ({self.model}), or only one of them"
-            )
+            allowed = f"the same as model ({self.model}), or only one of them"
+            raise InputError("openai.model", self.openai.model, allowed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +141,8 @@ class _Prompts:
         for prompt in itertools.islice(passed, config.skip, stop):
             yield prompt
         if prompt is None:
-            raise InputError(
-                "prompts", config.prompts, "a source of which filters, skip and limit leave a prompt"
-            )
+            allowed = "a source of which filters, skip and limit leave a prompt"
+            raise InputError("prompts", config.prompts, allowed)
         self.skipped.clear()
         self.skipped.update(sorted(counts.items()))
 

@@ -10,11 +10,8 @@ from scheduler_core.files import PACKAGE_SCHEME, inside_package
 
 
 def resolve_model(model: str) -> str:
-    """Path or hub name of a model; `package:NAME/PATH` is a file or folder inside an installed package.
-
-    Raises:
-        InputError: If the package is not installed or has no such file.
-    """
+    """Path or hub name of a model; `package:NAME/PATH` is a file or folder inside an installed package, InputError if there
+    is none."""
     return str(inside_package(model, "model")) if model.startswith(PACKAGE_SCHEME) else model
 
 

@@ -20,22 +20,15 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One input of a model.
+    """One input of a model."""
 
-    Attributes:
-        prompt_id: Unique in a source. Prompts made of the turns of one conversation end in `#turn-N`
-            (see `data_gen.splits`).
-        text: The user's text; of a conversation its last user message.
-        messages: The whole conversation, ending with a user message, if it has a system prompt or more than one
-            user turn; else empty.
-        dataset: Public set it comes from.
-    """
-
+    # Unique in a source. Prompts made of the turns of one conversation end in `#turn-N` (see `data_gen.splits`).
     prompt_id: str
-    text: str
+    text: str  # the user's text; of a conversation its last user message
     category: str = ""
+    # The whole conversation, ending with a user message, if it has a system prompt or several user turns; else empty.
     messages: tuple[Message, ...] = ()
-    dataset: str = ""
+    dataset: str = ""  # public set it comes from
 
     @property
     def chat(self) -> tuple[Message, ...]:

@@ -138,9 +138,8 @@ class RayBackend:
         max_workers = int(num_gpus // gpus if num_gpus else sum(node["CPU"] for node in nodes))
         num_workers = config.ray_workers or (max_workers if num_gpus else len(nodes))
         if not 1 <= num_workers <= max_workers:
-            raise InputError(
-                "ray_workers", num_workers, f"integers from 1 to {max_workers}, the capacity of the cluster"
-            )
+            allowed = f"integers from 1 to {max_workers}, the capacity of the cluster"
+            raise InputError("ray_workers", num_workers, allowed)
         resources: dict[str, Any] = {"num_cpus": 1, "num_gpus": gpus}
         if not num_gpus:
             # Ray lets a worker use as many threads as it has processors.

@@ -105,11 +105,8 @@ def write_samples(path: str | Path, table: pa.Table) -> None:
 
 
 def read_samples(path: str | Path, columns: Sequence[str] = tuple(SCHEMA.names)) -> pa.Table:
-    """Reads a `samples/2` file, all columns or some.
-
-    Raises:
-        InputError: The file is missing, empty, truncated, of another schema, or lacks a column.
-    """
+    """Reads a `samples/2` file, all columns or some; InputError if it is missing, empty, truncated, of another schema, or
+    lacks a column."""
     location = Path(path).name
     with open_parquet(path, "samples") as file, readable(path, "samples", "Parquet"):
         require_columns(file.schema_arrow.empty_table(), SCHEMA.names, f"{location}: columns")

@@ -92,9 +92,8 @@ def run_sampling(
         raise InputError("out", str(out), "a new file, or overwrite true to replace this one")
     with locked_folder(partial, "out"):
         if any(partial.iterdir()) and not path.exists():
-            raise InputError(
-                "out", str(partial), "the state of an interrupted run, or no folder of that name"
-            )
+            allowed = "the state of an interrupted run, or no folder of that name"
+            raise InputError("out", str(partial), allowed)
         with _opened_store(path, options) as store:
             with store.transaction():
                 num_prompts = store.register(prompts, hash_only=options.hash_prompts)
@@ -143,13 +142,9 @@ def _settled_manifest(
     engine_options: Mapping[str, object],
     notes: Mapping[str, object],
 ) -> dict[str, Any]:
-    """The manifest to continue with: the stored one, or a new one.
+    """The manifest to continue with: the stored one, or a new one; InputError if the store has samples of another run.
 
-    Where the engine is seeded a repeated run has the same id, so that its files are equal; elsewhere every run has its
-    own.
-
-    Raises:
-        InputError: The store has samples of another run.
+    Where the engine is seeded a repeated run has the same id, so that its files are equal; elsewhere every run has its own.
     """
     # A run continues only where these are the same.
     identity: dict[str, Any] = {
@@ -199,24 +194,19 @@ def _differences(stored: object, new: object) -> str:
 
 @dataclass(slots=True)
 class _Session:
-    """One process's part of a run.
-
-    Attributes:
-        num_samples: Of the complete run.
-        num_resumed: Outputs that were stored before.
-        pending: Prompt id -> sample indices that the backend works on.
-        start: When the engine took its first prompt: before, it may load a model for minutes.
-    """
+    """One process's part of a run."""
 
     backend: Backend
     prompts: Iterable[Prompt]
     settings: SamplingSettings
     store: SampleStore
     options: SamplingRunOptions
-    num_samples: int
-    num_resumed: int = 0
+    num_samples: int  # of the complete run
+    num_resumed: int = 0  # outputs that were stored before
+    # Prompt id -> sample indices that the backend works on.
     pending: dict[str, tuple[Prompt, set[int]]] = field(default_factory=dict)
     failed_attempts: Counter[str] = field(default_factory=Counter)
+    # When the engine took its first prompt: before, it may load a model for minutes.
     start: float | None = None
     seconds: float = 0.0
     output_tokens: int = 0

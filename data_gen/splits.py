@@ -35,10 +35,7 @@ def family_of(prompt_id: str) -> str:
 def split_of(prompt_id: str, seed: int, fractions: tuple[float, float, float] = (0.6, 0.2, 0.2)) -> Split:
     """The split of a prompt, by a stable hash of (seed, family of the prompt id); another seed gives an independent split.
 
-    `fractions`: expected ones of (train, validation, test).
-
-    Raises:
-        InputError: If the fractions are negative or do not sum to 1.
+    `fractions` are the expected ones of (train, validation, test); InputError if they are negative or do not sum to 1.
     """
     if len(fractions) != 3 or min(fractions) < 0 or not math.isclose(sum(fractions), 1.0, abs_tol=1e-9):
         raise InputError("fractions", fractions, "three non-negative shares that sum to 1")

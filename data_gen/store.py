@@ -70,12 +70,10 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 class SampleStore:
-    """Prompts and samples of one run; the caller holds the folder's lock.
+    """Prompts and samples of one run; the caller holds the folder's lock. RunStoppedError if the disk is full or the file
+    damaged.
 
     A committed result stays unsynced for `sync_interval_s` at most; 0 syncs every one.
-
-    Raises:
-        RunStoppedError: The disk is full or the file is damaged.
     """
 
     def __init__(self, path: Path, *, sync_interval_s: float) -> None:
@@ -136,8 +134,7 @@ class SampleStore:
     def register(self, prompts: Iterable[Prompt], *, hash_only: bool) -> int:
         """Reads all prompts of the source once and returns their number; with `hash_only` no text goes to disk.
 
-        Raises:
-            InputError: There is none, an id repeats, or the run has had another prompt of that id.
+        InputError if there is none, an id repeats, or the run has had another prompt of that id.
         """
         count = 0
         for count, prompt in enumerate(prompts, start=1):
@@ -182,11 +179,7 @@ class SampleStore:
         engine_version: str,
         keep_text: bool,
     ) -> None:
-        """Commits a result, in place of earlier failures; `failures` are mapped to whether they would be repeated.
-
-        Raises:
-            RunStoppedError: The disk is full or fails; what was added before stays.
-        """
+        """Commits a result, in place of earlier failures; `failures` are mapped to whether they would be repeated."""
         key = valid_unicode(prompt_id)
         rows: list[tuple[object, ...]] = []
         for output in outputs:
@@ -278,11 +271,7 @@ class SampleStore:
                 )
 
     def close(self) -> None:
-        """Syncs and closes the file.
-
-        Raises:
-            RunStoppedError: The disk fails.
-        """
+        """Syncs and closes the file."""
         with disk_errors(self.path), self._lock:
             self._stop_timer()
             try:

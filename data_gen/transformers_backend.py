@@ -77,11 +77,7 @@ class TransformersBackend:
         return f"{version('transformers')}+torch-{version('torch')}"
 
     def load(self) -> tuple[Any, Any]:
-        """The model, in evaluation mode on its device, and its tokenizer; loaded once.
-
-        Raises:
-            InputError: If `model` names nothing that can be loaded.
-        """
+        """The model, in evaluation mode on its device, and its tokenizer, loaded once; InputError if it cannot be loaded."""
         if self._loaded is not None:
             return self._loaded
         import torch
@@ -113,11 +109,8 @@ class TransformersBackend:
                 )
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
-            raise InputError(
-                "model",
-                self._source,
-                f"a local model folder, a .gguf file, or a reachable hub model ({reason})",
-            ) from error
+            allowed = f"a local model folder, a .gguf file, or a reachable hub model ({reason})"
+            raise InputError("model", self._source, allowed) from error
         self._loaded = model.eval().to(device), tokenizer  # type: ignore[no-untyped-call]
         return self._loaded
 

@@ -59,20 +59,11 @@ class VllmBackend:
 
     @property
     def version(self) -> str:
-        """Version of vLLM.
-
-        Raises:
-            MissingExtraError: vLLM is not installed.
-        """
+        """Version of vLLM; MissingExtraError if it is not installed."""
         return str(_vllm().__version__)
 
     def load(self) -> Any:
-        """The engine, started once.
-
-        Raises:
-            InputError: The model cannot be loaded.
-            MissingExtraError: vLLM is not installed.
-        """
+        """The engine, started once; InputError if it cannot load the model, MissingExtraError if vLLM is not installed."""
         if self._llm is None:
             options = {name: value for name, value in asdict(self._options).items() if value is not None}
             engine_args = options.pop("engine_args")

@@ -21,7 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("training.cli_train:main", "a predictor of lengths or urgency"),
     "evaluate": ("training.evaluating.cli:main", "a predictor against held-out lengths and baselines"),
     "evaluate-urgency": ("training.urgency.cli:main", "an urgency predictor against labels"),
-    "evaluate-stream": ("training.drift.cli:main", "a stream of finished requests, for drift"),
+    "evaluate-stream": ("training.drift:main", "a stream of finished requests, for drift"),
     "calibrate": ("training.calibrating.cli:main", "a checkpoint, corrected on held-out data"),
     "export-onnx": ("export.cli:main", "an artifact from a checkpoint"),
     "export-variants": ("tailcast.cli_variants:main", "faster variants of an artifact, compared"),

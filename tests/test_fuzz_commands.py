@@ -90,7 +90,7 @@ COMMANDS = {
     "fit-dist": Command("training.cli_fit_dist", "training.cli_fit_dist:FitDistConfig", {"samples": "GOOD/samples.parquet", "out": "OUT/f.parquet", "alternatives": "false"}, (), ("samples",)),
     "train": Command("training.cli_train", "training.config:TrainConfig", {"data": "BAD/rowless.parquet", "out": "OUT/t"}),
     "evaluate": Command("training.evaluating.cli", "training.evaluating.cli:EvaluateConfig", {"predictor": "BAD/checkpoint", "data": "GOOD/samples.parquet", "json": "OUT/e.json"}, (), ("predictor",)),
-    "evaluate-stream": Command("training.drift.cli", "training.drift.cli:StreamConfig", {"stream": "GOOD/trace.jsonl", "out": "OUT/events.jsonl"}, (), ("stream",)),
+    "evaluate-stream": Command("training.drift", "training.drift:StreamConfig", {"stream": "GOOD/trace.jsonl", "out": "OUT/events.jsonl"}, (), ("stream",)),
     "calibrate": Command("training.calibrating.cli", "training.calibrating.cli:CalibrateConfig", {"predictor": "BAD/checkpoint", "data": "GOOD/samples.parquet", "out": "OUT/c"}, (), ("predictor",)),
     "evaluate-urgency": Command("training.urgency.cli", "training.urgency.cli:EvaluateUrgencyConfig", {"predictor": "BAD/checkpoint", "data": "GOOD/labels.parquet", "json": "OUT/u.json", "baselines": "false"}, (), ("predictor",)),
     "export-onnx": Command("export.cli", "export.exporter:ExportConfig", {"checkpoint": "BAD/checkpoint", "out": "OUT/a"}, (), ("checkpoint",)),

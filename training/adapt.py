@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -40,21 +40,13 @@ MIN_PROMPTS = 20
 #: Requests that decide which known served model a new one is based on: the artifact predicts them once for each.
 _BASE_REQUESTS = 100
 _RESAMPLES = 400
-_COLUMNS = (
-    "prompt_id",
-    "prompt",
-    "messages",
-    "model",
-    "temperature",
-    "max_tokens",
-    "output_tokens",
-    "finish_reason",
-)
+_COLUMNS = ("prompt_id", "prompt", "messages", "model", "temperature", "max_tokens", "output_tokens", "finish_reason")  # fmt: skip
 #: Largest difference between the graph's predictions and the fitted ones, in log tokens.
 _TOLERANCE = 1e-3
 #: Of a comparison; the first one decides.
 DECIDING = "CRPS, ln tokens"
 METRICS = (DECIDING, "CRPS, tokens", "tau", "P50", "P90", "P99")
+SIDES = ("old", "new", "new - old")
 #: Exit code of a command whose check did not pass.
 NOT_BETTER = 3
 
@@ -104,11 +96,7 @@ class AdaptConfig:
 
 
 def adapt(config: AdaptConfig) -> int:
-    """Runs the command.
-
-    Returns:
-        0, or 3 where the corrected artifact is not better on the requests held back: then nothing is written.
-    """
+    """Runs the command; 3 where the corrected artifact is not better on the requests held back, and nothing is written, else 0."""
     from predictors.runtime import open_runtime
     from training.corrected_graph import FeatureRuntime
 
@@ -131,9 +119,9 @@ def adapt(config: AdaptConfig) -> int:
         after = _predicted(new, before)
         _check_graph(before, after, corrections, manifest)
         comparison = compare(before, after, config.seed)
-        for line in _lines(comparison):
-            log.info("%s", line)
-        if comparison[DECIDING].difference.estimate >= 0:
+        for name, sides in (("metric", SIDES), *comparison.items()):
+            log.info("%-18s%28s%28s%28s", name, *sides)
+        if comparison[DECIDING][-1].estimate >= 0:
             log.error("not better than the old artifact on %d requests held back: not written", len(before))
             return NOT_BETTER
         with atomic_directory(out, KIND, overwrite=config.overwrite) as folder:
@@ -156,17 +144,10 @@ def _read_log(config: AdaptConfig, *, conversations: bool) -> Requests:
     with tempfile.TemporaryDirectory() as temporary:
         if kind != "samples":
             path = Path(temporary) / "samples.parquet"
-            options = ImportLengthsConfig(
-                kind=kind,
-                file=config.log,
-                out=str(path),
-                columns=config.columns,
-                model=config.model,
-                max_tokens=config.max_tokens,
-                unknown="stop",
-                on_error=config.on_error,
+            same = {name: getattr(config, name) for name in ("columns", "model", "max_tokens", "on_error")}
+            import_lengths(
+                ImportLengthsConfig(kind=kind, file=config.log, out=str(path), unknown="stop", **same)
             )
-            import_lengths(options)
         table = read_samples(path, _COLUMNS)
     if conversations:
         table = with_conversations(table, path)
@@ -174,33 +155,15 @@ def _read_log(config: AdaptConfig, *, conversations: bool) -> Requests:
     table = table.filter(is_output)
     table = table.slice(max(0, len(table) - config.max_requests))
     if not len(table):
-        allowed = (
-            "requests with outputs and the text of their prompts (tailcast-proxy: --feedback_prompts stored)"
-        )
-        raise InputError("log", config.log, allowed)
-    columns = {
-        name: np.array(table[name].to_pylist(), dtype=object) for name in ("prompt", "prompt_id", "model")
-    }
+        allowed = "requests with outputs and the text of their prompts"
+        raise InputError("log", config.log, f"{allowed} (tailcast-proxy: --feedback_prompts stored)")
+    prompts, prompt_ids, models = (table[name].to_numpy() for name in ("prompt", "prompt_id", "model"))
     lengths, limits, temperatures = (
-        np.array(table[name].cast(pa.float64()).to_pylist(), dtype=np.float64)
-        for name in ("output_tokens", "max_tokens", "temperature")
+        table[name].cast(pa.float64()).to_numpy() for name in ("output_tokens", "max_tokens", "temperature")
     )
-    finished = np.array(table["finish_reason"].to_pylist()) != "length"
-    missing = np.full(len(table), np.nan)
-    return Requests(
-        prompts=columns["prompt"],
-        prompt_ids=columns["prompt_id"],
-        served_models=columns["model"],
-        temperatures=temperatures,
-        lengths=lengths,
-        finished=finished,
-        max_tokens=np.where(finished, np.where(np.isnan(limits), np.inf, limits), lengths),
-        num_tokens=missing,
-        mu=missing,
-        sigma=missing,
-        nu=missing,
-        features=np.zeros((len(table), 0)),
-    )
+    finished = table["finish_reason"].to_numpy() != "length"
+    max_tokens = np.where(finished, np.where(np.isnan(limits), np.inf, limits), lengths)
+    return Requests(prompts, prompt_ids, models, temperatures, lengths, finished, max_tokens)
 
 
 def _kind_of(path: Path) -> str:
@@ -228,8 +191,8 @@ def _default_bases(manifest: Manifest, served_models: NDArray[np.object_]) -> ND
 
 def _predicted(runtime: ArtifactRuntime, requests: Requests) -> Requests:
     """The requests with the artifact's predictions."""
-    temperatures = [None if np.isnan(value) else value for value in requests.temperatures]
-    parts = runtime.predict(list(requests.prompts), list(requests.served_models), temperatures, batch_size=8)
+    columns = (list(requests.prompts), list(requests.served_models), list(requests.temperatures))
+    parts = runtime.predict(*columns, batch_size=8)
     assert parts.mu is not None and parts.sigma is not None and parts.nu is not None  # noqa: PT018
     return replace(requests, mu=parts.mu, sigma=parts.sigma, nu=parts.nu)
 
@@ -326,8 +289,7 @@ def _check_graph(
                 raise TailcastError(f"{name}: the new graph is {gap:g} log tokens off what was fitted")
 
 
-@dataclass(frozen=True, slots=True)
-class IntervalEstimate:
+class IntervalEstimate(NamedTuple):
     """An estimate and its 95 % interval; NaN where there is none."""
 
     estimate: float
@@ -338,17 +300,8 @@ class IntervalEstimate:
         return f"{self.estimate:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-@dataclass(frozen=True, slots=True)
-class MetricComparison:
-    """A metric of the old and the new artifact on the same requests, and the difference new - old."""
-
-    old: IntervalEstimate
-    new: IntervalEstimate
-    difference: IntervalEstimate
-
-
-def compare(before: Requests, after: Requests, seed: int) -> dict[str, MetricComparison]:
-    """Compares the old and the new artifact's predictions of the same requests; intervals are of a bootstrap over prompts."""
+def compare(before: Requests, after: Requests, seed: int) -> dict[str, list[IntervalEstimate]]:
+    """Metrics of the old and the new artifact's predictions of the same requests, in the order of `SIDES`; intervals are of a bootstrap over prompts."""
     sides = [(requests, requests.scores()) for requests in (before, after)]
     _, prompt = np.unique(before.prompts.astype(str), return_inverse=True)
     order = np.argsort(prompt, kind="stable")
@@ -364,7 +317,7 @@ def compare(before: Requests, after: Requests, seed: int) -> dict[str, MetricCom
     values = np.array([[_metrics(*side, rows) for side in sides] for rows in samples])
     old, new = values[:, 0], values[:, 1]
     return {
-        name: MetricComparison(*(_interval(part[:, column]) for part in (old, new, new - old)))
+        name: [_interval(part[:, column]) for part in (old, new, new - old)]
         for column, name in enumerate(METRICS)
     }
 
@@ -384,15 +337,9 @@ def _interval(values: FloatArray) -> IntervalEstimate:
     return IntervalEstimate(float(values[0]), float(low), float(high))
 
 
-def _lines(comparison: Mapping[str, MetricComparison]) -> Iterator[str]:
-    yield f"{'metric':<18}{'old':>28}{'new':>28}{'new - old':>28}"
-    for name, each in comparison.items():
-        yield f"{name:<18}{each.old!s:>28}{each.new!s:>28}{each.difference!s:>28}"
-
-
 def _page(
     config: AdaptConfig,
-    comparison: Mapping[str, MetricComparison],
+    comparison: Mapping[str, Sequence[IntervalEstimate]],
     fits: Mapping[str, Any],
     before: Requests,
     after: Requests,
@@ -406,8 +353,7 @@ def _page(
         f"it on {len(before)} requests whose prompts nothing was fitted to.",
     )
     page.heading("Old and new artifact on the requests held back")
-    rows = [(name, str(each.old), str(each.new), str(each.difference)) for name, each in comparison.items()]
-    page.table(("metric", "old", "new", "new - old"), rows)
+    page.table(("metric", *SIDES), [(name, *map(str, sides)) for name, sides in comparison.items()])
     page.note(
         "In brackets the 95 % interval of a bootstrap over prompts. CRPS: smaller is better; tau: Kendall's tau-b of "
         "predicted median and length; P50, P90, P99: fraction of outputs at most as long as that predicted quantile."
@@ -421,24 +367,13 @@ def _page(
         table.append((name, int((before.served_models == name).sum()), *cells))
     page.table(("served model", "requests", *METRICS), table)
     page.heading("Corrections")
-    page.table(
-        (
-            "served model",
-            "requests",
-            "kind",
-            "based on",
-            "shift",
-            "by mu",
-            "by sigma",
-            "by ln tokens",
-            "scale of sigma",
-        ),
-        [
-            (name, fit["num_requests"], fit["kind"], fit["base"] or "unknown", *fit["terms"], fit["scale"])
-            for name, fit in fits.items()
-        ],
-        text_columns=(0, 2, 3),
-    )
+    rows = [
+        (name, fit["num_requests"], fit["kind"], fit["base"] or "unknown", *fit["terms"], fit["scale"])
+        for name, fit in fits.items()
+    ]
+    terms = ("shift", "by mu", "by sigma", "by ln tokens")
+    header = ("served model", "requests", "kind", "based on", *terms, "scale of sigma")
+    page.table(header, rows, text_columns=(0, 2, 3))
     page.note(
         "mu' = mu + shift + by mu x mu + by sigma x sigma + by ln tokens x ln(tokens of the prompt) (+ weights x features of the encoder), sigma' = scale x sigma ^ power."
     )

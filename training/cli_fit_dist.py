@@ -96,8 +96,8 @@ def fit_dist(config: FitDistConfig) -> dict[str, Any]:
     out = writable_target(config.out, "out")
     others = {
         name: writable_target(path, name)
-        for name, path in (("json", config.json), ("figure", config.figure), ("report", config.report))
-        if path is not None
+        for name in ("json", "figure", "report")
+        if (path := getattr(config, name)) is not None
     }
     options = FitOptions(
         **{option.name: getattr(config, option.name) for option in fields(FitOptions)}
@@ -107,17 +107,8 @@ def fit_dist(config: FitDistConfig) -> dict[str, Any]:
     is_slow = config.bootstrap > 0 or config.nu == "free" or config.solver == "lbfgsb"
     processes = config.processes or (len(os.sched_getaffinity(0)) if is_slow else 1)
     versions = versions_of(("numpy", "scipy", "pyarrow", "numba", "duckdb"))
-    samples = fit_file(
-        config.samples,
-        out,
-        options,
-        versions=versions,
-        block_groups=config.block_groups,
-        processes=processes,
-        ray=config.ray,
-        resume=config.resume,
-        progress=config.progress,
-    )
+    run_options = {name: getattr(config, name) for name in ("block_groups", "ray", "resume", "progress")}
+    samples = fit_file(config.samples, out, options, versions=versions, processes=processes, **run_options)
     summary = summarize_file(out, options.family, options.nu)
     run = {"config": asdict(config), "samples": samples, "versions": versions}
     write_json(out.with_name(out.name + ".run.json"), run)
@@ -127,15 +118,11 @@ def fit_dist(config: FitDistConfig) -> dict[str, Any]:
         write_figure(out, others["figure"], summary["family"])
     if "report" in others:
         write_report(out, others["report"], summary)
-    log.info(
-        "%d groups, %d samples, %.1f %% of them censored, %d failed ones left out; flags %s; %d not converged",
-        summary["num_groups"],
-        summary["num_samples"],
-        100 * summary["num_censored"] / summary["num_samples"],
-        summary["num_errors_left_out"],
-        summary["flags"],
-        summary["num_not_converged"],
+    message = (
+        "%(num_groups)d groups, %(num_samples)d samples, %(num_censored)d of them censored, %(num_errors_left_out)d failed "
+        "ones left out; flags %(flags)s; %(num_not_converged)d not converged"
     )
+    log.info(message, summary)
     for row in families_rows(summary):
         log.info("%-26s" + " %12s" * (len(row) - 1), *row)
     return summary

@@ -66,9 +66,8 @@ class LengthTask(HeadTask):
         weight = (0.0, FINITE)
         check_ranges(self, nu=(POSITIVE, FINITE), sigma_weight_start=weight, sigma_weight_end=weight)
         if self.within and self.objective == "mse":
-            raise InputError(
-                "length.within", True, "false with objective mse, whose sigma is that within a prompt"
-            )
+            allowed = "false with objective mse, whose sigma is that within a prompt"
+            raise InputError("length.within", True, allowed)
         if self.objective != "nll" and self.learn_nu:
             raise InputError("length.objective", self.objective, "nll, with learn_nu")
 
@@ -280,9 +279,8 @@ class TrainConfig:
             if len(rule) != 3 or not 0 < rule[2] < float("inf"):
                 raise InputError("oversampling", rule, "(mu, sigma, weight) with a finite weight > 0")
         if "prompt_id" not in self.keys:
-            raise InputError(
-                "group_by", self.group_by, "column names separated by commas, prompt_id among them"
-            )
+            allowed = "column names separated by commas, prompt_id among them"
+            raise InputError("group_by", self.group_by, allowed)
         if not self.out:
             raise InputError("out", self.out, "the path of a folder")
 

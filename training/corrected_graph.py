@@ -42,35 +42,43 @@ class FeatureRuntime:
         self, requests: Requests, served_models: NDArray[np.object_], *, progress: bool = True
     ) -> Requests:
         """The requests with predictions and features, as if the models of these names had served them."""
-        tokenized = self._runtime.tokenizer(list(requests.prompts))
-        num_tokens = np.array([each.num_tokens for each in tokenized], dtype=np.float64)
         names = ["mu", "sigma"]
         names += ["nu"] if self._runtime.artifact.manifest.nu is None else []
         names += [] if self.tensor is None else [self.tensor]
+        requests, batches = self._batches(requests, served_models)
+        parts = [self._session.run(names, feed) for feed in tracked(batches, "predict", progress)]
+        return self._with_outputs(requests, names, parts)
+
+    def _batches(
+        self, requests: Requests, served_models: NDArray[np.object_]
+    ) -> tuple[Requests, list[dict[str, NDArray[Any]]]]:
+        """The requests with their numbers of tokens, and the inputs of the graph for batches of similar length."""
+        tokenized = self._runtime.tokenizer(list(requests.prompts))
+        num_tokens = np.array([each.num_tokens for each in tokenized], dtype=np.float64)
         order = np.argsort(num_tokens, kind="stable")
-        parts = []
-        for start in tracked(range(0, len(order), _BATCH), "predict", progress):
-            rows = order[start : start + _BATCH]
-            temperatures = [None if np.isnan(value) else value for value in requests.temperatures[rows]]
-            feed = self._runtime.feed(
-                [tokenized[row].ids for row in rows], list(served_models[rows]), temperatures
+        batches = [order[start : start + _BATCH] for start in range(0, len(order), _BATCH)]
+        feeds = [
+            self._runtime.feed(
+                [tokenized[row].ids for row in rows],
+                list(served_models[rows]),
+                list(requests.temperatures[rows]),
             )
-            parts.append(self._session.run(names, feed))
-        position = np.argsort(order)
+            for rows in batches
+        ]
+        return replace(requests, num_tokens=num_tokens), feeds
+
+    def _with_outputs(
+        self, requests: Requests, names: Sequence[str], parts: Sequence[Sequence[NDArray[Any]]]
+    ) -> Requests:
+        """The requests with the outputs of all batches, in the order of `_batches`."""
+        position = np.argsort(np.argsort(requests.num_tokens, kind="stable"))
         outputs = {
-            name: np.concatenate(values)[position].astype(np.float64)
+            "features" if name == self.tensor else name: np.concatenate(values)[position].astype(np.float64)
             for name, values in zip(names, zip(*parts, strict=True), strict=True)
         }
-        nu = outputs.get("nu", np.full(len(requests), self._runtime.artifact.manifest.nu))
-        features = np.zeros((len(requests), 0)) if self.tensor is None else outputs[self.tensor]
-        return replace(
-            requests,
-            mu=outputs["mu"],
-            sigma=outputs["sigma"],
-            nu=nu,
-            features=features,
-            num_tokens=num_tokens,
-        )
+        columns: dict[str, Any] = {"features": np.zeros((len(requests), 0))}
+        columns["nu"] = np.full(len(requests), self._runtime.artifact.manifest.nu or 0.0)
+        return replace(requests, **columns | outputs)
 
     def predict_as(self, requests: Requests, names: Sequence[str]) -> dict[str, Requests]:
         """The requests as if each of these models had served them all; the encoder runs once for each request.
@@ -94,29 +102,21 @@ class FeatureRuntime:
         outputs = [name for name in outputs if name in dependent]
         encoder = self._open([name for name in outer if name not in inputs and name not in shared])
         heads: ort.InferenceSession | None = None
-        tokenized = self._runtime.tokenizer(list(requests.prompts))
         parts: dict[str, list[list[NDArray[Any]]]] = {name: [] for name in names}
-        for start in range(0, len(requests), _BATCH):
-            rows = range(start, min(start + _BATCH, len(requests)))
-            temperatures = [
-                None if np.isnan(requests.temperatures[row]) else requests.temperatures[row] for row in rows
-            ]
-            ids = [tokenized[row].ids for row in rows]
-            feed = self._runtime.feed(ids, [names[0]] * len(rows), temperatures)
+        requests, batches = self._batches(requests, np.full(len(requests), names[0], dtype=object))
+        for feed in batches:
             inner = dict.fromkeys([*(name for name in outer if name not in inputs), *shared])
             values = dict(zip(inner, encoder.run(list(inner), feed), strict=True)) if inner else {}
             rest = {name: values[name] if name in outer else values.pop(name) for name in shared}
             values |= {name: feed[name] for name in outer if name in inputs}
             if heads is None:
+                ends = {**values, "served_model": feed["served_model"]}
                 model = onnx.load(self._graph, load_external_data=False)
                 model.graph.CopyFrom(
                     onnx.helper.make_graph(
                         head,
                         "heads",
-                        [
-                            _value_info(name, value)
-                            for name, value in {**values, "served_model": feed["served_model"]}.items()
-                        ],
+                        [_value_info(name, value) for name, value in ends.items()],
                         [each for each in graph.output if each.name in outputs],
                         [constants[name] for name in used if name in constants],
                     )
@@ -124,23 +124,9 @@ class FeatureRuntime:
                 heads = self._session_of(model)
             for name in names:
                 number = self._runtime.artifact.manifest.served_model_number(name)
-                values["served_model"] = np.full(len(rows), number, dtype=np.int64)
+                values["served_model"] = np.full_like(feed["served_model"], number)
                 parts[name].append([*heads.run(outputs, values), *rest.values()])
-        num_tokens = np.array([each.num_tokens for each in tokenized], dtype=np.float64)
-        fixed = {"nu": np.full(len(requests), self._runtime.artifact.manifest.nu or 0.0)}
-        return {
-            name: replace(
-                requests,
-                num_tokens=num_tokens,
-                features=np.zeros((len(requests), 0)),
-                **fixed
-                | {
-                    output: np.concatenate(values).astype(np.float64)
-                    for output, values in zip([*outputs, *shared], zip(*part, strict=True), strict=True)
-                },
-            )
-            for name, part in parts.items()
-        }
+        return {name: self._with_outputs(requests, [*outputs, *shared], part) for name, part in parts.items()}
 
     def _features(self) -> str | None:
         """The first value of shape [batch, F] that differs by prompt and is multiplied by weights."""
@@ -276,18 +262,16 @@ def with_corrections(
         node.name = prefix + node.output[0]
     graph.node.extend(added)
     onnx.checker.check_model(model)
+    sees_temperature = old is not None and old.temperature
     calibration = {
         name: tuple(values[number] for number in base_rows) for name, values in manifest.calibration.items()
     }
-    return manifest.model_copy(
-        update={
-            "served_models": names,
-            "conditioning": Conditions(
-                unknown_models=accepts_unknown, temperature=old is not None and old.temperature
-            ),
-            "calibration": calibration,
-        }
-    )
+    changes = {
+        "served_models": names,
+        "conditioning": Conditions(unknown_models=accepts_unknown, temperature=sees_temperature),
+        "calibration": calibration,
+    }
+    return manifest.model_copy(update=changes)
 
 
 def _rename(graph: onnx.GraphProto, names: Mapping[str, str], *, inputs_only: bool = False) -> None:

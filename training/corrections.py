@@ -39,34 +39,30 @@ NUM_COMPONENTS = 64
 _PRIOR_SHIFT, _PRIOR_SLOPE, _PRIOR_FEATURES, _PRIOR_LOG_SCALE, _PRIOR_POWER = 2.0, 0.3, 1.0, 0.5, 0.3
 
 
+def _nothing() -> FloatArray:
+    return np.zeros(0)
+
+
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """N finished requests and the lengths predicted for them.
+    """N finished requests and the lengths predicted for them."""
 
-    Attributes:
-        prompts, prompt_ids: Text and id [N].
-        served_models: Names, empty where the log has none [N].
-        temperatures: Of sampling, NaN where unknown [N].
-        lengths: Output tokens; of a truncated output those it was truncated at [N].
-        finished: False where the output was truncated [N].
-        max_tokens: Limit of the output, infinite if there is none [N].
-        num_tokens: Tokens that the artifact reads of the prompt [N].
-        mu, sigma, nu: Predicted [N].
-        features: h of each prompt [N, F]; F is 0 where they cannot be had.
-    """
-
+    # prompts, prompt_ids: text and id [N].
     prompts: NDArray[np.object_]
     prompt_ids: NDArray[np.object_]
-    served_models: NDArray[np.object_]
-    temperatures: FloatArray
-    lengths: FloatArray
-    finished: NDArray[np.bool_]
-    max_tokens: FloatArray
-    num_tokens: FloatArray
-    mu: FloatArray
-    sigma: FloatArray
-    nu: FloatArray
-    features: FloatArray
+    served_models: NDArray[np.object_]  # names, empty where the log has none [N]
+    temperatures: FloatArray  # of sampling, NaN where unknown [N]
+    lengths: FloatArray  # output tokens; of a truncated output those it was truncated at [N]
+    finished: NDArray[np.bool_]  # False where the output was truncated [N]
+    max_tokens: FloatArray  # limit of the output, infinite if there is none [N]
+    # Tokens that the artifact reads of the prompt [N]; this and the following once it has predicted them.
+    num_tokens: FloatArray = field(default_factory=_nothing)
+    # mu, sigma, nu: predicted [N].
+    mu: FloatArray = field(default_factory=_nothing)
+    sigma: FloatArray = field(default_factory=_nothing)
+    nu: FloatArray = field(default_factory=_nothing)
+    # h of each prompt [N, F]; F is 0 where they cannot be had.
+    features: FloatArray = field(default_factory=_nothing)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -95,22 +91,16 @@ class Requests:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Correction:
-    """A correction of one served model; by default none.
+    """A correction of one served model; by default none."""
 
-    Attributes:
-        base: Served model whose predictions are corrected; empty: those for an unknown one.
-        kind: How it was fitted: one of KINDS, or identity.
-        terms: Coefficients of x [4].
-        scale, power: Of sigma; scale is above 0.
-        weights: Coefficients of the features [F], or none of them [0].
-    """
-
-    base: str
-    kind: str = "identity"
-    terms: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+    base: str  # served model whose predictions are corrected; empty: those for an unknown one
+    kind: str = "identity"  # how it was fitted: one of KINDS, or identity
+    terms: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)  # coefficients of x [4]
+    # scale, power: of sigma; scale is above 0.
     scale: float = 1.0
     power: float = 1.0
-    weights: FloatArray = field(default_factory=lambda: np.zeros(0))
+    # Coefficients of the features [F], or none of them [0].
+    weights: FloatArray = field(default_factory=_nothing)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON, without the weights."""

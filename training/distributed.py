@@ -21,11 +21,7 @@ TIMEOUT = timedelta(hours=4)
 
 
 def node_rank(config: TrainConfig) -> int:
-    """Number of this machine among several.
-
-    Raises:
-        InputError: The environment does not name it.
-    """
+    """Number of this machine among several; InputError if the environment does not name it."""
     rank = os.environ.get("NODE_RANK", "") if config.num_nodes > 1 else "0"
     if not (rank.isdigit() and int(rank) < config.num_nodes):
         raise InputError("environment, NODE_RANK", rank, f"integers from 0 to {config.num_nodes - 1}")
@@ -35,9 +31,7 @@ def node_rank(config: TrainConfig) -> int:
 def launch(function: Callable[..., None], config: TrainConfig, device: torch.device, *arguments: Any) -> None:
     """Calls `function(device, *arguments)` in this process, or in one for each device, connected to those of all nodes.
 
-    Raises:
-        InputError: There are several machines, and the environment does not say where they meet.
-        TailcastError: A process failed.
+    InputError if the environment does not say where several machines meet, TailcastError if a process failed.
     """
     if config.devices * config.num_nodes == 1:
         return function(device, *arguments)

@@ -127,11 +127,8 @@ def _heads(config: TrainConfig, train: Rows) -> Heads:
 
 
 def quantile_edges(train: Rows, num_buckets: int) -> tuple[float, ...]:
-    """Bounds of buckets with about the same number of training samples each; fewer where lengths are equal.
-
-    Raises:
-        InputError: All lengths are equal.
-    """
+    """Bounds of buckets with about the same number of training samples each, fewer where lengths are equal; InputError if
+    all are."""
     levels = np.arange(1, num_buckets) / num_buckets
     edges = np.unique(np.quantile(train.lengths, levels, method="higher"))
     edges = edges[edges > train.lengths.min()]
@@ -157,13 +154,11 @@ def _normalization(config: TrainConfig, train: Rows) -> Normalization:
 
 
 def length_statistics(train: Rows) -> Normalization:
-    """Scales of mu and sigma from raw samples, on which only the start of training depends.
+    """Scales of mu and sigma from raw samples, on which only the start of training depends; InputError if all lengths are
+    equal.
 
-    mu: mean and standard deviation over rows of their mean log length. sigma: the standard deviation of a row's samples,
-    as a scale of the t distribution, combined with half that of mu, which an untrained predictor cannot predict.
-
-    Raises:
-        InputError: All lengths are equal.
+    mu: mean and standard deviation over rows of their mean log length. sigma: the standard deviation of a row's samples, as
+    a scale of the t distribution, combined with half that of mu, which an untrained predictor cannot predict.
     """
     logs = np.log(train.lengths.astype(np.float64))
     means = train.row_means(logs)
@@ -202,9 +197,8 @@ def _check_vocabulary(encoder: str, model: PromptPredictor, tokenizer: PreTraine
     embeddings = getattr(model.encoder.config, "vocab_size", None)
     highest = max(tokenizer.get_vocab().values())
     if embeddings is not None and highest >= embeddings:
-        raise InputError(
-            "encoder", encoder, f"a tokenizer with ids below {embeddings}; it has ids up to {highest}"
-        )
+        allowed = f"a tokenizer with ids below {embeddings}; it has ids up to {highest}"
+        raise InputError("encoder", encoder, allowed)
 
 
 def _from_checkpoint(config: TrainConfig, path: str, train: Rows) -> InitialModel:
@@ -218,9 +212,8 @@ def _from_checkpoint(config: TrainConfig, path: str, train: Rows) -> InitialMode
     new = tuple(sorted(set(train.models) - set(conditioning.served_models)))
     first_new = len(conditioning.served_models) + 1
     if config.only_conditioning and not new:
-        raise InputError(
-            "only_conditioning", sorted(train.models), "data of a served model that is new to the checkpoint"
-        )
+        allowed = "data of a served model that is new to the checkpoint"
+        raise InputError("only_conditioning", sorted(train.models), allowed)
     if new:
         log.info("served models added: %s", ", ".join(new))
         model = with_served_models(model, new)
@@ -232,10 +225,10 @@ EMBEDDING_STAGE = StageConfig(epochs=60, learning_rate=3e-2, patience=10)
 
 
 def with_architecture_of_init(config: TrainConfig) -> TrainConfig:
-    """The options of a run with `only_conditioning`: the architecture is the checkpoint's, and stage 2, unless given, learns.
+    """The options of a run with `only_conditioning`: the architecture is the checkpoint's, and stage 2, unless given,
+    learns.
 
-    Raises:
-        InputError: The checkpoint is broken, or it is not conditioned on the served model.
+    InputError if the checkpoint is broken, or it is not conditioned on the served model.
     """
     predictor = load_checkpoint(config.init or "").config
     conditioning, length = predictor.conditioning, predictor.heads.length

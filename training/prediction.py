@@ -24,11 +24,7 @@ ROWS_PER_CALL = 16_384
 
 
 def pick_device(accelerator: str) -> torch.device:
-    """The torch device for "auto", "cpu" or "cuda".
-
-    Raises:
-        InputError: "cuda" without a CUDA device.
-    """
+    """The torch device for "auto", "cpu" or "cuda"; InputError for "cuda" without a CUDA device."""
     has_cuda = torch.cuda.is_available()
     if accelerator == "cuda" and not has_cuda:
         raise InputError("accelerator", accelerator, "cpu or auto: torch finds no CUDA device here")

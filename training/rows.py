@@ -39,42 +39,29 @@ SCHEMA = pa.schema(
 class Rows:
     """N rows of P different prompts, with S samples in all; rows of the same prompt are adjacent.
 
-    Args:
-        table: Of `SCHEMA`, with at least one sample in each row; the same text is the same prompt.
-
-    Attributes:
-        table: Its rows, sorted by prompt in order of first appearance.
-        prompts: Texts, all different [P].
-        prompt_ids: Id of each prompt at its first appearance [P].
-        prompt: Number of each row's prompt, ascending [N].
-        models: Names of served models [M].
-        model: Number of each row's served model + 1; 0 where it has none [N].
-        temperature: NaN where unknown [N].
-        weight: In the loss [N].
-        offsets: Samples of row r are lengths[offsets[r]:offsets[r + 1]], at least one [N + 1].
-        counts: Number of samples of each row [N].
-        lengths: Tokens; of a censored sample the length it was truncated to [S].
-        finished: False: censored [S].
-        max_tokens: Length at which the row's samples are truncated, infinite where unknown [N].
-        mu, sigma: Fitted parameters; NaN where nothing was fitted [N].
+    Made of a table of `SCHEMA`, with at least one sample in each row; the same text is the same prompt. temperature [N] is
+    NaN where unknown, weight [N] that in the loss, max_tokens [N] the length at which the row's samples are truncated,
+    infinite where unknown, mu and sigma [N] fitted parameters, NaN where nothing was fitted.
     """
 
     def __init__(self, table: pa.Table) -> None:
         prompts = table["prompt"].combine_chunks().dictionary_encode()
         codes = np.asarray(prompts.indices)
         order = np.argsort(codes, kind="stable")
-        self.table = table = table.take(order)
-        self.prompts: list[str] = prompts.dictionary.to_pylist()
-        self.prompt: IntArray = codes[order].astype(np.int64)
+        self.table = table = table.take(order)  # sorted by prompt in order of first appearance
+        self.prompts: list[str] = prompts.dictionary.to_pylist()  # texts, all different [P]
+        self.prompt: IntArray = codes[order].astype(np.int64)  # number of each row's prompt, ascending [N]
         first = np.searchsorted(self.prompt, np.arange(len(self.prompts)))
         self.prompt_ids: list[str] = table["prompt_id"].take(first).to_pylist()
         models = table["model"].combine_chunks()
-        self.models: tuple[str, ...] = tuple(models.dictionary.to_pylist())
+        self.models: tuple[str, ...] = tuple(models.dictionary.to_pylist())  # names of served models [M]
+        # Number of each row's served model + 1; 0 where it has none [N].
         self.model: IntArray = np.asarray(models.indices.fill_null(-1)).astype(np.int64) + 1
         self.temperature, self.weight, self.max_tokens, self.mu, self.sigma = (
             table[name].to_numpy() for name in ("temperature", "weight", "max_tokens", "mu", "sigma")
         )
         lengths = table["lengths"].combine_chunks()
+        # Samples of row r are lengths[offsets[r]:offsets[r + 1]], counts [N]; of a censored one the length it was truncated to.
         self.counts: IntArray = np.asarray(lengths.value_lengths()).astype(np.int64)
         self.offsets: IntArray = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self.counts)])
         self.lengths: NDArray[np.int32] = np.asarray(lengths.flatten())
@@ -82,11 +69,6 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.prompt)
-
-    @classmethod
-    def none(cls) -> Rows:
-        """No rows."""
-        return cls(SCHEMA.empty_table())
 
     def row_means(self, values: NDArray[Any]) -> FloatArray:
         """Mean of values [S] over each row's samples [N]."""
@@ -108,20 +90,14 @@ def join(parts: Sequence[Rows]) -> Rows:
 
 @dataclass(frozen=True, slots=True)
 class SplitRows:
-    """Rows by split.
+    """Rows by split."""
 
-    Attributes:
-        train, validation: For training, and for the choice of the best epoch.
-        num_test_prompts: Prompts left out for a test.
-        num_excluded: Rows left out because of a flag of their fit.
-        num_shared: Training prompts left out because validation or test have the same text.
-    """
-
+    # train, validation: for training, and for the choice of the best epoch.
     train: Rows
     validation: Rows
-    num_test_prompts: int = 0
-    num_excluded: int = 0
-    num_shared: int = 0
+    num_test_prompts: int = 0  # prompts left out for a test
+    num_excluded: int = 0  # rows left out because of a flag of their fit
+    num_shared: int = 0  # training prompts left out because validation or test have the same text
 
 
 def read_split_rows(config: TrainConfig) -> SplitRows:
@@ -229,8 +205,7 @@ def rows_of(
 ) -> Rows:
     """Rows out of G groups with at least one sample each, and their fitted parameters [G], NaN where there are none.
 
-    Raises:
-        InputError: A prompt or a name is missing, or a temperature is not allowed; names the group.
+    InputError, naming the group, if a prompt or a name is missing, or a temperature is not allowed.
     """
     missing = np.full(len(groups), np.nan)
     finished = groups.flat_finished | (censoring == "none")
@@ -252,11 +227,7 @@ def rows_of(
 
 
 def texts(groups: GroupedLengths, name: str) -> pa.Array:
-    """Values of a column as text.
-
-    Raises:
-        InputError: There is no such column, or a value is missing.
-    """
+    """Values of a column as text; InputError if there is no such column, or a value is missing."""
     if name not in groups.rows.column_names:
         raise InputError(f"{groups.path.name}, columns", groups.rows.column_names, f"also {name}")
     values = groups.rows.column(name).combine_chunks()

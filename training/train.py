@@ -36,7 +36,7 @@ from training.evaluating.baselines import Baselines
 from training.failures import NoProgressError
 from training.initial_model import InitialModel, initial_model, with_architecture_of_init
 from training.prediction import pick_device
-from training.rows import Rows, SplitRows, read_split_rows
+from training.rows import SCHEMA, Rows, SplitRows, read_split_rows
 from training.trainer import COUNTS, LAST, History, best_row, train_stages, write_history
 from training.versions import versions_of
 
@@ -51,9 +51,8 @@ NOT_IDENTITY = (*FILE_OPTIONS, "out", "overwrite", "resume", "progress", "thread
 def train(config: TrainConfig) -> dict[str, Any]:
     """Trains a predictor and writes its checkpoint folder; returns the content of `training.json`.
 
-    Raises:
-        InputError: An option, the data or the encoder cannot be used; or `OUT.partial` belongs to another run.
-        TailcastError: Training diverged, or a batch does not fit into memory.
+    InputError if an option, the data or the encoder cannot be used, or `OUT.partial` belongs to another run; TailcastError
+    if training diverged, or a batch does not fit into memory.
     """
     out = folder_target(config.out, KIND, overwrite=config.overwrite)
     work = out.with_name(out.name + ".partial")
@@ -76,7 +75,8 @@ def _train(config: TrainConfig, out: Path, work: Path, is_first: bool) -> dict[s
     if is_first:
         _check_state(work, identity, resume=config.resume)
 
-    rows = read_split_rows(config) if config.needs_rows else SplitRows(Rows.none(), Rows.none())
+    no_rows = Rows(SCHEMA.empty_table())
+    rows = read_split_rows(config) if config.needs_rows else SplitRows(no_rows, no_rows)
     labels = read_split_labels(config)
     _warn_of_several_models(config, rows.train)
     # Layers draw initial weights, and dropout its masks, from torch's global state: it is restored afterwards.
@@ -101,13 +101,10 @@ def _train(config: TrainConfig, out: Path, work: Path, is_first: bool) -> dict[s
         return {}
     info = _training_info(config, files, rows, labels, initial.model, history)
     write_history(work / "metrics.csv", history)
-    write_json(
-        work / "run.json", {"config": asdict(config), "seed": config.seed, "versions": info["versions"]}
-    )
+    write_json(work / "run.json", {name: info[name] for name in ("config", "seed", "versions")})
     extra = {name: work / name for name in ("metrics.csv", "run.json")}
-    save_checkpoint(
-        out, initial.model, initial.tokenizer, info, extra_files=extra, overwrite=config.overwrite
-    )
+    model, tokenizer = initial.model, initial.tokenizer
+    save_checkpoint(out, model, tokenizer, info, extra_files=extra, overwrite=config.overwrite)
     _clear(work)
     if page is not None:
         _write_report(page, info, history)
@@ -134,16 +131,12 @@ def _check_state(work: Path, identity: dict[str, Any], *, resume: bool) -> None:
     try:
         earlier = json.loads(state.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(
-            "out", str(work), "the readable state of an interrupted run, or no such folder"
-        ) from error
+        allowed = "the readable state of an interrupted run, or no such folder"
+        raise InputError("out", str(work), allowed) from error
     different = sorted(name for name in identity if earlier.get(name) != identity[name])
     if different:
-        raise InputError(
-            "out",
-            str(work),
-            f"the state of a run with the same {', '.join(different)}; --resume false starts over",
-        )
+        allowed = f"the state of a run with the same {', '.join(different)}; --resume false starts over"
+        raise InputError("out", str(work), allowed)
     log.info("resuming an interrupted run")
 
 

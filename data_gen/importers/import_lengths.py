@@ -70,9 +70,8 @@ def import_lengths(config: ImportLengthsConfig) -> dict[str, Any]:
     if name not in schemas:
         raise InputError("schema", name, f"{' or '.join(schemas)} for {config.kind}")
     if bool(config.tokenizer) != (config.kind == "sharegpt"):
-        raise InputError(
-            "tokenizer", config.tokenizer, "a tokenizer for kind sharegpt, and none for the others"
-        )
+        allowed = "a tokenizer for kind sharegpt, and none for the others"
+        raise InputError("tokenizer", config.tokenizer, allowed)
     if config.arrivals is not None and name != "trace":
         raise InputError("arrivals need --schema trace: samples have no time")
     file = Path(config.file)
@@ -171,9 +170,7 @@ class _Rows:
         """Sets max_tokens and finish_reason; False for a row that is dropped because its end is unknown.
 
         Where the reason is unknown but max_tokens is known in the same unit, an output of that length was truncated.
-
-        Raises:
-            InputError: A length is missing or beyond max_tokens.
+        InputError if a length is missing or beyond max_tokens.
         """
         limit = self._config.max_tokens if row.get("max_tokens") is None else row["max_tokens"]
         length, reason = row["output_tokens"], row.get("finish_reason") or UNKNOWN

@@ -57,11 +57,8 @@ _OF_RESPONSE = {
 
 
 def parse_mapping(text: str) -> dict[str, str]:
-    """`output_tokens=usage.completion_tokens,model=name` as a dictionary; empty for an empty text.
-
-    Raises:
-        InputError: It is not of that form, or names a column that is not among `MAPPED`.
-    """
+    """`output_tokens=usage.completion_tokens,model=name` as a dictionary, empty for an empty text; InputError for another
+    form, or a column that is not among `MAPPED`."""
     mapping: dict[str, str] = {}
     for item in text.split(",") if text else ():
         name, equals, source = (word.strip() for word in item.partition("="))
@@ -121,11 +118,7 @@ def _openai_row(raw: Mapping[str, Any], location: str) -> dict[str, Any]:
 
 
 def segments_of(path: Path) -> list[Path]:
-    """The segments of a log in their order; the path itself if it is no folder.
-
-    Raises:
-        InputError: There is none.
-    """
+    """The segments of a log in their order, or the path itself if it is no folder; InputError if there is none."""
     segments = sorted(path.glob(SEGMENTS)) if path.is_dir() else [path]
     if not segments or not segments[0].is_file():
         raise InputError("feedback log", str(path), f"a file, or a folder with {SEGMENTS}")
@@ -135,14 +128,10 @@ def segments_of(path: Path) -> list[Path]:
 def feedback_records(
     path: str | Path, skipped: Counter[str] | None = None
 ) -> Iterator[tuple[int, FeedbackRecord]]:
-    """Number of the line, counted over all segments, and content of each record.
+    """Number of the line, counted over all segments, and content of each record of a folder or one segment.
 
-    Args:
-        path: The folder, or one segment.
-        skipped: Counts skipped lines by reason; None: one line in the log sums them up.
-
-    Raises:
-        InputError: There is no segment, or no line of them is a record.
+    `skipped` counts skipped lines by reason; without it one line in the log sums them up. InputError if there is no
+    segment, or no line of them is a record.
     """
     reasons = Counter[str]() if skipped is None else skipped
     digests: set[int] = set()
@@ -164,11 +153,7 @@ def feedback_records(
 
 
 def feedback_rows(path: Path, skipped: Counter[str]) -> Iterator[Row]:
-    """Rows of a feedback log; counts the lines that are skipped.
-
-    Raises:
-        InputError: See `feedback_records`.
-    """
+    """Rows of a feedback log; counts the lines that are skipped."""
     for number, record in feedback_records(path, skipped):
         try:
             yield number, _row(record)

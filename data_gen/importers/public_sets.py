@@ -49,11 +49,7 @@ _CASTILLO_JSON = {
 
 
 def trace_rows(path: Path, kind: str, skipped: SkippedRows) -> Iterator[Row]:
-    """Requests of a serving trace.
-
-    Raises:
-        InputError: Names row, column and value that cannot be used.
-    """
+    """Requests of a serving trace."""
     for number, row in table_rows(path, TRACES[kind], skipped, ("model", "category", "tenant")):
         if kind == "mooncake" and row["arrival_s"] is not None:
             row["arrival_s"] /= 1000
@@ -61,11 +57,7 @@ def trace_rows(path: Path, kind: str, skipped: SkippedRows) -> Iterator[Row]:
 
 
 def castillo_rows(path: Path, skipped: SkippedRows) -> Iterator[Row]:
-    """One row for each length of CASTILLO, in the model's own tokens.
-
-    Raises:
-        InputError: Names row, column and value that cannot be used.
-    """
+    """One row for each length of CASTILLO, in the model's own tokens."""
     names = _CASTILLO_JSON if file_suffix(path) == ".json" else {}
     mapping = {name: names.get(name, name) for name in _CASTILLO}
     numbers = Counter[int]()
@@ -83,11 +75,8 @@ def castillo_rows(path: Path, skipped: SkippedRows) -> Iterator[Row]:
 def sharegpt_rows(path: Path, tokenizer: str, skipped: Counter[str]) -> Iterator[Row]:
     """One request for each reply of the assistant; its prompt is the conversation so far, its tenant the conversation.
 
-    Lengths are tokens of the texts, without a chat template; an output also has its end marker. Conversations that cannot be
-    sent (an empty text, a missing beginning) or repeat one are skipped.
-
-    Raises:
-        InputError: A row is no conversation, or the tokenizer cannot be read.
+    Lengths are tokens of the texts, without a chat template; an output also has its end marker. Conversations that cannot
+    be sent (an empty text, a missing beginning) or repeat one are skipped.
     """
     count_tokens = token_counter(tokenizer)
     layout = None

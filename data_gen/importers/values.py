@@ -191,11 +191,8 @@ def _time(value: Any) -> Fraction:
 
 
 def ending(value: object) -> dict[str, Any]:
-    """finish_reason of a server's word, or of whether the output finished as a boolean; null is unknown.
-
-    Raises:
-        ValueError: A word that no server is known to write.
-    """
+    """finish_reason of a server's word, or of whether the output finished as a boolean; null is unknown. ValueError for a
+    word that no server is known to write."""
     if value is None or isinstance(value, bool):
         return {"finish_reason": {None: UNKNOWN, True: STOP, False: LENGTH}[value]}
     reason = FINISH_REASONS.get(str(value).lower())

@@ -51,10 +51,7 @@ class OpenAIBackend:
     """Samples from any server that speaks the OpenAI API; see `OpenAIOptions` for how it is used.
 
     One iterator at a time. Nothing is sent before the first property is read or the first result requested. The API key and
-    the headers `env:NAME` are taken from `environment`.
-
-    Raises:
-        InputError: If a header names a variable that is not set.
+    the headers `env:NAME` are taken from `environment`; InputError if a variable is not set.
     """
 
     def __init__(self, options: OpenAIOptions, environment: Mapping[str, str] = os.environ) -> None:
@@ -98,12 +95,8 @@ class OpenAIBackend:
         return dict(+self._counters)
 
     def sample(self, work: Iterable[Work], settings: SamplingSettings) -> Generator[WorkResult, None, None]:
-        """See `Backend.sample`.
-
-        Raises:
-            InputError: If a server does not serve the model, or prompts of several messages go to `completions`.
-            EngineError: If the servers are gone for too long or refuse everything.
-        """
+        """See `Backend.sample`; InputError if a server does not serve the model, or prompts of several messages go to
+        `completions`, EngineError if the servers are gone for too long or refuse everything."""
         options, identity = self._options, self._identified()
         allow_descriptors(options.concurrency * len(options.base_urls))
         deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
@@ -213,21 +206,14 @@ def _rare_collections() -> Iterator[None]:
 
 @dataclass(slots=True, eq=False)
 class _Server:
-    """One address; its limit is halved by an overload, as in TCP, and grows again with every round of successes.
-
-    Attributes:
-        limit: Highest number of requests in flight at present, at most `max_in_flight`.
-        num_workers: Tasks that send to it, each one request at a time.
-        paused_until: No request is sent before this time (Retry-After).
-        down_since: When it was found to be away; None while it is in use.
-    """
+    """One address; its limit is halved by an overload, as in TCP, and grows again with every round of successes."""
 
     url: str
     max_in_flight: int
-    limit: int
-    num_workers: int = 0
-    paused_until: float = float("-inf")
-    down_since: float | None = None
+    limit: int  # highest number of requests in flight at present, at most `max_in_flight`
+    num_workers: int = 0  # tasks that send to it, each one request at a time
+    paused_until: float = float("-inf")  # no request is sent before this time (Retry-After)
+    down_since: float | None = None  # when it was found to be away; None while it is in use
     _successes: int = 0
     _halved_at: float = float("-inf")
 

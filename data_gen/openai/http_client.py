@@ -88,12 +88,8 @@ class CompletionsClient:
         )
 
     async def complete(self, base_url: str, body: bytes) -> ServerResponse:
-        """Sends one request for completions.
-
-        Raises:
-            ResponseError: Whatever went wrong; kind "unreachable" if no connection came about.
-            EngineError: If this process may not open more connections.
-        """
+        """Sends one request for completions; ResponseError for whatever went wrong ("unreachable" if no connection came
+        about), EngineError if this process may not open more connections."""
         try:
             async with self._session.post(self._urls[base_url], data=body, allow_redirects=False) as response:
                 if response.status != 200:
@@ -110,11 +106,7 @@ class CompletionsClient:
             raise self._named(error) from error
 
     async def get(self, url: str) -> tuple[int, Any]:
-        """Status and JSON (None if it is none) of a page.
-
-        Raises:
-            ResponseError: If there is no response.
-        """
+        """Status and JSON (None if it is none) of a page; ResponseError if there is no response."""
         try:
             async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=_PROBE_S)) as response:
                 payload = await _body(response)
@@ -140,9 +132,8 @@ class CompletionsClient:
     async def identify(self, base_url: str, model: str) -> ServerIdentity:
         """The engine and version at an address up to /v1, and the model: `model`, or if that is empty the only one.
 
-        Raises:
-            InputError: If it does not serve the model, or the key is not accepted.
-            ResponseError: If it does not respond, or not yet.
+        InputError if it does not serve the model, or the key is not accepted; ResponseError if it does not respond, or not
+        yet.
         """
         status, listed = await self.get(base_url + "/models")
         if status in (401, 403):
@@ -154,9 +145,8 @@ class CompletionsClient:
         models = [one for one in entries if isinstance(one, dict) and "id" in one] if entries else []
         owners = {str(one["id"]): str(one.get("owned_by")) for one in models}
         if not model and len(owners) != 1:
-            raise InputError(
-                "model", model, f"a name, of those at {base_url}/models: {', '.join(owners)[:200]}"
-            )
+            allowed = f"a name, of those at {base_url}/models: {', '.join(owners)[:200]}"
+            raise InputError("model", model, allowed)
         names = [name for name in (model or next(iter(owners)), f"{model}:latest") if name in owners]
         if owners and not names:
             raise InputError("model", model, f"a model that the server has: {', '.join(owners)[:200]}")
@@ -204,11 +194,8 @@ def retry_after_s(headers: Mapping[str, str], now_unix_s: float) -> float | None
 
 
 def allow_descriptors(num_connections: int) -> None:
-    """Raises this process's soft limit on open files as far as that many connections need.
-
-    Raises:
-        InputError: If the hard limit is lower.
-    """
+    """Raises this process's soft limit on open files as far as that many connections need; InputError if the hard limit is
+    lower."""
     needed = num_connections + _SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:

@@ -112,11 +112,8 @@ class OpenAIOptions:
         return (in_flight + max(8, in_flight // 4)) * self.samples_per_request
 
     def secrets(self, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """Headers to send, with the values that come from the environment; never to be logged or stored.
-
-        Raises:
-            InputError: If a header names a variable that is not set.
-        """
+        """Headers to send, with the values that come from the environment; never to be logged or stored. InputError if a
+        variable is not set."""
         headers = dict(self.headers)
         for name, value in headers.items():
             if value.startswith(ENV_SCHEME):

@@ -51,22 +51,15 @@ class ResponseError(Exception):
 
 @dataclass(slots=True)
 class ResponseChoice:
-    """One choice of a response.
-
-    Attributes:
-        text: The output.
-        finish_reason: "stop" or "length", unless there is a problem.
-        listed_tokens: Its length, if the server listed its tokens.
-        first_at, last_at: When its first token and its finish_reason arrived in a stream.
-        problem: Why it cannot be used; None if it can.
-    """
+    """One choice of a response."""
 
     text: str = ""
-    finish_reason: str = ""
-    listed_tokens: int | None = None
+    finish_reason: str = ""  # "stop" or "length", unless there is a problem
+    listed_tokens: int | None = None  # its length, if the server listed its tokens
+    # first_at, last_at: when its first token and its finish_reason arrived in a stream.
     first_at: float | None = None
     last_at: float | None = None
-    problem: ResponseError | None = None
+    problem: ResponseError | None = None  # why it cannot be used; None if it can
 
 
 @dataclass(slots=True)
@@ -81,16 +74,8 @@ class ServerResponse:
 def count_tokens(
     response: ServerResponse, max_tokens: int, count_text: Callable[[str], int] | None
 ) -> list[int]:
-    """Exact lengths in the order of the choices, end markers included: of the server, or of a tokenizer that agrees.
-
-    Args:
-        response: The response.
-        max_tokens: Longest output.
-        count_text: Counts the tokens of a text; None: only the server counts.
-
-    Raises:
-        ResponseError: no_token_count or tokenizer_mismatch.
-    """
+    """Exact lengths in the order of the choices, end markers included: of the server, or by `count_text`, the number of
+    tokens of a text, where it agrees with usage; ResponseError no_token_count or tokenizer_mismatch."""
     choices, total = response.choices, response.completion_tokens
     if len(choices) == 1 and total:
         return [total]
@@ -154,11 +139,7 @@ class RequestBodies:
 
 
 def read_response(payload: bytes) -> ServerResponse:
-    """A response that came in one piece.
-
-    Raises:
-        ResponseError: malformed, empty or server_error.
-    """
+    """A response that came in one piece; ResponseError malformed, empty or server_error."""
     try:
         content = json.loads(payload)
         if "error" in content and not content.get("choices"):
@@ -238,11 +219,7 @@ class EventStreamParser:
     _done: bool = False
 
     def feed(self, data: bytes, now: float) -> None:
-        """Takes bytes that arrived at `now`.
-
-        Raises:
-            ResponseError: If an event is malformed or reports an error.
-        """
+        """Takes bytes that arrived at `now`; ResponseError if an event is malformed or reports an error."""
         self._size += len(data)
         lines = (self._rest + data).split(b"\n") if self._rest else data.split(b"\n")
         self._rest = lines.pop()
@@ -295,11 +272,8 @@ class EventStreamParser:
             choice.last_at = now
 
     def finish(self) -> ServerResponse:
-        """The complete response, once the server has closed the stream.
-
-        Raises:
-            ResponseError: empty, or truncated if the stream ended before it should.
-        """
+        """The complete response, once the server has closed the stream; ResponseError empty, or truncated if that was too
+        soon."""
         if not self._done and not all(choice.finish_reason for choice in self._choices.values()):
             raise ResponseError("truncated", "the stream ended before the output did", retry=True)
         for index, texts in self._texts.items():

@@ -62,32 +62,23 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One shape of row; those with its columns are recognized as this layout.
+    """One shape of row; those with its columns are recognized as this layout."""
 
-    Attributes:
-        columns: Texts that make up one user message; or a single column with a list of messages (`is_chat`), each with
-            role or from, and content or value.
-        turns: The turns to take by default.
-        public: A public set: repeated prompts are dropped by default, and unusable conversations (empty
-            texts, unknown roles, a missing beginning) skipped and counted; in a user's own file they are errors.
-    """
-
+    # Texts that make up one user message; or a single column with a list of messages (`is_chat`), each with role or
+    # from, and content or value.
     columns: tuple[str, ...]
     is_chat: bool = True
-    turns: Literal["first", "last"] = "first"
+    turns: Literal["first", "last"] = "first"  # the turns to take by default
+    # A public set: repeated prompts are dropped by default, and unusable conversations (empty texts, unknown roles, a
+    # missing beginning) skipped and counted; in a user's own file they are errors.
     public: bool = True
 
     def read(self, row: Mapping[str, Any], location: str) -> Conversation:
-        """The conversation of a row.
-
-        Raises:
-            InputError: It lacks a column, or has no text or messages that can be sent.
-        """
+        """The conversation of a row; InputError if it lacks a column, or has no text or messages that can be sent."""
         missing = [column for column in self.columns if column not in row]
         if missing:
-            raise InputError(
-                f"{location}: columns", sorted(map(str, row)), f"also a column named {missing[0]!r}"
-            )
+            allowed = f"also a column named {missing[0]!r}"
+            raise InputError(f"{location}: columns", sorted(map(str, row)), allowed)
         ids: tuple[str, ...] = ("prompt_id",)
         if self.is_chat:
             name = self.columns[0]
@@ -121,11 +112,7 @@ LAYOUTS: Mapping[str, Layout] = {
 
 
 def layout_of(columns: Iterable[str], location: str) -> Layout:
-    """The layout that a row with these columns has.
-
-    Raises:
-        InputError: None has them.
-    """
+    """The layout that a row with these columns has; InputError if none has them."""
     names = set(columns)
     for layout in LAYOUTS.values():
         if names.issuperset(layout.columns):
@@ -136,11 +123,7 @@ def layout_of(columns: Iterable[str], location: str) -> Layout:
 
 
 def _valid(text: str, location: str) -> str:
-    """The text, which can be written to a file.
-
-    Raises:
-        InputError: It has half of a surrogate pair, as JSON's escapes allow.
-    """
+    """The text; InputError if it cannot be written to a file, with half of a surrogate pair, as JSON's escapes allow."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -154,11 +137,7 @@ def _optional(row: Mapping[str, Any], name: str) -> str:
 
 
 def messages_of(value: object, location: str) -> tuple[Message, ...]:
-    """A list of messages with role or from, and content or value.
-
-    Raises:
-        InputError: It is no list of such messages, or has a role or an empty content that cannot be sent.
-    """
+    """A list of messages with role or from, and content or value; InputError if a role or an empty content cannot be sent."""
     if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
         raise InputError(location, value, "a list of messages with role and content")
     messages = []
@@ -199,12 +178,9 @@ def check_order(messages: Sequence[Message], location: str) -> None:
 
 
 def prompts_of(conversation: Conversation, turns: Turns, location: str) -> Iterator[Prompt]:
-    """The prompts of the turns that are to be taken.
+    """The prompts of the turns that are to be taken; of several, each has an id of its own in the conversation's family.
 
-    One prompt of a conversation has the conversation's id; of several, each has its own in one family.
-
-    Raises:
-        InputError: The messages are not in turn, or the first is the assistant's: its beginning is missing.
+    InputError if the messages are not in turn, or the first is the assistant's: its beginning is missing.
     """
     messages, own = conversation.messages, conversation.conversation_id
     check_order(messages, location)

@@ -141,10 +141,7 @@ def _from_templates(source: str) -> Iterator[Prompt]:
 
 def _dataset_rows(source: str | Path, split: str) -> Iterator[Row]:
     """Rows of a set on the hub, streamed; or of a folder as `save_to_disk` writes it, or with files that `datasets` knows.
-
-    Raises:
-        InputError: It cannot be loaded, or has no such split.
-    """
+    InputError if it cannot be loaded, or has no such split."""
     import datasets
 
     file = HUB_SETS.get(str(source), ("", None))[1]
@@ -174,12 +171,8 @@ def compose(count: int, seed: int) -> list[tuple[str, str]]:
     """`count` different prompts as (category, text), the categories in turn, so that any prefix is a fair mix.
 
     They are made of `templates.json`: templates of nine kinds of request whose outputs differ widely in length, and the
-    words for their slots.
-
-    A longer list starts with the shorter one of the same seed.
-
-    Raises:
-        InputError: If `count` is below 1 or more than the templates can give without repeating.
+    words for their slots. A longer list starts with the shorter one of the same seed. InputError if `count` is below 1 or
+    more than the templates can give without repeating.
     """
     if count < 1:
         raise InputError("count", count, "integers > 0")
@@ -191,9 +184,8 @@ def compose(count: int, seed: int) -> list[tuple[str, str]]:
     open_categories = list(templates)
     while len(prompts) < count:
         if not open_categories:
-            raise InputError(
-                "count", count, f"at most {len(prompts)}, all that the templates give with this seed"
-            )
+            allowed = f"at most {len(prompts)}, all that the templates give with this seed"
+            raise InputError("count", count, allowed)
         for category in tuple(open_categories):
             for _ in range(_MAX_ATTEMPTS):
                 template = str(rng.choice(templates[category]))

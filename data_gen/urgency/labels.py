@@ -37,24 +37,15 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabeledText:
-    """A text and how urgent it is.
+    """A text and how urgent it is."""
 
-    Attributes:
-        text: The input of the model.
-        level: 0 (most urgent) to 4, an index of `scheduler_core.urgency.LEVELS`.
-        source: Origin of the label.
-        split: train, validation or test.
-        weight: In a loss, above 0; below 1 for labels that were not made by the rubric.
-        language: ISO 639-1 code; None if unknown.
-        claimed: A claim of urgency was added to the text; the label is that of the text without it.
-    """
-
-    text: str
-    level: int
-    source: str
-    split: Split
-    weight: float = 1.0
-    language: str | None = None
+    text: str  # the input of the model
+    level: int  # 0 (most urgent) to 4, an index of `scheduler_core.urgency.LEVELS`
+    source: str  # origin of the label
+    split: Split  # train, validation or test
+    weight: float = 1.0  # in a loss, above 0; below 1 for labels that were not made by the rubric
+    language: str | None = None  # ISO 639-1 code; None if unknown
+    # A claim of urgency was added to the text; the label is that of the text without it.
     claimed: bool = False
 
 
@@ -64,11 +55,7 @@ def text_split(text: str) -> Split:
 
 
 def level_number(value: object, location: str, levels: Sequence[str] = LEVELS) -> int:
-    """The level of a name out of `levels`, or of a number.
-
-    Raises:
-        InputError: It is none; names `location`.
-    """
+    """The level of a name out of `levels`, or of a number; InputError, naming `location`, if it is none."""
     if isinstance(value, str):
         value = (
             (*levels,).index(value) if value in levels else int(value) if value.strip().isdigit() else value
@@ -79,11 +66,7 @@ def level_number(value: object, location: str, levels: Sequence[str] = LEVELS) -
 
 
 def write_labels(path: str | Path, texts: Sequence[LabeledText]) -> None:
-    """Writes the texts as a Parquet file of schema urgency/1, atomically.
-
-    Raises:
-        InputError: There are none, or the path cannot be written.
-    """
+    """Writes the texts, at least one, as a Parquet file of schema urgency/1, atomically."""
     if not texts:
         raise InputError("labeled texts", 0, "at least one; other sources or splits may help")
     target = writable_target(path, "out")

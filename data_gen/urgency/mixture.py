@@ -25,11 +25,8 @@ if TYPE_CHECKING:
 def write_mixture(config: ImportUrgencyConfig) -> list[LabeledText]:
     """Writes the mix as urgency/1, and `OUT.run.json` with the counts and the hashes of the files beside it.
 
-    Returns:
-        The texts, each once: of one that is in several sources the first stays.
-
-    Raises:
-        InputError: An option or a source cannot be read, or no text remains.
+    Returns the texts, each once: of one that is in several sources the first stays. InputError if an option or a source
+    cannot be read, or no text remains.
     """
     splits = _listed(config.splits)
     if not splits or not set(splits) <= set(SPLITS):

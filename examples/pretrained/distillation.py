@@ -82,9 +82,4 @@ def _requests(prompts: Sequence[str]) -> Requests:
         lengths=unknown,
         finished=np.zeros(len(prompts), dtype=bool),
         max_tokens=unknown,
-        num_tokens=unknown,
-        mu=unknown,
-        sigma=unknown,
-        nu=unknown,
-        features=np.zeros((len(prompts), 0)),
     )

@@ -23,7 +23,7 @@ from tests.data_gen.conftest import save_word_tokenizer
 from tests.data_gen.fake_backend import largest_file
 from training.cli_fit_dist import main as fit_dist
 from training.cli_read_feedback import main as read_feedback
-from training.drift.cli import main as evaluate_stream
+from training.drift import main as evaluate_stream
 
 Main = Callable[[Sequence[str]], int]
 

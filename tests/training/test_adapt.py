@@ -228,8 +228,7 @@ async def test_a_newcomer_with_400_gateway_logs(tmp_path: Path) -> None:
 def test_the_shipped_encoder_runs_once_for_predictions_as_several_served_models() -> None:
     runtime = open_runtime("pretrained", provider="cpu", threads_per_run=1)
     prompts = np.array([f"{'word ' * number}?" for number in range(9)], dtype=object)
-    empty, ones = np.zeros((9, 0)), np.ones(9)
-    requests = Requests(prompts, prompts, prompts, 0.5 * ones, *[ones] * 7, features=empty)
+    requests = Requests(prompts, prompts, prompts, np.full(9, 0.5), *[np.ones(9)] * 3)
     for names in (["", "gpt-4o"], ["gpt-4o", ""]):
         found = FeatureRuntime(runtime, 1).predict_as(requests, names)
         for name in names:

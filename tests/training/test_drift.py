@@ -12,7 +12,7 @@ import pytest
 from scipy import stats
 
 from scheduler_core.drift_detector import DriftDetector
-from training.drift.cli import OTHERS, DriftStream, StreamConfig, main, parse_output
+from training.drift import OTHERS, DriftStream, StreamConfig, main, parse_output
 
 
 def run_length(rng, arl, limit, interval):

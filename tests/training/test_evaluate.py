@@ -23,9 +23,8 @@ from tests.training.checkpoints import MODELS, SMALL_TOWER, random_checkpoint, w
 from tests.training.data import assert_refused, write_lists, write_rows, write_sample_file
 from training.cli_fit_dist import main as fit_dist
 from training.evaluating.baselines import baselines_of
-from training.evaluating.ceiling import ceilings
 from training.evaluating.cli import main
-from training.evaluating.evaluation import CONFORMAL_SCHEMA, Candidate, ScoredPredictor, compare
+from training.evaluating.evaluation import CONFORMAL_SCHEMA, Candidate, ScoredPredictor, ceilings, compare
 from training.evaluating.predictors import PredictedRows
 from training.evaluating.report import COLUMNS, report_lines, table_rows
 from training.evaluating.rows import EvaluationRows

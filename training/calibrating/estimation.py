@@ -47,25 +47,15 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Residuals:
-    """Residuals of N samples.
+    """Residuals of N samples."""
 
-    Attributes:
-        z: (ln x - mu) / sigma [N]; of a censored sample at the length it was truncated to.
-        finished: False: z is a lower bound [N].
-        z_limit: (ln max_tokens - mu) / sigma of the sample's row, infinite without a limit [N].
-        model: Number of the served model, 0 = unknown or not told apart [N].
-        prompt: Number of the prompt, equal for equal texts [N].
-        row: Number of the row (prompt, served model, temperature) [N].
-        nu: Degrees of freedom [N].
-    """
-
-    z: FloatArray
-    finished: NDArray[np.bool_]
-    z_limit: FloatArray
-    model: NDArray[np.intp]
-    prompt: NDArray[np.intp]
-    row: NDArray[np.intp]
-    nu: FloatArray
+    z: FloatArray  # (ln x - mu) / sigma [N]; of a censored sample at the length it was truncated to
+    finished: NDArray[np.bool_]  # False: z is a lower bound [N]
+    z_limit: FloatArray  # (ln max_tokens - mu) / sigma of the sample's row, infinite without a limit [N]
+    model: NDArray[np.intp]  # number of the served model, 0 = unknown or not told apart [N]
+    prompt: NDArray[np.intp]  # number of the prompt, equal for equal texts [N]
+    row: NDArray[np.intp]  # number of the row (prompt, served model, temperature) [N]
+    nu: FloatArray  # degrees of freedom [N]
 
     def __len__(self) -> int:
         return len(self.z)
@@ -81,10 +71,7 @@ class Residuals:
         return replace(self, z=(self.z - shift) / scale, z_limit=(self.z_limit - shift) / scale)
 
     def coverage(self) -> dict[str, Any]:
-        """Coverage at P50, P90 and P99 by number of the served model; the largest shift, and its mean over models.
-
-        As everywhere, over the samples whose predicted quantile lies below the limit.
-        """
+        """Coverage at P50, P90 and P99 by number of the served model; the largest shift, and its mean over models."""
         by_model: dict[str, dict[str, float | None]] = {}
         largest = []
         for number in np.unique(self.model).tolist():
@@ -108,6 +95,7 @@ def concatenate(parts: Sequence[Residuals]) -> Residuals:
 
 
 def _coverage(residuals: Residuals, level: float) -> float | None:
+    """As everywhere, over the samples whose predicted quantile lies below the limit."""
     quantile = stats.t.ppf(level, residuals.nu)
     below_limit = quantile <= residuals.z_limit
     if not below_limit.any():
@@ -182,18 +170,12 @@ Estimator = Callable[[Residuals], tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class SelectedCalibration:
-    """A calibration, fitted on all of the data, and how it was selected.
+    """A calibration, fitted on all of the data, and how it was selected."""
 
-    Attributes:
-        method: Name of the estimator; "identity" if nothing is better than no change.
-        pooling: Weight of all models together in the numbers of each.
-        trials: "method, pooling" -> coverage on held-out prompts.
-    """
-
-    method: str
-    pooling: float
+    method: str  # name of the estimator; "identity" if nothing is better than no change
+    pooling: float  # weight of all models together in the numbers of each
     calibration: Calibration
-    trials: dict[str, Any]
+    trials: dict[str, Any]  # "method, pooling" -> coverage on held-out prompts
 
 
 def by_likelihood(residuals: Residuals) -> tuple[float, float]:
@@ -248,13 +230,9 @@ def by_coverage(residuals: Residuals) -> tuple[float, float]:
         return float(shifts.max() + 0.1 * shifts.sum())
 
     starts = _start(residuals) + np.array([[0.0, 0.0], [0.0, 0.2], [0.0, -0.2]])
-    best = min(
-        (
-            optimize.minimize(loss, start, method="Nelder-Mead", options={"xatol": 1e-5, "fatol": 1e-7})
-            for start in starts
-        ),
-        key=lambda result: result.fun,
-    )
+    tolerances = {"xatol": 1e-5, "fatol": 1e-7}
+    trials = [optimize.minimize(loss, start, method="Nelder-Mead", options=tolerances) for start in starts]
+    best = min(trials, key=lambda result: result.fun)
     return float(np.clip(best.x[0], *_SHIFT_BOUNDS)), float(np.exp(np.clip(best.x[1], *_LOG_SCALE_BOUNDS)))
 
 

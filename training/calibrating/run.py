@@ -100,24 +100,21 @@ def calibrate(config: CalibrateConfig) -> dict[str, Any]:
         )
     if report is not None:
         _write_report(report, summary)
+    points = {name: 100 * trial["mean_largest_shift"] for name, trial in selected.trials.items()}
     log.info(
         "method %s, pooling %g: smallest shift of coverage at P50, P90 and P99 (the largest of each served model, mean over "
         "served models) in cross-validation, %.1f points; without a change %s",
         selected.method,
         selected.pooling,
-        100 * selected.trials[f"{selected.method}, {selected.pooling:g}"]["mean_largest_shift"],
-        f"{100 * selected.trials['identity, 1']['mean_largest_shift']:.1f}"
-        if config.method == "auto"
-        else "not tried",
+        points[f"{selected.method}, {selected.pooling:g}"],
+        f"{points['identity, 1']:.1f}" if config.method == "auto" else "not tried",
     )
     shifts = {side: 100 * coverage[side]["mean_largest_shift"] for side in coverage}
     message = "the same figure on prompts that nothing was fitted to: %.1f points before, %.1f after"
     log.info(message, shifts["before"], shifts["after"])
     if summary["is_worse"]:
-        log.warning(
-            "COVERAGE IS WORSE THAN BEFORE on those prompts: use %s, or calibrate on more prompts",
-            config.predictor,
-        )
+        advice = "COVERAGE IS WORSE THAN BEFORE on those prompts: use %s, or calibrate on more prompts"
+        log.warning(advice, config.predictor)
     return summary
 
 
@@ -129,11 +126,7 @@ def _rows(config: CalibrateConfig, checkpoint: Checkpoint) -> EvaluationRows:
     )
     conversations = checkpoint.config.conversations
     fits = read_fits_or_fit(config.data, options, min_samples=1, conversations=conversations)
-    if config.split != "all":
-        split = checkpoint.training_info.get("data", {}).get("split")
-        if not isinstance(split, Mapping):
-            raise InputError("split", config.split, "all: the predictor does not say how it split its data")
-        fits = fits.take(of_split(fits, int(split["seed"]), split["fractions"], config.split))
+    fits = of_split(fits, checkpoint.training_info.get("data", {}), config.split)
     conditioning = checkpoint.config.conditioning
     if conditioning is not None and conditioning.unknown_is_mean:
         # An unknown served model has no calibration of its own: those of the known ones are in the mean.
@@ -182,10 +175,7 @@ def _parts(
 def _write_report(path: str | Path, summary: Mapping[str, Any]) -> None:
     """Writes the page out of the summary of `calibrate`."""
     names = ["unknown", *summary["served_models"]]
-    sides: list[Mapping[str, Any]] = [
-        summary["coverage_of_conformal_rows"][side]["by_model"] for side in ("before", "after")
-    ]
-    numbers = list(sides[0])
+    sides = [summary["coverage_of_conformal_rows"][side]["by_model"] for side in ("before", "after")]
     levels = [percent(level) for level in COVERAGE_LEVELS]
     page = Page(
         "Calibration",
@@ -201,7 +191,7 @@ def _write_report(path: str | Path, summary: Mapping[str, Any]) -> None:
             summary["sigma_scale"][int(number)],
             *(side[number][level] for side in sides for level in levels),
         )
-        for number in numbers
+        for number in sides[0]
     ]
     page.table(header, rows)
     page.note("Fraction of samples below the predicted quantile, where that lies below max_tokens.")

@@ -32,36 +32,26 @@ _NUM_WORDS, _NUM_TREES, _FOLDS = 200, 200, 3
 
 @dataclass(frozen=True, slots=True)
 class Baselines:
-    """Parameters of the baselines; lengths in log tokens, prompts in ln(1 + characters).
+    """Parameters of the baselines; lengths in log tokens, prompts in ln(1 + characters)."""
 
-    Attributes:
-        constant_mu, constant_sigma: Means of the fitted mu and log(1 + sigma): the best constant guess of parameters.
-        marginal_mu, marginal_sigma: One distribution fitted to all outputs of all prompts.
-        mu_intercept, mu_slope: Line of mu over the prompt's length: least squares, moved to the outputs' median.
-        line_sigma: Scale of the outputs about that line.
-        nu: Degrees of freedom of all of them.
-        served_models: Served model -> mu and sigma of one distribution fitted to all of its outputs. Empty if the data
-            name at most one.
-    """
-
+    # constant_mu, constant_sigma: means of the fitted mu and log(1 + sigma): the best constant guess of parameters.
     constant_mu: float
     constant_sigma: float
+    # marginal_mu, marginal_sigma: one distribution fitted to all outputs of all prompts.
     marginal_mu: float
     marginal_sigma: float
+    # mu_intercept, mu_slope: line of mu over the prompt's length: least squares, moved to the outputs' median.
     mu_intercept: float
     mu_slope: float
-    line_sigma: float
-    nu: float
+    line_sigma: float  # scale of the outputs about that line
+    nu: float  # degrees of freedom of all of them
+    # Served model -> mu and sigma of one distribution fitted to all of its outputs. Empty if the data name at most one.
     served_models: Mapping[str, Sequence[float]]
 
     @classmethod
     def of(cls, rows: Rows, nu: float) -> Baselines:
         """Baselines of training rows; where no row has a fit, as with a single output per prompt, the logarithms of the
-        outputs and the scale of all of them stand for mu and sigma.
-
-        Raises:
-            InputError: No output is finished.
-        """
+        outputs and the scale of all of them stand for mu and sigma. InputError if no output is finished."""
         if not rows.finished.any():
             raise InputError("finished outputs, for baselines", 0, "at least one")
         size = _size(rows.prompts)[rows.prompt]

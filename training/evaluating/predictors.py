@@ -26,39 +26,27 @@ CONFIG, TRAINING = "config.json", "training.json"
 DEFAULT_NU = 3.5
 #: Rows between two steps of the progress bar.
 _PROGRESS_ROWS = 512
-_OUTPUTS = ("mu", "sigma", "nu", "urgency", "bucket", "regression_tokens", "rank", "sigma_within")
 
 
 @dataclass(frozen=True, slots=True)
 class PredictedRows:
-    """Predictions of G rows; None where a predictor has no such head.
+    """Predictions of G rows; None where a predictor has no such head."""
 
-    Attributes:
-        mu, sigma: Parameters of the log-t distribution [G], log tokens.
-        nu: Its degrees of freedom, one for all or [G].
-        urgency: Probabilities of urgency levels [G, K].
-        bucket: Probabilities of length buckets [G, K].
-        regression_tokens: One length in tokens [G].
-        rank: Score [G], larger = longer.
-        sigma_within: Scale of the outputs of one prompt [G], log tokens; sigma includes the predictor's own error in mu.
-    """
-
+    # mu, sigma: parameters of the log-t distribution [G], log tokens.
     mu: FloatArray | None = None
     sigma: FloatArray | None = None
-    nu: float | FloatArray = DEFAULT_NU
-    urgency: FloatArray | None = None
-    bucket: FloatArray | None = None
-    regression_tokens: FloatArray | None = None
-    rank: FloatArray | None = None
+    nu: float | FloatArray = DEFAULT_NU  # its degrees of freedom, one for all or [G]
+    urgency: FloatArray | None = None  # probabilities of urgency levels [G, K]
+    bucket: FloatArray | None = None  # probabilities of length buckets [G, K]
+    regression_tokens: FloatArray | None = None  # one length in tokens [G]
+    rank: FloatArray | None = None  # score [G], larger = longer
+    # Scale of the outputs of one prompt [G], log tokens; sigma includes the predictor's own error in mu.
     sigma_within: FloatArray | None = None
 
     def ordering(self) -> tuple[str, FloatArray]:
-        """Head that orders requests, and its score [G], larger = longer.
+        """Head that orders requests, and its score [G], larger = longer; InputError if no head predicts the length.
 
         The median of the distribution, or else the regression's tokens, the rank's score, or the expected bucket.
-
-        Raises:
-            InputError: No head predicts the length.
         """
         if self.mu is not None:
             return "length", self.mu
@@ -76,34 +64,19 @@ Predict = Callable[[Sequence[str], Sequence[str | None], Sequence[float | None]]
 
 @dataclass(frozen=True, slots=True)
 class OpenedPredictor:
-    """A predictor out of either kind of folder.
+    """A predictor out of either kind of folder."""
 
-    Attributes:
-        kind, name, folder: "checkpoint" or "artifact", what identifies it, and where it is.
-        nu: Degrees of freedom of its distributions if they are all the same, None if it has none or learns them.
-        predict: (prompts, served models, temperatures), each [G], to the predictions.
-        bucket_edges: Of the bucket head, in tokens.
-        urgency_levels: Names of its urgency levels, the most urgent first; empty: no such head.
-        served_models: Those it is conditioned on; empty: it does not see the served model.
-        data: Its training data: name, SHA-256, split, baselines.
-        conversations: It tokenizes whole conversations, not the last user message only.
-    """
-
-    kind: str
-    name: Mapping[str, str]
+    # What it is, for reports: kind ("checkpoint" or "artifact"), nu, and what identifies it.
+    description: Mapping[str, Any]
+    # Degrees of freedom of its distributions if they are all the same, None if it has none or learns them.
     nu: float | None
-    predict: Predict
-    bucket_edges: tuple[float, ...]
-    urgency_levels: tuple[str, ...]
-    served_models: tuple[str, ...]
-    data: Mapping[str, Any]
-    conversations: bool
-    folder: Path
-
-    @property
-    def description(self) -> dict[str, Any]:
-        """What it is, for reports."""
-        return {"kind": self.kind, "nu": self.nu, **self.name}
+    predict: Predict  # (prompts, served models, temperatures), each [G], to the predictions
+    bucket_edges: tuple[float, ...]  # of the bucket head, in tokens
+    urgency_levels: tuple[str, ...]  # names of its urgency levels, the most urgent first; empty: no such head
+    served_models: tuple[str, ...]  # those it is conditioned on; empty: it does not see the served model
+    data: Mapping[str, Any]  # its training data: name, SHA-256, split, baselines
+    conversations: bool  # it tokenizes whole conversations, not the last user message only
+    folder: Path  # where it is
 
     @property
     def fit_nu(self) -> float:
@@ -124,21 +97,15 @@ class InferenceOptions:
 def open_predictor(
     folder: str | Path, options: InferenceOptions, field: str = "predictor"
 ) -> OpenedPredictor:
-    """Opens an artifact (it has a manifest) or a checkpoint; "pretrained" and "tiny" are the artifacts that come with tailcast.
-
-    Raises:
-        InputError: It is neither, or it is broken.
-    """
+    """Opens an artifact (it has a manifest) or a checkpoint; "pretrained" and "tiny" are the artifacts that come with
+    tailcast. InputError if it is neither, or broken."""
     path = predictor_folder(folder)
     if (path / MANIFEST).is_file():
         return _open_artifact(path, options)
     if (path / CONFIG).is_file():
         return _open_checkpoint(path, options)
-    raise InputError(
-        field,
-        str(path),
-        "pretrained, tiny, an artifact folder of export-onnx or a checkpoint folder of train",
-    )
+    allowed = "pretrained, tiny, an artifact folder of export-onnx or a checkpoint folder of train"
+    raise InputError(field, str(path), allowed)
 
 
 def _open_artifact(folder: Path, options: InferenceOptions) -> OpenedPredictor:
@@ -151,34 +118,30 @@ def _open_artifact(folder: Path, options: InferenceOptions) -> OpenedPredictor:
     def predict(
         prompts: Sequence[str], served_models: Sequence[str | None], temperatures: Sequence[float | None]
     ) -> PredictedRows:
-        first, of_row = distinct(prompts, served_models, temperatures) if conditioned else distinct(prompts)
+        columns = (prompts, served_models, temperatures) if conditioned else (prompts,)
+        first, of_row = distinct(*columns)
         # Rows of similar length share a batch, and every step of the bar takes about as long.
         by_length = np.argsort([len(prompts[row]) for row in first], kind="stable")
         parts = []
         for start in tracked(range(0, len(first), _PROGRESS_ROWS), "predict", options.progress):
             rows = first[by_length[start : start + _PROGRESS_ROWS]].tolist()
-            parts.append(
-                runtime.predict(
-                    [prompts[row] for row in rows],
-                    [served_models[row] for row in rows] if conditioned else None,
-                    [temperatures[row] for row in rows] if conditioned else None,
-                    batch_size=options.batch_size,
-                )
-            )
+            batch: list[Any] = [[column[row] for row in rows] for column in columns]
+            parts.append(runtime.predict(*batch, batch_size=options.batch_size).arrays())
         position = np.argsort(by_length)[of_row]
-        outputs = {
-            name: np.concatenate([np.asarray(getattr(part, name), dtype=np.float64) for part in parts])
-            for name in _OUTPUTS
-            if getattr(parts[0], name) is not None
+        values: dict[str, Any] = {
+            name: np.concatenate([part[name] for part in parts])[position] for name in parts[0]
         }
-        values: dict[str, Any] = {name: output[position] for name, output in outputs.items()}
         if "nu" in values and (values["nu"] == values["nu"][0]).all():
             values["nu"] = float(values["nu"][0])
         return PredictedRows(**values)
 
     return OpenedPredictor(
-        kind="artifact",
-        name={"artifact_id": manifest.artifact_id, "artifact_version": manifest.artifact_version},
+        description={
+            "kind": "artifact",
+            "nu": manifest.nu,
+            "artifact_id": manifest.artifact_id,
+            "artifact_version": manifest.artifact_version,
+        },
         nu=manifest.nu,
         predict=predict,
         bucket_edges=manifest.bucket_edges,
@@ -202,10 +165,11 @@ def _open_checkpoint(folder: Path, options: InferenceOptions) -> OpenedPredictor
     checkpoint.model.to(pick_device(options.accelerator))
     config, heads = checkpoint.config, checkpoint.config.heads
     data = checkpoint.training_info.get("data", {})
+    nu = None if heads.length is None or heads.length.learn_nu else heads.length.nu
+    name = {"folder": folder.resolve().name, "encoder": config.encoder}
     return OpenedPredictor(
-        kind="checkpoint",
-        name={"folder": folder.resolve().name, "encoder": config.encoder},
-        nu=None if heads.length is None or heads.length.learn_nu else heads.length.nu,
+        description={"kind": "checkpoint", "nu": nu, **name},
+        nu=nu,
         predict=partial(predict_rows, checkpoint, options=options),
         bucket_edges=() if heads.bucket is None else heads.bucket.edges,
         urgency_levels=() if heads.urgency is None else heads.urgency.levels,
@@ -237,7 +201,7 @@ def predict_rows(
     )
     length = checkpoint.config.heads.length
     values: dict[str, Any] = {} if length is None else {"nu": length.nu}
-    return PredictedRows(**values | {name: outputs[name] for name in _OUTPUTS if name in outputs})
+    return PredictedRows(**values | outputs)
 
 
 def distinct(*columns: Sequence[Any]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:

@@ -40,6 +40,8 @@ COLUMNS: dict[str, tuple[tuple[str, ...], str]] = {
     "CRPS log": (("crps_log_tokens",), ".4f"),
     "nll": (("nll",), ".3f"),
 }
+#: Columns that the log leaves to the pages.
+_PAGES_ONLY = {"MAE mu", "RMSE mu", "R2 log1p sigma", "MAE sigma", "pairs right", "nll"}
 MEANINGS = {
     "fits": f"prompts with a fit of their own, which takes 3 outputs: what the columns up to the next count are made from; - below {MIN_COMPARED}.",
     "outputs": "what the other columns are made from.",
@@ -74,23 +76,12 @@ def format_metric(metrics: Mapping[str, Any], column: str) -> str:
 
 def report_lines(content: Mapping[str, Any]) -> list[str]:
     """The main numbers as lines of a table."""
-    columns = (
-        "fits",
-        "R2 mu",
-        "tau",
-        "outputs",
-        "tau, one output",
-        "MAE tokens",
-        "P50",
-        "P90",
-        "P99",
-        "CRPS",
-        "CRPS log",
-    )
-    lines = [f"{'predictor':<28}" + "".join(f"{name:>16}" for name in columns)]
-    for name, metrics in table_rows(content):
-        lines.append(f"{name:<28}" + "".join(f"{format_metric(metrics, column):>16}" for column in columns))
-    return lines
+    columns = [name for name in COLUMNS if name not in _PAGES_ONLY]
+    rows = [(name, [format_metric(part, column) for column in columns]) for name, part in table_rows(content)]
+    return [
+        f"{name:<28}" + "".join(f"{cell:>16}" for cell in cells)
+        for name, cells in [("predictor", columns), *rows]
+    ]
 
 
 def write_markdown(content: Mapping[str, Any], path: Path) -> None:

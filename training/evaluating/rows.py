@@ -24,40 +24,30 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRows:
-    """G rows, each a prompt with the outputs of one served model at one temperature.
+    """G rows, each a prompt with the outputs of one served model at one temperature."""
 
-    Attributes:
-        fits: The outputs and a log-t fit to those of each row.
-        prompts: [G].
-        served_models: None where the data have no name [G].
-        temperatures: Sampling temperature, None where the data have none [G].
-        outputs: All outputs, flat.
-        compared: Rows with a fit to compare parameters with [C].
-    """
-
-    fits: FittedGroups
-    prompts: Sequence[str]
-    served_models: Sequence[str | None]
-    temperatures: Sequence[float | None]
-    outputs: OutputLengths
-    compared: NDArray[np.intp]
+    fits: FittedGroups  # the outputs and a log-t fit to those of each row
+    prompts: Sequence[str]  # [G]
+    served_models: Sequence[str | None]  # None where the data have no name [G]
+    temperatures: Sequence[float | None]  # sampling temperature, None where the data have none [G]
+    outputs: OutputLengths  # all outputs, flat
+    compared: NDArray[np.intp]  # rows with a fit to compare parameters with [C]
 
     def __len__(self) -> int:
         return len(self.fits)
 
     @classmethod
     def of(cls, fits: FittedGroups) -> EvaluationRows:
-        """Rows out of fitted groups.
-
-        Raises:
-            InputError: The data have no prompts.
-        """
+        """Rows out of fitted groups, whose data have prompts."""
         groups = fits.groups
         return cls(
             fits=fits,
             prompts=texts(groups, "prompt").to_pylist(),
             served_models=[None if name is None else str(name) for name in _column(fits, "model")],
-            temperatures=[_finite(value) for value in _column(fits, "temperature")],
+            temperatures=[
+                None if value is None or not math.isfinite(value) else float(value)
+                for value in _column(fits, "temperature")
+            ],
             outputs=OutputLengths(
                 owner=np.repeat(np.arange(len(fits)), groups.counts),
                 lengths=groups.flat_lengths.astype(np.float64),
@@ -81,24 +71,23 @@ def _column(fits: FittedGroups, name: str) -> list[Any]:
     return fits.groups.column(name) or [None] * len(fits)
 
 
-def _finite(value: Any) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(value)
-
-
-def of_split(fits: FittedGroups, seed: int, fractions: Sequence[float], split: str) -> NDArray[np.intp]:
-    """Groups whose prompt id falls into a split as training made it.
-
-    Raises:
-        InputError: The data have no prompt_id, or no group is in the split.
-    """
+def of_split(fits: FittedGroups, data: Mapping[str, Any], split: str) -> FittedGroups:
+    """Groups whose prompt id falls into a split of the predictor's training `data`, with "all" those of any; InputError if
+    those data were not split, or these have no prompt_id or no group in the split."""
+    if split == "all":
+        return fits
+    parts = data.get("split")
+    if not isinstance(parts, Mapping) or not {"seed", "fractions"} <= set(parts):
+        raise InputError("split", split, "all: the predictor does not say how it split its data")
     ids = fits.groups.column("prompt_id")
     if ids is None:
         raise InputError(f"{fits.groups.path.name}, columns", fits.groups.rows.column_names, "also prompt_id")
-    parts = (float(fractions[0]), float(fractions[1]), float(fractions[2]))
-    chosen = np.flatnonzero([split_of(str(name), seed, parts) == split for name in ids])
+    seed, (train, validation, test) = int(parts["seed"]), map(float, parts["fractions"])
+    of_group = [split_of(str(name), seed, (train, validation, test)) for name in ids]
+    chosen = np.flatnonzero(np.array(of_group) == split)
     if len(chosen) == 0:
         raise InputError("split", split, f"a split with prompts; none of {len(fits)} groups is in it")
-    return chosen
+    return fits.take(chosen)
 
 
 def warn_of_training_prompts(data: Mapping[str, Any], prompts: Sequence[str], split: str) -> None:

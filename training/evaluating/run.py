@@ -26,11 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def evaluate(config: EvaluateConfig) -> dict[str, Any]:
-    """Evaluates, and writes the outputs that the configuration names.
-
-    Returns:
-        The content of the JSON file; see `docs/evaluation-format.md`.
-    """
+    """Evaluates, writes the outputs that the configuration names, and returns the content of the JSON file."""
     targets = {
         name: writable_target(path, name)
         for name in EvaluateConfig.OUTPUTS
@@ -103,18 +99,13 @@ def _read(path: str, config: EvaluateConfig, predictor: OpenedPredictor, field: 
         path, options, field=field, where=where, min_samples=1, conversations=predictor.conversations
     )
     if fits.nu != predictor.fit_nu:
-        raise InputError(
-            f"{Path(path).name}, column nu", fits.nu, f"{predictor.fit_nu:g}, as the predictor has"
-        )
+        column = f"{Path(path).name}, column nu"
+        raise InputError(column, fits.nu, f"{predictor.fit_nu:g}, as the predictor has")
     return fits
 
 
 def _select(fits: FittedGroups, predictor: OpenedPredictor, config: EvaluateConfig) -> EvaluationRows:
-    if config.split != "all":
-        split = predictor.data.get("split")
-        if not isinstance(split, dict) or not {"seed", "fractions"} <= set(split):
-            raise InputError("split", config.split, "all: the predictor's folder has no split of its data")
-        fits = fits.take(of_split(fits, int(split["seed"]), split["fractions"], config.split))
+    fits = of_split(fits, predictor.data, config.split)
     if config.max_groups is not None and len(fits) > config.max_groups:
         rng = np.random.default_rng(config.seed)
         fits = fits.take(np.sort(rng.choice(len(fits), config.max_groups, replace=False)))

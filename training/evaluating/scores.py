@@ -46,19 +46,12 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class OutputLengths:
-    """N outputs of G prompts.
+    """N outputs of G prompts."""
 
-    Attributes:
-        owner: Prompt of each output [N].
-        lengths: In tokens [N]; of a truncated output the length it was truncated at.
-        finished: False where the output was truncated [N].
-        max_tokens: Limit of the outputs of each prompt in tokens, infinite if there is none [G].
-    """
-
-    owner: NDArray[np.intp]
-    lengths: FloatArray
-    finished: BoolArray
-    max_tokens: FloatArray
+    owner: NDArray[np.intp]  # prompt of each output [N]
+    lengths: FloatArray  # in tokens [N]; of a truncated output the length it was truncated at
+    finished: BoolArray  # False where the output was truncated [N]
+    max_tokens: FloatArray  # limit of the outputs of each prompt in tokens, infinite if there is none [G]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -66,21 +59,12 @@ class OutputLengths:
 
 @dataclass(frozen=True, slots=True)
 class OutputScores:
-    """Scores of N outputs under predicted distributions.
+    """Scores of N outputs under predicted distributions; CRPS and nll are [N]."""
 
-    Attributes:
-        finished: False where the output was truncated [N].
-        pit: F(x) [N], of a truncated output at the length it was truncated at.
-        pit_at_limit: F(max_tokens of its prompt) [N], 1 without a limit.
-        pinball_tokens: At each of COVERAGE_LEVELS [N, 3].
-        crps_tokens, crps_log: [N].
-        nll: [N].
-    """
-
-    finished: BoolArray
-    pit: FloatArray
-    pit_at_limit: FloatArray
-    pinball_tokens: FloatArray
+    finished: BoolArray  # False where the output was truncated [N]
+    pit: FloatArray  # F(x) [N], of a truncated output at the length it was truncated at
+    pit_at_limit: FloatArray  # F(max_tokens of its prompt) [N], 1 without a limit
+    pinball_tokens: FloatArray  # at each of COVERAGE_LEVELS [N, 3]
     crps_tokens: FloatArray
     crps_log: FloatArray
     nll: FloatArray

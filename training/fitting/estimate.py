@@ -50,25 +50,20 @@ _NOT_FITTED = kernel.ALL_CENSORED | kernel.TOO_FEW_SAMPLES
 
 
 class Solution(NamedTuple):
-    """Maxima over a kernel's parameters, arrays [G]; see `kernels` for what m and s mean in each family.
+    """Maxima over a kernel's parameters, arrays [G]; see `kernels` for what m and s mean in each family."""
 
-    Attributes:
-        m, s, nu: Location, ln of the scale, degrees of freedom.
-        log_likelihood: Of all samples, x in tokens.
-        se_m, se_s, se_log_nu, cov_m_s: Standard errors by the observed information, and the covariance of m and s;
-            NaN where the data do not determine them.
-        slope: The largest that is left.
-    """
-
+    # m, s, nu: location, ln of the scale, degrees of freedom.
     m: FloatArray
     s: FloatArray
     nu: FloatArray
-    log_likelihood: FloatArray
+    log_likelihood: FloatArray  # of all samples, x in tokens
+    # se_m, se_s, se_log_nu, cov_m_s: standard errors by the observed information, and the covariance of m and s; NaN
+    # where the data do not determine them.
     se_m: FloatArray
     se_s: FloatArray
     se_log_nu: FloatArray
     cov_m_s: FloatArray
-    slope: FloatArray
+    slope: FloatArray  # the largest that is left
 
 
 Columns = dict[str, FloatArray]
@@ -99,23 +94,14 @@ def _exponential(at: Solution) -> tuple[Columns, Columns]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How the kernels fit one family.
+    """How the kernels fit one family."""
 
-    Attributes:
-        label: Name as part of a column.
-        code: What the kernels branch on.
-        nu: Degrees of freedom; None if they are free, unused outside the log-t.
-        fixed_scale: Whether sigma stays 1.
-        num_parameters: Free ones, for AIC.
-        parameters: Values and standard errors by name.
-    """
-
-    label: str
-    code: int
-    nu: float | None
-    fixed_scale: bool
-    num_parameters: int
-    parameters: Callable[[Solution], tuple[Columns, Columns]]
+    label: str  # name as part of a column
+    code: int  # what the kernels branch on
+    nu: float | None  # degrees of freedom; None if they are free, unused outside the log-t
+    fixed_scale: bool  # whether sigma stays 1
+    num_parameters: int  # free ones, for AIC
+    parameters: Callable[[Solution], tuple[Columns, Columns]]  # values and standard errors by name
 
 
 _FAMILIES = {
@@ -127,11 +113,7 @@ _FAMILIES = {
 
 
 def family_of(name: str, nu: float | None = 3.5) -> Family:
-    """The family of this name; `nu` (None = free) matters for the log-t only.
-
-    Raises:
-        InputError: nu is not above 0.
-    """
+    """The family of this name; `nu` (None = free; else above 0) matters for the log-t only."""
     if name == "log-t":
         if nu is None:
             return Family("log_t_free", LOG_T, None, False, 3, _location_scale)
@@ -187,17 +169,13 @@ class SortedLengths:
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """Estimates of G groups.
+    """Estimates of G groups."""
 
-    Attributes:
-        family, solution: What was fitted, and parameters and standard errors as the kernels name them.
-        flags: Bits of `kernels.groups`, [G].
-        converged: No slope of the mean log-likelihood above 1e-8 (by lbfgsb 1e-5), or all samples are equal; [G].
-    """
-
+    # family, solution: what was fitted, and parameters and standard errors as the kernels name them.
     family: Family
     solution: Solution
-    flags: NDArray[np.int64]
+    flags: NDArray[np.int64]  # bits of `kernels.groups`, [G]
+    # No slope of the mean log-likelihood above 1e-8 (by lbfgsb 1e-5), or all samples are equal; [G].
     converged: NDArray[np.bool_]
 
     @property

@@ -98,13 +98,9 @@ def fit_file(
         raise InputError("out", str(out), "another file than the samples")
     identity = source.identity()
     parts = _Parts(out)
-    parts_of_manifest = {"samples": identity, "options": asdict(options), "versions": dict(versions or {})}
-    manifest = {
-        f"{part}.{name}": value
-        for part, entries in parts_of_manifest.items()
-        for name, value in entries.items()
-    }
-    manifest["block_groups"] = block_groups
+    manifest: dict[str, Any] = {"block_groups": block_groups}
+    for part, entries in (("samples", identity), ("options", asdict(options)), ("versions", versions or {})):
+        manifest |= {f"{part}.{name}": value for name, value in entries.items()}
     with locked_folder(parts.folder, "out"):
         is_new = parts.open(manifest, resume=resume)
         try:

@@ -125,16 +125,11 @@ class FittedGroups:
 
     @property
     def nu(self) -> float:
-        """Degrees of freedom, the same for all groups.
-
-        Raises:
-            InputError: They differ.
-        """
+        """Degrees of freedom, the same for all groups; InputError if they differ."""
         values = np.unique(self.parameters["nu"])
         if len(values) > 1:
-            raise InputError(
-                f"{self.groups.path.name}, column nu", f"{len(values)} values", "one value for all groups"
-            )
+            where = f"{self.groups.path.name}, column nu"
+            raise InputError(where, f"{len(values)} values", "one value for all groups")
         return float(values[0])
 
     @property
@@ -278,6 +273,8 @@ def read_fits_or_fit(
 ) -> FittedGroups:
     """Fits out of a fits file as they are; any other output lengths (samples or lists) are fitted now.
 
+    Groups all of whose samples failed are left out, with a line in the log.
+
     Args:
         path: Parquet file.
         options: Used to make and fit groups; of a fits file only the keys are used.
@@ -285,9 +282,6 @@ def read_fits_or_fit(
         where: Column -> value: only rows with it.
         min_samples: Smallest allowed size of the largest group; groups with fewer than 3 samples are not fitted.
         conversations: Take whole conversations for prompts (`with_conversations`).
-
-    Returns:
-        The fits; groups all of whose samples failed are left out, with a line in the log.
 
     Raises:
         InputError: As `group_table`; or parameters of a fits file are not finite numbers, or no row is left.
@@ -306,9 +300,8 @@ def read_fits_or_fit(
         min_samples=min_samples,
     )
     if is_fits and len(groups) != table.num_rows:
-        raise InputError(
-            f"{path.name}, rows", table.num_rows, f"each {', '.join(groups.keys)} once in a fits file"
-        )
+        allowed = f"each {', '.join(groups.keys)} once in a fits file"
+        raise InputError(f"{path.name}, rows", table.num_rows, allowed)
     filled = np.flatnonzero(groups.counts)
     if len(filled) < len(groups):
         log.info("%s: %d groups without any sample left out", field, len(groups) - len(filled))

@@ -55,16 +55,13 @@ def _p_table(count: int) -> interpolate.CubicSpline:
 
 
 class Bootstrap(NamedTuple):
-    """Result of the parametric bootstrap of G groups; NaN where a group is not fitted.
+    """Result of the parametric bootstrap of G groups; NaN where a group is not fitted."""
 
-    Attributes:
-        ks_p, ad_p: P-values of the Kolmogorov-Smirnov and Anderson-Darling statistics, (1 + #{replicate >= observed})
-            / (1 + replicates), [G].
-        low, high: Limits of the central interval of m and s, [G, 2] each (`interval_solutions`).
-    """
-
+    # ks_p, ad_p: p-values of the Kolmogorov-Smirnov and Anderson-Darling statistics, (1 + #{replicate >= observed}) / (1
+    # + replicates), [G].
     ks_p: FloatArray
     ad_p: FloatArray
+    # low, high: limits of the central interval of m and s, [G, 2] each (`interval_columns`).
     low: FloatArray
     high: FloatArray
 

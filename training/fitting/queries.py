@@ -36,32 +36,20 @@ _BAD = "__bad"
 
 @dataclass(frozen=True, slots=True)
 class GroupingQuery:
-    """Rows that DuckDB reads and brings together by group.
+    """Rows that DuckDB reads and brings together by group."""
 
-    Attributes:
-        path: Of the input, for messages.
-        connection: To DuckDB.
-        relation: What it reads, as SQL.
-        keys: Columns that name a group.
-        lists: Whether a row is a group with a list of lengths, else it is one sample.
-        columns: Used columns -> their expressions as SQL.
-    """
-
-    path: Path
-    connection: Any
-    relation: str
-    keys: tuple[str, ...]
-    lists: bool
-    columns: dict[str, str]
+    path: Path  # of the input, for messages
+    connection: Any  # to DuckDB
+    relation: str  # what it reads, as SQL
+    keys: tuple[str, ...]  # columns that name a group
+    lists: bool  # whether a row is a group with a list of lengths, else it is one sample
+    columns: dict[str, str]  # used columns -> their expressions as SQL
 
     def tables(self, work: Path, locate: Callable[[int], str]) -> Iterator[pa.Table]:
         """All rows by group, in order of the groups' first rows, with their columns, ROW and GROUP.
 
-        What does not fit into memory is kept in the folder `work`; `locate` names a row in messages.
-
-        Raises:
-            InputError: The file is damaged, or keys come again in a file of one row for each group.
-            TailcastError: The folder cannot be written.
+        What does not fit into memory is kept in the folder `work`; `locate` names a row in messages. InputError if the file
+        is damaged, or keys come again in a file of one row for each group; TailcastError if the folder cannot be written.
         """
         values = ", ".join(f"{value} AS {quoted(name)}" for name, value in self.columns.items())
         rows = f"(SELECT {values}, row_number() OVER () - 1 AS {ROW} FROM {self.relation})"
@@ -128,11 +116,8 @@ def connect() -> Any:
 
 
 def query_text(path: Path, keys: tuple[str, ...], weights: str | None) -> tuple[int, GroupingQuery]:
-    """Number of rows and query of a file of text, whose columns have the types that their names say.
-
-    Raises:
-        InputError: It has no rows, lacks a column, or is damaged.
-    """
+    """Number of rows and query of a file of text, whose columns have the types that their names say; InputError if it has
+    no rows, lacks a column, or is damaged."""
     is_csv = path.suffix == ".csv"
     names = _csv_names(path) if is_csv else candidate_columns(keys, weights)
     kinds = ", ".join(f"{_literal(name)}: '{'VARCHAR' if is_csv else 'JSON'}'" for name in names)
@@ -247,6 +232,5 @@ def _check_json_lines(path: Path) -> None:
                 parse_json(line if line.strip() else b"{}")
             except ValueError as error:
                 where = f"{path.name}, line {number}"
-                raise InputError(
-                    where, line[:80], f"one JSON object of up to {MAX_LINE_BYTES} bytes ({error})"
-                ) from error
+                allowed = f"one JSON object of up to {MAX_LINE_BYTES} bytes ({error})"
+                raise InputError(where, line[:80], allowed) from error

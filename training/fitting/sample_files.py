@@ -61,11 +61,8 @@ class SampleFile:
         return f"{self.path.name}/{self.files[number].name}, row {row - self.starts[number]}"
 
     def identity(self) -> dict[str, Any]:
-        """Name, size and SHA-256 of the input; of a folder those of each file.
-
-        Raises:
-            InputError: Two files have the same content (a copy or a link): its samples would count twice.
-        """
+        """Name, size and SHA-256 of the input, of a folder those of each file; InputError if two files are copies: their
+        samples would count twice."""
         files: list[dict[str, Any]] = []
         names: dict[str, str] = {}
         ends = (*self.starts[1:], self.num_rows)
@@ -112,11 +109,8 @@ def _divided(table: pa.Table, max_groups: int) -> list[pa.Table]:
 def open_samples(
     path: str | Path, keys: Sequence[str] = ("prompt_id", "model"), weights: str | None = None
 ) -> SampleFile:
-    """Opens a file or folder of output lengths; see the table above.
-
-    Raises:
-        InputError: It is missing, empty, of another format, damaged, or lacks a column.
-    """
+    """Opens a file or folder of output lengths, see the table above; InputError if it is missing, empty, of another format,
+    damaged, or lacks a column."""
     path = Path(path)
     if path.is_dir():
         if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):

@@ -42,28 +42,19 @@ _BOOLEANS = "true or false for each sample"
 
 @dataclass(frozen=True, slots=True)
 class GroupedLengths:
-    """Output lengths of G groups, in order of first appearance; the samples of all groups one after another.
+    """Output lengths of G groups, in order of first appearance; the samples of all groups one after another."""
 
-    Attributes:
-        path: Source file, for messages.
-        keys: Columns that name a group.
-        rows: Table [G] of the key and carried columns, from each group's first row.
-        flat_lengths: Output lengths in tokens [S]; of a censored sample the length that it exceeds.
-        flat_finished: Whether each sample is complete, not censored [S].
-        offsets: Where groups begin [G + 1]: group g is flat[offsets[g]:offsets[g + 1]], and may be empty.
-        max_tokens: Largest limit of each group's samples [G], None if unknown.
-        num_errors: Samples left out because generating them failed.
-        flat_weights: How many samples each one counts as, above 0 [S]; None: each as one.
-    """
-
-    path: Path
-    keys: tuple[str, ...]
-    rows: pa.Table
+    path: Path  # source file, for messages
+    keys: tuple[str, ...]  # columns that name a group
+    rows: pa.Table  # table [G] of the key and carried columns, from each group's first row
+    # Output lengths in tokens [S]; of a censored sample the length that it exceeds.
     flat_lengths: NDArray[np.int64]
-    flat_finished: NDArray[np.bool_]
+    flat_finished: NDArray[np.bool_]  # whether each sample is complete, not censored [S]
+    # Where groups begin [G + 1]: group g is flat[offsets[g]:offsets[g + 1]], and may be empty.
     offsets: NDArray[np.int64]
-    max_tokens: list[int | None]
-    num_errors: int = 0
+    max_tokens: list[int | None]  # largest limit of each group's samples [G], None if unknown
+    num_errors: int = 0  # samples left out because generating them failed
+    # How many samples each one counts as, above 0 [S]; None: each as one.
     flat_weights: NDArray[np.float64] | None = None
 
     def __len__(self) -> int:
@@ -219,7 +210,6 @@ class CheckedTable:
     name_of_row: Callable[[int], str] | None = None
 
     def locate(self, row: int) -> str:
-        """Name of a row in messages."""
         return f"{self.path.name}, row {row}" if self.name_of_row is None else self.name_of_row(row)
 
     def array(self, name: str) -> Any:
@@ -312,9 +302,8 @@ def _samples(
     elif listed:
         censored = np.zeros(len(rows), dtype=bool) if max_tokens is None else lengths >= max_tokens
     else:
-        raise InputError(
-            f"{source.path.name}, columns", names, "also finish_reason or finished, or output_tokens as lists"
-        )
+        allowed = "also finish_reason or finished, or output_tokens as lists"
+        raise InputError(f"{source.path.name}, columns", names, allowed)
     usable = ~failed
     lengths, rows, censored = lengths[usable], rows[usable], censored[usable]
     good = (lengths >= 1) & (lengths <= MAX_LENGTH) & (lengths == np.floor(lengths))
@@ -335,11 +324,8 @@ def _check_repeats(source: CheckedTable, group_of_row: NDArray[np.int64]) -> Non
     table = source.table
     columns = [name for name in IDENTITY if name in table.column_names]
     columns = [name for name in columns if not pa.types.is_nested(table.column(name).type)]
-    if (
-        is_list(table.column("output_tokens").type)
-        or "sample_index" not in columns
-        or table.column("sample_index").null_count
-    ):
+    listed = is_list(table.column("output_tokens").type)
+    if listed or "sample_index" not in columns or table.column("sample_index").null_count:
         return
     sample, first_rows = group_rows(table, columns, group_of_row)
     if len(first_rows) == table.num_rows:
@@ -392,15 +378,12 @@ def _group_limits(
 def with_conversations(table: pa.Table, path: Path) -> pa.Table:
     """A table of output lengths whose column `prompt` is the text of the whole conversation, where there is one.
 
-    A row whose `messages` are null is a single user message, as is a table without them.
-
-    Raises:
-        InputError: It is a file of fits, which keep the last user message alone.
+    A row whose `messages` are null is a single user message, as is a table without them. InputError for a file of fits,
+    which keep the last user message alone.
     """
     if set(table.column_names) >= {"mu", "sigma", "nu"}:
-        raise InputError(
-            f"{path.name}, columns", ["mu", "nu", "sigma"], "samples, because fits keep no conversations"
-        )
+        allowed = "samples, because fits keep no conversations"
+        raise InputError(f"{path.name}, columns", ["mu", "nu", "sigma"], allowed)
     if "messages" not in table.column_names or "prompt" not in table.column_names:
         return table
     texts = [

@@ -1,4 +1,1 @@
-"""Evaluation of urgency predictors: metrics, abstention, adversarial check, baselines.
-
-`evaluate-urgency` puts them together; `docs/urgency.md` is the rubric of the levels.
-"""
+"""Evaluation of urgency predictors by the rubric in `docs/urgency.md`: metrics, abstention, adversarial check, baselines."""

@@ -33,20 +33,14 @@ STEP = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimRows:
-    """Predictions for P texts without and with a claim of urgency.
+    """Predictions for P texts without and with a claim of urgency."""
 
-    Attributes:
-        plain, claimed: Probabilities [P, K].
-        tiers: Declared tiers [P], the true levels of the texts.
-        max_promotion: Maximum number of levels that a text raises itself.
-        under_triage_cost: Cost the levels are decided with.
-    """
-
+    # plain, claimed: probabilities [P, K].
     plain: NDArray[np.float64]
     claimed: NDArray[np.float64]
-    tiers: NDArray[np.int64]
-    max_promotion: int = 1
-    under_triage_cost: float = UNDER_TRIAGE_COST
+    tiers: NDArray[np.int64]  # declared tiers [P], the true levels of the texts
+    max_promotion: int = 1  # maximum number of levels that a text raises itself
+    under_triage_cost: float = UNDER_TRIAGE_COST  # cost the levels are decided with
 
     @classmethod
     def of(cls, predict: Predict, pairs: Sequence[ClaimPair], **options: Any) -> ClaimRows:
@@ -69,29 +63,24 @@ class ClaimRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbstainThreshold:
-    """A threshold and its guarantee.
+    """A threshold and its guarantee."""
 
-    Attributes:
-        threshold: Least highest probability that counts; None: none could be certified, so abstain always.
-        risk: What counts as a failure: under-triage = decided less urgent than true; wrong = otherwise than true.
-        allowed_rate: With confidence 1 - delta, at most this fraction of the answered texts fails.
-        delta: Probability that the guarantee does not hold.
-        num_texts, num_answered, num_failures: Validation texts, those of them at or above the threshold, failures of those.
-        bound: Upper bound of the failure rate, at the confidence that was tested; None without threshold.
-        under_triage_cost: Cost the levels were decided with.
-        jumps: What claims of urgency gain at the threshold: allowed_rate, num_pairs (those whose plain text is not
-            scheduled at the top already), num_jumps, bound; None without a threshold, or where claims were not measured.
-    """
-
+    # Least highest probability that counts; None: none could be certified, so abstain always.
     threshold: float | None
+    # What counts as a failure: under-triage = decided less urgent than true; wrong = otherwise than true.
     risk: Risk
-    allowed_rate: float
-    delta: float
+    allowed_rate: float  # with confidence 1 - delta, at most this fraction of the answered texts fails
+    delta: float  # probability that the guarantee does not hold
+    # num_texts, num_answered, num_failures: validation texts, those of them at or above the threshold, failures of
+    # those.
     num_texts: int
     num_answered: int
     num_failures: int
+    # Upper bound of the failure rate, at the confidence that was tested; None without threshold.
     bound: float | None
-    under_triage_cost: float
+    under_triage_cost: float  # cost the levels were decided with
+    # What claims of urgency gain at the threshold: allowed_rate, num_pairs (those whose plain text is not scheduled at
+    # the top already), num_jumps, bound; None without a threshold, or where claims were not measured.
     jumps: dict[str, Any] | None = None
 
 
@@ -120,7 +109,8 @@ def choose_threshold(
 ) -> AbstainThreshold:
     """The lowest threshold whose risk among answered texts is certified to be at most `allowed_rate`.
 
-    With `claims` the fraction of texts whose scheduled level a claim makes more urgent is certified, too.
+    With `claims` the fraction of texts whose scheduled level a claim makes more urgent is certified, too. The rates and
+    delta are between 0 and 1.
 
     Args:
         probabilities, true: Of validation texts, which nothing else of the predictor was fitted to [N, K], and their levels [N].
@@ -130,9 +120,6 @@ def choose_threshold(
         under_triage_cost: Cost the levels are decided with.
         claims: Of validation pairs, which nothing was fitted to; None: claims are not measured.
         jump_rate: Largest fraction of pairs that may gain.
-
-    Raises:
-        InputError: A number is outside its range.
     """
     for name, value in (("allowed_rate", allowed_rate), ("delta", delta), ("jump_rate", jump_rate)):
         if not 0 < value < 1:

@@ -64,9 +64,8 @@ class EvaluateUrgencyConfig:
         pairs = [entry.partition("=") for entry in self.compare or []]
         for name, equals, predictor in pairs:
             if not (name and equals and predictor) or name in BASELINES:
-                raise InputError(
-                    "compare", f"{name}{equals}{predictor}", "NAME=PREDICTOR with a name of its own"
-                )
+                allowed = "NAME=PREDICTOR with a name of its own"
+                raise InputError("compare", f"{name}{equals}{predictor}", allowed)
         return [(name, predictor) for name, _, predictor in pairs]
 
 

@@ -57,11 +57,7 @@ DECLARED_TIER = LEVELS.index("standard")
 
 
 def evaluate_urgency_command(config: EvaluateUrgencyConfig) -> int:
-    """Runs the command.
-
-    Returns:
-        0 if claims of urgency jump at most as often as allowed, else 3; the JSON is written in both cases.
-    """
+    """Runs the command; 0 if claims of urgency jump at most as often as allowed, else 3, with the JSON in both cases."""
     target = writable_target(config.json, "json")
     texts = read_labels(config.data)
     measured = _split(texts, config.split, config.data)

@@ -22,11 +22,8 @@ MAX_TOKENS = 256
 
 
 def open_urgency(path: str | Path, *, accelerator: Accelerator = "auto", batch_size: int = 32) -> Predict:
-    """Opens a checkpoint or an artifact with an urgency head over the five levels.
-
-    Raises:
-        InputError: There is no such folder, or its predictor has no urgency head or other levels.
-    """
+    """Opens a checkpoint or an artifact with an urgency head over the five levels; InputError if there is none, or it has
+    others."""
     options = InferenceOptions(batch_size, accelerator=accelerator, progress=False)
     predictor = open_predictor(path, options)
     if not predictor.urgency_levels:
@@ -48,12 +45,10 @@ def open_urgency(path: str | Path, *, accelerator: Accelerator = "auto", batch_s
 
 
 def save_threshold(path: str | Path, abstention: dict[str, Any]) -> None:
-    """Writes the abstain threshold into a checkpoint's training.json, as `urgency.abstain_threshold`.
+    """Writes the abstain threshold into a checkpoint's training.json, as `urgency.abstain_threshold`; InputError for an
+    artifact, whose files are sealed.
 
     If none could be certified, 1 is written: no probability is above it, so the declared tier always holds.
-
-    Raises:
-        InputError: The folder is an artifact, whose files are sealed, or no checkpoint.
     """
     if (Path(path) / MANIFEST).is_file():
         raise InputError("save_threshold", str(path), "a checkpoint; export it again afterwards")
@@ -81,11 +76,7 @@ def bag_of_words_baseline(train: Sequence[LabeledText]) -> Predict:
 
 
 def frozen_encoder_baseline(train: Sequence[LabeledText], encoder: str, batch_size: int = 32) -> Predict:
-    """Standardized [CLS; mean; max] features of an encoder that is not trained, then logistic regression.
-
-    Raises:
-        InputError: The encoder cannot be read, or there is only one level.
-    """
+    """Standardized [CLS; mean; max] features of an encoder that is not trained, then logistic regression."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.preprocessing import FunctionTransformer, StandardScaler
 

@@ -52,7 +52,7 @@ def imported(log: Path, out: Path, **options: Any) -> dict[str, Any]:
 
 def evaluated(stream: Path) -> dict[str, Any]:
     """The last event of the drift command."""
-    from training.drift.cli import main
+    from training.drift import main
 
     events = stream.with_suffix(".events")
     assert main([str(stream), "--out", str(events)]) == 0

@@ -49,43 +49,30 @@ class Observations(NamedTuple):
     """One group's observations as the likelihood sees them, on the log scale.
 
     One table rather than five arrays: each array that a compiled function is handed costs it two atomic operations.
-
-    Attributes:
-        table: Shape (5, N or more): rows Y and WEIGHT hold points, LOW, HIGH and INTERVAL_WEIGHT intervals; HIGH is
-            inf for censored samples.
-        num_points, num_intervals: How many of each.
-        plain: Whether all weights of points are 1.
-        point_weight, total_weight: Sums of the weights of points, and of everything.
-        tied: ln of the most frequent finished length.
-        tied_fraction: Its fraction of the samples that could differ from it.
     """
 
+    # Shape (5, N or more): rows Y and WEIGHT hold points, LOW, HIGH and INTERVAL_WEIGHT intervals; HIGH is inf for
+    # censored samples.
     table: np.ndarray
+    # num_points, num_intervals: how many of each.
     num_points: int
     num_intervals: int
-    plain: bool
+    plain: bool  # whether all weights of points are 1
+    # point_weight, total_weight: sums of the weights of points, and of everything.
     point_weight: float
     total_weight: float
-    tied: float = 0.0
-    tied_fraction: float = 0.0
+    tied: float = 0.0  # ln of the most frequent finished length
+    tied_fraction: float = 0.0  # its fraction of the samples that could differ from it
 
 
 class Model(NamedTuple):
-    """What is fitted.
+    """What is fitted."""
 
-    Attributes:
-        family: Code of the family.
-        nu: Degrees of freedom (log-t only), may be infinite.
-        constants: `constants_of` both.
-        fixed_scale: Whether sigma stays 1 (the exponential as a Weibull).
-        floor: Smallest ln sigma.
-    """
-
-    family: int
-    nu: float
-    constants: np.ndarray
-    fixed_scale: bool
-    floor: float
+    family: int  # code of the family
+    nu: float  # degrees of freedom (log-t only), may be infinite
+    constants: np.ndarray  # `constants_of` both
+    fixed_scale: bool  # whether sigma stays 1 (the exponential as a Weibull)
+    floor: float  # smallest ln sigma
 
 
 Y, WEIGHT, LOW, HIGH, INTERVAL_WEIGHT = range(5)

@@ -14,20 +14,40 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
-from data_gen.feedback_record import FORMAT, FeedbackRecord, bounded_lines, parse_object, validated
+from pydantic import Field, ValidationInfo, field_validator
+
+from data_gen.feedback_record import (
+    FORMAT,
+    FeedbackRecord,
+    Mu,
+    Nu,
+    Sigma,
+    Strict,
+    bounded_lines,
+    parse_object,
+    validated,
+)
 from scheduler_core.command import command
+from scheduler_core.drift_detector import DriftDetector
 from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file, writable_target
-from scheduler_core.online_calibration import MAX_WINDOW, MIN_OUTPUTS
+from scheduler_core.lengths.student_t import student_t_cdf
+from scheduler_core.online_calibration import (
+    MAX_WINDOW,
+    MIN_OUTPUTS,
+    OnlineCalibration,
+    OnlineCalibrationConfig,
+)
+from scheduler_core.predictions import LengthPrediction
 from scheduler_core.ranges import FINITE, INTEGERS, check_ranges
-from training.drift.monitor import ModelMonitor, ObservedOutput
 from training.feedback import pair
 
 #: Served models beyond this number share one monitor.
@@ -64,12 +84,107 @@ class StreamConfig:
         check_ranges(self, arl=(10.0, FINITE), **integers)
 
 
-def parse_output(line: str | bytes) -> ObservedOutput:
-    """Parses an object with the attributes of `ObservedOutput`, or a record of the feedback log.
+Length = Annotated[int, Field(ge=1, lt=2**53)]
 
-    Raises:
-        InputError: The line is neither, or a record without a prediction and a true length; names the key.
+
+class ObservedOutput(Strict):
+    """A prediction with the length of its output."""
+
+    # mu, sigma, nu: predicted parameters of the log-t distribution, log tokens.
+    mu: Mu
+    sigma: Sigma
+    nu: Nu = 3.5
+    output_tokens: Length  # length of the output; of a truncated one the length it was truncated at
+    max_tokens: Length | None = None  # limit of the output, at least output_tokens; None if there is none
+    # Length of the prompt; None where it is not known.
+    prompt_tokens: Annotated[int, Field(ge=0, lt=2**53)] | None = None
+    # False where it was truncated; by default whether output_tokens is below max_tokens.
+    finished: bool | None = None
+    served_model: Annotated[str, Field(min_length=1)] | None = None  # name of the model; None if it has none
+    time: Any = None  # in the unit of the stream, if it has one; it is only repeated
+
+    @field_validator("max_tokens")
+    @classmethod
+    def _not_exceeded(cls, value: int | None, info: ValidationInfo) -> int | None:
+        tokens = info.data.get("output_tokens", 0)
+        if value is not None and value < tokens:
+            raise ValueError(f"at least output_tokens = {tokens}")
+        return value
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the output was not truncated."""
+        if self.finished is None:
+            return self.max_tokens is None or self.output_tokens < self.max_tokens
+        return self.finished
+
+    @property
+    def prediction(self) -> LengthPrediction:
+        """The predicted distribution."""
+        return LengthPrediction(self.mu, self.sigma, self.nu)
+
+
+class ModelMonitor:
+    """Drift test and running calibration of one served model; constant memory.
+
+    The test is of the predictions after the calibration in use: none at first; at an alarm the running one is put in
+    use as it is then, and the test starts again.
+
+    Args:
+        window: Outputs that coverage is computed over, and the memory of the calibration; at least 50.
+        arl: Lower bound of the mean number of outputs to a false alarm.
     """
+
+    def __init__(self, window: int, arl: float) -> None:
+        self._config = OnlineCalibrationConfig(memory=window, window=window, arl=arl)
+        self.num_outcomes = self.num_alarms = 0
+        self.detector = DriftDetector(arl)
+        self.running = OnlineCalibration(self._config)
+        self.in_use = OnlineCalibration(self._config)
+
+    def update(self, output: ObservedOutput) -> dict[str, Any] | None:
+        """Updates with an output; returns the content of an alarm, if there is one."""
+        self.num_outcomes += 1
+        in_use = self.in_use.correct("", output.prediction, output.prompt_tokens)
+        low, high = (
+            student_t_cdf((math.log(output.output_tokens + half) - in_use.mu) / in_use.sigma, in_use.nu)
+            for half in (-0.5, 0.5)
+        )
+        self.running.observe(
+            "",
+            output.prediction,
+            output.prompt_tokens,
+            output.output_tokens,
+            finished=output.is_finished,
+            max_tokens=output.max_tokens,
+        )
+        if not self.detector.update(low, high if output.is_finished else 1.0):
+            return None
+        self.num_alarms += 1
+        alarm = {
+            "statistic": self.detector.value,
+            "threshold": self.detector.arl,
+            "reason": self.detector.reason,
+            "outcomes_since_restart": self.detector.num_steps,
+            "calibration": self.running.metrics(""),
+        }
+        self.in_use.restore(self.running.state())
+        self.detector.reset()
+        return alarm
+
+    def state(self) -> dict[str, Any]:
+        """All of it as JSON content."""
+        return {
+            "num_outcomes": self.num_outcomes,
+            "num_alarms": self.num_alarms,
+            "statistic": self.detector.value,
+            "threshold": self.detector.arl,
+            "calibration": self.running.metrics(""),
+        }
+
+
+def parse_output(line: str | bytes) -> ObservedOutput:
+    """Parses an object with the attributes of `ObservedOutput`, or a record of the feedback log; InputError names the key."""
     content = parse_object(line)
     if content.get("format") == FORMAT:
         values = pair(validated(FeedbackRecord, content), "main")

@@ -1,1 +1,0 @@
-"""Drift of a predictor: sliding coverage, sequential test, running recalibration."""
