@@ -37,7 +37,8 @@ class TokenizedPrompt:
 
 
 def conversation_text(messages: Iterable[tuple[str, str]]) -> str:
-    """The messages (role and content of each) one after another, each behind its role; a lone user message as it stands."""
+    """The messages (role and content of each) one after another, each behind its role; a lone user message as it stands. With
+    truncation in the middle a long one keeps the system prompt and the end of the last message."""
     turns = list(messages)
     if len(turns) == 1 and turns[0][0] == "user":
         return turns[0][1]

@@ -73,9 +73,8 @@ class Recorder:
         """Whether the proxy should request the token counts of a stream that the client has not requested."""
         is_needed = self.is_on and self._config.feedback_usage and not parsed.include_usage
         is_single_stream = parsed.is_completion and parsed.stream and parsed.num_choices == 1
-        return (
-            is_needed and is_single_stream and isinstance(parsed.content.get("stream_options"), dict | None)
-        )
+        options = parsed.content.get("stream_options")
+        return is_needed and is_single_stream and isinstance(options, dict | None)
 
     def start_shadow(self, exchange: Exchange) -> None:
         """Queries the shadow predictor, if there is one, without delaying the request."""

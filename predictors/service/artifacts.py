@@ -98,9 +98,8 @@ class ArtifactTable:
         self._reloading = asyncio.Lock()
         self._leaving: set[asyncio.Task[None]] = set()
         self._closing = False
-        self.is_ending = (
-            False  # reports not ready, so that load balancers look away; requests are still taken
-        )
+        # Reports not ready, so that load balancers look away; requests are still taken.
+        self.is_ending = False
         self._served: dict[str, ServedArtifact] = {}
         metrics = metrics or ServiceMetrics()
         for runtime in runtimes:

@@ -27,16 +27,8 @@ MAX_BATCH_REQUESTS = 256
 CHUNK_BYTES = 2**15
 # Of the metadata, by their names in the manifest.
 MANIFEST_FIELDS = (
-    *(
-        "artifact_id",
-        "artifact_version",
-        "format_version",
-        "served_models",
-        "accepts_unknown_models",
-        "heads",
-        "nu",
-    ),
-    *("truncation_side", "urgency_levels", "abstain_threshold", "bucket_edges"),
+    *("artifact_id", "artifact_version", "format_version", "served_models", "accepts_unknown_models"),
+    *("heads", "nu", "truncation_side", "urgency_levels", "abstain_threshold", "bucket_edges"),
 )
 
 

@@ -202,8 +202,9 @@ def _requests(served: ServedArtifact, inputs: Mapping[str, list[Any]]) -> list[p
     try:
         for row in range(num_rows):
             fields = {name: values[row] for name, values in inputs.items()}
+            # Null or NaN: unknown.
             is_set = {name: value for name, value in fields.items() if value is not None and value == value}
-            requests.append(pb.PredictRequest(artifact_id=served.name, **is_set))  # null or NaN: unknown
+            requests.append(pb.PredictRequest(artifact_id=served.name, **is_set))
         return requests
     except ValueError as error:
         raise InputError("inputs.max_tokens", "a larger integer", "integers of 64 bits") from error

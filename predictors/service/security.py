@@ -45,7 +45,8 @@ def http_context(config: ServeConfig) -> ssl.SSLContext | None:
     """TLS of an HTTP port; as `grpc_credentials`."""
     if config.tls_cert is None or config.tls_key is None:
         return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)  # TLS 1.2 and later
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
     existing_file(config.tls_cert, "tls_cert")
     existing_file(config.tls_key, "tls_key")
     try:
