@@ -97,6 +97,9 @@ def test_every_field_is_needed_and_an_edited_one_is_another_version(rich_folder:
         del content[field]
         with pytest.raises(InputError, match=f"artifact manifest, {field}"):
             parse_manifest(content)
+    for version, advice in ((FORMAT_VERSION + 1, "upgrade"), (4, "export it again")):
+        with pytest.raises(InputError, match=rf"format_version: got \d+; allowed: .*{advice}"):
+            parse_manifest(content_of(rich_folder) | {"format_version": version, "something_new": {}})
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "tokenizer.json", "manifest.json"])
@@ -114,15 +117,9 @@ def test_changed_or_missing_file_is_refused(tmp_path: Path, name: str) -> None:
         open_artifact(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize(("version", "advice"), [(FORMAT_VERSION + 1, "upgrade"), (4, "export it again")])
-def test_another_format_tells_what_to_do(artifact_folder: Path, version: int, advice: str) -> None:
-    with pytest.raises(InputError, match=rf"format_version: got \d+; allowed: .*{advice}"):
-        parse_manifest(content_of(artifact_folder) | {"format_version": version, "something_new": {}})
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_broken_json_is_refused(tmp_path: Path) -> None:
+    folder = write_artifact(tmp_path / "a")
+    for text, message in (
         (b"", "not empty"),
         (b"{", "valid JSON"),
         (b"\xff\xfe\x00", "valid JSON"),
@@ -131,13 +128,10 @@ def test_another_format_tells_what_to_do(artifact_folder: Path, version: int, ad
         (b'{"nu": NaN}', "NaN is not a finite number"),
         (b'{"a": ' * 101 + b"1" + b"}" * 101, "deeper than 100 levels"),
         (b'{"a":' + b"[" * 100_000, "nested too deeply"),
-    ],
-)
-def test_broken_json_is_refused(tmp_path: Path, text: bytes, message: str) -> None:
-    folder = write_artifact(tmp_path / "a")
-    (folder / "manifest.json").write_bytes(text)
-    with pytest.raises(InputError, match=rf"^artifact.*{re.escape(message)}"):
-        open_artifact(folder)
+    ):
+        (folder / "manifest.json").write_bytes(text)
+        with pytest.raises(InputError, match=rf"^artifact.*{re.escape(message)}"):
+            open_artifact(folder)
 
 
 TABLES = {"sigma_scale": [1.0], "mu_shift": [0.0]}
@@ -249,27 +243,25 @@ def test_listed_external_weights_are_read(tmp_path: Path, artifact_folder: Path)
         open_artifact(folder)
 
 
-@pytest.mark.parametrize(
-    ("served_models", "conditioning", "numbers"),
-    [
+def test_served_models_are_numbered_or_refused() -> None:
+    known_only, any_model = (
+        Conditions(unknown_models=unknown, temperature=True) for unknown in (False, True)
+    )
+    for served_models, conditioning, numbers in (
         # of None, "", a, b, other
         ((), None, [0, 0, 0, 0, 0]),
         (("a", "b"), None, [0, 0, 0, 0, None]),
-        (("a", "b"), Conditions(unknown_models=True, temperature=True), [0, 0, 1, 2, 0]),
-        (("a", "b"), Conditions(unknown_models=False, temperature=True), [None, None, 1, 2, None]),
-        (("a",), Conditions(unknown_models=False, temperature=False), [1, 1, 1, None, None]),
-    ],
-)
-def test_served_models_are_numbered_or_refused(
-    served_models: tuple[str, ...], conditioning: Conditions | None, numbers: list[int | None]
-) -> None:
-    manifest = Manifest.model_construct(served_models=served_models, conditioning=conditioning)
-    for name, number in zip((None, "", "a", "b", "other"), numbers, strict=True):
-        if number is None:
+        (("a", "b"), any_model, [0, 0, 1, 2, 0]),
+        (("a", "b"), known_only, [None, None, 1, 2, None]),
+        (("a",), known_only, [1, 1, 1, None, None]),
+    ):
+        manifest = Manifest.model_construct(served_models=served_models, conditioning=conditioning)
+        for name, number in zip((None, "", "a", "b", "other"), numbers, strict=True):
+            if number is not None:
+                assert manifest.served_model_number(name) == number
+                continue
             with pytest.raises(InputError, match="served_model: got .*one of a"):
                 manifest.served_model_number(name)
-        else:
-            assert manifest.served_model_number(name) == number
 
 
 OURS = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))

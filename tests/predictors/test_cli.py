@@ -39,7 +39,7 @@ from predictors.service import tracing
 from predictors.service import workers as module
 from predictors.service.workers import Supervisor
 from scheduler_core.command import command
-from scheduler_core.errors import MissingExtraError
+from scheduler_core.errors import InputError, MissingExtraError
 from scheduler_core.predictor import PredictionRequest
 from tests.predictors.fakes import expected, version_prefix, without_numbers, write_artifact
 from tests.predictors.proxy.fake_engine import CHAT, chat, paused, running_engine, stream_events, until
@@ -337,19 +337,13 @@ def test_spans_reach_the_collector_with_their_parents_and_none_is_lost_at_the_en
         assert 0 < span.end_time_unix_nano - span.start_time_unix_nano < PATIENCE_S * 1e9
 
 
-@pytest.mark.parametrize("name", tracing.PROTOCOL_VARIABLES)
-def test_a_protocol_that_cannot_be_had_is_named(
-    artifact_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    monkeypatch.setenv(name, "http/json")
-    assert main([str(artifact_folder), "--traces=true", "--port=0"]) == 2
-    assert f"{name}: got 'http/json'; allowed: http/protobuf or grpc" in capsys.readouterr().err
-
-
-def test_a_missing_exporter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
-    module = "opentelemetry.exporter.otlp.proto.grpc.trace_exporter"
-    monkeypatch.setitem(__import__("sys").modules, module, None)
+def test_a_protocol_or_an_exporter_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in reversed(tracing.PROTOCOL_VARIABLES):
+        monkeypatch.setenv(name, "http/json")
+        with pytest.raises(InputError, match=f"{name}: got 'http/json'; allowed: http/protobuf or grpc"):
+            tracing.set_up_exporting()
+        monkeypatch.setenv(name, "grpc")
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
     with pytest.raises(MissingExtraError, match="opentelemetry-exporter-otlp-proto-grpc"):
         tracing.set_up_exporting()
 
@@ -416,7 +410,6 @@ async def supervised(folder: Path, plan: str, *, suspended: int | None = None) -
         ("1-0:latekilled", ["0-0", "1-0", "1-1"]),
         ("1-0:late,1-1:late", ["0-0", "1-0", "1-1", "1-2"]),
     ],
-    ids=["nothing happens", "both killed early", "killed later", "fails beside one that serves"],
 )
 async def test_workers_that_end_are_started_again(tmp_path: Path, plan: str, lives: list[str]) -> None:
     assert await supervised(tmp_path, plan) == (0, lives, True)

@@ -255,27 +255,22 @@ async def test_cancelling_the_caller_frees_the_service(artifact_folder: Path) ->
     assert len(runtime.batches) <= 1
 
 
-@pytest.mark.parametrize(
-    ("code", "num_failures", "num_calls"),
-    [
+@pytest.mark.parametrize("kind", KINDS)
+async def test_only_what_no_server_took_is_retried_and_not_for_ever(kind: str) -> None:
+    for code, num_failures, num_calls in (
         (grpc.StatusCode.UNAVAILABLE, 2, 3),
         (grpc.StatusCode.UNAVAILABLE, 9, 3),
         (grpc.StatusCode.CANCELLED, 1, 2),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, 1, 1),
         (grpc.StatusCode.INTERNAL, 1, 1),
-    ],
-)
-@pytest.mark.parametrize("kind", ["calls", "blocking"])
-async def test_only_what_no_server_took_is_retried_and_not_for_ever(
-    kind: str, code: grpc.StatusCode, num_failures: int, num_calls: int
-) -> None:
-    servicer = Scripted(code, num_failures)
-    async with serving(servicer) as address, Client(kind, address, max_attempts=3) as client:
-        if num_failures < num_calls:
-            assert await client.mus(requests()) == [len(prompt) for prompt in PROMPTS]
-        else:
-            assert f"{code.name}: not now" in str(await client.error(requests()))
-    assert len(servicer.calls) == num_calls
+    ):
+        servicer = Scripted(code, num_failures)
+        async with serving(servicer) as address, Client(kind, address, max_attempts=3) as client:
+            if num_failures < num_calls:
+                assert await client.mus(requests()) == [len(prompt) for prompt in PROMPTS]
+            else:
+                assert f"{code.name}: not now" in str(await client.error(requests()))
+        assert len(servicer.calls) == num_calls, code
 
 
 async def test_retries_stop_while_most_calls_fail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,17 +147,13 @@ async def test_half_a_head_ends() -> None:
         writer.close()
 
 
-@pytest.mark.parametrize(
-    "half",
-    [b"Content-Length: 10\r\n\r\nab", b"Transfer-Encoding: chunked\r\n\r\n5\r\nab"],
-    ids=["length", "chunks"],
-)
-async def test_half_a_body_is_408(port: int, half: bytes) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(HEAD + half)
-    found = await asyncio.wait_for(reader.readuntil(b" 0.05 s\n"), 60)
-    assert found.startswith(b"HTTP/1.1 408 ")
-    writer.close()
+async def test_half_a_body_is_408(port: int) -> None:
+    for half in (b"Content-Length: 10\r\n\r\nab", b"Transfer-Encoding: chunked\r\n\r\n5\r\nab"):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD + half)
+        found = await asyncio.wait_for(reader.readuntil(b" 0.05 s\n"), 60)
+        assert found.startswith(b"HTTP/1.1 408 ")
+        writer.close()
 
 
 async def test_an_idle_connection_stays_open() -> None:

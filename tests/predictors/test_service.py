@@ -127,38 +127,29 @@ def chat(*messages: tuple[str, str]) -> pb.ChatMessages:
     return pb.ChatMessages(messages=chat_messages)
 
 
-@pytest.mark.parametrize(
-    ("field", "changes"),
-    [
-        ("prompt", {"prompt": ""}),
-        ("prompt", {"prompt": " \n\t"}),
-        ("max_tokens", {"max_tokens": 0}),
-        ("cvar_level", {"max_tokens": 5, "cvar_level": math.nan}),
-        ("quantile_levels", {"max_tokens": 5, "quantile_levels": [0.5, math.nan]}),
-        ("quantile_levels", {"max_tokens": 5, "quantile_levels": [0.5] * 101}),
-        ("served_model", {"served_model": "other-llm"}),
-        ("temperature", {"temperature": -0.5}),
-        ("temperature", {"temperature": 1e200}),
-        ("request_id", {"request_id": "x" * 2000}),
-        ("token_ids", {"token_ids": pb.TokenIds()}),
-        ("token_ids", {"token_ids": pb.TokenIds(ids=[1] * 17)}),
-        ("token_ids", {"token_ids": pb.TokenIds(ids=[-1])}),
-        ("token_ids", {"token_ids": pb.TokenIds(ids=[17])}),
-        ("messages", {"messages": chat(("assistant", "a"))}),
-        ("messages", {"messages": chat(("user", " "))}),
-        ("messages", {"messages": chat(*[("user", "a")] * 4097)}),
-        ("declared_tier", {"declared_tier": -1}),
-        ("timeout_s", {"timeout_s": math.nan}),
-    ],
-)
-async def test_bad_field_is_an_invalid_argument_that_names_it(
-    stub: Any, field: str, changes: dict[str, Any]
-) -> None:
-    options = changes if changes.keys() & INPUTS else {"prompt": "sea"} | changes
-    code, message = await status(stub.Predict(pb.PredictRequest(**options)))
-    assert code == INVALID
-    assert message.startswith(f"{field}: got ")
-    assert "allowed: " in message
+BAD_FIELDS: dict[str, list[Any]] = {
+    "prompt": ["", " \n\t"],
+    "max_tokens": [0],
+    "cvar_level": [math.nan],
+    "quantile_levels": [[0.5, math.nan], [0.5] * 101],
+    "served_model": ["other-llm"],
+    "temperature": [-0.5, 1e200],
+    "request_id": ["x" * 2000],
+    "token_ids": [pb.TokenIds(ids=ids) for ids in ([], [1] * 17, [-1], [17])],
+    "messages": [chat(("assistant", "a")), chat(("user", " ")), chat(*[("user", "a")] * 4097)],
+    "declared_tier": [-1],
+    "timeout_s": [math.nan],
+}
+
+
+@pytest.mark.parametrize("field", BAD_FIELDS)
+async def test_bad_field_is_an_invalid_argument_that_names_it(stub: Any, field: str) -> None:
+    for value in BAD_FIELDS[field]:
+        options = {"max_tokens": 5} | ({} if field in INPUTS else {"prompt": "sea"}) | {field: value}
+        code, message = await status(stub.Predict(pb.PredictRequest(**options)))
+        assert code == INVALID
+        assert message.startswith(f"{field}: got ")
+        assert "allowed: " in message
 
 
 async def test_batch_keeps_order_and_gives_each_request_its_own_outcome(stub: Any) -> None:
@@ -564,9 +555,8 @@ async def test_one_batch_holds_rows_of_different_served_models_and_every_head(ri
         assert response.urgency.abstain == (max(row["urgency"]) < RICH["abstain_threshold"])
 
 
-@pytest.mark.parametrize(
-    ("probabilities", "threshold", "declared", "level", "abstain", "effective"),
-    [
+def test_urgency_abstains_below_the_threshold_and_decides_the_effective_level() -> None:
+    for probabilities, threshold, declared, level, abstain, effective in (
         ([0.25, 0.5, 0.25], 0.6, None, 1, True, None),
         ([0.25, 0.5, 0.25], 0.5, None, 1, False, None),
         ([0.0, 1.0, 0.0], 1.0, None, 1, True, None),
@@ -579,21 +569,12 @@ async def test_one_batch_holds_rows_of_different_served_models_and_every_head(ri
         ([0.7, 0.2, 0.1], 0.7, 2, 0, False, 1),
         # In half precision a softmax has a sum of nearly 1.
         ([0.7003, 0.2, 0.1], None, 2, 0, False, 1),
-    ],
-)
-def test_urgency_abstains_below_the_threshold_and_decides_the_effective_level(
-    probabilities: list[float],
-    threshold: float | None,
-    declared: int | None,
-    level: int,
-    abstain: bool,
-    effective: int | None,
-) -> None:
-    message = urgency(probabilities, threshold, declared)
-    assert sum(message.probabilities) == pytest.approx(1.0, abs=1e-12)
-    assert (message.level, message.abstain) == (level, abstain)
-    assert (message.effective_level if message.HasField("effective_level") else None) == effective
-    assert (message.abstain_threshold if message.HasField("abstain_threshold") else None) == threshold
+    ):
+        message = urgency(probabilities, threshold, declared)
+        assert sum(message.probabilities) == pytest.approx(1.0, abs=1e-12)
+        assert (message.level, message.abstain) == (level, abstain)
+        assert (message.effective_level if message.HasField("effective_level") else None) == effective
+        assert (message.abstain_threshold if message.HasField("abstain_threshold") else None) == threshold
 
 
 async def test_metadata_tells_heads_and_conditions(rich_stub: Any) -> None:

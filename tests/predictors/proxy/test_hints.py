@@ -82,18 +82,14 @@ async def test_llm_d_gets_headers_of_the_declared_tier(artifact_folder: Path) ->
     assert [second.get(prefix + name) for name in names] == ["7", "30", "chat", None]
 
 
-@pytest.mark.parametrize(
-    ("threshold", "objective"), [(None, "soon"), (0.9, "soon"), (0.999, "chat"), (1.0, "chat")]
-)
-async def test_a_text_raises_its_request_by_one_level_above_the_artifacts_threshold(
-    threshold: float | None, objective: str, tmp_path: Path
-) -> None:
+async def test_a_text_raises_its_request_by_one_level_above_the_artifacts_threshold(tmp_path: Path) -> None:
     """The artifact is 98 % sure of its most urgent level."""
-    artifact = write_rich_artifact(tmp_path / "artifact", abstain_threshold=threshold)
-    options = LEVELS | {"engine": "llm-d", "predictor": str(artifact), "served_model": "tiny-llm"}
-    async with running_engine() as fake, running_proxy(fake.url, **options) as proxy:
-        await proxy.post(chat(SHORT), {"x-tailcast-tier": "2"})
-    assert fake.requests[0][2]["x-llm-d-inference-objective"] == objective
+    for threshold, objective in ((None, "soon"), (0.9, "soon"), (0.999, "chat"), (1.0, "chat")):
+        artifact = write_rich_artifact(tmp_path / str(threshold), abstain_threshold=threshold)
+        options = LEVELS | {"engine": "llm-d", "predictor": str(artifact), "served_model": "tiny-llm"}
+        async with running_engine() as fake, running_proxy(fake.url, **options) as proxy:
+            await proxy.post(chat(SHORT), {"x-tailcast-tier": "2"})
+        assert fake.requests[0][2]["x-llm-d-inference-objective"] == objective
 
 
 async def test_prompts_are_counted_by_the_artifacts_tokenizer(artifact_folder: Path) -> None:
@@ -123,13 +119,13 @@ async def test_members_of_dynamos_client_stay(artifact_folder: Path) -> None:
     assert second["nvext"] == "no object"
 
 
-@pytest.mark.parametrize("tier", ["1", "5", "x", ""])
-async def test_a_tier_that_may_not_be_declared_is_refused(tier: str) -> None:
+async def test_a_tier_that_may_not_be_declared_is_refused() -> None:
     async with running_engine() as fake, running_proxy(fake.url, engine="vllm", most_urgent_tier=2) as proxy:
-        status, body = await proxy.post(chat(SHORT), {"x-tailcast-tier": tier})
-        error = json.loads(body)["error"]
-        assert (status, error["param"]) == (400, "x-tailcast-tier")
-        assert "from 2 to 4" in error["message"]
+        for tier in ("1", "5", "x", ""):
+            status, body = await proxy.post(chat(SHORT), {"x-tailcast-tier": tier})
+            error = json.loads(body)["error"]
+            assert (status, error["param"]) == (400, "x-tailcast-tier")
+            assert "from 2 to 4" in error["message"]
         assert not fake.requests
 
 
