@@ -188,7 +188,7 @@ def _bert(folder: Path) -> str:
 def graphs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     """Exported graphs of tiny encoders, by kind; tests must not write into them."""
     root = tmp_path_factory.mktemp("graphs")
-    made = {}
+    paths = {}
     for kind, make in {"bert": _bert, "deberta": ENCODERS["deberta"], "opt": ENCODERS["opt"]}.items():
         options = PLAIN | ({"pooling": ("mean", "last")} if kind == "opt" else {})
         model = predictor(make(root / kind), **options)
@@ -197,10 +197,10 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
             for name, weight in model.encoder.named_parameters():
                 if weight.ndim == 2 and "word_embeddings" not in name:
                     weight.mul_(8)
-        made[kind] = root / f"{kind}.onnx"
+        paths[kind] = root / f"{kind}.onnx"
         # The older exporter is fast, but gives OPT a branch that no pass reads.
-        export_graph(model, MANIFEST, made[kind], legacy_exporter=kind != "opt")
-    return made
+        export_graph(model, MANIFEST, paths[kind], legacy_exporter=kind != "opt")
+    return paths
 
 
 def largest_difference(one: ir.Model, other: ir.Model) -> float:
