@@ -197,7 +197,7 @@ class Examples(Dataset[TrainingBatch]):
         self._pad_token_id = pad_token_id
         self._max_length = model.config.max_length
         self._served_model = np.array([0, *numbers], dtype=np.int64)[rows.model]
-        targets = (*normalization.normalize(rows.mu, rows.sigma), normalization.normalize_within(rows.sigma))
+        targets = normalization.normalize(rows.mu, rows.sigma)
         self._fits = np.stack(targets, axis=1)
         self._weight = _with_mean_1(rows.weight)
         self._level_weight = _with_mean_1(data.level_weight)
