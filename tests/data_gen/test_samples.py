@@ -21,7 +21,7 @@ from examples.quickstart.tables import join_samples, trace_of, write_trace
 from scheduler_core.errors import InputError
 from scheduler_core.simulator.trace import load_trace
 from scheduler_core.simulator.workloads.arrivals import Arrivals
-from tests.data_gen.sample_rows import sample_row, to_table
+from tests.training.data import sample_row, to_table
 
 SAMPLE = sample_row(prompt_id="a", prompt="Größe?", temperature=0.7)
 FULL = SAMPLE | {

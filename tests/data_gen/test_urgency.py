@@ -82,14 +82,14 @@ def test_labels_of_a_file_are_mapped_to_levels_and_weighted(tmp_path: Path, tick
 
 def test_of_a_text_in_two_sources_the_first_label_counts(tmp_path: Path) -> None:
     seed = seed_labels("llm")[0]
-    own = tmp_path / "own.parquet"
-    pq.write_table(pa.table({"text": [seed.text, "A text of our own"], "level": ["background", "1"]}), own)
+    own = tmp_path / "own.csv"
+    own.write_text(f'text,level,weight\n"{seed.text}",background,\nA text of our own,1,2.5\n')
     out = tmp_path / "mix.parquet"
     assert main([str(out), "--sources", f"llm,labels={own}"]) == 0
     found = {text.text: text for text in read_labels(out)}
     assert found[seed.text].level == seed.level
-    assert found["A text of our own"].level == 1
-    assert found["A text of our own"].split == text_split("A text of our own")
+    own_text = found["A text of our own"]
+    assert (own_text.level, own_text.weight, own_text.split) == (1, 2.5, text_split(own_text.text))
     assert json.loads((tmp_path / "mix.parquet.run.json").read_text())["num_repeated"] == 1
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_gen.splits import split_of
-from data_gen.urgency.labels import read_labels
 from predictors.modules.config import Conditioning, PredictorConfig
 from predictors.modules.encoder import load_tokenizer
 from predictors.modules.heads import Heads, LengthHead
@@ -154,21 +152,6 @@ def test_rows_that_cannot_be_used_are_named(columns, message, tmp_path):
     path = write_lists(tmp_path / "x.parquet", [[5, 6, 7], [8, 9, 10]], **columns)
     with pytest.raises(InputError, match=message):
         read_split_rows(config(data=str(path)))
-
-
-@pytest.mark.parametrize("kind", ["parquet", "csv", "jsonl"])
-def test_labels_have_names_or_numbers(kind, tmp_path):
-    path = tmp_path / f"labels.{kind}"
-    rows = [("server on fire", "emergency", 2.0), ("tidy up, some day", "4", 1.0)]
-    dicts = [dict(zip(("text", "level", "weight"), row, strict=True)) for row in rows]
-    if kind == "parquet":
-        pq.write_table(pa.Table.from_pylist(dicts), path)
-    elif kind == "csv":
-        path.write_text("text,level,weight\n" + "".join(f'"{a}",{b},{c}\n' for a, b, c in rows))
-    else:
-        path.write_text("\n".join(map(json.dumps, dicts)))
-    labels = {text.text: (text.level, text.weight) for text in read_labels(path)}
-    assert labels == {"server on fire": (0, 2.0), "tidy up, some day": (4, 1.0)}
 
 
 def test_labels_are_split_by_their_text(tmp_path):
