@@ -5,13 +5,13 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from data_gen.backend import SamplingSettings, Work, WorkResult
+from data_gen.backend import WorkResult
 from data_gen.cli_gen_samples import main
 from data_gen.samples import read_samples
 from data_gen.synthetic_backend import SyntheticBackend
@@ -67,10 +67,8 @@ def test_sigterm_says_how_to_go_on_and_the_same_command_does(
     assert main([*SYNTHETIC, "--out", str(whole)]) == 0
     sample = SyntheticBackend.sample
 
-    def terminated(
-        self: SyntheticBackend, work: Iterable[Work], settings: SamplingSettings
-    ) -> Iterator[WorkResult]:
-        for number, result in enumerate(sample(self, work, settings)):
+    def terminated(*arguments: Any) -> Iterator[WorkResult]:
+        for number, result in enumerate(sample(*arguments)):
             if number == 50:
                 os.kill(os.getpid(), signal.SIGTERM)
             yield result
@@ -94,15 +92,11 @@ def test_filters_and_sources_reach_the_run_and_are_summed_up(
 ) -> None:
     prompts = tmp_path / "mine.jsonl"
     chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello there"}]
-    rows = [
-        {"messages": chat},
-        {"messages": chat[1:]},
-        {"messages": [{"role": "user", "content": "x" * 500}]},
-        {"messages": [{"role": "user", "content": "HELLO there"}]},
-        {"messages": [{"role": "user", "content": "hello there!"}]},
-        {"messages": [{"role": "user", "content": "beyond the limit"}]},
+    others = [
+        chat[1] | {"content": text} for text in ("x" * 500, "HELLO there", "hello there!", "beyond the limit")
     ]
-    prompts.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    chats = [chat, chat[1:], *([message] for message in others)]
+    prompts.write_text("\n".join(json.dumps({"messages": each}) for each in chats), encoding="utf-8")
     out = tmp_path / "s.parquet"
     arguments = [str(prompts), *SYNTHETIC[1:], "--out", str(out), "--filters.max-characters", "100"]
     arguments += ["--filters.deduplicate", "true", "--filters.near-duplicates", "0.8", "--limit", "2"]
@@ -143,10 +137,8 @@ def test_a_server_of_the_openai_api_and_a_card(tmp_path: Path) -> None:
     assert {row["model"] for row in rows} == {script.model}
     content = json.loads((tmp_path / "s.parquet.run.json").read_text())
     assert content["failures"]["too_long"]["count"] == 4
-    assert (content["notes"]["base_urls"], content["notes"]["header_names"]) == (
-        [f"{server.url}/v1"],
-        ["X-Team"],
-    )
+    assert content["notes"]["base_urls"] == [f"{server.url}/v1"]
+    assert content["notes"]["header_names"] == ["X-Team"]
     chosen = {"api": "chat", "samples_per_request": 1, "send_seed": True, "count_by": "usage", "body": {}}
     assert content["engine_options"] == chosen
     assert "team-secret" not in (tmp_path / "s.parquet.run.json").read_text()

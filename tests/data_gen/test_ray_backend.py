@@ -11,7 +11,7 @@ from data_gen.backend import WorkResult
 from data_gen.cli_gen_samples import main
 from data_gen.ray_backend import RayBackend
 from data_gen.samples import read_samples
-from tests.ray_warnings import RAY_WARNINGS
+from tests.properties import RAY_WARNINGS
 
 pytestmark = RAY_WARNINGS
 ARGUMENTS = ["templates:30", "--backend", "synthetic", "--num-samples", "8", "--progress", "false", "--out"]

@@ -33,24 +33,20 @@ from scheduler_core.urgency import LEVELS
 
 @pytest.fixture
 def tickets(tmp_path: Path) -> Path:
-    rows = [
-        {"text": "Server down\\n\\nPlease look", "label": "critical", "language": "en"},
-        {"text": "Rechnung fehlt", "label": "medium", "language": "de"},
-        {"text": "Frage zum Vertrag", "label": "low", "language": "de"},
-        {"text": "Rechnung fehlt", "label": "high", "language": "de"},
-        {"text": "Merci pour tout", "label": "very_low", "language": "fr"},
+    texts = [
+        "Server down\\n\\nPlease look",
+        "Rechnung fehlt",
+        "Frage zum Vertrag",
+        "Rechnung fehlt",
+        "Merci pour tout",
     ]
-    path = tmp_path / "tickets.parquet"
-    pq.write_table(pa.Table.from_pylist(rows), path)
-    return path
+    labels = ["critical", "medium", "low", "high", "very_low"]
+    table = pa.table({"text": texts, "label": labels, "language": ["en", "de", "de", "de", "fr"]})
+    pq.write_table(table, tmp_path / "tickets.parquet")
+    return tmp_path / "tickets.parquet"
 
 
 MAPPING = "critical=interactive,high=interactive,medium=standard,low=batch,very_low=background"
-
-
-def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    assert main(args) == 2
-    return capsys.readouterr().err
 
 
 def test_the_seed_set_is_written_with_its_levels_and_splits(tmp_path: Path) -> None:
@@ -137,19 +133,17 @@ def test_splits_and_limit_leave_texts_out(tmp_path: Path, tickets: Path) -> None
         (["--sources", "labels"], "labels=FILE"),
         (["--sources", "labels=missing.parquet"], "sources: got 'missing.parquet'"),
         (["--splits", "dev"], "splits: got 'dev'"),
-        (["--levels", "low=1"], None),
+        (["--levels", "low=1", "--sources", "labels={tickets}"], "row 1, column label: got 'critical'"),
         (["--weights", "llm=much"], "weights, llm: got 'much'"),
         (["--augment-claims", "1000"], "augment_claims: got 1000"),
     ],
 )
 def test_bad_options_are_named(
-    tmp_path: Path, tickets: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str | None
+    tmp_path: Path, tickets: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
     out = tmp_path / "out.parquet"
-    if message is None:
-        options = [*options, "--sources", f"labels={tickets}"]
-        message = "row 1, column label: got 'critical'"
-    assert message in refused(capsys, str(out), *options)
+    assert main([str(out), *(word.format(tickets=tickets) for word in options)]) == 2
+    assert message in capsys.readouterr().err
     assert not out.exists()
 
 
@@ -194,12 +188,9 @@ def test_quiet_emergencies_are_emergencies_without_loud_words() -> None:
     assert [seed["id"] for seed in quiet if loud.search(seed["text"])] == []
 
 
-def test_ids_are_unique() -> None:
+def test_ids_are_unique_and_no_two_texts_nearly_the_same() -> None:
     ids = [seed["id"] for seed in EVERY_TEXT] + [pair.id for pair in PAIRS]
-    assert [name for name, count in Counter(ids).items() if count > 1] == []
-
-
-def test_no_two_texts_are_nearly_the_same() -> None:
+    assert len(set(ids)) == len(ids)
     index = NearDuplicates(0.7)
     texts = [seed["text"] for seed in EVERY_TEXT] + [pair.text for pair in PAIRS]
     assert [text for text in texts if not index.add(normalized(text))] == []

@@ -28,14 +28,9 @@ def castillo_rows(prompts: list[str]) -> list[dict[str, Any]]:
         "top_p": 0.9,
         "category": "undefined",
     }
+    common["output_tokens"] = list(range(10, 20))
     return [
-        common
-        | {
-            "model": model,
-            "prompt_id": f"id {prompt}",
-            "prompt": prompt,
-            "output_tokens": list(range(10, 20)),
-        }
+        common | {"model": model, "prompt_id": f"id {prompt}", "prompt": prompt}
         for prompt in prompts
         for model in MODELS
     ]
@@ -104,7 +99,6 @@ def test_alpacas_inputs_are_joined_as_in_castillo_and_a_share_can_be_taken(
 
 def test_answers_of_unknown_end_count_as_finished_and_cut_ones_as_cut(data: Path, tmp_path: Path) -> None:
     prepare(data, tmp_path / "out", alpaca_share=1.0)
-    ends = pq.read_table(tmp_path / "out" / "train_alpaca_eval.parquet").column("finish_reason").to_pylist()
-    assert ends == ["stop", "stop"]
-    ends = pq.read_table(tmp_path / "out" / "train_oasst.parquet").column("finish_reason").to_pylist()
-    assert ends == ["stop", "length"]
+    for name, ends in (("alpaca_eval", ["stop", "stop"]), ("oasst", ["stop", "length"])):
+        table = pq.read_table(tmp_path / "out" / f"train_{name}.parquet")
+        assert table.column("finish_reason").to_pylist() == ends

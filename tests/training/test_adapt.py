@@ -211,11 +211,7 @@ async def test_a_newcomer_with_400_gateway_logs(tmp_path: Path) -> None:
         return web.json_response(completion(min(500, shifted(message["content"], rng, 1))))
 
     feedback = tmp_path / "feedback"
-    options: dict[str, Any] = {
-        "predictor": str(folder),
-        "feedback": str(feedback),
-        "feedback_prompts": "stored",
-    }
+    options = {"predictor": str(folder), "feedback": str(feedback), "feedback_prompts": "stored"}
     async with running_engine(script) as engine, running_proxy(engine.url, **options) as proxy:
         for text in prompts(120):
             assert (await proxy.post(chat(text, model="my-llm")))[0] == 200

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from scheduler_core.errors import InputError, TailcastError
-from tests.ray_warnings import RAY_WARNINGS
+from tests.properties import RAY_WARNINGS
 from tests.training.stand_in_fit import die_once, mean_lengths
 from training.fitting import queries, sample_files
 from training.fitting.fit_job import fit_file
@@ -30,30 +30,19 @@ def samples(num_groups, *, seed=0, longest=9):
     rng = np.random.default_rng(seed)
     group = rng.permutation(np.repeat(np.arange(num_groups), rng.integers(1, longest, num_groups)))
     lengths = rng.integers(1, 400, len(group))
-    return pa.table(
-        {
-            "prompt_id": pa.array([f"p{number}" for number in group // 2]),
-            "model": pa.array(np.where(group % 2, "large", "small")),
-            "prompt": pa.array([f"prompt {number}" for number in group // 2]),
-            "output_tokens": lengths,
-            "finish_reason": pa.array(np.select([lengths > 300, lengths < 9], ["length", "error"], "stop")),
-            "max_tokens": pa.array(np.full(len(group), 300)),
-        }
-    )
+    columns = {"prompt_id": [f"p{number}" for number in group // 2], "output_tokens": lengths}
+    columns |= {"model": np.where(group % 2, "large", "small"), "max_tokens": np.full(len(group), 300)}
+    columns["prompt"] = [f"prompt {number}" for number in group // 2]
+    reasons = np.select([lengths > 300, lengths < 9], ["length", "error"], "stop")
+    return pa.table(columns | {"finish_reason": reasons})
 
 
 def lists(num_groups, *, longest=9, seed=0):
     """A table with one row for each group."""
     rng = np.random.default_rng(seed)
-    return pa.table(
-        {
-            "prompt_id": [f"p{number}" for number in range(num_groups)],
-            "model": ["m"] * num_groups,
-            "output_tokens": [
-                rng.integers(1, 400, size).tolist() for size in rng.integers(0, longest, num_groups)
-            ],
-        }
-    )
+    tokens = [rng.integers(1, 400, size).tolist() for size in rng.integers(0, longest, num_groups)]
+    names = [f"p{number}" for number in range(num_groups)]
+    return pa.table({"prompt_id": names, "model": ["m"] * num_groups, "output_tokens": tokens})
 
 
 def write(table, path):
@@ -296,19 +285,15 @@ def test_a_folder_that_is_not_ours_is_left_as_it_is(tmp_path):
     assert (folder / "thesis.txt").exists()
 
 
-def test_some_group_must_have_three_samples(tmp_path):
+def test_some_group_must_have_three_samples_which_are_never_overwritten(tmp_path):
     path = write(lists(5, longest=3), tmp_path / "samples.parquet")
-    with pytest.raises(
-        InputError, match="samples.parquet, column output_tokens: got '. samples in the largest"
+    for out, message in (
+        (tmp_path / "out", "got '. samples in the largest"),
+        (path, "another file than the"),
     ):
-        fit(path, tmp_path / "out.parquet")
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_the_samples_are_never_overwritten(tmp_path):
-    path = write(lists(10), tmp_path / "samples.parquet")
-    with pytest.raises(InputError, match="out: .*another file than the samples"):
-        fit(tmp_path, path)
+        with pytest.raises(InputError, match=message):
+            fit(path, out)
+        assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("limit", [3_000, 20_000])
