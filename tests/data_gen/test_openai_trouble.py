@@ -56,35 +56,28 @@ def hits(fault: Fault, text: str = "1") -> Callable[[int, dict[str, Any]], Fault
     return lambda number, body: fault if body["messages"][-1]["content"].endswith(text) else GOOD
 
 
-@pytest.mark.parametrize(("kind", "fault", "changed"), FAULTS)
-def test_lasting_trouble_becomes_a_failure_of_its_kind(
+PERMANENT: list[tuple[str, Fault, dict[str, Any]]] = [
+    ("content_filter", Fault(change=lambda content: content["choices"][0].update(finish_reason="content_filter")), {}),
+    ("content_filter", error(400, "blocked by content_filter"), {}),
+    ("finish_reason", Fault(change=lambda content: content["choices"][0].update(finish_reason="tool_calls")), {}),
+    ("too_long", error(400, "This model's maximum context length is 512 tokens"), {}),
+    ("too_long", error(413), {}),
+    ("refused", error(400, "unknown field"), {}),
+    ("too_many_tokens", Fault(change=lambda content: content["usage"].update(completion_tokens=41)), {}),
+    ("no_token_count", Fault(change=lambda content: content.pop("usage")), {}),
+    ("no_token_count", Fault(change=lambda content: content["usage"].update(completion_tokens=0)), {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "fault", "changed"), [*FAULTS, *PERMANENT])
+def test_lasting_trouble_becomes_a_failure_of_its_kind_at_once_where_no_retry_can_help(
     kind: str, fault: Fault, changed: dict[str, Any]
 ) -> None:
     outputs, failures, counters = sampled(Completions(behave=hits(fault)), max_attempts=2, **changed)
     assert {key: failure.kind for key, failure in failures.items()} == {("p1", i): kind for i in range(4)}
-    assert all(failure.reason.startswith("2 attempts") for failure in failures.values())
-    assert (len(outputs), counters["retries"]) == (16, 4)
-
-
-@pytest.mark.parametrize(
-    ("kind", "fault"),
-    [
-        ("content_filter", Fault(change=lambda content: content["choices"][0].update(finish_reason="content_filter"))),
-        ("content_filter", error(400, "blocked by content_filter")),
-        ("finish_reason", Fault(change=lambda content: content["choices"][0].update(finish_reason="tool_calls"))),
-        ("too_long", error(400, "This model's maximum context length is 512 tokens")),
-        ("too_long", error(413)),
-        ("refused", error(400, "unknown field")),
-        ("too_many_tokens", Fault(change=lambda content: content["usage"].update(completion_tokens=41))),
-        ("no_token_count", Fault(change=lambda content: content.pop("usage"))),
-        ("no_token_count", Fault(change=lambda content: content["usage"].update(completion_tokens=0))),
-    ],
-)  # fmt: skip
-def test_what_no_retry_can_help_fails_at_once(kind: str, fault: Fault) -> None:
-    outputs, failures, counters = sampled(Completions(behave=hits(fault)))
-    assert {key: failure.kind for key, failure in failures.items()} == {("p1", i): kind for i in range(4)}
-    assert len(outputs) == 16
-    assert "retries" not in counters
+    is_retried = any(fault is other for _, other, _ in FAULTS)
+    assert {failure.reason.startswith("2 attempts") for failure in failures.values()} == {is_retried}
+    assert (len(outputs), counters.get("retries", 0)) == (16, 4 * is_retried)
 
 
 def test_a_huge_body_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

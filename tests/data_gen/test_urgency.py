@@ -33,13 +33,8 @@ from scheduler_core.urgency import LEVELS
 
 @pytest.fixture
 def tickets(tmp_path: Path) -> Path:
-    texts = [
-        "Server down\\n\\nPlease look",
-        "Rechnung fehlt",
-        "Frage zum Vertrag",
-        "Rechnung fehlt",
-        "Merci pour tout",
-    ]
+    texts = ["Server down\\n\\nPlease look", "Rechnung fehlt", "Frage zum Vertrag"]
+    texts += ["Rechnung fehlt", "Merci pour tout"]
     labels = ["critical", "medium", "low", "high", "very_low"]
     table = pa.table({"text": texts, "label": labels, "language": ["en", "de", "de", "de", "fr"]})
     pq.write_table(table, tmp_path / "tickets.parquet")
@@ -67,12 +62,13 @@ def test_labels_of_a_file_are_mapped_to_levels_and_weighted(tmp_path: Path, tick
     assert main([str(out), "--sources", f"llm,labels={tickets}", *options]) == 0
     texts = read_labels(out)
     of_tickets = [text for text in texts if text.source == tickets.name]
-    assert [(text.level, text.weight, text.language) for text in of_tickets] == [
-        (0, 0.5, "en"),
-        (2, 0.5, "de"),
-        (3, 0.5, "de"),
-        (4, 0.5, "fr"),
+    assert [(text.level, text.language) for text in of_tickets] == [
+        (0, "en"),
+        (2, "de"),
+        (3, "de"),
+        (4, "fr"),
     ]
+    assert {text.weight for text in of_tickets} == {0.5}
     assert {text.weight for text in texts if text.source == "seed-llm"} == {2.0}
 
 

@@ -21,14 +21,8 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def castillo_rows(prompts: list[str]) -> list[dict[str, Any]]:
-    common = {
-        "dataset": "Alpaca",
-        "prompt_tokens": 4,
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "category": "undefined",
-    }
-    common["output_tokens"] = list(range(10, 20))
+    common = {"dataset": "Alpaca", "prompt_tokens": 4, "temperature": 0.7, "top_p": 0.9}
+    common |= {"category": "undefined", "output_tokens": list(range(10, 20))}
     return [
         common | {"model": model, "prompt_id": f"id {prompt}", "prompt": prompt}
         for prompt in prompts

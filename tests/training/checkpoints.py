@@ -89,14 +89,8 @@ def write_drawn_answers(
     drawn = np.exp(mu[:, None] + sigma[:, None] * rng.standard_t(3.5, (len(texts), num_answers)))
     lengths = np.clip(np.rint(np.minimum(drawn, 1e6)), 1, max_tokens)
     finished = drawn < (np.inf if max_tokens is None else max_tokens - 0.5)
-    return write_lists(
-        path,
-        lengths.astype(int).tolist(),
-        finished=finished.tolist(),
-        prompt_id=[f"p{row // 2}" for row in range(len(texts))],
-        prompt=texts,
-        model=models,
-        dataset=["A" if row % 4 < 2 else "B" for row in range(len(texts))],
-        temperature=[0.7] * len(texts),
-        max_tokens=[max_tokens] * len(texts),
-    )
+    columns = {"prompt": texts, "model": models, "finished": finished.tolist()}
+    columns |= {"temperature": [0.7] * len(texts), "max_tokens": [max_tokens] * len(texts)}
+    columns["prompt_id"] = [f"p{row // 2}" for row in range(len(texts))]
+    columns["dataset"] = ["A" if row % 4 < 2 else "B" for row in range(len(texts))]
+    return write_lists(path, lengths.astype(int).tolist(), **columns)

@@ -65,13 +65,13 @@ def write_sample_file(
     for index, (prompt, mu, sigma) in enumerate(prompts(num_prompts)):
         drawn = np.ceil(np.exp(mu + sigma * rng.standard_t(3.5, num_samples)))
         for number, length in enumerate(drawn):
-            row = {
-                "prompt_id": f"p{index:03d}",
-                "prompt": prompt,
-                "category": prompt.split()[3],
+            row = {"prompt_id": f"p{index:03d}", "prompt": prompt, "category": prompt.split()[3]}
+            row |= {
+                "sample_index": number,
+                "max_tokens": max_tokens,
+                "prompt_tokens": len(prompt),
                 "seed": seed,
             }
-            row |= {"sample_index": number, "max_tokens": max_tokens, "prompt_tokens": len(prompt)}
             finish_reason = "length" if length > max_tokens else "stop"
             rows.append(
                 sample_row(**row, output_tokens=int(min(length, max_tokens)), finish_reason=finish_reason)

@@ -40,15 +40,8 @@ def residuals(count=20_000, *, shift=(0.0, 0.0), scale=(1.0, 1.0), limit=np.inf,
     model = rng.integers(1, 3, count)
     z = np.array(shift)[model - 1] + np.array(scale)[model - 1] * rng.standard_t(3.5, count)
     row = np.arange(count)
-    return Residuals(
-        np.minimum(z, limit),
-        z <= limit,
-        np.full(count, float(limit)),
-        model,
-        row // 2,
-        row,
-        np.full(count, 3.5),
-    )
+    limits, nu = np.full(count, float(limit)), np.full(count, 3.5)
+    return Residuals(np.minimum(z, limit), z <= limit, limits, model, row // 2, row, nu)
 
 
 def folds(data, count=5):
@@ -165,15 +158,8 @@ def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("calibrate")
     checkpoint = random_checkpoint(root, info={"data": {"name": "x"}, "note": "kept"})
     for name, seed in (("answers", 0), ("new", 1)):
-        write_drawn_answers(
-            root / f"{name}.parquet",
-            checkpoint,
-            num_prompts=150,
-            shift=(0.6, -0.5),
-            scale=(1.6, 0.8),
-            max_tokens=2000,
-            seed=seed,
-        )
+        wrong = {"shift": (0.6, -0.5), "scale": (1.6, 0.8), "max_tokens": 2000, "num_prompts": 150}
+        write_drawn_answers(root / f"{name}.parquet", checkpoint, seed=seed, **wrong)
     return root
 
 

@@ -80,16 +80,6 @@ def test_the_file_holds_every_group_once_in_order_of_first_appearance(
     assert sorted(tmp_path.iterdir()) == [tmp_path / "out.parquet", path]
 
 
-def test_scattered_rows_that_do_not_fit_into_memory_are_grouped_on_disk(tmp_path, monkeypatch):
-    path = write(samples(60_000, longest=12), tmp_path / "samples.parquet")
-    fit(path, tmp_path / "one.parquet", block_groups=10_000)
-    monkeypatch.setattr(queries, "MEMORY_LIMIT", "48MB")
-    monkeypatch.setattr(queries, "THREADS", 1)
-    monkeypatch.setattr(queries, "BATCH_ROWS", 2048)
-    fit(path, tmp_path / "two.parquet", block_groups=10_000)
-    assert (tmp_path / "one.parquet").read_bytes() == (tmp_path / "two.parquet").read_bytes()
-
-
 @pytest.mark.parametrize(
     ("form", "column", "value", "message"),
     [
@@ -115,10 +105,22 @@ def test_what_is_wrong_is_named_by_its_row_in_the_file(form, column, value, mess
 
 
 @RAY_WARNINGS
-@pytest.mark.parametrize("workers", [{"processes": 2}, {"ray": "local"}])
-def test_several_workers_write_the_same_bytes(workers, tmp_path):
-    path = write(samples(400), tmp_path / "samples.parquet")
-    fit(path, tmp_path / "one.parquet")
+@pytest.mark.parametrize(
+    ("num_groups", "limits", "workers"),
+    [
+        (400, {}, {"processes": 2}),
+        (400, {}, {"ray": "local"}),
+        # Scattered rows that do not fit into memory are grouped on disk.
+        (60_000, {"MEMORY_LIMIT": "48MB", "THREADS": 1, "BATCH_ROWS": 2048}, {"block_groups": 10_000}),
+    ],
+)
+def test_several_workers_and_little_memory_write_the_same_bytes(
+    num_groups, limits, workers, tmp_path, monkeypatch
+):
+    path = write(samples(num_groups, longest=12), tmp_path / "samples.parquet")
+    fit(path, tmp_path / "one.parquet", block_groups=workers.get("block_groups", 16))
+    for name, value in limits.items():
+        monkeypatch.setattr(queries, name, value)
     fit(path, tmp_path / "two.parquet", **workers)
     assert (tmp_path / "one.parquet").read_bytes() == (tmp_path / "two.parquet").read_bytes()
     assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
@@ -167,13 +169,9 @@ if __name__ == "__main__":
 def run_script(script, at, *arguments):
     """Runs a script in another process; returns its exit code once all its children have ended too."""
     at.write_text(script)
-    result = subprocess.run(
-        [sys.executable, str(at), *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(at), *arguments]
+    result = subprocess.run(command, env=environment, capture_output=True, timeout=120, check=False)
     assert result.returncode in (0, -signal.SIGKILL), result.stderr.decode()
     return result.returncode
 
