@@ -238,10 +238,8 @@ class Completions:
             assert request.transport is not None
             request.transport.abort()
         if fault.status != 200 or fault.payload is not None:
-            kind = "application/json"
-            return web.Response(
-                status=fault.status, body=fault.payload, headers=fault.headers, content_type=kind
-            )
+            headers = {"Content-Type": "application/json", **fault.headers}
+            return web.Response(status=fault.status, body=fault.payload, headers=headers)
         content = self._content(body)
         fault.change(content)
         if body.get("stream"):

@@ -168,9 +168,8 @@ class Call:
 @st.composite
 def calls(draw: st.DrawFn, name: str, files: list[str]) -> Call:
     """Command lines with a few hostile values."""
-    chosen = draw(
-        st.lists(st.sampled_from(options(name)), min_size=1, max_size=2, unique_by=lambda one: one.name)
-    )
+    some = st.sampled_from(options(name))
+    chosen = draw(st.lists(some, min_size=1, max_size=2, unique_by=lambda one: one.name))
     required = [one for one in options(name) if one.name in COMMANDS[name].base]
     if draw(st.booleans()):
         chosen[0] = draw(st.sampled_from(required))

@@ -167,10 +167,8 @@ def test_simulate_runs_a_trace_that_was_read(tmp_path: Path) -> None:
     rows = [row | {"request_id": str(n), "output_tokens": 90 - 10 * n} for n in range(8)]
     (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
     trace = tailcast.read_trace(tmp_path / "trace.jsonl")
-    means = {
-        policy: tailcast.simulate(trace, policy, predictor="oracle").metrics["ttlt_s"]["mean"]
-        for policy in ("fcfs", "sept")
-    }
+    runs = {policy: tailcast.simulate(trace, policy, predictor="oracle") for policy in ("fcfs", "sept")}
+    means = {policy: run.metrics["ttlt_s"]["mean"] for policy, run in runs.items()}
     assert means["sept"] <= means["fcfs"]
     assert tailcast.simulate(str(tmp_path / "trace.jsonl"), "fcfs").metrics["ttlt_s"]["mean"] == means["fcfs"]
     with pytest.raises(InputError, match="rate"):

@@ -40,10 +40,8 @@ def stored_samples(store: Path) -> set[tuple[str, int]]:
     """The content of a store, read as any process may."""
     connection = sqlite3.connect(store)
     try:
-        rows = connection.execute(
-            "SELECT prompt_id, sample_index FROM samples WHERE finish_reason != 'error'"
-        )
-        return set(rows.fetchall())
+        query = "SELECT prompt_id, sample_index FROM samples WHERE finish_reason != 'error'"
+        return set(connection.execute(query).fetchall())
     except sqlite3.OperationalError:  # killed before there was a table
         return set()
     finally:

@@ -101,9 +101,7 @@ def test_a_pair_at_the_threshold_is_missed_once_in_a_million_at_most(threshold: 
 
 
 def test_near_duplicates_are_of_the_normalized_conversation() -> None:
-    story = (
-        "Write a short story about a lighthouse keeper who finds a letter from the sea, in the past tense."
-    )
+    story = "Write a short story about a lighthouse keeper who finds a letter from the sea, in the past."
     turns = (Message("user", "Hi"), Message("assistant", "Hello, what can I do?"), Message("user", story))
     poem = "Write a long poem about a mountain guide who loses a map, in rhyme."
     changed = story.upper().replace(" ", "  "), story.replace("sea,", "sea")

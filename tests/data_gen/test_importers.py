@@ -81,9 +81,7 @@ def test_burstgpt_skips_failures_and_keeps_sessions(tmp_path: Path) -> None:
         ("r4", 113.5, "GPT-4", "API log"),
     ]
     assert report["skipped"] == {"no output: 0 output tokens": 1}
-    second = (
-        "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Log Type\n-5,s,43,m,1,2,x\n"
-    )
+    second = "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Log Type\n5,s,4,m,1,2,x"
     assert values_of(imported("burstgpt", write(tmp_path / "c.csv", second))[1], "tenant") == [("s",)]
 
 
@@ -390,9 +388,8 @@ def test_bad_rows_are_left_out_with_their_numbers_and_reasons(tmp_path: Path) ->
     parts = [{"type": "text", "text": "name "}, {"type": "text", "text": "rivers"}]
     image = [{"type": "image_url", "image_url": {"url": "http://x"}}]
     lines = [chat("sea"), chat(parts), "{torn", chat(image), chat(image), chat("sea").replace(": 4", ": 40")]
-    report, rows = imported(
-        "openai-log", write(tmp_path / "o.jsonl", "\n".join(lines) + "\n"), on_error="skip"
-    )
+    source = write(tmp_path / "o.jsonl", "\n".join(lines) + "\n")
+    report, rows = imported("openai-log", source, on_error="skip")
     assert [row["prompt"] for row in rows] == ["sea", "name rivers"]
     assert (report["num_written"], report["num_rows"]) == (2, 6)
     assert sorted(report["skipped"].values()) == [1, 1, 2]

@@ -91,9 +91,8 @@ def test_a_huge_body_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_bad_choice_does_not_cost_the_others() -> None:
     fault = Fault(change=lambda content: content["choices"][1].update(finish_reason="content_filter"))
-    outputs, failures, _ = sampled(
-        Completions(behave=first(1, fault)), WORK[:1], samples_per_request=4, count_by="token_ids"
-    )
+    options = {"samples_per_request": 4, "count_by": "token_ids"}
+    outputs, failures, _ = sampled(Completions(behave=first(1, fault)), WORK[:1], **options)
     assert set(outputs) == {("p0", 0), ("p0", 2), ("p0", 3)}
     assert failures[("p0", 1)].kind == "content_filter"
 

@@ -101,9 +101,8 @@ def test_closing_the_iterator_stops_it_and_prompts_are_taken_as_they_are_needed(
     first = next(results)
     assert len(taken) <= 4
     results.close()  # type: ignore[attr-defined]
-    again = engine.sample(
-        [Work(first.prompt, (first.outputs[0].sample_index,))], SamplingSettings(2, 8, 1.0, 1.0, 1)
-    )
+    same = Work(first.prompt, (first.outputs[0].sample_index,))
+    again = engine.sample([same], SamplingSettings(2, 8, 1.0, 1.0, 1))
     assert next(again).outputs[0].text == first.outputs[0].text
     engine.close()
 
@@ -116,9 +115,8 @@ def test_a_template_that_refuses_a_conversation_fails_that_prompt_alone(tiny_mod
         "{{ m.content }}{% endfor %}"
     )
     refused = Prompt("r", "w1", messages=(Message("system", "w2"), Message("user", "w1")))
-    results = list(
-        engine.sample([Work(refused, (0, 1)), Work(PROMPTS[0], (0,))], SamplingSettings(2, 4, 1.0, 1.0, 0))
-    )
+    work = [Work(refused, (0, 1)), Work(PROMPTS[0], (0,))]
+    results = list(engine.sample(work, SamplingSettings(2, 4, 1.0, 1.0, 0)))
     failures = [failure for result in results for failure in result.failures]
     assert [(f.sample_index, f.kind) for f in failures] == [(0, "template"), (1, "template")]
     assert "no system role" in failures[0].reason

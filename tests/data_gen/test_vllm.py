@@ -205,9 +205,8 @@ def test_a_real_engine_answers_and_repeats_itself(vllm_python: Path, tmp_path: P
         return read_samples(out).to_pylist()
 
     whole = sampled("all.parquet")
-    assert [(row["prompt_id"], row["sample_index"]) for row in whole] == [
-        (f"p{i}", index) for i in range(5) for index in range(4)
-    ]
+    keys = [(f"p{i}", index) for i in range(5) for index in range(4)]
+    assert [(row["prompt_id"], row["sample_index"]) for row in whole] == keys
     for row in whole:
         assert (row["engine"], row["model"], row["prompt_tokens"]) == ("vllm", "tiny-model", 5)
         assert row["engine_version"]
@@ -217,10 +216,8 @@ def test_a_real_engine_answers_and_repeats_itself(vllm_python: Path, tmp_path: P
         assert row["total_s"] >= row["ttft_s"] >= 0
     assert len({row["text"] for row in whole}) > 10
     again = sampled("third.parquet", "--skip", "2", "--limit", "1")
-    kept = ("prompt_id", "sample_index", "output_tokens", "finish_reason", "text")
-    assert [[row[name] for name in kept] for row in again] == [
-        [row[name] for name in kept] for row in whole[8:12]
-    ]
+    for name in ("prompt_id", "sample_index", "output_tokens", "finish_reason", "text"):
+        assert [row[name] for row in again] == [row[name] for row in whole[8:12]]
 
 
 MAX_TOKENS = 48
@@ -245,9 +242,8 @@ class VllmServer:
 
     def start(self) -> None:
         with open(self._log, "ab") as log:
-            self._process = subprocess.Popen(
-                self._command, stdout=log, stderr=log, env=vllm_environment(), start_new_session=True
-            )
+            options: dict[str, Any] = {"env": vllm_environment(), "start_new_session": True}
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, **options)
 
     def kill(self) -> None:
         """SIGKILL to it and its engine processes."""

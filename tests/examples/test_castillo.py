@@ -65,9 +65,8 @@ def words(texts: set[str]) -> set[str]:
 def test_the_report_is_held_out_from_every_set(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     files = prepare(data, out, alpaca_share=1.0)
-    tune, calibration, report = (
-        prompts_of(out / f"{name}.parquet") for name in ("tune", "calibration", "report")
-    )
+    parts = ("tune", "calibration", "report")
+    tune, calibration, report = (prompts_of(out / f"{name}.parquet") for name in parts)
     assert len(tune | calibration | report) == len(tune) + len(calibration) + len(report) == 200
     assert len(tune) == pytest.approx(120, abs=25)
     assert len(report) == pytest.approx(50, abs=25)

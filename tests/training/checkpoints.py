@@ -36,9 +36,8 @@ def random_checkpoint(folder: Path, *, info: dict[str, Any] | None = None, **opt
     if model.config.heads.length is not None:
         z = [_z_scores(model, tokenizer, name) for name in MODELS]
         mean, std = torch.cat(z).mean(0).tolist(), torch.cat(z).std(0).tolist()
-        normalization = Normalization(
-            4.5 - 0.8 * mean[0] / std[0], 0.8 / std[0], 0.33 - 0.05 * mean[1] / std[1], 0.05 / std[1]
-        )
+        mu, sigma = 0.8 / std[0], 0.05 / std[1]
+        normalization = Normalization(4.5 - mu * mean[0], mu, 0.33 - sigma * mean[1], sigma)
         weights = model.state_dict()
         model = PromptPredictor(model.config, model.encoder, normalization)
         model.load_state_dict(weights)

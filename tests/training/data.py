@@ -72,10 +72,8 @@ def write_sample_file(
                 "prompt_tokens": len(prompt),
                 "seed": seed,
             }
-            finish_reason = "length" if length > max_tokens else "stop"
-            rows.append(
-                sample_row(**row, output_tokens=int(min(length, max_tokens)), finish_reason=finish_reason)
-            )
+            row["finish_reason"] = "length" if length > max_tokens else "stop"
+            rows.append(sample_row(**row, output_tokens=int(min(length, max_tokens))))
     write_samples(path, to_table(rows))
     return path
 
@@ -128,10 +126,8 @@ def write_rows(
 
 def write_labels(path: Path, *, count: int = 40) -> Path:
     """A file of urgency labels that the words decide."""
-    texts = [
-        f"{'now' if row % 2 else 'write'} a {'short' if row % 3 else 'long'} list of {row}"
-        for row in range(count)
-    ]
+    words = [(("write", "now")[row % 2], ("long", "short")[row % 3 > 0]) for row in range(count)]
+    texts = [f"{verb} a {size} list of {row}" for row, (verb, size) in enumerate(words)]
     levels = [row % 2 * 3 + (row % 3 == 0) for row in range(count)]
     pq.write_table(pa.table({"text": texts, "level": levels}), path)
     return path

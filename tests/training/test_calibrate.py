@@ -120,9 +120,8 @@ def test_conformal_coverage_is_guaranteed_on_exchangeable_data(count, level, kin
     limits = np.where(rng.random(z.shape) < censored_fraction, draw(z.shape), np.inf)
     finished = z <= limits
     observed = np.minimum(z, limits)
-    offsets = np.array(
-        [conformal_offset(observed[run, :count], finished[run, :count], level) for run in range(repeats)]
-    )
+    pairs = zip(observed[:, :count], finished[:, :count], strict=True)
+    offsets = np.array([conformal_offset(*pair, level) for pair in pairs])
     covered = float((z[:, count] <= offsets).mean())
     error = 4 * math.sqrt(level * (1 - level) / repeats)
     assert covered >= level - error
@@ -241,10 +240,8 @@ def test_training_prompts_are_noticed(tmp_path, caplog):
     caplog.clear()
     assert evaluate([*args, "--split", "train", "--ceiling", "false"]) == 0
     assert "trained on" not in caplog.text
-    many = [f"prompt {number}" for number in range(5000)]
-    assert overlap([*many[:500], *(f"new {number}" for number in range(500))], smallest_hashes(many)) == (
-        pytest.approx(0.5, abs=0.2)
-    )
+    many, new = ([f"{name} {number}" for number in range(5000)] for name in ("prompt", "new"))
+    assert overlap([*many[:500], *new[:500]], smallest_hashes(many)) == pytest.approx(0.5, abs=0.2)
     assert overlap(["new"], smallest_hashes(many)) == overlap(many, []) == 0.0
 
 

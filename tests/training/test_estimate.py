@@ -182,7 +182,7 @@ def test_log_normal_and_exponential_have_their_closed_forms():
 def test_a_fit_depends_neither_on_other_groups_nor_on_the_order_of_samples():
     rng = np.random.default_rng(6)
     rows = [draw(rng, 5.0, 0.5, int(size), 300) for size in rng.integers(3, 120, 40)]
-    together = estimate(sample([x for x, _ in rows], [f for _, f in rows]), family_of("log-t"))
+    together = estimate(sample(*zip(*rows, strict=True)), family_of("log-t"))
     for number, (x, finished) in enumerate(rows):
         order = rng.permutation(len(x))
         _, _, own = one(x[order], finished[order])
@@ -229,9 +229,7 @@ def test_free_nu_at_a_bound_is_flagged(lengths, nu):
 def test_standard_errors_are_the_spread_of_estimates(free, cap):
     rng = np.random.default_rng(13)
     rows = [draw(rng, 5.0, 0.5, 100, cap) for _ in range(1500)]
-    fits = estimate(
-        sample([x for x, _ in rows], [f for _, f in rows]), family_of("log-t", None if free else 3.5)
-    )
+    fits = estimate(sample(*zip(*rows, strict=True)), family_of("log-t", None if free else 3.5))
     inside = np.isfinite(fits.solution.se_m) & np.isfinite(fits.solution.nu)
     for values, errors in ((fits.solution.m, fits.solution.se_m), (fits.solution.s, fits.solution.se_s)):
         spread = values[inside].std()
@@ -336,10 +334,8 @@ def test_distances_of_cut_answers_look_below_the_smallest_cut(lengths, cap):
         share = np.searchsorted(levels, u, side="right") / len(x)
         return (share - u) ** 2 / (u * (1 - u))
 
-    pieces = [0.0, *np.unique(np.minimum(levels, top)), top]
-    total = sum(
-        integrate.quad(weighted_square, a, b, epsabs=1e-10)[0] for a, b in itertools.pairwise(pieces) if b > a
-    )
+    pieces = itertools.pairwise(np.unique([0.0, *np.minimum(levels, top), top]))
+    total = sum(integrate.quad(weighted_square, *piece, epsabs=1e-10)[0] for piece in pieces)
     assert ad[0] == pytest.approx(len(x) * total, rel=1e-4, abs=1e-6)
 
 

@@ -173,9 +173,8 @@ def test_the_ceiling_lies_between_nothing_and_the_fits(rows, tmp_path):
     again, _ = ceilings(rows, seed=3)
     for name, (simulated, _) in bounds.items():
         assert simulated.fits.mu.tolist() == again[name][0].fits.mu.tolist()
-    half, true = (
-        ScoredPredictor.of(*bounds[name]).metrics() for name in ("half_of_outputs", "true_parameters")
-    )
+    metrics = {name: ScoredPredictor.of(*bound).metrics() for name, bound in bounds.items()}
+    half, true = metrics["half_of_outputs"], metrics["true_parameters"]
     assert 0.5 < half["mu"]["r2"] < true["mu"]["r2"] < 1
     # four of eight outputs; prompts with a half that was truncated throughout are left out
     assert 100 < half["num_samples"] == 4 * half["num_prompts"] <= len(rows.outputs) // 2
@@ -201,9 +200,8 @@ def several_models(tmp_path, seed=0):
 def test_the_median_of_each_served_model_is_a_baseline(tmp_path):
     rows = several_models(tmp_path)
     baselines = baselines_of(rows.fits)
-    assert baselines.served_models["m1"][0] == pytest.approx(
-        np.log(4) + baselines.served_models["m0"][0], abs=0.2
-    )
+    (short, _), (long, _) = (baselines.served_models[name] for name in ("m0", "m1"))
+    assert long - short == pytest.approx(np.log(4), abs=0.2)
     content, _ = compare(rows, candidate(rows), baselines)
     assert content["baselines"]["per_model"]["mu"]["r2"] > 0.8 > content["baselines"]["marginal"]["mu"]["r2"]
     mu, _ = baselines.predict(["x", "x"], ["m0", "new"])["per_model"]
@@ -241,10 +239,8 @@ def test_heads_without_a_distribution_get_what_makes_sense(tmp_path):
 
 
 def test_groups_that_were_truncated_throughout_count_for_distributions_only(tmp_path):
-    finished = [[False] * 3] + [[True] * 3] * 20
-    path = write_lists(
-        tmp_path / "x.parquet", [[100] * 3] + [[10, 20, 30], [40, 20, 60]] * 10, finished=finished
-    )
+    lengths, finished = [[100] * 3] + [[10, 20, 30], [40, 20, 60]] * 10, [[False] * 3] + [[True] * 3] * 20
+    path = write_lists(tmp_path / "x.parquet", lengths, finished=finished)
     rows = EvaluationRows.of(read_fits_or_fit(path, FitOptions()))
     mu, sigma = np.array([9.0, *rows.fits.mu[1:]]), np.array([0.5, *rows.fits.sigma[1:]])
     content = metrics(rows, mu=mu, sigma=sigma)
@@ -327,9 +323,8 @@ def test_splits_of_fits_make_up_the_whole_of_the_samples(folder, tmp_path):
     def model_of(file, *options):
         return evaluate(folder / "known/checkpoint", folder / file, tmp_path / "e.json", *options)["model"]
 
-    *splits, whole = (
-        model_of("fits.parquet", "--split", split) for split in ("train", "validation", "test", "all")
-    )
+    names = ("train", "validation", "test", "all")
+    *splits, whole = (model_of("fits.parquet", "--split", name) for name in names)
     counts = [metrics["num_prompts"] for metrics in splits]
     assert whole["num_prompts"] == 120 == sum(counts)
     assert min(counts) > 0

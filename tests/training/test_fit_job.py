@@ -190,9 +190,8 @@ if __name__ == "__main__":
 
 def run_and_kill(path, out, log, stop_at, *, how="self", processes=1):
     """Runs in another process that ends by SIGKILL; returns once all its children have ended too."""
-    code = run_script(
-        SCRIPT, log.with_suffix(".py"), str(path), str(out), str(log), stop_at, how, str(processes)
-    )
+    words = map(str, (path, out, log, stop_at, how, processes))
+    code = run_script(SCRIPT, log.with_suffix(".py"), *words)
     assert code == -signal.SIGKILL
 
 

@@ -70,10 +70,8 @@ def save(folder, form, rows):
 def groups_of(path, **options):
     source = open_samples(path, **{name: options[name] for name in ("keys", "weights") if name in options})
     (table,) = source.blocks(1_000_000, path.parent / "work")
-    rows = table.column(ROW).to_pylist()
-    return group_table(
-        table.drop_columns([ROW, GROUP]), source.path, locate=lambda row: source.locate(rows[row]), **options
-    )
+    options["locate"] = lambda row: source.locate(table.column(ROW)[row].as_py())
+    return group_table(table.drop_columns([ROW, GROUP]), source.path, **options)
 
 
 @pytest.mark.parametrize("rows", [LISTS, ANSWERS], ids=["lists", "answers"])

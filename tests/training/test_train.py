@@ -54,9 +54,7 @@ def bert(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory):
-    return write_sample_file(
-        tmp_path_factory.mktemp("data") / "samples.parquet", num_prompts=40, max_tokens=150
-    )
+    return write_sample_file(tmp_path_factory.mktemp("data") / "samples.parquet", max_tokens=150)
 
 
 @pytest.fixture(scope="module")
@@ -371,9 +369,7 @@ def test_fits_and_samples_train_the_same_model(bert, samples, tmp_path):
 
 def test_without_dropout_of_served_models_unknown_models_are_refused(bert, several, tmp_path):
     train(tiny(bert, several, tmp_path / "out", conditioning=ConditioningOptions(served_model_dropout=0.0)))
-    with pytest.raises(
-        InputError, match="served model: got 'stranger'; allowed: one of large, middle, small"
-    ):
+    with pytest.raises(InputError, match="served model: got 'stranger'; allowed: one of large, middle"):
         predict(load_checkpoint(tmp_path / "out"), ["a"], ["stranger"])
 
 
