@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import io
 import json
@@ -77,20 +78,14 @@ class Source:
         elif kind == ".json":
             text = json.dumps(rows)
         elif kind == ".csv":
-            names = list(rows[0])
-            lines = [names, *([row.get(name, "") for name in names] for row in rows)]
-            text = "".join(",".join(_cell(value) for value in line) + "\n" for line in lines)
+            cells = ([v if isinstance(v, str) else json.dumps(v) for v in row.values()] for row in rows)
+            csv.writer(stream := io.StringIO(newline=""), lineterminator="\n").writerows([rows[0], *cells])
+            text = stream.getvalue()
         else:
-            stream = io.BytesIO()
-            pq.write_table(pa.Table.from_pylist(rows), stream)
-            return stream.getvalue()
+            pq.write_table(pa.Table.from_pylist(rows), binary := io.BytesIO())
+            return binary.getvalue()
         data = text.encode("utf-8", "surrogatepass")
         return gzip.compress(data, mtime=0) if self.suffix.endswith(".gz") else data
-
-
-def _cell(value: object) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return '"' + text.replace('"', '""') + '"' if set(text) & set('",\n') else text
 
 
 def imports(kind: str, rows: list[dict[str, Any]], suffix: str, *words: str) -> Source:

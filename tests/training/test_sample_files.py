@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 
 import datasets
@@ -37,11 +38,6 @@ ANSWERS = [
 ]
 
 
-def quoted(value):
-    text = json.dumps(value) if isinstance(value, list) else str(value)
-    return '"' + text.replace('"', '""') + '"'
-
-
 def save(folder, form, rows):
     """The rows in one format; returns the path to open."""
     path = folder / f"samples.{form}"
@@ -50,8 +46,9 @@ def save(folder, form, rows):
     elif form == "jsonl":
         path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     elif form == "csv":
-        lines = [",".join(rows[0]), *(",".join(map(quoted, row.values())) for row in rows)]
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        cells = ([json.dumps(v) if isinstance(v, list) else v for v in row.values()] for row in rows)
+        with open(path, "w", encoding="utf-8", newline="") as stream:
+            csv.writer(stream).writerows([rows[0], *cells])
     elif form in ("datasets", "dataset dict"):
         path = folder / "saved"
         dataset = datasets.Dataset.from_list(rows)
