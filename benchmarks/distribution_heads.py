@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 Array = NDArray[np.float64]
 BATCH, EPOCHS, RATE, WARMUP, ROWS_PER_PROMPT = 256, 4, 5e-4, 0.05, 4
-#: Served models hidden in training, one row in five, as in examples/pretrained/train.yaml.
+#: Served models hidden in training, one row in five, as in examples/pretrained/minilm.yaml.
 HIDDEN = 0.2
 #: Scores are of lengths up to this.
 LIMIT = 15_000

@@ -22,20 +22,32 @@ import argparse
 import hashlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.distribution_heads import HEADS, Network, Rows, markdown, measure, read_rows, summary, train
+from benchmarks.distribution_heads import (
+    HEADS,
+    Network,
+    Rows,
+    interval,
+    markdown,
+    measure,
+    read_rows,
+    summary,
+    train,
+)
 from benchmarks.pages import put_section
 from benchmarks.pooled import ENCODER, MAX_TOKENS
 from data_gen.transformers_backend import TransformersBackend
 from examples.pretrained.prepare import prepare
+from scheduler_core.report.page import markdown_table
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +124,19 @@ class HiddenStates:
         return result
 
 
+def overview(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """A row for each kind of features: the report prompts, and means over the sources set aside."""
+    header = ("features", "CRPS, tokens", "gain, %", "CRPS, ln", "tau", "set aside: CRPS, ln", "tau ")
+    report, *others = results.values()
+    lines = []
+    for name, one in report.items():
+        means = (np.mean([other[name][key] for other in others]) for key in ("crps_log", "tau"))
+        numbers = (one["crps_log"], one["tau"], *means)
+        gain = interval(one["crps_tokens_gain"])
+        lines.append((name, f"{one['crps_tokens']:.1f}", gain, *(f"{number:.3f}" for number in numbers)))
+    return markdown_table(header, lines)
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Computes what is not in the work folder yet, and prints the tables."""
     parser = argparse.ArgumentParser(
@@ -176,16 +201,15 @@ def main(args: Sequence[str] | None = None) -> None:
                 log.info("%s, seed %d: %.0f s", name, seed, time.monotonic() - since)
             runs[name].append(dict(np.load(file)))
     base = runs["MiniLM"]
-    text = ""
+    results = {}
     for title in ("report", *files.set_aside):
         table = sets[title][0].table
         every = np.ones(len(table), dtype=bool)
-        results = {name: summary(of, base, title, table, every) for name, of in runs.items()}
-        first = results["MiniLM"]
-        text += f"{title}: {first['prompts']:,} prompts, {first['rows']:,} rows\n\n{markdown(results)}\n"
-    print(text)
+        results[title] = {name: summary(of, base, title, table, every) for name, of in runs.items()}
+        first = results[title]["MiniLM"]
+        print(f"{title}: {first['prompts']:,} prompts, {first['rows']:,} rows\n\n{markdown(results[title])}")
     if options.markdown is not None:
-        put_section(options.markdown, "language model features", text)
+        put_section(options.markdown, "language model features", overview(results))
 
 
 if __name__ == "__main__":

@@ -88,10 +88,7 @@ class ExportConfig:
 
 
 def export_onnx(config: ExportConfig) -> Manifest:
-    """Exports as `config` says; nothing appears at `config.out` unless every check passes.
-
-    Returns:
-        The manifest that was written.
+    """Exports as `config` says, and returns the manifest; nothing appears at `config.out` unless every check passes.
 
     Raises:
         InputError: The checkpoint is refused, or `out` may not be replaced.
@@ -184,7 +181,7 @@ def _manifest(config: ExportConfig, checkpoint: Checkpoint) -> Manifest:
         urgency_levels=() if heads.urgency is None else heads.urgency.levels,
         abstain_threshold=threshold,
         bucket_edges=() if heads.bucket is None else heads.bucket.edges,
-        calibration={} if calibration.is_identity else calibration.to_json(),
+        calibration={} if calibration.is_identity else dataclasses.asdict(calibration),
         training_data=training.get("data", {}),
         metrics=training.get("metrics", {}),
         versions=toolchain_versions(),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from predictors.manifest import Manifest
-from scheduler_core.errors import TailcastError
+from scheduler_core.errors import TailcastError, first_line
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -26,14 +26,9 @@ MAX_INLINE_BYTES = 1_900_000_000
 def export_graph(
     model: PromptPredictor, manifest: Manifest, path: Path, *, legacy_exporter: bool = False
 ) -> None:
-    """Writes `model` as an ONNX file with free batch and sequence.
-
-    De-normalization, sigma floor and calibration are inside. Weights beyond 1.9 GB go to a second file beside it. The model
-    is in eval mode on the CPU; the manifest names inputs and outputs.
-
-    Raises:
-        TailcastError: torch cannot export this encoder.
-    """
+    """Writes `model`, in eval mode on the CPU, as an ONNX file with free batch and sequence; TailcastError if torch cannot.
+    De-normalization, sigma floor and calibration are inside. Weights beyond 1.9 GB go to a second file beside it. The
+    manifest names inputs and outputs."""
     import onnx
     import onnx_ir as ir
     import onnxscript  # noqa: F401  (torch names it only in the middle of the export)
@@ -45,9 +40,9 @@ def export_graph(
     except OSError:
         raise
     except Exception as error:  # the exporters raise whatever the failing layer raises
-        lines = str(error).strip().splitlines() or [type(error).__name__]
         other = "the default exporter" if legacy_exporter else "--legacy_exporter true"
-        raise TailcastError(f"torch cannot export this model: {lines[0]}; {other} may") from error
+        text = f"torch cannot export this model: {first_line(error)}; {other} may"
+        raise TailcastError(text) from error
     # Exporters write source paths and stack traces of this machine, and name operator sets that no node uses.
     clean = ir.passes.Sequential(ClearMetadataAndDocStringPass(), RemoveUnusedOpsetsPass())
     ir.save(clean(ir.load(path)).model, path)
@@ -57,19 +52,16 @@ def export_graph(
 def _torch_export(model: PromptPredictor, manifest: Manifest, path: Path, *, legacy_exporter: bool) -> None:
     import torch
 
-    names: dict[str, Any] = {
-        "input_names": [tensor.name for tensor in manifest.inputs],
-        "output_names": [tensor.name for tensor in manifest.outputs],
-    }
-    graph = _in_order(model, *names.values())
-    example = _example(model, manifest)
+    inputs, outputs = ([tensor.name for tensor in tensors] for tensors in (manifest.inputs, manifest.outputs))
+    options: dict[str, Any] = {"input_names": inputs, "output_names": outputs, "verbose": False}
+    graph, example = _in_order(model, inputs, outputs), _example(model, manifest)
     if legacy_exporter:
         axes: dict[str, Any] = {
             tensor.name: {axis: name for axis, name in enumerate(tensor.shape) if isinstance(name, str)}
             for tensor in (*manifest.inputs, *manifest.outputs)
         }
         with torch.no_grad(), _expm1_known_to_the_legacy_exporter():
-            torch.onnx.export(graph, example, path, dynamo=False, dynamic_axes=axes, verbose=False, **names)
+            torch.onnx.export(graph, example, path, dynamo=False, dynamic_axes=axes, **options)
         return
     sizes = {
         "batch": torch.export.Dim("batch", min=1, max=MAX_BATCH),
@@ -80,16 +72,8 @@ def _torch_export(model: PromptPredictor, manifest: Manifest, path: Path, *, leg
         for tensor in manifest.inputs
     ]
     num_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-    torch.onnx.export(
-        graph,
-        example,
-        path,
-        dynamo=True,
-        dynamic_shapes=(tuple(shapes),),
-        external_data=num_bytes > MAX_INLINE_BYTES,
-        verbose=False,
-        **names,
-    )
+    options |= {"dynamic_shapes": (tuple(shapes),), "external_data": num_bytes > MAX_INLINE_BYTES}
+    torch.onnx.export(graph, example, path, dynamo=True, **options)
 
 
 def _in_order(model: PromptPredictor, inputs: Sequence[str], outputs: Sequence[str]) -> nn.Module:

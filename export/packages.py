@@ -31,17 +31,17 @@ _TYPES = {"float32": "TYPE_FP32", "int64": "TYPE_INT64", "string": "TYPE_STRING"
 _RESOURCE = """apiVersion: serving.kserve.io/v1beta1
 kind: InferenceService
 metadata:
-  name: {name}
+  name: {}
   annotations:
-    tailcast/artifact-id: {artifact_id}
-    tailcast/artifact-version: {artifact_version}
+    tailcast/artifact-id: {}
+    tailcast/artifact-version: {}
 spec:
   predictor:
     model:
       modelFormat:
         name: triton
       protocolVersion: v2
-      storageUri: {storage_uri}
+      storageUri: {}
 """
 
 
@@ -99,24 +99,16 @@ class PackageConfig:
 
 
 def package(config: PackageConfig) -> None:
-    """Writes the package.
-
-    Raises:
-        InputError: The artifact is refused, or the folder may not be written.
-    """
+    """Writes the package; InputError if the artifact is refused, or the folder may not be written."""
     out = folder_target(config.out, config.target, overwrite=config.overwrite)
     artifact = open_artifact(config.artifact, public_key=config.public_key)
     with atomic_directory(out, config.target, overwrite=config.overwrite) as folder:
         _write_repository(artifact, config, folder if config.target == "triton" else folder / "models")
         if config.target == "kserve":
-            text = {
-                "artifact_id": artifact.manifest.artifact_id,
-                "artifact_version": artifact.manifest.artifact_version,
-                "storage_uri": config.storage_uri,
-            }
+            manifest = artifact.manifest
             # JSON strings are YAML strings.
-            values = {name: json.dumps(value) for name, value in text.items()}
-            resource = _RESOURCE.format(name=config.name, **values)
+            values = map(json.dumps, (manifest.artifact_id, manifest.artifact_version, config.storage_uri))
+            resource = _RESOURCE.format(config.name, *values)
             (folder / "inference-service.yaml").write_text(resource, encoding="utf-8")
     logger.info("%s of artifact %s in %s", config.target, artifact.manifest.artifact_id, out)
 
@@ -147,19 +139,11 @@ def _model_config(artifact: Artifact, config: PackageConfig) -> str:
     text = TensorSpec(name="text", dtype="string", shape=("batch",), unit="UTF-8")
     for kind, tensors in (("input", (text, *manifest.inputs[2:])), ("output", manifest.outputs)):
         for tensor in tensors:
-            dims = ", ".join(str(size) for size in _dims(tensor))
-            lines.append(
-                f'{kind} {{ name: "{tensor.name}" data_type: {_TYPES[tensor.dtype]} dims: [ {dims} ] }}'
-            )
+            dims = ", ".join(map(str, tensor.shape[1:] or (1,)))  # a row's scalar has one of 1 in Triton
+            shape = f"data_type: {_TYPES[tensor.dtype]} dims: [ {dims} ]"
+            lines.append(f'{kind} {{ name: "{tensor.name}" {shape} }}')
     lines.append(f"dynamic_batching {{ max_queue_delay_microseconds: {config.max_queue_delay_us} }}")
     lines.append(f"instance_group {{ count: {config.instances} kind: KIND_{config.device.upper()} }}")
-    lines += [
-        f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}'
-        for name, value in parameters.items()
-    ]
+    for name, value in parameters.items():
+        lines.append(f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}')
     return "\n".join(lines) + "\n"
-
-
-def _dims(tensor: TensorSpec) -> list[int]:
-    """Dimensions after the batch; a row's scalar has one of 1 in Triton."""
-    return [size if isinstance(size, int) else -1 for size in tensor.shape[1:]] or [1]

@@ -51,14 +51,9 @@ Rows = tuple[list[NDArray[np.int64]], list[str | None], list[float | None]]
 def shapes(
     longest: int, *, max_tokens: int, num_random: int, rng: np.random.Generator
 ) -> Iterator[tuple[int, int, str]]:
-    """(rows, columns, pattern): every pattern at one small shape; edge shapes and random ones, patterns in turn.
-
-    Args:
-        longest: Most columns.
-        max_tokens: Most rows times columns; one row of `longest` columns comes in any case.
-        num_random: Random shapes, log-uniform over 1 to 64 rows and 1 to `longest` columns.
-        rng: Draws them.
-    """
+    """(rows, columns, pattern): every pattern at one small shape; edge shapes and random ones, patterns in turn. Random
+    shapes are log-uniform over 1 to 64 rows and 1 to `longest` columns. There are at most `max_tokens` rows times columns,
+    but one row of `longest` columns comes in any case."""
     yield from ((5, min(16, longest), pattern) for pattern in PATTERNS)
     sizes = [(1, 1), (1, 2), (2, 1), (1, longest), (3, 17)]
     sizes += [(min(MAX_BATCH, max_tokens), 1), (min(MAX_BATCH, max_tokens // 2), 2)]
@@ -80,15 +75,13 @@ def measure_parity(
     max_tokens: int,
     num_random: int,
 ) -> dict[str, Any]:
-    """Compares torch with the artifact on random tokens and conditions, over shapes and padding patterns.
+    """Compares torch with the artifact on random tokens and conditions, over shapes and padding patterns; TailcastError if a
+    shape fails or differs by more than `tolerance`.
 
     Returns:
         max_abs_diff: "batch x seq pattern" -> largest |torch - ONNX Runtime| over all outputs (log tokens for mu and
         sigma, probabilities, fractions of what is larger than 1 for the rest). by_output: output -> the same over all
         shapes. padding: largest change of a prompt's numbers between alone, in a batch, and with more padding. tolerance.
-
-    Raises:
-        TailcastError: A shape fails or differs by more than `tolerance`.
     """
     import torch
 
@@ -109,12 +102,8 @@ def measure_parity(
         by_output = {name: max(value, by_output.get(name, 0.0)) for name, value in differences.items()}
     padding = measure_padding(model, runtime, rng=rng)
     _check(padding, tolerance, "a prompt alone and in a batch")
-    return {
-        "max_abs_diff": by_shape,
-        "by_output": by_output,
-        "padding": max(padding.values()),
-        "tolerance": tolerance,
-    }
+    largest = {"padding": max(padding.values()), "tolerance": tolerance}
+    return {"max_abs_diff": by_shape, "by_output": by_output} | largest
 
 
 def measure_padding(

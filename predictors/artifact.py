@@ -40,16 +40,13 @@ class Artifact:
 
 
 def open_artifact(path: str | Path, *, public_key: str | Path | None = None) -> Artifact:
-    """Reads and verifies an artifact folder.
+    """Reads and verifies an artifact folder; or "pretrained" or "tiny", the artifacts that come with tailcast.
 
-    Args:
-        path: The folder; or "pretrained" or "tiny", the artifacts that come with tailcast.
-        public_key: PEM file of an Ed25519 key that the manifest has to be signed with; None: signatures are ignored.
+    `public_key` is a PEM file of an Ed25519 key that the manifest has to be signed with; None: signatures are ignored.
 
     Raises:
-        InputError: The folder, its manifest or a file is missing, the format is of another version, a manifest field or
-            the artifact version is wrong, a file is not listed, lies elsewhere, or differs from the manifest in its
-            SHA-256, or the signature is missing or wrong.
+        InputError: A file is missing, not listed, lies elsewhere or differs from its SHA-256 in the manifest; the manifest is
+            of another format, or a field, the version or the signature is wrong.
     """
     folder = artifact_folder(path)
     if not folder.is_dir():
@@ -80,11 +77,9 @@ def open_artifact(path: str | Path, *, public_key: str | Path | None = None) -> 
 
 
 def write_manifest(folder: str | Path, manifest: Manifest, *, version_prefix: str | None = None) -> Manifest:
-    """Writes `manifest` into a folder with all other files of the artifact, and returns what was written.
-
-    Its fields `files`, `artifact_version` (behind "PREFIX+") and, where there is a graph, `opset` are replaced. InputError if
-    a field is wrong or contradicts another one, so that it would not be read back.
-    """
+    """Writes `manifest` into a folder with all other files of the artifact, and returns what was written. Its fields `files`,
+    `artifact_version` (behind "PREFIX+") and, where there is a graph, `opset` are replaced. InputError if a field is wrong or
+    contradicts another one, so that it would not be read back."""
     folder = Path(folder)
     update: dict[str, object] = {"files": hash_files(folder)}
     if not (folder / WEIGHTS).is_file():

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from predictors.edge import PortFile, on_signals, run, set_up_logs
 from scheduler_core.command import command
@@ -37,13 +37,8 @@ class ServeConfig:
     """Serves the predictions of artifacts over gRPC and, on request, HTTP, until SIGTERM or Ctrl-C. SIGHUP reloads changed artifacts."""
 
     INPUTS = (
-        "artifact",
-        "more_artifacts",
-        "tls_cert",
-        "tls_key",
-        "tls_client_ca",
-        "public_key",
-        "token_file",
+        *("artifact", "more_artifacts", "public_key", "token_file"),
+        *("tls_cert", "tls_key", "tls_client_ca"),
     )
     OUTPUTS = ("port_file",)
 
@@ -155,8 +150,7 @@ def serve_worker(config: ServeConfig, number: int) -> int:
     from predictors.service.metrics import count_as_worker
 
     def on_ready(port: int) -> None:
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        os.write(sys.stdout.fileno(), b"\n")
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
     set_up_logs(config.log_format)
@@ -170,13 +164,12 @@ def serve_worker(config: ServeConfig, number: int) -> int:
 def build_server(
     config: ServeConfig, *, worker: int | None = None
 ) -> tuple[PredictionServer, dict[str, ArtifactSource]]:
-    """The server of `config`, nothing bound yet, and the sources of its artifacts by id; `worker` is the number of its
-    process, None where there is one alone."""
+    """The server of `config`, nothing bound yet, and the sources of its artifacts by id; `worker` is the process's number."""
     from predictors.runtime import CPU
     from predictors.service.artifacts import open_sources
     from predictors.service.pipeline import worker_cores
     from predictors.service.server import PredictionServer
-    from predictors.service.tracing import Tracing, set_up_exporting
+    from predictors.service.tracing import set_up_exporting
 
     sources, runtimes = open_sources(config)
     provider = runtimes[0].provider
@@ -191,7 +184,6 @@ def build_server(
         batching,
         config,
         reopen=lambda name: sources[name].open(),
-        tracing=Tracing() if config.traces else None,
         shares_ports=worker is not None,
         worker_cores=cores,
     )
@@ -260,27 +252,28 @@ async def _watch(server: PredictionServer, sources: dict[str, ArtifactSource], e
 
 
 async def _supervise(config: ServeConfig, port_file: PortFile) -> int:
-    from predictors.service.metrics import DIRECTORY_VARIABLE, forget_worker
+    from prometheus_client.multiprocess import mark_process_dead
+
+    from predictors.service.metrics import DIRECTORY_VARIABLE
     from predictors.service.server import STREAM_GRACE_S
     from predictors.service.workers import Supervisor, reserved_port
 
     with ExitStack() as stack:
         port = reserved_port(stack, config.host, config.port, "port")
         http_port = config.http_port
-        environment: dict[str, str] = {}
-        on_end: Callable[[int], None] | None = None
+        counting: dict[str, Any] = {}
         if http_port is not None:
             http_port = reserved_port(stack, config.host, http_port, "http_port")
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tailcast-metrics-"))
-            environment = {DIRECTORY_VARIABLE: folder}
-            on_end = functools.partial(forget_worker, folder=folder)
+            counting["environment"] = {DIRECTORY_VARIABLE: folder}
+            # Removes the gauges of a worker that has ended; its counts stay for the next process of that number.
+            counting["on_end"] = functools.partial(mark_process_dead, path=folder)
         shared = dataclasses.replace(config, port=port, http_port=http_port, port_file=None)
         supervisor = Supervisor(
             [sys.executable, "-m", "predictors.service.workers", json.dumps(dataclasses.asdict(shared))],
             config.workers,
             stop_timeout_s=config.drain_delay_s + config.drain_timeout_s + STREAM_GRACE_S + STOP_GRACE_S,
-            environment=environment,
-            on_end=on_end,
+            **counting,
         )
 
         def stop() -> None:

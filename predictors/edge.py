@@ -43,10 +43,8 @@ def on_signals(stop: Callable[[], object], reload: Callable[[], object] | None =
 
 
 class PortFile:
-    """The file for the ports of a ready service, or none.
-
-    The file of a killed service is removed at once: a program that waits for it must not take it for this one's.
-    """
+    """The file for the ports of a ready service, or none; that of a killed service is removed at once, because a program that
+    waits for it must not take it for this one's."""
 
     def __init__(self, path: str | None) -> None:
         self._path = None if path is None else writable_target(path, "port_file")
@@ -68,10 +66,8 @@ class PortFile:
 
 
 class RequestDataFilter(logging.Filter):
-    """Removes the texts of exceptions from log records; passes all of them.
-
-    A `TailcastError` that is an argument of the message stays: its text is meant for the log.
-    """
+    """Removes the texts of exceptions from log records, but for `TailcastError`s among their arguments, which are meant for
+    the log; passes all records."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Rewrites the record in place."""

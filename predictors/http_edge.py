@@ -21,8 +21,8 @@ logger.addFilter(RequestDataFilter())
 class HttpRunner(web.AppRunner):
     """aiohttp's runner without access log; a client that hangs up cancels its request, bodies stay compressed.
 
-    A connection is closed `request_timeout_s` after the first byte of a head (request line and headers) that is not whole
-    by then. Malformed requests get a fixed page and a line in the log without their bytes.
+    A connection is closed `request_timeout_s` after the first byte of a head (request line and headers) that is incomplete by
+    then. Malformed requests get a fixed page and a line in the log without their bytes.
     """
 
     def __init__(
@@ -109,14 +109,10 @@ class _Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, *rest: Any
     ) -> web.StreamResponse:
         if status >= 500 or exc is None:
-            return super().handle_error(request, status, exc, message)
+            return super().handle_error(request, status, exc, *rest)
         self.logger.info("refused a malformed request from %s: %s", request.remote, redacted(exc))
         response = web.Response(status=status, text="malformed HTTP request\n")
         response.force_close()

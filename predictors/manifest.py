@@ -214,25 +214,22 @@ class Manifest(BaseModel):
     @property
     def outputs(self) -> TensorSpecs:
         """Outputs of the graph, in order; all float32."""
-        length = [("mu", "log tokens"), ("sigma", "log tokens")]
-        length += [("nu", "degrees of freedom")] if self.nu is None else []
-        length += [("sigma_within", "log tokens")] if self.within else []
-        levels, buckets = len(self.urgency_levels), len(self.bucket_edges) + 1
-        #: Of each head: name, unit, width (None: a scalar of each row).
-        tensors: dict[str, list[tuple[str, str, int | None]]] = {
-            "length": [(name, unit, None) for name, unit in length],
-            "urgency": [("urgency", "probability", levels)],
-            "bucket": [("bucket", "probability", buckets)],
-            "regression": [("regression_tokens", "tokens", None)],
-            "rank": [("rank", "none; larger = longer", None)],
+        row: tuple[int | str, ...] = ("batch",)
+        length = [("mu", "log tokens", row), ("sigma", "log tokens", row)]
+        length += [("nu", "degrees of freedom", row)] if self.nu is None else []
+        length += [("sigma_within", "log tokens", row)] if self.within else []
+        tensors = {
+            "length": length,
+            "urgency": [("urgency", "probability", (*row, len(self.urgency_levels)))],
+            "bucket": [("bucket", "probability", (*row, len(self.bucket_edges) + 1))],
+            "regression": [("regression_tokens", "tokens", row)],
+            "rank": [("rank", "none; larger = longer", row)],
         }
         return tuple(
-            TensorSpec(
-                name=name, dtype="float32", shape=("batch",) if width is None else ("batch", width), unit=unit
-            )
+            TensorSpec(name=name, dtype="float32", shape=shape, unit=unit)
             for head in get_args(Head)
             if head in self.heads
-            for name, unit, width in tensors[head]
+            for name, unit, shape in tensors[head]
         )
 
     @computed_field  # type: ignore[prop-decorator]

@@ -133,13 +133,10 @@ class ArtifactRuntime:
         *,
         seq: int | None = None,
     ) -> Predicted:
-        """Predicts one batch.
+        """Predicts one batch of B prompts, each token ids int64 [tokens], at least one.
 
-        Args:
-            prompts: Token ids of B prompts, each int64 [tokens], at least one token.
-            served_models: Names of the requests' LLMs [B]; None: unknown. See `Manifest.served_model_number`.
-            temperatures: At least 0 [B]; None: unknown. Ignored by an artifact without conditioning.
-            seq: Pad to so many columns instead of to the longest prompt; changes no number.
+        Served models by name (see `Manifest.served_model_number`) and temperatures, at least 0, are [B]; None: unknown. `seq`
+        pads to so many columns instead of to the longest prompt, which changes no number.
 
         Raises:
             InputError: The artifact cannot predict for a served model, a temperature is below 0, or a prompt has more
@@ -194,12 +191,9 @@ class ArtifactRuntime:
         return Predicted(**{name: np.concatenate([part[name] for part in parts])[order] for name in parts[0]})
 
     def warm_up(self) -> None:
-        """Runs every kind of request, so that the first one pays no start-up cost and none meets a broken model.
-
-        Small batches, one prompt as long as the model reads (up to 2048 tokens) with the highest token id in it, and texts
-        for every served model, with and without a temperature. TailcastError if the model fails, or gives numbers that no
-        scheduler can use.
-        """
+        """Runs every kind of request, so that the first one pays no start-up cost and none meets a broken model: small batches,
+        one prompt as long as the model reads (up to 2048 tokens) with the highest token id in it, and texts for every served
+        model, with and without a temperature. TailcastError if the model fails, or gives numbers that no scheduler can use."""
         manifest = self.artifact.manifest
         names: list[str | None] = list(manifest.served_models)
         if manifest.conditioning is None:
@@ -241,12 +235,9 @@ class ArtifactRuntime:
         unknown = [None] * len(prompts)
         numbers = [manifest.served_model_number(name) for name in served_models or unknown]
         values = [checked_temperature(value) for value in temperatures or unknown]
-        feed: dict[str, NDArray[Any]] = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "served_model": np.array(numbers, dtype=np.int64),
-            "temperature": np.array(values, dtype=np.float32),
-        }
+        feed: dict[str, NDArray[Any]] = {"input_ids": input_ids, "attention_mask": attention_mask}
+        feed["served_model"] = np.array(numbers, dtype=np.int64)
+        feed["temperature"] = np.array(values, dtype=np.float32)
         return {name: feed[name] for name in self._inputs}
 
 
@@ -257,13 +248,9 @@ def open_runtime(
     threads_per_run: int = 1,
     public_key: str | Path | None = None,
 ) -> ArtifactRuntime:
-    """Verifies an artifact and loads it; InputError if it is refused, or the provider cannot be had.
-
-    Args:
-        path, public_key: As in `open_artifact`.
-        provider: "auto" takes CUDA where it works, else the CPU; "cuda" fails where it does not work.
-        threads_per_run: Threads of one model call on the CPU.
-    """
+    """Verifies an artifact (see `open_artifact`) and loads it; InputError if it is refused, or the provider cannot be had:
+    "auto" takes CUDA where it works, else the CPU; "cuda" fails where it does not. A model call on the CPU has
+    `threads_per_run` threads."""
     artifact = open_artifact(path, public_key=public_key)
     manifest = artifact.manifest
     tokenizer = PromptTokenizer(
@@ -323,12 +310,10 @@ def _check_tensors(kind: str, nodes: Sequence[ort.NodeArg], specs: Sequence[Tens
     for spec in specs:
         node = by_name[spec.name]
         type_name = f"tensor({'float' if spec.dtype == 'float32' else spec.dtype})"
-        fits = not node.shape or (  # no shape: the graph does not tell
-            len(node.shape) == len(spec.shape)
-            and all(
-                not isinstance(actual, int) or actual == size
-                for actual, size in zip(node.shape, spec.shape, strict=True)
-            )
+        shape = node.shape or spec.shape  # no shape: the graph does not tell
+        fits = len(shape) == len(spec.shape) and all(
+            not isinstance(actual, int) or actual == size
+            for actual, size in zip(shape, spec.shape, strict=True)
         )
         if node.type != type_name or not fits:
             field, allowed = f"artifact file {MODEL}, {kind}, {spec.name}", f"{type_name} {list(spec.shape)}"

@@ -37,10 +37,8 @@ class TokenizedPrompt:
 
 
 def conversation_text(messages: Iterable[tuple[str, str]]) -> str:
-    """The messages (role and content of each) one after another, each behind its role; a lone user message as it stands.
-
-    With truncation in the middle a long one keeps the system prompt and the end of the last message.
-    """
+    """The messages (role and content of each) one after another, each behind its role; a lone user message as it stands. With
+    truncation in the middle a long one keeps the system prompt and the end of the last message."""
     turns = list(messages)
     if len(turns) == 1 and turns[0][0] == "user":
         return turns[0][1]
@@ -69,13 +67,8 @@ def keep_ends(ids: NDArray[Any], max_length: int) -> NDArray[Any]:
 class PromptTokenizer:
     """Truncating tokenizer of one artifact; thread-safe, and other Python threads run while it works.
 
-    Args:
-        path: `tokenizer.json`.
-        max_length: Maximum number of tokens of a prompt, special tokens included; InputError if it leaves no room for others.
-        truncation_side: What of a longer prompt is dropped: its left or right end, or its middle.
-
-    Attributes:
-        vocabulary_size: All its token ids are below it.
+    `path` is a tokenizer.json. Of a prompt of more than `max_length` tokens, special ones included (InputError if it leaves no
+    others), the left or right end or the middle is dropped. All token ids are below `vocabulary_size`.
     """
 
     def __init__(self, path: Path, *, max_length: int, truncation_side: TruncationSide) -> None:
@@ -102,11 +95,9 @@ class PromptTokenizer:
             self._tokenizer.enable_truncation(max_length, direction=truncation_side)
 
     def __call__(self, prompts: Sequence[str]) -> list[TokenizedPrompt]:
-        """Token ids of each prompt; TailcastError if the tokenizer fails on a text.
-
-        Equal to tokenizing the whole text and truncating, as long as the tokenizer splits at white space; a text with
-        more than 64 characters per token over its whole length is read only that far.
-        """
+        """Token ids of each prompt; TailcastError if the tokenizer fails on a text. Equal to tokenizing the whole text and
+        truncating, as long as the tokenizer splits at white space; a text with more than 64 characters per token over its
+        whole length is read only that far."""
         encode = self._encode_ends if self.truncation_side == "middle" else self._encode
         try:
             return [encode(prompt) for prompt in prompts]

@@ -15,6 +15,13 @@ IntArray = NDArray[np.int64]
 
 # Prompts are sorted by length inside pools of this many batches, so that batches still differ between epochs.
 POOL_BATCHES = 64
+# Batches are padded to a multiple of this many tokens: kernels keep memory for each shape that they have seen.
+WIDTH_STEP = 16
+
+
+def padded_widths(num_tokens: IntArray, max_length: int) -> IntArray:
+    """Widths of the batches whose longest prompts have so many tokens, at most `max_length`."""
+    return np.minimum(-(-num_tokens // WIDTH_STEP) * WIDTH_STEP, max_length)
 
 
 class BatchPlan(NamedTuple):

@@ -134,6 +134,19 @@ class ConditioningOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraOptions:
+    """Low-rank adapters of the encoder's linear layers, which stage 1 trains in place of its weights; in the end they are merged into them (LoRA: Hu et al. 2022)."""
+
+    rank: int = 16
+    """Rank of an adapter; its scale is 2."""
+    layers: int | None = None
+    """Only on the last so many layers, which costs less; unset: on all."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self, "lora.", rank=(1, INTEGERS), layers=(1, INTEGERS))
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageConfig:
     """One stage of training."""
 
@@ -182,6 +195,8 @@ class TrainConfig:
     """Text encoder: a local folder, package:NAME/PATH inside an installed package, or a hub name such as microsoft/deberta-v3-base; or a checkpoint folder of train, whose encoder is then taken without its heads."""
     encoder_dropout: float | None = None
     """Dropout inside the encoder; unset: its own. On a CPU, 0 makes stage 1 about a quarter faster."""
+    lora: LoraOptions | None = None
+    """Adapters, for encoders that are too large to be trained whole; unset: all weights are trained."""
     init: str | None = None
     """Checkpoint to start from; encoder, layers and normalization are then its own, and served models are added to it."""
     only_conditioning: bool = False

@@ -18,7 +18,7 @@ from predictors.modules.config import PredictorConfig
 from predictors.modules.encoder import tokenize
 from predictors.modules.predictor import PromptPredictor
 from scheduler_core.errors import InputError
-from training.batches import BatchPlan, EpochPlans
+from training.batches import BatchPlan, EpochPlans, padded_widths
 from training.config import TrainConfig
 from training.rows import Rows
 
@@ -106,11 +106,16 @@ class TrainingBatch(NamedTuple):
     row: Tensor
 
 
-def pad(token_ids: Sequence[NDArray[Any]], pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """Token ids and mask, int64 [B, S], padded on the right to the longest of the batch."""
-    longest = max(len(ids) for ids in token_ids)
-    input_ids = np.full((len(token_ids), longest), pad_token_id, dtype=np.int64)
-    mask = np.zeros((len(token_ids), longest), dtype=np.int64)
+def pad(
+    token_ids: Sequence[NDArray[Any]], pad_token_id: int, max_length: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Token ids and mask, int64 [B, S], padded on the right to the longest of the batch; with the `max_length` of all
+    batches to one of few widths."""
+    width = max(len(ids) for ids in token_ids)
+    if max_length is not None:
+        width = int(padded_widths(np.array(width), max_length))
+    input_ids = np.full((len(token_ids), width), pad_token_id, dtype=np.int64)
+    mask = np.zeros((len(token_ids), width), dtype=np.int64)
     for row, ids in enumerate(token_ids):
         input_ids[row, : len(ids)] = ids
         mask[row, : len(ids)] = 1
@@ -190,8 +195,9 @@ class Examples(Dataset[TrainingBatch]):
         self.data = data
         self.features = features
         self._pad_token_id = pad_token_id
+        self._max_length = model.config.max_length
         self._served_model = np.array([0, *numbers], dtype=np.int64)[rows.model]
-        targets = (*normalization.normalize(rows.mu, rows.sigma), normalization.normalize_within(rows.sigma))
+        targets = normalization.normalize(rows.mu, rows.sigma)
         self._fits = np.stack(targets, axis=1)
         self._weight = _with_mean_1(rows.weight)
         self._level_weight = _with_mean_1(data.level_weight)
@@ -205,7 +211,8 @@ class Examples(Dataset[TrainingBatch]):
         if self.features is not None:
             inputs: tuple[Tensor, ...] = (self.features[torch.from_numpy(prompts)],)
         else:
-            inputs = pad([data.token_ids[number] for number in prompts.tolist()], self._pad_token_id)
+            token_ids = [data.token_ids[number] for number in prompts.tolist()]
+            inputs = pad(token_ids, self._pad_token_id, self._max_length)
         return TrainingBatch(
             inputs=inputs,
             row_prompt=torch.from_numpy(plan.row_prompt),

@@ -20,7 +20,7 @@ from predictors.modules.normalization import Normalization
 from predictors.modules.predictor import PromptPredictor
 from predictors.modules.towers import Tower
 from scheduler_core.errors import InputError
-from training.config import ConditioningOptions, StageConfig, TrainConfig
+from training.config import ConditioningOptions, LoraOptions, StageConfig, TrainConfig
 from training.data import UrgencyLabels
 from training.rows import Rows
 
@@ -58,7 +58,40 @@ def initial_model(config: TrainConfig, train: Rows, labels: UrgencyLabels) -> In
     )
     if config.encoder_dropout is not None:
         set_dropout(initial.model.encoder, config.encoder_dropout)
+    if config.lora is not None:
+        initial.model.encoder = with_adapters(initial.model.encoder, config.lora)
     return initial
+
+
+def with_adapters(encoder: nn.Module, options: LoraOptions) -> nn.Module:
+    """The encoder with adapters of zero effect; `merge_adapters` gives it back with what they have learned.
+
+    Raises:
+        InputError: It has fewer layers.
+    """
+    from peft import LoraConfig, LoraModel
+
+    num_layers = int(encoder.config.num_hidden_layers)  # type: ignore[union-attr,arg-type]
+    if options.layers is not None and options.layers > num_layers:
+        raise InputError("lora.layers", options.layers, f"at most the encoder's {num_layers}")
+    layers = next(
+        module
+        for module in encoder.modules()
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers
+    )
+    trained = set(layers[num_layers - (options.layers or num_layers) :].modules())
+    names = [
+        name
+        for name, module in encoder.named_modules()
+        if isinstance(module, nn.Linear) and module in trained
+    ]
+    adapters = LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules=names)
+    return LoraModel(encoder, adapters, "default")
+
+
+def merge_adapters(model: PromptPredictor) -> None:
+    """Adds the adapters' products to the weights of the encoder, which is then as it was loaded but for them."""
+    model.encoder = model.encoder.merge_and_unload()  # type: ignore[operator]
 
 
 def set_dropout(encoder: nn.Module, rate: float) -> None:

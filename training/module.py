@@ -74,6 +74,9 @@ class StageModule(L.LightningModule):
             self._embedding.requires_grad_(True)
         elif self._number != 1:
             self.network.encoder.requires_grad_(False).eval()
+        elif self._config.lora is not None:
+            for name, parameter in self.network.encoder.named_parameters():
+                parameter.requires_grad_(".lora_" in name)
 
     @property
     def _embedding(self) -> nn.Parameter:
@@ -244,12 +247,14 @@ class StageModule(L.LightningModule):
             raise self._diverged("gradient", {})
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Leaves out a frozen encoder."""
-        if self._number != 1:
-            weights = checkpoint["state_dict"]
-            checkpoint["state_dict"] = {
-                name: value for name, value in weights.items() if not name.startswith("network.encoder.")
-            }
+        """Leaves out what is frozen of the encoder."""
+        frozen = {
+            name
+            for name, value in self.named_parameters()
+            if name.startswith("network.encoder.") and not value.requires_grad
+        }
+        weights = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {name: value for name, value in weights.items() if name not in frozen}
 
 
 def parameter_groups(network: PromptPredictor, stage: StageConfig) -> list[dict[str, Any]]:

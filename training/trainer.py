@@ -33,12 +33,12 @@ from torch import distributed as dist
 
 from predictors.modules.predictor import PromptPredictor
 from scheduler_core.files import atomic_file
-from training.batches import Batching, EpochPlans
+from training.batches import Batching, EpochPlans, padded_widths
 from training.config import StageConfig, TrainConfig
 from training.data import Examples, SplitData, TrainingBatch, loader, prompt_weights
 from training.distributed import is_first_process, launch, node_rank, wait_for_others
 from training.failures import NoProgressError, memory_errors
-from training.initial_model import InitialModel
+from training.initial_model import InitialModel, merge_adapters
 from training.module import MONITOR, StageModule
 from training.prediction import pooled_features
 from training.progress import tracked
@@ -88,6 +88,8 @@ def train_stages(
     for number in stages:
         if number in (1, best_row(history)["stage"]):
             _load_best(initial.model, work / f"stage{number}")
+    if config.lora is not None:
+        merge_adapters(initial.model)
     initial.model.requires_grad_(False).eval().to("cpu")
     return history
 
@@ -145,7 +147,11 @@ def _features(
     path = folder / FEATURES
     if is_first_process() and not path.exists():
         initial.model.to(device)
-        with memory_errors(lambda: None, f"computing features of {config.batch_size} prompts at a time"):
+        precision = torch.bfloat16 if config.precision == "bf16-mixed" else torch.float16
+        with (
+            memory_errors(lambda: None, f"computing features of {config.batch_size} prompts at a time"),
+            torch.autocast(device.type, precision, enabled=config.precision != "32-true"),
+        ):
             features = {
                 name: pooled_features(
                     initial.model,
@@ -354,8 +360,12 @@ def _plans(
         by_length=config.batching == "sorted" and number == 1,
         rows_per_prompt=config.rows_per_prompt,
     )
+    widths = {
+        name: padded_widths(split.num_tokens, config.max_length)
+        for name, split in (("train", train), ("validation", validation))
+    }
     training = EpochPlans(
-        train.num_tokens,
+        widths["train"],
         train.row_offsets,
         batching,
         seed=2 * config.seed + number,
@@ -366,7 +376,7 @@ def _plans(
     in_order = replace(batching, shuffled=False, by_length=number == 1, rows_per_prompt=None)
     return {
         "train": training,
-        "validation": EpochPlans(validation.num_tokens, validation.row_offsets, in_order),
+        "validation": EpochPlans(widths["validation"], validation.row_offsets, in_order),
     }
 
 

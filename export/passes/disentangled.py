@@ -61,16 +61,9 @@ class PositionTerm:
 def position_tables(
     model: ir.Model, terms: Sequence[PositionTerm], max_length: int, rng: np.random.Generator, vocabulary: int
 ) -> dict[PositionTerm, Array]:
-    """Tables of terms by distance.
-
-    Args:
-        terms: Terms whose tables do not depend on the prompt and whose buckets depend on the distance alone; others are
-            left out.
-        max_length: Most tokens P the graph reads.
-
-    Returns:
-        [H, D, 2 P] of each term; column c is for the distance (row less column) P - c.
-    """
+    """Tables of terms by distance, [H, D, 2 P] of each, where `max_length` P is the most tokens that the graph reads; column c is
+    for the distance (row less column) P - c. Left out are terms whose tables depend on the prompt, or whose buckets depend on
+    more than the distance."""
     values = [value for term in terms for value in (term.table, term.index)]
     longest = probe(model, values, random_feed(model, 1, max_length, rng, vocabulary))
     shorter = probe(model, values, random_feed(model, 1, max(1, max_length // 3), rng, vocabulary))
@@ -110,18 +103,10 @@ class RelativeBias:
         tables: Sequence[Array],
         num_heads: int,
     ) -> ir.Value:
-        """Adds nodes for the sum of some terms; returns the bias [B, H, S, S].
-
-        Args:
-            query, key: Projections [B, S, H D].
-            terms: At least one.
-            tables: Table of each term by distance [H, D, 2 P], scaled.
-            num_heads: Heads H.
-        """
+        """Adds nodes for the sum of some terms (at least one) of the projections [B, S, H D], with a table of each by distance
+        [H, D, 2 P], scaled; returns the bias [B, H, S, S]."""
         graph = self._graph
-        if not self._sizes:
-            self._sizes = self._add_sizes()
-        sizes = self._sizes
+        sizes = self._sizes = self._sizes or self._add_sizes()
         parts = []
         for term, table in zip(terms, tables, strict=True):
             by_distance = add_constant(graph, "positions_by_distance", table)

@@ -29,14 +29,9 @@ LOWEST = -6e4
 
 
 def to_half(model: ir.Model, last_states: ir.Value, feed: Feed) -> int:
-    """Puts the encoder of a simplified graph into half precision, in place; returns the number of its nodes.
-
-    Inputs and outputs of the graph keep their types. `last_states` are the encoder's last hidden states, `feed` are inputs to
-    see the types of tensors with.
-
-    Raises:
-        TailcastError: No word embeddings lead to `last_states`.
-    """
+    """Puts the encoder of a simplified graph into half precision, in place; returns the number of its nodes. Inputs and
+    outputs of the graph keep their types. `last_states` are the encoder's last hidden states (TailcastError if no word
+    embeddings lead there), `feed` are inputs to see the types of tensors with."""
     graph = model.graph
     halved = _between(graph, last_states)
     if not halved:

@@ -63,11 +63,7 @@ def finish(model: ir.Model) -> None:
 
 
 def session(model: ir.Model, *, optimize: bool = True) -> Any:
-    """An ONNX Runtime session on the CPU with one thread.
-
-    Raises:
-        TailcastError: The graph is refused or too large.
-    """
+    """An ONNX Runtime session on the CPU with one thread; TailcastError if the graph is refused or too large."""
     import onnxruntime as ort
 
     message = ir.to_proto(model)
@@ -88,10 +84,8 @@ def session(model: ir.Model, *, optimize: bool = True) -> Any:
 def random_feed(
     model: ir.Model, batch: int, seq: int, rng: np.random.Generator, vocabulary: int
 ) -> dict[str, Array]:
-    """Inputs for a graph of token ids: random tokens, rows padded on the right from the second on, zeros for the rest.
-
-    The graph's inputs have the axes batch and seq in this order, as the manifest says.
-    """
+    """Inputs for a graph of token ids, with the axes batch and seq: random tokens, rows padded on the right from the second on,
+    zeros for the rest."""
     feed: dict[str, Array] = {}
     lengths = np.array([seq, *rng.integers(1, seq + 1, size=batch - 1)])
     for value in model.graph.inputs:

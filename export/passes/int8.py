@@ -80,10 +80,8 @@ class Product:
 
 
 def find_products(model: ir.Model, feed: Feed) -> list[Product]:
-    """Products worth quantizing, in the order of the graph: those with one row per token, as a run on `feed` shows.
-
-    The small products behind the pooling stay exact.
-    """
+    """Products worth quantizing, in the order of the graph: those with one row per token, as a run on `feed` shows; the small
+    ones behind the pooling stay exact."""
     products = [
         Product(node, source)
         for node in model.graph
@@ -159,15 +157,10 @@ def smooth(model: ir.Model, products: Sequence[Product], ranges: Mapping[ir.Valu
             constants = [array for value in node.inputs[1:] if (array := stored(value)) is not None]
             if len(constants) < 2:
                 continue
-            gain, offset = constants
-            smoothed = add(
-                graph,
-                "LayerNormalization",
-                node.inputs[0],
-                add_constant(graph, "smooth_gain", gain / scale),
-                add_constant(graph, "smooth_offset", (offset - shift) / scale),
-                **{name: attribute.value for name, attribute in node.attributes.items()},
-            )
+            gain = add_constant(graph, "smooth_gain", constants[0] / scale)
+            offset = add_constant(graph, "smooth_offset", (constants[1] - shift) / scale)
+            attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+            smoothed = add(graph, "LayerNormalization", node.inputs[0], gain, offset, **attributes)
             for product in group:
                 replace_uses(source, smoothed, [product.node])
         elif node.op_type == "MultiHeadAttention" and len(source.consumers()) == len(group):
@@ -267,11 +260,9 @@ def _largest_pairs(weight: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def quantize_tables(model: ir.Model, *, least_rows: int = 1000) -> int:
-    """Stores embedding tables in bytes with a scale per row, in place; returns how many.
-
-    A row is turned back into floats when it is looked up: that makes the file smaller and no prediction slower, at a rounding
-    error far below that of the products. Tables of less than `least_rows` stay as they are.
-    """
+    """Stores embedding tables (of at least `least_rows`) in bytes with a scale per row, in place; returns how many. A row is
+    turned back into floats when it is looked up: that makes the file smaller and no prediction slower, at a rounding error
+    far below that of the products."""
     graph = model.graph
     done = 0
     for node in [node for node in graph if node.op_type == "Gather"]:

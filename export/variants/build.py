@@ -35,18 +35,8 @@ def build_variant(
     vocabulary: int,
     seed: int,
 ) -> tuple[ir.Model, dict[str, int]]:
-    """The graph of a variant, and the number of its rewrites by kind.
-
-    Args:
-        path: The graph in single precision, as export-onnx writes it.
-        kind: One of `PRECISION`.
-        calibration: Token ids of prompts that calibrate int8, each [tokens].
-        max_length, vocabulary: Maximum number of tokens of a row; number of token ids.
-        seed: Of random tokens.
-
-    Raises:
-        TailcastError: The graph does not allow it.
-    """
+    """The graph of a variant (`kind` is one of `PRECISION`), and the number of its rewrites by kind; TailcastError if the graph
+    at `path`, in single precision, does not allow it. Token ids of prompts calibrate int8; `seed` is of random tokens."""
     model = simplified(path)
     feed = random_feed(model, 2, min(5, max_length), np.random.default_rng(seed), vocabulary)
     steps: dict[str, int] = {}
@@ -72,14 +62,9 @@ def build_variant(
 
 
 def simplified(path: str | Path) -> ir.Model:
-    """The graph of a file with its constants folded and its duplicates removed (ONNX Runtime's basic level).
-
-    That turns `MatMul(x, Transpose(weight))` into a product with a stored weight, which the other passes can see, and
-    leaves only standard operators.
-
-    Raises:
-        TailcastError: ONNX Runtime refuses the file, or a node has a graph inside.
-    """
+    """The graph of a file with its constants folded and its duplicates removed (ONNX Runtime's basic level); TailcastError if
+    ONNX Runtime refuses the file, or a node has a graph inside. That turns `MatMul(x, Transpose(weight))` into a product with
+    a stored weight, which the other passes can see, and leaves only standard operators."""
     import onnxruntime as ort
 
     with tempfile.TemporaryDirectory() as folder:

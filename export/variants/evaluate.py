@@ -39,14 +39,8 @@ PromptRow = tuple[str, str | None, float | None]
 def split_prompts(
     path: str, target: Path, num_calibration: int, rng: np.random.Generator
 ) -> tuple[list[str], list[PromptRow]]:
-    """Splits a data file by prompt; writes the rows with prompts that do not calibrate to `target`, for the evaluation.
-
-    Returns:
-        At most `num_calibration` distinct prompts that calibrate; rows with other prompts, one per prompt.
-
-    Raises:
-        InputError: The file has no prompts, or fewer than three.
-    """
+    """Splits a data file by prompt (InputError if it has fewer than three): at most `num_calibration` distinct prompts that
+    calibrate, and rows with others, one per prompt, which are all written to `target` for the evaluation."""
     with open_parquet(path, "data") as file, readable(path, "data", "Parquet"):
         table = file.read()
     if "prompt" not in table.column_names or table["prompt"].null_count == len(table):
@@ -118,11 +112,8 @@ def select_metrics(metrics: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def rejection_reasons(plain: Metrics, result: Mapping[str, Any], limits: AcceptanceLimits) -> Iterator[str]:
-    """Limits that a variant exceeds; batch mates may change next to nothing in single precision.
-
-    `plain` are the metrics of the artifact; `result` has precision, metrics (on the same rows), probability_shift and
-    batch_mates of the variant.
-    """
+    """Limits that a variant exceeds; batch mates may change next to nothing in single precision. `plain` are the metrics of
+    the artifact; `result` has precision, metrics (on the same rows), probability_shift and batch_mates of the variant."""
     checks = [("r2", "R2 of mu", limits.r2_drop), ("tau", "Kendall's tau", limits.tau_drop)]
     checks += [(level, f"coverage of {level.upper()}", limits.coverage_shift) for level in LEVELS]
     for name, label, limit in checks:

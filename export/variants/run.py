@@ -55,12 +55,7 @@ Evaluate = Callable[[Mapping[str, Path], Path], Mapping[str, Any]]
 
 
 def export_variants(config: VariantsConfig, evaluate: Evaluate) -> dict[str, Any]:
-    """Makes the variants; returns the content of report.json.
-
-    Raises:
-        InputError: Artifact, data or options cannot be used together.
-        TailcastError: A graph cannot be rewritten.
-    """
+    """Makes the variants; returns the content of report.json. InputError if artifact, data or options cannot be used together."""
     out = folder_target(config.out, KIND, overwrite=config.overwrite)
     existing_file(config.data, "data")
     artifact = open_artifact(config.artifact, public_key=config.public_key)
@@ -185,10 +180,8 @@ def _compare(
 def _measure(
     config: VariantsConfig, folders: Mapping[str, Path], max_length: int
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Minimum time of a call, variants interleaved: provider -> "batch x tokens" -> name -> milliseconds.
-
-    Full batches without padding; CUDA where there is a GPU. On the CPU it is CPU time of the process.
-    """
+    """Minimum time of a call, variants interleaved: provider -> "batch x tokens" -> name -> milliseconds. Full batches
+    without padding; CUDA where there is a GPU. On the CPU it is CPU time of the process."""
     sizes = [tuple(map(int, shape.split("x"))) for shape in config.shapes]
     shapes = [(batch, tokens) for batch, tokens in sizes if tokens <= max_length]
     if not shapes:

@@ -1,9 +1,8 @@
 """Clients of the prediction service.
 
-`connect("host:port")` gives the asynchronous client of schedulers and simulators (the `Predictor` protocol of
-scheduler_core); `SyncPredictor` is the same for programs without an event loop. Both open their connections at the
-first call, give every call a deadline, and leave retries to gRPC's own retry policy. `InProcessPredictor` runs the
-artifact in this process instead; without an event loop that is `predictors.runtime.open_runtime`.
+`connect("host:port")` gives the asynchronous client of schedulers and simulators (the `Predictor` protocol of scheduler_core),
+`SyncPredictor` is for programs without an event loop. Both open their connections at the first call. `InProcessPredictor` runs
+the artifact in this process instead; without an event loop that is `predictors.runtime.open_runtime`.
 """
 
 from __future__ import annotations
@@ -46,10 +45,8 @@ def connect(address: str) -> GrpcPredictor:
 
 
 def load(artifact: str, field: str = "predictor") -> InProcessPredictor:
-    """A client for an artifact run in this process, loaded at the first call, as `open_predictor(artifact)` makes it.
-
-    The artifact is "pretrained", "tiny", or a folder; InputError, about the option `field`, if there is none.
-    """
+    """A client for an artifact run in this process, loaded at the first call, as `open_predictor(artifact)` makes it. The
+    artifact is "pretrained", "tiny", or a folder; InputError, about the option `field`, if there is none."""
     folder = artifact_folder(artifact)
     if not folder.is_dir():
         raise InputError(field, artifact, PREDICTORS)

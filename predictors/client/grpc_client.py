@@ -50,12 +50,8 @@ RETRY_THROTTLING = {"maxTokens": 100, "tokenRatio": 0.2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsSettings:
-    """Encryption. Paths of PEM files.
-
-    Attributes:
-        ca: Certificates that the server's is checked against; None: the system's.
-        certificate, key: The client's own, for mutual TLS; both or neither.
-    """
+    """Encryption, by paths of PEM files: certificates that the server's is checked against (unset: the system's), and the
+    client's own certificate and key, for mutual TLS (both or neither)."""
 
     ca: str | None = None
     certificate: str | None = None
@@ -154,10 +150,7 @@ def checked_address(address: str) -> str:
 
 def _failure(error: Any, address: str, message: pb.PredictRequest | None = None) -> PredictorError:
     """The error of a call that ended with a status, about a request if it is about one."""
-    code, details = error.code().name, error.details()
-    if message is not None:
-        return PredictorError.about(message, code, details, address)
-    return PredictorError(f"predictor {address}: {code}: {details}", code)
+    return PredictorError.about(message, error.code().name, error.details(), address)
 
 
 class GrpcPredictor(AsyncClient):
@@ -216,10 +209,8 @@ class GrpcPredictor(AsyncClient):
 
 
 class SyncPredictor:
-    """Blocking client with the same limits and errors; thread-safe.
-
-    It uses gRPC's blocking interface and no event loop, so it works in a process that runs loops of its own.
-    """
+    """Blocking client with the same limits and errors; thread-safe, and without an event loop, so that it works in a process that
+    runs loops of its own."""
 
     def __init__(self, address: str, settings: ClientSettings | None = None) -> None:
         self.address = checked_address(address)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from predictors.client.messages import AsyncClient, PredictorError, checked_timeout, gathered, response
+from predictors.client.messages import AsyncClient, PredictorError, gathered, response
 from predictors.proto import predictor_v1_pb2 as pb
 from scheduler_core.errors import TailcastError
 
@@ -21,25 +21,23 @@ MAX_MESSAGE_BYTES = 2**31 - 1  # nothing is transported
 class InProcessPredictor(AsyncClient):
     """Runs an artifact in threads of this process, with the service's batching and checks. Needs extra `serve`.
 
-    The event loop is never blocked: loading, tokenizing and the model run in threads.
+    The event loop is never blocked: loading (at the first call), tokenizing and the model run in threads.
 
     Args:
-        artifact: Artifact folder; loaded at the first call.
+        artifact, public_key: As in `open_artifact`.
         batching: How requests are grouped; default: the service's for a CPU with one worker.
-        timeout_s: Deadline of one call, loading not included.
-        public_key: PEM file of an Ed25519 key that the artifact has to be signed with; None: signatures are ignored.
     """
+
+    timeout_s = 10.0
 
     def __init__(
         self,
         artifact: str | Path,
         batching: BatchingSettings | None = None,
         *,
-        timeout_s: float = 10.0,
         public_key: str | Path | None = None,
     ) -> None:
         self.address = str(artifact)
-        self.timeout_s = checked_timeout(timeout_s)
         self._public_key = public_key
         self._batching = batching
         self._started: tuple[asyncio.AbstractEventLoop, asyncio.Task[PredictorCalls]] | None = None
@@ -63,10 +61,9 @@ class InProcessPredictor(AsyncClient):
 
     async def calls(self) -> PredictorCalls:
         """The service's methods, of this event loop; loaded once. InputError if the artifact is refused."""
-        loop = asyncio.get_running_loop()
-        if self._started is None or self._started[0] is not loop:
-            self._started = (loop, asyncio.ensure_future(self._start()))
-        started = self._started
+        loop, started = asyncio.get_running_loop(), self._started
+        if started is None or started[0] is not loop:
+            started = self._started = (loop, asyncio.ensure_future(self._start()))
         try:
             return await asyncio.shield(started[1])
         except TailcastError:
@@ -87,7 +84,7 @@ class InProcessPredictor(AsyncClient):
         except BaseException:
             await table.close()
             raise
-        return PredictorCalls(table, max_message_bytes=MAX_MESSAGE_BYTES)
+        return PredictorCalls(table, MAX_MESSAGE_BYTES)
 
     async def _one(
         self, calls: PredictorCalls, message: pb.PredictRequest, seconds: float

@@ -42,10 +42,11 @@ class PredictorError(TailcastError):
         return type(self), (str(self), self.code, self.request_id)
 
     @classmethod
-    def about(cls, message: pb.PredictRequest, code: str, details: str | None, address: str) -> Self:
-        """The error about one request."""
-        text = f"predictor {address}: request {message.request_id!r}: {code}: {details}"
-        return cls(text, code, message.request_id)
+    def about(cls, message: pb.PredictRequest | None, code: str, details: str | None, address: str) -> Self:
+        """The error about a request, if it is about one."""
+        request_id = None if message is None else message.request_id
+        request = "" if message is None else f"request {request_id!r}: "
+        return cls(f"predictor {address}: {request}{code}: {details}", code, request_id)
 
 
 class AsyncClient(ABC):
@@ -57,9 +58,7 @@ class AsyncClient(ABC):
     async def predict(
         self, requests: Sequence[PredictionRequest], *, timeout_s: float | None = None
     ) -> list[Prediction]:
-        """Predictions of all heads of the artifact, in the order of `requests`.
-
-        `timeout_s` is the deadline of this call; None: that of the client.
+        """Predictions of all heads of the artifact, in the order of `requests`, by the deadline of this call (None: the client's).
 
         Raises:
             PredictorError: The service could not be reached in time, or refused or failed one of the requests.
@@ -145,9 +144,7 @@ def batch_responses(
     if len(batch.outcomes) != len(messages):
         details = f"{len(batch.outcomes)} outcomes for {len(messages)} requests"
         raise PredictorError.about(messages[0], "INTERNAL", details, address)
-    return [
-        response(outcome, message, address) for outcome, message in zip(batch.outcomes, messages, strict=True)
-    ]
+    return [response(*pair, address) for pair in zip(batch.outcomes, messages, strict=True)]
 
 
 def response(outcome: pb.Outcome, message: pb.PredictRequest, address: str) -> pb.PredictResponse:

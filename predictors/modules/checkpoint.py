@@ -62,18 +62,13 @@ def save_checkpoint(
     overwrite: bool = False,
 ) -> None:
     """Writes a checkpoint folder atomically, weights in float32; InputError if it holds a checkpoint and `overwrite` is false,
-    or something else.
-
-    Args:
-        training_info: Content of `training.json`; JSON without NaN.
-        extra_files: Name in the folder -> file to copy, for logs.
-    """
+    or something else. `extra_files` are copied: name in the folder -> file."""
     from safetensors.torch import save_file
 
     config = {
         "format_version": FORMAT_VERSION,
         "predictor": dataclasses.asdict(model.config),
-        "calibration": model.calibration.to_json(),
+        "calibration": dataclasses.asdict(model.calibration),
         "encoder_config": config_of(model.encoder),
     }
     weights = {

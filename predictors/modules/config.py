@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -23,7 +23,6 @@ class Conditioning:
     Attributes:
         served_models: Names of the LLMs; number i + 1 is served_models[i], number 0 any other one.
         width: Width of the embedding of a served model.
-        temperature: Also the sampling temperature.
         unknown: Number 0 was trained, by hiding the served model at random; without it a predictor refuses LLMs that
             are not in the list.
         unknown_is_mean: Predict for number 0 the mean over all others, in place of what was trained for it.
@@ -52,7 +51,6 @@ class PredictorConfig:
 
     Attributes:
         encoder: Where the encoder came from, as the user named it (for the record; a checkpoint does not need it).
-        conditioning: Conditions of the heads; None: the prompt alone.
         max_length: Maximum number of tokens of a prompt, special tokens included; the rest is truncated.
         truncation_side: Which part of a longer prompt is dropped: its left or right end, or its middle.
         pooling: Poolings whose features are concatenated, out of cls, mean, max, last.
@@ -74,8 +72,7 @@ class PredictorConfig:
     served_models: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        poolings = set(self.pooling)
-        if not poolings or len(poolings) < len(self.pooling) or not poolings <= POOLINGS.keys():
+        if not self.pooling or sorted(self.pooling) != sorted(POOLINGS.keys() & set(self.pooling)):
             allowed = f"one or more of {', '.join(POOLINGS)}, each once"
             raise InputError("pooling", list(self.pooling), allowed)
         check_ranges(self, max_length=(3, INTEGERS))
@@ -108,7 +105,7 @@ class Calibration:
 
     def __post_init__(self) -> None:
         for name in ("sigma_scale", "mu_shift"):
-            object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
+            object.__setattr__(self, name, tuple(map(float, getattr(self, name))))
         if not self.sigma_scale or not all(0 < value < math.inf for value in self.sigma_scale):
             raise InputError("sigma_scale", self.sigma_scale, "finite numbers > 0")
         if len(self.mu_shift) != len(self.sigma_scale) or not all(map(math.isfinite, self.mu_shift)):
@@ -128,10 +125,6 @@ class Calibration:
     def is_identity(self) -> bool:
         """Whether it changes nothing."""
         return self == Calibration.identity(self.num_models)
-
-    def to_json(self) -> dict[str, Any]:
-        """Lists in place of tuples."""
-        return {"sigma_scale": list(self.sigma_scale), "mu_shift": list(self.mu_shift)}
 
 
 Config = TypeVar("Config")

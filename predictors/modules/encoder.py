@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from predictors.tokenizer import keep_ends
-from scheduler_core.errors import InputError
+from scheduler_core.errors import InputError, first_line
 from scheduler_core.files import PACKAGE_SCHEME, inside_package
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def load_encoder(encoder: str) -> nn.Module:
             source, dtype=torch.float32, output_loading_info=True
         )
     except Exception as error:  # transformers, huggingface_hub and safetensors share no base class
-        raise InputError("encoder", encoder, f"{ALLOWED} ({_first_line(error)})") from error
+        raise InputError("encoder", encoder, f"{ALLOWED} ({first_line(error)})") from error
     missing = [name for name in report["missing_keys"] if not name.startswith(UNUSED_WEIGHTS)]
     if missing:
         raise InputError("encoder", encoder, f"a model with all its weights (missing: {missing[0]}, ...)")
@@ -72,7 +72,7 @@ def build_encoder(config: Any) -> nn.Module:
         auto: Any = transformers.AutoModel
         model = auto.from_config(model_class.from_dict(dict(config)), dtype=torch.float32)
     except Exception as error:  # KeyError for an unknown type; configurations raise what they like
-        reason = f"the configuration of a transformers encoder ({_first_line(error)})"
+        reason = f"the configuration of a transformers encoder ({first_line(error)})"
         raise InputError("encoder_config", config, reason) from error
     return _as_text_encoder(model).eval()
 
@@ -91,7 +91,7 @@ def load_tokenizer(encoder: str, *, truncation_side: str = "right") -> PreTraine
             padding_side="right",
         )
     except Exception as error:
-        reason = f"{ALLOWED}; its tokenizer failed ({_first_line(error)})"
+        reason = f"{ALLOWED}; its tokenizer failed ({first_line(error)})"
         raise InputError("encoder", encoder, reason) from error
     if tokenizer.pad_token_id is None or not tokenizer.is_fast:
         raise InputError("encoder", encoder, "an encoder with a tokenizer.json and a padding token")
@@ -105,11 +105,8 @@ def tokenize(
     max_length: int,
     truncation_side: str = "right",
 ) -> list[NDArray[np.int32]]:
-    """Token ids of each prompt, at most `max_length`, special tokens included.
-
-    The tokenizer is from `load_tokenizer` with the same truncation side: left, right or middle, the part of a longer prompt
-    that is dropped.
-    """
+    """Token ids of each prompt, at most `max_length`, special tokens included; `tokenizer` is that of `load_tokenizer` for the
+    same truncation side (left, right or middle: the part of a longer prompt that is dropped)."""
     if not prompts:
         return []
     is_middle = truncation_side == "middle"
@@ -176,13 +173,8 @@ POOLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def pool(states: Tensor, attention_mask: Tensor, poolings: Sequence[str]) -> Tensor:
-    """Features [B, len(poolings) * H]: the named poolings, concatenated.
-
-    Args:
-        states: Last hidden states [B, S, H].
-        attention_mask: 1 at tokens, 0 at padding [B, S]; at least one token in each row, padding on the right.
-        poolings: Names out of `POOLINGS`, in order.
-    """
+    """The named poolings of the last hidden states [B, S, H], concatenated: [B, len(poolings) * H]; the mask [B, S] is 1 at
+    tokens, of which each row has at least one, and 0 at padding on the right."""
     mask = attention_mask.to(torch.bool)
     return torch.cat([POOLINGS[name](states, mask) for name in poolings], dim=-1)
 
@@ -195,8 +187,3 @@ def _as_text_encoder(model: Any) -> nn.Module:
     if getattr(model.config, "use_cache", None):
         model.config.use_cache = False
     return model  # type: ignore[no-any-return]
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -1,7 +1,6 @@
 """Scaling of training targets, and back.
 
-Source: TIE, predictor targets: z-score of mu and z-score of log(1 + sigma); SSJF: z-score of ln(1 + tokens); all from
-the training split only.
+Source: TIE: z-scores of mu and of log(1 + sigma); SSJF: of ln(1 + tokens); all from the training split only.
 """
 
 from __future__ import annotations
@@ -47,15 +46,9 @@ class Normalization:
         tokens: ArrayLike | None = None,
         within: ArrayLike | None = None,
     ) -> Normalization:
-        """Statistics of training targets; those of an unset one stay at 0 and 1.
-
-        InputError if there are fewer than two, or all are alike, so that there is nothing to learn.
-
-        Args:
-            mu, sigma: Fitted parameters [N], log tokens, sigma above 0.
-            tokens: Targets of the regression head [M], tokens, at least 0.
-            within: Fitted sigma as target of sigma_within [K], log tokens, above 0.
-        """
+        """Statistics of training targets; those of an unset one stay at 0 and 1. Targets are fitted mu and sigma [N] in log
+        tokens, tokens of the regression head [M], and fitted sigma as target of sigma_within [K]. InputError if there are
+        fewer than two, or all are alike, so that there is nothing to learn."""
         targets = {
             "mu": ("mu", mu),
             "sigma": ("sigma_log", None if sigma is None else np.log1p(sigma)),
@@ -75,15 +68,11 @@ class Normalization:
             statistics |= {f"{prefix}_mean": float(values.mean()), f"{prefix}_std": float(values.std())}
         return cls(**statistics)
 
-    def normalize(self, mu: ArrayLike, sigma: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Training targets: z-scores of mu [N] and of log(1 + sigma) [N]."""
-        mu_z = (np.asarray(mu, dtype=np.float64) - self.mu_mean) / self.mu_std
-        return mu_z, (_log1p(sigma) - self.sigma_log_mean) / self.sigma_log_std
-
-    def normalize_within(self, sigma: ArrayLike) -> NDArray[np.float64]:
-        """Training targets of sigma_within: z-scores of log(1 + sigma) [N]."""
-        return (_log1p(sigma) - self.within_log_mean) / self.within_log_std
-
-
-def _log1p(values: ArrayLike) -> NDArray[np.float64]:
-    return np.asarray(np.log1p(np.asarray(values, dtype=np.float64)))
+    def normalize(self, mu: ArrayLike, sigma: ArrayLike) -> tuple[NDArray[np.float64], ...]:
+        """Training targets: z-scores of mu, and of log(1 + sigma) as targets of sigma and of sigma_within, [N] each."""
+        mu, log = np.asarray(mu, dtype=np.float64), np.log1p(np.asarray(sigma, dtype=np.float64))
+        return (
+            (mu - self.mu_mean) / self.mu_std,
+            (log - self.sigma_log_mean) / self.sigma_log_std,
+            (log - self.within_log_mean) / self.within_log_std,
+        )

@@ -24,10 +24,7 @@ EMBEDDING_STD = 0.1
 
 
 class ConditionFeatures(nn.Module):
-    """Embedding of the served model, ln temperature, and whether the temperature is known.
-
-    `generator` draws the initial embeddings, N(0, 0.1^2); unset, torch's global generator does.
-    """
+    """Embedding of the served model (drawn from N(0, 0.1^2)), ln temperature, and whether the temperature is known."""
 
     def __init__(self, conditioning: Conditioning, generator: torch.Generator | None = None) -> None:
         super().__init__()
@@ -37,13 +34,8 @@ class ConditionFeatures(nn.Module):
         nn.init.normal_(self.served_model.weight, std=EMBEDDING_STD, generator=generator)
 
     def forward(self, features: Tensor, served_model: Tensor | None, temperature: Tensor | None) -> Tensor:
-        """The conditions of each row [B, num_features].
-
-        Args:
-            features: The prompts' features [B, F], for their number, dtype and device.
-            served_model: Numbers of served models, int64 [B]; 0 = unknown; None = all unknown.
-            temperature: Sampling temperatures, at least 0, [B]; NaN = unknown; None = all unknown.
-        """
+        """The conditions of each row [B, num_features], in dtype and device of the prompts' features [B, F]. Numbers of
+        served models are int64 [B], 0 = unknown; temperatures at least 0 [B], NaN = unknown; None: all unknown."""
         if served_model is None:
             served_model = torch.zeros(features.shape[0], dtype=torch.int64, device=features.device)
         parts = [self.served_model(served_model).to(features.dtype)]
@@ -124,9 +116,7 @@ class PromptPredictor(nn.Module):
 
     def features(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Features [B, F] of prompts' token ids [B, S], with a mask that is 1 at tokens and 0 at padding on the right [B, S].
-
-        They depend neither on the other rows of the batch nor on how far a row is padded.
-        """
+        They depend neither on the other rows of the batch nor on how far a row is padded."""
         states = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         features = pool(states, attention_mask, self.config.pooling)
         if self.config.prompt_length:
@@ -143,12 +133,10 @@ class PromptPredictor(nn.Module):
         row_prompt: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Scores of each head, which training compares with its targets (see the heads' `build`): [R, ...], of heads that are
-        not conditioned [P, ...].
+        not conditioned [P, ...]; of prompts' features [P, F].
 
-        Args:
-            features: Of prompts [P, F].
-            served_model, temperature: As in `ConditionFeatures.forward`, [R]; a predictor without conditioning ignores both.
-            row_prompt: Prompt of each row (prompt, served model, temperature), int64 [R]; None: one row per prompt.
+        Served models and temperatures, [R], are as in `ConditionFeatures.forward`; a predictor without conditioning ignores both.
+        `row_prompt` is the prompt of each row (prompt, served model, temperature), int64 [R]; None: one row per prompt.
         """
         conditions = None
         if self.conditions is not None:
@@ -168,11 +156,7 @@ class PromptPredictor(nn.Module):
         return head.parameters(scores, self.normalization, differentiable_floor=self.training)
 
     def outputs(self, scores: Mapping[str, Tensor], served_model: Tensor | None = None) -> dict[str, Tensor]:
-        """Scores in natural units, calibration included.
-
-        Args:
-            scores: As `scores` returns them.
-            served_model: Numbers of served models, int64 [B], for the calibration; None: all unknown.
+        """Scores, as `scores` returns them, in natural units, calibrated for the served models (numbers, int64 [B]; None: unknown).
 
         Returns:
             Of the heads that are there: mu [B], sigma [B] (log tokens), nu [B] where it is learned, sigma_within [B] (log
@@ -193,11 +177,9 @@ class PromptPredictor(nn.Module):
     def predict(
         self, features: Tensor, served_model: Tensor | None = None, temperature: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """As `outputs`, of prompts' features [B, F]; served_model and temperature as in `scores`, [B].
-
-        With `Conditioning.unknown_is_mean` an unknown served model gets the means of the outputs for all known ones; for
-        sigma^2, the mean of sigma^2 and the variance of mu (law of total variance).
-        """
+        """As `outputs`, of prompts' features [B, F]; served_model and temperature as in `scores`, [B]. With
+        `Conditioning.unknown_is_mean` an unknown served model gets the means of the outputs for all known ones; for sigma^2,
+        the mean of sigma^2 and the variance of mu (law of total variance)."""
         conditioning = self.config.conditioning
         if conditioning is None or not conditioning.unknown_is_mean:
             return self.outputs(self.scores(features, served_model, temperature), served_model)

@@ -16,14 +16,8 @@ XAVIER_GAIN = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Tower:
-    """Layers of a tower. Defaults: TIE's.
-
-    Attributes:
-        hidden_sizes: Widths of the hidden layers; empty: one linear layer.
-        dropouts: Dropout after each hidden layer.
-        activation: gelu or relu.
-        layer_norm: A LayerNorm after all hidden layers but the last.
-    """
+    """Layers of a tower: widths of the hidden ones (none: one linear layer), dropout after each, activation (gelu or relu), and
+    whether a LayerNorm follows all hidden layers but the last. Defaults: TIE's."""
 
     hidden_sizes: tuple[int, ...] = (256, 256, 128)
     dropouts: tuple[float, ...] = (0.2, 0.2, 0.1)
@@ -41,10 +35,8 @@ class Tower:
 def build_tower(
     num_features: int, tower: Tower, num_outputs: int = 1, generator: torch.Generator | None = None
 ) -> nn.Sequential:
-    """Features [B, num_features] -> [B, num_outputs], Xavier-uniform with gain 0.5, bias 0.
-
-    Each hidden layer is Linear, LayerNorm (optional, not in the last), activation, dropout; then Linear.
-    """
+    """Features [B, num_features] -> [B, num_outputs], Xavier-uniform with gain 0.5, bias 0. Each hidden layer is Linear,
+    LayerNorm (optional, not in the last), activation, dropout; then Linear."""
     layers: list[nn.Module] = []
     width = num_features
     for index, (size, rate) in enumerate(zip(tower.hidden_sizes, tower.dropouts, strict=True)):
@@ -66,14 +58,7 @@ class ConditionedTower(nn.Module):
 
     The effect of a served model differs by kind of prompt: a product learns that from fewer examples than layers on the
     concatenation of features and conditions (FiLM: Perez et al. 2018). Both functions start at 0. Without conditions it
-    is a plain tower.
-
-    Args:
-        num_features: Width F of the prompt's features.
-        num_conditions: Width C of the conditions; 0: none.
-        tower: Layers.
-        num_outputs: Width of the result; None: one number without an axis of its own.
-        generator: Draws the initial weights; unset, torch's global generator does.
+    is a plain tower. With `num_outputs` None the result is one number without an axis of its own.
     """
 
     def __init__(
@@ -98,13 +83,8 @@ class ConditionedTower(nn.Module):
     def forward(
         self, features: Tensor, conditions: Tensor | None, row_prompt: Tensor | None = None
     ) -> Tensor:
-        """Scores of R rows, [R, num_outputs] or [R].
-
-        Args:
-            features: Of P prompts [P, F].
-            conditions: Of the rows [R, C]; None where there are none.
-            row_prompt: Prompt of each row, int64 [R]; None: R = P, one row for each.
-        """
+        """Scores of R rows, [R, num_outputs] or [R], from features of P prompts [P, F] and conditions of the rows [R, C] or None;
+        `row_prompt` is the prompt of each row, int64 [R] (None: R = P)."""
         if conditions is None or self.shift is None:
             scores: Tensor = self.rest(features if row_prompt is None else features[row_prompt])
         elif self.scale is None:

@@ -1,7 +1,6 @@
 """Generator of the checked-in gRPC code: `python -m predictors.proto.generate` writes it beside each .proto file.
 
-The Open Inference Protocol is everybody's: tritonclient registers messages of the same names. Ours have a descriptor pool
-of their own, so that both can be imported in one process.
+tritonclient registers the Open Inference Protocol's messages too: ours have a pool of their own, so that both can be imported.
 """
 
 from __future__ import annotations

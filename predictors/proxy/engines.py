@@ -8,6 +8,7 @@ the key.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Mapping
@@ -49,17 +50,15 @@ class PriorityEngine:
     """An engine with member `priority`: +-round(resolution * key).
 
     Like every engine it has `endpoints`, the paths whose bodies may carry the hint's members (None: the hint has headers
-    only, for all paths), and `hint`.
+    only, for all paths), here those given and the OpenAI API's, and `hint`.
 
     The order of keys is kept but for differences below 1 / resolution, which become ties (engines serve those by
     arrival). Keys of different times are on one scale: their origin never moves. A number outside the engine's range is
     refused, not clipped: clipped numbers would be equal and silently turn the order into that of arrival.
     """
 
-    def __init__(
-        self, endpoints: frozenset[str], *, bits: int = 64, lower_first: bool, resolution: float
-    ) -> None:
-        self.endpoints = endpoints
+    def __init__(self, *endpoints: str, bits: int = 64, lower_first: bool = False, resolution: float) -> None:
+        self.endpoints = frozenset({CHAT, TEXT, "/v1/responses", *endpoints})
         self._low, self._high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
         self._factor = resolution if lower_first else -resolution
 
@@ -118,16 +117,15 @@ class LlmD:
 
 def make_engine(config: ProxyConfig) -> PriorityEngine | LlmD | None:
     """The engine of `config.engine`; None for `none`."""
-    common = {CHAT, TEXT, "/v1/responses"}
     resolution = config.resolution
     match config.engine:
         case "vllm":
-            endpoints = frozenset(common | {"/v1/chat/completions/batch", "/inference/v1/generate"})
-            return PriorityEngine(endpoints, lower_first=True, resolution=resolution)
+            endpoints = ("/v1/chat/completions/batch", "/inference/v1/generate")
+            return PriorityEngine(*endpoints, lower_first=True, resolution=resolution)
         case "sglang":
-            return PriorityEngine(frozenset(common | {"/generate"}), lower_first=False, resolution=resolution)
+            return PriorityEngine("/generate", resolution=resolution)
         case "dynamo":
-            return Dynamo(frozenset(common), bits=32, lower_first=False, resolution=resolution)
+            return Dynamo(bits=32, resolution=resolution)
         case "llm-d":
             return LlmD(config)
         case _:
@@ -164,20 +162,15 @@ class ClientRules:
         """Raises InputError for a value that is not UTF-8, and for a repeated header of the tenant or the tier: they could not
         be passed on as they came, or be read in two ways."""
         for name, value in headers.items():
-            try:
-                value.encode()
-            except UnicodeEncodeError:
-                raise InputError(name, "other bytes", "UTF-8") from None
+            if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
+                raise InputError(name, "other bytes", "UTF-8")
         for name in (self._config.tenant_header, self._config.tier_header):
-            values = headers.getall(name, ())
-            if len(values) > 1:
-                raise InputError(name, f"{len(values)} times", "once")
+            if (count := len(headers.getall(name, ()))) > 1:
+                raise InputError(name, f"{count} times", "once")
 
     def allowed_content(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
         """A body's members without the client's hints; `content` itself where there are none."""
-        allowed = content
-        for path in CLIENT_MEMBERS:
-            allowed = _without(allowed, path)
+        allowed = functools.reduce(_without, CLIENT_MEMBERS, content)
         return content if allowed == content else allowed
 
 

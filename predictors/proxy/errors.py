@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from aiohttp import web
 
 from scheduler_core.errors import InputError, TailcastError
@@ -32,9 +30,7 @@ class Refusal(TailcastError):
         """The response to the client; `closes` the connection where the request has not been read to its end."""
         kind = TYPES.get(self.status, "invalid_request_error")
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        response = web.Response(
-            status=self.status, text=json.dumps({"error": error}), content_type="application/json"
-        )
+        response = web.json_response({"error": error}, status=self.status)
         if self.status == 429:
             response.headers["Retry-After"] = "1"
         if closes:

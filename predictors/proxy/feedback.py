@@ -31,26 +31,18 @@ SHADOW_DEADLINE_S = 10.0
 
 @dataclass(slots=True, kw_only=True)
 class Exchange:
-    """One completion on its way through the proxy.
-
-    Attributes:
-        started_s: Time of its arrival, on `time.perf_counter`.
-        forecast: The prediction as the predictor made it.
-        prompt_tokens: Length of the prompt that was counted with it; None where it was not.
-        waited_s: Time spent on the prediction, or in the proxy's own queue.
-        end: complete, error, engine_lost or client_gone.
-    """
+    """One completion on its way through the proxy."""
 
     parsed: ParsedRequest
     request: Request
     query: PredictionRequest
-    started_s: float
-    waited_s: float = 0.0
-    forecast: Forecast | None = None
-    prompt_tokens: int | None = None
+    started_s: float  # time of its arrival, on `time.perf_counter`
+    waited_s: float = 0.0  # spent on the prediction, or in the proxy's own queue
+    forecast: Forecast | None = None  # as the predictor made it
+    prompt_tokens: int | None = None  # where they were counted with it
     shadow: asyncio.Task[Forecast] | None = None
     stats: ResponseStats | None = None
-    end: str = ""
+    end: str = ""  # complete, error, engine_lost or client_gone
 
 
 class Recorder:
@@ -58,10 +50,7 @@ class Recorder:
 
     def __init__(self, config: ProxyConfig, metrics: ProxyMetrics) -> None:
         self.shadow = Forecaster(config.shadow_predictor, "shadow_predictor", SHADOW_DEADLINE_S)
-        self._has_shadow = config.shadow_predictor is not None
-        self._requests_usage = config.feedback_usage
-        self._stores_prompts = config.feedback_prompts == "stored"
-        self._metrics = metrics
+        self._config, self._metrics = config, metrics
         self._tasks: set[asyncio.Task[None]] = set()
         self._shadows: set[asyncio.Task[Forecast]] = set()
         self.calibration: LiveCalibration | None = None
@@ -82,14 +71,14 @@ class Recorder:
 
     def requests_usage(self, parsed: ParsedRequest) -> bool:
         """Whether the proxy should request the token counts of a stream that the client has not requested."""
+        is_needed = self.is_on and self._config.feedback_usage and not parsed.include_usage
         is_single_stream = parsed.is_completion and parsed.stream and parsed.num_choices == 1
-        is_readable = isinstance(parsed.content.get("stream_options"), dict | None)
-        is_wanted = self.is_on and self._requests_usage and not parsed.include_usage
-        return is_wanted and is_single_stream and is_readable
+        options = parsed.content.get("stream_options")
+        return is_needed and is_single_stream and isinstance(options, dict | None)
 
     def start_shadow(self, exchange: Exchange) -> None:
         """Queries the shadow predictor, if there is one, without delaying the request."""
-        if not self._has_shadow:
+        if self._config.shadow_predictor is None:
             return
         if len(self._shadows) >= MAX_SHADOWS:
             self._metrics.shadows.labels("skipped").inc()
@@ -123,11 +112,8 @@ class Recorder:
         await self.shadow.close()
 
     def _calibrate(self, calibration: LiveCalibration, exchange: Exchange, stats: ResponseStats) -> None:
-        """Learns from the length of an output.
-
-        A stream that a client has left counts with what it had got, if its end would have brought a count: else only
-        the streams that end early would count.
-        """
+        """Learns from the length of an output. A stream that a client has left counts with what it had got, if its end would
+        have brought a count: else only the streams that end early would count."""
         parsed = exchange.parsed
         length, reason = output_length(stats), stats.finish_reason
         if exchange.end == "client_gone":
@@ -155,8 +141,7 @@ class Recorder:
             return
         output_tokens, counted_by = length
         self._metrics.counts.labels(counted_by).inc()
-        parsed, request = exchange.parsed, exchange.request
-        text = parsed.prompt or ""
+        parsed, request, text = exchange.parsed, exchange.request, exchange.parsed.prompt or ""
         reason = stats.finish_reason if exchange.end == "complete" else "abort"
         record: dict[str, Any] = {
             "format": FORMAT,
@@ -178,7 +163,7 @@ class Recorder:
             "total_s": ended_s - exchange.started_s,
             "prompt_sha256": hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest(),
         }
-        if self._stores_prompts:
+        if self._config.feedback_prompts == "stored":
             record["prompt"] = text
             if parsed.messages is not None:
                 record["messages"] = [{"role": role, "content": text} for role, text in parsed.messages]

@@ -1,9 +1,8 @@
 """Finished requests in segments of JSON lines, written in a thread of their own.
 
 Segments are FOLDER/feedback-<UTC time>-<process>-<number>.jsonl. A process begins a segment of its own, so a line torn
-by a crash is always the last of its file, and several proxies may share a folder. Keys are those that
-`evaluate-stream` reads (mu, sigma, nu, output_tokens, finished, served_model, max_tokens, time) and those that
-`import-lengths feedback` reads in addition.
+by a crash is always the last of its file, and several proxies may share a folder. `evaluate-stream` and
+`import-lengths feedback` read them.
 
 A record is held in memory until it is on the disk, in a file that still has its name. Where that fails the segment is
 closed and its unconfirmed records go to a new one; readers skip a record that is in both.
@@ -63,11 +62,9 @@ class FeedbackLog:
         self._retry_s = retry_s
         self._queue: queue.Queue[bytes | None] = queue.Queue()
         self._closed = threading.Event()
-        #: Taken from the queue, and not yet confirmed.
-        self._lines: list[bytes] = []
-        #: The segment, and its size as far as it is confirmed.
-        self._file = -1
-        self._path, self._size = self._folder, 0
+        self._lines: list[bytes] = []  # taken from the queue, and not yet confirmed
+        # The segment, and its size as far as it is confirmed.
+        self._file, self._path, self._size = -1, self._folder, 0
         self._number = 0
         try:
             self._open_segment()

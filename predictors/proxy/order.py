@@ -15,12 +15,9 @@ from scheduler_core.request import Request, RequestState
 
 
 class AgingPolicy:
-    """key = the policy's key + aging_per_s * arrival; all else is the policy's.
-
-    A request that arrived w seconds earlier is ahead by w * aging_per_s of the policy's own unit (tokens for `sept`, ln
-    tokens for `tie`), so it is not overtaken for ever. The term does not change while a request waits: a heap stays exact,
-    and one number, sent to an engine once, ages by itself.
-    """
+    """key = the policy's key + aging_per_s * arrival, in the policy's own unit (tokens for `sept`, ln tokens for `tie`); all
+    else is the policy's. The term does not change while a request waits: a heap stays exact, and one number, sent to an engine
+    once, ages by itself."""
 
     def __init__(self, policy: Policy, aging_per_s: float) -> None:
         self._policy = policy
@@ -39,12 +36,8 @@ class EngineOrder:
 
     It sees a request's arrival, when it is let through, each piece of its output and its end. The first piece ends the
     prefill. In one step of an engine each running request gets at most one token, so a step is taken to end where a request
-    gets its second piece; a response that comes as a whole ends one as well.
-
-    Attributes:
-        max_num_seqs: Requests the engine runs at a time.
-        clock: Seconds, as of the requests' arrivals.
-        num_running: Requests that were let through and have not left.
+    gets its second piece; a response that comes as a whole ends one as well. The engine runs `max_num_seqs` requests at a
+    time; `num_running` were let through and have not left.
     """
 
     policy: Policy
@@ -111,10 +104,8 @@ class EngineOrder:
 
 
 class SentOrder(EngineOrder):
-    """Keys of requests that an engine orders by itself: each is computed once, when the request is sent.
-
-    What is beyond `max_num_seqs` waits in the engine, and is the queue length that TIE's beta depends on.
-    """
+    """Keys of requests that an engine orders by itself: each is computed once, when the request is sent. What is beyond
+    `max_num_seqs` waits in the engine, and is the queue length that TIE's beta depends on."""
 
     def enter(self, request: Request) -> RequestState:
         """A request has arrived."""

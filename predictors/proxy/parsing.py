@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,22 +24,14 @@ _BEFORE_OBJECT = b" \t\r\n\v\f\0\xef\xbb\xbf\xff\xfe"
 
 @dataclass(frozen=True, slots=True)
 class JsonBody:
-    """A JSON object that every parser reads alike.
-
-    Attributes:
-        data: Its bytes; None where they are written from `content`.
-        content: Its members.
-    """
+    """A JSON object that every parser reads alike: its bytes (None where they are written from `content`) and its members."""
 
     data: bytes | None
     content: Mapping[str, Any]
 
     def with_members(self, added: Mapping[str, Any]) -> bytes:
-        """The bytes of the object with these members added or replaced.
-
-        New members are put right behind the opening brace and every other byte stays; to replace one the object is
-        written from its values.
-        """
+        """The bytes of the object with these members added or replaced. New ones are put right behind the opening brace and
+        every other byte stays; to replace one the object is written from its values."""
         if self.data is not None and not added:
             return self.data
         if self.data is None or any(name in self.content for name in added):
@@ -51,11 +43,9 @@ class JsonBody:
 
 
 def json_body(data: bytes) -> JsonBody:
-    """Parses a body; a Refusal if it is no JSON object, or parsers read it differently.
-
-    That is other encodings than UTF-8, byte order marks, NaN and Infinity, numbers out of range, lone surrogates. Of
-    members with the same name the last one counts, and only that one is sent on.
-    """
+    """Parses a body; a Refusal if it is no JSON object, or parsers read it differently. That is other encodings than UTF-8,
+    byte order marks, NaN and Infinity, numbers out of range, lone surrogates. Of members with the same name the last one
+    counts, and only that one is sent on."""
     sent: bytes | None = data
     try:
         try:
@@ -91,7 +81,6 @@ class ParsedRequest:
         content: The parsed body; empty where it is no JSON object.
         prompt: Text the prediction is made from; None where there is none (token ids, several prompts).
         messages: Role and text of each message; None for a text completion.
-        include_usage: Whether the client requests the last event with the token counts.
         num_choices: Completions of the request; their token counts come as one sum.
         priority: The client's own, if it is an integer of 64 bits.
     """
@@ -133,9 +122,7 @@ def parse_request(content: Mapping[str, Any], path: str, prompt_text: PromptText
     num_choices = max(_count(content.get("n")) or 1, _count(content.get("best_of")) or 1)
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         num_choices *= len(prompt)
-    options = content.get("stream_options")
-    model = content.get("model")
-    priority = content.get("priority")
+    options, model, priority = map(content.get, ("stream_options", "model", "priority"))
     return ParsedRequest(
         path=path,
         content=content,
@@ -174,8 +161,4 @@ def _count(value: object) -> int | None:
 def _number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) and number >= 0 else None
+    return float(value) if 0 <= value <= sys.float_info.max else None

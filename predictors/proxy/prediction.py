@@ -15,16 +15,12 @@ from scheduler_core.predictor import PredictionRequest
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Forecast:
-    """Outcome of a query to a predictor.
+    """Outcome of a query to a predictor, and the seconds spent on it.
 
-    Attributes:
-        prediction: None where there is none.
-        outcome: answered, late, failed (no service, an invalid response), refused (the service refuses this request),
-            no_text, absent (no predictor).
-        seconds: Time spent on it.
-        prompt_tokens: Tokens of the text by the artifact's tokenizer; None where it did not read all of it.
+    The outcome is answered, late, failed (no service, an invalid response), refused (the service refuses this request),
+    no_text, or absent (no predictor); `prompt_tokens` are by the artifact's tokenizer, None where it did not read all of it.
     """
 
     prediction: Prediction | None
@@ -34,11 +30,8 @@ class Forecast:
 
 
 class Forecaster:
-    """Queries one predictor about one request at a time; a `Forecast` comes back by the deadline (seconds) in any case.
-
-    `predictor` is pretrained, tiny, an artifact folder, or grpc://HOST:PORT, or else an InputError about `field`; None:
-    every forecast is absent.
-    """
+    """Queries one predictor, spelled as in `open_client` (None: every forecast is absent), about one request at a time; a
+    `Forecast` comes back by the deadline (seconds) in any case."""
 
     def __init__(self, predictor: str | None, field: str, deadline_s: float) -> None:
         from predictors.client import open_client
@@ -60,9 +53,9 @@ class Forecaster:
     async def forecast(self, request: PredictionRequest) -> Forecast:
         """The prediction of a request, or why there is none."""
         if self._predictor is None:
-            return Forecast(prediction=None, outcome="absent")
+            return Forecast(None, "absent")
         if not request.prompt:
-            return Forecast(prediction=None, outcome="no_text")
+            return Forecast(None, "no_text")
         start = time.perf_counter()
         prediction: Prediction | None = None
         outcome, prompt_tokens = "answered", None
@@ -81,8 +74,7 @@ class Forecaster:
         if prediction is not None and self._is_down:
             logger.info("the predictor responds again")
             self._is_down = False
-        seconds = time.perf_counter() - start
-        return Forecast(prediction=prediction, outcome=outcome, seconds=seconds, prompt_tokens=prompt_tokens)
+        return Forecast(prediction, outcome, time.perf_counter() - start, prompt_tokens)
 
     async def close(self) -> None:
         """Closes connections."""

@@ -38,11 +38,8 @@ _OWN_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 def end_to_end(
     headers: CIMultiDictProxy[str], *, without: frozenset[str] = frozenset(), prefixes: tuple[str, ...] = ()
 ) -> CIMultiDict[str]:
-    """The headers that pass, in their order; repeated ones stay repeated.
-
-    `without` has further names to leave out, `prefixes` beginnings of them, in lower case; there `_` counts as `-`, as some
-    servers take it.
-    """
+    """The headers that pass, in their order; repeated ones stay repeated. `without` has further names to leave out,
+    `prefixes` beginnings of them, in lower case; there `_` counts as `-`, as some servers take it."""
     dropped = HOP_BY_HOP | without
     if "Connection" in headers:
         names = (name.strip().lower() for value in headers.getall("Connection") for name in value.split(","))
@@ -163,26 +160,14 @@ class Relay:
                     await self._all_read.wait()
 
     async def send(
-        self,
-        request: web.Request,
-        body: bytes | None,
-        headers: Mapping[str, str] | None = None,
-        *,
-        without: tuple[str, ...] = (),
+        self, request: web.Request, body: bytes | None, headers: Mapping[str, str], without: tuple[str, ...]
     ) -> aiohttp.ClientResponse:
-        """Sends a request on, once, with method, path, query and headers; returns with the head of the response.
-
-        Args:
-            request, body: The client's.
-            headers: Further ones; a header of the client's wins over one of these, but for Accept-Encoding.
-            without: Beginnings of names of the client's headers to leave out.
-
-        Raises:
-            Refusal: The engine cannot be reached or breaks off before a response (502), or is too late (504).
-        """
+        """Sends a request on, once, with method, path, query and headers; returns with the head of the response. Of `headers`
+        a client's own one wins, but for Accept-Encoding; `without` has beginnings of the client's to leave out. A Refusal if
+        the engine cannot be reached or breaks off before a response (502), or is too late (504)."""
         assert self._session is not None
         sent = end_to_end(request.headers, without=_NOT_SENT, prefixes=without)
-        for name, value in (headers or {}).items():
+        for name, value in headers.items():
             if name == "Accept-Encoding" or name not in sent:
                 sent[name] = value
         path = request.raw_path if request.raw_path.startswith("/") else request.rel_url.raw_path_qs
@@ -206,15 +191,9 @@ class Relay:
     async def respond(
         self, request: web.Request, upstream: aiohttp.ClientResponse, reader: Reader | None
     ) -> web.StreamResponse:
-        """Passes a response on, no faster than the client reads it.
-
-        A reader that `shortens` removes bytes, so that the engine's Content-Length does not hold.
-
-        Raises:
-            EngineLostError: The response broke off; the client's connection is closed where it broke.
-            ConnectionError: The client is gone.
-        """
-        shortens = reader is not None and reader.shortens
+        """Passes a response on, no faster than the client reads it; ConnectionError if the client is gone, EngineLostError if the
+        response broke off (the client's connection is closed where it broke)."""
+        shortens = reader is not None and reader.shortens  # the engine's Content-Length does not hold then
         headers = end_to_end(upstream.headers, without=frozenset({"content-length"} if shortens else ()))
         response = web.StreamResponse(status=upstream.status, reason=upstream.reason, headers=headers)
         await response.prepare(request)

@@ -20,14 +20,8 @@ _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 
 @dataclass(slots=True)
 class ResponseStats:
-    """Statistics of one response.
-
-    Attributes:
-        output_tokens, prompt_tokens: Of its `usage`; None where there is none.
-        num_deltas: Events with a piece of the output that is not empty.
-        finish_reason: Of its last choice; empty without one.
-        first_s: Time of the first of them, on `time.perf_counter`; None for a response that is not streamed.
-    """
+    """Statistics of one response: token counts of its `usage`, events with a piece of the output that is not empty, and the time
+    of the first of them on `time.perf_counter` (None where it is not streamed), and the finish reason of its last choice."""
 
     output_tokens: int | None = None
     prompt_tokens: int | None = None
@@ -75,18 +69,13 @@ class JsonReader:
 
 
 class EventStreamReader:
-    """Reads server-sent events.
+    """Reads server-sent events; `on_tokens` gets 1 for each event with a piece of the output.
 
-    Args:
-        hides_usage: The proxy requested the event with the counts and the client did not: that event (no choices, a usage
-            object) is left out. Each event is passed on when it is complete; all other bytes stay. False: every byte
-            passes at once.
-        on_tokens: Called with 1 for each event with a piece of the output.
+    With `hides_usage` (the proxy requested the event with the counts and the client did not) that event, with no choices and a
+    usage object, is left out, and each event is passed on when it is complete; else every byte passes at once.
     """
 
-    def __init__(
-        self, *, hides_usage: bool, on_tokens: Callable[[int], None] = lambda num_tokens: None
-    ) -> None:
+    def __init__(self, hides_usage: bool, on_tokens: Callable[[int], None] = lambda num_tokens: None) -> None:
         self.stats = ResponseStats()
         self._on_tokens = on_tokens
         self.shortens = hides_usage
@@ -111,8 +100,7 @@ class EventStreamReader:
         return b"".join(passed) if self.shortens else data
 
     def end(self) -> bytes:
-        rest, self._rest = self._rest, b""
-        return rest if self.shortens else b""
+        return self._rest if self.shortens else b""
 
     def _read_event(self, event: bytes) -> bytes:
         """Reads a complete event; returns its bytes for the client."""
@@ -148,10 +136,8 @@ Reader = JsonReader | EventStreamReader
 
 
 def output_length(stats: ResponseStats) -> tuple[int, Literal["usage", "deltas"]] | None:
-    """Length in tokens, and what counted it; None where nothing was generated, or nothing is known.
-
-    The number of events ("deltas") is a lower bound where an engine puts several tokens in one.
-    """
+    """Length in tokens, and what counted it; None where nothing was generated, or nothing is known. The number of events
+    ("deltas") is a lower bound where an engine puts several tokens in one."""
     if stats.output_tokens is not None:
         return (stats.output_tokens, "usage") if stats.output_tokens else None
     return (stats.num_deltas, "deltas") if stats.num_deltas else None

@@ -46,10 +46,8 @@ NO_HINT = Hint()
 
 
 class ProxyServer:
-    """Serves until it is stopped; nothing is bound or connected before `start`.
-
-    `num_in_flight` counts requests whose responses are not complete; `queue` has the held ones, None where the engine orders.
-    """
+    """Serves until it is stopped; nothing is bound or connected before `start`. `num_in_flight` counts requests whose responses
+    are not complete; `queue` has the held ones, None where the engine orders."""
 
     def __init__(self, config: ProxyConfig) -> None:
         self._config = config
@@ -58,7 +56,6 @@ class ProxyServer:
         # The system's time at the start, and from there on monotonic.
         offset_s = time.time() - ORIGIN_S - time.monotonic()
         self._clock: Callable[[], float] = lambda: offset_s + time.monotonic()
-        clock = self._clock
         self._rules = ClientRules(config)
         self._engine = make_engine(config)
         sent_once, aging_per_s = self._engine is not None, config.aging_per_s
@@ -66,9 +63,9 @@ class ProxyServer:
         name = default if config.policy is None else config.policy
         policy = order_policy(name, config.policy_parameters, sent_once=sent_once)
         self._order: SentOrder | HoldQueue = (
-            SentOrder(policy, config.max_num_seqs, clock, aging_per_s)
+            SentOrder(policy, config.max_num_seqs, self._clock, aging_per_s)
             if sent_once
-            else HoldQueue(policy, config.release, clock, aging_per_s, max_waiting=config.max_waiting)
+            else HoldQueue(policy, config.release, self._clock, aging_per_s, max_waiting=config.max_waiting)
         )
         predictor = None if config.predictor == "none" else config.predictor
         self._forecaster = Forecaster(predictor, "predictor", config.deadline_s)
@@ -176,8 +173,7 @@ class ProxyServer:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         """The engine's response to a chat or text completion, or to whatever else may make it generate; raises as `_send`, and
         a Refusal of the request itself."""
-        limit = self._config.max_in_flight
-        if self.num_in_flight > limit:
+        if self.num_in_flight > (limit := self._config.max_in_flight):
             text = f"requests in flight: got {self.num_in_flight}; allowed: {limit}"
             raise Refusal(429, text, "proxy_full")
         start = time.perf_counter()
@@ -199,12 +195,8 @@ class ProxyServer:
             self._recorder.finish(exchange)
 
     def _body(self, request: web.Request, data: bytes) -> JsonBody | None:
-        """The body with the hints that its client may send; None where it is no JSON object and passes as it is.
-
-        Raises:
-            Refusal: A completion's body cannot be read, or another one that could hold hints.
-            InputError: It is compressed.
-        """
+        """The body with the hints that its client may send; None where it is no JSON object and passes as it is. A Refusal, or
+        an InputError where it is compressed, if a completion's body cannot be read, or another one that could hold hints."""
         is_completion = request.path in (CHAT, TEXT)
         try:
             for value in request.headers.getall("Content-Encoding", ()):
@@ -310,7 +302,7 @@ class ProxyServer:
         """Sends a request, and passes the response on; a Refusal if the engine does not respond, EngineLostError if its
         response breaks off."""
         without = CLIENT_HEADERS if self._rules.restricts else ()
-        upstream = await self._relay.send(request, body, hint.headers, without=without)
+        upstream = await self._relay.send(request, body, hint.headers, without)
         hides_usage = "stream_options" in hint.members
         reader = None if exchange is None else self._reader(upstream, exchange, hides_usage)
         end = "client_gone"
@@ -338,7 +330,7 @@ class ProxyServer:
             return None
         on_tokens = partial(self._order.on_output, exchange.request.request_id)
         if upstream.content_type == "text/event-stream":
-            return EventStreamReader(hides_usage=hides_usage, on_tokens=on_tokens)
+            return EventStreamReader(hides_usage, on_tokens)
         return JsonReader(on_tokens) if upstream.content_type == "application/json" else None
 
     async def _pass(self, request: web.Request) -> web.StreamResponse:

@@ -76,10 +76,8 @@ def open_sources(config: ServeConfig) -> tuple[dict[str, ArtifactSource], list[A
 
 
 class ArtifactTable:
-    """Name -> artifact in service; the name is the artifact's id, the first one is the default.
-
-    `reopen` loads the artifact of a name again, in a thread; without it nothing can be replaced.
-    """
+    """Artifacts in service by id, the first one is the default. `reopen` loads the artifact of an id again, in a thread; without
+    it nothing can be replaced."""
 
     def __init__(
         self,
@@ -141,9 +139,7 @@ class ArtifactTable:
 
     def get(self, name: str) -> ServedArtifact:
         """The artifact of that id; the default if it is empty. Raises UnknownArtifactError if there is none."""
-        if not name:
-            return self.default
-        served = self._served.get(name)
+        served = self._served.get(name) if name else self.default
         if served is None:
             raise UnknownArtifactError("artifact_id", name, f"one of {', '.join(self._served)}")
         return served
@@ -155,11 +151,8 @@ class ArtifactTable:
             served.metrics.loaded(served.version, served.runtime.provider, None)
 
     async def reload(self, name: str) -> bool:
-        """Replaces an artifact by the current content of its source; True if it has changed.
-
-        The new one is verified (files, session, some predictions) and warmed up before a single request meets it;
-        requests in flight in the old one are answered by it. If anything is wrong with the new one, nothing changes: ReloadError.
-        """
+        """Replaces an artifact by the current content of its source; True if it has changed. The new one is verified and warmed
+        up before a request meets it (ReloadError if anything is wrong: nothing changes); the old one answers those it has."""
         served = self.get(name)
         if self._reopen is None:
             raise ReloadError(f"artifact {served.name}: this server has no source to load it from")

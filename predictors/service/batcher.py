@@ -20,7 +20,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from predictors.service.errors import BatchError, ClosedError, ExpiredError, QueueFullError
 from scheduler_core.errors import TailcastError
@@ -36,10 +36,7 @@ Work = Callable[[Sequence[I], Callback[R]], None]
 
 
 class Clock:
-    """The system's monotonic clock, and timers of the running event loop.
-
-    Not the loop's own `time()`: on uvloop that is in milliseconds and does not advance while callbacks run.
-    """
+    """The system's monotonic clock (the `time()` of uvloop's event loop does not advance while callbacks run), and timers."""
 
     now = staticmethod(time.monotonic)
 
@@ -79,26 +76,15 @@ class BatchingSettings:
 
     @classmethod
     def cpu(cls, num_workers: int) -> BatchingSettings:
-        """No wait, at most 4 requests of nearly the same length, single-threaded workers: one per core.
-
-        From 256 tokens on a batch costs as much for each prompt as one prompt alone; it only takes memory, and lets all
-        wait for all.
-        """
-        return cls(
-            max_batch=4,
-            max_wait_s=0.0,
-            max_padding=1.1,
-            max_padded_tokens=256,
-            num_workers=num_workers,
-            num_ahead=1,
-        )
+        """No wait, at most 4 requests of nearly the same length, single-threaded workers: one per core. From 256 tokens on a
+        batch costs as much for each prompt as one prompt alone; it only takes memory, and lets all wait for all."""
+        limits: dict[str, Any] = {"max_padding": 1.1, "max_padded_tokens": 256}
+        return cls(max_batch=4, max_wait_s=0.0, num_workers=num_workers, num_ahead=1, **limits)
 
     @classmethod
     def gpu(cls) -> BatchingSettings:
-        """At once when nothing runs; beside a running batch up to 32 requests, or what has come 3 ms after the oldest.
-
-        The second worker prepares the next batch while the device works on the first.
-        """
+        """At once when nothing runs; beside a running batch up to 32 requests, or what has come 3 ms after the oldest. The second
+        worker prepares the next batch while the device works on the first."""
         return cls(max_batch=32, max_wait_s=0.003, flush_when_idle=True, num_workers=2)
 
     @property
@@ -114,11 +100,8 @@ class BatchingSettings:
 
 
 def nearest_in_length(lengths: Sequence[int], start: int, settings: BatchingSettings) -> range:
-    """Positions of the batch around the request at `start`, out of lengths in ascending order, each >= 1.
-
-    They are contiguous: grown by the neighbor nearer in length (the longer one when equally near) as long as the limits
-    on size and padding hold.
-    """
+    """Positions of the batch around the request at `start`, out of lengths in ascending order, each >= 1: contiguous, grown by
+    the neighbor nearer in length (the longer one when equally near) as long as the limits on size and padding hold."""
     low, high = start, start + 1
     real, longest = lengths[start], lengths[start]
     while high - low < settings.max_batch:
@@ -157,10 +140,8 @@ class _Entry(Generic[I, R]):
 
 
 class Batcher(Generic[I, R]):
-    """Groups concurrent `submit` calls into calls of `work`, at most `max_running` at a time.
-
-    `work` takes 1..max_batch items and calls back with one result each, in order.
-    """
+    """Groups concurrent `submit` calls into calls of `work`, at most `max_running` at a time, each of 1..max_batch items, which
+    calls back with one result for each, in order."""
 
     def __init__(self, work: Work[I, R], settings: BatchingSettings, clock: Clock | None = None) -> None:
         self._work = work
@@ -180,17 +161,9 @@ class Batcher(Generic[I, R]):
         return len(self._waiting)
 
     async def submit(self, item: I, *, length: int, deadline: float | None = None) -> BatchedResult[R]:
-        """Waits for the item's result. Cancelling the caller takes the item out of the queue.
-
-        Args:
-            item: What `work` gets.
-            length: What padding is counted in, >= 1 (tokens).
-            deadline: Time of the clock at which an item that still waits is dropped: ExpiredError.
-
-        Raises:
-            QueueFullError, ClosedError: At once.
-            BatchError: The item's batch failed.
-        """
+        """Waits for the item's result. Cancelling the caller takes the item out of the queue. The length, >= 1, is what
+        padding is counted in (tokens). An item that still waits at `deadline`, a time of the clock, is dropped: ExpiredError.
+        QueueFullError and ClosedError come at once; BatchError if the item's batch failed."""
         if self._closing:
             raise ClosedError
         if len(self._waiting) >= self._settings.max_queue:

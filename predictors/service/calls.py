@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import grpc
 
-from predictors.manifest import FORMAT_VERSION
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.service.artifacts import ArtifactTable
 from predictors.service.errors import ClosedError, ErrorStatus, QueueFullError, renamed, status_code
@@ -26,13 +25,18 @@ T = TypeVar("T")
 MAX_BATCH_REQUESTS = 256
 # Of requests, handled in one go.
 CHUNK_BYTES = 2**15
+# Of the metadata, by their names in the manifest.
+MANIFEST_FIELDS = (
+    *("artifact_id", "artifact_version", "format_version", "served_models", "accepts_unknown_models"),
+    *("heads", "nu", "truncation_side", "urgency_levels", "abstain_threshold", "bucket_edges"),
+)
 
 
 class PredictorCalls:
     """The methods; `max_message_bytes` is reported in the metadata."""
 
     def __init__(
-        self, artifacts: ArtifactTable, *, max_message_bytes: int, tracing: Tracing | None = None
+        self, artifacts: ArtifactTable, max_message_bytes: int, tracing: Tracing | None = None
     ) -> None:
         self.artifacts = artifacts
         self.tracing = tracing
@@ -54,14 +58,8 @@ class PredictorCalls:
         method: str,
         trace: Mapping[str, str] | None = None,
     ) -> pb.PredictResponse:
-        """One prompt; errors as in `errors.STATUS`.
-
-        Args:
-            request: The request.
-            timeout_s: Seconds until the caller gives up; None: never.
-            method: Name for metrics and spans.
-            trace: The caller's W3C trace context.
-        """
+        """One prompt, for a caller who gives up after `timeout_s` (None: never); errors as in `errors.STATUS`. Metrics and
+        spans have the name `method`; `trace` is the caller's W3C trace context."""
         served = self.artifacts.get(request.artifact_id)
         start = time.monotonic()
         result: PipelineResult | None = None
@@ -102,8 +100,8 @@ class PredictorCalls:
     async def predict_batch(
         self, request: pb.PredictBatchRequest, timeout_s: float | None, trace: Mapping[str, str] | None = None
     ) -> pb.PredictBatchResponse:
-        """Many prompts, each with its own outcome; InputError for too many or none, and ClosedError where the service took none
-        of them: as a status of the whole call, which gRPC clients retry."""
+        """Many prompts, each with its own outcome; InputError for too many or none, ClosedError (which gRPC clients retry) where
+        the service took none of them."""
         check_batch(len(request.requests))
         outcome = functools.partial(self.outcome, timeout_s=timeout_s, method="PredictBatch", trace=trace)
         outcomes = await gather_in_chunks(
@@ -119,24 +117,14 @@ class PredictorCalls:
         served = self.artifacts.get(request.artifact_id)
         manifest, conditioning = served.manifest, served.manifest.conditioning
         return pb.GetMetadataResponse(
-            artifact_id=manifest.artifact_id,
-            artifact_version=manifest.artifact_version,
-            format_version=FORMAT_VERSION,
-            served_models=manifest.served_models,
-            nu=manifest.nu,
+            **{name: getattr(manifest, name) for name in MANIFEST_FIELDS},
             max_length_tokens=manifest.max_length,
-            truncation_side=manifest.truncation_side,
             provider=served.runtime.provider,
             server_version=metadata.version("tailcast"),
             max_batch_requests=MAX_BATCH_REQUESTS,
             max_message_bytes=self._max_message_bytes,
-            heads=manifest.heads,
             conditioned_on_served_model=conditioning is not None,
             conditioned_on_temperature=conditioning is not None and conditioning.temperature,
-            accepts_unknown_models=manifest.accepts_unknown_models,
-            urgency_levels=manifest.urgency_levels,
-            abstain_threshold=manifest.abstain_threshold,
-            bucket_edges=manifest.bucket_edges,
             artifact_ids=self.artifacts.names,
             max_prompt_chars=served.reader.max_prompt_chars or 0,
         )
@@ -163,7 +151,6 @@ async def gather_in_chunks(calls: Iterable[tuple[int, Coroutine[Any, Any, T]]]) 
 
 
 def _deadline(now: float, timeout_s: float | None, request: pb.PredictRequest) -> float | None:
-    seconds = math.inf if timeout_s is None else timeout_s
-    if request.HasField("timeout_s"):
-        seconds = min(seconds, request.timeout_s)
+    own_s = request.timeout_s if request.HasField("timeout_s") else math.inf
+    seconds = min(own_s, math.inf if timeout_s is None else timeout_s)
     return None if seconds == math.inf else now + seconds

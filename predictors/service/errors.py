@@ -46,10 +46,8 @@ class ClosedError(TailcastError):
 
 
 class BatchError(TailcastError):
-    """The batch of the request failed; `__cause__` is the reason. Every request of the batch gets its own.
-
-    The message leaves out the text of the cause, which can quote the prompt of another request.
-    """
+    """The batch of the request failed; `__cause__` is the reason, whose text the message leaves out, as it can quote the prompt
+    of another request. Every request of the batch gets its own."""
 
     def __init__(self, cause: BaseException) -> None:
         super().__init__(f"the batch failed ({type(cause).__name__}); the server's log has the details")

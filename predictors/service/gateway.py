@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -18,9 +18,12 @@ from predictors.service.calls import PredictorCalls, check_batch
 from predictors.service.errors import ErrorStatus, UnparsableError
 from predictors.service.messages import MAX_ELEMENTS, MAX_MESSAGES
 from predictors.service.metrics import CONTENT_TYPE, ServiceMetrics
+from predictors.service.oip import SERVER_METADATA, InputTensor, find, infer, model_metadata
+from predictors.service.pipeline import ServedArtifact
 from predictors.service.security import BearerTokens, http_context
 from predictors.service.tracing import TRACE_KEYS
 from predictors.tokenizer import content_text
+from scheduler_core.errors import InputError
 
 if TYPE_CHECKING:
     from predictors.cli import ServeConfig
@@ -32,10 +35,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"})
 MAX_JSON_VALUES = 100_000
 """Maximum number of brackets, commas and colons of a JSON body: parsing as many takes some 20 ms, in which nothing else runs."""
-# Counted in one go.
-CHUNK_BYTES = 2**17
-# Smaller bodies cannot have too many values.
-UNCOUNTED_BYTES = MAX_JSON_VALUES
 SYMBOLS = np.zeros(256, dtype=np.bool_)
 SYMBOLS[list(b"[{,:")] = True
 TEXT_FIELDS = {
@@ -45,6 +44,8 @@ TEXT_FIELDS = {
     for key in (field.name, field.json_name)
 }
 """Names of text fields in JSON -> in the message."""
+#: Of the binary tensor extension.
+HEADER_LENGTH = "Inference-Header-Content-Length"
 
 
 async def start_gateway(
@@ -55,13 +56,8 @@ async def start_gateway(
     *,
     shares_port: bool,
 ) -> web.AppRunner:
-    """Binds the HTTP port of a server, in the same event loop, and answers; `cleanup` of the result closes it.
-
-    A body over the configured size gets 413. A caller that hangs up takes its request out of the queue. InputError if the
-    port cannot be bound.
-    """
-    from predictors.service.oip_http import open_inference_routes
-
+    """Binds the HTTP port of a server (InputError if it cannot), in the same event loop, and answers; `cleanup` of the result
+    closes it. A body over the configured size gets 413; a caller that hangs up takes its request out of the queue."""
     routes = web.RouteTableDef()
 
     @routes.post("/v1/predict")
@@ -108,7 +104,7 @@ async def start_gateway(
         return web.Response(text="ready\n" if is_ready else "not ready\n", status=200 if is_ready else 503)
 
     application = web.Application(client_max_size=config.max_message_bytes, middlewares=[_middleware(tokens)])
-    application.add_routes([*routes, *open_inference_routes(calls)])
+    application.add_routes([*routes, *_open_inference_routes(calls)])
     runner = HttpRunner(application, shutdown_timeout=1)
     assert config.http_port is not None
     options: dict[str, Any] = {"ssl_context": http_context(config), "reuse_port": shares_port or None}
@@ -142,11 +138,9 @@ def _trace(request: web.Request) -> dict[str, str]:
 
 
 async def json_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in a body, in UTF-8; UnparsableError if there is none, or it has more than `MAX_JSON_VALUES` values.
-
-    Other tasks get their turns meanwhile.
-    """
-    if await _num_symbols(body) > MAX_JSON_VALUES:
+    """The JSON object in a body, in UTF-8; UnparsableError if there is none, or it has more than `MAX_JSON_VALUES` values."""
+    # A smaller body cannot have too many.
+    if len(body) > MAX_JSON_VALUES and await asyncio.to_thread(_num_symbols, body) > MAX_JSON_VALUES:
         reason = f"more than {MAX_JSON_VALUES} values; larger requests go over gRPC or as binary tensors"
         raise UnparsableError("JSON object", reason)
     try:  # not `parse_json`, whose second pass over escaped surrogates would hold the loop
@@ -160,26 +154,11 @@ async def json_object(body: bytes) -> dict[str, Any]:
     return content
 
 
-async def _num_symbols(body: bytes) -> int:
-    """Number of brackets, commas and colons outside strings, not all counted once they are too many.
-
-    They bound the time of parsing, which cannot be interrupted; counting can.
-    """
-    if len(body) <= UNCOUNTED_BYTES:
-        return 0
-    count, at, in_string = 0, 0, False
-    while at < len(body) and count <= MAX_JSON_VALUES:
-        chunk = body[at : at + CHUNK_BYTES]
-        if (len(chunk) - len(chunk.rstrip(b"\\"))) % 2:  # ends in the middle of an escape
-            chunk = body[at : at + CHUNK_BYTES + 1]
-        at += len(chunk)
-        codes = np.frombuffer(chunk.replace(b"\\\\", b"").replace(b'\\"', b""), dtype=np.uint8)
-        if len(codes):
-            inside = np.logical_xor.accumulate(codes == ord('"')) ^ in_string
-            count += int(np.count_nonzero(SYMBOLS[codes] & ~inside))
-            in_string = bool(inside[-1])
-        await asyncio.sleep(0)
-    return count
+def _num_symbols(body: bytes) -> int:
+    """Number of brackets, commas and colons outside strings: they bound the time of parsing, which cannot be interrupted."""
+    codes = np.frombuffer(body.replace(b"\\\\", b"").replace(b'\\"', b""), dtype=np.uint8)
+    inside = np.logical_xor.accumulate(codes == ord('"'))
+    return int(np.count_nonzero(SYMBOLS[codes] & ~inside))
 
 
 def _unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -190,29 +169,24 @@ def _unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def request_message(content: Any) -> pb.PredictRequest:
-    """The request of a JSON object: protobuf's mapping, with token_ids and messages as plain lists.
-
-    The content of a message may be a list of OpenAI's text parts. UnparsableError if a field is unknown or of another type,
-    or a list is too long.
-    """
+    """The request of a JSON object: protobuf's mapping, with token_ids and messages as plain lists. The content of a message
+    may be a list of OpenAI's text parts. UnparsableError if a field is unknown or of another type, or a list is too long."""
     if not isinstance(content, dict):
         raise UnparsableError("PredictRequest", f"an object, not {type(content).__name__}")
     fields = dict(content)
     try:
         # json_format takes 25 ms for a MiB of text and a microsecond for a value: texts go around it, counts are bounded.
-        texts = {
-            name: fields.pop(key) for key, name in TEXT_FIELDS.items() if isinstance(fields.get(key), str)
-        }
+        keys = [key for key in TEXT_FIELDS if isinstance(fields.get(key), str)]
+        texts = {TEXT_FIELDS[key]: fields.pop(key) for key in keys}
         message = pb.PredictRequest(messages=_chat_messages(fields.pop("messages", None)), **texts)
         if isinstance(fields.get("token_ids"), list):
             fields["token_ids"] = {"ids": fields["token_ids"]}
         if max(map(_num_values, fields.values()), default=0) > MAX_ELEMENTS:
             raise ValueError(f"a list of more than {MAX_ELEMENTS} values")
-        inputs = {"prompt", "messages", "token_ids", "tokenIds"} & {
-            key for key, value in content.items() if value is not None
-        }
+        names = ("messages", "prompt", "tokenIds", "token_ids")
+        inputs = [name for name in names if content.get(name) is not None]
         if len(inputs) > 1:
-            raise ValueError(f"{' and '.join(sorted(inputs))} exclude each other")
+            raise ValueError(f"{' and '.join(inputs)} exclude each other")
         ParseDict(fields, message, max_recursion_depth=10)
     except Exception as error:  # a key that is half of a surrogate pair is even a SystemError
         raise UnparsableError("PredictRequest", error) from error
@@ -248,3 +222,123 @@ def message_json(message: Message) -> dict[str, Any]:
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
     return content
+
+
+def _open_inference_routes(calls: PredictorCalls) -> web.RouteTableDef:
+    """The paths under /v2, with the binary tensor extension that tritonclient uses by default."""
+    routes = web.RouteTableDef()
+
+    def model(request: web.Request) -> ServedArtifact:
+        return find(calls, request.match_info["name"], request.match_info.get("version", ""))
+
+    @routes.get("/v2")
+    async def server(request: web.Request) -> web.Response:
+        return web.json_response(SERVER_METADATA)
+
+    @routes.get("/v2/health/live")
+    async def live(request: web.Request) -> web.Response:
+        return web.json_response({"live": True})
+
+    @routes.get("/v2/health/ready")
+    async def ready(request: web.Request) -> web.Response:
+        is_ready = calls.artifacts.is_ready
+        return web.json_response({"ready": is_ready}, status=200 if is_ready else 503)
+
+    async def metadata_of(request: web.Request) -> web.Response:
+        return web.json_response(model_metadata(model(request)))
+
+    async def model_ready(request: web.Request) -> web.Response:
+        served = model(request)
+        is_ready = calls.artifacts.is_artifact_ready(served)
+        return web.json_response({"name": served.name, "ready": is_ready}, status=200 if is_ready else 503)
+
+    async def model_infer(request: web.Request) -> web.Response:
+        served = model(request)
+        content, binary = await _split(await read_body(request), request.headers.get(HEADER_LENGTH))
+        all_binary = _parameters(content).get("binary_data_output", False)
+        is_binary = {
+            str(output.get("name", "")): bool(_parameters(output).get("binary_data", all_binary))
+            for output in _listed(content, "outputs")
+        }
+        outputs: list[dict[str, Any]] = []
+        raw = []
+        for tensor, values in await infer(calls, served, _inputs(content, binary), is_binary, None):
+            output: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype}
+            output["shape"] = list(values.shape)
+            if is_binary.get(tensor.name, all_binary):
+                raw.append(values.tobytes())
+                output["parameters"] = {"binary_data_size": len(raw[-1])}
+            else:
+                output["data"] = values.reshape(-1).tolist()
+            outputs.append(output)
+        response = {"model_name": served.name, "model_version": served.version, "outputs": outputs}
+        if isinstance(content.get("id"), str):
+            response["id"] = content["id"]
+        if not raw:
+            return web.json_response(response)
+        header = json.dumps(response).encode()
+        headers = {HEADER_LENGTH: str(len(header)), "Content-Type": "application/octet-stream"}
+        return web.Response(body=b"".join([header, *raw]), headers=headers)
+
+    for path in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
+        routes.get(path)(metadata_of)
+        routes.get(f"{path}/ready")(model_ready)
+        routes.post(f"{path}/infer")(model_infer)
+    return routes
+
+
+async def _split(body: bytes, header_length: str | None) -> tuple[dict[str, Any], bytes]:
+    """The JSON part of a body, and the tensors behind it."""
+    if header_length is None:
+        return await json_object(body), b""
+    is_number = header_length.isascii() and header_length.isdigit() and len(header_length) < 20
+    length = int(header_length) if is_number else -1
+    if not 0 <= length <= len(body):
+        raise InputError(HEADER_LENGTH, header_length, f"0 to {len(body)}, the length of the body")
+    return await json_object(body[:length]), body[length:]
+
+
+def _inputs(content: dict[str, Any], binary: bytes) -> Iterator[InputTensor]:
+    at = 0
+    for tensor in _listed(content, "inputs"):
+        name, datatype = (str(tensor.get(member, "")) for member in ("name", "datatype"))
+        shape = tensor.get("shape")
+        if not isinstance(shape, list) or not all(type(size) is int for size in shape):
+            raise InputError(f"inputs.{name}.shape", shape, "a list of integers")
+        size = _parameters(tensor).get("binary_data_size")
+        if size is None:
+            yield name, datatype, shape, _flat(tensor.get("data"))
+            continue
+        if type(size) is not int or not 0 <= size <= len(binary) - at:
+            raise InputError(f"inputs.{name}.parameters.binary_data_size", size, f"0 to {len(binary) - at}")
+        at += size
+        yield name, datatype, shape, binary[at - size : at]
+    if at != len(binary):
+        raise InputError("inputs", f"{len(binary)} bytes after the JSON part", f"{at}, as the inputs say")
+
+
+def _flat(values: Any) -> list[Any]:
+    """The leaves of nested lists, in order."""
+    leaves: list[Any] = []
+    rest = [values]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, list):
+            rest.extend(reversed(value))
+        else:
+            leaves.append(value)
+    return leaves
+
+
+def _listed(content: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    members = content.get(name, [])
+    if not isinstance(members, list) or not all(isinstance(member, dict) for member in members):
+        raise UnparsableError("inference request", f"{name} is not a list of objects")
+    return members
+
+
+def _parameters(content: dict[str, Any]) -> dict[str, Any]:
+    parameters = content.get("parameters", {})
+    if not isinstance(parameters, dict):
+        raise UnparsableError("inference request", "parameters is not an object")
+    return parameters

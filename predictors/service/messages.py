@@ -51,11 +51,9 @@ def parse(kind: type[M], data: bytes) -> M:
 
 
 def _elements(message: Descriptor, data: bytes, at: int, end: int) -> Iterator[None]:
-    """One None for each field of a serialized message and of those in it, repeated ones one by one.
-
-    They bound the time of parsing, which cannot be interrupted. Fields in a group (which parsers skip) count as those
-    around it. Malformed bytes end the count: the parser will refuse them.
-    """
+    """One None for each field of a serialized message and of those in it, repeated ones one by one: they bound the time of
+    parsing, which cannot be interrupted. Fields in a group (which parsers skip) count as those around it. Malformed bytes end
+    the count: the parser will refuse them."""
     inner = _counted_messages(message)
     while at < end:
         yield None
@@ -78,10 +76,10 @@ def _elements(message: Descriptor, data: bytes, at: int, end: int) -> Iterator[N
 def _counted_messages(message: Descriptor) -> dict[int, Descriptor]:
     """Number -> message of the fields that hold messages in which again messages or texts are repeated."""
 
+    texts = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
+
     def is_counted(field: FieldDescriptor) -> bool:
-        return field.message_type is not None or (
-            field.is_repeated and field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
-        )
+        return field.message_type is not None or (field.is_repeated and field.type in texts)
 
     return {
         field.number: field.message_type
@@ -104,14 +102,8 @@ def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
 
 
 class CheckedRequest(NamedTuple):
-    """The valid input and conditions of a request.
-
-    Attributes:
-        prompt: The text; or token ids, at most max_length of them, each of the artifact's vocabulary.
-        served_model: Name of the LLM of the request, for which the artifact can predict; None: unknown.
-        temperature: Its sampling temperature, at least 0; None: unknown.
-        is_trained_model: Whether the artifact was trained on outputs of that model.
-    """
+    """The valid input of a request (the text, or at most max_length token ids of the artifact's vocabulary), the served model and
+    the sampling temperature (None: unknown), and whether the artifact was trained on outputs of that model."""
 
     prompt: str | TokenizedPrompt
     served_model: str | None = None
@@ -265,14 +257,9 @@ def _length_numbers(request: pb.PredictRequest, prediction: PredictedRow) -> dic
 def urgency(
     probabilities: Sequence[float], abstain_threshold: float | None, declared_tier: int | None = None
 ) -> pb.Urgency:
-    """The likeliest level (the more urgent one of two equally likely ones), and whether it is likely enough.
-
-    Args:
-        probabilities: Of the levels, the most urgent first.
-        abstain_threshold: Lowest probability of the likeliest level that counts; None: any; 1: none, even one that rounding
-            made certain.
-        declared_tier: The client's; with it the message has the level to schedule at.
-    """
+    """The likeliest level of those given, the most urgent first (the more urgent one of two equally likely ones); whether its
+    probability reaches `abstain_threshold` (None: any does; 1: none, even one that rounding made certain); and, with the client's
+    declared tier, the level to schedule at."""
     prediction = UrgencyPrediction(_distribution(probabilities), abstain_threshold)
     threshold = 0.0 if abstain_threshold is None else abstain_threshold
     return pb.Urgency(
@@ -298,24 +285,20 @@ def most_likely(probabilities: Sequence[float]) -> int:
 def truncated_length(
     mu: float, sigma: float, nu: float, *, max_tokens: int, cvar_level: float, levels: Sequence[float]
 ) -> pb.TruncatedLength:
-    """Expectation, CVaR and quantiles of min(X, max_tokens) in tokens, as `scheduler_core.lengths.LogT` gives them.
-
-    For one request in the event loop: what depends on the level and nu alone is computed once.
-    """
+    """Expectation, CVaR and quantiles of min(X, max_tokens) in tokens, as `scheduler_core.lengths.LogT` gives them; what depends
+    on the level and nu alone is computed once."""
     if cvar_level >= 0.5:
         expected, cvar = expected_and_cvar(mu, sigma, nu, max_tokens, cvar_level)
     else:
         lengths = LogT(mu, sigma, nu)
         expected, cvar = float(lengths.expected(max_tokens)), float(lengths.cvar(cvar_level, max_tokens))
+    quantiles = [(level, _truncated_quantile(mu, sigma, nu, level, max_tokens)) for level in levels]
     return pb.TruncatedLength(
         max_tokens=max_tokens,
         expected_tokens=expected,
         cvar_level=cvar_level,
         cvar_tokens=cvar,
-        quantiles=[
-            pb.Quantile(level=level, tokens=_truncated_quantile(mu, sigma, nu, level, max_tokens))
-            for level in levels
-        ],
+        quantiles=[pb.Quantile(level=level, tokens=tokens) for level, tokens in quantiles],
     )
 
 

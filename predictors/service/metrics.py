@@ -15,7 +15,7 @@ from scheduler_core.errors import MissingExtraError
 
 try:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, values
-    from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+    from prometheus_client.multiprocess import MultiProcessCollector
 except ImportError as error:
     raise MissingExtraError("prometheus-client", "serve") from error
 
@@ -36,11 +36,6 @@ def count_as_worker(number: int) -> None:
     """Makes this process count on in the files of that worker; to be called before any metric is made."""
     untyped: Any = values
     untyped.ValueClass = untyped.MultiProcessValue(process_identifier=lambda: number)
-
-
-def forget_worker(number: int, folder: str) -> None:
-    """Removes the gauges of a worker that has ended; its counts stay for the next process of that number."""
-    mark_process_dead(number, folder)  # type: ignore[no-untyped-call]
 
 
 class ServiceMetrics:
@@ -85,8 +80,7 @@ class ArtifactMetrics:
     """The metrics of one artifact; `labels` takes a lock, so its results are kept."""
 
     def __init__(self, metrics: ServiceMetrics, name: str) -> None:
-        self._metrics = metrics
-        self._name = name
+        self._metrics, self._name = metrics, name
         self.queue_length = metrics.queue_length.labels(name)
         self.failed_batches = metrics.failed.labels(name)
         self._tokenize = metrics.tokenize.labels(name)

@@ -63,18 +63,18 @@ class TensorType(NamedTuple):
 
     name: str
     datatype: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] = (-1,)
 
 
 INPUTS = (
-    TensorType("prompt", "BYTES", (-1,)),
-    TensorType("served_model", "BYTES", (-1,)),
-    TensorType("temperature", "FP32", (-1,)),
-    TensorType("max_tokens", "INT64", (-1,)),
+    TensorType("prompt", "BYTES"),
+    TensorType("served_model", "BYTES"),
+    TensorType("temperature", "FP32"),
+    TensorType("max_tokens", "INT64"),
 )
 TRUNCATED_LENGTH_OUTPUTS = (
-    TensorType("expected_tokens", "FP64", (-1,)),
-    TensorType("cvar_tokens", "FP64", (-1,)),
+    TensorType("expected_tokens", "FP64"),
+    TensorType("cvar_tokens", "FP64"),
     TensorType("quantile_tokens", "FP64", (-1, len(DEFAULT_QUANTILE_LEVELS))),
 )
 
@@ -88,17 +88,16 @@ def output_types(served: ServedArtifact) -> list[TensorType]:
     ]
     if "length" in manifest.heads:
         if manifest.nu is not None:
-            types.append(TensorType("nu", "FP32", (-1,)))
+            types.append(TensorType("nu", "FP32"))
         types += TRUNCATED_LENGTH_OUTPUTS
     return types
 
 
 def model_metadata(served: ServedArtifact) -> dict[str, Any]:
     """Name, version, inputs and outputs of a model, in the protocol's words."""
-    tensors = {"inputs": INPUTS, "outputs": output_types(served)}
-    return {"name": served.name, "versions": [served.version], "platform": PLATFORM} | {
-        kind: [tensor._asdict() for tensor in types] for kind, types in tensors.items()
-    }
+    inputs, outputs = ([each._asdict() for each in types] for types in (INPUTS, output_types(served)))
+    tensors = {"inputs": inputs, "outputs": outputs}
+    return {"name": served.name, "versions": [served.version], "platform": PLATFORM} | tensors
 
 
 def find(calls: PredictorCalls, name: str, version: str) -> ServedArtifact:
@@ -118,10 +117,8 @@ async def infer(
     names: Collection[str],
     timeout_s: float | None,
 ) -> list[tuple[TensorType, Tensor]]:
-    """Predicts N rows; raises the TailcastError of the first row that failed.
-
-    `names` are those of the outputs, in order (empty: all); after `timeout_s` seconds the caller gives up (None: never).
-    """
+    """Predicts N rows, for a caller who gives up after `timeout_s` (None: never); raises the TailcastError of the first row that
+    failed. `names` are those of the outputs, in order (empty: all)."""
     values = _input_values(inputs)
     available = {
         output.name: output
@@ -201,18 +198,14 @@ def _requests(served: ServedArtifact, inputs: Mapping[str, list[Any]]) -> list[p
     for name, values in inputs.items():
         if len(values) != num_rows:
             raise InputError(f"inputs.{name}", f"{len(values)} rows", f"{num_rows}, as of the prompts")
+    requests = []
     try:
-        return [
-            pb.PredictRequest(
-                artifact_id=served.name,
-                **{
-                    name: values[row]
-                    for name, values in inputs.items()
-                    if values[row] is not None and values[row] == values[row]  # null or NaN: unknown
-                },
-            )
-            for row in range(num_rows)
-        ]
+        for row in range(num_rows):
+            fields = {name: values[row] for name, values in inputs.items()}
+            # Null or NaN: unknown.
+            is_set = {name: value for name, value in fields.items() if value is not None and value == value}
+            requests.append(pb.PredictRequest(artifact_id=served.name, **is_set))
+        return requests
     except ValueError as error:
         raise InputError("inputs.max_tokens", "a larger integer", "integers of 64 bits") from error
 

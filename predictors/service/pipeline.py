@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import hashlib
 import itertools
 import logging
 import marshal
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 from cachetools import LRUCache
 
@@ -27,7 +26,6 @@ from scheduler_core.errors import InputError
 
 logger = logging.getLogger(__name__)
 
-R = TypeVar("R")
 # Rows of different served models and temperatures share batches.
 _Row = tuple[TokenizedPrompt, CheckedRequest]
 
@@ -37,10 +35,8 @@ MAX_INLINE_CHARS = 1000
 
 
 class PipelineResult(NamedTuple):
-    """One prompt's prediction and its cost; 0 for one from the cache.
-
-    A tuple, as everything created per request: a frozen dataclass takes three times as long to make.
-    """
+    """One prompt's prediction and its cost, 0 for one from the cache. A tuple, as everything created per request: a frozen
+    dataclass takes three times as long to make."""
 
     prediction: PredictedRow
     prompt_tokens: int
@@ -54,7 +50,7 @@ class PipelineResult(NamedTuple):
 
 class ServiceThreads:
     """The threads of one server, shared by its artifacts: one that tokenizes, and `num_workers` of the model calls, one on
-    each of `cores` (see `worker_cores`) or, without these, where the system places them."""
+    each of `cores` (see `worker_cores`), if there are any."""
 
     def __init__(self, num_workers: int, cores: Sequence[int] = ()) -> None:
         numbers = itertools.count()
@@ -103,8 +99,7 @@ class ServedArtifact:
     ) -> None:
         self.runtime = runtime
         self.manifest = runtime.artifact.manifest
-        self.name = self.manifest.artifact_id
-        self.version = self.manifest.artifact_version
+        self.name, self.version = self.manifest.artifact_id, self.manifest.artifact_version
         self.reader = RequestReader(runtime, max_prompt_chars)
         self.metrics = metrics
         self.settings = settings
@@ -113,9 +108,7 @@ class ServedArtifact:
         self._empty.set()
         self.state: Literal["starting", "ready", "shutting down"] = "starting"
         self._threads = threads
-        self._cache: LRUCache[bytes, PipelineResult] | None = (
-            LRUCache(cache_entries) if cache_entries else None
-        )
+        self._cache = LRUCache[bytes, PipelineResult](cache_entries) if cache_entries else None
         self._batcher: Batcher[_Row, tuple[PredictedRow, float]] = Batcher(self._run, settings)
 
     @property
@@ -129,11 +122,8 @@ class ServedArtifact:
         self.state = "ready"
 
     async def predict(self, request: CheckedRequest, *, deadline: float | None = None) -> PipelineResult:
-        """Predicts one prompt, checked by the artifact's reader: in a batch a wrong one would fail its neighbors too.
-
-        After `deadline`, a time of the clock, no more work is done for it. Errors are those of `errors`, InputError for a text
-        without tokens, and TailcastError for numbers of the model that no scheduler can use.
-        """
+        """Predicts one prompt, checked by the artifact's reader; after `deadline`, a time of the clock, no more work is done for it.
+        Errors are those of `errors`, InputError for a text without tokens, and TailcastError for numbers that no scheduler can use."""
         if self.state != "ready":
             raise ClosedError(self.state)
         key = b""
@@ -193,17 +183,24 @@ class ServedArtifact:
     async def _tokenized(self, prompt: str) -> TokenizedPrompt:
         try:
             if len(prompt) <= MAX_INLINE_CHARS:
-                [tokens] = self.runtime.tokenizer([prompt])
-            else:
-                tokenizing = self._threads.tokenize.submit(self.runtime.tokenizer, [prompt])
-                [tokens] = await asyncio.wrap_future(tokenizing)
+                return self.runtime.tokenizer([prompt])[0]
+            tokenizing = self._threads.tokenize.submit(self.runtime.tokenizer, [prompt])
+            return (await asyncio.wrap_future(tokenizing))[0]
         except Exception as error:
             logger.exception("a prompt could not be tokenized")
             raise BatchError(error) from error
-        return tokens
 
     def _run(self, rows: Sequence[_Row], callback: Callback[tuple[PredictedRow, float]]) -> None:
-        _submit(self._threads.run, callback, functools.partial(self._run_rows, rows))
+        """Predicts in a thread, then calls back in the event loop; `loop.run_in_executor` would make a second future and two
+        more turns of the loop for each call."""
+        loop = asyncio.get_running_loop()
+
+        def on_done(future: Future[list[tuple[PredictedRow, float]]]) -> None:
+            error = future.exception()
+            with contextlib.suppress(RuntimeError):  # the loop has been closed: nothing waits for the result
+                loop.call_soon_threadsafe(callback, None if error is not None else future.result(), error)
+
+        self._threads.run.submit(self._run_rows, rows).add_done_callback(on_done)
 
     def _run_rows(self, rows: Sequence[_Row]) -> list[tuple[PredictedRow, float]]:
         """Predictions and the seconds of the model call; runs in a thread."""
@@ -228,23 +225,3 @@ def cache_key(prompt: str | TokenizedPrompt, served_model: str | None, temperatu
     parts = (prompt if isinstance(prompt, str) else prompt.ids.tobytes(), served_model or "", temperature)
     # Version 0 knows no shared or interned objects: equal parts have equal bytes.
     return hashlib.blake2b(marshal.dumps(parts, 0), digest_size=16).digest()
-
-
-def _submit(
-    executor: ThreadPoolExecutor,
-    callback: Callable[[R | None, BaseException | None], None],
-    function: Callable[[], R],
-) -> None:
-    """Calls `function` in a thread, then `callback` in the running event loop.
-
-    `loop.run_in_executor` would make a second future and two more turns of the event loop for each call.
-    """
-    loop = asyncio.get_running_loop()
-
-    def on_done(future: Future[R]) -> None:
-        error = future.exception()
-        result = None if error is not None else future.result()
-        with contextlib.suppress(RuntimeError):  # the loop has been closed: nothing waits for the result
-            loop.call_soon_threadsafe(callback, result, error)
-
-    executor.submit(function).add_done_callback(on_done)

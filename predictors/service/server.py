@@ -43,9 +43,8 @@ class PredictionServer:
     Args:
         runtimes: The loaded artifacts, of different ids, the default first.
         batching: How requests are grouped.
-        config: Addresses, limits, certificates and tokens; `artifact`, `workers` and options of batching are not used.
+        config: Addresses, limits and access; `artifact`, `workers` and options of batching are not used.
         reopen, worker_cores: As of `ArtifactTable` and `ServiceThreads`.
-        tracing: Records spans; None: no spans.
         shares_ports: Other processes may listen on the same ports and share their connections.
         num_listeners: gRPC servers on the port, which share its connections. One takes in one call after the other, with
             two changes of thread for each, so that on a busy machine calls wait in the library before they can be refused
@@ -59,7 +58,6 @@ class PredictionServer:
         config: ServeConfig,
         *,
         reopen: Reopen | None = None,
-        tracing: Tracing | None = None,
         shares_ports: bool = False,
         worker_cores: Sequence[int] = (),
         num_listeners: int = 4,
@@ -77,9 +75,8 @@ class PredictionServer:
             metrics=self.metrics,
             reopen=reopen,
         )
-        self._calls = PredictorCalls(
-            self.artifacts, max_message_bytes=config.max_message_bytes, tracing=tracing
-        )
+        tracing = Tracing() if config.traces else None
+        self._calls = PredictorCalls(self.artifacts, config.max_message_bytes, tracing)
         self._methods = PredictorMethods(self._calls)
         self._tokens = None if config.token_file is None else BearerTokens(config.token_file)
         self._shares_ports = shares_ports
@@ -130,8 +127,7 @@ class PredictionServer:
             return
         await self._health.enter_graceful_shutdown()
         self.artifacts.is_ending = True
-        if self.config.drain_delay_s:
-            await asyncio.sleep(self.config.drain_delay_s)
+        await asyncio.sleep(self.config.drain_delay_s)
         draining = asyncio.create_task(self.artifacts.close())
         self._methods.end_streams()
         # gRPC's own grace period would answer new calls with CANCELLED; until all predictions are made (or the time is up)

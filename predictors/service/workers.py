@@ -47,11 +47,10 @@ def reserved_port(stack: contextlib.ExitStack, host: str, port: int, name: str) 
 
 
 class Supervisor:
-    """Runs workers until it is stopped.
+    """Runs `count` workers until it is stopped.
 
     Args:
         command: Command line of a worker; its number is appended. When it is ready, it writes a byte to its standard output.
-        count: Number of workers.
         stop_timeout_s: Seconds after `stop` at which workers that still run are killed.
         environment: Environment variables of the workers, added to the supervisor's own.
         on_end: Called with a worker's number after its process ended and before the next one starts.
@@ -138,11 +137,9 @@ class Supervisor:
     async def _run_once(self, worker: _Worker) -> int:
         """One process of a worker, from its start to its exit code."""
         worker.is_ready = False
-        pipe = asyncio.subprocess.PIPE
-        words, environment = (*self._command, str(worker.number)), self._environment
-        worker.process = await asyncio.create_subprocess_exec(
-            *words, stdin=pipe, stdout=pipe, env=environment
-        )
+        pipes: Any = dict.fromkeys(("stdin", "stdout"), asyncio.subprocess.PIPE)
+        words = (*self._command, str(worker.number))
+        worker.process = await asyncio.create_subprocess_exec(*words, env=self._environment, **pipes)
         if self._stopping.is_set():  # since before there was a process to send the signal to
             worker.process.terminate()
         assert worker.process.stdout is not None
@@ -161,10 +158,8 @@ class Supervisor:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serves as a worker until SIGTERM or until its supervisor ends; returns the exit code.
-
-    The arguments are a JSON object with the fields of ServeConfig, and the worker's number.
-    """
+    """Serves as a worker until SIGTERM or until its supervisor ends, with the JSON of a ServeConfig and the worker's number;
+    returns the exit code."""
     from predictors.cli import ServeConfig, serve_worker
 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +20,11 @@ from examples.pretrained.tiny import (
     stored_targets,
     train,
 )
-from examples.pretrained.unseen import markdown, score_source
+from examples.pretrained.unseen import markdown, score_source, score_sources
+from predictors.pretrained import shipped_folder
 from predictors.runtime import ArtifactRuntime, open_runtime
 from predictors.tiny import WEIGHTS, TinyModel
 from predictors.tokenizer import PromptTokenizer
-from tests.predictors.fakes import write_artifact
-from training.evaluating.predictors import InferenceOptions, OpenedPredictor, open_predictor
 
 NUM_PROMPTS = 30
 
@@ -108,17 +106,22 @@ def test_served_models_by_name(name: str, known: str | None) -> None:
     assert served_model(name) == known
 
 
-def test_scores_of_an_unseen_source(tmp_path: Path) -> None:
-    opened = open_predictor(write_artifact(tmp_path / "artifact"), InferenceOptions(progress=False))
+def test_scores_of_an_unseen_source() -> None:
     prompts = ["word " * (3 * number + 1) for number in range(24)]
-    mu = opened.predict(prompts, [None] * 24, [None] * 24).mu
-    assert mu is not None
+    mu = np.linspace(2.0, 6.0, 24)
+
+    def predict(texts):  # type: ignore[no-untyped-def]
+        """The same for an unknown served model and for two known ones."""
+        rows = mu[[prompts.index(text) for text in texts]]
+        values = np.stack([rows, np.full(len(rows), 0.3), np.full(len(rows), 3.5)])
+        return dict.fromkeys(("", "gpt-4", "gpt-4o"), values)
+
     rows = [
         {"prompt_id": str(number), "prompt": prompt, "model": model, "output_tokens": np.array([length, length + 1])}
         for number, prompt in enumerate(prompts)
         for model, length in (("gpt-4o", round(1000 * float(mu[number]))), ("other", 50 - number))
     ]  # fmt: skip
-    score = score_source(_named(opened), "made up", pd.DataFrame(rows))
+    score = score_source(predict, "made up", pd.DataFrame(rows))
     assert (score.num_prompts, score.num_models) == (24, 2)
     assert score.named == pytest.approx(1.0)
     assert score.unknown == score.mean
@@ -126,13 +129,19 @@ def test_scores_of_an_unseen_source(tmp_path: Path) -> None:
     assert "| made up | 24 | 2 |" in markdown([score])
 
 
-def _named(opened: OpenedPredictor) -> OpenedPredictor:
-    """The same, as if it knew two served models by name."""
-
-    def predict(prompts, models, temperatures):  # type: ignore[no-untyped-def]
-        return opened.predict(prompts, [None] * len(prompts), temperatures)
-
-    return replace(opened, served_models=("gpt-4", "gpt-4o"), predict=predict)
+@pytest.mark.parametrize("predictor", ["pretrained", "tiny"])
+def test_sources_are_scored_with_what_the_artifact_predicts(predictor: str, tmp_path: Path) -> None:
+    prompts = [f"Write {number} lines on the sea. " * number for number in range(1, 25)]
+    runtime = open_runtime(predictor)
+    mu = runtime.predict(prompts, ["gpt-4"] * 24).mu
+    order = np.argsort(np.argsort(mu))
+    rows = [
+        {"prompt_id": str(number), "prompt": prompt, "model": "gpt-4", "output_tokens": np.array([10 + order[number]])}
+        for number, prompt in enumerate(prompts)
+    ]  # fmt: skip
+    pd.DataFrame(rows).to_parquet(tmp_path / "one.parquet")
+    [score] = score_sources(shipped_folder(predictor), {"one": tmp_path / "one.parquet"})
+    assert score.named == pytest.approx(1.0)
 
 
 PROMPTS = [

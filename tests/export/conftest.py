@@ -25,6 +25,8 @@ PLAIN: dict[str, Any] = {
     "conditioning": None,
     "served_models": ("tiny-llm",),
 }
+#: Folders by name.
+Folders = dict[str, Path]
 CALIBRATION = Calibration((1.0, 1.5, 0.7), (0.0, 0.3, -0.2))
 EXPORTS = {  # name -> checkpoint, older exporter
     "bert": ("bert", False),
@@ -60,7 +62,7 @@ def export(checkpoint: Path, out: Path, **options: Any) -> Manifest:
 
 
 @pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """Checkpoint folders by kind of encoder, and "plain"; tests must not write into them."""
     root = tmp_path_factory.mktemp("checkpoints")
     folders = {kind: write_checkpoint(root / kind, kind) for kind in ENCODERS}
@@ -68,7 +70,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def artifacts(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def artifacts(checkpoints: Folders, tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """Artifact folders by name of `EXPORTS`; tests must not write into them."""
     root = tmp_path_factory.mktemp("exported")
     for name, (kind, legacy) in EXPORTS.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +27,26 @@ from predictors.runtime import open_runtime
 from predictors.tokenizer import PromptTokenizer
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.files import sha256_file
-from tests.export.conftest import CALIBRATION, EXPORTS, PLAIN, TRAINING_INFO, export, write_checkpoint
+from tests.export.conftest import (
+    CALIBRATION,
+    EXPORTS,
+    PLAIN,
+    TRAINING_INFO,
+    Folders,
+    export,
+    write_checkpoint,
+)
 from tests.predictors.predictors import TOWER, predictor
-from tests.predictors.test_published import errors as schema_errors
-from tests.predictors.test_published import read as read_manifest
-from tests.training.tiny import ENCODERS, tiny_bert
+from tests.predictors.test_shipped import errors as schema_errors
+from tests.predictors.test_shipped import read as read_manifest
+from tests.training.tiny import tiny_bert
 
 PROMPTS = ["name 3 rivers", "write a long story of the number 12", "essay", "the list " * 40]
 
 
 @pytest.mark.parametrize("name", EXPORTS)
 def test_artifact_predicts_what_the_checkpoint_predicts(
-    artifacts: dict[str, Path], checkpoints: dict[str, Path], name: str
+    artifacts: Folders, checkpoints: Folders, name: str
 ) -> None:
     checkpoint = load_checkpoint(checkpoints[EXPORTS[name][0]])
     tokens = checkpoint.tokenizer(PROMPTS, truncation=True, max_length=48, padding=True, return_tensors="pt")
@@ -58,18 +67,8 @@ def test_artifact_predicts_what_the_checkpoint_predicts(
         assert np.ptp(arrays[output], axis=0).max() > 1e-4, output
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["distilbert", "modernbert", "opt"])
-def test_default_exporter_takes_the_other_encoders_too(
-    checkpoints: dict[str, Path], tmp_path: Path, kind: str
-) -> None:
-    manifest = export(checkpoints[kind], tmp_path / "a", legacy_exporter=False)
-    assert max(manifest.parity["by_output"].values()) <= 1e-4
-    assert set(manifest.parity["by_output"]) == {tensor.name for tensor in manifest.outputs}
-
-
 @pytest.mark.parametrize("name", EXPORTS)
-def test_graph_has_free_axes_and_no_traces_of_this_machine(artifacts: dict[str, Path], name: str) -> None:
+def test_graph_has_free_axes_and_no_traces_of_this_machine(artifacts: Folders, name: str) -> None:
     assert schema_errors(read_manifest(artifacts[name])) == []
     graph = onnx.load(artifacts[name] / "model.onnx").graph
     manifest = open_artifact(artifacts[name]).manifest
@@ -83,7 +82,7 @@ def test_graph_has_free_axes_and_no_traces_of_this_machine(artifacts: dict[str, 
 
 
 def test_manifest_tells_where_the_artifact_comes_from_and_what_it_gives(
-    artifacts: dict[str, Path], checkpoints: dict[str, Path]
+    artifacts: Folders, checkpoints: Folders
 ) -> None:
     manifest = open_artifact(artifacts["deberta"]).manifest
     assert manifest.artifact_id == "deberta"
@@ -94,7 +93,7 @@ def test_manifest_tells_where_the_artifact_comes_from_and_what_it_gives(
     assert manifest.urgency_levels == URGENCY_LEVELS
     assert manifest.abstain_threshold == 0.35
     assert manifest.bucket_edges == (64, 512)
-    assert {name: list(table) for name, table in manifest.calibration.items()} == CALIBRATION.to_json()
+    assert manifest.calibration == asdict(CALIBRATION)
     assert manifest.training_data == TRAINING_INFO["data"]
     assert manifest.metrics == TRAINING_INFO["metrics"]
     parity = manifest.parity
@@ -171,9 +170,7 @@ def test_the_mean_over_the_known_served_models_is_in_the_graph(
     assert predicted.sigma[1] == pytest.approx(np.sqrt(variance), rel=1e-5)
 
 
-def test_abstain_threshold_is_the_users_or_the_checkpoints(
-    checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_abstain_threshold_is_the_users_or_the_checkpoints(checkpoints: Folders, tmp_path: Path) -> None:
     options = {"abstain_threshold": 0.5, "parity_tokens": 64, "parity_shapes": 0}
     assert export(checkpoints["bert"], tmp_path / "a", **options).abstain_threshold == 0.5
     with pytest.raises(InputError, match="abstain_threshold: got 0.5; .*no urgency is predicted"):
@@ -181,8 +178,8 @@ def test_abstain_threshold_is_the_users_or_the_checkpoints(
 
 
 def test_version_is_of_the_content_and_an_old_artifact_is_replaced_on_demand(
-    checkpoints: dict[str, Path],
-    artifacts: dict[str, Path],
+    checkpoints: Folders,
+    artifacts: Folders,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -218,7 +215,7 @@ def one_error_line(capsys: pytest.CaptureFixture[str]) -> str:
     ],
 )
 def test_broken_checkpoint_is_one_line_and_nothing_is_written(
-    checkpoints: dict[str, Path],
+    checkpoints: Folders,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     file: str,
@@ -252,7 +249,7 @@ def test_bad_option_is_named(arguments: list[str], message: str, capsys: pytest.
 
 
 def test_parity_failure_writes_nothing(
-    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoints: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def another_model_than_was_exported(path: str) -> object:
         checkpoint = load_checkpoint(path)
@@ -273,7 +270,7 @@ def test_parity_failure_writes_nothing(
 
 
 def test_model_that_torch_cannot_export_is_one_error(
-    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoints: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object, **kwargs: object) -> None:
         raise RuntimeError("no such operator\nwith many\nlines")
@@ -285,34 +282,15 @@ def test_model_that_torch_cannot_export_is_one_error(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tokenizer_that_differs_from_training_is_caught(
-    artifacts: dict[str, Path], checkpoints: dict[str, Path]
-) -> None:
+def test_tokenizer_that_differs_from_training_is_caught(artifacts: Folders, checkpoints: Folders) -> None:
     checkpoint = load_checkpoint(checkpoints["bert"])
     other = PromptTokenizer(artifacts["deberta"] / "tokenizer.json", max_length=48, truncation_side="right")
     with pytest.raises(TailcastError, match="tokenizer differ on"):
         check_tokenizer(checkpoint, other)
 
 
-@pytest.mark.parametrize("kind", ENCODERS)
-def test_every_shape_gives_torchs_numbers_and_padding_changes_none(
-    artifacts: dict[str, Path], checkpoints: dict[str, Path], kind: str
-) -> None:
-    parity = measure_parity(
-        load_checkpoint(checkpoints[kind]).model,
-        open_runtime(artifacts[f"{kind}-legacy"]),
-        tolerance=2e-5,
-        rng=np.random.default_rng(7),
-        max_tokens=64 * 48,
-        num_random=12,
-    )
-    assert "64x48" in {shape.split()[0] for shape in parity["max_abs_diff"]}
-    assert len(parity["max_abs_diff"]) > 20
-    assert parity["padding"] <= 2e-5
-
-
 def test_numbers_that_depend_on_batch_mates_or_are_none_are_caught(
-    artifacts: dict[str, Path], checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    artifacts: Folders, checkpoints: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load_checkpoint(checkpoints["bert"]).model
     runtime = open_runtime(artifacts["bert"])
@@ -338,36 +316,21 @@ def test_numbers_that_depend_on_batch_mates_or_are_none_are_caught(
 
 # Published configurations, built with random weights one at a time: DeBERTa-v3-base takes about 5 GB. What is left out is the architecture's default.
 TRUE: dict[str, tuple[int, dict[str, Any]]] = {
-    "microsoft/deberta-v3-base": (
-        183_831_552,
-        {
-            "model_type": "deberta-v2",
-            "vocab_size": 128100,
-            "max_position_embeddings": 512,
-            "max_relative_positions": -1,
-            "position_buckets": 256,
-            "relative_attention": True,
-            "pos_att_type": ["p2c", "c2p"],
-            "position_biased_input": False,
-            "share_att_key": True,
-            "norm_rel_ebd": "layer_norm",
-            "type_vocab_size": 0,
-            "hidden_size": 768,
-            "num_hidden_layers": 12,
-            "num_attention_heads": 12,
-            "intermediate_size": 3072,
-            "layer_norm_eps": 1e-7,
-        },
-    ),
+    "microsoft/deberta-v3-base": (183_831_552, {
+        "model_type": "deberta-v2", "vocab_size": 128100, "type_vocab_size": 0, "max_position_embeddings": 512,
+        "position_buckets": 256, "relative_attention": True, "max_relative_positions": -1, "share_att_key": True,
+        "pos_att_type": ["p2c", "c2p"], "position_biased_input": False, "norm_rel_ebd": "layer_norm",
+        "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072,
+        "layer_norm_eps": 1e-7,
+    }),
     "distilbert/distilbert-base-uncased": (66_362_880, {"model_type": "distilbert"}),
     "google-bert/bert-base-uncased": (108_891_648, {"model_type": "bert"}),
     "facebook/opt-125m": (125_239_296, {"model_type": "opt", "dropout": 0.1, "word_embed_proj_dim": 768}),
     "answerdotai/ModernBERT-base": (149_014_272, {"model_type": "modernbert"}),
-    "sentence-transformers/all-MiniLM-L6-v2": (
-        22_565_376,
-        {"model_type": "bert", "hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1536},
-    ),
-}
+    "sentence-transformers/all-MiniLM-L6-v2": (22_565_376, {
+        "model_type": "bert", "hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1536,
+    }),
+}  # fmt: skip
 
 
 @pytest.mark.slow

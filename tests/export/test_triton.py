@@ -26,7 +26,7 @@ from predictors.artifact import open_artifact
 from predictors.runtime import open_runtime
 from scheduler_core.files import RECORD
 from tests.predictors.fakes import write_rich_artifact
-from tests.predictors.test_signing import public_key_file
+from tests.predictors.test_artifact import public_key_file
 
 ROOT = Path(__file__).parents[2]
 TEXTS = ["name three rivers", "", "sea 北京 " * 30, "[SEP] the essay"]

@@ -17,8 +17,8 @@ from scheduler_core.errors import InputError
 from tailcast.cli_variants import main
 from tests.export.conftest import export
 from tests.predictors.predictors import predictor
-from tests.predictors.test_published import errors as schema_errors
-from tests.predictors.test_signing import private_key_file, public_key_file
+from tests.predictors.test_artifact import private_key_file, public_key_file
+from tests.predictors.test_shipped import errors as schema_errors
 from tests.training.data import write_rows, write_sample_file
 from tests.training.tiny import tiny_bert
 

@@ -271,19 +271,14 @@ class GatedRuntime:
     def warm_up(self) -> None:
         self._runtime.warm_up()
 
-    def run(
-        self,
-        prompts: Sequence[NDArray[Any]],
-        served_models: Sequence[str | None] | None = None,
-        temperatures: Sequence[float | None] | None = None,
-    ) -> Predicted:
+    def run(self, prompts: Sequence[NDArray[Any]], *conditions: Any) -> Predicted:
         if not self.gate.wait(timeout=30):
             raise TimeoutError("the test never opened the gate")
         self.batches.append(len(prompts))
         if self.num_failures:
             self.num_failures -= 1
             raise RuntimeError("injected failure")
-        return self._runtime.run(prompts, served_models, temperatures)
+        return self._runtime.run(prompts, *conditions)
 
 
 def serve_config(**options: Any) -> ServeConfig:

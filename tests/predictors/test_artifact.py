@@ -1,18 +1,59 @@
+"""Artifact folders, their manifests and signatures; several artifacts in service, and replacing one while requests run."""
+
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import shutil
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import onnx
 import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from grpc_health.v1 import health_pb2
 
 from predictors.artifact import hash_files, open_artifact, write_manifest
-from predictors.manifest import FORMAT_VERSION, Conditions, Manifest, content_version, parse_manifest
+from predictors.cli import main
+from predictors.client import InProcessPredictor
+from predictors.manifest import (
+    FORMAT_VERSION,
+    MANIFEST,
+    SIGNATURE,
+    Conditions,
+    Manifest,
+    content_version,
+    parse_manifest,
+)
+from predictors.proto import predictor_v1_pb2 as pb
+from predictors.proto.predictor_v1_pb2_grpc import PredictorStub
 from predictors.runtime import open_runtime
-from scheduler_core.errors import InputError
-from tests.predictors.fakes import write_artifact
+from predictors.service.artifacts import ArtifactSource, open_sources
+from predictors.service.batcher import BatchingSettings
+from predictors.service.errors import ReloadError
+from predictors.signing import read_private_key, read_public_key, sign_file
+from scheduler_core.errors import InputError, TailcastError
+from scheduler_core.predictor import PredictionRequest
+from tests.predictors.fakes import (
+    VOCAB,
+    GatedRuntime,
+    expected,
+    running_server,
+    serve_config,
+    server_and_stub,
+    status,
+    until,
+    version_prefix,
+    without_numbers,
+    write_artifact,
+    write_rich_artifact,
+)
 
 
 def change_manifest(folder: Path, **changes: Any) -> None:
@@ -56,6 +97,9 @@ def test_every_field_is_needed_and_an_edited_one_is_another_version(rich_folder:
         del content[field]
         with pytest.raises(InputError, match=f"artifact manifest, {field}"):
             parse_manifest(content)
+    for version, advice in ((FORMAT_VERSION + 1, "upgrade"), (4, "export it again")):
+        with pytest.raises(InputError, match=rf"format_version: got \d+; allowed: .*{advice}"):
+            parse_manifest(content_of(rich_folder) | {"format_version": version, "something_new": {}})
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "tokenizer.json", "manifest.json"])
@@ -73,15 +117,9 @@ def test_changed_or_missing_file_is_refused(tmp_path: Path, name: str) -> None:
         open_artifact(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize(("version", "advice"), [(FORMAT_VERSION + 1, "upgrade"), (4, "export it again")])
-def test_another_format_tells_what_to_do(artifact_folder: Path, version: int, advice: str) -> None:
-    with pytest.raises(InputError, match=rf"format_version: got \d+; allowed: .*{advice}"):
-        parse_manifest(content_of(artifact_folder) | {"format_version": version, "something_new": {}})
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_broken_json_is_refused(tmp_path: Path) -> None:
+    folder = write_artifact(tmp_path / "a")
+    for text, message in (
         (b"", "not empty"),
         (b"{", "valid JSON"),
         (b"\xff\xfe\x00", "valid JSON"),
@@ -90,13 +128,10 @@ def test_another_format_tells_what_to_do(artifact_folder: Path, version: int, ad
         (b'{"nu": NaN}', "NaN is not a finite number"),
         (b'{"a": ' * 101 + b"1" + b"}" * 101, "deeper than 100 levels"),
         (b'{"a":' + b"[" * 100_000, "nested too deeply"),
-    ],
-)
-def test_broken_json_is_refused(tmp_path: Path, text: bytes, message: str) -> None:
-    folder = write_artifact(tmp_path / "a")
-    (folder / "manifest.json").write_bytes(text)
-    with pytest.raises(InputError, match=rf"^artifact.*{re.escape(message)}"):
-        open_artifact(folder)
+    ):
+        (folder / "manifest.json").write_bytes(text)
+        with pytest.raises(InputError, match=rf"^artifact.*{re.escape(message)}"):
+            open_artifact(folder)
 
 
 TABLES = {"sigma_scale": [1.0], "mu_shift": [0.0]}
@@ -152,12 +187,10 @@ def test_wrong_field_is_named(artifact_folder: Path, field: str, value: object, 
     assert len(str(caught.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize(("field", "value", "named"), CONTRADICTIONS)
-def test_fields_that_contradict_each_other_are_named(
-    rich_folder: Path, field: str, value: object, named: str
-) -> None:
-    with pytest.raises(InputError, match=f"^artifact manifest, ({named}): got"):
-        parse(content_of(rich_folder), **{field: value})
+def test_fields_that_contradict_each_other_are_named(rich_folder: Path) -> None:
+    for field, value, named in CONTRADICTIONS:
+        with pytest.raises(InputError, match=f"^artifact manifest, ({named}): got"):
+            parse(content_of(rich_folder), **{field: value})
 
 
 @pytest.mark.parametrize("name", ["notes.txt", ".hidden", "model.onnx.data", ".tailcast.jsonl"])
@@ -210,24 +243,290 @@ def test_listed_external_weights_are_read(tmp_path: Path, artifact_folder: Path)
         open_artifact(folder)
 
 
-@pytest.mark.parametrize(
-    ("served_models", "conditioning", "numbers"),
-    [
+def test_served_models_are_numbered_or_refused() -> None:
+    known_only, any_model = (
+        Conditions(unknown_models=unknown, temperature=True) for unknown in (False, True)
+    )
+    for served_models, conditioning, numbers in (
         # of None, "", a, b, other
         ((), None, [0, 0, 0, 0, 0]),
         (("a", "b"), None, [0, 0, 0, 0, None]),
-        (("a", "b"), Conditions(unknown_models=True, temperature=True), [0, 0, 1, 2, 0]),
-        (("a", "b"), Conditions(unknown_models=False, temperature=True), [None, None, 1, 2, None]),
-        (("a",), Conditions(unknown_models=False, temperature=False), [1, 1, 1, None, None]),
-    ],
-)
-def test_served_models_are_numbered_or_refused(
-    served_models: tuple[str, ...], conditioning: Conditions | None, numbers: list[int | None]
-) -> None:
-    manifest = Manifest.model_construct(served_models=served_models, conditioning=conditioning)
-    for name, number in zip((None, "", "a", "b", "other"), numbers, strict=True):
-        if number is None:
+        (("a", "b"), any_model, [0, 0, 1, 2, 0]),
+        (("a", "b"), known_only, [None, None, 1, 2, None]),
+        (("a",), known_only, [1, 1, 1, None, None]),
+    ):
+        manifest = Manifest.model_construct(served_models=served_models, conditioning=conditioning)
+        for name, number in zip((None, "", "a", "b", "other"), numbers, strict=True):
+            if number is not None:
+                assert manifest.served_model_number(name) == number
+                continue
             with pytest.raises(InputError, match="served_model: got .*one of a"):
                 manifest.served_model_number(name)
-        else:
-            assert manifest.served_model_number(name) == number
+
+
+OURS = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+REQUEST = PredictionRequest("r", "sea", 1)
+OTHER = Ed25519PrivateKey.from_private_bytes(bytes(range(32, 64)))
+
+
+def private_key_file(path: Path, key: Any = OURS, password: bytes | None = None) -> Path:
+    """Writes a private key as `openssl genpkey -algorithm ed25519` does."""
+    encryption: Any = serialization.NoEncryption()
+    if password is not None:
+        encryption = serialization.BestAvailableEncryption(password)
+    pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    path.write_bytes(key.private_bytes(pem, pkcs8, encryption))
+    return path
+
+
+def public_key_file(path: Path, key: Any = OURS) -> Path:
+    """Writes a public key as `openssl pkey -pubout` does."""
+    kind = serialization.PublicFormat.SubjectPublicKeyInfo
+    path.write_bytes(key.public_key().public_bytes(serialization.Encoding.PEM, kind))
+    return path
+
+
+def signed(folder: Path, key: Ed25519PrivateKey = OURS, **changes: Any) -> Path:
+    write_artifact(folder, **changes)
+    sign_file(folder / MANIFEST, key)
+    return folder
+
+
+def test_keys_and_signatures_are_those_of_openssl(tmp_path: Path) -> None:
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("openssl is not installed")
+    secret, public, text = tmp_path / "key.pem", tmp_path / "key.pub", tmp_path / "text"
+    text.write_text("hello\n")
+
+    def run(*arguments: object) -> None:
+        subprocess.run([openssl, *map(str, arguments)], check=True, capture_output=True)
+
+    run("genpkey", "-algorithm", "ed25519", "-out", secret)
+    run("pkey", "-in", secret, "-pubout", "-out", public)
+    sign_file(text, read_private_key(secret))
+    run("pkeyutl", "-verify", "-pubin", "-inkey", public, "-rawin", "-in", text, "-sigfile", f"{text}.sig")
+    read_public_key(public).verify((tmp_path / "text.sig").read_bytes(), b"hello\n")
+
+
+def test_key_with_a_password_takes_it(tmp_path: Path) -> None:
+    path = private_key_file(tmp_path / "key.pem", password=b"secret")
+    assert read_private_key(path, "secret").private_bytes_raw() == OURS.private_bytes_raw()
+    for password in ("wrong", None):
+        with pytest.raises(InputError, match="sign: got .*Ed25519 private key"):
+            read_private_key(path, password)
+
+
+def test_other_keys_are_named(tmp_path: Path) -> None:
+    other = X25519PrivateKey.generate()
+    (tmp_path / "text").write_text("no key\n")
+    for path in (tmp_path / "text", public_key_file(tmp_path / "x.pub", other), tmp_path / "nothing"):
+        with pytest.raises(InputError, match="public_key: got"):
+            read_public_key(path)
+    for path in (tmp_path / "text", private_key_file(tmp_path / "x.pem", other), tmp_path / "x.pub"):
+        with pytest.raises(InputError, match="sign: got"):
+            read_private_key(path)
+
+
+@pytest.mark.parametrize("how", ["unsigned", "of another key", "changed afterwards"])
+async def test_wrong_signatures_are_refused_by_server_and_client(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    folder, key = tmp_path / "a", public_key_file(tmp_path / "ours.pub")
+    signed(folder, OTHER if how == "of another key" else OURS)
+    open_artifact(folder)
+    if how == "unsigned":
+        (folder / SIGNATURE).unlink()
+    elif how == "changed afterwards":
+        assert open_artifact(folder, public_key=key) == open_artifact(folder)
+        (folder / MANIFEST).write_text((folder / MANIFEST).read_text() + " ")
+    assert main([str(folder), f"--public_key={key}", "--port=0"]) == 2
+    [error] = capsys.readouterr().err.strip().splitlines()
+    missing, wrong = "with a public key it must be there", "is not of this manifest.json by the"
+    assert (missing if how == "unsigned" else wrong) in error
+    async with InProcessPredictor(folder, public_key=key) as predictor:
+        with pytest.raises(InputError, match="signature"):
+            await predictor.predict([REQUEST])
+
+
+async def test_wrong_signatures_are_refused_at_a_reload(tmp_path: Path) -> None:
+    key = public_key_file(tmp_path / "ours.pub")
+    bad = write_artifact(tmp_path / "bad", artifact_version="two")
+    link = tmp_path / "current"
+    link.symlink_to(signed(tmp_path / "one", artifact_version="one"))
+    sources, runtimes = open_sources(serve_config(artifact=str(link), provider="cpu", public_key=str(key)))
+    async with (
+        running_server(runtimes, reopen=lambda name: sources[name].open()) as (server, address),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        stub: Any = PredictorStub(channel)  # type: ignore[no-untyped-call]
+
+        async def version() -> str:
+            return version_prefix((await stub.Predict(pb.PredictRequest(prompt="sea"))).artifact_version)
+
+        (tmp_path / "next").symlink_to(bad)
+        (tmp_path / "next").replace(link)
+        with pytest.raises(ReloadError, match="with a public key it must be there"):
+            await server.artifacts.reload("tiny")
+        assert await version() == "one"
+        sign_file(link / MANIFEST, OURS)
+        assert await server.artifacts.reload("tiny")
+        assert await version() == "two"
+        # The same content without its signature is no news to be taken, but no reason to go on silently either.
+        (link / SIGNATURE).unlink()
+        with pytest.raises(ReloadError, match="signature"):
+            await server.artifacts.reload("tiny")
+        assert await version() == "two"
+        # A key that is replaced counts from the next reload.
+        sign_file(link / MANIFEST, OURS)
+        public_key_file(key, OTHER)
+        with pytest.raises(ReloadError, match="signature"):
+            await server.artifacts.reload("tiny")
+    text = server.metrics.exposition().decode()
+    assert 'tailcast_reloads_total{artifact="tiny",outcome="refused"} 3.0' in text
+    assert 'tailcast_reloads_total{artifact="tiny",outcome="taken"} 1.0' in text
+
+
+SEA = pb.PredictRequest(prompt="sea")
+
+
+def source(path: Path) -> ArtifactSource:
+    return ArtifactSource(str(path), serve_config(provider="cpu"))
+
+
+async def test_requests_choose_among_several_artifacts(tmp_path: Path, artifact_folder: Path) -> None:
+    second = open_runtime(write_artifact(tmp_path / "second", artifact_id="second"))
+    async with server_and_stub([open_runtime(artifact_folder), second]) as (_, stub):
+        assert list((await stub.GetMetadata(pb.GetMetadataRequest())).artifact_ids) == ["tiny", "second"]
+        for name, artifact_id in (("", "tiny"), ("second", "second")):
+            metadata = await stub.GetMetadata(pb.GetMetadataRequest(artifact_id=name))
+            response = await stub.Predict(pb.PredictRequest(prompt="sea", artifact_id=name))
+            health = await stub.Check(health_pb2.HealthCheckRequest(service=artifact_id))
+            assert metadata.artifact_id == response.artifact_id == artifact_id
+            assert health.status == health_pb2.HealthCheckResponse.SERVING
+        for call in (
+            stub.Predict(pb.PredictRequest(prompt="sea", artifact_id="none")),
+            stub.GetMetadata(pb.GetMetadataRequest(artifact_id="none")),
+        ):
+            code, message = await status(call)
+            assert (code, "one of tiny, second" in message) == (grpc.StatusCode.NOT_FOUND, True)
+
+
+async def test_a_start_refuses_equal_ids_and_what_a_reload_would_refuse(
+    tmp_path: Path, artifact_folder: Path
+) -> None:
+    broken = without_numbers(write_artifact(tmp_path / "a", artifact_id="broken"))
+    for folder, kind, message in (
+        (artifact_folder, InputError, "artifact: got 'tiny'"),
+        (broken, TailcastError, "the model gave mu = nan"),
+    ):
+        with pytest.raises(kind, match=message):
+            async with running_server([open_runtime(artifact_folder), open_runtime(folder)]):
+                pass
+
+
+async def test_a_new_version_takes_over_and_no_request_is_lost(tmp_path: Path) -> None:
+    link = tmp_path / "current"
+    link.symlink_to(write_artifact(tmp_path / "one", artifact_version="one"))
+    old = GatedRuntime(link, is_open=False)
+    batching = BatchingSettings(max_batch=1, max_wait_s=0.0, max_queue=50, num_workers=2)
+    async with server_and_stub(old, batching=batching, reopen=lambda name: source(link).open()) as (
+        server,
+        stub,
+    ):
+        # One stays inside the old version, behind its gate; the second worker is free.
+        inside = asyncio.ensure_future(stub.Predict(SEA))
+        await until(lambda: server.artifacts.num_in_flight == 1)
+        assert not await server.artifacts.reload("tiny")
+        write_artifact(tmp_path / "two", artifact_version="two")
+        (tmp_path / "next").symlink_to(tmp_path / "two")
+        (tmp_path / "next").replace(link)
+        assert await server.artifacts.reload("tiny")
+        later = await stub.Predict(SEA)
+        assert not inside.done()
+        old.gate.set()
+        first = await inside
+    assert [version_prefix(each.artifact_version) for each in (first, later)] == ["one", "two"]
+    assert first.mu == later.mu == pytest.approx(expected("sea")[0], rel=1e-6)
+    text = server.metrics.exposition().decode()
+    for response, value in ((later, 1.0), (first, 0.0)):
+        labels = f'artifact="tiny",provider="CPUExecutionProvider",version="{response.artifact_version}"'
+        assert f"tailcast_artifact_info{{{labels}}} {value}" in text
+    assert 'tailcast_reloads_total{artifact="tiny",outcome="taken"} 1.0' in text
+
+
+async def test_many_reloads_under_load_lose_nothing(tmp_path: Path) -> None:
+    folders = [write_artifact(tmp_path / str(number), artifact_version=f"v{number}") for number in range(2)]
+    turn = iter(range(1, 100))
+
+    def reopen(name: str) -> Any:
+        return open_runtime(folders[next(turn) % 2])
+
+    async with server_and_stub(open_runtime(folders[0]), reopen=reopen) as (server, stub):
+        done = asyncio.Event()
+        versions = []
+
+        async def ask() -> None:
+            while not done.is_set():
+                response = await stub.Predict(SEA)
+                assert response.mu == pytest.approx(expected("sea")[0], rel=1e-5)
+                versions.append(version_prefix(response.artifact_version))
+
+        askers = [asyncio.create_task(ask()) for _ in range(8)]
+        for _ in range(6):
+            assert await server.artifacts.reload("tiny")
+            target = len(versions) + 10
+            await until(lambda target=target: len(versions) > target)  # type: ignore[misc]
+        done.set()
+        await asyncio.gather(*askers)
+    assert set(versions) == {"v0", "v1"}
+
+
+class Broken(GatedRuntime):
+    """Verified files, but it fails when it is used."""
+
+    def warm_up(self) -> None:
+        raise OSError("no memory")
+
+
+def damaged(folder: Path) -> Path:
+    (folder / "model.onnx").write_bytes(b"\0" * 10)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("successor", "message"),
+    [
+        (lambda path: source(path / "nothing").open(), "existing artifact folder"),
+        (lambda path: source(damaged(write_artifact(path / "a"))).open(), "SHA-256"),
+        (lambda path: source(write_artifact(path / "a", artifact_id="x")).open(), "artifact_id: got 'x'"),
+        (lambda path: source(write_artifact(path / "a", artifact_id="tiny")).open(), "heads"),
+        (lambda path: Broken(write_rich_artifact(path / "a", artifact_version="new")), "no memory"),
+        (
+            lambda path: source(without_numbers(write_rich_artifact(path / "a"))).open(),
+            "the model gave mu = nan",
+        ),
+    ],
+    ids=["missing", "damaged", "another id", "fewer heads", "warm-up fails", "no numbers"],
+)
+async def test_a_bad_new_version_is_refused_and_the_old_one_stays(
+    tmp_path: Path, rich_folder: Path, successor: Callable[[Path], Any], message: str
+) -> None:
+    runtime = open_runtime(rich_folder)
+    async with server_and_stub(runtime, reopen=lambda name: successor(tmp_path)) as (server, stub):
+        with pytest.raises(ReloadError, match=message):
+            await server.artifacts.reload("tiny")
+        await server.reload()  # says it in the log and goes on
+        assert (await stub.Predict(SEA)).artifact_version == runtime.artifact.manifest.artifact_version
+    refused = 'tailcast_reloads_total{artifact="tiny",outcome="refused"} 2.0'
+    assert refused in server.metrics.exposition().decode()
+
+
+async def test_what_is_loaded_needs_its_folder_no_more_and_without_a_source_stays(tmp_path: Path) -> None:
+    runtime = open_runtime(write_artifact(tmp_path / "a"))
+    async with server_and_stub(runtime) as (server, stub):
+        shutil.rmtree(tmp_path / "a")
+        response = await stub.Predict(pb.PredictRequest(token_ids=pb.TokenIds(ids=[1, VOCAB["sea"], 2])))
+        with pytest.raises(ReloadError, match="no source"):
+            await server.artifacts.reload("tiny")
+    assert response.mu == pytest.approx(expected("sea")[0], rel=1e-6)

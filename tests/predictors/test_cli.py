@@ -1,32 +1,48 @@
-"""`serve-predictor` as a process: answers, drains, several workers, reload; bad input is refused in one line."""
+"""The commands as processes: answers, drains, several workers, reload, traces; bad input is refused in one line."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gzip
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import grpc
 import psutil
 import pytest
 
 from predictors.cli import main
+from predictors.cli_proxy import main as proxy_main
 from predictors.client import ClientSettings, SyncPredictor
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.proto.predictor_v1_pb2_grpc import PredictorStub
+from predictors.proxy.config import ProxyConfig
+from predictors.proxy.server import ProxyServer
+from predictors.service import tracing
+from predictors.service import workers as module
+from predictors.service.workers import Supervisor
+from scheduler_core.command import command
+from scheduler_core.errors import InputError, MissingExtraError
 from scheduler_core.predictor import PredictionRequest
 from tests.predictors.fakes import expected, version_prefix, without_numbers, write_artifact
+from tests.predictors.proxy.fake_engine import CHAT, chat, paused, running_engine, stream_events, until
 
 PATIENCE_S = 150.0
 
@@ -247,3 +263,279 @@ def test_a_new_version_is_found_by_looking(tmp_path: Path) -> None:
         assert server.stop() == 0
         lines = [json.loads(line) for line in server.log.splitlines()]
     assert {"time", "level", "logger", "message"} <= set(lines[0])
+
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+PARENT = "b7ad6b7169203331"
+
+
+@pytest.fixture
+def collector() -> Iterator[tuple[str, list[Any]]]:
+    """Address of an OTLP collector over HTTP, and the requests that it gets."""
+    service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    requests: list[Any] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.headers.get("Content-Encoding") == "gzip":
+                body = gzip.decompress(body)
+            requests.append(service.ExportTraceServiceRequest.FromString(body))
+            self.send_response(200)
+            self.send_header("Content-Type", "application/x-protobuf")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", requests
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_spans_reach_the_collector_with_their_parents_and_none_is_lost_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collector: tuple[str, list[Any]]
+) -> None:
+    endpoint, requests = collector
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "lengths")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")  # nothing is sent before the end
+    with running(tmp_path, write_artifact(tmp_path / "tiny"), "--traces=true") as server:
+        port, http_port = server.ports()
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub: Any = PredictorStub(channel)  # type: ignore[no-untyped-call]
+            context = (("traceparent", f"00-{TRACE}-{PARENT}-01"),)
+            stub.Predict(pb.PredictRequest(prompt="sea"), timeout=PATIENCE_S, metadata=context)
+            with pytest.raises(grpc.RpcError):
+                stub.Predict(pb.PredictRequest(prompt=" "), timeout=PATIENCE_S)
+            batch = pb.PredictBatchRequest(requests=[pb.PredictRequest(prompt="sea")] * 3)
+            stub.PredictBatch(batch, timeout=PATIENCE_S, metadata=context)
+        assert get(http_port, "/v1/metadata")[0] == 200  # no prediction, no span
+        assert requests == []
+        assert server.stop() == 0
+    resources = [one for request in requests for one in request.resource_spans]
+    names = {
+        one.key: one.value.string_value for resource in resources for one in resource.resource.attributes
+    }
+    assert names["service.name"] == "lengths"
+    spans = [span for one in resources for scope in one.scope_spans for span in scope.spans]
+    assert sorted(span.name for span in spans) == ["Predict", "Predict", *["PredictBatch"] * 3]
+    of_caller = [span for span in spans if span.trace_id.hex() == TRACE]
+    assert [span.parent_span_id.hex() for span in of_caller] == [PARENT] * 4
+    [refused] = [span for span in spans if span.trace_id.hex() != TRACE]
+    assert (refused.parent_span_id, refused.status.message) == (b"", "INVALID_ARGUMENT")
+    for span in of_caller:
+        values = {one.key: one.value for one in span.attributes}
+        assert values["tailcast.artifact_id"].string_value == "tiny"
+        assert values["rpc.status"].string_value == "OK"
+        assert values["tailcast.inference_s"].double_value > 0
+        assert 0 < span.end_time_unix_nano - span.start_time_unix_nano < PATIENCE_S * 1e9
+
+
+def test_a_protocol_or_an_exporter_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in reversed(tracing.PROTOCOL_VARIABLES):
+        monkeypatch.setenv(name, "http/json")
+        with pytest.raises(InputError, match=f"{name}: got 'http/json'; allowed: http/protobuf or grpc"):
+            tracing.set_up_exporting()
+        monkeypatch.setenv(name, "grpc")
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
+    with pytest.raises(MissingExtraError, match="opentelemetry-exporter-otlp-proto-grpc"):
+        tracing.set_up_exporting()
+
+
+IDLE_WORKER = """
+import os, signal, sys, time
+folder, plan, number = sys.argv[1:]
+life = 0
+while True:
+    try:
+        os.close(os.open(f"{folder}/{number}-{life}", os.O_CREAT | os.O_EXCL))
+        break
+    except FileExistsError:
+        life += 1
+steps = dict(part.split(":") for part in plan.split(","))
+what = steps.get(f"{number}-{life}", steps.get("else", "serve"))
+if what == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if what.startswith("late"):  # only once the other one serves
+    while not os.path.exists(f"{folder}/serving"):
+        time.sleep(0.01)
+    if what == "latekilled":
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit(3)
+if what.isdigit():
+    sys.exit(int(what))
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+open(f"{folder}/pid-{number}", "w").write(str(os.getpid()))
+os.write(1, b"x")
+open(f"{folder}/serving", "w").close()
+time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.01)
+
+
+async def supervised(folder: Path, plan: str, *, suspended: int | None = None) -> tuple[int, list[str], bool]:
+    """Exit code, lives of workers (number-life), and whether all of them were ready at some time."""
+    command = [sys.executable, "-S", "-c", IDLE_WORKER, str(folder), plan]
+    supervisor = Supervisor(command, 2, stop_timeout_s=120 if suspended is None else 1)
+    was_ready = False
+
+    def on_ready() -> None:
+        nonlocal was_ready
+        was_ready = True
+        if suspended is not None:
+            os.kill(int((folder / f"pid-{suspended}").read_text()), signal.SIGSTOP)
+        supervisor.stop()
+
+    async with asyncio.timeout(120):
+        code = await supervisor.run(on_ready)
+    lives = sorted(file.name for file in folder.glob("[0-9]-*"))
+    return code, lives, was_ready
+
+
+@pytest.mark.parametrize(
+    ("plan", "lives"),
+    [
+        ("else:serve", ["0-0", "1-0"]),
+        ("0-0:killed,1-0:killed", ["0-0", "0-1", "1-0", "1-1"]),
+        ("1-0:latekilled", ["0-0", "1-0", "1-1"]),
+        ("1-0:late,1-1:late", ["0-0", "1-0", "1-1", "1-2"]),
+    ],
+)
+async def test_workers_that_end_are_started_again(tmp_path: Path, plan: str, lives: list[str]) -> None:
+    assert await supervised(tmp_path, plan) == (0, lives, True)
+
+
+async def test_workers_that_never_come_up_end_the_command(tmp_path: Path) -> None:
+    for plan, exit_code in (("else:2", 2), ("else:killed", 1)):
+        (tmp_path / plan).mkdir()
+        code, lives, was_ready = await supervised(tmp_path / plan, plan)
+        assert (code, was_ready) == (exit_code, False)
+    assert module.MAX_EARLY_ENDS <= len(lives) <= module.MAX_EARLY_ENDS + 1  # killed again and again
+
+
+async def test_a_worker_that_is_not_ready_again_yet_has_nothing_to_drain(tmp_path: Path) -> None:
+    # Ready in its first life alone; then it takes for ever to start, without a handler for SIGTERM.
+    first, second = tmp_path / "first", tmp_path / "second"
+    script = (
+        "import os, pathlib, sys, time; first, second = map(pathlib.Path, sys.argv[1:3])\n"
+        "again = first.exists(); (second if again else first).write_text(str(os.getpid()))\n"
+        "if not again: os.write(1, b'x')\n"
+        "time.sleep(600)"
+    )
+    command = [sys.executable, "-c", script, str(first), str(second)]
+    supervisor = Supervisor(command, count=1, stop_timeout_s=120)
+    ready = asyncio.Event()
+    running = asyncio.create_task(supervisor.run(ready.set))
+    async with asyncio.timeout(120):
+        await ready.wait()
+        os.kill(int(first.read_text()), signal.SIGKILL)
+        while not second.exists():
+            await asyncio.sleep(0.01)
+        supervisor.stop()
+        assert await running == 0
+
+
+async def test_workers_that_do_not_end_in_time_are_killed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # A suspended process does not get SIGTERM; the other one ends as it should.
+    code, lives, was_ready = await supervised(tmp_path, "else:serve", suspended=0)
+    assert (code, lives, was_ready) == (1, ["0-0", "1-0"], True)
+    assert "1 workers still run 1 s after the signal to stop: killed" in caplog.text
+
+
+ROOT = Path(__file__).parents[2]
+
+
+BAD_OPTIONS = {
+    "": "missing: ENGINE_URL",
+    "ftp://x": "engine_url: got 'ftp://x'; allowed: http://HOST:PORT",
+    "URL --policy best": "policy: got 'best'",
+    "URL --policy no.such:Policy": "policy: got 'no.such:Policy'",
+    "URL --policy hrrn --engine vllm": "the key of policy hrrn changes while a request waits",
+    "URL --policy s3": "policy s3 reserves KV memory, which the engine allocates itself",
+    "URL --policy slai": "policy slai forms batches, which the engine forms itself",
+    "URL --policy tie --policy_parameters '{gamma: 2}'": "gamma: got 2",
+    "URL --predictor http://x": "predictor: got 'http://x'; allowed: pretrained, tiny, an artifact folder, or grpc://HOST:PORT",
+    "URL --predictor no/such/folder": "predictor: got 'no/such/folder'",
+    "URL --shadow_predictor x": "shadow_predictor: got 'x'; allowed: only together with feedback",
+    "URL --slo_ttft_ms '[1, 2]'": "slo_ttft_ms: got [1, 2]",
+    "URL --deadline_s 0": "deadline_s: got 0.0; allowed: seconds > 0, at most 60",
+    "URL --client_priority drop": "client_priority",
+}
+
+
+@pytest.mark.parametrize("options", BAD_OPTIONS)
+def test_bad_options_of_the_proxy_are_one_line(options: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert proxy_main(shlex.split(options.replace("URL", "http://127.0.0.1:1"))) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert BAD_OPTIONS[options] in line
+
+
+def test_every_command_of_the_page_is_accepted() -> None:
+    found: list[ProxyConfig] = []
+    text = (ROOT / "docs" / "proxy.md").read_text()
+    lines = [line.strip() for line in text.splitlines() if line.strip().startswith("tailcast-proxy http")]
+    assert len(lines) == 5
+    main = command("tailcast-proxy", ProxyConfig, found.append, positionals=("engine_url",), extra="serve")
+    for line in lines:
+        words = shlex.split(line.replace("path/to/artifact", str(ROOT)).replace("GATEWAY", "gateway"))[1:]
+        assert main(words) == 0
+        ProxyServer(found[-1])
+    assert [config.engine for config in found] == ["vllm", "sglang", "dynamo", "llm-d", "none"]
+
+
+async def test_sigterm_to_the_proxy_answers_what_is_inside_and_ends_with_0(
+    artifact_folder: Path, tmp_path: Path
+) -> None:
+    go = asyncio.Event()
+
+    ports, log = tmp_path / "ports", tmp_path / "log"
+    async with running_engine(paused(stream_events(["a", "b"], 2), go)) as fake:
+        options = f"--engine vllm --predictor {artifact_folder} --port 0 --admin_port 0 --port_file {ports}"
+        options += f" --feedback {log} --feedback_usage true --log_format json --access_log true"
+        words = [fake.url, *options.split()]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "predictors.cli_proxy", *words, cwd=ROOT, stderr=asyncio.subprocess.PIPE
+        )
+        async with asyncio.timeout(120):
+            while not ports.exists():
+                assert process.returncode is None
+                await asyncio.sleep(0.05)
+            port, admin = ports.read_text().split()
+            async with aiohttp.ClientSession() as client:
+                for path in ("healthz", "readyz"):
+                    async with client.get(f"http://127.0.0.1:{admin}/{path}") as response:
+                        assert response.status == 200
+                _, writer = await asyncio.open_connection("127.0.0.1", int(port))
+                writer.write(b"GET / HTTP/1.1\r\nAuthorization Bearer canary4711\r\n\r\n")
+                await writer.drain()
+                body = chat("name sea", stream=True)
+                async with client.post(f"http://127.0.0.1:{port}{CHAT}", json=body) as response:
+                    assert await response.content.readany()
+                    process.send_signal(signal.SIGTERM)
+                    await until(lambda: not ports.exists() or process.returncode is not None)
+                    go.set()
+                    rest = await response.read()
+            _, errors = await process.communicate()
+    assert process.returncode == 0
+    assert rest.endswith(b"data: [DONE]\n\n")
+    assert b'"usage"' not in rest
+    writer.close()
+    assert b"canary4711" not in errors
+    lines = [json.loads(line) for line in errors.decode().splitlines()]
+    assert any("BadHttpMessage" in line["message"] for line in lines)
+    assert [line["code"] for line in lines if "code" in line] == ["200"]
+    [segment] = log.iterdir()
+    record = json.loads(segment.read_text())
+    assert (record["output_tokens"], record["finish_reason"]) == (2, "stop")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,19 +124,10 @@ class Client:
         else:
             self.client = GrpcPredictor(address, ClientSettings(**settings))
 
-    async def _call(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        if isinstance(self.client, SyncPredictor):
-            return await asyncio.to_thread(method, *args, **options)
-        return await method(*args, **options)
-
-    async def predict(self, *args: Any, **options: Any) -> Any:
-        return await self._call(self.client.predict, *args, **options)
-
-    async def responses(self, *args: Any, **options: Any) -> Any:
-        return await self._call(self.client.responses, *args, **options)
-
-    async def metadata(self) -> Any:
-        return await self._call(self.client.metadata)
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """A method of the client, to be awaited."""
+        method = getattr(self.client, name)
+        return partial(asyncio.to_thread, method) if isinstance(self.client, SyncPredictor) else method
 
     async def mus(self, *args: Any, **options: Any) -> list[float]:
         return [prediction.length.mu for prediction in await self.predict(*args, **options)]
@@ -149,7 +141,7 @@ class Client:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self._call(self.client.close)
+        await self.close()
 
 
 @pytest.fixture
@@ -263,27 +255,22 @@ async def test_cancelling_the_caller_frees_the_service(artifact_folder: Path) ->
     assert len(runtime.batches) <= 1
 
 
-@pytest.mark.parametrize(
-    ("code", "num_failures", "num_calls"),
-    [
+@pytest.mark.parametrize("kind", KINDS)
+async def test_only_what_no_server_took_is_retried_and_not_for_ever(kind: str) -> None:
+    for code, num_failures, num_calls in (
         (grpc.StatusCode.UNAVAILABLE, 2, 3),
         (grpc.StatusCode.UNAVAILABLE, 9, 3),
         (grpc.StatusCode.CANCELLED, 1, 2),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, 1, 1),
         (grpc.StatusCode.INTERNAL, 1, 1),
-    ],
-)
-@pytest.mark.parametrize("kind", ["calls", "blocking"])
-async def test_only_what_no_server_took_is_retried_and_not_for_ever(
-    kind: str, code: grpc.StatusCode, num_failures: int, num_calls: int
-) -> None:
-    servicer = Scripted(code, num_failures)
-    async with serving(servicer) as address, Client(kind, address, max_attempts=3) as client:
-        if num_failures < num_calls:
-            assert await client.mus(requests()) == [len(prompt) for prompt in PROMPTS]
-        else:
-            assert f"{code.name}: not now" in str(await client.error(requests()))
-    assert len(servicer.calls) == num_calls
+    ):
+        servicer = Scripted(code, num_failures)
+        async with serving(servicer) as address, Client(kind, address, max_attempts=3) as client:
+            if num_failures < num_calls:
+                assert await client.mus(requests()) == [len(prompt) for prompt in PROMPTS]
+            else:
+                assert f"{code.name}: not now" in str(await client.error(requests()))
+        assert len(servicer.calls) == num_calls, code
 
 
 async def test_retries_stop_while_most_calls_fail(monkeypatch: pytest.MonkeyPatch) -> None:

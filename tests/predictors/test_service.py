@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import math
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import aiohttp
 import grpc
+import numpy as np
 import psutil
 import pytest
 from google.rpc import error_details_pb2, status_pb2
@@ -22,28 +22,37 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from benchmarks.serving.processes import free_port
+from predictors.client import PredictorError, connect
+from predictors.manifest import FORMAT_VERSION, Conditions
 from predictors.proto import open_inference_pb2 as oip
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.runtime import open_runtime
 from predictors.service.batcher import BatchingSettings
-from predictors.service.messages import truncated_length
+from predictors.service.grpc_methods import MAX_STREAM_REQUESTS
+from predictors.service.messages import truncated_length, urgency
 from predictors.service.server import OIP_SERVICE, SERVICE, PredictionServer
 from predictors.tokenizer import TokenizedPrompt
 from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogT
 from scheduler_core.predictions import DEFAULT_MAX_TOKENS
+from scheduler_core.predictor import PredictionRequest
 from tests.predictors.fakes import (
     NU,
+    RICH,
+    SERVED_MODELS,
     GatedRuntime,
     Stub,
     expected,
+    expected_rich,
     failure,
     running_server,
     serve_config,
     server_and_stub,
+    settle,
     status,
     until,
     write_artifact,
+    write_rich_artifact,
 )
 
 ONE_BY_ONE = BatchingSettings(max_batch=1, max_wait_s=0.0, max_queue=2)
@@ -118,38 +127,29 @@ def chat(*messages: tuple[str, str]) -> pb.ChatMessages:
     return pb.ChatMessages(messages=chat_messages)
 
 
-@pytest.mark.parametrize(
-    ("field", "changes"),
-    [
-        ("prompt", {"prompt": ""}),
-        ("prompt", {"prompt": " \n\t"}),
-        ("max_tokens", {"max_tokens": 0}),
-        ("cvar_level", {"max_tokens": 5, "cvar_level": math.nan}),
-        ("quantile_levels", {"max_tokens": 5, "quantile_levels": [0.5, math.nan]}),
-        ("quantile_levels", {"max_tokens": 5, "quantile_levels": [0.5] * 101}),
-        ("served_model", {"served_model": "other-llm"}),
-        ("temperature", {"temperature": -0.5}),
-        ("temperature", {"temperature": 1e200}),
-        ("request_id", {"request_id": "x" * 2000}),
-        ("token_ids", {"token_ids": pb.TokenIds()}),
-        ("token_ids", {"token_ids": pb.TokenIds(ids=[1] * 17)}),
-        ("token_ids", {"token_ids": pb.TokenIds(ids=[-1])}),
-        ("token_ids", {"token_ids": pb.TokenIds(ids=[17])}),
-        ("messages", {"messages": chat(("assistant", "a"))}),
-        ("messages", {"messages": chat(("user", " "))}),
-        ("messages", {"messages": chat(*[("user", "a")] * 4097)}),
-        ("declared_tier", {"declared_tier": -1}),
-        ("timeout_s", {"timeout_s": math.nan}),
-    ],
-)
-async def test_bad_field_is_an_invalid_argument_that_names_it(
-    stub: Any, field: str, changes: dict[str, Any]
-) -> None:
-    options = changes if changes.keys() & INPUTS else {"prompt": "sea"} | changes
-    code, message = await status(stub.Predict(pb.PredictRequest(**options)))
-    assert code == INVALID
-    assert message.startswith(f"{field}: got ")
-    assert "allowed: " in message
+BAD_FIELDS: dict[str, list[Any]] = {
+    "prompt": ["", " \n\t"],
+    "max_tokens": [0],
+    "cvar_level": [math.nan],
+    "quantile_levels": [[0.5, math.nan], [0.5] * 101],
+    "served_model": ["other-llm"],
+    "temperature": [-0.5, 1e200],
+    "request_id": ["x" * 2000],
+    "token_ids": [pb.TokenIds(ids=ids) for ids in ([], [1] * 17, [-1], [17])],
+    "messages": [chat(("assistant", "a")), chat(("user", " ")), chat(*[("user", "a")] * 4097)],
+    "declared_tier": [-1],
+    "timeout_s": [math.nan],
+}
+
+
+@pytest.mark.parametrize("field", BAD_FIELDS)
+async def test_bad_field_is_an_invalid_argument_that_names_it(stub: Any, field: str) -> None:
+    for value in BAD_FIELDS[field]:
+        options = {"max_tokens": 5} | ({} if field in INPUTS else {"prompt": "sea"}) | {field: value}
+        code, message = await status(stub.Predict(pb.PredictRequest(**options)))
+        assert code == INVALID
+        assert message.startswith(f"{field}: got ")
+        assert "allowed: " in message
 
 
 async def test_batch_keeps_order_and_gives_each_request_its_own_outcome(stub: Any) -> None:
@@ -161,13 +161,9 @@ async def test_batch_keeps_order_and_gives_each_request_its_own_outcome(stub: An
         assert response.outcomes[i].prediction.mu == pytest.approx(expected(prompts[i])[0], rel=1e-6)
     error = response.outcomes[1].error
     assert (error.request_id, error.field, error.code) == ("1", "requests[1].prompt", INVALID.value[0])
-
-
-@pytest.mark.parametrize("count", [0, 257])
-async def test_batch_of_a_wrong_size_is_refused(stub: Any, count: int) -> None:
-    code, message = await status(stub.PredictBatch(pb.PredictBatchRequest(requests=[SEA] * count)))
-    assert code == INVALID
-    assert f"requests: got '{count} requests'; allowed: 1 to 256" in message
+    for count in (0, 257):
+        code, message = await status(stub.PredictBatch(pb.PredictBatchRequest(requests=[SEA] * count)))
+        assert (code, message) == (INVALID, f"requests: got '{count} requests'; allowed: 1 to 256 of them")
 
 
 async def test_a_prompt_of_almost_four_mebibytes_is_truncated_and_one_of_more_refused(stub: Any) -> None:
@@ -273,20 +269,6 @@ async def test_late_and_cancelled_calls_leave_the_queue_and_cost_no_work(
         runtime.gate.set()
         await first
     assert runtime.batches == [1]
-
-
-async def test_failing_batch_is_internal_for_all_its_callers_and_the_next_one_works(
-    artifact_folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    runtime = GatedRuntime(artifact_folder, num_failures=1)
-    batching = BatchingSettings(max_batch=3, max_wait_s=60.0)
-    async with server_and_stub(runtime, batching=batching) as (_, stub):
-        with caplog.at_level(logging.CRITICAL, logger="predictors.service.pipeline"):
-            outcomes = [await status(call) for call in [stub.Predict(SEA) for _ in range(3)]]
-        assert {code for code, _ in outcomes} == {grpc.StatusCode.INTERNAL}
-        assert all("the batch failed (RuntimeError)" in message for _, message in outcomes)
-        assert len(await asyncio.gather(*(stub.Predict(SEA) for _ in range(3)))) == 3
-    assert runtime.batches == [3, 3]
 
 
 async def test_prompt_without_tokens_is_an_invalid_argument(artifact_folder: Path) -> None:
@@ -447,3 +429,194 @@ async def test_prompts_over_the_limit_are_refused(artifact_folder: Path) -> None
         metadata = await stub.GetMetadata(pb.GetMetadataRequest())
     assert refusal == (INVALID, "prompt: got '11 characters'; allowed: at most 10")
     assert metadata.max_prompt_chars == 10
+
+
+ONE_WORKER = BatchingSettings(max_batch=1, max_wait_s=0.0, max_queue=50)
+EOF: Any = grpc.aio.EOF
+
+
+def request(number: int, prompt: str = "sea") -> pb.PredictRequest:
+    return pb.PredictRequest(request_id=str(number), prompt=prompt)
+
+
+@pytest.fixture
+def runtime(artifact_folder: Path) -> GatedRuntime:
+    return GatedRuntime(artifact_folder, is_open=False)
+
+
+async def test_a_wrong_or_refused_request_is_an_outcome_and_the_stream_goes_on(runtime: GatedRuntime) -> None:
+    batching = BatchingSettings(max_batch=1, max_wait_s=0.0, max_queue=1)
+    async with server_and_stub(runtime, batching=batching) as (server, stub):
+        stream = stub.PredictStream()
+        await stream.write(request(0))
+        await until(lambda: server.artifacts.num_in_flight == 1)
+        await stream.write(request(1, ""))
+        await stream.write(request(2))
+        refused = [await stream.read(), await stream.read()]
+        runtime.gate.set()
+        assert (await stream.read()).prediction.request_id == "0"
+        await stream.done_writing()
+        assert await stream.read() is EOF
+        assert await stream.code() == grpc.StatusCode.OK
+    assert {outcome.error.request_id: outcome.error.code for outcome in refused} == {
+        "1": grpc.StatusCode.INVALID_ARGUMENT.value[0],
+        "2": grpc.StatusCode.RESOURCE_EXHAUSTED.value[0],
+    }
+
+
+async def test_answers_come_as_they_are_ready(runtime: GatedRuntime) -> None:
+    async with server_and_stub(runtime, batching=ONE_WORKER, cache_entries=10) as (server, stub):
+        runtime.gate.set()
+        await stub.Predict(request(9, "known"))
+        runtime.gate.clear()
+        stream = stub.PredictStream()
+        await stream.write(request(0, "slow"))
+        await until(lambda: server.artifacts.num_in_flight == 1)
+        await stream.write(request(1, "known"))
+        first = (await stream.read()).prediction
+        runtime.gate.set()
+        second = (await stream.read()).prediction
+        await stream.done_writing()
+    assert (first.request_id, first.cached) == ("1", True)
+    assert (second.request_id, second.cached) == ("0", False)
+
+
+async def test_no_more_is_read_than_may_be_under_way(runtime: GatedRuntime) -> None:
+    async with server_and_stub(runtime, batching=BatchingSettings.cpu(1)) as (server, stub):
+        stream = stub.PredictStream()
+        for number in range(MAX_STREAM_REQUESTS + 12):
+            await stream.write(request(number))
+        await until(lambda: server.artifacts.num_in_flight == MAX_STREAM_REQUESTS)
+        await settle()
+        assert server.artifacts.num_in_flight == MAX_STREAM_REQUESTS
+        runtime.gate.set()
+        await stream.done_writing()
+        ids = {outcome.prediction.request_id async for outcome in stream}
+    assert ids == {str(number) for number in range(MAX_STREAM_REQUESTS + 12)}
+
+
+async def test_client_that_hangs_up_leaves_nothing_behind(runtime: GatedRuntime) -> None:
+    async with server_and_stub(runtime, batching=ONE_WORKER) as (server, stub):
+        stream = stub.PredictStream()
+        for number in range(5):
+            await stream.write(request(number))
+        await until(lambda: server.artifacts.num_in_flight == 5)
+        stream.cancel()
+        await until(lambda: server.artifacts.num_in_flight == 0)
+        runtime.gate.set()
+        assert (await stub.Predict(request(0))).mu > 0
+    assert len(runtime.batches) == 2  # the one that ran, and the last
+
+
+async def test_draining_answers_what_was_read_and_ends_the_stream(runtime: GatedRuntime) -> None:
+    async with server_and_stub(runtime, batching=ONE_WORKER) as (server, stub):
+        stream = stub.PredictStream()
+        for number in range(3):
+            await stream.write(request(number))
+        await until(lambda: server.artifacts.num_in_flight == 3)
+        stopping = asyncio.create_task(server.stop())
+        await until(lambda: server.artifacts.default.state == "shutting down")
+        runtime.gate.set()
+        assert {(await stream.read()).prediction.request_id for _ in range(3)} == {"0", "1", "2"}
+        assert (await failure(stream.read())).code() == grpc.StatusCode.UNAVAILABLE
+        await stopping
+
+
+PROMPTS = ["sea", "name three rivers", "a a a", "write a long essay"]
+
+
+@pytest.fixture
+async def rich_stub(rich_folder: Path) -> AsyncIterator[Any]:
+    async with server_and_stub(open_runtime(rich_folder)) as (_, rich_stub):
+        yield rich_stub
+
+
+async def test_one_batch_holds_rows_of_different_served_models_and_every_head(rich_folder: Path) -> None:
+    runtime = GatedRuntime(rich_folder)
+    batching = BatchingSettings(max_batch=4, max_wait_s=60.0)
+    names, temperatures = ["tiny-llm", "huge-llm", "", "never heard of"], [0.5, None, 1.0, 0.0]
+    requests = [
+        pb.PredictRequest(prompt=prompt, served_model=name, temperature=temperature)
+        for prompt, name, temperature in zip(PROMPTS, names, temperatures, strict=True)
+    ]
+    async with server_and_stub(runtime, batching=batching) as (_, rich_stub):
+        responses = await asyncio.gather(*(rich_stub.Predict(request) for request in requests))
+    assert runtime.batches == [4]
+    numbers = [1, 2, 0, 0]
+    for prompt, number, temperature, response in zip(PROMPTS, numbers, temperatures, responses, strict=True):
+        row = expected_rich(prompt, number, temperature or 0.0)
+        for name in ("mu", "sigma", "nu", "regression_tokens", "rank"):
+            assert getattr(response, name) == pytest.approx(row[name], rel=1e-5), name
+        np.testing.assert_allclose(response.urgency.probabilities, row["urgency"], rtol=1e-5)
+        np.testing.assert_allclose(response.bucket_probabilities, row["bucket"], rtol=1e-5)
+        assert response.bucket == int(np.argmax(row["bucket"]))
+        assert tuple(response.bucket_edges) == RICH["bucket_edges"]
+        assert response.served_model_known == (number > 0)
+        assert response.urgency.abstain == (max(row["urgency"]) < RICH["abstain_threshold"])
+
+
+def test_urgency_abstains_below_the_threshold_and_decides_the_effective_level() -> None:
+    for probabilities, threshold, declared, level, abstain, effective in (
+        ([0.25, 0.5, 0.25], 0.6, None, 1, True, None),
+        ([0.25, 0.5, 0.25], 0.5, None, 1, False, None),
+        ([0.0, 1.0, 0.0], 1.0, None, 1, True, None),
+        ([0.4, 0.4, 0.2], 0.3, None, 0, False, None),
+        # At most one level more urgent than declared, never less urgent.
+        ([0.7, 0.2, 0.1], None, 2, 0, False, 1),
+        ([0.1, 0.1, 0.8], None, 0, 2, False, 0),
+        # Abstaining leaves the declared tier.
+        ([0.7, 0.2, 0.1], 0.8, 2, 0, True, 2),
+        ([0.7, 0.2, 0.1], 0.7, 2, 0, False, 1),
+        # In half precision a softmax has a sum of nearly 1.
+        ([0.7003, 0.2, 0.1], None, 2, 0, False, 1),
+    ):
+        message = urgency(probabilities, threshold, declared)
+        assert sum(message.probabilities) == pytest.approx(1.0, abs=1e-12)
+        assert (message.level, message.abstain) == (level, abstain)
+        assert (message.effective_level if message.HasField("effective_level") else None) == effective
+        assert (message.abstain_threshold if message.HasField("abstain_threshold") else None) == threshold
+
+
+async def test_metadata_tells_heads_and_conditions(rich_stub: Any) -> None:
+    metadata = await rich_stub.GetMetadata(pb.GetMetadataRequest())
+    assert tuple(metadata.heads) == RICH["heads"]
+    assert tuple(metadata.served_models) == SERVED_MODELS
+    assert metadata.conditioned_on_served_model
+    assert metadata.conditioned_on_temperature
+    assert metadata.accepts_unknown_models
+    assert tuple(metadata.urgency_levels) == RICH["urgency_levels"]
+    assert metadata.abstain_threshold == RICH["abstain_threshold"]
+    assert tuple(metadata.bucket_edges) == RICH["bucket_edges"]
+    assert not metadata.HasField("nu")
+    assert (metadata.artifact_id, metadata.format_version) == ("tiny", FORMAT_VERSION)
+    assert (metadata.max_length_tokens, metadata.truncation_side) == (16, "right")
+    assert (metadata.max_batch_requests, metadata.max_message_bytes) == (256, 4 * 2**20)
+
+
+async def test_artifact_that_knows_only_its_own_models_refuses_others(tmp_path: Path) -> None:
+    conditioning = Conditions(unknown_models=False, temperature=True)
+    folder = write_rich_artifact(tmp_path / "a", conditioning=conditioning)
+    async with server_and_stub(open_runtime(folder)) as (_, rich_stub):
+        for name in ("other", ""):
+            _, message = await status(rich_stub.Predict(pb.PredictRequest(prompt="sea", served_model=name)))
+            assert message == f"served_model: got {name!r}; allowed: one of tiny-llm, huge-llm"
+        requests = [pb.PredictRequest(prompt="sea", served_model=name) for name in ("other", "tiny-llm")]
+        batch = await rich_stub.PredictBatch(pb.PredictBatchRequest(requests=requests))
+    assert batch.outcomes[0].error.field == "requests[0].served_model"
+    assert batch.outcomes[1].prediction.served_model_known
+
+
+async def test_an_artifact_without_a_length_predicts_what_it_has(tmp_path: Path) -> None:
+    folder = write_rich_artifact(tmp_path / "a", heads=("urgency", "rank"))
+    async with running_server(open_runtime(folder)) as (_, address), connect(address) as predictor:
+        [response] = await predictor.responses([PredictionRequest("r", "sea", 100)], truncated_length=True)
+        [prediction] = await predictor.predict([PredictionRequest("r", "sea", 100)])
+        with pytest.raises(PredictorError, match="the model gave rank = nan") as caught:
+            await predictor.predict([PredictionRequest("r", "nan", 100)])
+    assert caught.value.code == "INTERNAL"
+    absent = ["mu", "sigma", "nu", "truncated_length", "regression_tokens", "bucket"]
+    absent += ["median_tokens", "p90_tokens", "expected_tokens"]
+    assert not any(response.HasField(name) for name in absent)
+    assert (prediction.length, prediction.bucket, prediction.point) == (None, None, None)
+    assert prediction.rank.score == response.rank
+    assert prediction.urgency.probabilities == tuple(response.urgency.probabilities)

@@ -1,15 +1,20 @@
-"""The predictors that come with the package, `pretrained` and `tiny`: pinned, and alike wherever they are spelled."""
+"""Published files: the predictors that come with the package, the manifest's JSON Schema, the code of the .proto, examples of the pages."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import resources
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 
@@ -18,7 +23,9 @@ from predictors.artifact import open_artifact
 from predictors.cli import ServeConfig, build_server
 from predictors.cli import main as serve
 from predictors.client import SyncPredictor, open_client
+from predictors.manifest import FORMAT_VERSION, manifest_schema
 from predictors.pretrained import FOLDERS, PRETRAINED, TINY, pin, shipped_folder
+from predictors.proto.generate import generate
 from predictors.proxy.config import ProxyConfig
 from predictors.proxy.server import ProxyServer
 from predictors.runtime import open_runtime
@@ -27,7 +34,7 @@ from scheduler_core.adapters.settings import read_settings
 from scheduler_core.errors import InputError
 from scheduler_core.predictor import PredictionRequest, open_predictor
 from scheduler_core.simulator.commands.simulate import main as simulate
-from tests.predictors.fakes import expected
+from tests.predictors.fakes import expected, running_server, write_artifact, write_rich_artifact
 
 PROMPT = "name three rivers"
 
@@ -62,13 +69,18 @@ async def test_every_spelling_opens_the_same_artifact(shipped: Path) -> None:
     assert open_artifact("pretrained").path == shipped
 
 
-def test_the_commands_take_it_by_default(shipped: Path, empty_cache: None) -> None:
+def test_the_commands_take_them_and_pretrained_by_default(shipped: Path, empty_cache: None) -> None:
     assert tailcast.predict(PROMPT).prediction.mu == pytest.approx(expected(PROMPT)[0], rel=1e-5)
-    _, sources = build_server(ServeConfig())
-    assert [source.path for source in sources.values()] == [str(shipped)]
-    assert ProxyServer(ProxyConfig(engine_url="http://engine"))._forecaster._predictor.address == str(shipped)  # type: ignore[union-attr]
-    settings = read_settings({"tailcast": {"policy": "tie", "predictor": "pretrained"}}, {})
-    assert settings.predictor == "pretrained"
+    tiny = ServeConfig(artifact="tiny"), ProxyConfig(engine_url="http://engine", predictor="tiny")
+    defaults = ServeConfig(), ProxyConfig(engine_url="http://engine")
+    for (serving, proxy), folder in ((defaults, shipped), (tiny, FOLDERS[TINY])):
+        _, sources = build_server(serving)
+        assert [source.path for source in sources.values()] == [str(folder)]
+        assert ProxyServer(proxy)._forecaster._predictor.address == str(folder)  # type: ignore[union-attr]
+    for predictor in ("pretrained", "tiny"):
+        settings = read_settings({"tailcast": {"policy": "tie", "predictor": predictor}}, {})
+        assert settings.predictor == predictor
+    assert isinstance(open_predictor("tiny"), TinyPredictor)
 
 
 def test_simulate_asks_it(shipped: Path, tmp_path: Path) -> None:
@@ -113,18 +125,6 @@ def test_the_shipped_one_predicts_for_any_model() -> None:
         assert 1 < short.median < long.median < 4096
 
 
-def test_for_an_unknown_model_the_shipped_one_predicts_the_mean_over_the_known_ones() -> None:
-    runtime = open_runtime("pretrained", provider="cpu")
-    names = runtime.artifact.manifest.served_models
-    for prompt, temperature in ((PROMPT, None), ("Write a story about a river. " * 9, 0.7)):
-        found = runtime.predict([prompt] * (len(names) + 1), [None, *names], [temperature] * (len(names) + 1))
-        assert found.mu is not None and found.sigma is not None  # noqa: PT018
-        assert np.ptp(found.mu[1:]) > 0.1
-        assert found.mu[0] == pytest.approx(found.mu[1:].mean(), abs=1e-4)
-        variance = (found.sigma[1:] ** 2).mean() + found.mu[1:].var()
-        assert found.sigma[0] == pytest.approx(np.sqrt(variance), rel=1e-4)
-
-
 def test_predict_and_serve_answer_within_ten_seconds_of_being_typed(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "tailcast"]
     command = [*words, "predict", "Write a haiku about rivers.", "--max_tokens", "512"]
@@ -165,16 +165,6 @@ async def test_every_spelling_gives_the_same_prediction() -> None:
     rows = open_runtime("tiny").predict([SHORT, LONG], [None, MODEL])
     assert rows.mu is not None
     assert rows.mu[1] == pytest.approx(here.mu, rel=1e-6)
-
-
-def test_the_commands_take_it() -> None:
-    settings = read_settings({"tailcast": {"policy": "tie", "predictor": "tiny"}}, {})
-    assert settings.predictor is not None
-    assert isinstance(open_predictor(settings.predictor), TinyPredictor)
-    _, sources = build_server(ServeConfig(artifact="tiny"))
-    assert list(sources) == ["tailcast-tiny"]
-    proxy = ProxyServer(ProxyConfig(engine_url="http://engine", predictor="tiny"))
-    assert proxy._forecaster._predictor.address == str(FOLDERS[TINY])  # type: ignore[union-attr]
 
 
 def test_it_needs_numpy_and_tokenizers_alone() -> None:
@@ -230,3 +220,76 @@ def test_weights_that_do_not_fit_each_other_are_refused(tmp_path: Path) -> None:
 def test_there_is_no_graph_to_run_on_a_gpu() -> None:
     with pytest.raises(InputError, match="a tiny predictor has no graph"):
         open_runtime("tiny", provider="cuda")
+
+
+SCHEMA = json.loads(
+    resources.files("predictors").joinpath("manifest.schema.json").read_text(encoding="utf-8")
+)
+
+
+def errors(content: object) -> list[str]:
+    validator = jsonschema.Draft202012Validator(SCHEMA)
+    return [error.json_path for error in validator.iter_errors(content)]
+
+
+def read(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+    return content
+
+
+def test_schema_is_that_of_the_types() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    assert manifest_schema() == SCHEMA, "python -m predictors.manifest > predictors/manifest.schema.json"
+    assert SCHEMA["properties"]["format_version"]["const"] == FORMAT_VERSION
+
+
+def test_manifests_fit(artifact_folder: Path, rich_folder: Path) -> None:
+    for folder in (artifact_folder, rich_folder):
+        assert errors(read(folder)) == []
+        assert read(folder).keys() == SCHEMA["properties"].keys() == set(SCHEMA["required"])
+
+
+def test_checked_in_code_is_what_the_proto_generates(tmp_path: Path) -> None:
+    assert generate(tmp_path) == 0
+    fresh = [path.relative_to(tmp_path) for path in tmp_path.rglob("*.py*")]
+    assert len(fresh) == 6
+    for path in fresh:
+        advice = f"run python -m predictors.proto.generate ({path.name})"
+        assert (tmp_path / path).read_text() == (ROOT / path).read_text(), advice
+
+
+ROOT = Path(__file__).resolve().parents[2]
+CLIENT, PLAIN = (
+    re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)[0]
+    for page in ("predictors/README.md", "docs/artifact.md")
+)
+
+
+async def test_client_example(artifact_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with running_server(open_runtime(artifact_folder)) as (_, address):
+        code = CLIENT.replace("127.0.0.1:50051", address)
+        names: dict[str, object] = {}
+        # The example starts its own loop, so it runs in a thread; the server stays in this one.
+        code = code.replace("asyncio.run(ask(", "run(ask(")
+        loop = asyncio.get_running_loop()
+        names["run"] = lambda call: asyncio.run_coroutine_threadsafe(call, loop).result(timeout=20)
+        await asyncio.to_thread(exec, code, names)
+    median, p90, p99 = (float(number) for number in re.findall(r"[\d.]+", capsys.readouterr().out))
+    assert 1 < median < p90 < p99
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+@pytest.mark.parametrize("write", [write_artifact, write_rich_artifact])
+def test_plain_onnxruntime_example(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], Path]
+) -> None:
+    write(tmp_path / "artifact")
+    monkeypatch.chdir(tmp_path)
+    values: dict[str, Any] = {}
+    exec(PLAIN, values)
+    statements = [line for line in PLAIN.splitlines() if line and not line.startswith(("import", "from"))]
+    assert len(statements) <= 12
+    prompts = ["Name three rivers.", "Write an essay on the history of tides."]
+    expected = open_runtime("artifact").predict(prompts, [None, None], [1.0, None])
+    np.testing.assert_allclose(values["predictions"]["mu"], expected.mu, rtol=1e-6)
+    np.testing.assert_allclose(values["predictions"]["sigma"], expected.sigma, rtol=1e-6)

@@ -154,25 +154,8 @@ def is_answered_or_refused(status: int) -> bool:
 # Where a value is expected: what JSON parsers and their users trip over. None of the texts makes the tiny model fail.
 HOSTILE_JSON = st.sampled_from(
     [
-        *[
-            "null",
-            "true",
-            "0",
-            "-1",
-            "-0",
-            "0.5",
-            "1.0",
-            "5e-324",
-            "1e308",
-            "1e999",
-            "NaN",
-            "Infinity",
-            "-Infinity",
-            "nul",
-            "'sea'",
-            "01",
-            "+1",
-        ],
+        *["null", "true", "nul", "'sea'", "NaN", "Infinity", "-Infinity"],
+        *["0", "-1", "-0", "01", "+1", "0.5", "1.0", "5e-324", "1e308", "1e999"],
         *["2147483648", "-9223372036854775809", "9223372036854775807", "9223372036854775808"],
         *[r'""', r'"sea"', r'"5"', r'"NaN"', r'"tiny"', r'"\ud800"', r'"x\udc00"', r'"\u0000"'],
         *('" "', '"\u202e漢"'),

