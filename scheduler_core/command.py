@@ -30,8 +30,7 @@ COMPLETION_VARIABLE = "_ARGCOMPLETE"
 
 def entry_point(prog: str, extra: str) -> Callable[[Callable[P, int]], Callable[P, int]]:
     """Decorator of a `main` that imports what it needs: its errors become one line, with the name of the command, and an exit
-    code. `extra` is the extra of `tailcast` that installs what the command needs.
-    """
+    code. `extra` is the extra of `tailcast` that installs what the command needs."""
 
     def decorate(main: Callable[P, int]) -> Callable[P, int]:
         @wraps(main)
@@ -45,12 +44,10 @@ def entry_point(prog: str, extra: str) -> Callable[[Callable[P, int]], Callable[
 
 
 def chosen_command(prog: str, commands: Mapping[str, str], words: Sequence[str]) -> str | None:
-    """The sub-command that the first word names; None after the list of all was written, for no word or --help.
+    """The sub-command that the first word names; None after the list of all was written, for no word or --help. `InputError` if
+    there is no such sub-command.
 
     `commands` has what each of them does, by name.
-
-    Raises:
-        InputError: There is no such sub-command.
     """
     if COMPLETION_VARIABLE in os.environ:
         words = _words_to_complete(prog, commands)
@@ -67,8 +64,7 @@ def chosen_command(prog: str, commands: Mapping[str, str], words: Sequence[str])
 
 def _words_to_complete(prog: str, commands: Mapping[str, str]) -> Sequence[str]:
     """Under argcomplete, which runs a command without its words: the words before the one to complete, if the first is a
-    sub-command, which then completes them as its own; else completes the first word and ends the process.
-    """
+    sub-command, which then completes them as its own; else completes the first word and ends the process."""
     import argparse
 
     import argcomplete
@@ -94,15 +90,11 @@ def command(
     extra: str,
     prepare: Callable[[], None] = lambda: None,
 ) -> Callable[..., int]:
-    """The `main` of a command that takes its words, by default the process's, and returns the exit code: 0 on success (or what
-    `function` returns), 2 for bad input or a missing dependency, 130 when interrupted, 1 for a bug of tailcast.
+    """The `main` of a command that takes its words, by default the process's, and returns the exit code: 0 on success (or
+    what `function` returns), 2 for bad input or a missing dependency, 130 when interrupted, 1 for a bug of tailcast.
 
-    Args:
-        prog: Name of the command, for help and errors.
-        config: Class of its options; "module:name" is imported when the command is called.
-        function: Runs it; "module:name" is imported once the options are read.
-        positionals, extra: As of `options.read_config`.
-        prepare: Called before that import.
+    `config` is the class of its options; given as "module:name" it is imported when the command is called, and `function`
+    once the options are read, after a call of `prepare`. `positionals` and `extra` are as of `options.read_config`.
     """
 
     @entry_point(prog, extra)
@@ -148,9 +140,12 @@ def _exit_code(prog: str, extra: str, run: Callable[[], int], *, owns_process: b
         if owns_process:
             _exit_on_interrupt(prog)
         code = _report(prog, extra, error)
-    if owns_process and code == INTERRUPTED and _has_threads():
-        # All is unwound; the interpreter would wait for calls whose results are not needed any more.
-        os._exit(code)
+    if owns_process and code == INTERRUPTED:
+        import threading
+
+        if any(not one.daemon for one in threading.enumerate() if one is not threading.main_thread()):
+            # All is unwound; the interpreter would wait for calls whose results are not needed any more.
+            os._exit(code)
     return code
 
 
@@ -256,13 +251,6 @@ def _exit_on_interrupt(prog: str) -> None:
             signal.signal(signal.SIGINT, interrupted)
     except ValueError:  # not in the main thread, which alone gets signals
         return
-
-
-def _has_threads() -> bool:
-    """Whether threads remain for which the interpreter waits before it exits."""
-    import threading
-
-    return any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
 
 
 def _write(text: str) -> None:

@@ -1,7 +1,5 @@
 """The decision log: every call to a scheduler with its outcome, as JSON lines; `replay` repeats them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, is_dataclass
 from pathlib import Path

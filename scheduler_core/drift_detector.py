@@ -16,8 +16,6 @@ martingale while predictions are right, so with an alarm at S >= A the mean time
 whatever nu, mu, sigma and max_tokens the requests have (e-detectors: Shin, Ramdas, Rinaldo 2023). A is the option `arl`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 STAKES = (0.05, 0.15, 0.4, 0.8)
@@ -41,13 +39,8 @@ def _scale_integral(u: float) -> float:
 
 
 class DriftDetector:
-    """The test of one served model; constant memory.
-
-    Attributes:
-        arl: Alarm at this value of S: the mean number of outputs to a false alarm is at least that.
-        value: S.
-        num_steps: Outputs since the start or the last alarm.
-    """
+    """The test of one served model, in constant memory: `value` is S, `num_steps` the outputs since the start or the last
+    alarm, and there is an alarm where S reaches `arl`, the least mean number of outputs to a false one."""
 
     def __init__(self, arl: float) -> None:
         self.arl = arl

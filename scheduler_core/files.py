@@ -1,7 +1,5 @@
 """Files and folders that are written atomically, and never over something of the user."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno
@@ -61,9 +59,8 @@ def writable_target(path: str | Path, field: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(
-            field, str(path), f"a path whose folder can be created ({error.strerror})"
-        ) from error
+        allowed = f"a path whose folder can be created ({error.strerror})"
+        raise InputError(field, str(path), allowed) from error
     if not os.access(folder, os.W_OK):
         raise InputError(field, str(path), "a path in a writable folder")
     return path
@@ -71,13 +68,11 @@ def writable_target(path: str | Path, field: str) -> Path:
 
 @contextlib.contextmanager
 def atomic_file(path: str | Path) -> Iterator[Path]:
-    """Yields a temporary path; on success its content replaces that of `path` in one step, else nothing changes.
+    """Yields a temporary path; on success its content replaces that of `path` in one step, else nothing changes. `InputError` if
+    `path` is a folder.
 
     A symbolic link stays and its target is replaced; an existing file keeps its mode. For a device, a named pipe or
     /dev/stdout the content is appended.
-
-    Raises:
-        InputError: `path` is a folder.
     """
     path = Path(path)
     if path.is_dir():
@@ -113,11 +108,8 @@ def remove_output(path: str | Path) -> None:
 
 
 def folder_target(path: str | Path, kind: str, *, overwrite: bool) -> Path:
-    """The folder of an option `out` that `atomic_directory` can write, after its parent was created.
-
-    Raises:
-        TailcastError: It cannot be written, or holds something else than an earlier output of this kind to `overwrite`.
-    """
+    """The folder of an option `out` that `atomic_directory` can write, after its parent was created. `TailcastError` if it
+    cannot be written, or holds something else than an earlier output of this kind to `overwrite`."""
     out = writable_target(path, "out")
     if out.exists() and not out.is_dir():
         raise InputError("out", str(path), "a folder path, but a file stands there")
@@ -127,13 +119,11 @@ def folder_target(path: str | Path, kind: str, *, overwrite: bool) -> Path:
 
 @contextlib.contextmanager
 def atomic_directory(path: str | Path, kind: str, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yields a temporary folder next to `path`; on success it replaces `path` in one step, else it is removed.
+    """Yields a temporary folder next to `path`; on success it replaces `path` in one step, else it is removed. `InputError` or
+    `TailcastError` as `folder_target`.
 
     The folder gets a record of its kind and entries. Only a new or empty folder is replaced, and with `overwrite` one
     whose record is of the same kind and lists everything in it; what was added meanwhile is seen.
-
-    Raises:
-        InputError, TailcastError: As `folder_target`.
     """
     path = Path(os.path.realpath(path))
     temporary = _temporary_name(path)
@@ -162,17 +152,12 @@ def atomic_directory(path: str | Path, kind: str, *, overwrite: bool = False) ->
 def check_shared_folder(
     path: str | Path, kind: str, names: Sequence[str] | None = None, *, field: str = "out"
 ) -> Path:
-    """The folder of an output of several files next to others, created if it is missing.
+    """The folder, of option `field`, of an output of several files next to others, created if it is missing. `InputError` if
+    it cannot be created or written to; `TailcastError` if a file of one of the names exists, and no earlier output of this
+    kind wrote it.
 
-    Args:
-        path: The folder.
-        kind: Kind of output, such as "sweep".
-        names: Files that will be written; None: any, so that a folder without this record must be empty.
-        field: Name of the option.
-
-    Raises:
-        InputError: The folder cannot be created or written to.
-        TailcastError: A file of one of the names exists, and no earlier output of this kind wrote it.
+    `kind` is the kind of output, such as "sweep"; `names` are files that will be written, None: any, so that a folder without
+    this record must be empty.
     """
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
@@ -209,10 +194,7 @@ def shared_folder(
 @contextlib.contextmanager
 def locked_folder(folder: Path, field: str) -> Iterator[None]:
     """Creates `folder` if it is missing and locks it against other processes, if the system can; an empty one is removed.
-
-    Raises:
-        InputError: It cannot be created, or another process has locked it.
-    """
+    `InputError` if it cannot be created, or another process has locked it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     while True:
         try:
@@ -221,9 +203,8 @@ def locked_folder(folder: Path, field: str) -> Iterator[None]:
         except FileNotFoundError:
             continue  # removed by the process that had the lock
         except OSError as error:
-            raise InputError(
-                field, str(folder), f"a folder that can be created ({error.strerror})"
-            ) from error
+            allowed = f"a folder that can be created ({error.strerror})"
+            raise InputError(field, str(folder), allowed) from error
         with contextlib.ExitStack() as stack:
             stack.callback(os.close, handle)
             try:

@@ -1,7 +1,5 @@
 """JSON from outside: one parser with one kind of error, lenient or strict, and strings that UTF-8 can carry."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -36,18 +34,11 @@ def parse_json(
     unique_keys: bool = False,
     lone_surrogates: Literal["replace", "refuse"] = "replace",
 ) -> Any:
-    """The value of a JSON text in UTF-8.
+    """The value of a JSON text in UTF-8. `ValueError` if it is not JSON, not UTF-8, nested too deeply, has a number of more
+    than 4300 digits, or what the arguments refuse; of a key that is there twice a `RepeatedKeyError`.
 
-    Args:
-        text: The text.
-        finite: Refuse NaN, Infinity and numbers that overflow to it.
-        unique_keys: Refuse objects that have a key twice; else the last one counts.
-        lone_surrogates: What becomes of escaped halves of surrogate pairs (see `valid_unicode`).
-
-    Raises:
-        RepeatedKeyError: An object has a key twice.
-        ValueError: It is not JSON, not UTF-8, nested too deeply, has a number of more than 4300 digits, or what the
-            arguments refuse.
+    `finite`: refuse NaN, Infinity and numbers that overflow to it; `unique_keys`: refuse objects that have a key twice, else
+    the last one counts; `lone_surrogates`: what becomes of escaped halves of surrogate pairs (see `valid_unicode`).
     """
     if isinstance(text, bytes):
         text = text.decode()
@@ -74,12 +65,9 @@ def replace_lone_surrogates(value: Any, text: str) -> Any:
 
 
 def read_json_object(path: Path, field: str) -> dict[str, Any]:
-    """Content of a file, `field` in an error, that holds one JSON object, read strictly.
-
-    Raises:
-        InputError: The file is missing or empty, not UTF-8 or not valid JSON, has a key twice in one object, NaN or
-            infinity, is nested deeper than `MAX_DEPTH`, or holds something other than an object.
-    """
+    """Content of a file, `field` in an error, that holds one JSON object, read strictly. `InputError` if the file is missing or
+    empty, not UTF-8 or not valid JSON, has a key twice in one object, NaN or infinity, is nested deeper than `MAX_DEPTH`, or
+    holds something other than an object."""
     existing_file(path, field)
     try:
         content = parse_json(path.read_bytes(), finite=True, unique_keys=True)

@@ -16,11 +16,7 @@ Preemption = Literal["recompute", "swap"]
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits of one engine replica.
-
-    Raises:
-        InputError: A value is outside its range.
-    """
+    """Limits of one engine replica. `InputError` if a value is outside its range."""
 
     max_num_seqs: int = 64
     """Maximum number of requests in one step, B in TIE's beta; for most batch formers also of those that hold memory."""
@@ -55,16 +51,12 @@ class Limits:
 
 
 class KVCache:
-    """Counts the blocks every request holds, on the device and offloaded to the host.
+    """Counts the blocks every request holds, on the device and offloaded to the host, which has `num_host_blocks` for that.
 
-    Admission takes all blocks of the tokens to be processed at once and must leave `watermark_blocks` free for the growth
-    of running requests (vLLM's and Vidur's rule); growth may use every block. A request that loses its blocks may keep a
-    copy of the first ones on the host (swap), which admission brings back. Blocks that requests share in the engine's
-    prefix cache are not modeled: each request is charged for all of its tokens.
-
-    Args:
-        num_blocks, block_tokens, watermark: See `Limits`.
-        num_host_blocks: Blocks on the host for offloaded requests.
+    Admission takes all blocks of the tokens to be processed at once and must leave `watermark_blocks` free for the growth of
+    running requests (vLLM's and Vidur's rule); growth may use every block. A request that loses its blocks may keep a copy of
+    the first ones on the host (swap), which admission brings back. Blocks that requests share in the engine's prefix cache
+    are not modeled: each request is charged for all of its tokens.
     """
 
     def __init__(
@@ -150,8 +142,7 @@ class KVCache:
 
     def offload(self, request_id: str, num_tokens: int) -> bool:
         """Moves the first `num_tokens` tokens to the host and frees all blocks; False (and nothing moved) if the host
-        has too few.
-        """
+        has too few."""
         num_blocks = self.blocks_for(num_tokens)
         if num_blocks > self.num_free_host_blocks:
             return False

@@ -4,8 +4,6 @@ Source: "Semantic Scheduling for LLM Inference", section 3.3, "Cache and Recompu
 constants are those of its code (Wenyueh/latency_optimization_with_priority_constraints).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +14,8 @@ Form = Literal["exact", "paper"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVCost:
-    """Times of prefill, decode and copying for one model on one device (A100 with Qwen1.5-4B).
+    """Times of prefill, decode and copying for one model on one device (A100 with Qwen1.5-4B). `InputError` if a constant is
+    negative or not finite, or gamma_1 is 0.
 
     prefill(n) = alpha_1 n^2 + alpha_2 n
     decode(n, m) = gamma_1 (m^2 / 2 + n m + m / 2) + gamma_2 m           (Eq. 4)
@@ -39,9 +38,6 @@ class KVCost:
     Setting the derivative of Eq. 5 to 0 gives m' - m'_* = (beta - gamma_1 n - gamma_1 / 2 - gamma_2) / gamma_1
     instead of Eq. 6, which lacks m' and has a factor 2; and Eq. 5 charges the recomputed tokens as if they stood
     directly after the prompt, and one by one.
-
-    Raises:
-        InputError: A constant is negative or not finite, or gamma_1 is 0.
     """
 
     alpha_1: float = 1.46584975e-09

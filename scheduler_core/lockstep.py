@@ -1,7 +1,5 @@
 """Running requests that decode in lockstep: a step of all of them costs the same, however many they are."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush

@@ -26,8 +26,6 @@ Two safeguards for each served model: corrections are in use while they have mad
 been learned is forgotten but for `KEPT_AT_ALARM`.
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict, deque
 from collections.abc import Mapping
@@ -87,23 +85,14 @@ class OnlineCalibrationConfig:
     max_models: int = 64
 
     def __post_init__(self) -> None:
-        integers = {
-            "memory": (10, 1_000_000),
-            "window": (MIN_OUTPUTS, MAX_WINDOW),
-            "max_models": (1, 100_000),
-        }
-        check_ranges(self, arl=(10.0, FINITE), **integers)
+        check_ranges(self, memory=(10, 1_000_000), window=(MIN_OUTPUTS, MAX_WINDOW))
+        check_ranges(self, arl=(10.0, FINITE), max_models=(1, 100_000))
 
 
 @dataclass(frozen=True, slots=True)
 class DriftAlarm:
-    """The outputs of a served model no longer follow its corrected predictions.
-
-    Attributes:
-        statistic: Of `DriftDetector`, at least `arl`.
-        reason: One of `drift_detector.KINDS`.
-        num_outputs: Outputs since the test began.
-    """
+    """The outputs of a served model no longer follow its corrected predictions: the statistic of `DriftDetector`, at least
+    `arl`, one of `drift_detector.KINDS` as reason, and the outputs since the test began."""
 
     statistic: float
     reason: str
@@ -274,7 +263,7 @@ class OnlineCalibration:
         finished: bool,
         max_tokens: int | None = None,
     ) -> DriftAlarm | None:
-        """Learns from a request that has ended.
+        """Learns from a request that has ended; returns the alarm, if there is one. `InputError` if a number is not allowed.
 
         Args:
             served_model: Its name; models beyond `max_models` replace the least recently observed one.
@@ -283,12 +272,6 @@ class OnlineCalibration:
             output_tokens: Length of the output, > 0.
             finished: False where the output was truncated at max_tokens or aborted.
             max_tokens: Limit of the output; None if there is none. Outputs aborted below it are not part of the metrics.
-
-        Returns:
-            The alarm, if there is one.
-
-        Raises:
-            InputError: A number is not allowed.
         """
         _check_tokens("output_tokens", output_tokens, 1)
         if prompt_tokens is not None:
@@ -311,17 +294,13 @@ class OnlineCalibration:
         return alarm
 
     def metrics(self, served_model: str) -> dict[str, Any]:
-        """Quality of the predictions of a served model over the window, as they came and corrected.
+        """Quality of the predictions of a served model over the window, as they came and corrected: num_outputs,
+        num_censored, num_alarms since the start; is_used: whether corrections are in use; num_window; before and after, each
+        with coverage (level -> fraction of the outputs whose quantile is below max_tokens that are at most as long), tau
+        (Kendall's tau-b of mu and length), crps (of ln min(X, max_tokens)); None where unknown. `InputError` if there is no
+        output of this served model.
 
         An output counts under the correction before it was learned from, whether corrections are in use or not.
-
-        Returns:
-            num_outputs, num_censored, num_alarms since the start; is_used: whether corrections are in use; num_window; before and
-            after, each with coverage (level -> fraction of the outputs whose quantile is below max_tokens that are at
-            most as long), tau (Kendall's tau-b of mu and length), crps (of ln min(X, max_tokens)); None where unknown.
-
-        Raises:
-            InputError: There is no output of this served model.
         """
         model = self._models.get(served_model)
         if model is None:
@@ -341,11 +320,7 @@ class OnlineCalibration:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues from what `state` gave; nothing is changed if that cannot be used.
-
-        Raises:
-            InputError: It is not a state.
-        """
+        """Continues from what `state` gave; nothing is changed if that cannot be used. `InputError` if it is not a state."""
         if not isinstance(state, Mapping) or state.get("format") != STATE_FORMAT:
             raise InputError("state", state, f"a mapping of format {STATE_FORMAT}")
         models: OrderedDict[str, _ServedModel] = OrderedDict()

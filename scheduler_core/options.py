@@ -4,8 +4,6 @@ From the dataclass (each field followed by a docstring, which is its help text) 
 dotted overrides and `--print_config`.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -39,7 +37,8 @@ _UNKNOWN = re.compile(
 def read_config(
     prog: str, config_class: type[C], positionals: Sequence[str], extra: str, args: Sequence[str]
 ) -> C:
-    """The configuration of the command `prog` from the words after its name.
+    """The configuration of the command `prog` from the words after its name. `TailcastError` if an option is unknown, missing,
+    or has a value that is not allowed, or an output is an input.
 
     Args:
         config_class: Frozen dataclass with one documented field per option; a class attribute RECIPES is the folder of
@@ -47,9 +46,6 @@ def read_config(
         positionals: Names of string fields given by position, in order, the last maybe a list; those without a default
             are required.
         extra: The extra of `tailcast` that installs jsonargparse.
-
-    Raises:
-        TailcastError: An option is unknown, missing, or has a value that is not allowed, or an output is an input.
     """
     parser = _parser(prog, config_class, positionals, extra)
     from jsonargparse import ArgumentError
@@ -207,11 +203,8 @@ def _check_groups(config_class: type[Any], values: Any, prefix: str) -> None:
 
 
 def _load_yaml(text: str) -> Any:
-    """The value of a YAML text, as jsonargparse loads it.
-
-    Raises:
-        YAMLError: It is not valid, has an alias, the same key twice, or is nested too deeply.
-    """
+    """The value of a YAML text, as jsonargparse loads it. `YAMLError` if it is not valid, has an alias, the same key twice, or
+    is nested too deeply."""
     from jsonargparse import get_loader
     from yaml import YAMLError
 
@@ -270,12 +263,11 @@ def _check_value(name: str, value: object) -> None:
 
 
 def check_command_paths(config: object, config_files: Sequence[str] = ()) -> None:
-    """`check_outputs` for the options of a command; where it has an option `overwrite`, that protects files at its outputs.
+    """`check_outputs` for the options of a command and its --config files; where it has an option `overwrite`, that protects
+    files at its outputs.
 
-    Args:
-        config: With class attributes INPUTS and OUTPUTS: names of options, dotted for those of a group; an output
-            may also be a pattern such as "{out}.run.json". Without them nothing is checked.
-        config_files: Values of --config.
+    The class attributes INPUTS and OUTPUTS of `config` are names of options, dotted for those of a group; an output may also
+    be a pattern such as "{out}.run.json". Without them nothing is checked.
     """
     inputs = {
         name: _input_paths(reduce(lambda part, word: getattr(part, word, None), name.split("."), config))
@@ -297,14 +289,9 @@ def check_command_paths(config: object, config_files: Sequence[str] = ()) -> Non
 def check_outputs(
     inputs: Mapping[str, Iterable[str | Path]], outputs: Mapping[str, str | Path | None]
 ) -> None:
-    """Raises InputError if writing an output would replace an input or another output.
-
-    Refused are the same file, by whatever path or link, and an output inside an input folder or around an input.
-
-    Args:
-        inputs: Paths by option; those that do not exist are ignored.
-        outputs: Path by option; None, "-", devices and pipes are ignored.
-    """
+    """Raises InputError if writing an output would replace an input or another output: the same file, by whatever path or
+    link, or an output inside an input folder or around an input. `inputs` and `outputs` are paths by option; inputs that do
+    not exist are ignored, and outputs that are None, "-", devices or pipes."""
     targets = {
         field: Path(path)
         for field, path in outputs.items()

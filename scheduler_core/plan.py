@@ -3,21 +3,14 @@
 The classes made in every step are not frozen: that would make them several times as slow to construct.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
 
 @dataclass(slots=True)
 class PrefillChunk:
-    """A piece of a request's prompt (or, after a preemption, of prompt and generated tokens).
-
-    Attributes:
-        start_token: Tokens of it already in the cache.
-        num_tokens: Tokens to process now.
-        is_last: After this chunk the request's next output token is sampled.
-    """
+    """A piece of a request's prompt (or, after a preemption, of prompt and generated tokens), of which `start_token` tokens
+    are in the cache already; after the last one the request's next output token is sampled."""
 
     request_id: str
     start_token: int
@@ -89,13 +82,8 @@ class StepResult:
 
 @dataclass(slots=True)
 class Finished:
-    """A request that is done and no longer in the scheduler.
-
-    Attributes:
-        reason: "stop": the model ended its output; "length": max_tokens were generated.
-        first_scheduled_s: Time of its first admission.
-        first_token_s: Time of its first token.
-    """
+    """A request that is done and no longer in the scheduler: "stop": the model ended its output; "length": max_tokens were
+    generated."""
 
     request_id: str
     reason: Literal["stop", "length"]

@@ -1,7 +1,5 @@
 """The live requests and the memory they hold: the state that a batch former works on."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -18,13 +16,10 @@ from scheduler_core.request import RequestState, Status
 class Pool:
     """Waiting queue, running requests and KV cache, kept consistent.
 
-    Args:
-        max_num_seqs: Maximum number of requests in one step.
-        max_running: Maximum number of requests that hold memory at the same time.
-        preemption: Whether a preempted request keeps a copy of its cache on the host, if that has memory left.
-        evicts_by_key: Victims are chosen by the policy's eviction key; False: the youngest goes.
-        group: See `WaitingQueue`.
-        lockstep: Requests that decode are advanced in lockstep, see `LockstepGroup`.
+    At most `max_num_seqs` requests are in one step, and `max_running` hold memory at the same time. `preemption`: whether a
+    preempted request keeps a copy of its cache on the host, if that has memory left. `evicts_by_key`: victims are chosen by
+    the policy's eviction key; False: the youngest goes. `group`: see `WaitingQueue`; `lockstep`: requests that decode are
+    advanced in lockstep, see `LockstepGroup`.
     """
 
     def __init__(
@@ -98,8 +93,7 @@ class Pool:
 
     def by_phase(self) -> tuple[list[RequestState], list[RequestState]]:
         """The running requests in prefill and those that decode, each in order of admission; not to be changed, and those
-        that decode in lockstep are not in sync.
-        """
+        that decode in lockstep are not in sync."""
         if self.lockstep is not None:
             prefilling = [state for state, _ in self._prefilling.values()] if self._prefilling else []
             return prefilling, self.lockstep.states()
@@ -155,8 +149,7 @@ class Pool:
 
     def admit(self, state: RequestState, now: float, reserve_tokens: int | None = None) -> bool:
         """Moves a waiting request to the running ones, with blocks for all it has to process, or for `reserve_tokens` tokens;
-        False if there is no slot or too few blocks.
-        """
+        False if there is no slot or too few blocks."""
         running = self._running
         tokens = self.reserve_tokens(state) if reserve_tokens is None else reserve_tokens
         if len(running) >= self.max_running:
@@ -223,8 +216,7 @@ class Pool:
 
     def victims_for(self, state: RequestState, now: float) -> list[RequestState] | None:
         """The fewest running requests to evict for a waiting one to be admitted; None if it may not displace enough of
-        them, or needs none.
-        """
+        them, or needs none."""
         if self.evictions is None:
             return None
         tokens = self.reserve_tokens(state)
@@ -263,8 +255,7 @@ class Pool:
 
     def reserve(self, request_id: str, num_blocks: int) -> bool:
         """Reserves that many blocks more for a request of another replica, and with the first ones a slot; False (and
-        nothing taken) if there are none.
-        """
+        nothing taken) if there are none."""
         held = self.kv.held_by(request_id)
         if request_id in self.reserved:
             return self.kv.grow(request_id, (held + num_blocks) * self.kv.block_tokens)
@@ -357,17 +348,15 @@ class Pool:
         offloaded = {state.request_id for state in self.waiting if state.num_computed_tokens > 0}
         assert not self.reserved & set(self.states), "a request is here and reserved"
         self.kv.validate(running | self.reserved, offloaded)
-        self.waiting.validate()
+        # Fresh are the keys that are not recomputed at every use.
+        policy = self.policy
+        self.waiting.validate(now, keys_are_fresh=keys_are_fresh and policy.key_changes != "with_time")
         if self.evictions is not None:
             assert {state.request_id for state in self.evictions} == running
-            self.evictions.validate()
+            is_fresh = keys_are_fresh and policy.running_keys == "on_event"
+            self.evictions.validate(now, keys_are_fresh=is_fresh)
         if self.lockstep is not None:
             self.lockstep.validate(self._running.values())
-        if keys_are_fresh:  # the keys that are not recomputed at every use
-            if self.policy.key_changes != "with_time":
-                self.waiting.validate_keys(now)
-            if self.evictions is not None and self.policy.running_keys == "on_event":
-                self.evictions.validate_keys(now)
         for state in self.states.values():
             self._validate_state(state)
 

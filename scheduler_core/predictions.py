@@ -3,8 +3,6 @@
 The constructors raise InputError for values outside their range, NaN included.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,12 +47,10 @@ class LengthPrediction:
 
 @dataclass(frozen=True, slots=True)
 class UrgencyPrediction:
-    """Predicted urgency of a request.
+    """Predicted urgency of a request: the probability of each level, the most urgent (0) first, at least two, of sum 1.
 
-    Attributes:
-        probabilities: Probability of each level, the most urgent (0) first; at least two, of sum 1.
-        abstain_threshold: The artifact's: lowest probability of the likeliest level that counts, in [0, 1]; None: every
-            one counts; 1: none does, even one that rounding made certain.
+    `abstain_threshold` is the artifact's: the lowest probability of the likeliest level that counts, in [0, 1]; None: every
+    one counts; 1: none does, even one that rounding made certain.
     """
 
     probabilities: tuple[float, ...]
@@ -81,13 +77,9 @@ class UrgencyPrediction:
 
 @dataclass(frozen=True, slots=True)
 class BucketPrediction:
-    """Predicted class of the output length.
-
-    Attributes:
-        probabilities: Probability of each class, the shortest first; at least two, of sum 1.
-        edges: Bounds between the classes in tokens, ascending, one fewer than classes; class k holds
-            edges[k-1] <= tokens < edges[k].
-    """
+    """Predicted class of the output length: the probability of each class, the shortest first, at least two, of sum 1; and
+    the bounds between the classes in tokens, ascending, one fewer than classes. Class k holds edges[k-1] <= tokens <
+    edges[k]."""
 
     probabilities: tuple[float, ...]
     edges: tuple[float, ...]

@@ -8,8 +8,6 @@ Without an event the scheduler goes on with the policy's key of unknown lengths,
 responds is the policy without predictions.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Sequence
@@ -31,13 +29,8 @@ PREDICTORS = "pretrained, tiny, an artifact folder, or grpc://HOST:PORT"
 
 @dataclass(frozen=True, slots=True)
 class PredictionRequest:
-    """The input of a prediction.
-
-    Attributes:
-        prompt: The text sent to the served model.
-        served_model: Name of the served model; empty if there is only one.
-        temperature: Its sampling temperature, at least 0; None if it is not known.
-    """
+    """The input of a prediction: the text sent to the served model, whose name is empty if there is only one, and its
+    sampling temperature, at least 0, None if that is not known."""
 
     request_id: str
     prompt: str
@@ -60,15 +53,12 @@ class Predictor(Protocol):
 
 
 def open_predictor(predictor: str) -> Predictor:
-    """The predictor of a spelling, neither connected nor loaded yet.
+    """The predictor of a spelling, neither connected nor loaded yet: "pretrained" or "tiny" (the artifacts that come with
+    tailcast), an artifact folder, or scheme://address, such as grpc://127.0.0.1:50051. `InputError` if there is no such
+    folder, or no installed package has the scheme.
 
-    Args:
-        predictor: "pretrained" or "tiny" (the artifacts that come with tailcast), an artifact folder, or scheme://address,
-            such as grpc://127.0.0.1:50051. The entry point of the scheme's name in the group "tailcast.predictors" is
-            called with the address; that of `local` with the others, unless one that ships has an entry point of its name.
-
-    Raises:
-        InputError: There is no such folder, or no installed package has the scheme.
+    The entry point of the scheme's name in the group "tailcast.predictors" is called with the address; that of `local` with
+    the others, unless one that ships has an entry point of its name.
     """
     points = {point.name: point for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}
     scheme, separator, address = predictor.partition("://")
@@ -92,13 +82,8 @@ class PredictionStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PredictionEvent:
-    """Outcome of one submitted request.
-
-    Attributes:
-        prediction: The prediction, also a late one; None if the predictor failed.
-        error: Why there is none; None if there is one.
-        latency_s: Time from the call to its end, in seconds; 0 if there was no call, or it was cancelled.
-    """
+    """Outcome of one submitted request: the prediction, also a late one, or why there is none, and the time from the call to
+    its end in seconds; 0 if there was no call, or it was cancelled."""
 
     request_id: str
     prediction: Prediction | None
@@ -110,17 +95,10 @@ class PredictionEvent:
 class AsyncPredictor:
     """Submits without blocking; every submitted request comes back as exactly one event.
 
-    Requests that wait for their turn are sent together, up to `max_batch` in one call; none waits for a batch to fill. If a
-    call for several fails, each of them is sent once more individually, so that one bad prompt affects no other request.
-
-    Args:
-        predictor: The predictor.
-        max_in_flight: Maximum number of calls at the same time, > 0; the others wait their turn.
-        max_batch: Maximum number of requests in one call, > 0; 1 where the service does the batching.
-        timeout_s: Timeout of a call; None waits as long as the predictor does.
-
-    Raises:
-        InputError: A limit is not above 0.
+    Requests that wait for their turn are sent together, up to `max_batch` in one call, 1 where the service does the batching;
+    none waits for a batch to fill. If a call for several fails, each of them is sent once more individually, so that one bad
+    prompt affects no other request. At most `max_in_flight` calls are under way; one that takes longer than `timeout_s` has
+    failed, None waits as long as the predictor does. `InputError` if a limit is not above 0.
     """
 
     def __init__(
@@ -155,12 +133,8 @@ class AsyncPredictor:
         return len(self._open)
 
     def submit(self, request: PredictionRequest) -> None:
-        """Takes a request and returns at once; needs a running event loop.
-
-        Raises:
-            InputError: A request of that id is open already.
-            TailcastError: `close` was called.
-        """
+        """Takes a request and returns at once; needs a running event loop. `InputError` if a request of that id is open already;
+        `TailcastError` if `close` was called."""
         if self._closed:
             raise TailcastError(f"request {request.request_id} was submitted to a closed AsyncPredictor")
         if request.request_id in self._open:
@@ -174,10 +148,7 @@ class AsyncPredictor:
 
     def withdraw(self, request_id: str) -> bool:
         """Marks a request that has finished or was aborted: unsent it is never sent and fails, else it comes back late.
-
-        Returns:
-            Whether the request was open without an event.
-        """
+        Returns whether the request was open without an event."""
         if self._unsent.pop(request_id, None) is not None:
             self._end(request_id, error="withdrawn before it was sent")
             return True

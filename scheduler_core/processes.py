@@ -1,7 +1,5 @@
 """Processes that share the work of a command."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor

@@ -1,7 +1,5 @@
 """Queues of requests: a heap with lazy deletion, the waiting requests, and the running ones in order of eviction."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator
@@ -20,8 +18,6 @@ class LazyHeap(ABC):
 
     Push, replace and remove cost O(log n) amortized: when more than half of the heap is dead it is rebuilt.
     """
-
-    __slots__ = ("_heap", "_live", "_pushes")
 
     def __init__(self) -> None:
         self._heap: list[Entry] = []
@@ -94,17 +90,12 @@ class LazyHeap(ABC):
             self._heap.append(entry)
         heapify(self._heap)
 
-    def validate(self) -> None:
-        """Checks that the heap covers the live entries."""
+    def validate(self, now: float, *, keys_are_fresh: bool) -> None:
+        """Checks that the heap covers the live entries, and that each is what it would be now if keys are fresh."""
         assert {id(e) for e in self._live.values()} <= {id(e) for e in self._heap}
-
-    def validate_keys(self, now: float) -> None:
-        """Checks that every entry is what it would be now."""
-        for entry in self._live.values():
-            name = type(self).__name__
-            assert entry[:-2] == self._entry(entry[-1], now)[:-2], (
-                f"stale key of {entry[-1].request_id} in {name}"
-            )
+        for entry in self._live.values() if keys_are_fresh else ():
+            same = entry[:-2] == self._entry(entry[-1], now)[:-2]
+            assert same, f"stale key of {entry[-1].request_id} in {type(self).__name__}"
 
 
 class WaitingQueue(LazyHeap):
@@ -112,8 +103,6 @@ class WaitingQueue(LazyHeap):
 
     Requests of a smaller `group` go before those of a larger one, whatever their keys; None: all are of one.
     """
-
-    __slots__ = ("_group", "policy")
 
     def __init__(self, policy: Policy, group: Callable[[RequestState], int] | None = None) -> None:
         super().__init__()
@@ -135,8 +124,6 @@ class EvictionQueue(LazyHeap):
     For a policy whose running keys change "on_event" the heap is always right. For the others the keys are recomputed,
     O(n), when the first of a step is read.
     """
-
-    __slots__ = ("_is_stale", "policy")
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()

@@ -1,7 +1,5 @@
 """Checks of settings: numbers in a range, names among the known ones, parameters by name."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterable, Mapping
@@ -21,11 +19,8 @@ K = TypeVar("K")
 
 
 def check_ranges(config: object, prefix: str = "", /, **ranges: tuple[float, float]) -> None:
-    """Checks the fields of a configuration, by name the smallest and the largest value; None is allowed, NaN never.
-
-    Raises:
-        InputError: Names the field, with the prefix, its value and the range.
-    """
+    """Checks the fields of a configuration, by name the smallest and the largest value; None is allowed, NaN never. An
+    `InputError` names the field, with the prefix, its value and the range."""
     for name, (low, high) in ranges.items():
         value = getattr(config, name)
         if value is None or low <= value <= high:
@@ -49,10 +44,7 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
 
 def construct(registry: str, name: str, kind: type[K], parameters: Mapping[str, Any] | None) -> K:
     """An object of a dataclass of the registry; `parameters` are values for its fields, the others keep their defaults.
-
-    Raises:
-        InputError: A parameter is unknown, or a value is outside its range.
-    """
+    `InputError` if a parameter is unknown, or a value is outside its range."""
     names = sorted(field.name for field in fields(kind) if field.init)  # type: ignore[arg-type]
     for parameter in parameters or {}:
         if parameter not in names:

@@ -1,7 +1,5 @@
 """A Ray cluster for a command: a running one, or a local one that ends with the command."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator
@@ -18,14 +16,10 @@ _STATISTICS = "RAY_USAGE_STATS_ENABLED"
 @contextmanager
 def ray_cluster(address: str, field: str, num_cpus: int | None = None) -> Iterator[Any]:
     """Connects to a cluster and yields the module `ray`; one that this process is connected to is used and left as it is.
+    `TailcastError` if there is no cluster at the address, none can be started, or Ray is not installed.
 
-    Args:
-        address: Of a running cluster (HOST:PORT, ray://HOST:PORT, auto), or `local` to start one on this machine.
-        field: How the address is called in errors.
-        num_cpus: Processors of the local cluster; None: all.
-
-    Raises:
-        TailcastError: There is no cluster at the address, none can be started, or Ray is not installed.
+    `address` is that of a running cluster (HOST:PORT, ray://HOST:PORT, auto), or `local` to start one on this machine, with
+    `num_cpus` processors, None: all; errors call it `field`.
     """
     try:
         import ray
@@ -42,13 +36,8 @@ def ray_cluster(address: str, field: str, num_cpus: int | None = None) -> Iterat
 
 
 def fetch_result(ray: Any, reference: Any, task: str, retries: int, finished: str) -> Any:
-    """The result of a remote task; raises the task's own `TailcastError`, or one that it was lost again and again.
-
-    Args:
-        ray, reference: The module, connected; reference to the result.
-        task, finished: In words, for errors: "a block", "finished blocks are kept".
-        retries: How often Ray has tried it again when its worker or node was lost.
-    """
+    """The result of a remote task, or the task's own `TailcastError`; a `TailcastError` with the words `task` ("a block") and
+    `finished` ("finished blocks are kept") if it was lost again after so many `retries` by Ray."""
     try:
         return ray.get(reference)
     except ray.exceptions.RayTaskError as error:
@@ -74,9 +63,8 @@ def _connect(ray: Any, address: str, field: str, num_cpus: int | None) -> None:
     try:
         ray.init(address=LOCAL, num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
     except Exception as error:  # what Ray raises when its processes do not start within half a minute
-        raise TailcastError(
-            f"no Ray cluster could be started on this machine ({first_line(error)})"
-        ) from error
+        problem = f"no Ray cluster could be started on this machine ({first_line(error)})"
+        raise TailcastError(problem) from error
     finally:
         if before is None:
             os.environ.pop(_STATISTICS, None)

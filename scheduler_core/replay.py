@@ -1,7 +1,5 @@
 """Exact replay of a decision log: the same calls on a new scheduler must have the same outcomes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

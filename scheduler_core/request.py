@@ -1,7 +1,5 @@
 """A request as the scheduler sees it: its limits and targets, and its progress. The true output length is not part of it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from enum import Enum
@@ -35,7 +33,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A request as it arrives.
+    """A request as it arrives. `InputError` if a field is outside its range.
 
     Attributes:
         request_id: Unique among the requests that are in the scheduler at the same time.
@@ -51,9 +49,6 @@ class Request:
         ttlt_slo_s: Target of the time from arrival to the last token, in seconds > 0.
         cached_prefix_tokens: First tokens of the prompt whose keys and values the engine has already (prefix-cache
             hits), 0 to prompt_tokens - 1. They need no prefill when the request is first admitted.
-
-    Raises:
-        InputError: A field is outside its range.
     """
 
     request_id: str
@@ -144,11 +139,8 @@ class RequestState:
         return self.request.prompt_tokens + self.num_output_tokens
 
     def apply_prediction(self, prediction: Prediction | None) -> bool:
-        """Takes over the predictions that there are and keeps the others; None means that the predictor failed.
-
-        Returns:
-            Whether there is a new prediction, so that the request's key may have changed.
-        """
+        """Takes over the predictions that there are and keeps the others; None means that the predictor failed. Returns
+        whether there is a new prediction, so that the request's key may have changed."""
         if prediction is None:
             return False
         self.prediction = prediction.length or self.prediction
@@ -167,8 +159,7 @@ class RequestState:
     def effective_level(self, max_promotion: float = 1) -> int:
         """The level it is scheduled at, 0 the most urgent; the declared tier while no urgency is predicted.
 
-        The one source of a request's urgency for policies, routers and engine hints; see
-        `UrgencyPrediction.effective_level`.
+        The one source of a request's urgency for policies, routers and engine hints; see `UrgencyPrediction.effective_level`.
         """
         tier = self.request.tier
         return tier if self.urgency is None else self.urgency.effective_level(tier, max_promotion)

@@ -5,10 +5,8 @@ The simulator or engine adapter calls, with the time in seconds as a non-decreas
 when that step is done, `abort` when a user gives up. The same calls always give the same plans.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -17,13 +15,13 @@ from scheduler_core.batching.batch import Batch
 from scheduler_core.decision_log import SCHEMA, DecisionLog
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.kv_cache import Limits
-from scheduler_core.plan import Counters, Finished, StepPlan, StepResult
+from scheduler_core.lockstep import LockstepGroup
+from scheduler_core.plan import Counters, Finished, PrefillChunk, StepPlan, StepResult
 from scheduler_core.policies import policy_name, policy_parameters
 from scheduler_core.policies.base import Policy
 from scheduler_core.pool import Pool
 from scheduler_core.predictions import Prediction
 from scheduler_core.request import Request, RequestState, Status
-from scheduler_core.step_end import StepEnd
 
 
 class SchedulerStateError(TailcastError):
@@ -46,15 +44,11 @@ class SchedulerConfig(Limits):
 
 
 class Scheduler:
-    """Decides which requests make up each step of one engine replica.
+    """Decides which requests make up each step of one engine replica. `InputError` if policy and batch former do not go
+    together.
 
-    Args:
-        config: Limits of the replica.
-        policy: Orders the waiting requests; belongs to this scheduler alone.
-        log: Records every call and plan for `replay.replay`; None records nothing.
-
-    Raises:
-        InputError: Policy and batch former do not go together.
+    `policy` orders the waiting requests and belongs to this scheduler alone; `log` records every call and plan for
+    `replay.replay`.
     """
 
     def __init__(self, config: SchedulerConfig, policy: Policy, log: DecisionLog | None = None) -> None:
@@ -76,7 +70,8 @@ class Scheduler:
             group=former.group,
             lockstep=former.lockstep and policy.progress == "unused",
         )
-        self._step_end = StepEnd(self.pool, policy)
+        #: None where the policy does not implement it: a call for every token of every request is expensive.
+        self._on_tokens = None if type(policy).on_tokens is Policy.on_tokens else policy.on_tokens
         self._now = -math.inf
         self._num_steps = 0
         self._open: tuple[StepPlan, Batch] | None = None
@@ -138,11 +133,8 @@ class Scheduler:
         return InputError(name, need, f"at most {capacity} tokens, the whole KV cache")
 
     def add(self, request: Request, now: float) -> None:
-        """A request arrives and waits.
-
-        Raises:
-            InputError: Its id is already here, or it can never be finished (see `refusal`). Nothing has changed then.
-        """
+        """A request arrives and waits. `InputError`, and nothing has changed, if its id is already here, or it can never be
+        finished (see `refusal`)."""
         self._check_time(now)
         self._check_new(request)
         self._now = now
@@ -227,11 +219,8 @@ class Scheduler:
 
     def complete(self, result: StepResult, now: float) -> tuple[Finished, ...]:
         """Ends the open step at `now`; returns the finished requests, in the order of the plan. Their memory is free.
-
-        Raises:
-            SchedulerStateError: No step is open, or another one.
-            InputError: `stopped` names a request that sampled no token, `num_steps` is not possible, or `ends_s` are not theirs.
-        """
+        `SchedulerStateError` if no step is open, or another one; `InputError` if `stopped` names a request that sampled no
+        token, `num_steps` is not possible, or `ends_s` are not theirs."""
         if not self._now <= now < math.inf:
             self._check_time(now)
         plan, batch = self._open or self._open_step()
@@ -239,26 +228,125 @@ class Scheduler:
             raise SchedulerStateError(f"step {plan.step} is open, not {result.step}")
         if not 1 <= result.num_steps <= self._promised_steps:
             raise InputError("num_steps", result.num_steps, f"integers from 1 to {self._promised_steps}")
-        if result.ends_s and not _are_ends(result, self._opened_s, now):
+        bounds = (self._opened_s, *result.ends_s, now) if result.ends_s else ()
+        if bounds and (
+            len(bounds) != result.num_steps + 1 or any(one > two for one, two in pairwise(bounds))
+        ):
             raise InputError("ends_s", result.ends_s, "ends of all steps but the last, in order")
         if result.stopped:
             _check_stopped(result.stopped, plan)
         self._now = now
         self._open = None
         self._keys_are_fresh = False
-        finished = self._step_end.complete(batch, result, now)
+        finished = self._end_step(batch, result, now)
         if finished:
             self.counters.num_finished += len(finished)
         step_s = (now - self._opened_s) / result.num_steps
-        if result.ends_s:
-            ends = pairwise((self._opened_s, *result.ends_s, now))
-            self.policy.on_steps(now, [end - start for start, end in ends])
+        if bounds:
+            self.policy.on_steps(now, [end - start for start, end in pairwise(bounds)])
         else:
             self.policy.on_step(now, step_s)
         self._former.on_step(step_s)
         if self._log is not None:
             self._log.record("complete", now, result=result, finished=finished)
         return tuple(finished)
+
+    def _end_step(self, batch: Batch, result: StepResult, now: float) -> list[Finished]:
+        """The batch was carried out `result.num_steps` times, to its end now; returns the finished requests, in the order of
+        the plan."""
+        finished: list[Finished] = []
+        stopped = result.stopped
+        group = self.pool.lockstep
+        ended: Iterable[RequestState] = ()
+        if group is not None and batch.decodes:
+            ended = self._decode_in_lockstep(group, result.num_steps, stopped, now)
+        for state, chunk in batch.prefills:
+            if state.status is Status.RUNNING:
+                self._prefill(state, chunk, result.num_steps, now)
+                if self._on_tokens is not None:
+                    self._on_tokens(state, chunk.num_tokens, now)
+                if chunk.is_last or self._on_tokens is not None:
+                    if state.num_output_tokens >= state.request.max_tokens or state.request_id in stopped:
+                        self._end(state, stopped, finished)
+                    if chunk.is_last and group is not None and state.status is Status.RUNNING:
+                        self.pool.prefilled(state)
+        if group is None:
+            ended = self._decode_individually(batch.decodes, result.num_steps, stopped, now)
+        on_tokens, num_steps = self._on_tokens, result.num_steps
+        for state in ended:
+            if on_tokens is not None:
+                on_tokens(state, num_steps, now)
+            if state.num_output_tokens >= state.request.max_tokens or state.request_id in stopped:
+                self._end(state, stopped, finished)
+        return finished
+
+    def _decode_in_lockstep(
+        self, group: LockstepGroup, num_steps: int, stopped: tuple[str, ...], now: float
+    ) -> list[RequestState]:
+        """Advances all requests in lockstep; returns those that may have ended, in sync and in order."""
+        ended = group.advance(num_steps, now)
+        if stopped:
+            full = set(ended)
+            ended += [
+                state for state in map(group.member, stopped) if state is not None and state not in full
+            ]
+        for state in ended:
+            group.sync(state.request_id)
+        return group.in_order(ended) if len(ended) > 1 else ended
+
+    def _decode_individually(
+        self, planned: list[RequestState], num_steps: int, stopped: tuple[str, ...], now: float
+    ) -> list[RequestState]:
+        """Advances the requests one by one; returns those that may have ended. No calls, as it runs for every token.
+
+        All memory is taken before any is given back, so that its peak is the same for one long run and for single steps.
+        """
+        running = Status.RUNNING
+        ended: list[RequestState] = []
+        for state in planned:
+            if state.status is not running:
+                continue
+            state.num_computed_tokens = computed = state.num_computed_tokens + num_steps
+            state.num_output_tokens = outputs = state.num_output_tokens + num_steps
+            state.last_scheduled_s = state.last_token_s = now
+            if computed > state.kv_tokens:
+                grown = self.pool.grow(state, computed)
+                assert grown, "steady_steps promised memory that is not there"
+            if outputs == state.request.max_tokens or state.request_id in stopped:
+                ended.append(state)
+        if self._on_tokens is not None:
+            ended = [state for state in planned if state.status is running]
+        return ended
+
+    def _prefill(self, state: RequestState, chunk: PrefillChunk, num_steps: int, now: float) -> None:
+        """So many chunks have been processed; after the last one of a prompt there is a token."""
+        tokens = chunk.num_tokens * num_steps
+        state.num_computed_tokens += tokens
+        state.last_scheduled_s = now
+        if state.num_computed_tokens > state.kv_tokens:
+            grown = self.pool.grow(state, state.num_computed_tokens)
+            assert grown, "a prompt was admitted without memory"
+        if chunk.is_last:
+            state.decode_entered_s = state.last_token_s = now
+            state.num_output_tokens += 1
+            if state.first_token_s is None:
+                state.first_token_s = now
+
+    def _end(self, state: RequestState, stopped: tuple[str, ...], finished: list[Finished]) -> None:
+        """The request is done, by its limit or because it has stopped."""
+        self.pool.leave(state)
+        self.policy.on_finish(state)
+        assert state.first_scheduled_s is not None and state.first_token_s is not None  # noqa: PT018
+        finished.append(
+            Finished(
+                request_id=state.request_id,
+                reason="stop" if state.request_id in stopped else "length",
+                output_tokens=state.num_output_tokens,
+                num_preemptions=state.num_preemptions,
+                first_scheduled_s=state.first_scheduled_s,
+                first_token_s=state.first_token_s,
+            )
+        )
 
     def abort(self, request_id: str, now: float) -> bool:
         """Removes a request in any state, also during a step; False if it is not here (any more)."""
@@ -274,13 +362,10 @@ class Scheduler:
         return True
 
     def detach(self, request_id: str, now: float) -> RequestState:
-        """Takes a request out for another replica; blocks and slot of a running one stay reserved for it.
+        """Takes a request out for another replica; blocks and slot of a running one stay reserved for it. `InputError` if the
+        request is not here, or it runs and the batch former does not migrate running requests.
 
-        The policy forgets it: to the destination's policy it is an arrival with all its predictions, at its present
-        length.
-
-        Raises:
-            InputError: The request is not here, or it runs and the batch former does not migrate running requests.
+        The policy forgets it: to the destination's policy it is an arrival with all its predictions, at its present length.
         """
         self._check_time(now)
         state = self.pool.find(request_id)
@@ -298,11 +383,8 @@ class Scheduler:
         return state
 
     def attach(self, state: RequestState, now: float) -> None:
-        """Takes in a request of another replica: it runs on what is reserved for it, or waits if nothing is.
-
-        Raises:
-            InputError: Its id is here already, or it can never be finished here. Nothing has changed then.
-        """
+        """Takes in a request of another replica: it runs on what is reserved for it, or waits if nothing is. `InputError`, and
+        nothing has changed, if its id is here already, or it can never be finished here."""
         self._check_time(now)
         name, pool = state.request_id, self.pool
         self._check_new(state.request)
@@ -322,10 +404,7 @@ class Scheduler:
 
     def reserve(self, request_id: str, num_blocks: int, now: float) -> bool:
         """Reserves that many blocks more for a request on its way here, and with the first ones a slot; False if there are none.
-
-        Raises:
-            InputError: The batch former does not migrate running requests.
-        """
+        `InputError` if the batch former does not migrate running requests."""
         self._check_time(now)
         self._check_migratable()
         assert request_id not in self.pool, "the request is here already"
@@ -388,12 +467,6 @@ class Scheduler:
         if not self._now <= now < math.inf:
             raise SchedulerStateError(f"time {now} is not at or after {self._now}")
         self._keys_are_fresh = False
-
-
-def _are_ends(result: StepResult, start_s: float, end_s: float) -> bool:
-    ends_s = result.ends_s
-    ordered = all(before <= after for before, after in pairwise((start_s, *ends_s, end_s)))
-    return len(ends_s) == result.num_steps - 1 and ordered
 
 
 def _check_stopped(stopped: tuple[str, ...], plan: StepPlan) -> None:

@@ -1,7 +1,5 @@
 """Statistics for the whole tree: rank correlation, confidence intervals over seeds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -58,11 +56,7 @@ class Interval:
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """mean +- t s / sqrt(n) with 95 % confidence; infinitely wide with one value.
-
-    Raises:
-        InputError: There is no value.
-    """
+    """mean +- t s / sqrt(n) with 95 % confidence; infinitely wide with one value. `InputError` if there is no value."""
     if not values:
         raise InputError("values", values, "at least one number")
     array = np.asarray(values, float)

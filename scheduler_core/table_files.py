@@ -32,7 +32,6 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".txt")
 _BATCH_ROWS = 1024
 _CHUNK_CHARACTERS = 1 << 20
 _SPACE = re.compile(r"\s*")
-
 # Read-ahead of a streamed column, in bytes: without it a whole column of a row group is held.
 BUFFER_BYTES = 1 << 20
 #: Newest version of each schema `NAME/VERSION`, the metadata `tailcast.schema` of a file, that is read.
@@ -40,11 +39,7 @@ SCHEMA_VERSIONS: Mapping[str, int] = {"samples": 2, "fits": 2, "trace": 1}
 
 
 def import_pyarrow() -> tuple[Any, Any]:
-    """(pyarrow, pyarrow.parquet).
-
-    Raises:
-        MissingExtraError: pyarrow is not installed.
-    """
+    """(pyarrow, pyarrow.parquet). `MissingExtraError` if pyarrow is not installed."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -95,11 +90,8 @@ def read_parquet(path: str | Path, field: str) -> pa.Table:
 
 def open_parquet(path: str | Path, field: str) -> pq.ParquetFile:
     """A Parquet file to be read in parts; only its footer is read now. `field` is the option that gave the path, for messages.
-
-    Raises:
-        InputError: It is missing, empty, truncated, no Parquet file, has two columns of one name, or is of a newer
-            schema than this version of tailcast reads; the message names `field`.
-    """
+    An `InputError` names `field` if it is missing, empty, truncated, no Parquet file, has two columns of one name, or is of a
+    newer schema than this version of tailcast reads."""
     file = existing_file(path, field)
     _, pq = import_pyarrow()
     with readable(path, field, "Parquet"):
@@ -145,18 +137,12 @@ def file_rows(
     *,
     on_bad_row: Callable[[int, InputError], None] | None = None,
 ) -> Iterator[Row]:
-    """(number of the row in the file, columns) of each row; text lines become the column `prompt`.
+    """(number of the row in the file, columns) of each row; text lines become the column `prompt`. An `InputError` names a
+    file that cannot be read, or a row that is not one.
 
-    Numbers count from 1: lines of JSONL, CSV (the heading is 1) and text, elements of an array, rows of Parquet.
-    Text formats may be gzipped (`.gz`).
-
-    Args:
-        path, field: As of `open_parquet`.
-        columns: Columns of a Parquet file that are enough; None: all.
-        on_bad_row: Called with number and error of a line of JSONL or CSV that is no row; None: the error is raised.
-
-    Raises:
-        InputError: The file cannot be read, or a row is not one; names it.
+    Numbers count from 1: lines of JSONL, CSV (the heading is 1) and text, elements of an array, rows of Parquet. Text formats
+    may be gzipped (`.gz`). Of a Parquet file `columns` are enough, None: all. `on_bad_row` is called with number and error of
+    a line of JSONL or CSV that is no row; None: the error is raised.
     """
     file = existing_file(path, field)
     suffix = file_suffix(file)
@@ -199,12 +185,6 @@ def _json_lines(stream: TextIO, name: str) -> Iterator[_MaybeRow]:
             except ValueError as error:
                 problem = f"one JSON object ({_reason(error)})"
             yield number, InputError(f"{name} row {number}", line.strip(), problem) if problem else row
-
-
-def _object(row: object, name: str, number: int) -> Mapping[str, Any]:
-    if not isinstance(row, dict):
-        raise InputError(f"{name} row {number}", row, "one JSON object")
-    return row
 
 
 def _reason(error: ValueError | RecursionError) -> str:
@@ -256,7 +236,9 @@ def _array_rows(stream: TextIO, name: str) -> Iterator[Row]:
                 text, position = rest + more, 0
         value = replace_lone_surrogates(value, text[position:end])
         position = end
-        yield number, _object(value, name, number)
+        if not isinstance(value, dict):
+            raise InputError(f"{name} row {number}", value, "one JSON object")
+        yield number, value
     position += 1
     if peek():
         raise InputError(f"{name} after row {number}", peek(), "nothing after the JSON array")

@@ -1,7 +1,5 @@
 """Threads of model libraries: how many, and how they wait."""
 
-from __future__ import annotations
-
 import os
 
 from scheduler_core.errors import InputError

@@ -7,8 +7,6 @@ Decision by asymmetric expected cost, Elkan 2001 ("The foundations of cost-sensi
 ("On optimum recognition error and reject tradeoff").
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -24,17 +22,13 @@ UNDER_TRIAGE_COST = 3.0
 def expected_cost_levels(
     probabilities: ArrayLike, under_triage_cost: float = UNDER_TRIAGE_COST
 ) -> NDArray[np.int64]:
-    """The level of least expected cost, where each level too low costs c and each level too high costs 1.
+    """The level of least expected cost [N], where each level too low costs c and each level too high costs 1.
 
     With cost c (d - e)+ + (e - d)+ of deciding d when e is true, that is the 1/(1 + c) quantile of the predicted
     distribution: the smallest d with P(level <= d) >= 1/(1 + c). With c = 1 it is the median.
 
-    Args:
-        probabilities: Probability of each level, the most urgent first; [N, K] or [K], each row sums to 1.
-        under_triage_cost: c, finite and above 0; above 1 errs on the side of urgency.
-
-    Returns:
-        Levels [N], or one of shape [] for a single row.
+    `probabilities` has the probability of each level, the most urgent first, [N, K], or [K] for a single row, each of sum 1;
+    `under_triage_cost` is c, finite and above 0; above 1 errs on the side of urgency.
     """
     if not 0 < under_triage_cost < math.inf:
         raise InputError("under_triage_cost", under_triage_cost, "numbers > 0")
@@ -51,21 +45,19 @@ def effective_level(
     threshold: float | None,
     max_promotion: int = 1,
     *,
-    max_demotion: int = 0,
     under_triage_cost: float = UNDER_TRIAGE_COST,
 ) -> NDArray[np.int64]:
     """The level a request is scheduled at, between its declared tier and the prediction from its text.
 
     1. Where the highest probability is below `threshold` the predictor abstains: the declared tier holds.
     2. Else the level of least expected cost (`expected_cost_levels`) is taken, ...
-    3. ... but at most `max_promotion` levels above and `max_demotion` levels below the declared tier: what a deceptive text
-       can gain at most.
+    3. ... but at most `max_promotion` levels above the declared tier, what a deceptive text can gain at most, and none below.
 
     Args:
         probabilities: Probability of each level, the most urgent first; [N, K] or [K].
         declared_tier: Level the client declared; one number or [N].
         threshold: Least highest probability that counts, from 0 (never abstain) to 1; None: the declared tier always holds.
-        max_promotion, max_demotion: At least 0.
+        max_promotion: At least 0.
         under_triage_cost: See `expected_cost_levels`.
 
     Returns:
@@ -75,13 +67,12 @@ def effective_level(
     tiers = np.asarray(declared_tier)
     if not np.issubdtype(tiers.dtype, np.integer) or np.any(tiers < 0) or np.any(tiers >= rows.shape[-1]):
         raise InputError("declared_tier", declared_tier, f"integers from 0 to {rows.shape[-1] - 1}")
-    for name, value in (("max_promotion", max_promotion), ("max_demotion", max_demotion)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise InputError(name, value, "integers >= 0")
+    if isinstance(max_promotion, bool) or not isinstance(max_promotion, int) or max_promotion < 0:
+        raise InputError("max_promotion", max_promotion, "integers >= 0")
     if threshold is not None and not 0 <= threshold <= 1:
         raise InputError("threshold", threshold, "numbers from 0 to 1, or None")
     decided = expected_cost_levels(rows, under_triage_cost)
-    limited = np.minimum(np.maximum(decided, tiers - max_promotion), tiers + max_demotion)
+    limited = np.minimum(np.maximum(decided, tiers - max_promotion), tiers)
     certain = np.zeros(rows.shape[:-1], dtype=bool) if threshold is None else rows.max(axis=-1) >= threshold
     return np.asarray(np.where(certain, limited, tiers), dtype=np.int64)
 
@@ -93,7 +84,6 @@ def _checked_rows(probabilities: ArrayLike) -> NDArray[np.float64]:
     is_valid = np.all(rows >= 0, axis=-1) & (np.abs(rows.sum(axis=-1) - 1) <= 1e-4)
     if not is_valid.all():
         bad = int(np.argmin(is_valid))
-        raise InputError(
-            f"probabilities, row {bad}", np.atleast_2d(rows)[bad].tolist(), "numbers >= 0 of sum 1"
-        )
+        row = np.atleast_2d(rows)[bad].tolist()
+        raise InputError(f"probabilities, row {bad}", row, "numbers >= 0 of sum 1")
     return rows

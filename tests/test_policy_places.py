@@ -27,8 +27,7 @@ from scheduler_core.predictions import Prediction
 from scheduler_core.request import Request
 from tests.scheduler_core.adapters.length_reader import LengthReader, of_length, settle
 from tests.scheduler_core.adapters.stand_in import FakeRequest, modules, run_step, vllm_config
-from tests.scheduler_core.driving import Drive
-from tests.scheduler_core.helpers import scheduler
+from tests.scheduler_core.helpers import Drive, scheduler
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
 BLOCK = re.compile(r"(?<=<!-- policies and places -->\n).*(?=<!-- end of policies and places -->)", re.DOTALL)

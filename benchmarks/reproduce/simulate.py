@@ -18,9 +18,8 @@ from scheduler_core.simulator.loop import Simulation
 from scheduler_core.simulator.predictions import Predictions
 from scheduler_core.simulator.records import RequestRecord
 from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime
-from scheduler_core.simulator.token_gaps import GapHistogram
 from scheduler_core.simulator.trace import Trace
-from scheduler_core.simulator.watch import RunWatch, StepTable
+from scheduler_core.simulator.watch import GapHistogram, RunWatch, StepTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,8 @@ from scipy.stats import t as student
 from benchmarks.vllm_runs.step_work import step_work
 from scheduler_core.predictions import LengthPrediction, Prediction
 from scheduler_core.scheduler import SchedulerConfig
+from scheduler_core.simulator.commands.calibrate import StepSample, StepTimeFit, fit_step_time
 from scheduler_core.simulator.config import SimulationConfig
-from scheduler_core.simulator.fitting import StepSample, StepTimeFit, fit_step_time
 from scheduler_core.simulator.predictions import Predictions, oracle_predictions
 from scheduler_core.simulator.run import run_simulation
 from scheduler_core.simulator.step_time.base import StepTime

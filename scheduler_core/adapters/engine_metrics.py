@@ -4,8 +4,6 @@ vLLM's scheduler runs in a process of its own, and vLLM's /metrics shows that pr
 mode: PROMETHEUS_MULTIPROC_DIR must name an empty folder before vLLM starts.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from typing import Any

@@ -55,12 +55,10 @@ class Attempt(str):
 
 
 class LiveStrategy(_Base):  # type: ignore[misc]
-    """Mixin for LiteLLM's CustomLogger and CustomRoutingStrategyBase: chooses with `LiveRouting`.
+    """Mixin for LiteLLM's CustomLogger and CustomRoutingStrategyBase: chooses with `LiveRouting`. `InputError` if there is no
+    such predictor.
 
     It has the requests of this process: with several workers each sees its own.
-
-    Raises:
-        InputError: There is no such predictor.
     """
 
     def __init__(self, router: Router, settings: RoutingSettings) -> None:
@@ -159,10 +157,7 @@ def _attempt(call: Mapping[str, Any]) -> str:
 
 class ProxyHandler(_Base):  # type: ignore[misc]
     """Callback of LiteLLM's proxy that installs the strategy in its router, again where the proxy has made a new one.
-
-    Raises:
-        InputError: The file that TAILCAST_ROUTING_CONFIG names is not readable, or a setting is not allowed.
-    """
+    `InputError` if the file that TAILCAST_ROUTING_CONFIG names is not readable, or a setting is not allowed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,12 +182,8 @@ class ProxyHandler(_Base):  # type: ignore[misc]
 
 @cache
 def _made(name: str) -> Any:
-    """The class of that name, derived from LiteLLM's.
-
-    Raises:
-        MissingExtraError: There is no LiteLLM.
-        InputError: The installed LiteLLM is of an untested version.
-    """
+    """The class of that name, derived from LiteLLM's. `MissingExtraError` if there is no LiteLLM; `InputError` if the installed
+    LiteLLM is of an untested version."""
     try:
         version = metadata.version("litellm")
     except metadata.PackageNotFoundError as error:

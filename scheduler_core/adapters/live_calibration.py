@@ -1,7 +1,5 @@
 """Online calibration of a process that serves: its file and its Prometheus metrics."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time
@@ -68,13 +66,8 @@ class CalibrationGauges:
 class LiveCalibration:
     """Corrects predictions, and learns from ended requests in a thread of its own; never fails a request.
 
-    Args:
-        file: JSON file that keeps what has been learned over restarts; None: nothing is kept.
-        gauges: The metrics.
-        clock: Monotonic, in seconds.
-
-    Raises:
-        InputError: The file has another content, or cannot be written.
+    `file` is a JSON file that keeps what has been learned over restarts, None: nothing is kept; `InputError` if it has
+    another content, or cannot be written. `clock` is monotonic, in seconds.
     """
 
     def __init__(

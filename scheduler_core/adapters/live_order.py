@@ -1,7 +1,5 @@
 """The policy's order over the requests of an engine that forms its batches itself."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -15,12 +13,10 @@ from scheduler_core.request import Request, RequestState, Status
 
 
 def order_policy(name: str, parameters: Mapping[str, float], *, sent_once: bool = False) -> Policy:
-    """A policy (see `make_policy`) over the requests of an engine that forms its batches itself.
+    """A policy (see `make_policy`) over the requests of an engine that forms its batches itself. `InputError` if the policy or a
+    parameter is unknown, or the policy decides what only the engine can.
 
     `sent_once`: the engine gets each key as one number, when the request is sent to it.
-
-    Raises:
-        InputError: The policy or a parameter is unknown, or the policy decides what only the engine can.
     """
     if name in BATCH_FORMERS and name not in POLICIES:
         raise InputError(

@@ -24,7 +24,7 @@ from scheduler_core.request import MAX_TIERS, Request, RequestState
 from scheduler_core.routing import ROUTERS, make_router
 from scheduler_core.routing.base import Router, RoutingRequest
 from scheduler_core.routing.prefix_affine import PrefixAffine
-from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot, RequestView
+from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot, RequestView, waiting_view
 
 #: Rough number of characters per token: nothing has tokenized a prompt that is to be routed.
 CHARS_PER_TOKEN = 4
@@ -36,7 +36,8 @@ DEFAULT_TIER = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingSettings(PredictorSettings):
-    """Settings of a router, and limits of the replicas behind it; no choice waits for a prediction.
+    """Settings of a router, and limits of the replicas behind it; no choice waits for a prediction. `InputError` if a value is
+    not allowed.
 
     Attributes:
         router: Name in `ROUTERS`; all but disaggregated, which needs replicas of two kinds.
@@ -48,9 +49,6 @@ class RoutingSettings(PredictorSettings):
         expire_s: A request of which nothing was seen for so long is taken to have ended, in seconds: the bound on what a
             lost event can cost.
         seed: Of routers that draw.
-
-    Raises:
-        InputError: A value is not allowed.
     """
 
     router: str = "predicted_wait"
@@ -97,13 +95,11 @@ class RoutedPrompt:
 
 
 def openai_prompt(body: object, hints: object = None) -> RoutedPrompt:
-    """The prompt in the body of a chat or text completion, whether that is a mapping or an object with attributes.
+    """The prompt in the body of a chat or text completion, whether that is a mapping or an object with attributes: of
+    `messages` or `prompt`, `max_completion_tokens` or `max_tokens`, and `temperature`; `hints` may have the member
+    `tailcast_tier`.
 
     Members that are absent or malformed are left out: reporting them is the engine's job.
-
-    Args:
-        body: With `messages` or `prompt`, and `max_completion_tokens` or `max_tokens`, `temperature`.
-        hints: A mapping with the member `tailcast_tier`, or None.
     """
     messages = member(body, "messages")
     if isinstance(messages, Iterable) and not isinstance(messages, str):
@@ -156,13 +152,8 @@ class LiveRouting:
     The engine's batch is not visible here. The requests of a replica are taken to run in the order in which they were sent,
     as far as slots and KV blocks suffice.
 
-    Args:
-        settings: The settings.
-        predictor: In place of the one that the settings name.
-        clock: Monotonic, in seconds.
-
-    Raises:
-        InputError: There is no such predictor.
+    `predictor` takes the place of the one that the settings name, `InputError` if there is no such one; `clock` is monotonic,
+    in seconds.
     """
 
     def __init__(
@@ -238,15 +229,9 @@ class LiveRouting:
             self._on.setdefault(replica_id, {})[request_id] = live
             self._router.on_dispatched(item, replica_id, now)
             if self._thread is not None:
-                self._thread.submit(
-                    PredictionRequest(
-                        request_id,
-                        prompt.user_text,
-                        state.request.max_tokens,
-                        self._settings.served_model,
-                        prompt.temperature,
-                    )
-                )
+                limit, model = state.request.max_tokens, self._settings.served_model
+                query = PredictionRequest(request_id, prompt.user_text, limit, model, prompt.temperature)
+                self._thread.submit(query)
             return replica_id
 
     def move(self, request_id: str, replica_id: str) -> None:
@@ -339,7 +324,10 @@ class LiveRouting:
         views = []
         for live in self._on.get(replica_id, {}).values():
             if live.view is None:
-                live.view = _view(live.state, block_tokens)
+                state = live.state
+                live.view = waiting_view(
+                    state.request, state.effective_level(), state.prediction, block_tokens
+                )
             views.append(live.view)
         if num_others:
             views += [self._mean_view()] * num_others
@@ -399,20 +387,6 @@ class LiveRouting:
             digest = hash((digest, text[end - size : end]))
             blocks.append(digest)
         return tuple(blocks)
-
-
-def _view(state: RequestState, kv_block_tokens: int) -> RequestView:
-    """A request as it was sent: its progress is not visible."""
-    request = state.request
-    return RequestView(
-        request_id=request.request_id,
-        arrival_s=request.arrival_s,
-        tier=state.effective_level(),
-        prompt_tokens=request.prompt_tokens,
-        max_tokens=request.max_tokens,
-        demand_blocks=-(-request.prompt_tokens // kv_block_tokens),
-        prediction=state.prediction,
-    )
 
 
 def _output_tokens(state: RequestState) -> float:

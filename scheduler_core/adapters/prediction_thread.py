@@ -1,7 +1,5 @@
 """Predictions for a scheduler that must not wait: requested and received by a thread of their own."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading
@@ -11,13 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from scheduler_core.predictor import (
-    AsyncPredictor,
-    PredictionEvent,
-    PredictionRequest,
-    PredictionStatus,
-    Predictor,
-)
+from scheduler_core.predictor import AsyncPredictor, PredictionEvent, PredictionRequest, PredictionStatus
 
 logger = logging.getLogger("vllm.tailcast")  # below vLLM's logger, so that its handlers show it
 
@@ -28,9 +20,8 @@ _MARK = "tailcast-mark-of-the-message"
 class PromptDecoder:
     """Token ids to the prompt's text: an engine's scheduler only has token ids. May be called in any thread.
 
-    Args:
-        tokenizer: The served model's, with `decode` and `apply_chat_template` of transformers.
-        whole: Decode the whole text, also of a chat with one user message.
+    `tokenizer` is the served model's, with `decode` and `apply_chat_template` of transformers; `whole`: decode the whole
+    text, also of a chat with one user message.
     """
 
     def __init__(self, tokenizer: Any, *, whole: bool = False) -> None:
@@ -39,9 +30,8 @@ class PromptDecoder:
         self._frame = ("", "")
         if not whole:
             message = {"role": "user", "content": _MARK}
-            with suppress(
-                Exception
-            ):  # templates are programs of others: whatever they raise, there is no frame
+            # Templates are programs of others: whatever they raise, there is no frame.
+            with suppress(Exception):
                 text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
                 head, mark, tail = text.partition(_MARK)
                 self._frame = (head, tail) if mark else ("", "")
@@ -64,29 +54,17 @@ class PromptDecoder:
 
 
 class PredictionThread:
-    """Runs an `AsyncPredictor` in a thread; every query comes back as one event in any case.
+    """Runs an `AsyncPredictor` in a thread; every query comes back as one event in any case. `decode`, token ids to text, is called
+    in the thread here; None: requests come with their prompts.
 
     `submit`, `withdraw`, `take` and `close` are called by one thread at a time, the scheduler's; none but `close` waits.
-
-    Args:
-        predictor: The predictor.
-        decode: Token ids to text, called in the thread here; None: requests come with their prompts.
-        max_in_flight, max_batch, timeout_s: As of `AsyncPredictor`.
     """
 
     def __init__(
-        self,
-        predictor: Predictor,
-        decode: Callable[[Sequence[int]], str] | None = None,
-        *,
-        max_in_flight: int = 64,
-        max_batch: int = 1,
-        timeout_s: float | None = None,
+        self, collector: AsyncPredictor, decode: Callable[[Sequence[int]], str] | None = None
     ) -> None:
+        self._collector = collector
         self._decode = decode
-        self._collector = AsyncPredictor(
-            predictor, max_in_flight=max_in_flight, max_batch=max_batch, timeout_s=timeout_s
-        )
         #: Ids of requests whose events have not come.
         self._pending: set[str] = set()
         self._events: deque[PredictionEvent] = deque()
@@ -96,12 +74,8 @@ class PredictionThread:
         self._thread.start()
 
     def submit(self, request: PredictionRequest, token_ids: Sequence[int] | None = None) -> None:
-        """Queries the predictor; the event comes later, or is there at once after `close`.
-
-        Args:
-            request: The request; without its prompt where there are token ids.
-            token_ids: Its prompt; None: that of `request`, and if that is empty there is no text, as with embeddings.
-        """
+        """Queries the predictor; the event comes later, or is there at once after `close`. `token_ids` is the prompt; None:
+        that of `request`, and if that is empty there is no text, as with embeddings."""
         self._pending.add(request.request_id)
         if self._loop.is_closed():
             self._fail(request.request_id, "the predictor's thread has ended")

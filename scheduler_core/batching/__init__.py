@@ -1,7 +1,5 @@
 """Batch formers: which running and waiting requests make up the next step."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from scheduler_core.batching.base import BatchFormer

@@ -1,7 +1,5 @@
 """What a batch former is, and what formers have in common."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable
@@ -48,8 +46,7 @@ class BatchFormer(ABC):
     def steady_steps(self, pool: Pool, batch: Batch, limit: int) -> int:
         """How many times, from 1 to `limit`, the batch just formed would be formed again if nothing arrives or stops.
 
-        Exact or too small, never too large. Called only for batches of decodes alone, without admissions or
-        evictions.
+        Exact or too small, never too large. Called only for batches of decodes alone, without admissions or evictions.
         """
 
     def steady_chunks(self, batch: Batch, limit: int) -> int:
@@ -123,6 +120,5 @@ def _fits(pool: Pool, batch: Batch, num_steps: int, spare_blocks: int) -> bool:
         return blocks + spare_blocks <= pool.kv.num_free_blocks
     size = pool.kv.block_tokens
     short = [state.num_computed_tokens + num_steps - state.kv_tokens for state in batch.decodes]
-    return (
-        sum([-(-tokens // size) for tokens in short if tokens > 0]) + spare_blocks <= pool.kv.num_free_blocks
-    )
+    blocks = sum([-(-tokens // size) for tokens in short if tokens > 0])
+    return blocks + spare_blocks <= pool.kv.num_free_blocks

@@ -1,7 +1,5 @@
 """The step under construction."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from scheduler_core.lockstep import LockstepGroup
@@ -126,8 +124,7 @@ class Batch:
         self, pool: Pool, decodes: list[RequestState], now: float, spare_block: bool = False
     ) -> list[RequestState]:
         """Takes the block for the next token of each, in this order, evicting victims if need be (perhaps the request
-        itself); returns those that still run. `spare_block`: a decode that needs none needs a free one too (Vidur's rule).
-        """
+        itself); returns those that still run. `spare_block`: a decode that needs none needs a free one too (Vidur's rule)."""
         group = pool.lockstep
         if group is None:
             return self._allocate_individually(pool, decodes, now, spare_block)

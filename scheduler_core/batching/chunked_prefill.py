@@ -4,8 +4,6 @@ Source: Agrawal et al. 2024, "Taming Throughput-Latency Tradeoff in LLM Inferenc
 admission and preemption rules are vLLM's (watermark, the youngest is preempted).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from scheduler_core.batching.base import BatchFormer, steady_decodes

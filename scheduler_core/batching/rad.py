@@ -4,8 +4,6 @@ Source: Bari, Hegde and de Veciana 2025, "Optimal Scheduling Algorithms for LLM 
 (arXiv:2508.01002): Algorithm 1 (section 4) and Algorithm 2 (appendix D).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 
@@ -75,9 +73,7 @@ class Rad(BatchFormer):
         return batch
 
     def _prefill(self, pool: Pool, batch: Batch, most_running: int, now: float) -> bool:
-        """Lines 11 to 18: the next chunk of the request under way, or of the first that waits; False in decode mode
-        (line 6).
-        """
+        """Lines 11 to 18: the next chunk of the request under way, or of the first that waits; False in decode mode (line 6)."""
         prefilling, _ = pool.by_phase()
         if prefilling:
             batch.add_chunk(prefilling[0], self.chunk_tokens(pool.max_num_seqs))

@@ -1,7 +1,5 @@
 """Batch formers that reserve memory for the longest output: Orca's iterations, and batches from start to end."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from scheduler_core.batching.base import BatchFormer, steady_decodes, whole_prompts_refusal

@@ -4,8 +4,6 @@ Source: Bari, Hegde and de Veciana 2025, "Optimal Scheduling Algorithms for LLM 
 (arXiv:2508.01002), sections 6 and 7, Eqs. 8 and 9; "paying first" is the variant of appendix F.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

@@ -3,8 +3,6 @@
 Source: "Semantic Scheduling for LLM Inference", section 3.3, Algorithms 2 to 5.
 """
 
-from __future__ import annotations
-
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -139,9 +137,8 @@ class StageAware(BatchFormer):
 
     def steady_steps(self, pool: Pool, batch: Batch, limit: int) -> int:
         static = pool.policy.key_changes != "with_time" and pool.policy.running_keys == "on_event"
-        return (
-            steps_that_fit(pool, batch, limit) if static else 1
-        )  # else the order may be another one next time
+        # Else the order may be another one next time.
+        return steps_that_fit(pool, batch, limit) if static else 1
 
 
 def _ranked(pool: Pool, state: RequestState, now: float) -> Ranked:

@@ -97,8 +97,7 @@ class OneOrder(BatchFormer):
 
     def _decode_only(self, pool: Pool, batch: Batch, now: float) -> bool:
         """The step where Phi decides little: all that runs decodes, and none is admitted or swapped out. All with memory for a
-        token get one, in the order of arrival; Phi is computed only to say who takes the last free blocks.
-        """
+        token get one, in the order of arrival; Phi is computed only to say who takes the last free blocks."""
         num = pool.num_running
         if not 0 < num <= min(pool.max_num_seqs, batch.budget):
             return False
@@ -129,8 +128,7 @@ class OneOrder(BatchFormer):
     @staticmethod
     def _may_displace(pool: Pool, least_budget: int, now: float) -> bool:
         """Whether the first waiting request might be admitted, with this budget or a larger one and all free memory, or a
-        running one be swapped out.
-        """
+        running one be swapped out."""
         assert pool.evictions is not None, "this former evicts by key"
         if pool.evictions.first_displaceable(now) is not None:
             return True
@@ -179,12 +177,8 @@ class OneOrder(BatchFormer):
 
 
 class _Later:
-    """The running requests that come later in the order of a step.
-
-    Args:
-        ranked: Rank and request, the last of the order first; those that are dealt with are popped.
-        swap_token_s: See `OneOrder`.
-    """
+    """The running requests that come later in the order of a step; `ranked`: rank and request, the last of the order first;
+    those that are dealt with are popped. `swap_token_s`: see `OneOrder`."""
 
     def __init__(self, ranked: list[tuple[Any, ...]], swap_token_s: float) -> None:
         self.ranked = ranked

@@ -4,8 +4,6 @@ Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model 
 4.3 and 4.5, and the scheduler of vLLM 0.x without chunked prefill.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from scheduler_core.batching.base import BatchFormer, steady_decodes, whole_prompts_refusal
@@ -26,14 +24,11 @@ class Vllm(BatchFormer):
     - A swapped request that is admitted needs no prefill; it decodes in the next step of decodes.
     - Under a preemptive policy a waiting request may displace running ones.
 
-    Differs from the paper: preempted requests wait in the policy's order with all others; under FCFS they are the
-    first, and so no new request is admitted before them, as section 4.5 wants.
+    Differs from the paper: preempted requests wait in the policy's order with all others; under FCFS they are the first, and
+    so no new request is admitted before them, as section 4.5 wants.
 
-    The parameters are what Vidur's vLLM scheduler does otherwise (microsoft/vidur @ 7d47513).
-
-    Attributes:
-        padded: The budget limits the number of prompts times the longest of them, as if all were padded.
-        spare_block: A decode needs a free block also when it fills none; see `Batch.allocate`.
+    The parameters are what Vidur's vLLM scheduler does otherwise (microsoft/vidur @ 7d47513): `padded`: the budget limits the
+    number of prompts times the longest of them, as if all were padded; `spare_block`: see `Batch.allocate`.
     """
 
     lockstep = True

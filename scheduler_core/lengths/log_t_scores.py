@@ -15,13 +15,10 @@ product. In the one partial interval, [e, t_M], the length is written as M - (M 
 Left of t_alpha the integral is a function of sigma alone, analytic for sigma > 0: for many rows it is taken from a
 Chebyshev interpolant on each octave of sigma, made from the same lattice.
 
-Intervals of width min(1, 2/sqrt(nu)) (2 for nu = inf) resolve q; the growth of x, at most
-sqrt(sigma^2 nu + (ln M - mu)^2) for each unit of t, halves them as often as it needs to. Relative error below 1e-11
-(1e-10 for nu = 1e9), compared with mpmath and with the general route of `mean_excess`, which serves what is not
-covered here.
+Intervals of width min(1, 2/sqrt(nu)) (2 for nu = inf) resolve q; the growth of x, at most sqrt(sigma^2 nu + (ln M - mu)^2)
+for each unit of t, halves them as often as it needs to. Relative error below 1e-11 (1e-10 for nu = 1e9), compared with mpmath
+and with the general route of `mean_excess`, which serves what is not covered here.
 """
-
-from __future__ import annotations
 
 import math
 from dataclasses import dataclass
@@ -130,11 +127,8 @@ _TO_POWERS = _to_powers()
 
 @lru_cache(maxsize=128)
 def _left_table(nu: float, alpha: float) -> FloatArray:
-    """Polynomials in x for the integral of exp(sigma T) q(t) over t < t_alpha, sigma = 2^octave (1.5 + x/2).
-
-    Returns:
-        Coefficients, highest power first [_NUM_TERMS, octaves].
-    """
+    """Polynomials in x for the integral of exp(sigma T) q(t) over t < t_alpha, sigma = 2^octave (1.5 + x/2): their
+    coefficients, highest power first [_NUM_TERMS, octaves]."""
     grid = lattice(nu, alpha, 0)
     end = -grid.first * _NUM_NODES
     angles = np.pi * (np.arange(_NUM_TERMS) + 0.5) / _NUM_TERMS
@@ -168,8 +162,7 @@ def expected_and_cvar_one(
     mu: float, sigma: float, max_tokens: float, nu: float, alpha: float
 ) -> tuple[float, float] | None:
     """(E, CVaR) of one request in tokens, nu and alpha as `covers` allows; None where the lattice is too coarse or too
-    short for it.
-    """
+    short for it."""
     normal = nu == math.inf
     root = 1.0 if normal else math.sqrt(nu)
     log_ratio = math.log(max_tokens) - mu
@@ -218,9 +211,8 @@ def expected_and_cvar_one(
     lengths = np.exp(grid.heights[begin:end] * sigma)
     median = math.exp(mu)
     if interval < 0:
-        return min(median * float(lengths.dot(grid.masses[begin:end])) + censored, max_tokens), float(
-            max_tokens
-        )
+        mean = median * float(lengths.dot(grid.masses[begin:end])) + censored
+        return min(mean, max_tokens), float(max_tokens)
     middle = max(-first * _NUM_NODES, begin)
     left = median * float(lengths[: middle - begin].dot(grid.masses[begin:middle]))
     right = median * float(lengths[middle - begin :].dot(grid.masses[middle:end])) + censored

@@ -19,8 +19,6 @@ The caller switches off numpy's warnings of overflow, underflow and division by 
 that vanishes, are correct results here.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 

@@ -11,8 +11,6 @@ Two other forms exist where this one cannot be used: `training.objectives.studen
 `training.fitting.kernels.special` (compiled loops).
 """
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 
@@ -41,11 +39,7 @@ def _log_cosh(t: FloatArray) -> FloatArray:
 
 
 class StudentT(StandardDistribution):
-    """Rows of Student's t distributions.
-
-    Args:
-        nu: Degrees of freedom, finite and > 0 [N, 1] or [1, 1].
-    """
+    """Rows of Student's t distributions with `nu` degrees of freedom, finite and > 0 [N, 1] or [1, 1]."""
 
     def __init__(self, nu: FloatArray) -> None:
         self._nu = nu
@@ -157,10 +151,8 @@ def _tail(z: float, nu: float) -> tuple[float, float | None]:
             fraction *= d * c
         if abs(d * c - 1.0) < 1e-13:
             break
-    log_front = (
-        log_normalizer(nu) - 0.5 * nu * math.log1p(square / nu) + 0.5 * math.log(square / (nu + square))
-    )
-    mass = math.exp(log_front) * fraction / a
+    log_front = log_normalizer(nu) - 0.5 * nu * math.log1p(square / nu)
+    mass = math.exp(log_front + 0.5 * math.log(square / (nu + square))) * fraction / a
     return (0.5 - 0.5 * mass, None) if is_center else (0.5 * mass, nu / (fraction * abs(z)))
 
 

@@ -1,7 +1,5 @@
 """A log-t length as a table, from which the expected rest is read in microseconds while tokens come."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from functools import lru_cache

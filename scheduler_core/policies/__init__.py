@@ -1,7 +1,5 @@
 """Scheduling policies, one short file each, and the registry of their names."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -56,11 +54,8 @@ ENTRY_POINT_GROUP = "tailcast.policies"
 
 
 def policy_class(name: str) -> type[Policy]:
-    """The policy of this name: of `POLICIES`, an entry point of "tailcast.policies", or package.module:Class.
-
-    Raises:
-        InputError: There is no such policy, or it is not a policy.
-    """
+    """The policy of this name: of `POLICIES`, an entry point of "tailcast.policies", or package.module:Class. `InputError` if
+    there is no such policy, or it is not a policy."""
     if name in POLICIES:
         return POLICIES[name]
     paths = {point.name: point.value for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}

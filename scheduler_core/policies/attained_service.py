@@ -1,7 +1,5 @@
 """Orders by attained service, without predictions: LAS and skip-join MLFQ."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Collection

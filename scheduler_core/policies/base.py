@@ -1,7 +1,5 @@
 """What a policy is: an order over requests, and hooks for the events it may learn from."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import ClassVar, Literal
@@ -16,17 +14,15 @@ Progress = Literal["unused", "in_runs", "every_step"]
 class Policy(ABC):
     """Orders the requests; the smallest key is served first, ties by arrival.
 
-    A policy is a keyword-only slots dataclass whose fields are the parameters of its paper; values outside their range
-    raise InputError. Its key is defined for
-    waiting and for running requests. All hooks do nothing by default; a hook that changes keys of requests other
-    than the one it is called with names them in `take_changed`. The defaults of the attributes are correct for every
-    policy; a policy that declares more is scheduled faster.
+    A policy is a keyword-only slots dataclass whose fields are the parameters of its paper; values outside their range raise
+    InputError. Its key is defined for waiting and for running requests. All hooks do nothing by default; a hook that changes
+    keys of requests other than the one it is called with names them in `take_changed`. The defaults of the attributes are
+    correct for every policy; a policy that declares more is scheduled faster.
 
     Attributes:
         key_changes: When the key of a waiting request becomes wrong. "never": only the request's own events (arrival,
-            prediction, preemption) change it; "on_event": also when `on_pressure` (all) or `take_changed` (some) say
-            so; "with_time": with every step. The queue is a heap for the first two and is sorted at every step for the
-            last.
+            prediction, preemption) change it; "on_event": also when `on_pressure` (all) or `take_changed` (some) report it;
+            "with_time": with every step. The queue is a heap for the first two and is sorted at every step for the last.
         preemptive: A waiting request may displace a running one (see `may_preempt`).
         running_keys: When the eviction key of a running request becomes wrong. "on_event": only with a prediction or
             when `take_changed` names it, so that victims come from a heap; "on_tokens": possibly with every step, so
@@ -124,8 +120,7 @@ class Policy(ABC):
 
     def on_steps(self, now: float, durations_s: Sequence[float]) -> None:
         """Several steps taken at once have ended, each with its own duration; what `on_step` and `on_pressure` would have
-        done after each is done here. The next `on_pressure` says whether keys must be recomputed.
-        """
+        done after each is done here. The next `on_pressure` says whether keys must be recomputed."""
         self.on_step(now, sum(durations_s) / len(durations_s))
 
     def on_finish(self, state: RequestState) -> None:  # noqa: B027

@@ -1,7 +1,5 @@
 """Shortest first, no request starts much later than under first come, first served: the default order. Ours."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -21,9 +19,7 @@ from scheduler_core.policies.fcfs_estimate import (
 )
 from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 from scheduler_core.request import RequestState
-from scheduler_core.statistics import kendall_tau
-
-FloatArray = NDArray[np.float64]
+from scheduler_core.statistics import FloatArray, kendall_tau
 
 #: In front of all lengths.
 _FRONT = -1e12

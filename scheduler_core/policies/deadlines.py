@@ -1,7 +1,5 @@
 """Orders by deadlines: EDF, and TIE with targets."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Collection
@@ -103,13 +101,6 @@ class SloTie(Policy):
         check_ranges(self, token_s=positive, tau_s=positive, margin_s=positive)
         check_ranges(self, beta=(0, FINITE), gamma=(POSITIVE, 1.0))
 
-    def latest_start_s(self, state: RequestState) -> float | None:
-        """L, in seconds; None without a target."""
-        request = state.request
-        if request.ttlt_slo_s is not None:
-            return request.arrival_s + request.ttlt_slo_s - risk_tokens(state)[0] * self.token_s
-        return None if request.ttft_slo_s is None else request.arrival_s + request.ttft_slo_s
-
     def on_arrival(self, state: RequestState, now: float) -> None:
         self._watch(state)
 
@@ -142,9 +133,11 @@ class SloTie(Policy):
         return _URGENT + state.effective_level() * _LEVEL + min(max(tie, -0.4 * _LEVEL), 0.4 * _LEVEL)
 
     def _due_s(self, state: RequestState, *, begins: bool) -> float:
-        """When the request becomes urgent, and when no more; infinite without a target."""
-        start_s = self.latest_start_s(state)
-        return math.inf if start_s is None else start_s + (-self.margin_s if begins else self.margin_s)
+        """When the request becomes urgent, L - m, and when no more, L + m; infinite without a target."""
+        request, margin_s = state.request, -self.margin_s if begins else self.margin_s
+        if request.ttlt_slo_s is not None:
+            return request.arrival_s + request.ttlt_slo_s - risk_tokens(state)[0] * self.token_s + margin_s
+        return math.inf if request.ttft_slo_s is None else request.arrival_s + request.ttft_slo_s + margin_s
 
     def _watch(self, state: RequestState) -> None:
         self._urgent.discard(state.request_id)

@@ -1,7 +1,5 @@
 """Expected lengths, boosts of the arrival order, and the rates that policies estimate while the engine works."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from dataclasses import dataclass, field
@@ -56,12 +54,8 @@ class TailRate:
 
     gamma_hat = ln(0.05/0.01)/(t99 - t95) = ln 5/(t99 - t95);   gamma <- (1 - beta) gamma + beta gamma_hat, within bounds
 
-    Attributes:
-        gamma_per_s: gamma; at first the value before there is an estimate.
-        window: Latest latencies that count.
-        update_every: New latencies between two estimates.
-        smoothing: beta.
-        min_per_s, max_per_s: Bounds of gamma.
+    gamma_per_s is at first the value before there is an estimate, smoothing beta; the `window` latest latencies count, and
+    there are `update_every` new ones between two estimates.
     """
 
     gamma_per_s: float
@@ -100,13 +94,9 @@ class WorkRate:
     """Engine seconds per prompt token and per output token, measured while the engine works.
 
     A step's duration is divided equally among the tokens processed in it; sums fade with a half-life of 1,000 steps. So the
-    work of all requests adds up to the time the engine was busy, which is what work means in an M/G/1 queue: of a step
-    with 32 decodes each token costs a 32nd. It needs the duration of every step.
-
-    Attributes:
-        prefill_token_s: Seconds per prompt token; at first the value before anything is measured, as the next.
-        decode_token_s: Seconds per output token.
-        step_s: Mean duration of a step in seconds: what a running request waits for its next token.
+    work of all requests adds up to the time the engine was busy, which is what work means in an M/G/1 queue: of a step with
+    32 decodes each token costs a 32nd. It needs the duration of every step. `step_s` is the mean duration of a step in
+    seconds: what a running request waits for its next token.
     """
 
     def __init__(self, prefill_token_s: float = 5e-5, decode_token_s: float = 1e-3) -> None:

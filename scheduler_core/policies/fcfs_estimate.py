@@ -1,7 +1,5 @@
 """What first come, first served would do with the requests that an engine has: their waits, its speed, the load."""
 
-from __future__ import annotations
-
 import math
 from itertools import islice
 
@@ -9,8 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler_core.request import RequestState
-
-FloatArray = NDArray[np.float64]
+from scheduler_core.statistics import FloatArray
 
 #: The load starts as if so many requests had arrived at load 1, and anew after a gap in which so many could have been served.
 _PRIOR_ARRIVALS, _IDLE_REQUESTS = 100, 100
@@ -160,13 +157,10 @@ class ArrivalOrder:
         row = self._rows.pop(state.request_id, None)
         if row is None:
             return
-        self._states[row] = None
-        self._total_work -= float(self._table[self._WORK, row])
-        self._table[self._WORK, row] = 0.0
-        self._table[self._ARRIVAL, row] = self._table[self._LATEST, row] = self._table[self._SLACK, row] = (
-            np.inf
-        )
-        self._table[self._FCFS_WAIT, row] = -np.inf
+        self._states[row], table = None, self._table
+        self._total_work -= float(table[self._WORK, row])
+        table[self._WORK, row], table[self._FCFS_WAIT, row] = 0.0, -np.inf
+        table[self._ARRIVAL, row] = table[self._LATEST, row] = table[self._SLACK, row] = np.inf
 
     def overtake(self, state: RequestState, work: float) -> None:
         """The requests that arrived before this one wait for so much of its work."""
@@ -287,9 +281,8 @@ class Load:
         if len(ended) < 4:
             return 0.0
         prior_s = _PRIOR_ARRIVALS * service_s
-        error_s = (
-            float(np.std(ended, ddof=1)) / math.sqrt(len(ended)) / self._block_s * self._seconds * token_s
-        )
+        error = float(np.std(ended, ddof=1)) / math.sqrt(len(ended)) / self._block_s
+        error_s = error * self._seconds * token_s
         return (self._work * token_s + prior_s - error_s) / (self._seconds + prior_s)
 
 

@@ -1,8 +1,6 @@
 """LTR: learning to rank, with a quantum against starvation (Fu et al. 2024, "Efficient LLM Scheduling by Learning to
 Rank", NeurIPS 37, sections 4.2-4.3)."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Collection
 from dataclasses import dataclass, field

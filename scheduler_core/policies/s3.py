@@ -1,8 +1,6 @@
 """S3: order and memory by predicted length bucket (Jin et al. 2023, "S3: Increasing GPU Utilization during Generative
 Inference for Higher Throughput", NeurIPS 36)."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from dataclasses import dataclass

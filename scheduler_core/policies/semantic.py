@@ -7,8 +7,6 @@ predictor does not abstain, and by at most `max_promotion` levels (`RequestState
 of at least the number of levels, 5, the order is the paper's.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 
@@ -95,9 +93,8 @@ class Semantic(Policy):
         return self._cost.prefill_s(max(to_process, 0)) + self._cost.decode_s(state.known_tokens, left)
 
     def key(self, state: RequestState, now: float) -> float:
-        return state.effective_level(self.max_promotion) * _LEVEL_S + min(
-            self.remaining_s(state), 0.5 * _LEVEL_S
-        )
+        remaining_s = min(self.remaining_s(state), 0.5 * _LEVEL_S)
+        return state.effective_level(self.max_promotion) * _LEVEL_S + remaining_s
 
     def _length(self, state: RequestState) -> float:
         longest = float(state.request.max_tokens)

@@ -1,7 +1,5 @@
 """Orders by one predicted length: SSJF by the median, SEPT by the mean, HRRN by the mean and the wait, SRPT by the rest."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

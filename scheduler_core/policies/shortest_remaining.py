@@ -1,9 +1,6 @@
 """Orders by the expected remaining length while tokens come: TRAIL and ELIS."""
 
-from __future__ import annotations
-
 import math
-from abc import abstractmethod
 from dataclasses import dataclass, field
 
 from scheduler_core.lengths.table import LengthTable
@@ -14,7 +11,7 @@ from scheduler_core.request import RequestState
 
 @dataclass(kw_only=True, slots=True)
 class _ExpectedRemaining(Policy):
-    """key = E[X~ - g | X~ > g], X~ = min(X, M), for g rounded down to a multiple of `interval_tokens`.
+    """key = E[X~ - g | X~ > g], X~ = min(X, M), for g rounded down to a multiple of an interval.
 
     Without a prediction it is what is left to max_tokens.
     """
@@ -28,11 +25,6 @@ class _ExpectedRemaining(Policy):
     #: (rounded tokens generated, expected rest) by request.
     _rests: dict[str, tuple[float, float]] = field(default_factory=dict, init=False, repr=False)
 
-    @property
-    @abstractmethod
-    def interval_tokens(self) -> float:
-        """Tokens after which the key is recomputed, >= 1."""
-
     def on_prediction(self, state: RequestState) -> None:
         length = state.prediction
         if length is not None:
@@ -45,11 +37,12 @@ class _ExpectedRemaining(Policy):
         self._tables.pop(state.request_id, None)
         self._rests.pop(state.request_id, None)
 
-    def key(self, state: RequestState, now: float) -> float:
+    def _rest(self, state: RequestState, interval_tokens: float) -> float:
+        """The key, recomputed after so many tokens."""
         table = self._tables.get(state.request_id)
         if table is None:
             return float(state.request.max_tokens - state.num_output_tokens)
-        generated = state.num_output_tokens - state.num_output_tokens % self.interval_tokens
+        generated = state.num_output_tokens - state.num_output_tokens % interval_tokens
         rest = self._rests.get(state.request_id)
         if rest is None or rest[0] != generated:
             rest = self._rests[state.request_id] = (generated, table.expected_remaining(generated))
@@ -80,9 +73,8 @@ class Trail(_ExpectedRemaining):
     def __post_init__(self) -> None:
         check_ranges(self, limit=(0, FINITE), update_tokens=(1, FINITE))
 
-    @property
-    def interval_tokens(self) -> float:
-        return self.update_tokens
+    def key(self, state: RequestState, now: float) -> float:
+        return self._rest(state, self.update_tokens)
 
     def eviction_key(self, state: RequestState, now: float) -> float:
         table = self._tables.get(state.request_id)
@@ -111,9 +103,8 @@ class Elis(_ExpectedRemaining):
     def __post_init__(self) -> None:
         check_ranges(self, window_tokens=(1, FINITE))
 
-    @property
-    def interval_tokens(self) -> float:
-        return self.window_tokens
+    def key(self, state: RequestState, now: float) -> float:
+        return self._rest(state, self.window_tokens)
 
     def eviction_key(self, state: RequestState, now: float) -> float:
         within = state.num_output_tokens % self.window_tokens != 0

@@ -1,7 +1,5 @@
 """Orders by what a request declares on arrival: FCFS, priority, shortest prefill first."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from scheduler_core.policies.base import Policy

@@ -1,8 +1,6 @@
 """Tail guard: shortest expected length first, no request much later than under first come, first served. Ours; see Friedman &
 Henderson 2003 (virtual service) and Li, Harchol-Balter & Scheller-Wolf 2026, "SPLIT" (sympathy for large jobs)."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections import deque
@@ -30,7 +28,6 @@ _FRACTION_PREDICTED = 0.75
 #: The expectation of an output so many times as long as expected is recomputed.
 _OUTLIVED = 1.5
 
-
 #: Virtual departures between two computations of the quantile.
 _REFRESH_EVERY = 25
 
@@ -51,19 +48,15 @@ class _Job:
 class VirtualFcfs:
     """What the latency would be now under first come, first served: a fluid FCFS queue fed with the same work.
 
-    A policy that reorders requests does as much work as FCFS would. So FCFS needs no second engine: its queue serves, in order
-    of arrival, as much work as the real engine has done, and both have the same work left at any time. As the virtual service
-    of Friedman & Henderson 2003 ("Fairness and efficiency in web server protocols", SIGMETRICS), with FCFS in place of
-    processor sharing.
+    A policy that reorders requests does as much work as FCFS would. So FCFS needs no second engine: its queue serves, in
+    order of arrival, as much work as the real engine has done, and both have the same work left at any time. As the virtual
+    service of Friedman & Henderson 2003 ("Fairness and efficiency in web server protocols", SIGMETRICS), with FCFS in place
+    of processor sharing.
 
-    Work is in output tokens; the sum of `served` is the work of the finished. A request's work is the expected one, corrected by the bias of earlier predictions of its size, until it finishes, then
-    the true one; after a virtual departure the difference is credited.
-
-    Args:
-        window: Virtual departures looked at for `quantile_s`.
-
-    Attributes:
-        quantile_s: P99 of their latencies, in seconds; None before it has been computed.
+    Work is in output tokens; the sum of `served` is the work of the finished. A request's work is the expected one, corrected
+    by the bias of earlier predictions of its size, until it finishes, then the true one; after a virtual departure the
+    difference is credited. `quantile_s` is the P99 of the latest `window` latencies in seconds, None before it has been
+    computed.
     """
 
     def __init__(self, window: int) -> None:
@@ -251,13 +244,11 @@ class TailGuard(Policy):
         self._virtual.predicted(state, _decodes(mean))
         self._predicted.append(mean)
         if state.order % _LOOK_EVERY == _LOOK_EVERY - 1:
-            self._longest_predicted = _upper_quantile(
-                self._predicted, _FRACTION_PREDICTED * self.exempt_fraction
-            )
+            fraction = _FRACTION_PREDICTED * self.exempt_fraction
+            self._longest_predicted = _upper_quantile(self._predicted, fraction)
             if self._lengths:
-                self._longest = _upper_quantile(
-                    self._lengths, (1.0 - _FRACTION_PREDICTED) * self.exempt_fraction
-                )
+                fraction = (1.0 - _FRACTION_PREDICTED) * self.exempt_fraction
+                self._longest = _upper_quantile(self._lengths, fraction)
         if mean > self._longest_predicted and state.first_scheduled_s is None:
             self._exempt_one(state)
         self._watch(state)

@@ -1,7 +1,5 @@
 """TIE: tail inflated expectation, shortest first by mean plus adaptive tail risk (TIE, section 4, Eqs. 9-12)."""
 
-from __future__ import annotations
-
 import math
 import sys
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Boosted arrival orders of "Beyond Prediction: Tail-Aware Scheduling for LLM Inference": DistBoost and UniBoost."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field

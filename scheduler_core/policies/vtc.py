@@ -1,8 +1,6 @@
 """VTC: virtual token counters, a fair share of tokens for every tenant (Sheng et al. 2024, "Fairness in Serving Large
 Language Models", OSDI, algorithm 2)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from scheduler_core.policies.base import Policy

@@ -1,7 +1,5 @@
 """Self-contained HTML pages: headings, paragraphs, tables and figures, no outside resources."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -32,13 +30,13 @@ class Page:
         """Begins a section."""
         self._parts.append({"kind": "heading", "text": text})
 
-    def paragraph(self, text: str, *, note: bool = False) -> None:
-        """Adds a paragraph; a note is gray."""
-        self._parts.append({"kind": "paragraph", "text": text, "note": note})
+    def paragraph(self, text: str) -> None:
+        """Adds a paragraph."""
+        self._parts.append({"kind": "paragraph", "text": text, "note": False})
 
     def note(self, text: str) -> None:
         """Adds a gray paragraph."""
-        self.paragraph(text, note=True)
+        self._parts.append({"kind": "paragraph", "text": text, "note": True})
 
     def code(self, text: str) -> None:
         """Adds preformatted text."""

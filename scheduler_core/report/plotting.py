@@ -1,7 +1,5 @@
 """Common parts of figures: creation, colors, axes, and writing as SVG text or PNG files."""
 
-from __future__ import annotations
-
 import io
 import re
 from pathlib import Path

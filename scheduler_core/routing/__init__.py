@@ -4,8 +4,6 @@
 No I/O, no clock, no randomness but a generator that is passed in. README.md compares the routers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,11 +38,8 @@ ROUTERS: dict[str, type[Router]] = {
 def make_router(
     name: str, parameters: Mapping[str, Any] | None = None, rng: np.random.Generator | None = None
 ) -> Router:
-    """A router of the registry; `rng` is for routers that draw.
-
-    Raises:
-        InputError: No such router or parameter, a parameter outside its range, or no generator where one is needed.
-    """
+    """A router of the registry; `rng` is for routers that draw. `InputError` for an unknown router or parameter, a parameter
+    outside its range, or no generator where one is needed."""
     if name not in ROUTERS:
         raise unknown_name("router", name, ROUTERS)
     arguments = dict(parameters or {})

@@ -1,7 +1,5 @@
 """Interface of a router: it chooses the replica of every request."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +7,7 @@ from typing import ClassVar, Literal
 
 from scheduler_core.predictions import Prediction
 from scheduler_core.request import Request
-from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot, RequestView
+from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,18 +27,6 @@ class RoutingRequest:
     prediction: Prediction | None = None
     prefix_blocks: tuple[int, ...] = ()
 
-    def waiting_view(self, kv_block_tokens: int) -> RequestView:
-        """The request in the queue of a replica with blocks of that size."""
-        return RequestView(
-            request_id=self.request.request_id,
-            arrival_s=self.request.arrival_s,
-            tier=self.tier,
-            prompt_tokens=self.request.prompt_tokens,
-            max_tokens=self.request.max_tokens,
-            demand_blocks=-(-self.request.prompt_tokens // kv_block_tokens),
-            prediction=None if self.prediction is None else self.prediction.length,
-        )
-
 
 @dataclass(kw_only=True, slots=True)
 class Router(ABC):
@@ -49,16 +35,13 @@ class Router(ABC):
     A router is a dataclass whose fields are its parameters; values outside their range raise InputError.
 
     Class variables:
-        name: Name in the registry `ROUTERS`.
         needs_requests: Its snapshots must have the requests one by one.
-        sees_tokens: Its choice depends on tokens or blocks, which change with every step, not on numbers of requests
-            only.
+        sees_tokens: Its choice depends on tokens or blocks, which change with every step, not on numbers of requests only.
         needs_generator: It draws from its field `rng`.
         role: Replicas a new request may go to, beside those that run both phases.
         when_all_draining: Without an active replica new requests "wait", or go to the "least_loaded" draining one.
     """
 
-    name: ClassVar[str]
     needs_requests: ClassVar[bool] = False
     sees_tokens: ClassVar[bool] = False
     needs_generator: ClassVar[bool] = False

@@ -1,7 +1,5 @@
 """Routers that need no prediction: round robin, random, shortest queue, power of two choices, least KV."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -19,8 +17,6 @@ class RoundRobin(Router):
     The next one follows the last choice in the order of ids, so a replica that joins or leaves shifts no other turn.
     """
 
-    name: ClassVar[str] = "round_robin"
-
     _last: str | None = field(default=None, init=False, repr=False)
 
     def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
@@ -34,7 +30,6 @@ class RoundRobin(Router):
 class RandomChoice(Router):
     """Every replica with the same probability; `rng` is drawn from once per request."""
 
-    name: ClassVar[str] = "random"
     needs_generator: ClassVar[bool] = True
 
     rng: np.random.Generator
@@ -48,15 +43,11 @@ class Jsq(Router):
     """Join the shortest queue: the fewest requests, running and waiting (Winston 1977, "Optimality of the shortest line
     discipline", J. Appl. Probab. 14).
 
-    Optimal for exponential service times and equal servers; blind to differences in length.
-
-    Attributes:
-        waiting_only: Count the waiting requests only, as Vidur's "least outstanding requests" does.
+    Optimal for exponential service times and equal servers; blind to differences in length. `waiting_only`: count the waiting
+    requests only, as Vidur's "least outstanding requests" does.
     """
 
     waiting_only: bool = False
-
-    name: ClassVar[str] = "jsq"
 
     def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
         def load(replica: ReplicaSnapshot) -> int:
@@ -73,7 +64,6 @@ class PowerOfTwo(Router):
     Nearly as good as comparing all of them, and no herding: routers with the same outdated snapshot choose differently.
     """
 
-    name: ClassVar[str] = "power_of_two"
     needs_generator: ClassVar[bool] = True
 
     rng: np.random.Generator
@@ -93,7 +83,6 @@ class LeastKv(Router):
     would go to the same replica. Ties: fewer requests.
     """
 
-    name: ClassVar[str] = "least_kv"
     sees_tokens: ClassVar[bool] = True
 
     def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:

@@ -1,7 +1,5 @@
 """Disaggregated serving: prompts on one pool of replicas, generation on another (Zhong et al. 2024, "DistServe", OSDI)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -27,7 +25,6 @@ class Disaggregated(Router):
     tokens itself for as long as no decode replica has capacity.
     """
 
-    name: ClassVar[str] = "disaggregated"
     sees_tokens: ClassVar[bool] = True
     needs_requests: ClassVar[bool] = True
     role: ClassVar[ReplicaRole] = ReplicaRole.PREFILL

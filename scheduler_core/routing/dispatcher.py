@@ -1,13 +1,11 @@
 """Dispatcher of a cluster: its replicas, the replica of each request, and the requests that wait for one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from scheduler_core.errors import InputError
 from scheduler_core.routing.base import Router, RoutingRequest
-from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot, ReplicaStatus
+from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot, ReplicaStatus, waiting_view
 
 
 @dataclass(slots=True)
@@ -102,8 +100,10 @@ class Dispatcher:
                 continue
             one.replica_id = chosen = self._choose(one.item, offered, now)
             del self._pending[one.item.request.request_id]
-            snapshot = current[chosen]
-            current[chosen] = snapshot.with_waiting(one.item.waiting_view(snapshot.kv_block_tokens))
+            item, snapshot = one.item, current[chosen]
+            length = None if item.prediction is None else item.prediction.length
+            view = waiting_view(item.request, item.tier, length, snapshot.kv_block_tokens)
+            current[chosen] = snapshot.with_waiting(view)
             self.router.on_dispatched(one.item, chosen, now)
             assignments.append((one.item, chosen))
         return assignments

@@ -1,11 +1,9 @@
 """INFaaS: cost of queue, service time and state (Romero et al. 2021, USENIX ATC), as the multi-tier paper's baseline
 (section 3.7, Eq. 5)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import ClassVar, Literal
+from typing import Literal
 
 from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 from scheduler_core.routing.base import Router, RoutingRequest
@@ -48,8 +46,6 @@ class Infaas(Router):
     unit; a waiting request counts once (released: a preempted one twice); the released factor for the request's
     priority scales all replicas alike and is left out.
     """
-
-    name: ClassVar[str] = "infaas"
 
     alpha: float = 1.0
     beta: float = 1.0

@@ -1,8 +1,6 @@
 """Multi-tier Llumnix: headroom, freeness, dispatch, the choice of requests that migrate, and auto-scaling signals (Vestrum et
 al., "Beyond Binary Priorities: Multi-Tier SLA Scheduling", section 3; Sun et al. 2024, "Llumnix", OSDI)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -20,14 +18,8 @@ from scheduler_core.urgency import LEVELS
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """KV memory counted as used on a replica for each tier that is present (multi-tier, section 3.3).
-
-    Attributes:
-        fractions: H_p / M by tier, the most urgent first; each in [0, 1].
-
-    Raises:
-        InputError: No tier, or a fraction outside its range.
-    """
+    """KV memory counted as used on a replica for each tier that is present (multi-tier, section 3.3): `fractions` are H_p / M
+    by tier, the most urgent first. `InputError` without a tier, or for a fraction outside [0, 1]."""
 
     fractions: tuple[float, ...]
 
@@ -39,11 +31,8 @@ class Headroom:
                 raise InputError("headroom fraction", fraction, "numbers in [0, 1]")
 
     def blocks(self, tiers: Iterable[int], num_kv_blocks: int) -> float:
-        """V_headroom = sum of H_p over the tiers that are present, each once (Eq. 4), of M blocks.
-
-        Raises:
-            InputError: There is no such tier.
-        """
+        """V_headroom = sum of H_p over the tiers that are present, each once (Eq. 4), of M blocks. `InputError` if there is no
+        such tier."""
         present = set(tiers)
         for tier in present:
             if not 0 <= tier < len(self.fractions):
@@ -54,12 +43,8 @@ class Headroom:
 def exponential_headroom(
     num_tiers: int = len(LEVELS), max_fraction: float = 0.20, decay: float = 1.0
 ) -> Headroom:
-    """H_p = M h_max exp(-lambda p) (Eq. 3) for K tiers, without rounding; `decay` is lambda: 1 in figure 3, 2.5/(K - 1) in
-    the paper's released code, which rounds the blocks down.
-
-    Raises:
-        InputError: No tier, or an argument outside its range.
-    """
+    """H_p = M h_max exp(-lambda p) (Eq. 3) for K tiers, without rounding; `decay` is lambda: 1 in figure 3, 2.5/(K - 1) in the
+    paper's released code, which rounds the blocks down. `InputError` without a tier, or for an argument outside its range."""
     if not 0 <= max_fraction <= 1:
         raise InputError("max_fraction", max_fraction, "numbers in [0, 1]")
     if not 0 <= decay < math.inf:
@@ -132,7 +117,6 @@ class Llumnix(Router):
     is distributed. `whole_queue` dispatches by `queue_freeness`, which is better in bursts.
     """
 
-    name: ClassVar[str] = "llumnix"
     sees_tokens: ClassVar[bool] = True
     when_all_draining: ClassVar[Literal["wait", "least_loaded"]] = "least_loaded"
 

@@ -14,8 +14,6 @@ Until it is committed the request is the source's, afterwards the destination's:
 destination reserves blocks stage by stage; whatever ends the migration gives them back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -93,10 +91,8 @@ class _Ongoing:
 class Migrations:
     """All migrations under way; returns what to copy, and takes the events that end a copy or a migration.
 
-    Args:
-        schedulers: The replicas by id; looked up at every call, so replicas may join and leave.
-        stage_blocks: Maximum number of blocks copied in one stage, > 0; None copies everything in one stage, stopped
-            (disaggregated serving).
+    `schedulers`, by id, are looked up at every call, so replicas may join and leave; at most `stage_blocks` > 0 blocks are
+    copied in one stage, None copies everything in one stage, stopped (disaggregated serving).
     """
 
     def __init__(self, schedulers: Mapping[str, Scheduler], stage_blocks: int | None = 64) -> None:
@@ -123,11 +119,8 @@ class Migrations:
         return ongoing is not None and ongoing.stopped is not None
 
     def start(self, move: Move, now: float) -> Outcome:
-        """Begins a migration: `Copy` for a request with a cache, `Committed` for a waiting one, else `Aborted`.
-
-        Raises:
-            InputError: Source and destination are the same, or their blocks differ in size.
-        """
+        """Begins a migration: `Copy` for a request with a cache, `Committed` for a waiting one, else `Aborted`. `InputError` if
+        source and destination are the same, or their blocks differ in size."""
         assert move.request_id not in self._ongoing, "a second migration of a request"
         source, destination = self._schedulers[move.source], self._schedulers[move.destination]
         if (
@@ -159,13 +152,13 @@ class Migrations:
         self._schedulers[move.destination].attach(ongoing.stopped, now)
         return Committed(move, ongoing.num_stages, ongoing.copied_blocks)
 
-    def on_finished(self, request_id: str, now: float) -> Aborted | None:
-        """The request is done on its source; None if it was not being migrated. A stopped one cannot finish."""
-        return self._left_source(request_id, AbortReason.FINISHED, now)
-
-    def on_preempted(self, request_id: str, now: float) -> Aborted | None:
-        """The request lost its cache on the source; None if it was not being migrated."""
-        return self._left_source(request_id, AbortReason.PREEMPTED, now)
+    def left_source(self, request_id: str, reason: AbortReason, now: float) -> Aborted | None:
+        """The request is done, or has lost its cache, on its source; None if it was not being migrated. A stopped one cannot."""
+        ongoing = self._ongoing.get(request_id)
+        if ongoing is None:
+            return None
+        assert ongoing.stopped is None, "a request that is stopped for its handover has left its source"
+        return self._end(ongoing, reason, now)
 
     def on_aborted(self, request_id: str, now: float) -> Aborted | None:
         """The request was aborted; None if it was not being migrated. A stopped one is dropped here."""
@@ -217,13 +210,6 @@ class Migrations:
         ongoing.num_stages += 1
         ongoing.copying_blocks, ongoing.left_blocks = count, left
         return Copy(move, count, live)
-
-    def _left_source(self, request_id: str, reason: AbortReason, now: float) -> Aborted | None:
-        ongoing = self._ongoing.get(request_id)
-        if ongoing is None:
-            return None
-        assert ongoing.stopped is None, "a request that is stopped for its handover has left its source"
-        return self._end(ongoing, reason, now)
 
     def _stay(self, ongoing: _Ongoing, reason: AbortReason, now: float) -> Aborted:
         """Ends a migration with the request on its source."""

@@ -1,8 +1,6 @@
 """Expected remaining lengths, from the predicted distributions: the replica with the least work left, or that of the soonest
 free slot."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Sequence
@@ -62,8 +60,7 @@ class _ExpectedRemaining(Router):
     def on_finished(self, request_id: str, replica_id: str, now: float) -> None:
         self._left.pop(request_id, None)
 
-    def on_aborted(self, request_id: str, replica_id: str, now: float) -> None:
-        self._left.pop(request_id, None)
+    on_aborted = on_finished
 
 
 @dataclass(kw_only=True, slots=True)
@@ -86,8 +83,6 @@ class PredictedWork(_ExpectedRemaining):
     The defaults are the simulator's 7B model with 64 requests in a batch: 54.7 us per prompt token; (17.16 ms + 64 x
     54.7 us)/64 = 323 us per generated token.
     """
-
-    name: ClassVar[str] = "predicted_work"
 
     prefill_token_s: float = 5.47e-5
     decode_token_s: float = 3.23e-4
@@ -126,8 +121,6 @@ class PredictedWait(_ExpectedRemaining):
 
     Steps of all replicas are taken as equally long, and prompts as short. Ties: fewer requests.
     """
-
-    name: ClassVar[str] = "predicted_wait"
 
     def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
         full = [replica for replica in replicas if not _has_free_slot(replica)]

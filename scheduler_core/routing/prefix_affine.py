@@ -1,13 +1,10 @@
 """Prefix affinity: the replica that has most of the prompt in its cache, unless it is too busy (the cache-aware load
 balancer of Zheng et al. 2024, "SGLang", arXiv:2312.07104; Preble, Srivatsa et al. 2024, arXiv:2407.00023)."""
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from scheduler_core.ranges import INTEGERS, POSITIVE, check_ranges
 from scheduler_core.routing.base import Router, RoutingRequest
@@ -31,8 +28,6 @@ class PrefixAffine(Router):
     Differs from the papers: the router remembers what it sent and not what the engine evicted, so a hit is a guess
     (as in SGLang's router); the memory is a table of hashed prefixes instead of a radix tree.
     """
-
-    name: ClassVar[str] = "prefix_affine"
 
     imbalance: int = 8
     min_fraction: float = 0.25

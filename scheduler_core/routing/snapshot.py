@@ -10,7 +10,7 @@ from typing import NamedTuple
 from scheduler_core.kv_cache import KVCache
 from scheduler_core.pool import Pool
 from scheduler_core.predictions import LengthPrediction
-from scheduler_core.request import Phase, RequestState, Status
+from scheduler_core.request import Phase, Request, RequestState, Status
 from scheduler_core.scheduler import Scheduler
 
 
@@ -30,16 +30,9 @@ class ReplicaRole(Enum):
 
 
 class RequestView(NamedTuple):
-    """One request on a replica; a named tuple, since routers and planners make many of them.
-
-    Attributes:
-        tier: Urgency level it is scheduled at, 0 the most urgent.
-        num_computed_tokens: Tokens whose keys and values are in the cache.
-        kv_blocks: Blocks it holds; 0 while it waits.
-        demand_blocks: Blocks it needs to be admitted; what it holds while it runs.
-        decoding: Its prompt is processed.
-        prediction: Predicted length of the output; None without one.
-    """
+    """One request on a replica; a named tuple, since routers and planners make many of them. `tier` is the urgency level it
+    is scheduled at, 0 the most urgent; `kv_blocks` are held, 0 while it waits; `demand_blocks` are needed to be admitted, and
+    what it holds while it runs; `decoding`: its prompt is processed."""
 
     request_id: str
     arrival_s: float
@@ -131,8 +124,7 @@ def take_snapshot(
     keep_requests: bool = True,
 ) -> ReplicaSnapshot:
     """The scheduler as it is now; its requests, O(requests), are looked at when they are first read, which must be before
-    anything happens to the scheduler.
-    """
+    anything happens to the scheduler."""
     pool, config = scheduler.pool, scheduler.config
     reserved = sum(pool.kv.held_by(name) for name in pool.reserved)
     head = pool.waiting.peek()
@@ -156,8 +148,6 @@ def take_snapshot(
 
 class _Views(Iterable[RequestView]):
     """The requests of a pool, the running ones first, made when they are first read."""
-
-    __slots__ = ("_pool", "_views")
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -189,10 +179,23 @@ def _view(state: RequestState, kv: KVCache) -> RequestView:
     )
 
 
+def waiting_view(
+    request: Request, tier: int, prediction: LengthPrediction | None, kv_block_tokens: int
+) -> RequestView:
+    """A request in the queue of a replica with blocks of that size, as it was sent."""
+    return RequestView(
+        request_id=request.request_id,
+        arrival_s=request.arrival_s,
+        tier=tier,
+        prompt_tokens=request.prompt_tokens,
+        max_tokens=request.max_tokens,
+        demand_blocks=-(-request.prompt_tokens // kv_block_tokens),
+        prediction=prediction,
+    )
+
+
 class Capacity:
     """Remaining capacity of a replica for the moves of one plan."""
-
-    __slots__ = ("_blocks", "_replica", "_slots")
 
     def __init__(self, replica: ReplicaSnapshot) -> None:
         self._replica = replica

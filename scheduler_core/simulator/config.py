@@ -77,13 +77,8 @@ class ClusterConfig:
     """Auto-scaling: drain one when it is higher."""
 
     def __post_init__(self) -> None:
-        check_ranges(
-            self,
-            num_replicas=(1, MAX_REPLICAS),
-            min_replicas=(1, self.num_replicas),
-            interval_s=(POSITIVE, MAX_TIME_S),
-            startup_s=(0, MAX_TIME_S),
-        )
+        check_ranges(self, num_replicas=(1, MAX_REPLICAS), min_replicas=(1, self.num_replicas))
+        check_ranges(self, interval_s=(POSITIVE, MAX_TIME_S), startup_s=(0, MAX_TIME_S))
         check_choice("router", self.router, ROUTERS)
         disaggregated, prefill = self.router == "disaggregated", self.num_prefill_replicas
         if disaggregated != (prefill > 0):
@@ -216,18 +211,12 @@ class SimulationConfig:
         if (self.trace is None) == (self.workload is None):
             raise InputError("trace, workload", (self.trace, self.workload), "one of them")
         make_policy(self.order_policy, self.policy_parameters)
+        check_ranges(self, predictor_noise=(0.0, FINITE), predictor_delay_s=(0, MAX_TIME_S))
         check_ranges(
-            self,
-            predictor_noise=(0.0, FINITE),
-            predictor_delay_s=(0, MAX_TIME_S),
-            client_think_time_s=(0, MAX_TIME_S),
-            rate=(POSITIVE, FINITE),
-            load=(POSITIVE, FINITE),
-            default_max_tokens=(1, MAX_TOKENS),
-            num_clients=(1, MAX_CLIENTS),
-            prefix_cache_tokens=(0, 2**62),
-            seed=(0, 2**63 - 1),
+            self, client_think_time_s=(0, MAX_TIME_S), rate=(POSITIVE, FINITE), load=(POSITIVE, FINITE)
         )
+        check_ranges(self, default_max_tokens=(1, MAX_TOKENS), num_clients=(1, MAX_CLIENTS))
+        check_ranges(self, prefix_cache_tokens=(0, 2**62), seed=(0, 2**63 - 1))
         if self.predictor_noise and self.prediction_source != "oracle":
             raise InputError("predictor_noise", self.predictor_noise, "0 for a predictor other than oracle")
         if self.rate is not None and self.load is not None:

@@ -1,7 +1,5 @@
 """Requests to a live engine through OpenAI's completions API, open loop, with the time of every token."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import threading
@@ -23,14 +21,9 @@ WORDS = ("the", "of", "and", "to", "in", "is", "it", "for", "on", "was", "as", "
 
 @dataclass(slots=True, kw_only=True)
 class Probe:
-    """A request and, once it was sent, its response; times in seconds from the start of the measurement.
-
-    Attributes:
-        arrival_s: When to send it; sent_s: when it was sent.
-        prompt_tokens, output_tokens: As the engine counts.
-        token_s: Time of each token; of a chunk with several tokens only once.
-        error: The reason of a failure.
-    """
+    """A request and, once it was sent, its response; times in seconds from the start of the measurement: when to send it,
+    when it was sent, and that of each token, of a chunk with several tokens only once. Numbers of tokens are as the engine
+    counts."""
 
     request_id: str
     arrival_s: float = 0.0
@@ -74,12 +67,10 @@ def send(
     api_key: str | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Sends every request at its time, whatever has become of the others, and fills in all responses.
+    """Sends every request at its time, whatever has become of the others, and fills in all responses. `TailcastError` with the
+    error of the first one if all requests failed.
 
     `progress` is called with 1 after each response, from several threads.
-
-    Raises:
-        TailcastError: All requests failed; contains the error of the first one.
     """
     start = time.perf_counter()
 

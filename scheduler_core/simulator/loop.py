@@ -1,12 +1,9 @@
 """The event loop: replicas of an engine, each driven through the same `Scheduler` that an engine adapter drives.
 
-A replica begins a step when its last one has ended and it has work. Arrivals, predictions and migrations reach it at
-their own times and are considered at its next step. Runs of decode steps in which nothing arrives, finishes or runs
-out of memory are taken at once; the result is the same to the last bit. A single replica is a cluster of one without a
-router.
+A replica begins a step when its last one has ended and it has work. Arrivals, predictions and migrations reach it at their
+own times and are considered at its next step. Runs of decode steps in which nothing arrives, finishes or runs out of memory
+are taken at once; the result is the same to the last bit. A single replica is a cluster of one without a router.
 """
-
-from __future__ import annotations
 
 import math
 from collections import Counter
@@ -42,13 +39,10 @@ BLOCK_COPY_S = 16 * 131_072 / 12.5e9
 
 @dataclass(frozen=True, slots=True)
 class ReplicaChange:
-    """An event in the life of a replica.
+    """An event in the life of a replica, in seconds on the clock of the trace.
 
-    Attributes:
-        time_s: Time in seconds on the clock of the trace.
-        replica_id: The replica.
-        kind: "join": it may be chosen from now on, and not from the start if that is its first change; "drain": it gets
-            nothing new; "fail": it is gone with all its requests; it may join again if the simulation can rebuild it.
+    "join": it may be chosen from now on, and not from the start if that is its first change; "drain": it gets nothing new;
+    "fail": it is gone with all its requests; it may join again if the simulation can rebuild it.
     """
 
     time_s: float
@@ -58,11 +52,10 @@ class ReplicaChange:
 
 @dataclass(slots=True)
 class SimulationOutcome:
-    """Result of a simulation, over all replicas.
+    """Result of a simulation, over all replicas, in the order in which requests finished; refused are those that could never
+    run, with the reason by id.
 
     Attributes:
-        records: Finished requests, in the order they finished.
-        refused: By request id: the reason why it could never run.
         start_s, end_s: First arrival, end of the last step.
         busy_s, num_steps: Of all replicas together.
         request_seconds, waiting_seconds, replica_seconds: Integrals over time of the numbers of requests in the system
@@ -92,7 +85,6 @@ class Simulation:
     """Runs a trace to its end; no request is lost, each finishes or is refused.
 
     Args:
-        trace: The requests.
         step_time: Durations of the engine's steps, of all replicas or by id.
         schedulers: A fresh scheduler for each replica, by id; a single one needs no id. Afterwards their counters and memory
             peaks can be read.
@@ -103,7 +95,6 @@ class Simulation:
         calibration: Corrects each prediction when it reaches the scheduler, by the requests that have finished until then.
         served_model: Its name for that; empty: that of each row's `model`.
         exact_steps: Take every step by itself, as an engine does; slower, same result. Always so with a planner.
-        watch: Observes the run.
         progress: Called with the number of requests finished or refused since the last call.
         roles: By replica: the phases it runs; both where missing.
         planner: Moves requests between replicas every `interval_s`.
@@ -427,16 +418,12 @@ class Simulation:
             self._handle(aborted, now)
 
     def _snapshots(self, dispatcher: Dispatcher, *, keep_requests: bool) -> tuple[ReplicaSnapshot, ...]:
-        return tuple(
-            take_snapshot(
-                self._replicas[name].scheduler,
-                name,
-                status=status,
-                role=self._roles[name],
-                keep_requests=keep_requests,
-            )
-            for name, status in dispatcher.replicas.items()
-        )
+        snapshots = []
+        for name, status in dispatcher.replicas.items():
+            scheduler, role = self._replicas[name].scheduler, self._roles[name]
+            one = take_snapshot(scheduler, name, status=status, role=role, keep_requests=keep_requests)
+            snapshots.append(one)
+        return tuple(snapshots)
 
     def _begin(self, replica: SimulatedReplica, now: float, until_s: float) -> Step | None:
         """Begins the replica's next step, if it has work."""
@@ -445,7 +432,7 @@ class Simulation:
             self._may_count = True
             if self._dispatcher is not None:
                 for name in step.plan.preempted:
-                    self._handle(self._migrations.on_preempted(name, now), now)
+                    self._handle(self._migrations.left_source(name, AbortReason.PREEMPTED, now), now)
         return step
 
     def _complete(self, replica: SimulatedReplica, step: Step) -> None:
@@ -460,7 +447,7 @@ class Simulation:
         name, replica_id = item.request_id, None
         self._may_count = True
         if self._dispatcher is not None:
-            self._handle(self._migrations.on_finished(name, now), now)
+            self._handle(self._migrations.left_source(name, AbortReason.FINISHED, now), now)
             self._dispatcher.finished(name, now)
             replica_id = replica.name
         row = self._rows.pop(name)

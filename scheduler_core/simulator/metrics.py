@@ -1,7 +1,5 @@
 """Metrics of a run, in seconds where a name ends in _s; names and meanings as in the architecture notes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,16 +13,8 @@ from scheduler_core.simulator.loop import SimulationOutcome
 from scheduler_core.simulator.predictions import Predictions
 from scheduler_core.simulator.records import LATENCIES, has_slo, meets_slo, request_columns
 from scheduler_core.simulator.tables import Columns
-from scheduler_core.simulator.token_gaps import (
-    GAP_CLASS,
-    QUANTILES,
-    TokenGaps,
-    named_statistics,
-)
-from scheduler_core.simulator.watch import RunWatch
-from scheduler_core.statistics import kendall_tau
-
-FloatArray = NDArray[np.float64]
+from scheduler_core.simulator.watch import GAP_CLASS, QUANTILES, RunWatch, TokenGaps, named_statistics
+from scheduler_core.statistics import FloatArray, kendall_tau
 
 #: Fraction of the longest outputs that the starvation slope is about.
 LONG_FRACTION = 0.1

@@ -1,7 +1,5 @@
 """Predictions for a trace, fetched once and used by any number of simulated policies."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Callable, Mapping
@@ -33,12 +31,9 @@ Progress = Callable[[int], None]
 class Predictions:
     """A predictor's output for the requests of a trace.
 
-    Attributes:
-        source: "none", "trace", "oracle", or the predictor's URL or class.
-        by_id: By request id: what all heads predicted, or None where the predictor failed. Requests that are missing here
-            were never sent to it.
-        latency_s: By request id: time of the call, in seconds; 0 where missing.
-        errors: By request id: the reason of a failure.
+    By request id: what all heads predicted, None where the predictor failed, missing where it was never asked; time of the
+    call in seconds, 0 where missing; the reason of a failure. `source` is "none", "trace", "oracle", or the predictor's URL
+    or class.
     """
 
     source: str = "none"
@@ -53,11 +48,7 @@ class Predictions:
 
 
 def trace_predictions(trace: Trace) -> Predictions:
-    """The predictions in the trace itself; rows without one count as failed.
-
-    Raises:
-        InputError: No row carries a prediction.
-    """
+    """The predictions in the trace itself; rows without one count as failed. `InputError` if no row carries a prediction."""
     by_id = {
         row.request_id: Prediction(length=row.prediction) if row.prediction else None
         for row in trace.requests
@@ -88,20 +79,12 @@ def fetch_predictions(
     max_in_flight: int = 16,
     progress: Progress | None = None,
 ) -> Predictions:
-    """Queries a live predictor for every request of the trace, one call each, and closes it.
+    """Queries a live predictor, or one of a spelling as of `open_predictor`, for every request of the trace, one call each,
+    and closes it. `InputError` if the predictor is unknown, or a row has no prompt; `TailcastError` if all of the first
+    `max_in_flight` calls failed.
 
-    Not to be called from a running event loop.
-
-    Args:
-        trace: Requests with prompts.
-        predictor: A spelling as of `open_predictor`, or a predictor.
-        served_model: Name of the model that will serve all requests; empty: that of each row's `model`.
-        max_in_flight: Maximum number of calls in flight.
-        progress: Called with 1 after each call.
-
-    Raises:
-        InputError: The predictor is unknown, or a row has no prompt.
-        TailcastError: All of the first `max_in_flight` calls failed.
+    Not to be called from a running event loop. The served model of each row is its `model` if `served_model` is empty;
+    `progress` is called with 1 after each call.
     """
     opened = open_predictor(predictor) if isinstance(predictor, str) else predictor
     for row in trace.requests:

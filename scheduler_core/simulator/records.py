@@ -20,14 +20,8 @@ BoolArray = NDArray[np.bool_]
 SCHEMA = "tailcast.simulated_requests/5"
 #: The latencies that every result summarizes.
 LATENCIES = (
-    "ttft_s",
-    "ttlt_s",
-    "normalized_latency_s",
-    "tpot_s",
-    "queueing_delay_s",
-    "normalized_waiting_s",
-    "queueing_delay_per_token_s",
-)
+    "ttft_s", "ttlt_s", "normalized_latency_s", "tpot_s", "queueing_delay_s", "normalized_waiting_s", "queueing_delay_per_token_s",
+)  # fmt: skip
 #: Fields of a record that are those of its row in the trace.
 _OF_TRACE = (
     "arrival_s", "prompt_tokens", "max_tokens", "tier", "tenant", "category", "ttft_slo_s", "tbt_slo_s", "ttlt_slo_s",
@@ -38,7 +32,7 @@ _trace_values = attrgetter(*_OF_TRACE)
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """A finished request, to be read only. Times are seconds on the simulated clock.
+    """A finished request, to be read only; times are seconds on the simulated clock, other fields those of `TraceRequest`.
 
     Not frozen, as that would take several times as long to make, and there may be millions.
 
@@ -47,8 +41,6 @@ class RequestRecord:
         finish_s: When its last token was generated.
         finish_reason: "stop", or "length" if max_tokens was reached.
         predicted_mu: Predicted location of ln length; None without a prediction, as its scale and degrees of freedom.
-        ttft_slo_s: Target for ttft_s; None: none. tbt_slo_s is one for the longest gap between two tokens.
-        session_id: Conversation that it was a turn of; None: none.
         max_tbt_s: Longest gap between two of its tokens; None: it had only one, or gaps were not measured. Steps taken at
             once and one by one give the same but for rounding, so it is not compared.
         replica_id: Replica that finished it; None without a router.

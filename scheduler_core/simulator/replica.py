@@ -1,7 +1,5 @@
 """One simulated replica: its scheduler, the step that it is carrying out, and its prefix cache."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections import OrderedDict
@@ -67,8 +65,6 @@ class FinishQueue:
     See `Scheduler.num_common_steps` for the number of a step.
     """
 
-    __slots__ = ("_heap", "_steps")
-
     def __init__(self) -> None:
         self._heap: list[tuple[int, str]] = []
         self._steps: dict[str, int] = {}
@@ -104,11 +100,9 @@ class FinishQueue:
 class SimulatedReplica:
     """Carries out the plans of a scheduler in simulated time; everything between two steps is left to the caller.
 
-    Args:
-        rows: By request id: the rows of the trace of all requests in the system.
-        exact: One step at a time.
-        fresh: A step that is under way when something may reach the replica is taken by itself, so that a snapshot at that
-            time shows the end of its last step, as with single steps.
+    `rows` are those of the trace of all requests in the system, by id; `exact`: one step at a time; `fresh`: a step that is
+    under way when something may reach the replica is taken by itself, so that a snapshot at that time shows the end of its
+    last step, as with single steps.
     """
 
     def __init__(

@@ -1,7 +1,5 @@
 """One simulation from configuration to result."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -120,14 +118,12 @@ def run_simulation(
 ) -> SimulationResult:
     """Simulates one policy until every request has finished.
 
-    To compare policies on the same arrivals and predictions, call `prepare_trace` and `prepare_predictions` once and
-    pass the results to every run.
+    To compare policies on the same arrivals and predictions, call `prepare_trace` and `prepare_predictions` once and pass the
+    results to every run.
 
     Args:
-        config: The simulation.
         trace: Requests with their arrivals, used as they are; None prepares those of the configuration.
-        predictions: None prepares those of `config.predictor`. Not used by a bound such as sjf, which always has the true
-            lengths.
+        predictions: None prepares those of `config.predictor`. Not used by a bound such as sjf, which has the true lengths.
         log: Records all decisions; one replica only.
         progress: Called with the number of requests done since the last call.
         watch: Observes the run; None: gaps between tokens and memory in use.

@@ -1,7 +1,5 @@
 """Events that reach a simulated engine from outside: open and closed loops, conversations, predictions."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ A result is named by a hash of everything that it depends on and written atomica
 where it was.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
@@ -219,15 +217,11 @@ def run_cells(
     workers: SweepWorkers = SweepWorkers(),
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """Results of all cells in their order; those in the store are read, the others simulated and stored at once.
-
-    Args:
-        cells, store, workers: What to simulate, where to keep results, and the processes; by default this one.
-        progress: Called with the number of cells that are done since the last call.
+    """Results of all cells in their order; those in the store are read, the others simulated, by default in this process, and
+    stored at once. `progress` is called with the number of cells that are done since the last call.
 
     Raises:
-        InputError: A cell cannot be simulated, or there is no cluster at the address; finished cells stay in the
-            store.
+        InputError: A cell cannot be simulated, or there is no cluster at the address; finished cells stay in the store.
         MissingExtraError: Ray is requested and not installed.
         TailcastError: A cell was lost on the Ray cluster again and again, or a node has another version of tailcast.
     """

@@ -1,7 +1,5 @@
 """Results as tables: Parquet, CSV or JSON lines by the name's ending."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,12 +27,11 @@ def check_table_path(path: str | Path, field: str) -> Path:
 
 
 def write_table(columns: Mapping[str, Any], path: str | Path, schema: str, field: str) -> None:
-    """Writes columns as Parquet, CSV or JSON lines by the name's ending, atomically.
+    """Writes columns as Parquet, CSV or JSON lines by the name's ending, atomically; `field` is the option that names the
+    path.
 
-    Args:
-        columns: By name: values [n], None or NaN where there is none; values of several types become text.
-        path, field: See `check_table_path`; the option that names the path.
-        schema: Name of the schema, as metadata `tailcast.schema` of Parquet.
+    A column has values [n], None or NaN where there is none; values of several types become text. Parquet gets the name of
+    the `schema` as metadata `tailcast.schema`.
     """
     target = check_table_path(path, field)
     pa, pq = import_pyarrow()

@@ -58,20 +58,15 @@ _request_values = attrgetter(*_OF_REQUEST)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRequest:
-    """One row of a trace.
+    """One row of a trace; fields of the same names as those of `Request` have their meanings.
 
     Attributes:
         arrival_s: Seconds from the start of the trace; of a later turn of a conversation the earliest possible arrival,
             see `think_time_s`.
         output_tokens: True length of the output, from 1 to max_tokens; for the simulator alone.
         max_tokens: The request's own limit, or the default for requests without one.
-        tier: Declared level of urgency, 0 the most urgent.
-        priority: Declared priority, smaller first.
-        tenant: A user, an application, a class of customers.
         model: Name of the served model, for live predictors.
         category: Kind of request, such as reasoning or chat.
-        ttft_slo_s: Target of the time to the first token in seconds > 0; None: no target. tbt_slo_s (between two tokens)
-            and ttlt_slo_s (to the last) likewise.
         session_id: Conversation that it is a turn of; None: none.
         turn: Number of the turn in its conversation, from 0.
         think_time_s: Seconds between the end of the previous turn and this turn's arrival; None: it arrives at
@@ -144,14 +139,14 @@ class Trace:
 def load_trace(
     path: str | Path, *, need_arrivals: bool = True, default_max_tokens: int | None = None
 ) -> Trace:
-    """Reads a trace from JSON lines (.jsonl), CSV (.csv) or Parquet (.parquet).
+    """Reads a trace from JSON lines (.jsonl), CSV (.csv) or Parquet (.parquet); an `InputError` names row, column and value
+    that cannot be used, and what could.
 
-    Columns: those of `TraceRequest`, of which request_id, arrival_s, prompt_tokens, output_tokens and max_tokens are
-    needed; a predicted log-t length is in mu, sigma, nu (all three or none). Others are ignored, and an empty value
-    is that of a missing column. Rows are sorted by arrival.
+    Columns: those of `TraceRequest`, of which request_id, arrival_s, prompt_tokens, output_tokens and max_tokens are needed;
+    a predicted log-t length is in mu, sigma, nu (all three or none). Others are ignored, and an empty value is that of a
+    missing column. Rows are sorted by arrival.
 
     Args:
-        path: The file; an `InputError` names row, column and value that cannot be used, and what could.
         need_arrivals: False if arrival times will be drawn: arrival_s may then be missing or empty and is 0.
         default_max_tokens: max_tokens of the requests that have none, as in public traces; outputs may not be longer.
             None: every request needs max_tokens of its own.

@@ -1,8 +1,14 @@
-"""Observations of a run that its records do not have: gaps between tokens, memory in use, every step."""
+"""Observations of a run that its records do not have: gaps between tokens (TBT), memory in use, every step.
+
+Gaps take little memory: a histogram per class, the longest gap per request.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +19,218 @@ from scheduler_core.request import Phase, RequestState, Status
 from scheduler_core.scheduler import Scheduler
 from scheduler_core.simulator.step_time.base import StepGroups
 from scheduler_core.simulator.tables import Columns
-from scheduler_core.simulator.token_gaps import LockstepGaps, TokenGaps
+
+#: Ratio of the bounds of a bin: quantiles are right to half a percent.
+_RATIO = math.log(1.005)
+_LOWEST_S = 1e-6
+_NUM_BINS = 5600  # to 1e6 s
+
+#: Tier and tenant of a request: its gaps are counted by it.
+GapClass = tuple[int, str]
+GAP_CLASS = ("tier", "tenant")
+#: Levels of the quantiles that are reported.
+QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.999)
+
+
+def named_statistics(mean: float, quantiles: Iterable[float], largest: float) -> dict[str, float]:
+    """mean, p50, p90, p95, p99, p999 (`QUANTILES`), max and tail_ratio = p99 / p50, without it if the median is 0."""
+    p50, p90, p95, p99, p999 = map(float, quantiles)
+    named = {"mean": mean, "p50": p50, "p90": p90, "p95": p95, "p99": p99, "p999": p999, "max": largest}
+    return named | {"tail_ratio": p99 / p50} if p50 > 0 else named
+
+
+def _bin(gap_s: float) -> int:
+    return min(int(math.log(gap_s / _LOWEST_S) / _RATIO), _NUM_BINS - 1) if gap_s > _LOWEST_S else 0
+
+
+@dataclass(slots=True, eq=False)
+class GapHistogram:
+    """Gaps in bins whose bounds grow by 0.5 %, their sum and the longest, in seconds."""
+
+    counts: np.ndarray = field(default_factory=lambda: np.zeros(_NUM_BINS, np.int64))
+    total_s: float = 0.0
+    longest_s: float = 0.0
+
+    def add(self, gap_s: float, num: int = 1) -> None:
+        """Counts `num` gaps of this length."""
+        self.counts[_bin(gap_s)] += num
+        self.total_s += gap_s * num
+        self.longest_s = max(self.longest_s, gap_s)
+
+    def add_steps(self, steps: StepGroups, num: int) -> None:
+        """Counts the duration of every step as `num` gaps; O(bins that they fall into)."""
+        for group in steps:
+            if group.growth_s == 0.0:
+                self.add(group.first_s, num * group.num_steps)
+                continue
+            gap_s, remaining = group.first_s, group.num_steps
+            while remaining:
+                index, inside = _bin(gap_s), remaining
+                if index < _NUM_BINS - 1:
+                    bound_s = _LOWEST_S * math.exp((index + 1) * _RATIO)
+                    inside = min(remaining, max(1, math.ceil((bound_s - gap_s) / group.growth_s)))
+                self.counts[index] += num * inside
+                gap_s += inside * group.growth_s
+                remaining -= inside
+            self.total_s += group.total_s * num
+            self.longest_s = max(self.longest_s, group.longest_s)
+
+    def quantile(self, level: float) -> float:
+        """Quantile of the gaps, right to 0.5 %; NaN without gaps."""
+        total = int(self.counts.sum())
+        if total == 0:
+            return math.nan
+        index = int(np.searchsorted(np.cumsum(self.counts), level * total))
+        return min(_LOWEST_S * math.exp((index + 0.5) * _RATIO), self.longest_s)
+
+    def summary(self) -> dict[str, float] | None:
+        """See `named_statistics`; in seconds, None without gaps."""
+        total = int(self.counts.sum())
+        if total == 0:
+            return None
+        return named_statistics(self.total_s / total, [*map(self.quantile, QUANTILES)], self.longest_s)
+
+    def curve(self) -> tuple[np.ndarray, np.ndarray]:
+        """(gaps in seconds, fraction of gaps up to there): the distribution function."""
+        used = np.flatnonzero(self.counts)
+        total = max(1, int(self.counts.sum()))
+        return _LOWEST_S * np.exp((used + 0.5) * _RATIO), np.cumsum(self.counts)[used] / total
+
+    @classmethod
+    def merged(cls, parts: Iterable[GapHistogram]) -> GapHistogram:
+        """All gaps together."""
+        merged = cls()
+        for part in parts:
+            merged.counts += part.counts
+            merged.total_s += part.total_s
+            merged.longest_s = max(merged.longest_s, part.longest_s)
+        return merged
+
+
+@dataclass(slots=True)
+class TokenGaps:
+    """Gaps between the tokens of the same request: histograms by class, the longest in seconds by request id. Steps that were
+    taken at once count each with its own duration, and cost no more for that."""
+
+    by_class: defaultdict[GapClass, GapHistogram] = field(default_factory=lambda: defaultdict(GapHistogram))
+    longest_s: dict[str, float] = field(default_factory=dict)
+
+    def add_decodes(
+        self, states: Sequence[RequestState], start_s: float, first_end_s: float, rest: StepGroups = ()
+    ) -> None:
+        """Counts the gaps of requests that each got a token in every one of some steps: start and end of the first, durations
+        of the others. Called before `complete`."""
+        step_s = first_end_s - start_s
+        longest_rest_s = max([steps.longest_s for steps in rest], default=0.0)
+        num_regular: dict[GapClass, int] = {}
+        num_all: dict[GapClass, int] = {}
+        longest_s = self.longest_s
+        for state in states:  # no calls, as this runs for every token of policies that are not in lockstep
+            name = state.request.tier, state.request.tenant
+            gap_s = step_s if state.last_token_s is None else first_end_s - state.last_token_s
+            if gap_s == step_s:
+                num_regular[name] = num_regular.get(name, 0) + 1
+            else:
+                self.by_class[name].add(gap_s)
+            num_all[name] = num_all.get(name, 0) + 1
+            if gap_s < longest_rest_s:
+                gap_s = longest_rest_s
+            if gap_s > longest_s.get(state.request_id, 0.0):
+                longest_s[state.request_id] = gap_s
+        for name, num in num_regular.items():
+            self.by_class[name].add(step_s, num)
+        if rest:
+            for name, num in num_all.items():
+                self.by_class[name].add_steps(rest, num)
+
+    def merged(self, field: str | None = None, value: object = None) -> GapHistogram:
+        """The gaps of all requests, or of those with this value of a field of `GAP_CLASS`."""
+        at = None if field is None else GAP_CLASS.index(field)
+        parts = (part for one, part in self.by_class.items() if at is None or one[at] == value)
+        return GapHistogram.merged(parts)
+
+
+class LockstepGaps:
+    """Gaps of requests that decode in lockstep: the cost of a step does not depend on their number.
+
+    The longest gap of a request is that of its first step, or the longest of all common gaps since. Of those only the ones
+    are stored that no later gap exceeds: the first of them after a request has joined is its longest.
+    """
+
+    def __init__(self, gaps: TokenGaps) -> None:
+        self._gaps = gaps
+        #: End of the last common step.
+        self._last_s = 0.0
+        #: Requests without a step so far: class, time of the last token.
+        self._new: dict[str, tuple[GapClass, float]] = {}
+        #: The others: class, number of the first common gap after their own first one, and that first one.
+        self._since: dict[str, tuple[GapClass, int]] = {}
+        self._first_s: dict[str, float] = {}
+        self._num_of: dict[GapClass, int] = {}
+        #: Numbers and lengths of the common gaps that no later one exceeds; the lengths fall.
+        self._long_at: list[int] = []
+        self._long_s: list[float] = []
+        self._num_gaps = 0
+
+    def __len__(self) -> int:
+        return len(self._new) + len(self._since)
+
+    def join(self, state: RequestState, last_s: float) -> None:
+        """A request decodes from the next step on; its last token came at `last_s`."""
+        self._new[state.request_id] = ((state.request.tier, state.request.tenant), last_s)
+
+    def leave(self, request_id: str) -> None:
+        """A request decodes no longer; ignored if it did not."""
+        if self._new.pop(request_id, None) is not None or request_id not in self._since:
+            return
+        name, since = self._since.pop(request_id)
+        self._num_of[name] -= 1
+        if not self._num_of[name]:
+            del self._num_of[name]
+        longest_s = self._first_s.pop(request_id)
+        index = bisect_left(self._long_at, since)
+        if index < len(self._long_at):
+            longest_s = max(longest_s, self._long_s[index])
+        if longest_s > self._gaps.longest_s.get(request_id, 0.0):
+            self._gaps.longest_s[request_id] = longest_s
+
+    def keep(self, request_ids: Iterable[str] = ()) -> None:
+        """All requests but these decode no longer."""
+        for name in {*self._new, *self._since}.difference(request_ids):
+            self.leave(name)
+
+    def add_decodes(self, first_end_s: float, end_s: float, rest: StepGroups) -> None:
+        """Counts the gaps of some steps of all: the end of the first and of the last, durations of all but the first."""
+        gaps, num_of = self._gaps, self._num_of
+        if num_of:
+            gap_s = first_end_s - self._last_s
+            for name, num in num_of.items():
+                gaps.by_class[name].add(gap_s, num)
+            self._add_common(gap_s)
+        if self._new:
+            for request_id, (name, last_s) in self._new.items():
+                gap_s = first_end_s - last_s
+                gaps.by_class[name].add(gap_s)
+                self._since[request_id] = (name, self._num_gaps)
+                self._first_s[request_id] = gap_s
+                num_of[name] = num_of.get(name, 0) + 1
+            self._new.clear()
+        if rest:
+            for name, num in num_of.items():
+                gaps.by_class[name].add_steps(rest, num)
+            self._add_common(max([steps.longest_s for steps in rest]))
+        self._last_s = end_s
+
+    def _add_common(self, gap_s: float) -> None:
+        """Appends a common gap; shorter ones before it are no longer needed."""
+        at, lengths = self._long_at, self._long_s
+        while lengths and lengths[-1] <= gap_s:
+            at.pop()
+            lengths.pop()
+        at.append(self._num_gaps)
+        lengths.append(gap_s)
+        self._num_gaps += 1
+
 
 STEPS_SCHEMA = "tailcast.simulated_steps/2"
 
@@ -74,14 +291,8 @@ class StepTable:
 
 @dataclass(slots=True)
 class RunWatch:
-    """Observations of all replicas of one run.
-
-    Attributes:
-        gaps: Times between tokens.
-        steps: Every step; None: not recorded.
-        kv_seconds, observed_s: Integral over time of the fraction of KV blocks in use, summed over replicas, and that time.
-        max_kv_usage: The fraction at its highest.
-    """
+    """Observations of all replicas of one run: gaps between tokens; every step, None: not recorded; the integral over time of
+    the fraction of KV blocks in use, summed over replicas, with that time, and the fraction at its highest."""
 
     gaps: TokenGaps = field(default_factory=TokenGaps)
     steps: StepTable | None = None

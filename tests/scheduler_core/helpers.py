@@ -1,16 +1,16 @@
 """Small builders shared by the scheduler's tests."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 from scheduler_core.decision_log import DecisionLog
 from scheduler_core.errors import InputError
-from scheduler_core.plan import Finished, StepResult
+from scheduler_core.plan import Finished, StepPlan, StepResult
 from scheduler_core.policies import make_policy
 from scheduler_core.policies.base import Policy
 from scheduler_core.predictions import (
@@ -24,11 +24,9 @@ from scheduler_core.predictions import (
 from scheduler_core.request import Request
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.config import SimulationConfig
-from scheduler_core.simulator.predictions import Predictions
 from scheduler_core.simulator.run import SimulationResult, run_simulation
 from scheduler_core.simulator.step_time.base import LinearStepTime
 from scheduler_core.simulator.trace import Trace, TraceRequest
-from scheduler_core.simulator.watch import RunWatch
 
 #: 1 s per step and 0.1 s per prompt token, nothing else.
 ROUND = LinearStepTime(base_s=1.0, per_prefill_token_s=0.1, per_decode_s=0.0, per_context_token_s=0.0)
@@ -58,12 +56,10 @@ def full_prediction(median: float, sigma: float = 0.4, level: int = 2) -> Predic
     urgency = [0.0] * 5
     urgency[level] = 1.0
     return Prediction(
-        length=LengthPrediction(math.log(median), sigma, 3.5),
-        urgency=UrgencyPrediction(tuple(urgency)),
+        length=LengthPrediction(math.log(median), sigma, 3.5), urgency=UrgencyPrediction(tuple(urgency)),
         bucket=BucketPrediction(tuple(float(index == hot) for index in range(4)), edges),
-        rank=RankPrediction(math.log(median)),
-        point=PointPrediction(median),
-    )
+        rank=RankPrediction(math.log(median)), point=PointPrediction(median),
+    )  # fmt: skip
 
 
 def scheduler(policy: str | Policy = "fcfs", *, log: DecisionLog | None = None, **limits: Any) -> Scheduler:
@@ -83,12 +79,9 @@ SMALL_PARAMETERS: dict[str, dict[str, Any]] = {
 def compatible_pairs(policies: Iterable[str], formers: Iterable[str]) -> list[tuple[str, str]]:
     """Policies and batch formers that a scheduler takes together."""
     pairs = []
-    for former in formers:
-        for policy in policies:
-            try:
-                scheduler(policy, batching=former, batching_parameters=SMALL_PARAMETERS.get(former, {}))
-            except InputError:
-                continue
+    for former, policy in product(formers, policies):
+        with suppress(InputError):
+            scheduler(policy, batching=former, batching_parameters=SMALL_PARAMETERS.get(former, {}))
             pairs.append((policy, former))
     return pairs
 
@@ -100,18 +93,10 @@ def run_step(core: Scheduler, now: float, stopped: Sequence[str] = ()) -> tuple[
     return core.complete(StepResult(plan.step, tuple(stopped)), now)
 
 
-def simulate(
-    trace: Trace,
-    policy: str = "fcfs",
-    *,
-    predictions: Predictions | None = None,
-    log: DecisionLog | None = None,
-    watch: RunWatch | None = None,
-    **config: Any,
-) -> SimulationResult:
-    """A simulation of a trace, with further fields of its configuration."""
-    values = SimulationConfig(trace="", policy=policy, **config)
-    return run_simulation(values, trace=trace, predictions=predictions, log=log, watch=watch)
+def simulate(trace: Trace, policy: str = "fcfs", **more: Any) -> SimulationResult:
+    """A simulation of a trace; `more` are predictions, log and watch, and fields of the configuration."""
+    parts = {name: more.pop(name) for name in ("predictions", "log", "watch") if name in more}
+    return run_simulation(SimulationConfig(trace="", policy=policy, **more), trace=trace, **parts)
 
 
 def token_times(log: DecisionLog) -> dict[str, list[float]]:
@@ -133,13 +118,9 @@ def trace_row(
 ) -> TraceRequest:
     """A row of a trace."""
     return TraceRequest(
-        request_id=name,
-        arrival_s=arrival_s,
-        prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens,
-        max_tokens=max_tokens,
-        **more,
-    )
+        request_id=name, arrival_s=arrival_s, prompt_tokens=prompt_tokens, output_tokens=output_tokens,
+        max_tokens=max_tokens, **more,
+    )  # fmt: skip
 
 
 def random_trace(
@@ -154,12 +135,107 @@ def random_trace(
         drawn = float(np.exp(np.clip(seen.mu + seen.sigma * rng.standard_t(seen.nu), 0, 20)))
         rows.append(
             trace_row(
-                f"r{index}",
-                float(arrivals[index]),
-                int(rng.integers(1, most_prompt)),
-                int(min(cap, max(1, round(drawn)))),
-                cap,
-                prediction=seen,
+                f"r{index}", float(arrivals[index]), int(rng.integers(1, most_prompt)),
+                int(min(cap, max(1, round(drawn)))), cap, prediction=seen,
             )
-        )
+        )  # fmt: skip
     return Trace(tuple(rows))
+
+
+def line(plan: StepPlan) -> str:
+    """One step in words: "a+4" a chunk of 4 tokens, "a+4." the last chunk, "b" a decode, "-c" preempted.
+
+    "-c(5)" keeps 5 tokens on the host, "<c(5)" brings them back.
+    """
+    kept = {moved.request_id: f"({moved.num_tokens})" for moved in plan.swapped_out}
+    words = [f"<{moved.request_id}({moved.num_tokens})" for moved in plan.swapped_in]
+    words += [f"{c.request_id}+{c.num_tokens}{'.' if c.is_last else ''}" for c in plan.prefills]
+    words += plan.decodes
+    words += [f"-{name}{kept.get(name, '')}" for name in plan.preempted]
+    return " ".join(words)
+
+
+class Drive:
+    """Steps of `step_s` seconds until everything is done; the scheduler is validated after every call.
+
+    Args:
+        core: Fresh.
+        rows: Requests and their true output lengths.
+        step_s: Duration of each step.
+        predictions: By request; they come with it.
+    """
+
+    def __init__(
+        self,
+        core: Scheduler,
+        rows: Sequence[tuple[Request, int]],
+        step_s: float = 1.0,
+        predictions: Mapping[str, Prediction] | None = None,
+    ) -> None:
+        self.predictions = predictions or {}
+        self.core = core
+        self.lengths: Mapping[str, int] = {item.request_id: length for item, length in rows}
+        self.coming = sorted((item for item, _ in rows), key=lambda item: item.arrival_s)
+        self.step_s = step_s
+        self.now = 0.0
+        self.plans: list[StepPlan] = []
+        self.finished: dict[str, Finished] = {}
+        self.finish_s: dict[str, float] = {}
+
+    def step(self) -> StepPlan | None:
+        """One step; None if nobody is there."""
+        self._deliver()
+        plan = self.core.schedule(self.now)
+        self.core.validate()
+        if plan is None:
+            return None
+        self.plans.append(plan)
+        self.now += self.step_s
+        self._deliver(before_end=True)
+        sampling = [*plan.decodes, *(chunk.request_id for chunk in plan.prefills if chunk.is_last)]
+        stopped = [
+            name
+            for name in sampling
+            if name in self.core
+            and self.core.state(name).num_output_tokens + 1 == self.lengths[name]
+            and self.lengths[name] < self.core.state(name).request.max_tokens
+        ]
+        for item in self.core.complete(StepResult(plan.step, tuple(stopped)), self.now):
+            assert item.request_id not in self.finished, "finished twice"
+            self.finished[item.request_id] = item
+            self.finish_s[item.request_id] = self.now
+        self.core.validate()
+        return plan
+
+    def run(self, most_steps: int = 10_000) -> list[str]:
+        """All steps; idle times are skipped."""
+        for _ in range(most_steps):
+            if self.step() is None:
+                if not self.coming:
+                    return self.lines
+                self.now = self.coming[0].arrival_s
+        raise AssertionError("it does not end")
+
+    @property
+    def lines(self) -> list[str]:
+        """What each step did, see `line`."""
+        return [line(plan) for plan in self.plans]
+
+    @property
+    def prefill_tokens(self) -> dict[str, int]:
+        """By request: tokens processed in prefill."""
+        found = dict.fromkeys(self.lengths, 0)
+        for plan in self.plans:
+            for chunk in plan.prefills:
+                found[chunk.request_id] += chunk.num_tokens
+        return found
+
+    def _deliver(self, before_end: bool = False) -> None:
+        while self.coming and (
+            self.coming[0].arrival_s < self.now or (not before_end and self.coming[0].arrival_s == self.now)
+        ):
+            item = self.coming.pop(0)
+            now = item.arrival_s if before_end else self.now
+            self.core.add(item, now)
+            if item.request_id in self.predictions:
+                self.core.update(item.request_id, self.predictions[item.request_id], now)

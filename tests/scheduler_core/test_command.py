@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -15,6 +13,8 @@ import pytest
 from scheduler_core.command import command, entry_point
 from scheduler_core.errors import InputError
 from tests.hostile import bomb
+
+Capsys = pytest.CaptureFixture[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ def test_hyphens_and_underscores_are_the_same_in_option_names() -> None:
     assert seen == [Config(source="here", out="a-b=c-d", max_tokens=5)] * 3
 
 
-def test_exit_codes_of_the_function(capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes_of_the_function(capsys: Capsys) -> None:
     def run(function: Callable[[Inner], object]) -> int:
         return command("tool", Inner, function, extra="sim")([])
 
@@ -72,17 +72,14 @@ def test_exit_codes_of_the_function(capsys: pytest.CaptureFixture[str]) -> None:
     def full_disk(config: Inner) -> None:
         raise OSError(28, "No space left on device", "big.parquet")
 
-    assert run(lambda config: 7) == 7
-    assert run(interrupted) == 130
-    assert run(full_disk) == 2
+    assert (run(lambda config: 7), run(interrupted), run(full_disk)) == (7, 130, 2)
     assert "No space left on device (big.parquet)" in capsys.readouterr().err
 
 
-def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def error_of(arguments: list[str], capsys: Capsys) -> str:
     """The one line of a call that is refused."""
     seen: list[Config] = []
-    assert call(arguments, seen) == 2
-    assert seen == []
+    assert (call(arguments, seen), seen) == (2, [])
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("tool: error: ")
     return line
@@ -94,25 +91,20 @@ def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (bomb(), "alias *a0: aliases are not supported"),
         ("out: x\ncount: 1\ncount: 2\n", "line 3: 'count' is there twice"),
         ("inner:\n  rate: 1\n  rate: 2\n", "'rate' is there twice"),
-        ("[" * 200, "nested lists and mappings"),
-        ("inner: [1]\n", "inner"),
-        ("count: null\n", "count: got None"),
-        ("count: " + "9" * 5000, "Exceeds the limit"),
+        ("[" * 200, "nested lists and mappings"), ("inner: [1]\n", "inner"),
+        ("count: null\n", "count: got None"), ("count: " + "9" * 5000, "Exceeds the limit"),
         ("count: 9223372036854775808", "count: got 9223372036854775808; allowed: integers of 64 bits"),
-        ("inner:\n  rate: .nan", "inner.rate: got nan; allowed: finite numbers"),
-        ('out: "a\\0b"', "out"),
+        ("inner:\n  rate: .nan", "inner.rate: got nan; allowed: finite numbers"), ('out: "a\\0b"', "out"),
         ("just words", "Unexpected config: just words"),
     ],
-)
-def test_hostile_configuration_files(
-    text: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+)  # fmt: skip
+def test_hostile_configs(text: str, named: str, tmp_path: Path, capsys: Capsys) -> None:
     path = tmp_path / "x.yaml"
     path.write_text(text)
     assert named in error_of(["here", "--out", "y", "--config", str(path)], capsys)
 
 
-def test_configuration_files_that_are_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_configuration_files_that_are_no_text(tmp_path: Path, capsys: Capsys) -> None:
     path = tmp_path / "x.yaml"
     path.write_bytes("out: café".encode("latin-1"))
     assert "not a text in UTF-8" in error_of(["here", "--config", str(path)], capsys)
@@ -125,16 +117,13 @@ def test_configuration_files_that_are_no_text(tmp_path: Path, capsys: pytest.Cap
         (["--out", "x", "--count", "few"], "count"),
         (["--out", "x", "--count", "0"], "count: got 0; allowed: at least 1"),
         (["--out", "x", "--config", "no-such.yaml"], "no-such.yaml"),
-        (["--out", "x", "--typo", "1"], "--typo"),
-        ([], "out"),
+        (["--out", "x", "--typo", "1"], "--typo"), ([], "out"),
         (["--out", "x", "--inner.rate", "1e999"], "inner.rate: got inf; allowed: finite numbers"),
         (["--out", "x", "--count", str(2**63)], "integers of 64 bits"),
         (["--out", "x\udcff"], "'x\\udcff'; allowed: text that is valid UTF-8"),
     ],
-)
-def test_user_errors_are_one_line_and_code_2(
-    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+)  # fmt: skip
+def test_user_errors_are_named(arguments: list[str], named: str, capsys: Capsys) -> None:
     assert named in error_of(["here", *arguments], capsys)
 
 
@@ -155,11 +144,7 @@ def _json_nested_too_deeply() -> object:
     ],
 )  # fmt: skip
 def test_errors_that_no_part_of_a_command_has_foreseen(
-    function: Callable[[], object],
-    code: int,
-    told: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    function: Callable[[], object], code: int, told: str, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TAILCAST_TRACEBACK", raising=False)
 
@@ -173,9 +158,7 @@ def test_errors_that_no_part_of_a_command_has_foreseen(
     assert line.startswith(f"tool: {told}")
 
 
-def test_the_traceback_is_there_for_who_asks(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tracebacks_for_who_asks(capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TAILCAST_TRACEBACK", "1")
     assert call(["here", "--out", "x", "--count", "0"], []) == 2
     lines = capsys.readouterr().err.splitlines()
@@ -183,7 +166,7 @@ def test_the_traceback_is_there_for_who_asks(
     assert lines[-1].startswith("tool: error: count: got 0")
 
 
-def test_an_interrupt_that_a_library_turned_into_an_import_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_that_a_library_turned_into_an_import_error(capsys: Capsys) -> None:
     @entry_point("tool", extra="sim")
     def main(args: list[str]) -> int:
         try:
@@ -191,8 +174,7 @@ def test_an_interrupt_that_a_library_turned_into_an_import_error(capsys: pytest.
         except KeyboardInterrupt as error:
             raise ImportError("initialization failed") from error
 
-    assert main([]) == 130
-    assert capsys.readouterr().err == "tool: interrupted\n"
+    assert (main([]), capsys.readouterr().err) == (130, "tool: interrupted\n")
 
 
 _WRITER = """
@@ -215,12 +197,45 @@ def test_standard_output_that_takes_nothing(target: str, code: int, stderr: str,
     script = tmp_path / "writer.py"
     script.write_text(_WRITER)
     shell = f"set -o pipefail; {shlex.quote(sys.executable)} {script} {target}"
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        ["bash", "-c", shell],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=os.environ | {"PYTHONPATH": root},
-    )
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=60, env=env)
     assert (done.returncode, done.stderr) == (code, stderr)
+
+
+_ONLY_NUMPY = """
+import importlib, pkgutil, sys
+
+class OnlyNumpy:
+    allowed = {"numpy", "scheduler_core", *sys.stdlib_module_names}
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in self.allowed:
+            raise ModuleNotFoundError(f"{name} is not here", name=name)
+        return None
+
+sys.meta_path.insert(0, OnlyNumpy())
+import scheduler_core
+for module in pkgutil.walk_packages(scheduler_core.__path__, "scheduler_core."):
+    importlib.import_module(module.name)
+
+from pathlib import Path
+from scheduler_core.files import write_json
+from scheduler_core.simulator.commands.simulate import main
+from scheduler_core.simulator.config import SimulationConfig
+from scheduler_core.simulator.run import run_simulation
+
+folder = Path(sys.argv[1])
+trace = folder / "trace.jsonl"
+trace.write_text('{"request_id": "a", "arrival_s": 0, "prompt_tokens": 3, "output_tokens": 2, "max_tokens": 4}\\n')
+result = run_simulation(SimulationConfig(trace=str(trace), policy="sjf"))
+write_json(folder / "result.json", result.to_json())
+assert result.metrics["num_finished"] == 1
+assert main(["run", "--trace", str(trace)]) == 2
+"""
+
+
+def test_everything_imports_and_simulates_with_numpy_alone(tmp_path: object) -> None:
+    command = [sys.executable, "-c", _ONLY_NUMPY, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "pip install 'tailcast[sim]'" in done.stderr

@@ -5,8 +5,6 @@ incomplete beta function) is integrated numerically over asinh(z/sqrt(nu)) with 
 form, taken with enough digits that its cancellation does no harm.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -19,6 +17,8 @@ from scipy import stats
 
 from scheduler_core.lengths import LogT, expected_and_cvar
 from scheduler_core.lengths.student_t import student_t_cdf, student_t_hazard, student_t_quantile
+from scheduler_core.lengths.table import LengthTable
+from scheduler_core.predictions import LengthPrediction
 from tests.properties import examples
 
 
@@ -70,18 +70,15 @@ def test_capped_expectations_are_ordered(length: LogT, cap: float, alpha: float,
 
 @given(MUS, SIGMAS, NUS, CAPS, LEVELS)
 @examples(60)
-def test_every_route_gives_the_same_numbers(
-    mu: float, sigma: float, nu: float, cap: float, alpha: float
-) -> None:
+def test_each_route_gives_equal_numbers(mu: float, sigma: float, nu: float, cap: float, alpha: float) -> None:
     """An array of levels takes the general route, one level the lattice; single requests have a path of their own."""
     lattice = LogT(mu, sigma, nu).expected_and_cvar(alpha, cap)
     general = LogT([mu, 1.0], [sigma, 1.0], nu).expected_and_cvar([alpha, alpha / 2], [cap, 5.0])
     assert float(lattice[0]) == pytest.approx(float(general[0][0]), rel=1e-11)
     assert float(lattice[1]) == pytest.approx(float(general[1][0]), rel=1e-11)
     if alpha >= 0.5:
-        assert expected_and_cvar(mu, sigma, nu, cap, alpha) == pytest.approx(
-            [float(value) for value in lattice], rel=1e-11
-        )
+        single = expected_and_cvar(mu, sigma, nu, cap, alpha)
+        assert single == pytest.approx([float(value) for value in lattice], rel=1e-11)
 
 
 @pytest.mark.parametrize("nu", [0.1, 0.5, 1.0, 3.5, 100.0, 1e9, math.inf])
@@ -142,9 +139,8 @@ def test_rows_broadcast_and_equal_each_alone() -> None:
     for i in range(3):
         for j in range(2):
             alone = numbers(LogT(mu[i, 0], sigma, nu[i, 0]), done[j], caps[j])
-            assert [values[i, j] for values in together] == pytest.approx(
-                [float(v) for v in alone], rel=1e-11
-            )
+            expected = pytest.approx([float(value) for value in alone], rel=1e-11)
+            assert [values[i, j] for values in together] == expected
     assert isinstance(float(LogT(5.0, 0.8).expected(100)), float)
     assert LogT(np.zeros(0), np.ones(0)).expected(10).shape == (0,)
 
@@ -235,38 +231,23 @@ Case = tuple[LogT, Reference, float, float]
 def log_t_cases() -> list[Case]:
     """(mu, sigma, nu, generated tokens, max_tokens): corners, and a few inside."""
     rows = [
-        (0.0, 1e-3, 1.0, 0.5, 1.0),
-        (0.0, 1e-3, 100.0, 2.0, 131072.0),
-        (10.0, 1e-3, 1.0, 20_000.0, 131072.0),
-        (10.0, 3.0, 1.0, 0.5, 1.0),
-        (10.0, 3.0, 100.0, 100.0, 131072.0),
-        (0.0, 3.0, 1.0, 50.0, 131072.0),
-        (0.0, 3.0, 100.0, 1000.0, 131072.0),
-        (7.5, 0.0094, 1.0, 3000.0, 83424.0),
-        (2.7, 0.1, 1.0, 10.0, 23.0),
-        (1.6, 0.0012, 100.0, 5.5, 86226.0),
-        (5.0, 0.8, 3.5, 400.0, 2048.0),
-        (6.2, 1.3, 3.5, 1.0, 1024.0),
-        (4.0, 0.4, 2.0, 53.0, 54.0),
-        (8.0, 0.02, 30.0, 2900.0, 3000.0),
-    ]
+        (0.0, 1e-3, 1.0, 0.5, 1.0), (0.0, 1e-3, 100.0, 2.0, 131072.0),
+        (10.0, 1e-3, 1.0, 20_000.0, 131072.0), (10.0, 3.0, 1.0, 0.5, 1.0),
+        (10.0, 3.0, 100.0, 100.0, 131072.0), (0.0, 3.0, 1.0, 50.0, 131072.0),
+        (0.0, 3.0, 100.0, 1000.0, 131072.0), (7.5, 0.0094, 1.0, 3000.0, 83424.0),
+        (2.7, 0.1, 1.0, 10.0, 23.0), (1.6, 0.0012, 100.0, 5.5, 86226.0), (5.0, 0.8, 3.5, 400.0, 2048.0),
+        (6.2, 1.3, 3.5, 1.0, 1024.0), (4.0, 0.4, 2.0, 53.0, 54.0), (8.0, 0.02, 30.0, 2900.0, 3000.0),
+    ]  # fmt: skip
     return [(LogT(*row[:3]), StudentReference(*row[:3]), *row[3:]) for row in rows]
 
 
 def log_normal_cases() -> list[Case]:
     rows = [
-        (0.0, 1e-3, 0.9, 1.0),
-        (0.0, 1e-3, 1.005, 131072.0),
-        (0.0, 1e-3, 1000.0, 131072.0),
-        (10.0, 1e-3, 22_000.0, 131072.0),
-        (10.0, 1e-3, 22_200.0, 22_201.0),
-        (10.0, 3.0, 0.5, 1.0),
-        (10.0, 3.0, 100_000.0, 131072.0),
-        (0.0, 3.0, 1000.0, 131072.0),
-        (5.0, 0.8, 400.0, 2048.0),
-        (5.0, 0.8, 100_000.0, 131072.0),
-        (3.0, 0.2, 60.0, 64.0),
-    ]
+        (0.0, 1e-3, 0.9, 1.0), (0.0, 1e-3, 1.005, 131072.0), (0.0, 1e-3, 1000.0, 131072.0),
+        (10.0, 1e-3, 22_000.0, 131072.0), (10.0, 1e-3, 22_200.0, 22_201.0), (10.0, 3.0, 0.5, 1.0),
+        (10.0, 3.0, 100_000.0, 131072.0), (0.0, 3.0, 1000.0, 131072.0), (5.0, 0.8, 400.0, 2048.0),
+        (5.0, 0.8, 100_000.0, 131072.0), (3.0, 0.2, 60.0, 64.0),
+    ]  # fmt: skip
     return [(LogT(*row[:2], np.inf), NormalReference(*row[:2]), *row[2:]) for row in rows]
 
 
@@ -313,3 +294,29 @@ def test_far_tails_keep_their_relative_accuracy() -> None:
         exact = [float(1 - reference.sf(mp.mpf(float(value)))) for value in x]
     np.testing.assert_allclose(length.cdf(x), exact, rtol=1e-11)
     np.testing.assert_allclose(length.ppf(exact), x, rtol=1e-9)
+
+
+def table_of(length: LengthPrediction, max_tokens: int) -> LengthTable:
+    return LengthTable(length.mu, length.sigma, length.nu, max_tokens)
+
+
+predictions = st.tuples(
+    st.floats(1.5, 8.0), st.floats(-6.9, 0.18).map(math.exp), st.sampled_from([3.5, 10.0, 1e9])
+).map(lambda drawn: LengthPrediction(*drawn))
+
+
+@given(seen=predictions, cap=st.sampled_from([1, 16, 256, 4096, 15_000]), share=st.floats(0.0, 2.0))
+@examples(30)
+def test_the_table_agrees_with_the_distribution(seen: LengthPrediction, cap: int, share: float) -> None:
+    table, exact = table_of(seen, cap), seen.distribution()
+    generated = share * math.exp(seen.mu)
+    if generated >= cap or generated < 1.0 or exact.sf(generated) < 1e-4:
+        generated = 0.0
+    rest = float(exact.expected(cap, generated))
+    assert table.expected_remaining(generated) == pytest.approx(rest, rel=0.02, abs=0.1)
+
+
+def test_nothing_is_left_at_the_cap_and_everything_where_the_prediction_is_refuted() -> None:
+    table = table_of(LengthPrediction(math.log(50), 1e-6, 3.5), 200)
+    assert (table.expected_remaining(200), table.expected_remaining(150)) == (0.0, 50.0)
+    assert table.expected_remaining() == pytest.approx(50.0, rel=1e-3)

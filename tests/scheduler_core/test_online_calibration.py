@@ -1,10 +1,9 @@
 """Online calibration: identity at the start, convergence, censoring, forgetting, safeguards, bounded memory, state."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,12 @@ from scheduler_core.online_calibration import DriftAlarm, OnlineCalibration, Onl
 from scheduler_core.predictions import LengthPrediction
 
 NU = 3.5
+TYPICAL = LengthPrediction(6.0, 0.4, NU)
 Lengths = Callable[[LengthPrediction, int, np.random.Generator], float]
+
+
+def drawn(rng: np.random.Generator) -> LengthPrediction:
+    return LengthPrediction(float(rng.normal(6, 1)), float(rng.uniform(0.2, 0.6)), NU)
 
 
 def as_predicted(prediction: LengthPrediction, prompt_tokens: int, rng: np.random.Generator) -> float:
@@ -36,18 +40,14 @@ def steeper(prediction: LengthPrediction, prompt_tokens: int, rng: np.random.Gen
 
 
 def feed(
-    calibration: OnlineCalibration,
-    count: int,
-    lengths: Lengths,
-    *,
-    cap: int | None = None,
-    model: str = "m",
-    seed: int = 0,
+    calibration: OnlineCalibration, count: int, lengths: Lengths, cap: int | None = None, **more: Any
 ) -> list[DriftAlarm]:
+    """Outputs of the served model `model`, m unless it is given, drawn with `seed`."""
+    model, seed = more.get("model", "m"), more.get("seed", 0)
     rng = np.random.default_rng(seed)
     alarms = []
     for _ in range(count):
-        prediction = LengthPrediction(float(rng.normal(6, 1)), float(rng.uniform(0.2, 0.6)), NU)
+        prediction = drawn(rng)
         prompt_tokens = int(np.exp(rng.normal(5, 1))) + 1
         tokens = max(1, round(math.exp(min(lengths(prediction, prompt_tokens, rng), 25.0))))
         cut = tokens if cap is None else min(tokens, cap)
@@ -78,8 +78,7 @@ def test_shift_and_scale_are_found_also_from_truncated_outputs(cap: int | None) 
         assert corrected.mu == pytest.approx(mu + 0.5, abs=0.12)
         assert corrected.sigma == pytest.approx(1.8 * sigma, rel=0.15)
     metrics = calibration.metrics("m")
-    assert metrics["num_outputs"] == 6000
-    assert (metrics["num_censored"] > 1500) == (cap is not None)
+    assert (metrics["num_outputs"], metrics["num_censored"] > 1500) == (6000, cap is not None)
     for name, level in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
         error = 4 * math.sqrt(level * (1 - level) / 150)
         if metrics["after"]["coverage"][name] is not None:
@@ -104,7 +103,7 @@ def test_50_outputs_of_right_predictions_do_little_harm() -> None:
         calibration = OnlineCalibration()
         feed(calibration, 50, as_predicted, seed=seed)
         for _ in range(20):
-            prediction = LengthPrediction(float(rng.normal(6, 1)), float(rng.uniform(0.2, 0.6)), NU)
+            prediction = drawn(rng)
             corrected = calibration.correct("m", prediction, 150)
             assert abs(corrected.mu - prediction.mu) < prediction.sigma
             assert 0.5 < corrected.sigma / prediction.sigma < 2.0
@@ -113,15 +112,11 @@ def test_50_outputs_of_right_predictions_do_little_harm() -> None:
 def test_a_location_that_is_still_wrong_hardly_widens_the_scale() -> None:
     """After 50 outputs of 2.7 times the predicted lengths; 17 % wider if errors of mu' counted in full."""
 
-    def longer(prediction: LengthPrediction, prompt_tokens: int, rng: np.random.Generator) -> float:
-        return prediction.mu + 1.0 + prediction.sigma * float(rng.standard_t(NU))
-
-    prediction = LengthPrediction(6.0, 0.4, NU)
     widths = []
     for seed in range(20):
         calibration = OnlineCalibration()
-        feed(calibration, 50, longer, seed=seed)
-        widths.append(math.log(calibration.correct("m", prediction, 150).sigma / prediction.sigma))
+        feed(calibration, 50, lambda *arguments: 1.0 + as_predicted(*arguments), seed=seed)
+        widths.append(math.log(calibration.correct("m", TYPICAL, 150).sigma / TYPICAL.sigma))
     assert np.mean(widths) == pytest.approx(0.0, abs=0.08)
 
 
@@ -133,15 +128,13 @@ def test_aborted_outputs_are_lower_bounds() -> None:
         prediction = LengthPrediction(float(rng.normal(6, 1)), 0.4, NU)
         tokens = max(1, round(math.exp(longer_and_wider(prediction, 1, rng))))
         cut = max(1, round(math.exp(prediction.mu + 0.5 + float(rng.normal()))))
-        finished = tokens <= cut
-        calibration.observe("m", prediction, None, min(tokens, cut), finished=finished)
-    corrected = calibration.correct("m", LengthPrediction(6.0, 0.4, NU))
+        calibration.observe("m", prediction, None, min(tokens, cut), finished=tokens <= cut)
+    corrected = calibration.correct("m", TYPICAL)
     assert corrected.mu == pytest.approx(6.5, abs=0.12)
     assert corrected.sigma == pytest.approx(0.72, rel=0.15)
-    metrics = calibration.metrics("m")
-    assert metrics["num_censored"] > 1000
+    assert calibration.metrics("m")["num_censored"] > 1000
     calibration = OnlineCalibration()
-    calibration.observe("m", LengthPrediction(6.0, 0.4, NU), 10, 20, finished=False, max_tokens=50)
+    calibration.observe("m", TYPICAL, 10, 20, finished=False, max_tokens=50)
     assert calibration.metrics("m")["num_window"] == 0
 
 
@@ -149,16 +142,14 @@ def test_a_replaced_model_raises_an_alarm_and_is_learned() -> None:
     calibration = OnlineCalibration()
     assert not feed(calibration, 2000, longer_and_wider)
     alarms = feed(
-        calibration,
-        1500,
-        lambda one, _, rng: one.mu - 1.0 + 0.6 * one.sigma * float(rng.standard_t(NU)),
+        calibration, 1500, lambda one, _, rng: one.mu - 1.0 + 0.6 * one.sigma * float(rng.standard_t(NU)),
         seed=1,
-    )
+    )  # fmt: skip
     assert alarms
     assert alarms[0].num_outputs > 1500
     assert alarms[0].reason in ("shorter", "wider")
     assert alarms[0].statistic >= 100_000
-    corrected = calibration.correct("m", LengthPrediction(6.0, 0.4, NU), 150)
+    corrected = calibration.correct("m", TYPICAL, 150)
     assert corrected.mu == pytest.approx(5.0, abs=0.1)
     assert corrected.sigma == pytest.approx(0.24, rel=0.25)
     assert calibration.metrics("m")["num_alarms"] == len(alarms)
@@ -168,7 +159,7 @@ def test_old_outputs_are_forgotten_without_an_alarm_too() -> None:
     calibration = OnlineCalibration(OnlineCalibrationConfig(memory=200, arl=1e300))
     feed(calibration, 1000, longer_and_wider)
     assert not feed(calibration, 1500, as_predicted, seed=1)
-    corrected = calibration.correct("m", LengthPrediction(6.0, 0.4, NU), 150)
+    corrected = calibration.correct("m", TYPICAL, 150)
     assert corrected.mu == pytest.approx(6.0, abs=0.15)
     assert corrected.sigma == pytest.approx(0.4, rel=0.25)
 
@@ -180,8 +171,7 @@ def test_a_correction_that_is_worse_than_none_is_not_used() -> None:
     metrics = calibration.metrics("m")
     assert metrics["after"]["crps"] > metrics["before"]["crps"]
     assert metrics["is_used"] is False
-    prediction = LengthPrediction(6.0, 0.4, NU)
-    assert calibration.correct("m", prediction, 150) is prediction
+    assert calibration.correct("m", TYPICAL, 150) is TYPICAL
 
 
 def test_the_number_of_served_models_and_the_window_are_bounded() -> None:
@@ -189,8 +179,8 @@ def test_the_number_of_served_models_and_the_window_are_bounded() -> None:
     for model in ("a", "b", "c", "a", "d"):
         feed(calibration, 70, as_predicted, model=model)
     assert calibration.served_models == ("c", "a", "d")
-    assert calibration.metrics("a")["num_outputs"] == 140
-    assert calibration.metrics("a")["num_window"] == 60
+    metrics = calibration.metrics("a")
+    assert (metrics["num_outputs"], metrics["num_window"]) == (140, 60)
     with pytest.raises(InputError, match="served_model"):
         calibration.metrics("b")
 
@@ -223,17 +213,12 @@ def broken(**changes: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     "state",
     [
-        [],
-        {},
-        {"format": "tailcast-online-calibration/1"},
-        broken() | {"format": "tailcast-online-calibration/9"},
-        broken(information=[[1.0]]),
-        broken(information=(-np.eye(4)[None].repeat(2, 0)).tolist()),
-        broken(response=[[math.nan] * 4] * 2),
-        broken(response="x"),
-        broken(num_outputs=None),
+        [], {}, {"format": "tailcast-online-calibration/1"},
+        broken() | {"format": "tailcast-online-calibration/9"}, broken(information=[[1.0]]),
+        broken(information=(-np.eye(4)[None].repeat(2, 0)).tolist()), broken(response=[[math.nan] * 4] * 2),
+        broken(response="x"), broken(num_outputs=None),
     ],
-)
+)  # fmt: skip
 def test_a_state_that_cannot_be_used_changes_nothing(state: object) -> None:
     calibration = OnlineCalibration()
     feed(calibration, 30, longer_and_wider, model="own")
@@ -246,14 +231,11 @@ def test_a_state_that_cannot_be_used_changes_nothing(state: object) -> None:
 @pytest.mark.parametrize(
     ("values", "field"),
     [
-        ({"output_tokens": 0}, "output_tokens"),
-        ({"output_tokens": 2.5}, "output_tokens"),
-        ({"output_tokens": math.nan}, "output_tokens"),
-        ({"output_tokens": True}, "output_tokens"),
-        ({"prompt_tokens": -1}, "prompt_tokens"),
-        ({"max_tokens": 9}, "max_tokens"),
+        ({"output_tokens": 0}, "output_tokens"), ({"output_tokens": 2.5}, "output_tokens"),
+        ({"output_tokens": math.nan}, "output_tokens"), ({"output_tokens": True}, "output_tokens"),
+        ({"prompt_tokens": -1}, "prompt_tokens"), ({"max_tokens": 9}, "max_tokens"),
     ],
-)
+)  # fmt: skip
 def test_impossible_observations_are_refused(values: dict[str, object], field: str) -> None:
     calibration = OnlineCalibration()
     arguments = {"prompt_tokens": 5, "output_tokens": 10, "max_tokens": 10, **values}
@@ -262,24 +244,13 @@ def test_impossible_observations_are_refused(values: dict[str, object], field: s
     assert calibration.served_models == ()
 
 
+PARAMETERS = (st.floats(-50, 50), st.floats(1e-9, 50), st.floats(0.1, 1e9))
+TOKENS = (st.integers(0, 2**53 - 1), st.integers(1, 2**53 - 1))
+
+
 @settings(max_examples=50, deadline=None)
-@given(
-    st.lists(
-        st.tuples(
-            st.floats(-50, 50),
-            st.floats(1e-9, 50),
-            st.floats(0.1, 1e9),
-            st.integers(0, 2**53 - 1),
-            st.integers(1, 2**53 - 1),
-            st.booleans(),
-        ),
-        min_size=1,
-        max_size=80,
-    )
-)
-def test_any_stream_leaves_predictions_in_their_range(
-    stream: list[tuple[float, float, float, int, int, bool]],
-) -> None:
+@given(st.lists(st.tuples(*PARAMETERS, *TOKENS, st.booleans()), min_size=1, max_size=80))
+def test_any_stream_leaves_all_in_range(stream: list[tuple[float, float, float, int, int, bool]]) -> None:
     """`LengthPrediction` raises outside of it."""
     calibration = OnlineCalibration()
     for mu, sigma, nu, prompt_tokens, output_tokens, finished in stream:

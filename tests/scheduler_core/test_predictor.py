@@ -1,7 +1,5 @@
 """Predictors by URL, and the collector: every request has one event, whatever its prediction does, and none waits."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
@@ -21,11 +19,10 @@ from scheduler_core.predictor import (
     Predictor,
     open_predictor,
 )
-from scheduler_core.simulator.loop import Simulation
+from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.predictions import Predictions
 from scheduler_core.simulator.records import RequestRecord
-from scheduler_core.simulator.step_time.base import LinearStepTime
-from tests.scheduler_core.helpers import random_trace, scheduler
+from tests.scheduler_core.helpers import random_trace, simulate
 
 PREDICTION = Prediction(length=LengthPrediction(4.0, 0.5, 3.5, "artifact", "1"))
 
@@ -129,8 +126,7 @@ async def test_after_a_timeout_nothing_is_sent_again() -> None:
     submit(collector, *"abc")
     events = [await collector.next_event() for _ in "abc"]
     assert {event.error for event in events} == {"no prediction within 0.001 s"}
-    assert {event.prediction for event in events} == {None}
-    assert predictor.sizes == [3]
+    assert ({event.prediction for event in events}, predictor.sizes) == ({None}, [3])
 
 
 async def test_a_withdrawn_request_comes_back_late_and_an_unsent_one_is_never_sent() -> None:
@@ -146,11 +142,8 @@ async def test_a_withdrawn_request_comes_back_late_and_an_unsent_one_is_never_se
     await idle()
     events = {event.request_id: event for event in collector.ready_events()}
     assert events["sent"].status is PredictionStatus.LATE
-    assert events["sent"].prediction == PREDICTION, (
-        "it may still be of use, for instance to check calibration"
-    )
-    assert events["unsent"].error == "withdrawn before it was sent"
-    assert predictor.sizes == [1]
+    assert events["sent"].prediction == PREDICTION, "it may still be of use, as to check calibration"
+    assert (events["unsent"].error, predictor.sizes) == ("withdrawn before it was sent", [1])
     assert collector.num_open == 0
 
 
@@ -172,11 +165,9 @@ async def test_closing_cancels_calls_and_loses_no_request() -> None:
 @settings(max_examples=40, deadline=None)
 @given(
     prompts=st.lists(st.sampled_from(["good", "refused", "miscounted"]), max_size=12),
-    max_batch=st.integers(1, 5),
-    max_in_flight=st.integers(1, 3),
-    withdrawn=st.sets(st.integers(0, 11)),
+    max_batch=st.integers(1, 5), max_in_flight=st.integers(1, 3), withdrawn=st.sets(st.integers(0, 11)),
     turns=st.integers(0, 6),
-)
+)  # fmt: skip
 def test_every_request_has_exactly_one_event(
     prompts: list[str], max_batch: int, max_in_flight: int, withdrawn: set[int], turns: int
 ) -> None:
@@ -198,18 +189,16 @@ def test_every_request_has_exactly_one_event(
         assert event.prediction is None or prompts[int(event.request_id)] == "good"
 
 
-def simulate(policy: str, *, failed: bool) -> list[RequestRecord]:
+def records_of(policy: str, *, failed: bool) -> list[RequestRecord]:
     """A trace at twice what the engine can serve, where every prediction fails or none is requested."""
     trace = random_trace(60, rate_rps=40.0)
-    predictions = {row.request_id: None for row in trace.requests} if failed else {}
-    core = scheduler(policy, max_num_seqs=4, max_num_batched_tokens=256)
-    return Simulation(trace, core, LinearStepTime(), Predictions("dead", predictions)).run().records
+    predictions = dict.fromkeys((row.request_id for row in trace.requests), None) if failed else {}
+    limits = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=256)
+    return simulate(trace, policy, predictions=Predictions("dead", predictions), scheduler=limits).records
 
 
 @pytest.mark.parametrize("policy", ["tie", "sept", "ssjf"])
 @pytest.mark.parametrize("failed", [True, False], ids=["failed", "absent"])
-def test_a_policy_whose_predictor_never_responds_is_first_come_first_served(
-    policy: str, failed: bool
-) -> None:
+def test_a_policy_whose_predictor_never_answers_is_first_come_first_served(policy: str, failed: bool) -> None:
     """All max_tokens are equal, so every unknown length has the same key and arrival decides: not one step differs."""
-    assert simulate(policy, failed=failed) == simulate("fcfs", failed=False)
+    assert records_of(policy, failed=failed) == records_of("fcfs", failed=False)

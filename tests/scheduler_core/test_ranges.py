@@ -1,7 +1,5 @@
 """What is outside its range is refused, with the name of the field."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -96,8 +94,7 @@ def test_a_value_by_position(named: str, make: Callable[..., object], values: li
         (lambda **values: router("prefix_affine", **values), {"imbalance": -1}),
         (lambda **values: router("predicted_work", **values), {"decode_token_s": -1.0}),
         (lambda **values: router("infaas", **values), {"ewma": 0.0}),
-        (MigrationPlanner, {"threshold": -1.0}),
-        (AutoScaler, {"out_below": 2.0}),
+        (MigrationPlanner, {"threshold": -1.0}), (AutoScaler, {"out_below": 2.0}),
         (KVCost, {"beta": -1.0, "gamma_1": 0.0, "alpha_2": math.nan}),
         (OnlineCalibrationConfig, {"memory": 1, "window": 10, "arl": 1.0, "max_models": 0}),
         (OnlineCalibrationConfig, {"arl": math.nan}),

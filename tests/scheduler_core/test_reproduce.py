@@ -1,7 +1,5 @@
 """The reproduction suite: verdicts, the page, the parts that are not the simulator's, and heads on frozen features."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -29,33 +27,21 @@ from training.data import SampleLengths
 from training.evaluating.predictors import PredictedRows
 
 ABOUT = {
-    "command": "python -m benchmarks.reproduce x",
-    "version": "0",
-    "date": "2026-01-01",
-    "cpu_s": 1.0,
-    "quick": False,
-    "scale": 1.0,
-    "num_seeds": 3,
-}
+    "command": "python -m benchmarks.reproduce x", "version": "0", "date": "2026-01-01", "cpu_s": 1.0,
+    "quick": False, "scale": 1.0, "num_seeds": 3,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("paper", "ours", "neutral", "verdict"),
     [
-        (8.23, 7.0, 1.0, "same"),
-        (8.23, 0.7, 1.0, "opposite"),
-        (8.23, 1.01, 1.0, "no effect"),
-        (1.0, 1.01, 1.0, "same: no effect"),
-        (1.0, 2.0, 1.0, "paper: no effect"),
-        (-53.0, -20.0, 0.0, "same"),
-        (26.0, -10.0, 0.0, "opposite"),
-        (None, 1.2, 1.0, "-"),
+        (8.23, 7.0, 1.0, "same"), (8.23, 0.7, 1.0, "opposite"), (8.23, 1.01, 1.0, "no effect"),
+        (1.0, 1.01, 1.0, "same: no effect"), (1.0, 2.0, 1.0, "paper: no effect"),
+        (-53.0, -20.0, 0.0, "same"), (26.0, -10.0, 0.0, "opposite"), (None, 1.2, 1.0, "-"),
         (1.2, None, 1.0, "-"),
     ],
-)
-def test_a_verdict_is_about_the_direction(
-    paper: float | None, ours: float | None, neutral: float | None, verdict: str
-) -> None:
+)  # fmt: skip
+def test_verdicts(paper: float | None, ours: float | None, neutral: float | None, verdict: str) -> None:
     assert Row(where="t", what="w", paper=paper, ours=ours, neutral=neutral).verdict == verdict
 
 
@@ -93,9 +79,8 @@ def test_the_page_says_the_scale_of_every_study(tmp_path: Path) -> None:
     for number, about in enumerate(({}, quarter, quick, quarter)):
         row = Row(where="w", what="v", paper=1.0, ours=1.0)
         save(path, Findings([row], size=f"{number} requests"), ABOUT | about)
-        kept = [
-            _is_kept(path, effort) for effort in (Effort(scale=0.5), Effort(scale=0.25), Effort(quick=True))
-        ]
+        efforts = (Effort(scale=0.5), Effort(scale=0.25), Effort(quick=True))
+        kept = [_is_kept(path, effort) for effort in efforts]
         assert kept == [not about, not about.get("quick"), True]
         parts.append((STUDIES[number], *load(path)))
     text = "".join(pages(parts).values())
@@ -122,9 +107,8 @@ def test_coverage_names_every_table_and_figure_once_and_only_studies_that_there_
     tables = {"Multi-tier Llumnix": 4, "Semantic scheduling": 2, "UniBoost": 10, "TIE": 8}
     figures = {"Multi-tier Llumnix": 9, "Semantic scheduling": 5, "UniBoost": 9, "TIE": 10}
     for paper in tables:
-        wanted = {f"table {n + 1}" for n in range(tables[paper])} | {
-            f"figure {n + 1}" for n in range(figures[paper])
-        }
+        wanted = {f"table {n + 1}" for n in range(tables[paper])}
+        wanted |= {f"figure {n + 1}" for n in range(figures[paper])}
         assert wanted <= {where for name, where in named if name == paper}
     assert "| TIE | table 7 | OpenPangu" in coverage([])
 
@@ -136,9 +120,8 @@ def test_the_released_cost_charges_the_attention_of_32_of_the_batch() -> None:
     assert released.step_s(StepWork((), contexts)) < model.step_s(StepWork((), contexts))
     assert released.step_s(StepWork((), contexts)) > model.step_s(StepWork((), contexts[:32]))
     assert released.step_s(StepWork((), contexts[:20])) == model.step_s(StepWork((), contexts[:20]))
-    assert released.run(contexts, 1.0).end_s(1) == pytest.approx(
-        1.0 + released.step_s(StepWork((), contexts))
-    )
+    end_s = released.run(contexts, 1.0).end_s(1)
+    assert end_s == pytest.approx(1.0 + released.step_s(StepWork((), contexts)))
 
 
 def test_the_bound_of_rad_is_the_time_at_optimal_tiling() -> None:
@@ -159,9 +142,7 @@ def test_tie_runs_at_the_papers_load_and_the_truth_is_hard_to_beat() -> None:
     assert set(PAPER_SYSTEMS) == {"FCFS", "SSJF", "LTR", "TIE"}
 
 
-def test_tie_runs_on_trained_predictions_and_their_note_names_who_predicts_and_how_well(
-    tmp_path: Path,
-) -> None:
+def test_tie_runs_on_trained_predictions_and_their_note_names_who_predicts_how_well(tmp_path: Path) -> None:
     rows = {
         "served_model": ["m", "m", "m", "other"],
         "dataset": ["Alpaca"] * 4,
@@ -204,22 +185,17 @@ def rows_of(num: int, seed: int) -> Rows:
     tokens = np.exp(mean[:, None] + 0.3 * rng.standard_normal((num, 10))).astype(np.float32)
     ones = torch.ones(num, 10, dtype=torch.bool)
     return Rows(
-        features=torch.tensor(mean[:, None] - 5.0, dtype=torch.float32),
-        prompt=torch.arange(num),
-        model=torch.ones(num, dtype=torch.int64),
-        temperature=torch.full((num,), 0.7),
+        features=torch.tensor(mean[:, None] - 5.0, dtype=torch.float32), prompt=torch.arange(num),
+        model=torch.ones(num, dtype=torch.int64), temperature=torch.full((num,), 0.7),
         samples=SampleLengths(torch.from_numpy(tokens), ones, ones, torch.full((num,), torch.inf)),
         weight=torch.ones(num),
         table=pd.DataFrame(
             {
-                "prompt_id": [f"p{row}" for row in range(num)],
-                "model": "m",
-                "dataset": "d",
-                "prompt_tokens": 10,
-                "output_tokens": tokens.astype(int).tolist(),
+                "prompt_id": [f"p{row}" for row in range(num)], "model": "m", "dataset": "d",
+                "prompt_tokens": 10, "output_tokens": tokens.astype(int).tolist(),
             }
         ),
-    )
+    )  # fmt: skip
 
 
 def test_each_head_is_trained_by_its_own_loss() -> None:
@@ -230,8 +206,7 @@ def test_each_head_is_trained_by_its_own_loss() -> None:
     for scores in (columns["regression_tokens"], columns["rank"], np.array(columns["log-normal"])[:, 0]):
         assert pd.Series(scores).corr(pd.Series(mean), method="kendall") > 0.8
     nu = {name: np.array(columns[name])[:, 2] for name in likelihood}
-    assert set(nu["log-t, nu 3.5"]) == {3.5}
-    assert set(nu["log-normal"]) == {1000.0}
+    assert (set(nu["log-t, nu 3.5"]), set(nu["log-normal"])) == ({3.5}, {1000.0})
     assert np.median(nu["log-t, free nu"]) > 5.0  # of log-normal lengths
     assert likelihood["log-normal"] > likelihood["log-t, nu 3.5"]
     num = len(report.table)

@@ -1,6 +1,4 @@
-"""Results of runs: metrics by hand and by their definitions, tables, quality of predictions, comparisons, figures."""
-
-from __future__ import annotations
+"""Results of runs: metrics by hand and by their definitions, tables, quality of predictions, statistics, figures."""
 
 import csv
 import json
@@ -13,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from scipy import stats
 
 from scheduler_core.errors import InputError
 from scheduler_core.scheduler import SchedulerConfig
@@ -29,6 +28,7 @@ from scheduler_core.simulator.watch import RunWatch, StepTable
 from scheduler_core.simulator.workloads.arrivals import Arrivals
 from scheduler_core.simulator.workloads.lengths import Lengths, TokenDistribution
 from scheduler_core.simulator.workloads.workload import RequestClass, Sessions, Tiers, Workload
+from scheduler_core.statistics import interval, kendall_tau
 from tests.scheduler_core.helpers import PLAIN, ROUND, random_trace, simulate, trace_row
 
 RECORD = RequestRecord(
@@ -44,33 +44,24 @@ def drawn(**more: Any) -> SimulationResult:
 @pytest.mark.parametrize(
     ("targets", "longest", "met"),
     [
-        ({}, None, True),
-        ({"ttft_slo_s": 2.0}, None, True),
-        ({"ttft_slo_s": 1.9}, None, False),
-        ({"ttlt_slo_s": 6.0}, None, True),
-        ({"ttlt_slo_s": 5.9}, None, False),
-        ({"tbt_slo_s": 1.0}, None, True),
-        ({"tbt_slo_s": 1.0}, 1.1, False),
+        ({}, None, True), ({"ttft_slo_s": 2.0}, None, True), ({"ttft_slo_s": 1.9}, None, False),
+        ({"ttlt_slo_s": 6.0}, None, True), ({"ttlt_slo_s": 5.9}, None, False),
+        ({"tbt_slo_s": 1.0}, None, True), ({"tbt_slo_s": 1.0}, 1.1, False),
         ({"tbt_slo_s": 1.2, "ttft_slo_s": 1.0}, 1.1, False),
     ],
-)
-def test_a_request_meets_its_targets_if_it_meets_all_of_them(
-    targets: dict[str, float], longest: float | None, met: bool
-) -> None:
+)  # fmt: skip
+def test_targets_are_met_together(targets: dict[str, float], longest: float | None, met: bool) -> None:
     record = replace(RECORD, max_tbt_s=longest, **targets)  # type: ignore[arg-type]
     columns = request_columns([record])
-    assert meets_slo(columns).tolist() == [met]
-    assert has_slo(columns).tolist() == [bool(targets)]
+    assert (meets_slo(columns).tolist(), has_slo(columns).tolist()) == ([met], [bool(targets)])
 
 
 def test_attainment_counts_refused_requests_as_missed() -> None:
     """Two with a target, one of which met it, and one that could never run: 1 of 3, and goodput 1 per makespan."""
     rows = (
-        trace_row("a", 0.0, 1, 1, ttft_slo_s=1.5),
-        trace_row("b", 0.5, 1, 1, ttft_slo_s=1.4),
-        trace_row("c", 0.6, 500, 1, ttft_slo_s=9.0),
-        trace_row("d", 0.7, 1, 1),
-    )
+        trace_row("a", 0.0, 1, 1, ttft_slo_s=1.5), trace_row("b", 0.5, 1, 1, ttft_slo_s=1.4),
+        trace_row("c", 0.6, 500, 1, ttft_slo_s=9.0), trace_row("d", 0.7, 1, 1),
+    )  # fmt: skip
     step_time = replace(ROUND, per_prefill_token_s=0)
     tight = SchedulerConfig(num_kv_blocks=10)
     metrics = simulate(Trace(rows), scheduler=tight, step_time=step_time).metrics
@@ -116,12 +107,11 @@ def test_the_starvation_slope_is_that_of_the_long_requests() -> None:
 
 
 WORKLOAD = Workload(
-    num_requests=120,
-    arrivals=Arrivals(rate_rps=30.0),
+    num_requests=120, arrivals=Arrivals(rate_rps=30.0),
     lengths=Lengths(prompt=TokenDistribution(high=100), output=TokenDistribution(high=60)),
     tiers=Tiers(num_tiers=3),
     classes=(RequestClass(weight=1, tenant="a"), RequestClass(weight=1, tenant="b")),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -179,10 +169,8 @@ def test_other_step_times_closed_loops_and_prefix_caches_reach_the_simulation() 
 @pytest.mark.parametrize("suffix", [".parquet", ".csv", ".jsonl"])
 def test_columns_of_any_kind_are_written_in_every_format(suffix: str, tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
-        {"a": 1, "b": 0.5, "c": "x, y"},
-        {"a": 2, "b": math.nan, "d": [1]},
-        {"d": "z"},
-    ]
+        {"a": 1, "b": 0.5, "c": "x, y"}, {"a": 2, "b": math.nan, "d": [1]}, {"d": "z"},
+    ]  # fmt: skip
     path = tmp_path / f"t{suffix}"
     write_table(columns_of(rows), path, "x/1", "table")
     if suffix == ".parquet":
@@ -280,3 +268,28 @@ def test_an_axis_has_marks_whatever_its_range(low: float, high: float) -> None:
     marks = [float(text) for text in re.findall(r">([0-9.e+-]+)</text>", axis)]
     assert 3 <= len(marks) <= 9
     assert all(0.9 * low <= mark <= 1.2 * high for mark in marks)
+
+
+def test_tau_b_is_that_of_scipy() -> None:
+    rng = np.random.default_rng(0)
+    for size, digits in ((2, 3), (40, 0), (300, 1), (5000, 3)):
+        one = rng.normal(size=size).round(digits)
+        other = (one + rng.normal(size=size)).round(digits)
+        assert kendall_tau(one, other) == pytest.approx(stats.kendalltau(one, other).statistic, abs=1e-12)
+    assert kendall_tau([1.0, 1.0], [1.0, 2.0]) is kendall_tau([], []) is None
+
+
+def test_intervals_cover_the_mean_as_often_as_they_say() -> None:
+    rng = np.random.default_rng(0)
+    covered = 0
+    for _ in range(2000):
+        found = interval(list(rng.normal(3.0, 2.0, 4)))
+        covered += found.low <= 3.0 <= found.high
+    assert covered / 2000 == pytest.approx(0.95, abs=4 * (0.95 * 0.05 / 2000) ** 0.5)
+    # t_0.975 with 3 degrees of freedom is 3.18245.
+    four = interval([1.0, 2.0, 3.0, 4.0])
+    assert four.high - four.mean == pytest.approx(3.182446305284263 * np.std([1, 2, 3, 4], ddof=1) / 2)
+    one = interval([3.0])
+    assert (one.mean, one.low, one.high) == (3.0, -math.inf, math.inf)
+    with pytest.raises(InputError, match="values"):
+        interval([])

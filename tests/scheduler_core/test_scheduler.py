@@ -1,7 +1,5 @@
 """The scheduler's rules, one by one; who takes whose place: only if the policy allows it, and never in vain."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -9,14 +7,13 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 from scheduler_core.errors import InputError
-from scheduler_core.plan import StepPlan, StepResult
+from scheduler_core.plan import PrefillChunk, StepPlan, StepResult
 from scheduler_core.policies import POLICIES
 from scheduler_core.policies.base import KeyChanges, Policy
-from scheduler_core.predictions import BucketPrediction, Prediction, RankPrediction
+from scheduler_core.predictions import Prediction, RankPrediction
 from scheduler_core.request import Request, RequestState
 from scheduler_core.scheduler import Scheduler, SchedulerStateError
-from tests.scheduler_core.driving import line
-from tests.scheduler_core.helpers import predicted, prediction, request, run_step, scheduler
+from tests.scheduler_core.helpers import line, predicted, prediction, request, run_step, scheduler
 
 
 def plan_of(core: Scheduler, now: float = 0.0) -> StepPlan:
@@ -29,9 +26,7 @@ def test_a_request_prefills_then_decodes_until_the_model_stops() -> None:
     core = scheduler()
     core.add(request("a", prompt=10), 1.0)
     first = plan_of(core, 1.0)
-    assert [(c.request_id, c.start_token, c.num_tokens, c.is_last) for c in first.prefills] == [
-        ("a", 0, 10, True)
-    ]
+    assert first.prefills == (PrefillChunk("a", 0, 10, True),)
     assert first.admitted == ("a",)
     assert core.complete(StepResult(first.step), 2.0) == ()
     second = plan_of(core, 2.0)
@@ -103,18 +98,11 @@ def test_a_request_that_can_never_fit_is_refused_and_leaves_no_trace(cap: int) -
 
 
 def test_an_id_may_be_used_once_at_a_time() -> None:
-    core = scheduler()
+    """A request aborted in a step and its successor of the same id are two."""
+    core = scheduler(max_num_seqs=2)
     core.add(request("a"), 0.0)
     with pytest.raises(InputError, match="request_id"):
         core.add(request("a"), 0.0)
-    core.abort("a", 0.0)
-    core.add(request("a"), 0.0)
-    core.validate()
-
-
-def test_a_request_aborted_in_a_step_and_its_successor_of_the_same_id_are_two() -> None:
-    core = scheduler(max_num_seqs=2)
-    core.add(request("a"), 0.0)
     plan = plan_of(core)
     assert core.abort("a", 0.5)
     assert not core.abort("a", 0.5), "gone"
@@ -132,8 +120,7 @@ def test_failed_and_late_predictions_are_counted_and_change_nothing() -> None:
     core.update("b", predicted(99), 0.0)
     core.update("ghost", predicted(1), 0.0)
     assert plan_of(core).admitted == ("b",), "a failed prediction looks long, not short"
-    assert core.counters.num_failed_predictions == 1
-    assert core.counters.num_late_predictions == 1
+    assert (core.counters.num_failed_predictions, core.counters.num_late_predictions) == (1, 1)
     assert core.counters.num_predictions == 1
 
 
@@ -193,19 +180,13 @@ def test_equal_keys_are_served_in_order_of_arrival(policy: str) -> None:
     assert order == [("c",), ("a",), ("b",)]
 
 
-def test_the_bucket_is_the_most_probable_class() -> None:
-    assert BucketPrediction((0.2, 0.5, 0.3), (10, 100)).bucket == 1
-    assert BucketPrediction((0.5, 0.5), (10,)).bucket == 0
-
-
 def test_a_bundle_replaces_only_what_it_contains() -> None:
     core = scheduler()
     core.add(request("a"), 0.0)
     core.update("a", Prediction(length=prediction(5), rank=RankPrediction(1.0)), 0.0)
     core.update("a", Prediction(rank=RankPrediction(2.0)), 0.0)
     state = core.state("a")
-    assert state.prediction == prediction(5)
-    assert state.rank == RankPrediction(2.0)
+    assert (state.prediction, state.rank) == (prediction(5), RankPrediction(2.0))
     assert (state.urgency, state.bucket) == (None, None)
     core.update("a", None, 0.0)
     assert state.prediction == prediction(5)
@@ -231,9 +212,8 @@ def ask(name: str, priority: int, prompt: int = 4, cap: int = 20) -> Request:
 
 
 def core_of(policy: Policy | None = None, **limits: Any) -> Scheduler:
-    return scheduler(
-        policy or Urgent(), **{"kv_block_tokens": 1, "kv_watermark": 0.0, "num_kv_blocks": 1000, **limits}
-    )
+    values = {"kv_block_tokens": 1, "kv_watermark": 0.0, "num_kv_blocks": 1000, **limits}
+    return scheduler(policy or Urgent(), **values)
 
 
 def planned(core: Scheduler, now: float) -> StepPlan:
@@ -262,8 +242,7 @@ def test_the_running_request_of_the_largest_key_gives_up_its_seat(former: str) -
     if former == "chunked_prefill":
         assert step(core, 1.0) == "high+4. middle -low"
     elif former == "vllm":
-        assert step(core, 1.0) == "high+4. -low"
-        assert step(core, 2.0) == "middle high"
+        assert (step(core, 1.0), step(core, 2.0)) == ("high+4. -low", "middle high")
     else:
         assert step(core, 1.0) == "high+4. middle", "its memory is its own; only the batch is limited"
 

@@ -1,10 +1,11 @@
-"""Random sequences of calls on every policy and batch former: invariants after each call, nothing lost, exact replay."""
+"""Random calls on every policy and batch former: invariants after each, nothing lost, exact replay; lockstep."""
 
-from __future__ import annotations
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
-import math
-from typing import Any
-
+import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -14,16 +15,19 @@ from scheduler_core.decision_log import DecisionLog
 from scheduler_core.errors import InputError
 from scheduler_core.plan import StepPlan, StepResult
 from scheduler_core.policies import POLICIES
-from scheduler_core.predictions import (
-    BucketPrediction,
-    LengthPrediction,
-    Prediction,
-    RankPrediction,
-    UrgencyPrediction,
-)
+from scheduler_core.policies.base import KeyChanges, Policy, Progress
+from scheduler_core.predictions import BucketPrediction, Prediction, RankPrediction, UrgencyPrediction
 from scheduler_core.replay import replay
-from scheduler_core.request import Request
-from tests.scheduler_core.helpers import SMALL_PARAMETERS, compatible_pairs, scheduler
+from scheduler_core.request import Request, RequestState
+from scheduler_core.scheduler import Scheduler
+from tests.scheduler_core.helpers import (
+    SMALL_PARAMETERS,
+    compatible_pairs,
+    full_prediction,
+    prediction,
+    request,
+    scheduler,
+)
 
 PAIRS = compatible_pairs(POLICIES, BATCH_FORMERS)
 
@@ -31,57 +35,28 @@ slos = st.none() | st.sampled_from([0.1, 1.0, 30.0])
 
 bundles = st.builds(
     Prediction,
-    length=st.builds(
-        lambda median, sigma: LengthPrediction(math.log(median), sigma, 3.5),
-        st.floats(0.5, 50),
-        st.floats(1e-3, 2),
-    ),
+    length=st.builds(prediction, st.floats(0.5, 50), st.floats(1e-3, 2)),
     urgency=st.none() | st.just(UrgencyPrediction((0.1, 0.6, 0.1, 0.1, 0.1))),
     bucket=st.none() | st.just(BucketPrediction((0.2, 0.8), (10.0,))),
     rank=st.none() | st.builds(RankPrediction, st.floats(-3, 3)),
-)
+)  # fmt: skip
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Adds, predicts, steps and aborts at random, on a cache so small that preemptions are common."""
 
     @initialize(
-        pair=st.sampled_from(PAIRS),
-        seqs=st.integers(1, 4),
-        more_tokens=st.integers(0, 12),
-        blocks=st.integers(2, 12),
-        block_tokens=st.integers(1, 5),
-        watermark=st.sampled_from([0.0, 0.01, 0.3]),
-        swap=st.sampled_from([None, 0, 2, 20]),
-    )
-    def start(
-        self,
-        pair: tuple[str, str],
-        seqs: int,
-        more_tokens: int,
-        blocks: int,
-        block_tokens: int,
-        watermark: float,
-        swap: int | None,
-    ) -> None:
+        pair=st.sampled_from(PAIRS), max_num_seqs=st.integers(1, 4), more_tokens=st.integers(0, 12),
+        num_kv_blocks=st.integers(2, 12), kv_block_tokens=st.integers(1, 5),
+        kv_watermark=st.sampled_from([0.0, 0.01, 0.3]), num_swap_blocks=st.sampled_from([None, 0, 2, 20]),
+    )  # fmt: skip
+    def start(self, pair: tuple[str, str], more_tokens: int, **limits: Any) -> None:
         policy, former = pair
         self.log = DecisionLog()
-        limits: dict[str, Any] = {
-            "max_num_seqs": seqs,
-            "max_num_batched_tokens": seqs + more_tokens,
-            "num_kv_blocks": blocks,
-            "kv_block_tokens": block_tokens,
-            "kv_watermark": watermark,
-            "preemption": "recompute" if swap is None else "swap",
-            "num_swap_blocks": swap,
-        }
-        self.core = scheduler(
-            policy,
-            log=self.log,
-            batching=former,
-            batching_parameters=SMALL_PARAMETERS.get(former, {}),
-            **limits,
-        )
+        limits["max_num_batched_tokens"] = limits["max_num_seqs"] + more_tokens
+        limits["preemption"] = "recompute" if limits["num_swap_blocks"] is None else "swap"
+        limits |= {"batching": former, "batching_parameters": SMALL_PARAMETERS.get(former, {})}
+        self.core = scheduler(policy, log=self.log, **limits)
         self.now = 0.0
         self.next_id = 0
         self.live: dict[str, Request] = {}
@@ -93,35 +68,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now += passes
 
     @rule(
-        prompt=st.integers(1, 20),
-        cap=st.integers(1, 20),
-        cached=st.integers(0, 5),
-        priority=st.integers(-1, 1),
-        tier=st.integers(0, 9),
-        tenant=st.sampled_from(["", "other"]),
-        tbt_slo_s=slos,
-        ttft_slo_s=slos,
-    )
+        prompt=st.integers(1, 20), cap=st.integers(1, 20), cached=st.integers(0, 5),
+        priority=st.integers(-1, 1), tier=st.integers(0, 9), tenant=st.sampled_from(["", "other"]),
+        tbt_slo_s=slos, ttft_slo_s=slos,
+    )  # fmt: skip
     def add(self, prompt: int, cap: int, cached: int, **fields: Any) -> None:
         name = f"r{self.next_id}"
         self.next_id += 1
-        item = Request(
-            request_id=name,
-            arrival_s=self.now,
-            prompt_tokens=prompt,
-            max_tokens=cap,
-            cached_prefix_tokens=min(cached, prompt - 1),
-            **fields,
-        )
+        item = request(name, self.now, prompt, cap, cached_prefix_tokens=min(cached, prompt - 1), **fields)
         refusal = self.core.refusal(item)
         capacity = self.core.config.num_kv_blocks * self.core.config.kv_block_tokens
         assert refusal is not None or prompt + cap <= capacity
         if refusal is not None:
-            try:
+            with pytest.raises(InputError):
                 self.core.add(item, self.now)
-            except InputError:
-                return
-            raise AssertionError("a request that cannot be served was taken")
+            return
         self.core.add(item, self.now)
         self.live[name] = item
         self.tokens[name] = 0
@@ -200,27 +161,119 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "core"):
             return
-        again = replay(self.log.entries)
-        assert again.counters == self.core.counters
-        self._drain()
-
-    def _drain(self) -> None:
-        """Whatever happened, every request left can be brought to its end."""
-        if self.open is not None:
-            self.complete_quietly(self.open)
+        assert replay(self.log.entries).counters == self.core.counters
+        # Whatever happened, every request left can be brought to its end.
+        plan = self.open or self.core.schedule(self.now)
         for _ in range(20_000):
-            plan = self.core.schedule(self.now)
             if plan is None:
                 break
-            self.complete_quietly(plan)
+            self.now += 0.001  # short against the times after which policies promote who waits
+            self.core.complete(StepResult(plan.step), self.now)
+            self.core.validate()
+            plan = self.core.schedule(self.now)
         assert self.core.num_waiting == self.core.num_running == 0
         assert self.core.pool.kv.num_free_blocks == self.core.config.num_kv_blocks
-
-    def complete_quietly(self, plan: StepPlan) -> None:
-        self.now += 0.001  # short against the times after which policies promote who waits
-        self.core.complete(StepResult(plan.step), self.now)
-        self.core.validate()
 
 
 SchedulerMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestSchedulerMachine = SchedulerMachine.TestCase
+
+
+FORMERS = [name for name, kind in BATCH_FORMERS.items() if kind.lockstep]
+
+
+def core_of(
+    policy: str | Policy, former: str, blocks: int = 40, preemption: str = "recompute", *, individually: bool
+) -> Scheduler:
+    """In lockstep, or with requests advanced one by one."""
+    core = scheduler(
+        policy, max_num_seqs=6, max_num_batched_tokens=200 if former != "chunked_prefill" else 24,
+        num_kv_blocks=blocks, kv_block_tokens=4, num_swap_blocks=12 if preemption == "swap" else None,
+        preemption=preemption, batching=former,
+    )  # fmt: skip
+    if individually:
+        core.pool.end_lockstep()
+    return core
+
+
+def drive(core: Scheduler, *, read: bool = False, max_steps: int = 1, predict: bool = False) -> list[object]:
+    """Arrivals, predictions, stops and aborts at random; all that comes out.
+
+    At most `max_steps` steps are taken at once; with `read` every state is read in every step.
+    """
+    rng = np.random.default_rng(7)
+    outcomes: list[object] = []
+    arrived, now = 0, 0.0
+    while arrived < 35 or core.num_running or core.num_waiting:
+        while arrived < 35 and rng.random() < 0.4:
+            item = request(
+                f"r{arrived}", now, int(rng.integers(1, 90)), int(rng.integers(1, 40)),
+                priority=int(rng.integers(9)), tier=int(rng.integers(5)), tenant=f"t{arrived % 3}",
+            )  # fmt: skip
+            core.add(item, now)
+            arrived += 1
+        if predict and rng.random() < 0.5:
+            core.update(f"r{int(rng.integers(35))}", full_prediction(float(rng.uniform(2, 40))), now)
+        plan = core.schedule(now)
+        now += 1.0
+        if plan is None:
+            continue
+        if read:
+            decoded = sum(state.num_computed_tokens for state in core.decoding)
+            assert decoded + sum(chunk.start_token for chunk in plan.prefills) == plan.num_context_tokens
+        promised = core.steady_steps(int(rng.integers(1, max_steps + 1)))
+        steps = int(rng.integers(1, promised + 1))
+        stopped = [name for name in plan.decodes if rng.random() < 0.02]
+        if rng.random() < 0.05 and plan.decodes:
+            core.abort(plan.decodes[int(rng.integers(len(plan.decodes)))], now)
+        outcomes.append((plan, steps, core.complete(StepResult(plan.step, tuple(stopped), steps), now)))
+        if read:
+            core.validate()
+    outcomes.append((core.counters, core.pool.kv.peak_blocks, core.pool.kv.num_free_blocks))
+    return outcomes
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("blocks", [34, 200])
+@pytest.mark.parametrize("former", FORMERS)
+def test_lockstep_equals_single_requests(former: str, blocks: int, preemption: str) -> None:
+    def run(read: bool, individually: bool, max_steps: int) -> list[object]:
+        core = core_of("fcfs", former, blocks, preemption, individually=individually)
+        assert core.num_common_steps == (None if individually else 0)
+        return drive(core, read=read, max_steps=max_steps)
+
+    together = run(read=False, individually=False, max_steps=30)
+    assert together == run(read=True, individually=False, max_steps=30)
+    # Individually, chunks are not taken several at once: then the draws would be others.
+    max_steps = 1 if former == "chunked_prefill" else 30
+    assert run(False, False, max_steps) == run(True, True, max_steps)
+
+
+@dataclass(kw_only=True, slots=True)
+class WrongDeclaration(Policy):
+    """Reads running requests although it declares that it does not."""
+
+    key_changes: ClassVar[KeyChanges] = "with_time"
+    progress: ClassVar[Progress] = "unused"
+    _running: list[RequestState] = field(default_factory=list, init=False, repr=False)
+
+    def on_admit(self, state: RequestState, now: float) -> None:
+        self._running.append(state)
+
+    def key(self, state: RequestState, now: float) -> float:
+        return (sum(other.num_output_tokens for other in self._running) * (1 + state.order)) % 7
+
+
+def decides_the_same(make: Callable[[], Policy], former: str) -> bool:
+    ways = (core_of(make(), former, individually=individually) for individually in (False, True))
+    together, individually = (drive(core, predict=True) for core in ways)
+    return together == individually
+
+
+@pytest.mark.parametrize(("policy", "former"), [pair for pair in PAIRS if pair[1] in FORMERS])
+def test_every_policy_decides_the_same_both_ways(policy: str, former: str) -> None:
+    assert decides_the_same(POLICIES[policy], former)
+
+
+def test_a_wrong_declaration_would_be_seen() -> None:
+    assert not decides_the_same(WrongDeclaration, "vllm")

@@ -1,7 +1,5 @@
 """`simulate run` as a user types it."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
 from pathlib import Path
@@ -76,18 +74,15 @@ def test_a_run_of_rad_has_the_bounds_of_its_theorems(trace: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ("--policy lifo", "policy"),
-        ("--policy tie --predictor nobody", "predictor"),
+        ("--policy lifo", "policy"), ("--policy tie --predictor nobody", "predictor"),
         ("--policy tie --predictor nosuch://host:1", "predictor"),
         ("--policy fcfs --requests table.txt", "requests"),
         ("--policy fcfs --scheduler.num_kv_blocks 1", "none of which fits"),
         ("--policy fcfs --step_time.base_s minus", "base_s"),
         ("--policy fcfs --trace missing.jsonl", "trace"),
     ],
-)
-def test_bad_input_is_one_line_and_leaves_nothing(
-    options: str, named: str, trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+)  # fmt: skip
+def test_refused_input(options: str, named: str, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(trace, options) == 2
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith("simulate run: error: ")
@@ -130,11 +125,9 @@ def test_a_drawn_workload_is_a_trace_for_the_next_run(spec: Path) -> None:
 
 def test_a_run_with_every_table(spec: Path) -> None:
     folder = spec.parent
-    options = (
-        "--policy ssjf --predictor oracle --predictor_noise 0.5 --workload.arrivals.cv 1.5 --num_seeds 2"
-    )
+    options = "--policy ssjf --predictor oracle --predictor_noise 0.5 --num_seeds 2 --cluster.num_replicas 2"
     options += (
-        f" --cluster.num_replicas 2 --requests {folder}/requests.parquet --steps {folder}/steps.parquet"
+        f" --workload.arrivals.cv 1.5 --requests {folder}/requests.parquet --steps {folder}/steps.parquet"
     )
     assert typed(f"run --config {spec} --json {folder}/out.json --report {folder}/r.html {options}") == 0
     content = result(folder)
@@ -178,20 +171,15 @@ def test_two_results_request_by_request(spec: Path, capsys: pytest.CaptureFixtur
     mean = content["requests"]["latencies"]["ttft_s"]["statistics"]["mean"]
     assert (mean["a"], mean["b"], mean["difference"]) == pytest.approx((*means, means[1] - means[0]))
     assert mean["low"] <= mean["difference"] <= mean["high"]
-    first, second = (
-        [one["metrics"]["ttft_s"]["mean"] for one in result(folder, name)["runs"]]
-        for name in ("fcfs", "hpjf")
-    )
-    off = [b - a for a, b in zip(first, second, strict=True)]
+    both_runs = zip(*(result(folder, name)["runs"] for name in ("fcfs", "hpjf")), strict=True)
+    off = [b["metrics"]["ttft_s"]["mean"] - a["metrics"]["ttft_s"]["mean"] for a, b in both_runs]
     metric = content["metrics"]["ttft_s.mean"]
     assert metric["difference"] == pytest.approx(sum(off) / 2)
     assert metric["high"] - metric["low"] == pytest.approx(12.706 * abs(off[0] - off[1]), rel=1e-3)
     assert "hpjf: configured differently" in (folder / "c.html").read_text()
 
 
-def test_any_number_of_runs_by_name_with_a_verdict(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_any_number_of_runs_by_name_and_a_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path
     write_trace(random_trace(400), folder / "trace.jsonl")
     for policy in ("fcfs", "sjf", "spf"):
@@ -221,9 +209,7 @@ def test_a_hint_where_nobody_waited(trace: Path, caplog: pytest.LogCaptureFixtur
     assert "nobody waited" not in caplog.text
 
 
-def test_runs_of_other_requests_or_versions_are_not_compared(
-    spec: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_requests_or_versions_are_not_compared(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = spec.parent
     changes = {"a": "", "rate": "--load 0.9", "seed": "--seed 1", "same": "--policy fcfs"}
     for name, options in changes.items():
@@ -231,9 +217,8 @@ def test_runs_of_other_requests_or_versions_are_not_compared(
     content = result(folder, "a")
     bad = {
         "older": json.dumps(content | {"schema": "tailcast.simulation/3"}),
-        "wrong runs": json.dumps(content | {"runs": [1]}),
-        "deep": "[" * DEEP,
-    }
+        "wrong runs": json.dumps(content | {"runs": [1]}), "deep": "[" * DEEP,
+    }  # fmt: skip
     for name, text in bad.items():
         (folder / f"{name}.json").write_text(text)
     capsys.readouterr()
@@ -272,8 +257,7 @@ def test_a_sweep_and_a_capacity(spec: Path) -> None:
 def test_the_first_word_chooses_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     assert "run" in capsys.readouterr().out
-    assert main([]) == 2
-    assert main(["walk"]) == 2
+    assert (main([]), main(["walk"])) == (2, 2)
     assert "allowed: run" in capsys.readouterr().err
 
 
@@ -281,9 +265,8 @@ def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     page = Path(__file__).resolve().parents[2] / "scheduler_core" / "simulator" / "README.md"
     example = page.read_text(encoding="utf-8").split("```yaml\n")[1].split("```")[0]
     (tmp_path / "run.yaml").write_text(example)
-    assert (
-        typed(f"run --config {tmp_path}/run.yaml --json {tmp_path}/out.json --workload.num_requests 40") == 0
-    )
+    options = "--workload.num_requests 40"
+    assert typed(f"run --config {tmp_path}/run.yaml --json {tmp_path}/out.json {options}") == 0
     content = result(tmp_path)
     assert set(content["metrics"]["groups"]["tenant"]) == {"paying", "free"}
 
@@ -306,13 +289,10 @@ _FIXED = '{"num_requests": 4, "lengths": {"prompt": {"kind": "fixed", "low": 5},
         (["--seed", "9223372036854775808"], "seed: got 9223372036854775808; allowed: integers of 64 bits"),
     ],
 )  # fmt: skip
-def test_values_beyond_what_a_simulation_can_hold(
-    options: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_large(options: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
-    assert main(["run", "--policy", "fcfs", "--workload", _FIXED, "--json", str(out), *options]) == (
-        2 if told else 0
-    )
+    code = main(["run", "--policy", "fcfs", "--workload", _FIXED, "--json", str(out), *options])
+    assert code == (2 if told else 0)
     assert told in capsys.readouterr().err
     assert out.exists() != bool(told)
 
@@ -326,9 +306,7 @@ def test_values_beyond_what_a_simulation_can_hold(
         (json.dumps({f"policy_parameters.p{place}": list(range(100)) for place in range(4)}), "at most 1000000"),
     ],
 )  # fmt: skip
-def test_settings_to_vary_are_checked_as_options_are(
-    vary: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_vary_is_checked(vary: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ["sweep", str(tmp_path / "out"), "--workload", _FIXED, "--num_seeds", "1", "--vary", vary]
     assert main(args) == 2
     (line,) = capsys.readouterr().err.splitlines()

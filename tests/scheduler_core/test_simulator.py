@@ -1,16 +1,17 @@
-"""The simulator: exact times and gaps by hand, the closed form against single steps, predictions of all heads."""
-
-from __future__ import annotations
+"""The simulator: exact times and gaps by hand, the closed form against single steps, predictions, event sources."""
 
 import dataclasses
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from scheduler_core.batching.uniboost import OneOrder
 from scheduler_core.decision_log import DecisionLog
@@ -29,15 +30,24 @@ from scheduler_core.replay import replay
 from scheduler_core.request import Request, RequestState
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.config import BOUNDS, ClusterConfig, SimulationConfig
-from scheduler_core.simulator.loop import Simulation
+from scheduler_core.simulator.loop import Simulation, SimulationOutcome
 from scheduler_core.simulator.predictions import Predictions, fetch_predictions, trace_predictions
+from scheduler_core.simulator.replica import PrefixCache
 from scheduler_core.simulator.run import SimulationResult
+from scheduler_core.simulator.sources import ClosedLoop
 from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime
 from scheduler_core.simulator.step_time.staircase import StaircaseStepTime
-from scheduler_core.simulator.token_gaps import GapHistogram
 from scheduler_core.simulator.trace import Trace, load_trace, write_trace
-from scheduler_core.simulator.watch import RunWatch
-from tests.scheduler_core.helpers import PLAIN, ROUND, random_trace, simulate, token_times, trace_row
+from scheduler_core.simulator.watch import GapHistogram, RunWatch
+from tests.scheduler_core.helpers import (
+    PLAIN,
+    ROUND,
+    random_trace,
+    scheduler,
+    simulate,
+    token_times,
+    trace_row,
+)
 
 ALL_POLICIES = (*POLICIES, *BOUNDS)
 TIGHT = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=48, num_kv_blocks=40, kv_block_tokens=16)
@@ -58,14 +68,12 @@ def test_times_of_a_small_run_worked_out_by_hand() -> None:
     assert (b.first_scheduled_s, b.finish_reason) == (4.0, "stop")
     assert b.first_token_s == pytest.approx(5.52, abs=1e-12)
     assert b.finish_s == pytest.approx(7.572, abs=1e-12)
-    assert b.ttft_s == pytest.approx(2.52, abs=1e-12)
-    assert b.queueing_delay_s == 1.0
+    assert (b.ttft_s, b.queueing_delay_s) == (pytest.approx(2.52, abs=1e-12), 1.0)
     assert b.tpot_s == pytest.approx((7.572 - 5.52) / 2, abs=1e-12)
     assert b.normalized_latency_s == pytest.approx(4.572 / 3, abs=1e-12)
     metrics = result.metrics
     assert metrics["makespan_s"] == pytest.approx(5.572, abs=1e-12)
-    assert metrics["busy_fraction"] == pytest.approx(1.0)
-    assert metrics["num_steps"] == 4
+    assert (metrics["busy_fraction"], metrics["num_steps"]) == (pytest.approx(1.0), 4)
     assert metrics["ttft_s"]["mean"] == pytest.approx((2.0 + 2.52) / 2, abs=1e-12)
 
 
@@ -110,16 +118,6 @@ def test_predictions_come_after_their_delay() -> None:
         assert result.predictor["num_late"] == (3 if delay_s == 100.0 else 0)
 
 
-def test_every_policy_serves_with_failed_predictions() -> None:
-    trace = random_trace(40, rate_rps=40)
-    failed = Predictions("broken", dict.fromkeys(r.request_id for r in trace.requests))
-    fcfs = simulate(trace, "fcfs")
-    for policy in ("ssjf", "sept", "tie"):
-        result = simulate(trace, policy, predictions=failed)
-        assert result.predictor["num_failed"] == 40
-        assert [r.request_id for r in result.records] == [r.request_id for r in fcfs.records]
-
-
 def test_requests_that_never_fit_are_reported_not_lost() -> None:
     trace = Trace((trace_row("big", 0.0, 1000, 5), trace_row("ok", 0.5, 10, 5)))
     result = simulate(trace, scheduler=TIGHT)
@@ -161,21 +159,15 @@ class Echo:
 @pytest.mark.parametrize(
     ("policy", "parameters", "order"),
     [
-        ("fcfs", {}, "abcd"),
-        ("tie", {}, "dcba"),
-        ("ssjf", {}, "bdac"),
-        ("ltr", {}, "cadb"),
-        ("s3", {"reserve": 0}, "bcda"),
-        ("hpjf", {"max_promotion": math.inf}, "dacb"),
+        ("fcfs", {}, "abcd"), ("tie", {}, "dcba"), ("ssjf", {}, "bdac"), ("ltr", {}, "cadb"),
+        ("s3", {"reserve": 0}, "bcda"), ("hpjf", {"max_promotion": math.inf}, "dacb"),
         ("hpjf", {}, "adbc"),  # a and d are promoted from tier 2 to 1
         ("semantic", {"max_promotion": math.inf}, "dacb"),
         ("semantic", {}, "dabc"),  # by bucket among a and d, and among b and c
         ("slo_tie", {}, "dacb"),  # by length among a and d, and among b and c
     ],
-)
-def test_every_head_of_a_live_predictor_reaches_the_policy(
-    policy: str, parameters: dict[str, float], order: str
-) -> None:
+)  # fmt: skip
+def test_every_live_head_reaches_the_policy(policy: str, parameters: dict[str, float], order: str) -> None:
     trace = Trace(tuple(trace_row(name, 0.0, 4, 3, prompt=name, ttlt_slo_s=1.0) for name in "abcd"))
     predictions = fetch_predictions(trace, Echo())
     assert predictions.num_failed == 0
@@ -205,15 +197,13 @@ def test_live_predictions_are_fetched_once_with_their_latency() -> None:
     trace = Trace(tuple(trace_row(f"r{i}", i * 0.1, 4, 5, prompt=f"a prompt {i}") for i in range(10)))
     predictions = fetch_predictions(trace, predictor, max_in_flight=4, progress=done.append)
     assert predictor.closed
-    assert sum(done) == 10
-    assert predictions.num_failed == 1
+    assert (sum(done), predictions.num_failed) == (10, 1)
     assert predictions.errors == {"r3": "no prediction for this one"}
     assert set(predictions.latency_s) == {f"r{i}" for i in range(10)}
     result = simulate(trace, "tie", predictor="grpc://unused:1", predictions=predictions)
     assert result.predictor["num_predicted"] == 9
     assert result.predictor["latency_s"]["mean"] > 0
-    assert result.predictor["artifacts"] == ["echo 7"]
-    assert result.config["predictor"] == "Echo"
+    assert (result.predictor["artifacts"], result.config["predictor"]) == (["echo 7"], "Echo")
 
 
 def test_a_predictor_that_always_fails_is_an_error() -> None:
@@ -232,10 +222,8 @@ def test_a_predictor_that_always_fails_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({"trace": None}, "trace, workload"),
-        ({"policy": "lifo"}, "policy"),
-        ({"rate": 1.0, "load": 1.0}, "rate, load"),
-        ({"rate": 0.0}, "rate"),
+        ({"trace": None}, "trace, workload"), ({"policy": "lifo"}, "policy"),
+        ({"rate": 1.0, "load": 1.0}, "rate, load"), ({"rate": 0.0}, "rate"),
         ({"predictor_noise": -1.0, "predictor": "oracle"}, "predictor_noise"),
         ({"step_time_parameters": {"gpu": "h200-141gb"}}, "step_time_model"),
         ({"router": "compass"}, "router"),
@@ -244,7 +232,7 @@ def test_a_predictor_that_always_fails_is_an_error() -> None:
         ({"router": "llumnix", "router_parameters": {"a": 1.0}}, "router_parameters"),
         ({"headroom_fraction": 2.0}, "max_fraction"),
     ],
-)
+)  # fmt: skip
 def test_wrong_configurations_are_named(values: dict[str, Any], named: str) -> None:
     names = {item.name for item in dataclasses.fields(ClusterConfig)}
     with pytest.raises(InputError, match=named):
@@ -261,8 +249,7 @@ def test_gaps_of_a_small_run_worked_out_by_hand(exact: bool) -> None:
     watch = RunWatch()
     result = simulate(trace, step_time=ROUND, exact_steps=exact, watch=watch)
     a, b = sorted(result.records, key=lambda one: one.request_id)
-    assert a.max_tbt_s == pytest.approx(1.5)
-    assert b.max_tbt_s == pytest.approx(1.0)
+    assert (a.max_tbt_s, b.max_tbt_s) == (pytest.approx(1.5), pytest.approx(1.0))
     first, second = watch.gaps.by_class[0, ""], watch.gaps.by_class[1, "x"]
     assert (int(first.counts.sum()), int(second.counts.sum())) == (3, 1)
     assert first.total_s == pytest.approx(3.5)
@@ -289,19 +276,14 @@ def test_the_longest_gap_is_that_of_the_token_times_also_after_preemptions() -> 
 @pytest.mark.parametrize("policy", ["fcfs", "srpt"])
 @pytest.mark.parametrize("former", ["chunked_prefill", "vllm"])
 @pytest.mark.parametrize("step_time", [LinearStepTime(), StaircaseStepTime()], ids=["linear", "staircase"])
-def test_gaps_of_steps_taken_at_once_are_those_of_single_steps(
-    step_time: StepTime, former: str, policy: str
-) -> None:
+def test_gaps_of_many_steps_are_those_of_single_ones(step_time: StepTime, former: str, policy: str) -> None:
     """Prompts of several chunks, preemptions by recompute and by swap; times to the last bit, gaps to rounding."""
     tokens = 30 if former == "chunked_prefill" else 170
     for preemption, blocks in (("recompute", 24), ("swap", 24), ("recompute", 400)):
         limits = SchedulerConfig(
-            max_num_seqs=6,
-            max_num_batched_tokens=tokens,
-            num_kv_blocks=blocks,
-            batching=former,
+            max_num_seqs=6, max_num_batched_tokens=tokens, num_kv_blocks=blocks, batching=former,
             preemption=preemption,  # type: ignore[arg-type]
-        )
+        )  # fmt: skip
         trace = random_trace(40, seed=2, rate_rps=6, cap=100, most_prompt=60)
         single, several = (
             simulate(trace, policy, scheduler=limits, step_time=step_time, exact_steps=exact)
@@ -374,9 +356,7 @@ def test_online_calibration_does_not_depend_on_steps_taken_at_once() -> None:
 
 @pytest.mark.parametrize("former", ["chunked_prefill", "uniboost"])
 @pytest.mark.parametrize("guard", [True, False], ids=["guarded", "unguarded"])
-def test_rates_that_a_policy_measures_do_not_depend_on_how_many_steps_are_taken_at_once(
-    former: str, guard: bool
-) -> None:
+def test_rates_that_a_policy_measures_do_not_depend_on_steps_taken_at_once(former: str, guard: bool) -> None:
     """UniBoost's gamma and times per token move many times here, also within and at the ends of runs; its bins do, too."""
     parameters = {"window": 20, "update_every": 10, "refresh": 0.002, "bin_tokens": 16, "mem_guard": guard}
     limits = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=64, num_kv_blocks=60, batching=former)
@@ -405,12 +385,9 @@ def test_uniboosts_former_forms_the_same_batches_without_the_order_where_that_de
 ) -> None:
     """Times are equal to rounding: the order of the decodes in a plan says when their run of steps is timed anew."""
     limits = SchedulerConfig(
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        num_kv_blocks=num_kv_blocks,
-        preemption="swap",
+        max_num_seqs=8, max_num_batched_tokens=64, num_kv_blocks=num_kv_blocks, preemption="swap",
         batching="uniboost",
-    )
+    )  # fmt: skip
     parameters = {"bin_tokens": 16} if policy == "uniboost" else {}
     trace = random_trace(80, seed=4, rate_rps=6.0)
 
@@ -436,3 +413,78 @@ def test_uniboosts_former_forms_the_same_batches_without_the_order_where_that_de
     assert set(calls) == {True, False}
     assert fast[0] == slow[0]
     assert fast[1] == pytest.approx(slow[1], abs=1e-9)
+
+
+def run(trace: Trace, **more: object) -> SimulationOutcome:
+    core = scheduler(num_kv_blocks=200)
+    return Simulation(trace, core, ROUND, Predictions(), **more).run()  # type: ignore[arg-type]
+
+
+def test_a_client_sends_its_next_request_when_it_has_its_answer_and_has_thought() -> None:
+    """Two clients, three requests of 10 prompt and 2 output tokens: 3 s for the first two together (2 prompts: 3 s, then
+    1 s), c when the first answer is there and 5 s of thought are over."""
+    trace = Trace(tuple(trace_row(name, 2.0 + place, 10, 2) for place, name in enumerate("abc")))
+    out = run(trace, clients=ClosedLoop(num_clients=2, think_time_s=5.0))
+    times = {record.request_id: (record.arrival_s, record.finish_s) for record in out.records}
+    assert times == {"a": (2.0, 6.0), "b": (2.0, 6.0), "c": (11.0, 14.0)}
+
+
+@given(st.integers(1, 6), st.floats(0.0, 3.0), st.integers(0, 1000))
+@settings(max_examples=20, deadline=None)
+def test_a_closed_loop_never_has_more_under_way_than_clients(num: int, think_s: float, seed: int) -> None:
+    trace = random_trace(25, seed=seed, cap=20, most_prompt=30)
+    clients = ClosedLoop(num_clients=num, think_time_s=think_s, rng=np.random.default_rng(seed))
+    out = run(trace, clients=clients)
+    assert len(out.records) == 25
+    edges = [(record.finish_s, -1) for record in out.records]
+    edges += [(record.arrival_s, 1) for record in out.records]
+    under_way = np.cumsum([change for _, change in sorted(edges)])
+    assert (under_way.max(), under_way.min()) == (num, 0)
+
+
+def test_turns_wait_for_the_answer_before_and_find_their_prefix() -> None:
+    """Turn 0: 20 tokens (3 s), 1 more step: ends at 4. Turn 1 thinks 2 s, comes at 6 with 40 tokens, 21 of them cached:
+    1 + 1.9 s, 1 step: ends at 9.9. Turn 2 comes at its own time, 50."""
+    rows = (
+        trace_row("s0", 0.0, 20, 2, session_id="s"),
+        trace_row("s1", 1.0, 40, 2, session_id="s", turn=1, think_time_s=2.0, prefix_tokens=21),
+        trace_row("s2", 50.0, 60, 2, session_id="s", turn=2, think_time_s=2.0, prefix_tokens=41),
+    )
+    out = run(Trace(rows), prefix_cache_tokens=1000)
+    assert [record.request_id for record in out.records] == ["s0", "s1", "s2"]
+    assert [record.arrival_s for record in out.records] == [0.0, 6.0, 50.0]
+    assert [record.finish_s for record in out.records] == pytest.approx([4.0, 9.9, 50 + 1 + 1.9 + 1])
+    assert run(Trace(rows)).records[1].finish_s == pytest.approx(6 + 5 + 1), "nothing is kept without a cache"
+
+
+def test_a_turn_after_a_refused_one_is_not_lost() -> None:
+    rows = (
+        trace_row("s0", 0.0, 5000, 2, session_id="s"),
+        trace_row("s1", 1.0, 40, 2, session_id="s", turn=1, think_time_s=2.0),
+    )
+    out = run(Trace(rows))
+    assert list(out.refused) == ["s0"]
+    assert [(record.request_id, record.arrival_s) for record in out.records] == [("s1", 2.0)]
+    without = Trace(tuple(replace(row, think_time_s=None) for row in rows))
+    assert len(run(without, clients=ClosedLoop(num_clients=1)).records) == 1
+
+
+def test_the_conversation_used_longest_ago_is_forgotten() -> None:
+    cache = PrefixCache(60)
+    rows = {name: trace_row(name, 0.0, 20, 5, session_id=name, prefix_tokens=10) for name in "abc"}
+    for row in (rows["a"], rows["b"]):
+        cache.keep(row)
+    assert cache.hit(rows["a"]) == 10
+    cache.keep(rows["c"])
+    assert ([cache.hit(rows[name]) for name in "abc"], cache.num_tokens) == ([10, 0, 10], 50)
+    cache.keep(trace_row("a2", 0.0, 90, 5, session_id="a"))
+    assert cache.num_tokens == 0, "a turn larger than the cache is not kept"
+
+
+def test_think_times_and_clients_do_not_go_together() -> None:
+    rows = (
+        trace_row("a", 0, 5, 5, session_id="s"),
+        trace_row("b", 0, 5, 5, session_id="s", turn=1, think_time_s=1.0),
+    )
+    with pytest.raises(InputError, match="clients"):
+        run(Trace(rows), clients=ClosedLoop(num_clients=2))

@@ -1,9 +1,11 @@
 """Models of step times: by hand, step by step, and found again by `simulate calibrate` from measurements."""
 
-from __future__ import annotations
-
+import asyncio
 import json
 import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,26 +16,26 @@ import pyarrow as pa
 import pyarrow.csv as csv
 import pyarrow.parquet as pq
 import pytest
+from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_core.decision_log import DecisionLog
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.plan import PrefillChunk
+from scheduler_core.plan import PrefillChunk, StepResult
 from scheduler_core.policies import make_policy
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.commands.calibrate import (
     EngineCalibrationConfig,
+    StepSample,
     draw_probes,
+    fit_step_time,
     joined,
     latency_error,
     run_calibration,
     step_samples,
 )
 from scheduler_core.simulator.engine_probe import Endpoint, Probe, random_prompt, send
-from scheduler_core.simulator.fitting import StepSample, fit_step_time
-from scheduler_core.simulator.loop import Simulation
-from scheduler_core.simulator.predictions import Predictions
 from scheduler_core.simulator.step_time import make_step_time
 from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime, StepWork
 from scheduler_core.simulator.step_time.operator_table import (
@@ -44,26 +46,19 @@ from scheduler_core.simulator.step_time.operator_table import (
 from scheduler_core.simulator.step_time.quadratic import PRESETS, QuadraticStepTime
 from scheduler_core.simulator.step_time.roofline import GPUS, MODELS, RooflineStepTime
 from scheduler_core.simulator.step_time.staircase import StaircaseStepTime
-from tests.scheduler_core.fake_engine import fake_engine
-from tests.scheduler_core.helpers import PLAIN, random_trace, token_times
+from tests.fake_openai import event, running
+from tests.scheduler_core.helpers import PLAIN, random_trace, request, simulate, token_times
 
 TABLE = OperatorTable(
-    num_layers=2,
-    tokens_s=1e-4 + 1e-6 * np.arange(129),
+    num_layers=2, tokens_s=1e-4 + 1e-6 * np.arange(129),
     decode_s=1e-6 * np.arange(65)[:, None] * (1 + np.sqrt(np.arange(129)))[None, :],
-    prefill_s=1e-7 * (1 + np.arange(33)[:, None] * 64) * np.arange(1025)[None, :],
-    batching_overhead=0.1,
-)
+    prefill_s=1e-7 * (1 + np.arange(33)[:, None] * 64) * np.arange(1025)[None, :], batching_overhead=0.1,
+)  # fmt: skip
 ALL: list[StepTime] = [
-    LinearStepTime(),
-    QuadraticStepTime(),
-    QuadraticStepTime(batching="sum"),
-    StaircaseStepTime(),
-    StaircaseStepTime(t_row=16, t_col=8, d=64),
-    RooflineStepTime(),
-    RooflineStepTime(model="llama-2-70b", gpu="h100-80gb", tensor_parallel=4),
-    TABLE,
-]
+    LinearStepTime(), QuadraticStepTime(), QuadraticStepTime(batching="sum"), StaircaseStepTime(),
+    StaircaseStepTime(t_row=16, t_col=8, d=64), RooflineStepTime(),
+    RooflineStepTime(model="llama-2-70b", gpu="h100-80gb", tensor_parallel=4), TABLE,
+]  # fmt: skip
 
 
 def chunk(start: int, num: int, is_last: bool = False) -> PrefillChunk:
@@ -72,15 +67,11 @@ def chunk(start: int, num: int, is_last: bool = False) -> PrefillChunk:
 
 @pytest.mark.parametrize("model", ALL, ids=lambda model: type(model).__name__)
 @given(
-    st.lists(st.integers(1, 3000), min_size=1, max_size=12),
-    st.floats(0.0, 3.0),
-    st.integers(1, 300),
+    st.lists(st.integers(1, 3000), min_size=1, max_size=12), st.floats(0.0, 3.0), st.integers(1, 300),
     st.integers(0, 40),
-)
+)  # fmt: skip
 @settings(max_examples=15, deadline=None)
-def test_a_run_is_its_steps_one_by_one(
-    model: StepTime, contexts: list[int], wait_s: float, limit: int, done: int
-) -> None:
+def test_a_run_of_steps(model: StepTime, contexts: list[int], wait_s: float, limit: int, done: int) -> None:
     run = model.run(contexts, 7.0)
     steps_s = [model.step_s(StepWork((), [one + step for one in contexts])) for step in range(200)]
     ends_s = 7.0 + np.cumsum([0.0, *steps_s])
@@ -99,12 +90,9 @@ def test_a_run_is_its_steps_one_by_one(
 @pytest.mark.parametrize("model", ALL, ids=lambda model: type(model).__name__)
 def test_more_work_never_takes_less(model: StepTime) -> None:
     works = [
-        StepWork((), [100]),
-        StepWork((), [100, 100]),
-        StepWork((chunk(0, 32),), [100, 100]),
-        StepWork((chunk(0, 120),), [100, 100]),
-        StepWork((chunk(640, 120),), [100, 100]),
-    ]
+        StepWork((), [100]), StepWork((), [100, 100]), StepWork((chunk(0, 32),), [100, 100]),
+        StepWork((chunk(0, 120),), [100, 100]), StepWork((chunk(640, 120),), [100, 100]),
+    ]  # fmt: skip
     times = [model.step_s(work) for work in works]
     assert all(later >= earlier > 0 for earlier, later in pairwise(times))
     assert times[-1] > times[0]
@@ -206,11 +194,9 @@ def write_profile(folder: Path, suffix: str) -> None:
         **dict.fromkeys((*TOKEN_OPERATORS, "attn_kv_cache_save", "all_reduce"), per_token),
         "attn_decode": {"batch_size": nums, "kv_cache_size": sizes, "prediction": times},
         "attn_prefill": {
-            "kv_cache_size": [0, 64],
-            "prefill_chunk_size_squared": [64, 64],
-            "prediction": [5.0, 6.0],
+            "kv_cache_size": [0, 64], "prefill_chunk_size_squared": [64, 64], "prediction": [5.0, 6.0],
         },
-    }
+    }  # fmt: skip
     for name, columns in tables.items():
         path = folder / f"{name}{suffix}"
         if suffix == ".parquet":
@@ -238,16 +224,14 @@ def test_a_profile_is_read_and_rounded(tmp_path: Path, suffix: str) -> None:
 @pytest.mark.parametrize(
     ("name", "parameters", "field"),
     [
-        ("cubic", {}, "step time"),
-        ("linear", {"base_s": 0.0, "per_decode_s": 0.0}, "base_s"),
+        ("cubic", {}, "step time"), ("linear", {"base_s": 0.0, "per_decode_s": 0.0}, "base_s"),
         ("quadratic", {"preset": "b200"}, "preset"),
-        ("quadratic", {"preset": "a100-4b", "beta": 1.0}, "preset"),
-        ("roofline", {"gpu": "abacus"}, "gpu"),
+        ("quadratic", {"preset": "a100-4b", "beta": 1.0}, "preset"), ("roofline", {"gpu": "abacus"}, "gpu"),
         ("roofline", {"memory_efficiency": 1.5}, "memory_efficiency"),
         ("table", {"directory": "nowhere", "num_layers": 2}, "directory of a profile"),
         ("table", {"directory": "."}, "step time table"),
     ],
-)
+)  # fmt: skip
 def test_what_makes_no_model_is_told(name: str, parameters: dict[str, Any], field: str) -> None:
     with pytest.raises(InputError, match=field):
         make_step_time(name, parameters)
@@ -267,20 +251,15 @@ def measured(step_time: StepTime, rate_rps: float, num: int = 80, seed: int = 0)
     """What a client would see of an engine with these step times."""
     trace = random_trace(num, seed=seed, rate_rps=rate_rps, cap=120, most_prompt=600)
     log = DecisionLog()
-    core = Scheduler(LIMITS, make_policy("fcfs"), log)
-    Simulation(trace, core, step_time, Predictions(), exact_steps=True).run()
+    simulate(trace, log=log, scheduler=LIMITS, step_time=step_time, exact_steps=True)
     times = token_times(log)
     return [
         Probe(
-            request_id=row.request_id,
-            sent_s=row.arrival_s,
-            prompt_tokens=row.prompt_tokens,
-            max_tokens=row.max_tokens,
-            token_s=times[row.request_id],
-            output_tokens=row.output_tokens,
+            request_id=row.request_id, sent_s=row.arrival_s, prompt_tokens=row.prompt_tokens,
+            max_tokens=row.max_tokens, token_s=times[row.request_id], output_tokens=row.output_tokens,
         )
         for row in trace.requests
-    ]
+    ]  # fmt: skip
 
 
 def test_step_times_are_found_again_from_the_times_of_tokens() -> None:
@@ -397,3 +376,53 @@ def test_a_live_engine_is_calibrated_on_one_load_and_predicted_on_another() -> N
     assert again.per_prefill_token_s == pytest.approx(true.per_prefill_token_s, rel=0.5)
     assert abs(result["held_out"]["error"]["ttlt_s"]) < 0.3
     assert result["held_out"]["num_failed"] == 0
+
+
+class _Stepping:
+    """Steps of the very scheduler, each of which lasts as long as the model of step times says."""
+
+    def __init__(self, step_time: StepTime, limits: SchedulerConfig) -> None:
+        self._core, self._step_time = Scheduler(limits, make_policy("fcfs")), step_time
+        #: By request: of each of its tokens whether it is the last.
+        self._streams: dict[str, asyncio.Queue[bool]] = {}
+        self._steps: asyncio.Task[None] | None = None
+
+    async def __call__(self, sent: web.Request, body: bytes) -> web.StreamResponse:
+        content, now = json.loads(body), time.monotonic()
+        if content["prompt"].startswith("fail"):
+            return web.Response(status=503, text="overloaded")
+        name, num, limit = f"r{len(self._streams)}", len(content["prompt"].split()), content["max_tokens"]
+        self._streams[name] = asyncio.Queue()
+        self._core.add(request(name, now, num, limit), now)
+        if self._steps is None or self._steps.done():
+            self._steps = asyncio.create_task(self._run())
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(sent)
+        is_last = False
+        while not is_last:
+            is_last = await self._streams[name].get()
+            await response.write(event({"choices": [{"text": " x"}]}))
+        usage = {"prompt_tokens": num, "completion_tokens": limit}
+        await response.write(event({"choices": [], "usage": usage}) + b"data: [DONE]\n\n")
+        return response
+
+    async def _run(self) -> None:
+        core = self._core
+        while core.num_running + core.num_waiting:
+            start = time.monotonic()
+            plan = core.schedule(start)
+            assert plan is not None
+            contexts = [state.num_computed_tokens for state in core.decoding]
+            seconds = self._step_time.step_s(StepWork(plan.prefills, contexts))
+            await asyncio.sleep(max(0.0, start + seconds - time.monotonic()))
+            sampled = [*plan.decodes, *(chunk.request_id for chunk in plan.prefills if chunk.is_last)]
+            finished = {one.request_id for one in core.complete(StepResult(plan.step), time.monotonic())}
+            for name in sampled:
+                self._streams[name].put_nowait(name in finished)
+
+
+@contextmanager
+def fake_engine(step_time: StepTime, limits: SchedulerConfig) -> Iterator[str]:
+    """Serves a fake engine; gives its base URL. A prompt "fail" gets an error."""
+    with running(_Stepping(step_time, limits)) as (engine,):
+        yield f"{engine.url}/v1"

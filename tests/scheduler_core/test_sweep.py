@@ -1,7 +1,5 @@
 """Sweeps: cells and their keys, resumption, and the search for a capacity."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import os
@@ -46,8 +44,7 @@ VARY: dict[str, list[Any]] = {"policy": ["fcfs", "sjf"], "load": [0.5, 1.0]}
 
 def test_a_grid_has_every_combination_with_every_seed() -> None:
     cells = grid(BASE, VARY | {"scheduler.batching": ["chunked_prefill", "vllm"]}, range(3))
-    assert len(cells) == 2 * 2 * 2 * 3
-    assert len({cell.key() for cell in cells}) == len(cells)
+    assert len(cells) == len({cell.key() for cell in cells}) == 2 * 2 * 2 * 3
     first = cells[-1]
     assert first.config.policy == "sjf"
     assert (first.config.scheduler.batching, first.config.load, first.config.seed) == ("vllm", 1.0, 2)
@@ -66,15 +63,11 @@ def test_a_bound_stands_beside_policies_with_a_live_predictor() -> None:
 @pytest.mark.parametrize(
     ("vary", "named"),
     [
-        ({"polcy": ["fcfs"]}, "setting polcy"),
-        ({"seed": [1]}, "vary"),
+        ({"polcy": ["fcfs"]}, "setting polcy"), ({"seed": [1]}, "vary"),
         ({"load": [0.5], "scheduler.max_num_seqs": [4, 8]}, "load"),
-        (
-            {"policy": ["fcfs", "srpt"], "scheduler.batching": ["chunked_prefill", "orca"]},
-            "policy under Orca",
-        ),
+        ({"policy": ["fcfs", "srpt"], "scheduler.batching": ["chunked_prefill", "orca"]}, "policy under Orca"),
     ],
-)
+)  # fmt: skip
 def test_wrong_grids_are_named(vary: Mapping[str, Sequence[Any]], named: str) -> None:
     with pytest.raises(InputError) as caught:
         grid(BASE, vary, range(1))
@@ -102,9 +95,7 @@ def test_the_key_changes_with_configuration_and_with_files(tmp_path: Path) -> No
     assert cell.key() != before
 
 
-def test_a_killed_sweep_goes_on_and_does_nothing_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_sweep_goes_on_and_does_none_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells, store = grid(BASE, VARY, range(2)), CellStore(tmp_path)
     done: list[str] = []
     real = sweep.simulate_cell
@@ -123,12 +114,10 @@ def test_a_killed_sweep_goes_on_and_does_nothing_twice(
     monkeypatch.setattr(sweep, "simulate_cell", lambda cell: (done.append(cell.key()), real(cell))[1])
     results = run_cells(cells, store, progress=told.append)
     assert sorted(done) == sorted(cell.key() for cell in cells), "each once"
-    assert sum(told) == len(cells)
-    assert told[0] == 3
+    assert (sum(told), told[0]) == (len(cells), 3)
     assert [one["settings"] for one in results] == [dict(cell.settings) for cell in cells]
     again = run_cells(cells, store)
-    assert again == results
-    assert len(done) == len(cells)
+    assert (again, len(done)) == (results, len(cells))
 
 
 @pytest.mark.slow
@@ -150,11 +139,9 @@ def test_a_ray_cluster_gives_what_one_process_gives_and_goes_on_after_a_kill(tmp
     script.write_text(RAY_SCRIPT)
     killed = subprocess.run(
         [sys.executable, str(script), str(tmp_path / "b")],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
-        capture_output=True,
-        timeout=300,
-        check=False,
-    )
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}, capture_output=True,
+        timeout=300, check=False,
+    )  # fmt: skip
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "b").iterdir()}
     assert 3 <= len(kept) < len(cells)
@@ -196,9 +183,7 @@ def test_a_ray_cluster_that_is_there_is_used_and_left_as_it_is(tmp_path: Path) -
         ray.shutdown()
 
 
-def test_ray_that_is_missing_nowhere_or_not_asked_for_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ray_missing_nowhere_or_not_wanted_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = grid(BASE, {"policy": ["fcfs"]}, range(1))
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
@@ -208,12 +193,10 @@ def test_ray_that_is_missing_nowhere_or_not_asked_for_is_named(
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtraError, match=r"tailcast\[ray\]"):
         run_cells(cells, CellStore(tmp_path), SweepWorkers(ray=True))
-    for options, named in (
-        ({"ray": True, "workers": 2}, "workers"),
-        ({"ray_address": address}, "ray_address"),
-    ):
-        with pytest.raises(InputError, match=named):
-            SweepWorkers(**options)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="workers"):
+        SweepWorkers(ray=True, workers=2)
+    with pytest.raises(InputError, match="ray_address"):
+        SweepWorkers(ray_address=address)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"key": "x", "schema": "tailcast.cell/1"}'])

@@ -3,8 +3,6 @@
 The whole reference runs are checked where the environment variable TAILCAST_VIDUR_RUNS names their folder.
 """
 
-from __future__ import annotations
-
 import csv
 import os
 from dataclasses import replace
@@ -70,17 +68,14 @@ def test_memory_and_restarts_are_those_of_an_independent_loop(given: dict[str, s
     case = replace(case, limits=limits_of(given, num_blocks))
     requests = [(row.arrival_s, row.prompt_tokens, row.output_tokens) for row in case.trace.requests]
     kind = given["replica_scheduler_config_type"]
-    budget = 512 if kind == "sarathi" else 4096
-    expected = plain_vidur_loop.simulate(
-        requests, table, scheduler=kind, budget=budget, num_blocks=num_blocks
-    )
+    options = {"budget": 512 if kind == "sarathi" else 4096, "num_blocks": num_blocks}
+    expected = plain_vidur_loop.simulate(requests, table, scheduler=kind, **options)
     out = simulate(case, table)
     for record in out.records:
         times = expected[int(record.request_id)]
         assert (record.first_token_s, record.finish_s) == pytest.approx(times, abs=1e-9)
     restarts = sum(record.num_preemptions for record in out.records)
-    assert len(out.records) == len(requests)
-    assert (restarts > 3) == (num_blocks < 1000)
+    assert (len(out.records), restarts > 3) == (len(requests), num_blocks < 1000)
 
 
 def dense() -> dict[str, Any]:

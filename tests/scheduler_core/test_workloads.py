@@ -1,7 +1,5 @@
 """Traces in three formats, the wrong ones named by row and column, and drawn workloads: their laws, and the same for a seed."""
 
-from __future__ import annotations
-
 import io
 import json
 from dataclasses import replace
@@ -55,8 +53,7 @@ def test_all_formats_give_the_same_requests_sorted_by_arrival(suffix: str, tmp_p
     assert (first.request_id, second.request_id) == ("a", "b")
     assert (second.arrival_s, second.prompt_tokens, second.output_tokens, second.max_tokens) == (2.5, 7, 3, 9)
     assert (second.prompt, second.prompt_id) == ('Hi, you\n"there"', "p1")
-    assert first.prompt == "Hö"
-    assert second.prediction == LengthPrediction(1.0, 0.5, 3.5)
+    assert (first.prompt, second.prediction) == ("Hö", LengthPrediction(1.0, 0.5, 3.5))
     assert first.prediction is None
     assert len(trace.sha256) == 64
 
@@ -65,19 +62,11 @@ def test_all_formats_give_the_same_requests_sorted_by_arrival(suffix: str, tmp_p
 @pytest.mark.parametrize(
     ("column", "value"),
     [
-        ("output_tokens", 0),
-        ("output_tokens", 10),
-        ("arrival_s", -1.0),
-        ("arrival_s", None),
-        ("request_id", ""),
-        ("request_id", "b"),
-        ("mu", float("inf")),
-        ("mu", 3.0),
+        ("output_tokens", 0), ("output_tokens", 10), ("arrival_s", -1.0), ("arrival_s", None),
+        ("request_id", ""), ("request_id", "b"), ("mu", float("inf")), ("mu", 3.0),
     ],
-)
-def test_a_wrong_value_is_named_with_row_and_column(
-    suffix: str, column: str, value: object, tmp_path: Path
-) -> None:
+)  # fmt: skip
+def test_wrong_values_have_row_and_column(suffix: str, column: str, value: object, tmp_path: Path) -> None:
     rows = [GOOD[0], {**GOOD[1], column: value}]
     with pytest.raises(InputError, match=rf"row \d.*({column}|sigma)"):
         load_trace(write(tmp_path / f"trace{suffix}", rows))
@@ -94,17 +83,11 @@ def test_a_wrong_value_is_named_with_row_and_column(
         ({"max_tokens": 10**400}, "column max_tokens"),
         ({"tier": 100}, "column tier: got 100; allowed: integers from 0 to 99"),
         ({"prefix_tokens": 7}, "column prefix_tokens: got 7; allowed: integers from 0 to 6"),
-        ({"ttft_slo_s": 0}, "ttft_slo_s of request b: got 0"),
-        ({"sigma": -1.0}, "predicted sigma: got -1"),
-        (
-            {"max_tokens": None},
-            "column max_tokens: .*; or default_max_tokens for requests without max_tokens",
-        ),
+        ({"ttft_slo_s": 0}, "ttft_slo_s of request b: got 0"), ({"sigma": -1.0}, "predicted sigma: got -1"),
+        ({"max_tokens": None}, "column max_tokens: .*; or default_max_tokens for requests without max_tokens"),
     ],
-)
-def test_values_that_have_no_place_in_a_simulation(
-    change: dict[str, Any], named: str, tmp_path: Path
-) -> None:
+)  # fmt: skip
+def test_values_that_have_no_place_in_simulations(change: dict[str, Any], named: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=f"row 1.*{named}"):
         load_trace(write(tmp_path / "trace.jsonl", [GOOD[0] | change]))
 
@@ -115,9 +98,7 @@ def test_requests_without_max_tokens_get_the_default_and_only_they(suffix: str, 
     path = write(tmp_path / f"trace{suffix}", [GOOD[0], without | {"max_tokens": None}])
     limits = {row.request_id: row.max_tokens for row in load_trace(path, default_max_tokens=40).requests}
     assert limits == {"a": 40, "b": 9}
-    with pytest.raises(
-        InputError, match=r"column output_tokens: got '?9'?; allowed: .* default_max_tokens = 8$"
-    ):
+    with pytest.raises(InputError, match=r"output_tokens: got '?9'?; allowed: .* default_max_tokens = 8$"):
         load_trace(path, default_max_tokens=8)
     column = write(tmp_path / f"column{suffix}", [without])
     assert load_trace(column, default_max_tokens=40).requests[0].max_tokens == 40
@@ -166,9 +147,7 @@ def _parquet(**changes: Any) -> bytes:
         ("none.jsonl", None, "existing file"),
     ],
 )  # fmt: skip
-def test_a_file_that_would_be_read_as_something_else_is_named(
-    name: str, content: bytes | None, named: str, tmp_path: Path
-) -> None:
+def test_files_read_as_something_else(name: str, content: bytes | None, named: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     for read in (load_trace, lambda path: read_lengths(str(path))):
@@ -178,8 +157,7 @@ def test_a_file_that_would_be_read_as_something_else_is_named(
 
 def test_poisson_arrivals_have_the_rate_and_the_seed() -> None:
     trace = random_trace(4000)
-    drawn = trace.with_poisson_arrivals(5.0, np.random.default_rng(3))
-    again = trace.with_poisson_arrivals(5.0, np.random.default_rng(3))
+    drawn, again = (trace.with_poisson_arrivals(5.0, np.random.default_rng(3)) for _ in range(2))
     assert drawn == again
     gaps = np.diff([0.0, *(row.arrival_s for row in drawn.requests)])
     assert gaps.mean() == pytest.approx(0.2, abs=4 * 0.2 / 4000**0.5)
@@ -202,12 +180,11 @@ SHORT = Lengths(prompt=TokenDistribution(low=1, high=20), output=TokenDistributi
 @pytest.mark.parametrize(
     ("arrivals", "cv", "rate"),
     [
-        (Arrivals(rate_rps=4.0), 1.0, 4.0),
-        (Arrivals(process="gamma", rate_rps=4.0, cv=3.0), 3.0, 4.0),
+        (Arrivals(rate_rps=4.0), 1.0, 4.0), (Arrivals(process="gamma", rate_rps=4.0, cv=3.0), 3.0, 4.0),
         # Vidur's Poisson: no gap above 3 means, so that the rate is 1 / (1 - exp(-3)) times the nominal one.
         (Arrivals(rate_rps=4.0, max_gap_ratio=3.0), None, 4.0 / (1 - np.exp(-3))),
     ],
-)
+)  # fmt: skip
 def test_gaps_have_their_mean_and_variation(arrivals: Arrivals, cv: float | None, rate: float) -> None:
     gaps = np.diff(arrivals.times(20_000, np.random.default_rng(1)), prepend=0.0)
     assert gaps.mean() == pytest.approx(1 / rate, abs=4 * (cv or 1.0) / rate / 20_000**0.5)
@@ -219,13 +196,11 @@ def test_gaps_have_their_mean_and_variation(arrivals: Arrivals, cv: float | None
 
 def test_a_day_has_its_peak_in_the_first_quarter() -> None:
     """Rate 1 + swing sin(2 pi t / P): over the first half 1 + 2 swing / pi of the mean."""
-    times = Arrivals(process="diurnal", rate_rps=5.0, period_s=100.0, swing=0.8).times(
-        20_000, np.random.default_rng(2)
-    )
+    arrivals = Arrivals(process="diurnal", rate_rps=5.0, period_s=100.0, swing=0.8)
+    times = arrivals.times(20_000, np.random.default_rng(2))
     assert np.all(np.diff(times) >= 0)
     assert 20_000 / times[-1] == pytest.approx(5.0, rel=0.03)
-    first_half = np.mean(times % 100 < 50)
-    assert first_half == pytest.approx(0.5 * (1 + 1.6 / np.pi), abs=0.02)
+    assert np.mean(times % 100 < 50) == pytest.approx(0.5 * (1 + 1.6 / np.pi), abs=0.02)
 
 
 def test_spikes_come_together_and_have_every_size() -> None:
@@ -254,8 +229,7 @@ def test_buckets_and_log_t() -> None:
     assert np.mean(draws < 128) == pytest.approx(0.75, abs=0.015)
     assert (draws.min(), draws.max()) == (64, 512)
     tokens = TokenDistribution(kind="log_t", mu=5.0, sigma=0.5, high=1000).draw(20_000, rng)
-    assert np.median(tokens) == pytest.approx(np.exp(5.0), rel=0.03)
-    assert tokens.max() == 1000
+    assert (np.median(tokens), tokens.max()) == (pytest.approx(np.exp(5.0), rel=0.03), 1000)
 
 
 def test_fractions_of_tiers_are_those_of_the_paper_and_its_code() -> None:
@@ -343,7 +317,7 @@ def test_answers_from_fitted_laws_carry_them_as_predictions(tmp_path: Path) -> N
     assert (rows[0].prediction.mu, rows[0].prediction.nu) == (4.0, 3.5)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+@SUFFIXES
 def test_a_written_trace_reads_back(suffix: str, tmp_path: Path) -> None:
     workload = Workload(num_requests=60, lengths=SHORT, classes=CLASSES, sessions=Sessions(mean_turns=2))
     trace = workload.trace(1)

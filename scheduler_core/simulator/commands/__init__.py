@@ -1,7 +1,5 @@
 """The command `simulate`: its sub-commands, one module each, and what they have in common."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`simulate capacity`: the highest load that meets targets, by bisection with confidence intervals over seeds."""
 
-from __future__ import annotations
-
 import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -68,10 +66,9 @@ class CapacityConfig(BaseConfig):
 def find_capacity(config: CapacityConfig, simulate: Simulate) -> dict[str, Any]:
     """Bisects between `low`, which must meet the targets, and `high`, which must not, else `InputError`.
 
-    Returns:
-        `level`: the highest that meets the targets; `failing`: the lowest that does not; `probes`: all that were tried, in
-        order, each with its `level`; `meets`: whether the targets were met; `clear`: whether the confidence intervals
-        decided, else the means did; `estimates`: by metric, the interval over seeds.
+    The result has `level`: the highest that meets the targets; `failing`: the lowest that does not; `probes`: all that were
+    tried, in order, each with its `level`; `meets`: whether the targets were met; `clear`: whether the confidence intervals
+    decided, else the means did; `estimates`: by metric, the interval over seeds.
     """
     probes: list[dict[str, Any]] = []
     for name, level, should_meet in (("low", config.low, True), ("high", config.high, False)):

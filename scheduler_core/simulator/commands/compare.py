@@ -1,7 +1,5 @@
 """`simulate compare`: runs of the same requests, each with the first: every metric seed against seed, and request by request."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """`simulate run`: one policy on one workload, with one or more seeds."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -25,9 +23,8 @@ from scheduler_core.simulator.records import LATENCIES, SCHEMA, request_columns
 from scheduler_core.simulator.run import SimulationResult, prepare_predictions, prepare_trace, run_simulation
 from scheduler_core.simulator.step_time import rad_bounds
 from scheduler_core.simulator.tables import Columns, check_table_path, write_table
-from scheduler_core.simulator.token_gaps import GAP_CLASS
 from scheduler_core.simulator.trace import Trace
-from scheduler_core.simulator.watch import STEPS_SCHEMA, RunWatch, StepTable
+from scheduler_core.simulator.watch import GAP_CLASS, STEPS_SCHEMA, RunWatch, StepTable
 from scheduler_core.statistics import FloatArray, over_seeds
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,5 @@
 """Entry point of the command `simulate`."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`simulate sweep`: policies x loads x other settings x seeds, as tables and a page."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -101,7 +99,7 @@ def run(config: SweepConfig) -> None:
     with progress_bar(len(cells), "simulating", "cell") as bar:
         results = run_cells(cells, store, config, bar.update)
     shared_folder(folder, "sweep", _RESULTS)
-    for name, rows in (("cells", [cell_row(one) for one in results]), ("points", point_rows(results))):
+    for name, rows in (("cells", [*map(cell_row, results)]), ("points", point_rows(results))):
         write_table(columns_of(rows), folder / f"{name}.parquet", f"tailcast.sweep_{name}/1", "out")
     write_json(folder / "config.json", asdict(config))
     write_sweep_page(results, folder / "report.html")

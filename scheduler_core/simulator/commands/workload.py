@@ -1,7 +1,5 @@
 """`simulate workload`: a trace drawn from a description, to look at or to use elsewhere."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from scheduler_core.ranges import INTEGERS, check_ranges

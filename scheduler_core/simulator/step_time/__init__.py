@@ -1,7 +1,5 @@
 """Models of step times by name, and what follows from one: isolated latencies and the saturation rate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,10 +32,8 @@ STEP_TIMES: dict[str, Callable[..., StepTime]] = {
 def make_step_time(name: str, parameters: Mapping[str, Any] | None = None) -> StepTime:
     """A model of step times; `InputError` if its name or a parameter is unknown or missing, or a value is outside its range.
 
-    Args:
-        name: linear; quadratic (a setting of the paper with {preset: a100-4b}, or its constants); staircase; roofline
-            ({model: ..., gpu: ...}); table ({directory: ..., num_layers: ...}, see `read_operator_table`).
-        parameters: Values of its parameters; the others keep their defaults.
+    `name` is linear; quadratic (a setting of the paper with {preset: a100-4b}, or its constants); staircase; roofline
+    ({model: ..., gpu: ...}); table ({directory: ..., num_layers: ...}, see `read_operator_table`).
     """
     check_choice("step time", name, STEP_TIMES)
     try:
@@ -89,14 +85,10 @@ def saturation_rate_rps(trace: Trace, config: SchedulerConfig, step_time: StepTi
 
 @dataclass(frozen=True, slots=True)
 class RadBounds:
-    """What RAD's theorems say of requests on an engine (Bari et al., theorems 1 and 2).
-
-    Attributes:
-        expected_s: T_R, mean engine time of a request at optimal tiling; above a rate of 1 / T_R every policy is unstable.
-        longest_s: T_max, the longest such time of one request.
-        num_per_cycle: The smallest n of batch former "rad" that is stable at every load up to 1 - epsilon:
-            n > (t_col - 1) T_max / (epsilon T_R).
-    """
+    """What RAD's theorems say of requests on an engine (Bari et al., theorems 1 and 2): T_R, the mean engine time of a
+    request at optimal tiling, above a rate of 1 / T_R every policy is unstable; T_max, the longest such time of one request;
+    and the smallest n of batch former "rad" that is stable at every load up to 1 - epsilon: n > (t_col - 1) T_max / (epsilon
+    T_R)."""
 
     expected_s: float
     longest_s: float

@@ -4,8 +4,6 @@ In a run the end of the k-th step is a function of the start and k alone, so tha
 once gives the same times to the last bit.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
@@ -251,9 +249,8 @@ class LinearStepTime:
     def __post_init__(self) -> None:
         check_ranges(self, **{item.name: (0, MAX_STEP_S) for item in fields(self)})
         if self.base_s + min(self.per_prefill_token_s, self.per_decode_s) < MIN_STEP_S:
-            raise InputError(
-                "base_s", self.base_s, f"seconds >= {MIN_STEP_S:g}, if the time per token is less"
-            )
+            allowed = f"seconds >= {MIN_STEP_S:g}, if the time per token is less"
+            raise InputError("base_s", self.base_s, allowed)
 
     def step_s(self, work: StepWork) -> float:
         """See `StepTime`."""

@@ -4,8 +4,6 @@ Source: Agrawal et al. 2024, "Vidur: A Large-Scale Simulation Framework for LLM 
 rounding as in its code (microsoft/vidur @ 7d47513).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,16 +19,9 @@ from scheduler_core.table_files import import_pyarrow
 
 #: Operators whose time depends on the number of tokens, rounded up to a multiple of 8, and which every profile has.
 TOKEN_OPERATORS = (
-    "attn_pre_proj",
-    "attn_post_proj",
-    "attn_rope",
-    "mlp_up_proj",
-    "mlp_down_proj",
-    "mlp_act",
-    "input_layernorm",
-    "post_attention_layernorm",
-    "add",
-)
+    "attn_pre_proj", "attn_post_proj", "attn_rope", "mlp_up_proj", "mlp_down_proj", "mlp_act", "input_layernorm",
+    "post_attention_layernorm", "add",
+)  # fmt: skip
 #: Cache sizes and numbers of tokens are rounded up to multiples of these.
 KV_STEP, TOKEN_STEP = 64, 8
 #: Time of a collective in addition to its profile, as in Vidur.
@@ -146,10 +137,9 @@ def read_operator_table(
 ) -> OperatorTable:
     """Reads one file per operator.
 
-    `<operator>` with columns num_tokens, prediction for those of `TOKEN_OPERATORS` and attn_kv_cache_save, and all_reduce
-    if there is tensor parallelism; attn_decode with batch_size, kv_cache_size, prediction; attn_prefill with kv_cache_size,
-    prefill_chunk_size_squared, prediction. `prediction` is the time of one layer in milliseconds; other columns may
-    follow.
+    `<operator>` with columns num_tokens, prediction for those of `TOKEN_OPERATORS` and attn_kv_cache_save, and all_reduce if
+    there is tensor parallelism; attn_decode with batch_size, kv_cache_size, prediction; attn_prefill with kv_cache_size,
+    prefill_chunk_size_squared, prediction. `prediction` is the time of one layer in milliseconds; other columns may follow.
 
     Args:
         directory: Folder of the files. Sizes that a table lacks are an error when they are needed.

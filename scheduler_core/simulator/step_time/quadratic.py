@@ -1,7 +1,5 @@
 """Step times of "Semantic Scheduling for LLM Inference": quadratic prefill, decode that grows with the context."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Step times from data sheets: work over the device's peak, computing or reading, whichever takes longer."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -127,16 +125,9 @@ class RooflineStepTime:
     def __post_init__(self) -> None:
         check_choice("model", self.model, MODELS)
         check_choice("gpu", self.gpu, GPUS)
-        check_ranges(
-            self,
-            tensor_parallel=(1, 2**31),
-            compute_efficiency=(POSITIVE, 1),
-            memory_efficiency=(POSITIVE, 1),
-            overhead_s=(0, FINITE),
-            collective_s=(0, FINITE),
-            link_bytes_per_s=(POSITIVE, math.inf),
-            host_bytes_per_s=(POSITIVE, math.inf),
-        )
+        check_ranges(self, tensor_parallel=(1, 2**31), overhead_s=(0, FINITE), collective_s=(0, FINITE))
+        check_ranges(self, compute_efficiency=(POSITIVE, 1), memory_efficiency=(POSITIVE, 1))
+        check_ranges(self, link_bytes_per_s=(POSITIVE, math.inf), host_bytes_per_s=(POSITIVE, math.inf))
 
     @property
     def size(self) -> ModelSize:

@@ -1,7 +1,5 @@
 """Step times that rise in steps of a matrix tile: RAD's model of a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 

@@ -1,19 +1,15 @@
 """Arrival processes: Poisson, Gamma (bursty), diurnal, in spikes, all at once, or those of a trace."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
 from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges
 from scheduler_core.simulator.trace import MAX_TIME_S
-
-FloatArray = NDArray[np.float64]
+from scheduler_core.statistics import FloatArray
 
 Process = Literal["poisson", "gamma", "diurnal", "spikes", "at_once", "trace"]
 
@@ -23,10 +19,9 @@ class Arrivals:
     """When requests arrive. The same seed at another rate gives the same arrivals faster or slower."""
 
     process: Process = "poisson"
-    """poisson (independent exponential gaps); gamma (gaps of any coefficient of variation: bursty above 1); diurnal
-    (Poisson whose rate swings with a period); spikes (every gap_s a random number of requests at the same time);
-    at_once (all at time 0: offline work); trace (those of the file that the lengths come from, faster or slower if
-    a rate is given)."""
+    """poisson (independent exponential gaps); gamma (gaps of any coefficient of variation: bursty above 1); diurnal (Poisson
+    whose rate swings with a period); spikes (every gap_s a random number of requests at the same time); at_once (all at time
+    0: offline work); trace (those of the file that the lengths come from, faster or slower if a rate is given)."""
     rate_rps: float | None = None
     """Mean arrivals per second. Unset: 1 for the drawn processes, the trace's own rate for trace, what gap_s and
     max_burst give for spikes."""
@@ -47,16 +42,9 @@ class Arrivals:
 
     def __post_init__(self) -> None:
         check_choice("process", self.process, get_args(Process))
-        check_ranges(
-            self,
-            rate_rps=(POSITIVE, FINITE),
-            cv=(1e-6, 1000.0),
-            period_s=(1e-6, MAX_TIME_S),
-            swing=(0.0, 1.0),
-            gap_s=(1e-6, MAX_TIME_S),
-            max_burst=(1, 1_000_000),
-            max_gap_ratio=(POSITIVE, FINITE),
-        )
+        check_ranges(self, rate_rps=(POSITIVE, FINITE), cv=(1e-6, 1000.0), max_gap_ratio=(POSITIVE, FINITE))
+        check_ranges(self, period_s=(1e-6, MAX_TIME_S), swing=(0.0, 1.0))
+        check_ranges(self, gap_s=(1e-6, MAX_TIME_S), max_burst=(1, 1_000_000))
 
     def times(self, num: int, rng: np.random.Generator) -> FloatArray:
         """Arrival times in seconds, ascending; shape [num]. Not of process trace, whose times stand in a file."""

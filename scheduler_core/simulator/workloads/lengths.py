@@ -1,7 +1,5 @@
 """Lengths of prompts and outputs: from distributions, or from the rows of a trace or of fitted distributions."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,9 +15,9 @@ from scheduler_core.files import existing_file
 from scheduler_core.predictions import LengthPrediction
 from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges
 from scheduler_core.simulator.trace import MAX_TIME_S, MAX_TOKENS
+from scheduler_core.statistics import FloatArray
 from scheduler_core.table_files import file_rows
 
-FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 #: Longest output drawn from a fitted distribution when the workload sets no max_tokens.

@@ -1,20 +1,18 @@
 """A workload: a description of requests, their classes, tiers and conversations, and the trace drawn by a seed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
 from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges
 from scheduler_core.request import MAX_TIERS
 from scheduler_core.simulator.trace import MAX_TIME_S, MAX_TOKENS, Trace, TraceRequest
-from scheduler_core.simulator.workloads.arrivals import Arrivals, FloatArray, at_rate, check_rate
+from scheduler_core.simulator.workloads.arrivals import Arrivals, at_rate, check_rate
 from scheduler_core.simulator.workloads.lengths import IntArray, Lengths, TokenDistribution, read_lengths
+from scheduler_core.statistics import FloatArray
 
 #: A request takes about half a kilobyte.
 MAX_REQUESTS = 100_000_000
@@ -28,7 +26,7 @@ _ENTERPRISE = {
 _GAUSSIAN_RELEASED = {2: (0.3, 0.7), 3: (0.15, 0.70, 0.15), 5: (0.05, 0.2, 0.5, 0.2, 0.05)}
 
 
-def tier_weights(mix: str, num_tiers: int) -> NDArray[np.float64]:
+def tier_weights(mix: str, num_tiers: int) -> FloatArray:
     """Fraction of requests of each tier, the most urgent first; shape [K], of sum 1 (multi-tier paper, section 4.2).
 
     - uniform: 1/K each.
@@ -109,13 +107,8 @@ class Sessions:
     """A conversation ends before a turn whose prompt (all previous turns and the new text) would be longer."""
 
     def __post_init__(self) -> None:
-        check_ranges(
-            self,
-            mean_turns=(1.0, FINITE),
-            max_turns=(1, MAX_REQUESTS),
-            mean_think_time_s=(0, MAX_TIME_S),
-            max_prompt_tokens=(1, MAX_TOKENS),
-        )
+        check_ranges(self, mean_turns=(1.0, FINITE), max_turns=(1, MAX_REQUESTS))
+        check_ranges(self, mean_think_time_s=(0, MAX_TIME_S), max_prompt_tokens=(1, MAX_TOKENS))
 
     def conversations(self, rows: list[TraceRequest], rng: np.random.Generator) -> list[TraceRequest]:
         """Turns, conversation by conversation, until all rows are used.

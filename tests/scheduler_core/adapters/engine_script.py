@@ -6,8 +6,6 @@ With "pipelined" there is no model, but one that only counts: vLLM executes noth
 why), but its scheduler can be driven so. Each step is planned before the one before it has its tokens, as on GPUs.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -4,8 +4,6 @@
 A prompt "w7 w7 ..." is predicted to be answered with 7 tokens.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 

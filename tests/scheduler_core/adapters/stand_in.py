@@ -3,8 +3,6 @@
 The real thing is run by test_vllm_engine.py; this is for what one wants to see step by step.
 """
 
-from __future__ import annotations
-
 from abc import ABCMeta, abstractmethod
 from collections import deque
 from dataclasses import dataclass, field
@@ -14,17 +12,9 @@ from typing import Any
 
 #: The methods of vLLM 0.32's v1/core/sched/request_queue.py.
 QUEUE_METHODS = [
-    "add_request",
-    "pop_request",
-    "peek_request",
-    "prepend_request",
-    "prepend_requests",
-    "remove_request",
-    "remove_requests",
-    "__bool__",
-    "__len__",
-    "__iter__",
-]
+    "add_request", "pop_request", "peek_request", "prepend_request", "prepend_requests", "remove_request",
+    "remove_requests", "__bool__", "__len__", "__iter__",
+]  # fmt: skip
 RequestQueue = ABCMeta(
     "RequestQueue", (), {name: abstractmethod(lambda self: None) for name in QUEUE_METHODS}
 )

@@ -1,7 +1,5 @@
 """The arithmetic and the tables of the benchmarks of live engines, on runs whose numbers are known."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -15,13 +13,7 @@ import pytest
 
 from benchmarks.routing import Chat, rounds, table
 from benchmarks.vllm_runs.plan import BURSTS, Cell, asks, cells
-from benchmarks.vllm_runs.results import (
-    CLOCK,
-    interval,
-    measured_capacity,
-    run_metrics,
-    window_throughput,
-)
+from benchmarks.vllm_runs.results import CLOCK, interval, measured_capacity, run_metrics, window_throughput
 from scheduler_core.errors import InputError
 
 
@@ -65,10 +57,7 @@ def test_table_by_hand() -> None:
     runs = {"random": [np.full(6, 2.0), np.full(6, 4.0)], "least busy": [np.full(6, 1.0), np.full(6, 2.0)]}
     lines = table(runs).splitlines()
     assert len(lines) == 4
-    assert (
-        lines[2]
-        == "| random | 3.00 | 3.00 | 3.00 | 3.00 | 3.00 | 3.00 | 1 | 1 | 2.00 ± 0.00 | 2.00 ± 0.00 | 2.00 ± 0.00 |"
-    )
+    assert lines[2] == "| random |" + 6 * " 3.00 |" + " 1 | 1 |" + 3 * " 2.00 ± 0.00 |"
     assert lines[3].startswith("| least busy | 1.50 |")
     assert lines[3].endswith("| 0.50 ± 0.00 | 0.50 ± 0.00 | 1 | 1 | 1 |")
     one = table({side: results[:1] for side, results in runs.items()}).splitlines()
@@ -110,8 +99,7 @@ async def test_rounds_go_on_after_a_failure(tmp_path: Path) -> None:
     runs, capacity_rps = await rounds(options(tmp_path), sides())
     assert {side: len(results) for side, results in runs.items()} == {"first": 1, "least busy": 1}
     lines = (tmp_path / "runs.jsonl").read_text().splitlines()
-    assert lines[: len(finished)] == finished
-    assert len(lines) == 3
+    assert (lines[: len(finished)], len(lines)) == (finished, 3)
     assert json.loads(lines[0])["capacity_rps"] == capacity_rps
     assert sides.num_sent["least busy"] == 6 + 6  # its warm-up and its run
     again = Sides()

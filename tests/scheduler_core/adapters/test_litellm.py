@@ -1,7 +1,5 @@
 """The routing strategy in the real LiteLLM Router, in front of two engines that speak the OpenAI API."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json
@@ -30,9 +28,9 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),  # LiteLLM's queue of callbacks belongs to the first loop
 ]
 
-CHAT: dict[str, Any] = {
-    "model": "m", "messages": [{"role": "user", "content": "hello there"}], "max_tokens": 50
-}  # fmt: skip
+Session = aiohttp.ClientSession
+MESSAGES = [{"role": "user", "content": "hello there"}]
+CHAT: dict[str, Any] = {"model": "m", "messages": MESSAGES, "max_tokens": 50}
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -44,18 +42,18 @@ async def engines() -> AsyncIterator[list[FakeEngine]]:
         yield [first, second]
 
 
+def model_list(engines: list[FakeEngine], model: str, **more: str) -> list[dict[str, Any]]:
+    """One deployment of the model m on each engine."""
+    given = [{"model": model, "api_base": f"{engine.url}/v1", **more} for engine in engines]
+    ids = ({"id": str(number)} for number in range(len(engines)))
+    return [{"model_name": "m", "litellm_params": one, "model_info": next(ids)} for one in given]
+
+
 @pytest_asyncio.fixture(loop_scope="module")
 async def strategy(engines: list[FakeEngine]) -> AsyncIterator[Any]:
     from scheduler_core.adapters.litellm import TailcastStrategy
 
-    deployments = [
-        {
-            "model_name": "m",
-            "litellm_params": {"model": "openai/m", "api_base": f"{engine.url}/v1", "api_key": "x"},
-            "model_info": {"id": str(number)},
-        }
-        for number, engine in enumerate(engines)
-    ]
+    deployments = model_list(engines, "openai/m", api_key="x")
     strategy = TailcastStrategy(litellm.Router(model_list=deployments, num_retries=2), RoutingSettings())
     strategy.install()
     yield strategy
@@ -107,9 +105,7 @@ async def test_cancelled_requests_are_forgotten(strategy: Any) -> None:
     assert await ended(strategy) == {}
 
 
-async def test_an_engine_that_is_killed_under_load_loses_no_request(
-    strategy: Any, engines: list[FakeEngine]
-) -> None:
+async def test_an_engine_killed_under_load_loses_no_request(strategy: Any, engines: list[FakeEngine]) -> None:
     """LiteLLM retries on the other one, and leaves the dead one out while it cools down."""
     sent = asyncio.gather(*(strategy.router.acompletion(**CHAT) for _ in range(10)))
     while strategy.routing.num_requests.get("1", 0) < 5:
@@ -121,9 +117,7 @@ async def test_an_engine_that_is_killed_under_load_loses_no_request(
     await engines[1].start()
 
 
-async def test_what_fails_everywhere_is_raised_and_forgotten(
-    strategy: Any, engines: list[FakeEngine]
-) -> None:
+async def test_a_failure_everywhere_is_raised_and_forgotten(strategy: Any, engines: list[FakeEngine]) -> None:
     for engine in engines:
         engine.script.behave = lambda number, body: error(400)  # type: ignore[attr-defined]
     with pytest.raises(litellm.BadRequestError):
@@ -133,8 +127,7 @@ async def test_what_fails_everywhere_is_raised_and_forgotten(
 
 async def test_a_deployment_that_is_deleted_is_forgotten(strategy: Any) -> None:
     await asyncio.gather(*(strategy.router.acompletion(**CHAT) for _ in range(4)))
-    assert await ended(strategy) == {}
-    assert set(strategy.routing.replica_ids) == {"0", "1"}
+    assert (await ended(strategy), set(strategy.routing.replica_ids)) == ({}, {"0", "1"})
     strategy.router.delete_deployment(id="1")
     await strategy.router.acompletion(**CHAT)
     assert strategy.routing.replica_ids == ["0"]
@@ -153,29 +146,17 @@ async def proxy(engines: list[FakeEngine], tmp_path: Path) -> AsyncIterator[aioh
     """LiteLLM's proxy in a process of its own, with jsq: a request goes to the first engine unless that has more."""
     pytest.importorskip("apscheduler", reason="needs litellm[proxy]")
     config = {
-        "model_list": [
-            {
-                "model_name": "m",
-                "litellm_params": {"model": "hosted_vllm/m", "api_base": f"{engine.url}/v1"},
-                "model_info": {"id": str(number)},
-            }
-            for number, engine in enumerate(engines)
-        ],
+        "model_list": model_list(engines, "hosted_vllm/m"),
         "litellm_settings": {"callbacks": ["scheduler_core.adapters.litellm.proxy_handler"]},
-        "router_settings": {"num_retries": 2, "cooldown_time": 1},
-        "general_settings": {"master_key": KEY},
-    }
+        "router_settings": {"num_retries": 2, "cooldown_time": 1}, "general_settings": {"master_key": KEY},
+    }  # fmt: skip
     (tmp_path / "config.yaml").write_text(json.dumps(config))
     (tmp_path / "routing.yaml").write_text(json.dumps({"router": "jsq"}))
     port = free_port()
     command = [str(Path(sys.executable).with_name("litellm")), "--config", str(tmp_path / "config.yaml")]
     environment = {"TAILCAST_ROUTING_CONFIG": str(tmp_path / "routing.yaml"), "PYTHONPATH": os.getcwd()}
-    with running(
-        [*command, "--host", "127.0.0.1", "--port", str(port)],
-        lambda: listens(port),
-        environment=environment,
-        timeout_s=600,
-    ):
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    with running(command, lambda: listens(port), environment=environment, timeout_s=600):
         async with aiohttp.ClientSession(
             f"http://127.0.0.1:{port}", headers={"Authorization": f"Bearer {KEY}"}
         ) as session:
@@ -183,11 +164,7 @@ async def proxy(engines: list[FakeEngine], tmp_path: Path) -> AsyncIterator[aioh
 
 
 async def sent_to(
-    proxy: aiohttp.ClientSession,
-    engines: list[FakeEngine],
-    num: int,
-    path: str = "chat/completions",
-    **more: Any,
+    proxy: Session, engines: list[FakeEngine], num: int, path: str = "chat/completions", **more: Any
 ) -> list[int]:
     """Requests that each engine gets of `num`, sent at the same time; all have to succeed."""
     before = [len(engine.requests) for engine in engines]
@@ -204,9 +181,7 @@ async def sent_to(
 
 
 @pytest.mark.slow
-async def test_the_proxy_distributes_retries_and_forgets(
-    proxy: aiohttp.ClientSession, engines: list[FakeEngine]
-) -> None:
+async def test_the_proxy_retries_and_forgets(proxy: aiohttp.ClientSession, engines: list[FakeEngine]) -> None:
     """Equal numbers while requests are live, the first engine where none is: LiteLLM's own default chooses at random."""
 
     async def assert_that_none_is_live() -> None:
@@ -241,7 +216,6 @@ async def test_the_proxy_distributes_retries_and_forgets(
         await asyncio.sleep(0.01)
     await engines[1].stop()
     engines[1].script.delay_s = 0.2  # type: ignore[attr-defined]
-    assert await sent == [20, 10]
-    assert await sent_to(proxy, engines, 20) == [20, 0]
+    assert (await sent, await sent_to(proxy, engines, 20)) == ([20, 10], [20, 0])
     await engines[1].start()
     await assert_that_none_is_live()

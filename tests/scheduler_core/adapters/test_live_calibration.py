@@ -1,7 +1,5 @@
 """Online calibration of a process that serves: its file, its metrics, and what must not stop the process."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
@@ -82,9 +80,7 @@ def test_a_disk_that_refuses_stops_nothing(tmp_path: Path, caplog: pytest.LogCap
     assert "cannot be written" in caplog.text
 
 
-def test_predictions_without_a_length_and_impossible_lengths_are_left_out(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_no_length_and_impossible_lengths_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
     calibration = live(None)
     assert calibration.correct("m", None, 10) is None
     other = Prediction(point=PointPrediction(60.0))
@@ -97,9 +93,8 @@ def test_predictions_without_a_length_and_impossible_lengths_are_left_out(
     calibration.observe("m", PREDICTION, -1, 20, finished=True, max_tokens=None)
     calibration.publish()
     assert "prompt_tokens: got -1" in caplog.text
-    calibration.observe(
-        "m", PREDICTION, 10, 20, finished=True, max_tokens=5
-    )  # an engine that counts in another way
+    # An engine that counts in another way.
+    calibration.observe("m", PREDICTION, 10, 20, finished=True, max_tokens=5)
     calibration.publish()
     assert calibration.calibration.metrics("m")["num_outputs"] == 1
     calibration.close()
@@ -129,13 +124,11 @@ def test_the_metrics_before_and_after() -> None:
     calibration.close()
     assert registry.get_sample_value("tailcast_calibration_outputs", of_model) == 100
     assert registry.get_sample_value("tailcast_calibration_in_use", of_model) == 1
-    scores = {
-        which: registry.get_sample_value(
-            "tailcast_calibration_crps_log_tokens", of_model | {"predictions": which}
-        )
+    raw, corrected = (
+        registry.get_sample_value("tailcast_calibration_crps_log_tokens", of_model | {"predictions": which})
         for which in ("raw", "corrected")
-    }
-    assert 0 < (scores["corrected"] or 0) < 0.5 * (scores["raw"] or 0)
+    )
+    assert 0 < (corrected or 0) < 0.5 * (raw or 0)
     labels = of_model | {"predictions": "raw", "quantile": "p50"}
     assert registry.get_sample_value("tailcast_calibration_coverage", labels) == 0.0
 

@@ -1,7 +1,5 @@
 """Requests by replica kept from events, choices from them, and that nothing of a request is left once it has ended."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -109,8 +107,7 @@ def test_no_state_is_left_of_ended_requests(router: str, actions: list[tuple[str
         routing.finish(name)
     for replica_id in REPLICAS:
         routing.gone(replica_id)
-    assert routing.num_requests == {}
-    assert routing.replica_ids == []
+    assert (routing.num_requests, routing.replica_ids) == ({}, [])
     for state in ("_left", "_stats", "_sent"):
         assert not getattr(routing._router, state, None)
 
@@ -122,12 +119,9 @@ def test_prompts_are_read_from_mappings_and_objects() -> None:
         {"role": "assistant", "content": None},
     ]
     expected = RoutedPrompt(
-        text="system: Be brief.\nuser: Hello\nassistant: ",
-        user_text="Hello",
-        max_tokens=7,
-        temperature=0.0,
-        tier=0,
-    )
+        text="system: Be brief.\nuser: Hello\nassistant: ", user_text="Hello", max_tokens=7,
+        temperature=0.0, tier=0,
+    )  # fmt: skip
     body = {"messages": messages, "max_tokens": 9, "max_completion_tokens": 7, "temperature": 0}
     assert openai_prompt(body, {"tailcast_tier": 0}) == expected
     assert openai_prompt(SimpleNamespace(**body), {"tailcast_tier": 0}) == expected

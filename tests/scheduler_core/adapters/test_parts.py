@@ -1,7 +1,5 @@
 """Parts of the adapter: its queue, prompts as text, the predictor's thread, what is counted, the page for users."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from scheduler_core.adapters.prediction_thread import PredictionThread, PromptDe
 from scheduler_core.adapters.settings import EngineSettings
 from scheduler_core.adapters.vllm import PolicyQueue
 from scheduler_core.policies import make_policy
-from scheduler_core.predictor import PredictionEvent, PredictionRequest, PredictionStatus
+from scheduler_core.predictor import AsyncPredictor, PredictionEvent, PredictionRequest, PredictionStatus
 from scheduler_core.request import Phase, Request
 from tests.scheduler_core.adapters.length_reader import LengthReader, of_length, settle
 from tests.scheduler_core.adapters.stand_in import QUEUE_METHODS, FakeRequest
@@ -64,10 +62,9 @@ def test_the_first_is_always_the_one_of_the_smallest_key(actions: list[tuple[int
             assert order.leave(name) is not None
             inside.discard(name)
             known.pop(name, None)
-        assert len(queue) == len(inside)
-        assert {request.request_id for request in queue} == inside
+        assert (len(queue), {request.request_id for request in queue}) == (len(inside), inside)
         assert {name for name, request in live.items() if request in queue} == inside
-    order.waiting.validate()
+    order.waiting.validate(0.0, keys_are_fresh=False)
 
 
 def test_a_request_whose_prompt_was_cached_decodes_after_its_first_token() -> None:
@@ -108,10 +105,9 @@ class ChatTokenizer:
         ("<u>How far is it? <3<a>", "How far is it? <3", {}),
         ("<u>one<a>two<u>three<a>", "onetwothree", {}),  # a conversation is read whole
         ("plain text", "plain text", {}),  # a completion
-        ("<u>a <3<a>", "a <3", {"whole": True}),
-        ("<u>a<a>", "a", {"has_template": False}),
+        ("<u>a <3<a>", "a <3", {"whole": True}), ("<u>a<a>", "a", {"has_template": False}),
     ],
-)
+)  # fmt: skip
 def test_a_lone_user_message_is_read_as_it_stands(text: str, expected: str, options: dict[str, Any]) -> None:
     tokenizer = ChatTokenizer(has_template=options.pop("has_template", True))
     assert PromptDecoder(tokenizer, **options)(list(map(ord, text))) == expected
@@ -126,7 +122,7 @@ def start() -> Any:
     threads: list[PredictionThread] = []
 
     def start(predictor: Any, decode: Callable[[Sequence[int]], str] = lambda ids: f"w{ids[0]}") -> Any:
-        threads.append(PredictionThread(predictor, decode, max_batch=16))
+        threads.append(PredictionThread(AsyncPredictor(predictor, max_batch=16), decode))
         return threads[-1]
 
     yield start
@@ -207,9 +203,7 @@ def test_what_is_counted() -> None:
         ((0, 9), 4, "a", ""),  # its blocks are being written
     ],
 )
-def test_as_many_go_as_are_needed_and_no_more(
-    free: tuple[int, int], num_blocks: int, stuck: str, victims: str
-) -> None:
+def test_as_many_go_as_are_needed(free: tuple[int, int], num_blocks: int, stuck: str, victims: str) -> None:
     order = LiveOrder(make_policy("srpt"), 3)
     for name, tokens in (("a", 40), ("b", 30), ("c", 20), ("new", 5)):
         order.arrive(Request(request_id=name, arrival_s=0.0, prompt_tokens=1, max_tokens=64), 0.0)

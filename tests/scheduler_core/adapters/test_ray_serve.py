@@ -1,7 +1,5 @@
 """The request router in a real Ray Serve: what it distributes, what it forgets, and one of two replicas killed."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -40,11 +38,9 @@ def handle() -> Iterator[Any]:
     with ray_cluster(LOCAL, "ray", num_cpus=2):
         config = RequestRouterConfig(request_router_class=ROUTER, request_router_kwargs={"max_num_seqs": 4})
         deployment = serve.deployment(Engine).options(
-            num_replicas=2,
-            max_ongoing_requests=4,
-            ray_actor_options={"num_cpus": 0.1},
+            num_replicas=2, max_ongoing_requests=4, ray_actor_options={"num_cpus": 0.1},
             request_router_config=config,
-        )
+        )  # fmt: skip
         yield serve.run(deployment.bind(), name="engines", route_prefix=None)
         serve.shutdown()
 

@@ -1,7 +1,5 @@
 """The scheduler inside a real vLLM, in vLLM's own environment (see tests/data_gen/conftest.py): minutes each."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -89,12 +87,8 @@ def check_order(ours: Any, stock: Any) -> None:
 @pytest.mark.parametrize("policy", ORDERS)
 def test_every_head_reaches_the_policy(served: Any, policy: str) -> None:
     task: dict[str, Any] = {
-        "predicted": PREDICTED,
-        "lengths": [60] * 6,
-        "at_once": 6,
-        "max_num_seqs": 1,
-        "wait": True,
-    }
+        "predicted": PREDICTED, "lengths": [60] * 6, "at_once": 6, "max_num_seqs": 1, "wait": True,
+    }  # fmt: skip
     parameters = {"reserve": 0} if policy == "s3" else {}
     settings = {"policy": policy, "policy_parameters": parameters, "predictor": "prompted://answers"}
     result = served(settings, **task)

@@ -1,7 +1,5 @@
 """The scheduler with a stand-in for vLLM, step by step; test_vllm_engine.py runs the real one."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -33,11 +31,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         settings = {"policy": name, "predictor": mode and f"prompted://{mode}"} | options.pop("settings", {})
         scheduler = adapter.TailcastScheduler(vllm_config=vllm_config(settings, **options))
         schedulers.append(scheduler)
-        add(
-            scheduler,
-            *(FakeRequest(f"r{number}", length) for number, length in enumerate(lengths)),
-            mode=mode,
-        )
+        add(scheduler, *(FakeRequest(f"r{at}", length) for at, length in enumerate(lengths)), mode=mode)
         return scheduler
 
     yield build
@@ -91,9 +85,7 @@ def test_a_predictor_that_fails_loses_no_request(make: Make, mode: str) -> None:
         ("srpt", "waiting", "PAUSED_NEW", "r0"),
     ],
 )
-def test_who_runs_when_a_short_request_comes(
-    make: Make, policy: str, status: str, pause: str, runs: str
-) -> None:
+def test_who_runs_when_a_short_one_comes(make: Make, policy: str, status: str, pause: str, runs: str) -> None:
     scheduler = make(policy, 30, max_num_seqs=1)
     run_step(scheduler)
     prediction = scheduler._tailcast_order.states["r0"].prediction
@@ -222,8 +214,8 @@ def test_where_settings_come_from(make: Make, monkeypatch: pytest.MonkeyPatch, t
 
 def test_lengths_of_ended_requests_correct_the_next_predictions(make: Make, tmp_path: Path) -> None:
     """Predicted are 12 tokens; the outputs have 4."""
-    file = tmp_path / "calibration.json"
-    options: dict[str, Any] = {"settings": {"calibration_file": str(file)}, "max_num_seqs": 4}
+    settings = {"calibration_file": str(tmp_path / "calibration.json")}
+    options: dict[str, Any] = {"settings": settings, "max_num_seqs": 4}
     scheduler = make("ssjf", **options)
 
     def ends(number: int) -> FakeRequest:

@@ -1,7 +1,5 @@
 """What every batch former owes to every request, whatever the policy."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 
@@ -15,9 +13,9 @@ from scheduler_core.request import Phase, Request
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.run import run_simulation
-from tests.scheduler_core.driving import Drive
 from tests.scheduler_core.helpers import (
     SMALL_PARAMETERS,
+    Drive,
     compatible_pairs,
     full_prediction,
     random_trace,
@@ -42,16 +40,10 @@ def rows(num: int = 25, seed: int = 3, gap_s: float = 0.7, **fields: Any) -> lis
     for index in range(num):
         length = int(rng.integers(1, 16))
         item = request(
-            f"r{index}",
-            gap_s * float(rng.integers(0, num)),
-            prompt=int(rng.integers(1, 16)),
-            cap=16,
-            priority=int(rng.integers(0, 3)),
-            tier=int(rng.integers(0, 5)),
-            tenant=str(rng.integers(0, 2)),
-            tbt_slo_s=float(rng.choice([0.5, 4.0])),
-            **fields,
-        )
+            f"r{index}", gap_s * float(rng.integers(0, num)), prompt=int(rng.integers(1, 16)), cap=16,
+            priority=int(rng.integers(0, 3)), tier=int(rng.integers(0, 5)), tenant=str(rng.integers(0, 2)),
+            tbt_slo_s=float(rng.choice([0.5, 4.0])), **fields,
+        )  # fmt: skip
         made.append((item, length))
     return made
 
@@ -68,19 +60,14 @@ def core_of(former: str, policy: str = "fcfs", **more: Any) -> Scheduler:
     return scheduler(policy, batching=former, **{**TIGHT, **parameters, **more})
 
 
-def name_of(pair: tuple[str, str]) -> str:
-    return "-".join(pair)
-
-
-@pytest.mark.parametrize("pair", PAIRS, ids=name_of)
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_every_request_is_served_once_and_in_full_when_memory_is_short(pair: tuple[str, str]) -> None:
     """The scheduler itself asserts that it is never idle with requests around, `Drive` validates after every call."""
     given = rows()
     run = drive(pair, given)
     run.run()
-    assert {name: item.output_tokens for name, item in run.finished.items()} == {
-        item.request_id: length for item, length in given
-    }
+    found = {name: item.output_tokens for name, item in run.finished.items()}
+    assert found == {item.request_id: length for item, length in given}
     counters = run.core.counters
     assert counters.num_finished == counters.num_added == len(given)
     assert run.core.pool.kv.peak_blocks <= TIGHT["num_kv_blocks"]
@@ -88,14 +75,9 @@ def test_every_request_is_served_once_and_in_full_when_memory_is_short(pair: tup
     assert sum(item.num_preemptions for item in run.finished.values()) == counters.num_preemptions
     if pair[0] == "fcfs" or pair[1] in NEVER_PREEMPT:
         assert (counters.num_preemptions > 0) == (pair[1] not in NEVER_PREEMPT)
-    private = {
-        field.name: getattr(run.core.policy, field.name)
-        for field in fields(run.core.policy)
-        if not field.init
-    }  # type: ignore[arg-type]
-    assert [
-        name for name, kept in private.items() if isinstance(kept, dict | set) and {"r0", "r9"} & set(kept)
-    ] == []
+    for field in fields(run.core.policy):  # type: ignore[arg-type]
+        kept = getattr(run.core.policy, field.name)
+        assert field.init or not isinstance(kept, dict | set) or not {"r0", "r9"} & set(kept), field.name
     for item, _ in given:
         recomputed = run.prefill_tokens[item.request_id] - item.prompt_tokens
         assert recomputed >= 0
@@ -188,21 +170,15 @@ def kind(core: Any, name: str) -> str:
     return "preempted" if state.num_preemptions else "waiting"
 
 
-@pytest.mark.parametrize("pair", [*FEW, ("tie", "stage_aware"), ("tie", "rad")], ids=name_of)
+@pytest.mark.parametrize("pair", [*FEW, ("tie", "stage_aware"), ("tie", "rad")], ids="-".join)
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_many_steps_at_once_equal_single_steps_to_the_last_bit(
-    pair: tuple[str, str], preemption: str
-) -> None:
+def test_many_steps_at_once_equal_single_ones_to_the_last_bit(pair: tuple[str, str], preemption: str) -> None:
     policy, former = pair
     limits = SchedulerConfig(
-        max_num_seqs=5,
-        max_num_batched_tokens=600,
-        num_kv_blocks=40,
-        kv_block_tokens=16,
-        batching=former,
+        max_num_seqs=5, max_num_batched_tokens=600, num_kv_blocks=40, kv_block_tokens=16, batching=former,
         batching_parameters=SMALL_PARAMETERS.get(former, {}),
         preemption=preemption,  # type: ignore[arg-type]
-    )
+    )  # fmt: skip
     trace = random_trace(25, seed=5, rate_rps=4.0)
     config = {"trace": "", "policy": policy, "scheduler": limits, "predictor_delay_s": 0.05}
     single, many = (

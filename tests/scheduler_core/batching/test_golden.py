@@ -3,8 +3,6 @@
 After an intended change of decisions or of the log's format: python -m tests.scheduler_core.batching.test_golden
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 
@@ -17,8 +15,7 @@ from scheduler_core.errors import InputError
 from scheduler_core.predictions import LengthPrediction, Prediction, UrgencyPrediction
 from scheduler_core.replay import ReplayError, read_log, replay
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
-from tests.scheduler_core.driving import Drive
-from tests.scheduler_core.helpers import SMALL_PARAMETERS, random_trace, request, scheduler, simulate
+from tests.scheduler_core.helpers import SMALL_PARAMETERS, Drive, random_trace, request, scheduler, simulate
 
 FOLDER = Path(__file__).parent / "golden"
 #: The order policy of each recording: the paper's own where there is one.
@@ -31,28 +28,17 @@ def record(former: str) -> DecisionLog:
     rng = np.random.default_rng(7)
     log = DecisionLog()
     core = scheduler(
-        POLICY.get(former, "fcfs"),
-        log=log,
-        max_num_seqs=3,
-        max_num_batched_tokens=32,
-        num_kv_blocks=14,
-        kv_block_tokens=2,
-        preemption="swap",
-        num_swap_blocks=8,
-        batching=former,
+        POLICY.get(former, "fcfs"), log=log, max_num_seqs=3, max_num_batched_tokens=32, num_kv_blocks=14,
+        kv_block_tokens=2, preemption="swap", num_swap_blocks=8, batching=former,
         batching_parameters=SMALL_PARAMETERS.get(former, {}),
-    )
+    )  # fmt: skip
     given = []
     for index in range(NUM_REQUESTS):
         item = request(
-            f"r{index}",
-            float(rng.integers(0, 12)) / 2,
-            prompt=int(rng.integers(2, 12)),
-            cap=12,
-            tier=int(rng.integers(0, 5)),
-            tbt_slo_s=(0.1, 2.0, None)[index % 3],
+            f"r{index}", float(rng.integers(0, 12)) / 2, prompt=int(rng.integers(2, 12)), cap=12,
+            tier=int(rng.integers(0, 5)), tbt_slo_s=(0.1, 2.0, None)[index % 3],
             cached_prefix_tokens=index % 2,
-        )
+        )  # fmt: skip
         given.append((item, int(rng.integers(1, 12))))
     run = Drive(core, given)
     predicted: set[str] = set()

@@ -1,21 +1,21 @@
 """One small run per batch former, worked out by hand from its paper.
 
-A step is written as in `driving.line`: "a+4" a chunk of 4 tokens, "a+4." the last one (it samples a token), "b" a decode,
+A step is written as in `helpers.line`: "a+4" a chunk of 4 tokens, "a+4." the last one (it samples a token), "b" a decode,
 "-c" preempted. The last chunk of a prompt yields the first output token, each decode one more.
 """
-
-from __future__ import annotations
 
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from scheduler_core.batching.slai import Slai
 from scheduler_core.errors import InputError
+from scheduler_core.kv_cost import KVCost
 from scheduler_core.policies.base import Policy
 from scheduler_core.request import Request
-from tests.scheduler_core.driving import Drive
-from tests.scheduler_core.helpers import request, scheduler
+from tests.scheduler_core.helpers import Drive, request, scheduler
 from tests.scheduler_core.test_scheduler import Urgent
 
 
@@ -42,15 +42,13 @@ def test_request_level_serves_a_batch_to_its_end() -> None:
 
 
 def test_orca_joins_at_any_iteration_if_the_longest_answer_fits() -> None:
-    """n_slots = 12 tokens. a reserves 3 + 3, b 2 + 4, so n_rsrv = 12 and c (1 + 2) has to wait, although a seat is
-    free and only 5 tokens are in the cache. a ends with its third token and gives back 6; c joins the next iteration,
-    in which b decodes too.
-    """
+    """n_slots = 12 tokens. a reserves 3 + 3, b 2 + 4, so n_rsrv = 12 and c (1 + 2) has to wait, although a seat is free and
+    only 5 tokens are in the cache. a ends with its third token and gives back 6; c joins the next iteration, in which b
+    decodes too."""
     rows = [
-        (request("a", prompt=3, cap=3), 3),
-        (request("b", prompt=2, cap=4), 4),
+        (request("a", prompt=3, cap=3), 3), (request("b", prompt=2, cap=4), 4),
         (request("c", prompt=1, cap=2), 2),
-    ]
+    ]  # fmt: skip
     run = drive("orca", rows, max_num_seqs=3, num_kv_blocks=12)
     assert run.lines == ["a+3. b+2.", "a b", "a b", "c+1. b", "c"]
 
@@ -70,10 +68,9 @@ def test_vllm_preempts_the_latest_and_takes_it_back_first() -> None:
     c came later than b and waits behind it: b's 4 tokens go first, and c's 2 in the same step.
     """
     rows = [
-        (request("a", prompt=3, cap=4), 4),
-        (request("b", prompt=2, cap=4), 4),
+        (request("a", prompt=3, cap=4), 4), (request("b", prompt=2, cap=4), 4),
         (request("c", prompt=2, cap=1, arrival_s=1.5), 1),
-    ]
+    ]  # fmt: skip
     run = drive("vllm", rows, num_kv_blocks=8, max_num_seqs=2)
     assert run.lines == ["a+3. b+2.", "a b", "a -b", "a", "b+4. c+2.", "b"]
 
@@ -94,18 +91,15 @@ def test_stage_aware_keeps_prompts_away_from_an_urgent_decode() -> None:
     last p* = y.
     """
     rows = [
-        (request("x", prompt=2, cap=9, priority=1), 5),
-        (request("y", 0.5, prompt=3, cap=9, priority=2), 1),
+        (request("x", prompt=2, cap=9, priority=1), 5), (request("y", 0.5, prompt=3, cap=9, priority=2), 1),
         (request("z", 1.5, prompt=4, cap=9, priority=0), 2),
-    ]
+    ]  # fmt: skip
     run = drive("stage_aware", rows, policy="priority", max_num_seqs=2)
     assert run.lines == ["x+2.", "x", "z+4. x", "z x", "x", "y+3."]
 
 
 @pytest.mark.parametrize(("beta", "victim", "back"), [(0.0, "-y(4)", "<y(4) y"), (1.0, "-y", "y+5.")])
-def test_stage_aware_evicts_the_lowest_priority_and_keeps_what_is_cheaper(
-    beta: float, victim: str, back: str
-) -> None:
+def test_stage_aware_evicts_the_lowest_and_keeps_what_is_cheaper(beta: float, victim: str, back: str) -> None:
     """Semantic scheduling, Algorithm 4, in 9 tokens of memory; y (priority 2, prompt 3) decodes when z (priority 0,
     prompt 5) comes. y holds 4 tokens then and has generated 2; z's 5 and y's next one make 10 > 9. p* = z is served
     first and takes 5; y's turn comes next and finds no block: it is its own victim.
@@ -114,27 +108,19 @@ def test_stage_aware_evicts_the_lowest_priority_and_keeps_what_is_cheaper(
     computing them again is cheaper, and its 3 + 2 known tokens are processed anew.
     """
     rows = [
-        (request("y", prompt=3, cap=4, priority=2), 4),
-        (request("z", 1.5, prompt=5, cap=1, priority=0), 1),
-    ]
+        (request("y", prompt=3, cap=4, priority=2), 4), (request("z", 1.5, prompt=5, cap=1, priority=0), 1),
+    ]  # fmt: skip
     run = drive(
-        "stage_aware",
-        rows,
-        policy="priority",
-        max_num_seqs=2,
-        num_kv_blocks=9,
-        preemption="swap",
+        "stage_aware", rows, policy="priority", max_num_seqs=2, num_kv_blocks=9, preemption="swap",
         parameters={"beta": beta},
-    )
+    )  # fmt: skip
     assert run.lines[:4] == ["y+3.", "y", f"z+5. {victim}", back]
 
 
 RAD_ROWS = [
-    (request("a", prompt=6), 3),
-    (request("b", prompt=4), 2),
-    (request("c", prompt=2), 3),
+    (request("a", prompt=6), 3), (request("b", prompt=4), 2), (request("c", prompt=2), 3),
     (request("d", prompt=3), 1),
-]
+]  # fmt: skip
 RAD = {"n": 3, "t_row": 4, "t_col": 2, "t_red": 1}
 
 
@@ -150,9 +136,8 @@ def test_rad_keeps_t_col_requests_decoding() -> None:
 
 
 def test_rad_prefill_first_processes_all_prompts_of_a_cycle_before_any_decode() -> None:
-    """Algorithm 2 with the same numbers: the prompts of a, b, c (n = 3), then t_col = 2 of D are active: a and b; b is
-    done and c takes its place; a is done; c is done; then d.
-    """
+    """Algorithm 2 with the same numbers: the prompts of a, b, c (n = 3), then t_col = 2 of D are active: a and b; b is done
+    and c takes its place; a is done; c is done; then d."""
     run = drive("rad_prefill_first", RAD_ROWS, parameters=RAD, max_num_seqs=4)
     assert run.lines == ["a+4", "a+2.", "b+4.", "c+2.", "a b", "a c", "c", "d+3."]
 
@@ -238,20 +223,17 @@ def priorities(*rows: tuple[str, int, int, int, float]) -> list[tuple[Request, i
 )
 def test_uniboost_takes_one_argmin_over_prompts_and_decodes(hysteresis_s: float, lines: list[str]) -> None:
     """Algorithm 1 with M = 1; Phi is the declared priority. b (1) comes while a (2) decodes: a is paused, not evicted, and
-    goes on with its third token when b is done. With delta = 2 b is not far enough ahead: 1 < 2 - 2 does not hold.
-    """
+    goes on with its third token when b is done. With delta = 2 b is not far enough ahead: 1 < 2 - 2 does not hold."""
     rows = priorities(("a", 2, 3, 3, 0.0), ("b", 1, 2, 2, 1.5))
     parameters = {"hysteresis_s": hysteresis_s}
     run = drive("uniboost", rows, policy="priority", parameters=parameters, max_num_seqs=1)
-    assert run.lines == lines
-    assert run.core.counters.num_preemptions == 0
+    assert (run.lines, run.core.counters.num_preemptions) == (lines, 0)
 
 
 @pytest.mark.parametrize(("swap_token_s", "third"), [(0.0, "z+2. x -y(6)"), (1.0, "z+2. y -x(3)")])
 def test_uniboost_selects_victims_by_priority_and_swap_cost(swap_token_s: float, third: str) -> None:
     """9 blocks of one token: x (4) and y (5) hold 3 and 6 after a token each when z (0) needs 2. Without swap cost y is the
-    victim, the last in the order; at 1 s per token x is: 4 - 3 > 5 - 6. The block that is left is y's next one.
-    """
+    victim, the last in the order; at 1 s per token x is: 4 - 3 > 5 - 6. The block that is left is y's next one."""
     rows = priorities(("x", 4, 2, 4, 0.0), ("y", 5, 5, 4, 0.0), ("z", 0, 2, 1, 1.5))
     run = drive("uniboost", rows, policy=Urgent(), num_kv_blocks=9, preemption="swap", parameters={"swap_token_s": swap_token_s})  # fmt: skip
     assert run.lines[:3] == ["x+2. y+5.", "x y", third]
@@ -262,8 +244,7 @@ def test_uniboost_pauses_but_does_not_evict_what_the_policy_protects(num_kv_bloc
     """M = 1. p's eviction key is -infinity. Where q fits beside p it goes first and p pauses; else it waits."""
     rows = priorities(("p", 99, 5, 4, 0.0), ("q", 1, 4, 1, 1.5))
     run = drive("uniboost", rows, policy=Urgent(), num_kv_blocks=num_kv_blocks, max_num_seqs=1)
-    assert run.lines[:3] == ["p+5.", "p", third]
-    assert run.core.counters.num_preemptions == 0
+    assert (run.lines[:3], run.core.counters.num_preemptions) == (["p+5.", "p", third], 0)
 
 
 def test_a_policy_that_preempts_is_refused_where_nobody_can_be_displaced() -> None:
@@ -278,3 +259,47 @@ def test_a_prompt_that_must_not_be_split_has_to_fit_into_a_step(former: str) -> 
     with pytest.raises(InputError, match="splits no prompts"):
         core.add(request("a", prompt=101, cap=1), 0.0)
     core.add(request("a", prompt=100, cap=1), 0.0)
+
+
+#: A100, Qwen1.5-7B, from the paper's code.
+A100_7B = KVCost(
+    alpha_1=5.13462572e-07, alpha_2=1.48057167e-04, gamma_1=1.34911080e-08, gamma_2=1.330198e-02, beta=1e-4
+)
+
+
+def test_decoding_costs_the_sum_over_the_tokens() -> None:
+    """Eq. 4: the sum of gamma_1 i + gamma_2 for i = n + 1 .. n + m; n = 3, m = 2: gamma_1 (4 + 5) + 2 gamma_2."""
+    cost = KVCost(gamma_1=2.0, gamma_2=7.0)
+    assert cost.decode_s(3, 2) == 2.0 * 9 + 2 * 7.0
+
+
+def test_the_rules_differ_where_the_paper_has_its_inequality_reversed() -> None:
+    """A100, 7B, n = 1000 prompt tokens, nothing decoded: loading takes 0.1 s, prefill 0.5135 + 0.1481 = 0.6615 s.
+
+    Loading is faster, so the exact rule keeps all 1000; inequality 3 as printed says the opposite.
+    """
+    assert A100_7B.prefill_s(1000) == pytest.approx(0.66152, abs=1e-5)
+    assert A100_7B.return_s(1000, 1000) == pytest.approx(0.1)
+    assert A100_7B.return_s(1000, 0) == A100_7B.prefill_s(1000)
+    assert A100_7B.offload_tokens(1000, 0) == 1000
+    assert A100_7B.offload_tokens(1000, 0, "paper") == 0
+
+
+def test_the_printed_optimum_worked_out() -> None:
+    """beta = 10, gamma_1 = 0.5, gamma_2 = 1, n = 4: (10 - 2 - (0.5 + 2) / 2) / (2 * 0.5) = 6.75 decoded tokens.
+
+    Prefill of 4 tokens takes 4 * 0.1 = 0.4 s and loading 40 s; as printed the prompt is kept, and 6 of 9 tokens.
+    """
+    cost = KVCost(alpha_1=0.0, alpha_2=0.1, gamma_1=0.5, gamma_2=1.0, beta=10.0)
+    assert cost.offload_tokens(4, 9, "paper") == 4 + 6
+    assert cost.offload_tokens(4, 3, "paper") == 4 + 3, "no more than there are"
+    assert cost.offload_tokens(4, 9, "exact") == 0
+
+
+@given(st.integers(0, 60), st.integers(0, 60), st.floats(0, 1e-2), st.floats(0, 1e-1), st.floats(0, 1e-1))
+def test_the_exact_rule_is_best_of_all(prompt: int, decoded: int, a1: float, a2: float, beta: float) -> None:
+    cost = KVCost(alpha_1=a1, alpha_2=a2, beta=beta)
+    total = prompt + decoded
+    chosen = cost.return_s(total, cost.offload_tokens(prompt, decoded))
+    best = min(cost.return_s(total, kept) for kept in range(total + 1))
+    assert chosen <= best + 1e-9

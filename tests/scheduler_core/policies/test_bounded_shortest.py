@@ -1,8 +1,5 @@
 """The default order: its promise on random traces, with true, random and adversarial predictions."""
 
-from __future__ import annotations
-
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -14,16 +11,14 @@ from scheduler_core.adapters.live_order import order_policy
 from scheduler_core.errors import InputError
 from scheduler_core.policies.bounded_shortest import BoundedShortest
 from scheduler_core.policies.fcfs_estimate import ArrivalOrder, Load, RecentValues
-from scheduler_core.predictions import LengthPrediction, Prediction
 from scheduler_core.request import RequestState
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.predictions import Predictions, oracle_predictions
-from scheduler_core.simulator.records import RequestRecord
 from scheduler_core.simulator.run import run_simulation
 from scheduler_core.simulator.step_time import saturation_rate_rps
 from scheduler_core.simulator.trace import Trace
-from tests.scheduler_core.helpers import request, trace_row
+from tests.scheduler_core.helpers import predicted, request, trace_row
 
 CONFIG = SimulationConfig(trace="test", policy="fcfs", scheduler=SchedulerConfig(max_num_seqs=16))
 
@@ -57,28 +52,15 @@ def reversed_predictions(trace: Trace) -> Predictions:
 
 
 def _predictions(trace: Trace, medians: list[float]) -> Predictions:
-    lengths = [LengthPrediction(math.log(median), 0.3, 3.5) for median in medians]
-    names = [row.request_id for row in trace.requests]
-    return Predictions(
-        "test", {name: Prediction(length=one) for name, one in zip(names, lengths, strict=True)}
-    )
+    pairs = zip(trace.requests, medians, strict=True)
+    return Predictions("test", {row.request_id: predicted(median, 0.3) for row, median in pairs})
 
 
-def waits(policy: str, trace: Trace, predictions: Predictions) -> np.ndarray:
-    """Seconds from arrival to admission, in the order of the trace."""
-    return np.array([record.queueing_delay_s for record in records_of(policy, trace, predictions)])
-
-
-def latencies(policy: str, trace: Trace, predictions: Predictions) -> np.ndarray:
-    """Seconds from arrival to the last token, in the order of the trace."""
-    return np.array([record.ttlt_s for record in records_of(policy, trace, predictions)])
-
-
-def records_of(policy: str, trace: Trace, predictions: Predictions) -> list[RequestRecord]:
-    """In the order of the trace."""
+def waits(policy: str, trace: Trace, predictions: Predictions, of: str = "queueing_delay_s") -> np.ndarray:
+    """Seconds from arrival to admission, or another property of the records, in the order of the trace."""
     records = run_simulation(replace(CONFIG, policy=policy), trace=trace, predictions=predictions).records
-    by_id = {record.request_id: record for record in records}
-    return [by_id[row.request_id] for row in trace.requests]
+    by_id = {record.request_id: getattr(record, of) for record in records}
+    return np.array([by_id[row.request_id] for row in trace.requests])
 
 
 def excess(ours: np.ndarray, fcfs: np.ndarray) -> float:
@@ -109,7 +91,7 @@ def test_long_outputs_end_within_the_promise(seed: int, is_bursty: bool) -> None
     """True predictions; a tenth of the P99 is left to the estimates."""
     trace = trace_of(seed, 0.95, 800, is_bursty=is_bursty)
     predictions = oracle_predictions(trace)
-    fcfs, ours = (latencies(name, trace, predictions) for name in ("fcfs", "bounded_shortest"))
+    fcfs, ours = (waits(name, trace, predictions, "ttlt_s") for name in ("fcfs", "bounded_shortest"))
     p99_s = np.quantile(fcfs, 0.99)
     assert np.all(ours <= 1.25 * np.maximum(fcfs, p99_s) + 0.1 * p99_s)
 
@@ -172,7 +154,7 @@ def test_a_prediction_after_the_admission_counts_as_one_before() -> None:
             policy.on_arrival(state, now)
             if is_late:
                 policy.on_admit(state, now)
-            state.apply_prediction(Prediction(length=LengthPrediction(math.log(max_tokens / 2), 0.3, 3.5)))
+            state.apply_prediction(predicted(max_tokens / 2, 0.3))
             policy.on_prediction(state)
             if not is_late:
                 policy.on_admit(state, now)
@@ -233,9 +215,7 @@ def test_an_overload_is_noticed_whatever_was_before(before: str) -> None:
 
 def test_no_running_request_is_paused_for_another() -> None:
     trace = trace_of(4, 1.3)
-    config = replace(CONFIG, policy="bounded_shortest")
-    records = run_simulation(config, trace=trace, predictions=oracle_predictions(trace)).records
-    assert {record.num_preemptions for record in records} == {0}
+    assert not waits("bounded_shortest", trace, oracle_predictions(trace), "num_preemptions").any()
 
 
 def test_it_is_refused_where_keys_are_sent_once() -> None:
@@ -252,8 +232,7 @@ def test_recent_values_are_those_of_the_window(num: int) -> None:
         recent.append(value)
     latest = 2.0 * values[-8:] if num else np.zeros(1)
     recent.scale(2.0)
-    assert len(recent) == min(num, 8)
-    assert recent.mean == pytest.approx(latest.mean())
+    assert (len(recent), recent.mean) == (min(num, 8), pytest.approx(latest.mean()))
     assert recent.quantile(0.99) == pytest.approx(np.quantile(latest, 0.99))
     recent.clear()
     assert (len(recent), recent.mean, recent.quantile(0.5)) == (0, 0.0, 0.0)

@@ -1,40 +1,32 @@
-"""What holds for every policy, or for all that promise it; the list of policies and the table that describes it."""
-
-from __future__ import annotations
+"""What holds for every policy, or for all that promise it; the table that describes them; urgency."""
 
 import math
 import re
 from importlib import metadata
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 import scheduler_core.policies as package
 from scheduler_core.errors import InputError
 from scheduler_core.policies import POLICIES, make_policy, policy_class, policy_name, policy_parameters
-from scheduler_core.predictions import HEADS
-from tests.scheduler_core.driving import Drive
-from tests.scheduler_core.helpers import full_prediction, request, run_step, scheduler
+from scheduler_core.predictions import HEADS, UrgencyPrediction
+from scheduler_core.request import RequestState
+from scheduler_core.urgency import LEVELS, effective_level, expected_cost_levels
+from tests.scheduler_core.helpers import Drive, full_prediction, request, run_step, scheduler
 
 STEP_S = 0.05
-
-ALL = pytest.mark.parametrize("name", POLICIES)
-
-
 #: Policies that say nobody starves, with parameters that make the wait short enough for a test.
 FAIR: dict[str, dict[str, float]] = {
-    "fcfs": {},
-    "ltr": {},
-    "tie": {"tau_s": 1.0},
-    "hrrn": {"token_s": 0.05},
-    "edf": {},
-    "mlfq": {},
+    "fcfs": {}, "ltr": {}, "tie": {"tau_s": 1.0}, "hrrn": {"token_s": 0.05}, "edf": {}, "mlfq": {},
     "distboost": {"gamma_per_s": 1.0},
-    "uniboost": {"bin_tokens": 1, "gamma_per_s": 1.0, "gamma_min_per_s": 0.5},
-    "tail_guard": {},
-    "bounded_shortest": {},
-    "vtc": {},
-}
+    "uniboost": {"bin_tokens": 1, "gamma_per_s": 1.0, "gamma_min_per_s": 0.5}, "tail_guard": {},
+    "bounded_shortest": {}, "vtc": {},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAIR)
@@ -44,15 +36,12 @@ def test_nobody_starves_where_that_is_promised(name: str) -> None:
     Short: 4 prompt and 3 output tokens, predicted well; long: 40 and 50, arrives in the 10th step.
     """
     steps = [step for step in range(800) if step % 3 == 0 or step < 5]
-    rows = [
-        (request(f"s{step}", step * STEP_S, prompt=4, cap=60, tenant="a", ttlt_slo_s=1.0), 3)
-        for step in steps
-    ]
-    rows.append((request("long", 10 * STEP_S, prompt=40, cap=60, tenant="b", ttlt_slo_s=20.0), 50))
+    short = (request(f"s{step}", step * STEP_S, 4, 60, tenant="a", ttlt_slo_s=1.0) for step in steps)
+    long = request("long", 10 * STEP_S, prompt=40, cap=60, tenant="b", ttlt_slo_s=20.0)
+    rows = [*((item, 3) for item in short), (long, 50)]
     predictions = {item.request_id: full_prediction(float(length), 0.1) for item, length in rows}
-    core = scheduler(
-        make_policy(name, FAIR[name]), max_num_seqs=1, max_num_batched_tokens=64, num_kv_blocks=4000
-    )
+    limits = {"max_num_seqs": 1, "max_num_batched_tokens": 64, "num_kv_blocks": 4000}
+    core = scheduler(make_policy(name, FAIR[name]), **limits)
     run = Drive(core, rows, STEP_S, predictions)
     for _ in range(800):
         run.step()
@@ -60,7 +49,7 @@ def test_nobody_starves_where_that_is_promised(name: str) -> None:
     assert state is None or state.num_output_tokens > 0
 
 
-@ALL
+@pytest.mark.parametrize("name", POLICIES)
 def test_keys_are_finite_before_and_after_every_prediction(name: str) -> None:
     core = scheduler(name, max_num_seqs=1)
     policy, names = core.policy, ("a", "b", "c")
@@ -97,15 +86,12 @@ def test_the_table_says_what_the_policies_say() -> None:
         _, source, inputs, preemptive, changes, cost = rows[name]
         assert source
         assert inputs == (", ".join(sorted(kind.inputs)) or "-")
-        assert preemptive == ("yes" if kind.preemptive else "no")
-        assert changes == kind.key_changes
+        assert (preemptive, changes) == ("yes" if kind.preemptive else "no", kind.key_changes)
         assert ("O(n)" in cost) == (kind.key_changes == "with_time")
         assert ("O(B)" in cost) == kind.preemptive
 
 
-def test_the_policy_of_the_readme_runs_by_its_path_and_by_an_entry_point(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_readme_policy_runs_by_path_and_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (FOLDER / "README.md").read_text(encoding="utf-8")
     snippet = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)[0]
     (tmp_path / "policy_of_the_readme.py").write_text(snippet, encoding="utf-8")
@@ -116,26 +102,96 @@ def test_the_policy_of_the_readme_runs_by_its_path_and_by_an_entry_point(
         core.add(request(item, float(arrival_s), prompt=prompt, cap=1), 1.0)
     assert [run_step(core, now)[0].request_id for now in (1.0, 2.0)] == ["short", "long"]
     policy = make_policy(name, {"weight": 2.0})
-    assert policy_name(policy) == name
-    assert policy_parameters(policy) == {"weight": 2.0}
+    assert (policy_name(policy), policy_parameters(policy)) == (name, {"weight": 2.0})
     point = metadata.EntryPoint("short_prompts", name, "tailcast.policies")
-    monkeypatch.setattr(
-        metadata, "entry_points", lambda group: [point] if group == "tailcast.policies" else []
-    )
+    points = {"tailcast.policies": [point]}
+    monkeypatch.setattr(metadata, "entry_points", lambda group: points.get(group, []))
     assert policy_class("short_prompts") is type(policy)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nothing", "package.module:Class"),
-        ("no_such_module:Policy", "No module named"),
+        ("nothing", "package.module:Class"), ("no_such_module:Policy", "No module named"),
         ("scheduler_core.policies:Nothing", "has no attribute"),
         ("scheduler_core.request:Request", "a dataclass derived from scheduler_core.policies.Policy"),
-        (":", "can be imported"),
-        ("..:x", "can be imported"),
+        (":", "can be imported"), ("..:x", "can be imported"),
     ],
-)
+)  # fmt: skip
 def test_a_name_of_no_policy_is_refused(name: str, message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         make_policy(name)
+
+
+K = len(LEVELS)
+weights = st.lists(st.floats(0.0, 1.0), min_size=K, max_size=K).filter(lambda row: sum(row) > 1e-3)
+probability_rows = weights.map(lambda row: np.array(row) / sum(row))
+costs = st.floats(0.1, 20.0)
+tiers = st.integers(0, K - 1)
+
+
+def expected_costs(row: NDArray[np.float64], cost: float) -> list[float]:
+    return [
+        sum(p * (cost * max(d - e, 0) + max(e - d, 0)) for e, p in enumerate(row.tolist())) for d in range(K)
+    ]
+
+
+@given(row=probability_rows, cost=costs)
+def test_the_decided_level_has_the_least_expected_cost(row: NDArray[np.float64], cost: float) -> None:
+    decided = int(expected_cost_levels(row, cost))
+    found = expected_costs(row, cost)
+    assert found[decided] <= min(found) + 1e-6
+
+
+@given(row=probability_rows, tier=tiers, promotion=st.integers(0, 5), threshold=st.floats(0, 1))
+def test_no_text_leaves_its_declared_tier_by_more_than_the_limit(
+    row: NDArray[np.float64], tier: int, promotion: int, threshold: float
+) -> None:
+    level = int(effective_level(row, tier, threshold, promotion))
+    assert max(0, tier - promotion) <= level <= tier
+
+
+@given(row=probability_rows, tier=tiers, cost=costs, level=st.integers(1, K - 1), share=st.floats(0.0, 1.0))
+def test_probability_moved_to_a_more_urgent_level_never_lowers_the_urgency(
+    row: NDArray[np.float64], tier: int, cost: float, level: int, share: float
+) -> None:
+    more = row.copy()
+    moved = more[level] * share
+    more[level] -= moved
+    more[level - 1] += moved
+    before = effective_level(row, tier, 0.0, K, under_triage_cost=cost)
+    after = effective_level(more, tier, 0.0, K, under_triage_cost=cost)
+    assert int(after) <= int(before)
+
+
+SURE = (1.0, 0.0, 0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("tier", "seen", "threshold", "max_promotion", "expected"),
+    [
+        (3, None, None, 1, 3),
+        (3, (0.4, 0.3, 0.1, 0.1, 0.1), 0.5, 1, 3),  # abstains
+        (3, (0.4, 0.3, 0.1, 0.1, 0.1), 0.4, 1, 2),
+        (3, (0.4, 0.3, 0.1, 0.1, 0.1), None, 1, 2),  # never abstains
+        (3, SURE, 1.0, 1, 3),  # always abstains
+        (3, SURE, None, 2, 1),
+        (1, SURE[::-1], None, 1, 1),  # no text lowers its own request
+        (3, SURE, 1.0, 5, 0),  # unlimited trust: neither the threshold ...
+        (1, SURE[::-1], None, math.inf, 4),  # ... nor the declared tier limits it
+        # 5, 6: not predicted
+        *((tier, SURE, None, 1, level) for tier, level in enumerate((0, 0, 1, 2, 3, 5, 6))),
+    ],
+)
+def test_the_level_to_schedule_at(
+    tier: int, seen: tuple[float, ...] | None, threshold: float | None, max_promotion: float, expected: int
+) -> None:
+    urgency = None if seen is None else UrgencyPrediction(seen, threshold)
+    state = RequestState(request("r", tier=tier), order=0, urgency=urgency)
+    assert state.effective_level(max_promotion) == expected
+
+
+def test_the_level_is_the_one_of_least_expected_cost() -> None:
+    """Under-triage costs three times as much: the smallest level with P(level <= d) >= 1/4."""
+    assert UrgencyPrediction((0.2, 0.04, 0.76)).level == 2
+    assert UrgencyPrediction((0.26, 0.0, 0.74)).level == 0

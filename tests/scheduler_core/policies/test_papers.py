@@ -1,11 +1,10 @@
-"""One example of each paper, worked out by hand, and what each of our own policies promises, in small.
+"""One example of each paper, worked out by hand, and what each of our own policies promises, in small; their estimates.
 
 Figures of our own ones are in `benchmarks/policies.py`.
 """
 
-from __future__ import annotations
-
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,20 +14,17 @@ from scheduler_core.lengths import LogT
 from scheduler_core.policies import make_policy
 from scheduler_core.policies.base import Policy
 from scheduler_core.policies.deadlines import SloTie
-from scheduler_core.policies.estimates import boost_s
+from scheduler_core.policies.estimates import TailRate, boost_s
 from scheduler_core.policies.s3 import EDGES
 from scheduler_core.policies.shortest_first import Sept, Ssjf
-from scheduler_core.policies.tail_guard import TailGuard
+from scheduler_core.policies.tail_guard import TailGuard, VirtualFcfs
 from scheduler_core.policies.tie import Tie
 from scheduler_core.policies.uniboost import UniBoost
 from scheduler_core.predictions import BucketPrediction, LengthPrediction, RankPrediction, UrgencyPrediction
 from scheduler_core.request import RequestState, Status
 from scheduler_core.scheduler import SchedulerConfig
-from scheduler_core.simulator.config import SimulationConfig
-from scheduler_core.simulator.run import run_simulation
-from scheduler_core.simulator.step_time.base import LinearStepTime
 from scheduler_core.simulator.trace import Trace
-from tests.scheduler_core.helpers import prediction, request, trace_row
+from tests.scheduler_core.helpers import ROUND, prediction, request, simulate, trace_row
 
 
 def state(
@@ -99,8 +95,7 @@ def test_priority_spf_hpjf_and_vtc_order_by_what_they_are_named_for() -> None:
 def test_vtc_charges_prompts_once_and_outputs_double() -> None:
     """w_p = 1, w_q = 2. Tenant u: prompts 10 and 6 wait, so their keys are 0 and 0 + 10. Admitting the first: c_u = 10,
     and the second's key stays 10. Its prefill yields a token and 2 more are decoded: c_u = 10 + 3 * 2 = 16. Tenant v joins
-    now: the least counter among tenants that wait is u's, 16, so c_v is lifted to 16.
-    """
+    now: the least counter among tenants that wait is u's, 16, so c_v is lifted to 16."""
     policy = make_policy("vtc")
     first, second = state("a", prompt=10, tenant="u"), state("b", prompt=6, tenant="u")
     enter(policy, first, second)
@@ -146,6 +141,7 @@ def test_s3_orders_and_reserves_by_bucket() -> None:
     unknown = state("d", cap=700)
     enter(policy, known, capped, bucket, unknown)
     assert [policy.key(item, 0.0) for item in (known, bucket, unknown)] == [1.0, 1.0, float(len(EDGES))]
+    assert [BucketPrediction(row, (9, 99)).bucket for row in ((0.2, 0.5, 0.3), (0.4, 0.4, 0.2))] == [1, 0]
     found = [policy.admission_tokens(item) for item in (known, capped, bucket, unknown)]
     assert found == [10 + 141, 10 + 120, 10 + 1000, 10 + 700]
 
@@ -166,8 +162,7 @@ def test_edf_follows_the_first_and_then_the_last_token() -> None:
     assert policy.key(item, 0.0) == 7.0
     item.first_token_s = item.last_token_s = 6.0
     policy.on_tokens(item, 10, 6.0)
-    assert list(policy.take_changed(6.0)) == [item]
-    assert policy.key(item, 6.0) == 35.0
+    assert (list(policy.take_changed(6.0)), policy.key(item, 6.0)) == ([item], 35.0)
     assert policy.key(state(arrival_s=5.0), 0.0) == 65.0
 
 
@@ -232,8 +227,7 @@ def test_semantic_compares_urgency_first_and_then_time() -> None:
     """A100, Qwen1.5-4B, prompt n = 100, 50 tokens sure:
     prefill 1.46585e-9 * 100^2 + 1.0515576e-4 * 100 = 0.0105302 s,
     decode 5.91298857e-9 * (1250 + 5000 + 25) + 0.01195828 * 50 = 0.597951 s, f_t = 0.608481 s.
-    After the prompt and 10 tokens: 40 left, n = 110: 5.91298857e-9 * (800 + 4400 + 20) + 0.4783312 = 0.478362 s.
-    """
+    After the prompt and 10 tokens: 40 left, n = 110: 5.91298857e-9 * (800 + 4400 + 20) + 0.4783312 = 0.478362 s."""
     policy = make_policy("semantic")
     item = state("a", prompt=100, prediction=sure(50), cap=1000, tier=2)
     urgent = state(
@@ -363,25 +357,14 @@ def test_waiting_lowers_the_tie_score_by_gamma_per_tau() -> None:
     assert key(policy, old, now=0.0) == key(policy, old, now=1e6), "static in time"
 
 
-STEP = LinearStepTime(base_s=1.0, per_prefill_token_s=0, per_decode_s=0, per_context_token_s=0)
-
-
-def simulate(
-    trace: Trace, policy: str, parameters: dict[str, float] | None = None, **limits: int
-) -> dict[str, float]:
-    """Mean and P99 time to last token when a step takes one second."""
-    config = SimulationConfig(
-        trace="",
-        policy=policy,
-        policy_parameters=parameters or {},
-        predictor="trace",
-        scheduler=SchedulerConfig(**{"num_kv_blocks": 100_000, "max_num_batched_tokens": 4096, **limits}),  # type: ignore[arg-type]
-        step_time=STEP,
-    )
-    result = run_simulation(config, trace=trace)
-    assert len(result.records) == len(trace)
-    spent = np.array([record.ttlt_s for record in result.records])
-    return {"mean": float(spent.mean()), "p99": float(np.percentile(spent, 99))}
+def times(trace: Trace, policy: str, **parameters: float) -> dict[str, float]:
+    """Mean and P99 time to last token with 8 slots when a step takes one second."""
+    limits = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=4096, num_kv_blocks=100_000)
+    step_time = replace(ROUND, per_prefill_token_s=0.0)
+    config: dict[str, Any] = {"policy_parameters": parameters, "scheduler": limits, "step_time": step_time}
+    spent = [record.ttlt_s for record in simulate(trace, policy, predictor="trace", **config).records]
+    assert len(spent) == len(trace)
+    return {"mean": float(np.mean(spent)), "p99": float(np.percentile(spent, 99))}
 
 
 def overload(num: int, slots: int, load: float, seed: int) -> Trace:
@@ -404,38 +387,27 @@ def test_slo_tie_lets_the_late_overtake_by_urgency_and_gives_up_the_missed() -> 
     short = state("s", prediction=sure(50), cap=1000)
     late = state("l", prediction=sure(500), cap=1000, ttlt_slo_s=30.0, order=1)
     grave = state(
-        "g",
-        prediction=sure(500),
-        cap=1000,
-        ttlt_slo_s=30.0,
-        order=2,
+        "g", prediction=sure(500), cap=1000, ttlt_slo_s=30.0, order=2,
         urgency=UrgencyPrediction((1.0, 0, 0, 0, 0)),
-    )
+    )  # fmt: skip
     enter(policy, short, late, grave)
 
     def order() -> str:
-        return "".join(
-            item.request_id
-            for item in sorted([short, late, grave], key=lambda s: (policy.key(s, 0.0), s.order))
-        )
+        served = sorted([short, late, grave], key=lambda item: (policy.key(item, 0.0), item.order))
+        return "".join(item.request_id for item in served)
 
-    assert list(policy.take_changed(17.9)) == []
-    assert order() == "slg"
-    assert set(policy.take_changed(18.1)) == {late, grave}
-    assert order() == "gls"
-    assert set(policy.take_changed(22.1)) == {late, grave}
-    assert order() == "slg"
+    assert (list(policy.take_changed(17.9)), order()) == ([], "slg")
+    assert (set(policy.take_changed(18.1)), order()) == ({late, grave}, "gls")
+    assert (set(policy.take_changed(22.1)), order()) == ({late, grave}, "slg")
 
 
 def test_tail_guard_keeps_the_tail_of_fcfs_and_most_of_the_gain() -> None:
     """Small version of the study: 8 slots, load 1.2. Shortest first multiplies the P99; the guard does not. Who lets the longest
     1 % be late keeps more of the gain."""
     trace = overload(500, 8, 1.2, seed=6)
-    fcfs, sept = (simulate(trace, name, max_num_seqs=8) for name in ("fcfs", "sept"))
+    fcfs, sept = (times(trace, name) for name in ("fcfs", "sept"))
     assert sept["p99"] > 2.0 * fcfs["p99"]
-    nobody, some = (
-        simulate(trace, "tail_guard", {"exempt_fraction": share}, max_num_seqs=8) for share in (0.0, 0.0085)
-    )
+    nobody, some = (times(trace, "tail_guard", exempt_fraction=share) for share in (0.0, 0.0085))
     assert max(nobody["p99"], some["p99"]) <= 1.3 * fcfs["p99"]
     assert nobody["mean"] <= fcfs["mean"] - 0.5 * (fcfs["mean"] - sept["mean"])
     assert some["mean"] < nobody["mean"]
@@ -472,3 +444,39 @@ def test_tail_guard_finds_out_the_longest_while_they_run() -> None:
     assert list(policy.take_changed(now)) == [runaway]
     assert policy.key(runaway, now) >= 1e12
     assert policy.eviction_key(runaway, now) > 0.0
+
+
+def test_gamma_is_the_slope_of_the_tail() -> None:
+    """Exponential latencies of rate 2: ln 5/(t99 - t95) = 2. Eq. 9, not the 39 times smaller line 17 of the algorithm."""
+    rate = TailRate(1.0, 20_000, 20_000, smoothing=1.0, min_per_s=1e-4, max_per_s=100.0)
+    latencies = np.random.default_rng(0).exponential(0.5, 20_000)
+    assert [rate.finished(float(value)) for value in latencies][-1]
+    assert rate.gamma_per_s == pytest.approx(2.0, rel=0.1)
+    same = TailRate(1.0, 10, 10, smoothing=1.0, min_per_s=1e-4, max_per_s=7.0)
+    assert [same.finished(1.0) for _ in range(10)][-1]
+    assert same.gamma_per_s == 7.0, "a collapsed tail does not run away"
+
+
+def test_virtual_fcfs_is_fcfs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work 3, 1, 2 s, arrivals 0, 0, 1. The real engine does the short one first; FCFS would end them at 3, 4 and 6. The
+    first was predicted to need 2 s: it leaves the virtual queue after 2 s, and the true second is made up for."""
+    monkeypatch.setattr("scheduler_core.policies.tail_guard._REFRESH_EVERY", 3)
+    queue = VirtualFcfs(10)
+    a, b, c = (RequestState(request(name, at), order=0) for name, at in (("a", 0.0), ("b", 0.0), ("c", 1.0)))
+    queue.arrived(a, 0.0, 2.0)
+    queue.arrived(b, 0.0, 1.0)
+    queue.served(1.0)
+    queue.arrived(c, 1.0, 1.0)
+    queue.finished(b, 1.0)
+    assert queue.backlog == 4.0
+    queue.served(1.0)
+    queue.advance(2.0)
+    queue.served(2.0)
+    queue.finished(a, 3.0)
+    queue.advance(4.0)
+    assert queue.backlog == pytest.approx(2.0), "a is gone with 2 s, owes 1; b is gone at 4"
+    queue.served(2.0)
+    queue.finished(c, 1.0)
+    queue.advance(6.0)
+    assert queue.quantile_s == pytest.approx(np.quantile([2.0, 4.0, 5.0], 0.99))
+    assert queue.backlog == 0.0

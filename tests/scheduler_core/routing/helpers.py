@@ -1,7 +1,5 @@
 """Small builders shared by the tests of routing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -26,30 +24,18 @@ def running(
 ) -> RequestView:
     """A request that generates and holds so many blocks of 16 tokens."""
     return RequestView(
-        request_id=name,
-        arrival_s=arrival_s,
-        tier=tier,
-        prompt_tokens=blocks * 16,
-        max_tokens=cap,
-        num_computed_tokens=blocks * 16,
-        num_output_tokens=done,
-        kv_blocks=blocks,
-        demand_blocks=blocks,
-        running=True,
-        decoding=True,
-    )
+        request_id=name, arrival_s=arrival_s, tier=tier, prompt_tokens=blocks * 16, max_tokens=cap,
+        num_computed_tokens=blocks * 16, num_output_tokens=done, kv_blocks=blocks, demand_blocks=blocks,
+        running=True, decoding=True,
+    )  # fmt: skip
 
 
 def waiting(name: str, blocks: int, tier: int = 2, arrival_s: float = 0.0, cap: int = 64) -> RequestView:
     """A request that waits for so many blocks of 16 tokens."""
     return RequestView(
-        request_id=name,
-        arrival_s=arrival_s,
-        tier=tier,
-        prompt_tokens=blocks * 16,
-        max_tokens=cap,
+        request_id=name, arrival_s=arrival_s, tier=tier, prompt_tokens=blocks * 16, max_tokens=cap,
         demand_blocks=blocks,
-    )
+    )  # fmt: skip
 
 
 def predicted(view: RequestView, mu: float, sigma: float = 0.5, nu: float = 3.5) -> RequestView:
@@ -64,18 +50,12 @@ def replica(name: str, *views: RequestView, blocks: int = 100, **more: Any) -> R
     used = sum(view.kv_blocks for view in running)
     head = min(waiting, key=lambda view: (view.tier, view.arrival_s, view.request_id), default=None)
     return ReplicaSnapshot(
-        replica_id=name,
-        num_kv_blocks=blocks,
-        num_free_blocks=blocks - used,
-        num_running=len(running),
-        num_waiting=len(waiting),
-        used_blocks=used,
+        replica_id=name, num_kv_blocks=blocks, num_free_blocks=blocks - used, num_running=len(running),
+        num_waiting=len(waiting), used_blocks=used,
         head_demand_blocks=0 if head is None else head.demand_blocks,
         waiting_prefill_tokens=sum(view.prefill_left_tokens for view in waiting),
-        tiers=tuple(sorted({view.tier for view in views})),
-        requests=(*running, *waiting),
-        **more,
-    )
+        tiers=tuple(sorted({view.tier for view in views})), requests=(*running, *waiting), **more,
+    )  # fmt: skip
 
 
 def router(name: str, seed: int = 0) -> Router:

@@ -1,13 +1,11 @@
 """Clusters around the very same schedulers: one replica is the loop of one, and with migration nothing is lost."""
 
-from __future__ import annotations
-
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from scheduler_core.decision_log import DecisionLog
 from scheduler_core.errors import InputError
 from scheduler_core.policies import make_policy
 from scheduler_core.routing import ROUTERS
@@ -26,8 +24,8 @@ from tests.scheduler_core.routing.helpers import router
 LIMITS = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=256, num_kv_blocks=120)
 
 
-def core(policy: str = "fcfs", log: DecisionLog | None = None, **more: object) -> Scheduler:
-    return Scheduler(replace(LIMITS, **more), make_policy(policy), log)  # type: ignore[arg-type]
+def core(policy: str = "fcfs") -> Scheduler:
+    return Scheduler(LIMITS, make_policy(policy))
 
 
 def replica_of(out: SimulationOutcome) -> dict[str, str | None]:
@@ -56,10 +54,8 @@ def simulate(trace: Trace, route: Router, num: int, policy: str = "tie", **more:
 @pytest.mark.parametrize("exact_steps", [True, False])
 def test_one_replica_gives_exactly_the_results_of_the_loop_of_one(policy: str, exact_steps: bool) -> None:
     trace = random_trace(80, seed=3, rate_rps=8.0)
-    alone = Simulation(
-        trace, core(policy), LinearStepTime(), trace_predictions(trace), exact_steps=exact_steps
-    )
-    expected = alone.run()
+    predictions = trace_predictions(trace)
+    expected = Simulation(trace, core(policy), LinearStepTime(), predictions, exact_steps=exact_steps).run()
     found = simulate(trace, router("jsq"), 1, policy, exact_steps=exact_steps)
     for record in expected.records:
         record.replica_id = "n0"
@@ -69,9 +65,7 @@ def test_one_replica_gives_exactly_the_results_of_the_loop_of_one(policy: str, e
 @pytest.mark.parametrize("policy", ["tie", "uniboost"])
 @pytest.mark.parametrize("most_prompt", [200, 1200])
 @pytest.mark.parametrize("name", ["random", "jsq", "least_kv", "predicted_work", "llumnix"])
-def test_many_steps_at_once_are_the_same_as_single_ones_also_on_three_replicas(
-    name: str, most_prompt: int, policy: str
-) -> None:
+def test_many_steps_at_once_equal_single_ones_on_replicas(name: str, most_prompt: int, policy: str) -> None:
     """Runs of decodes or of chunks end where a request reaches that replica; another's arrivals do not matter."""
     trace = random_trace(60, seed=4, rate_rps=15.0 if most_prompt == 200 else 2.0, most_prompt=most_prompt)
     latency_s = {row.request_id: 0.3 for row in trace.requests}
@@ -90,8 +84,7 @@ def test_a_request_too_large_for_every_replica_is_refused() -> None:
     trace = Trace((*small.requests[:4], replace(small.requests[4], max_tokens=4000)))
     cores = {name: core() for name in "ab"}
     out = Simulation(trace, cores, LinearStepTime(), trace_predictions(trace), router("jsq")).run()
-    assert list(out.refused) == ["r4"]
-    assert len(out.records) == 4
+    assert (list(out.refused), len(out.records)) == (["r4"], 4)
 
 
 @pytest.mark.parametrize("name", sorted(set(ROUTERS) - {"disaggregated"}))
@@ -105,8 +98,6 @@ def test_every_router_serves_a_whole_trace_the_same_way_twice(name: str) -> None
 
 class AllOnOne(Router):
     """Sends everything to the first replica: only migration can help."""
-
-    name = "all_on_one"
 
     def choose(self, item: object, replicas: object, now: float) -> str:
         return "n0"
@@ -165,18 +156,12 @@ def test_the_cluster_grows_under_load_and_shrinks_after_it() -> None:
     """A burst of 60 requests on one replica, then one request every ten seconds. An idle replica of 120 blocks has
     F = 120, so that only a cluster with nearly nothing to do shrinks."""
     burst = random_trace(80, seed=13, rate_rps=50.0)
-    rows = [
-        *burst.requests[:60],
-        *(replace(row, arrival_s=60.0 + 10 * n) for n, row in enumerate(burst.requests[60:])),
-    ]
+    late = (replace(row, arrival_s=60.0 + 10 * n) for n, row in enumerate(burst.requests[60:]))
+    rows = [*burst.requests[:60], *late]
     out = simulate(
-        Trace(tuple(rows)),
-        router("jsq"),
-        3,
-        planner=planner(),
-        scaler=AutoScaler(out_below=3.0, in_above=100.0, interval_s=0.5),
-        standby={"n1", "n2"},
-    )
+        Trace(tuple(rows)), router("jsq"), 3, planner=planner(),
+        scaler=AutoScaler(out_below=3.0, in_above=100.0, interval_s=0.5), standby={"n1", "n2"},
+    )  # fmt: skip
     [grown, shrunk] = out.scaling
     assert isinstance(grown[1], ScaleOut)
     assert isinstance(shrunk[1], ScaleIn)
@@ -201,22 +186,16 @@ def test_replicas_that_fail_and_are_repaired_lose_nothing() -> None:
         for number in range(1, 7)
         for after_s, kind in ((0.0, "fail"), (1.0, "join"))
     ]
-    cores = {name: core("tie") for name in ("n0", "n1", "n2")}
     made: list[Scheduler] = []
 
     def rebuild(_: str) -> Scheduler:
         made.append(core("tie"))
         return made[-1]
 
-    def run(**more: object) -> SimulationOutcome:
+    def run(**more: Any) -> SimulationOutcome:
+        cores, predictions = {f"n{number}": core("tie") for number in range(3)}, trace_predictions(trace)
         return Simulation(
-            trace,
-            {name: core("tie") for name in cores},
-            LinearStepTime(),
-            trace_predictions(trace),
-            router("jsq"),
-            changes=changes,
-            **more,  # type: ignore[arg-type]
+            trace, cores, LinearStepTime(), predictions, router("jsq"), changes=changes, **more
         ).run()
 
     out = run(rebuild=rebuild)
@@ -237,17 +216,10 @@ def conversations(num: int) -> Trace:
             prompt = known + 60
             rows.append(
                 trace_row(
-                    f"s{number}t{place}",
-                    number * 0.05,
-                    prompt,
-                    20,
-                    40,
-                    session_id=f"s{number}",
-                    turn=place,
-                    think_time_s=None if place == 0 else 0.5,
-                    prefix_tokens=known,
+                    f"s{number}t{place}", number * 0.05, prompt, 20, 40, session_id=f"s{number}",
+                    turn=place, think_time_s=None if place == 0 else 0.5, prefix_tokens=known,
                 )
-            )
+            )  # fmt: skip
             known = prompt + 20
     return Trace(tuple(rows))
 
@@ -256,10 +228,9 @@ def test_prefix_affine_routing_finds_what_earlier_turns_have_left() -> None:
     trace = conversations(20)
 
     def mean_ttft_s(name: str, kept: int) -> float:
-        cores = {f"n{number}": core() for number in range(3)}
-        found = Simulation(
-            trace, cores, LinearStepTime(), Predictions(), router(name), prefix_cache_tokens=kept
-        ).run()
+        cores, predictions = {f"n{number}": core() for number in range(3)}, Predictions()
+        one = Simulation(trace, cores, LinearStepTime(), predictions, router(name), prefix_cache_tokens=kept)
+        found = one.run()
         records = {record.request_id: record for record in found.records}
         assert len(records) == 80
         for number in range(20):

@@ -1,7 +1,5 @@
 """Live migration between real schedulers: its stages by hand, every way in which it can end, and random walks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -65,8 +63,7 @@ def test_a_request_of_ten_blocks_moves_in_ceil_ten_fourths_stages() -> None:
     assert not migrations.stopped("r")
     assert migrations.copied("r", 0.2) == Copy(MOVE, 2, live=False)
     assert migrations.stopped("r")
-    assert "r" not in sides["a"]
-    assert "r" not in sides["b"]
+    assert not any("r" in core for core in sides.values())
     assert migrations.copied("r", 0.3) == Committed(MOVE, num_stages=3, num_blocks=10)
     assert (sides["a"].pool.kv.num_free_blocks, sides["b"].pool.kv.num_free_blocks) == (40, 30)
     assert migrations.in_flight == frozenset()
@@ -172,10 +169,8 @@ class Walk:
     def predict(self) -> None:
         live = [name for name in self.tokens if self.side_of(name) is not None]
         if live:
-            name = self.pick(live)
-            self.sides[self.side_of(name) or ""].update(
-                name, predicted(float(self.rng.uniform(1, 20))), self.now
-            )
+            name, seen = self.pick(live), predicted(float(self.rng.uniform(1, 20)))
+            self.sides[self.side_of(name) or ""].update(name, seen, self.now)
 
     def step(self) -> None:
         side = self.pick(["a", "b"])
@@ -185,7 +180,7 @@ class Walk:
             if plan is not None:
                 self.open[side] = plan
                 for name in plan.preempted:
-                    self.note(self.migrations.on_preempted(name, self.now))
+                    self.note(self.migrations.left_source(name, AbortReason.PREEMPTED, self.now))
             return
         sampling = [*plan.decodes, *(chunk.request_id for chunk in plan.prefills if chunk.is_last)]
         stopped = tuple(name for name in sampling if self.rng.random() < 0.05)
@@ -194,7 +189,7 @@ class Walk:
                 self.tokens[name] += 1
         for item in core.complete(StepResult(plan.step, stopped), self.now):
             assert item.output_tokens == self.tokens.pop(item.request_id), "tokens were lost on the way"
-            self.note(self.migrations.on_finished(item.request_id, self.now))
+            self.note(self.migrations.left_source(item.request_id, AbortReason.FINISHED, self.now))
 
     def start(self) -> None:
         sides = {name: self.side_of(name) for name in self.tokens if name not in self.copies}
@@ -205,9 +200,8 @@ class Walk:
             self.note(self.migrations.start(Move(name, source, "b" if source == "a" else "a"), self.now))
 
     def copied(self) -> None:
-        ready = [
-            name for name, copy in self.copies.items() if not copy.live or copy.move.source not in self.open
-        ]
+        busy = self.open
+        ready = [name for name, copy in self.copies.items() if not copy.live or copy.move.source not in busy]
         if ready:
             name = self.pick(ready)
             before, outcome = self.copies[name], self.migrations.copied(name, self.now)

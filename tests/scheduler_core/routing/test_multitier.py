@@ -1,7 +1,5 @@
 """Hand-worked examples of the multi-tier paper: headroom, freeness, dispatch, planning, scaling."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -61,15 +59,10 @@ def test_freeness_by_hand() -> None:
     All four tiers are present: headroom 20 + 7.3576 + 2.7067 + 0.9957 = 31.06; F_full = (56 - 31.06)/3 = 8.313.
     """
     one = replica(
-        "a",
-        running("1", 10, tier=0),
-        running("2", 20, tier=0),
-        running("3", 6, tier=3),
-        waiting("4", 8, tier=1),
-        waiting("5", 30, tier=2),
-    )
-    assert virtual_usage_blocks(one) == 44
-    assert normal_freeness(one) == pytest.approx(56 / 3)
+        "a", running("1", 10, tier=0), running("2", 20, tier=0), running("3", 6, tier=3),
+        waiting("4", 8, tier=1), waiting("5", 30, tier=2),
+    )  # fmt: skip
+    assert (virtual_usage_blocks(one), normal_freeness(one)) == (44, pytest.approx(56 / 3))
     assert full_freeness(one, exponential_headroom(4)) == pytest.approx(8.313, abs=5e-4)
 
 
@@ -78,14 +71,11 @@ def test_freeness_of_the_whole_queue_by_hand() -> None:
     b: one more waits with 10: -5, not divided, so that a larger batch does not make a longer queue look freer."""
     here = (running("1", 30), running("2", 30), waiting("3", 20), waiting("4", 15))
     one, more = replica("a", *here), replica("b", *here, waiting("5", 10))
-    assert queue_freeness(one, NO_HEADROOM) == 2.5
-    assert queue_freeness(more, NO_HEADROOM) == -5
+    assert (queue_freeness(one, NO_HEADROOM), queue_freeness(more, NO_HEADROOM)) == (2.5, -5)
     assert full_freeness(one, NO_HEADROOM) == full_freeness(more, NO_HEADROOM) == 10
     headroom = exponential_headroom(5)
     reserved = headroom.blocks({row.tier for row in one.requests}, 100)
-    assert queue_freeness(one, headroom) == pytest.approx(
-        (5 - reserved) if reserved > 5 else (5 - reserved) / 2
-    )
+    assert queue_freeness(one, headroom) == pytest.approx((5 - reserved) / (1 if reserved > 5 else 2))
     assert queue_freeness(replica("a"), NO_HEADROOM) == 100
     assert queue_freeness(replica("c", status=DRAINING), NO_HEADROOM) == -math.inf
 
@@ -138,10 +128,8 @@ def test_the_planner_waits_for_its_interval_and_for_imbalance() -> None:
     b = replica("b", running("3", 249), running("4", 250), blocks=1000)
     c = replica("c", running("5", 249), running("6", 249), blocks=1000)
     a2 = replica("a", running("1", 251), running("2", 250), blocks=1000)
-    assert (
-        planner.plan([c, replica("d", running("7", 249), running("8", 249), blocks=1000)], frozenset(), 0.0)
-        == ()
-    )
+    d = replica("d", running("7", 249), running("8", 249), blocks=1000)
+    assert planner.plan([c, d], frozenset(), 0.0) == ()
     assert planner.plan([a, b], frozenset(), 0.04) == (), "50 ms are not over"
     assert planner.plan([a, b], frozenset(), 0.05) == (Move("1", "a", "b"),), "0.5 blocks per request"
     assert MigrationPlanner(headroom=NO_HEADROOM, threshold=1.0).plan([a, b], frozenset(), 0.0) == ()
@@ -178,12 +166,10 @@ def test_scaling_thresholds() -> None:
     with fewer running requests, is drained."""
     b = crowd("b", 10, 10)
     assert AutoScaler().signal([crowd("a", 10, 10, head=10), b], 0.0) is None
-    out = AutoScaler().signal([crowd("a", 10, 10, head=11), b], 0.0)
-    assert out == ScaleOut()
+    assert AutoScaler().signal([crowd("a", 10, 10, head=11), b], 0.0) == ScaleOut()
     c = crowd("c", 40, 1)
     assert AutoScaler().signal([c, crowd("e", 40, 1)], 0.0) is None
-    down = AutoScaler().signal([c, crowd("d", 39, 1)], 0.0)
-    assert down == ScaleIn("d")
+    assert AutoScaler().signal([c, crowd("d", 39, 1)], 0.0) == ScaleIn("d")
 
 
 def test_scaling_keeps_its_bounds_and_its_pace() -> None:

@@ -1,7 +1,5 @@
 """What each router looks at, and properties of every one: one live replica for each request, none for a draining one."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 
@@ -49,8 +47,7 @@ def test_power_of_two_joins_the_shorter_of_two_drawn() -> None:
     counts = Counter(two.choose(item(), pictures, 0.0) for _ in range(6000))
     for name, expected in zip("0123", (3000, 2000, 1000, 0), strict=True):
         assert abs(counts[name] - expected) <= 4 * 40
-    assert counts["3"] == 0
-    assert two.choose(item(), pictures[2:], 0.0) == "2"
+    assert (counts["3"], two.choose(item(), pictures[2:], 0.0)) == (0, "2")
 
 
 def test_prefix_affine_follows_the_longest_shared_prefix_until_its_replica_is_too_busy() -> None:
@@ -62,8 +59,7 @@ def test_prefix_affine_follows_the_longest_shared_prefix_until_its_replica_is_to
     other = item("2", prefix_blocks=(7, 8))
     affine.on_dispatched(other, "b", 0.0)
     alike = item("3", prefix_blocks=(1, 2, 9, 10))
-    assert affine.hit_blocks(alike, "a") == 2
-    assert affine.hit_blocks(alike, "b") == 0
+    assert (affine.hit_blocks(alike, "a"), affine.hit_blocks(alike, "b")) == (2, 0)
     near = [replica("a", running("x", 1)), replica("b")]
     assert affine.choose(alike, near, 0.0) == "a"
     busy = [replica("a", running("x", 1), running("y", 1)), replica("b")]
@@ -131,8 +127,7 @@ def test_infaas_cost_is_queue_plus_service_time_plus_penalty() -> None:
     finish(base, "c", "3", 0.0, 1.4)
     slow = replica("c")
     assert base.choose(item(), [crowded, quiet, slow], 3.0) == "c"
-    assert base.cost(crowded) == pytest.approx(5.4)
-    assert base.cost(quiet) == pytest.approx(2.0)
+    assert (base.cost(crowded), base.cost(quiet)) == (pytest.approx(5.4), pytest.approx(2.0))
     assert base.cost(slow) == pytest.approx(1.9)
     assert [base.health(name) for name in "abc"] == ["overloaded", "inactive", "interfered"]
 
@@ -164,12 +159,9 @@ def test_disaggregated_moves_processed_prompts_to_the_emptiest_decode_replica_wi
     it, waits too although it would fit."""
     split = Disaggregated()
     ready = [
-        running("1", 20, arrival_s=1.0),
-        running("2", 15, arrival_s=2.0),
-        running("3", 40, arrival_s=3.0),
-        running("4", 1, arrival_s=4.0),
-        waiting("5", 1, arrival_s=0.0),
-    ]
+        running("1", 20, arrival_s=1.0), running("2", 15, arrival_s=2.0), running("3", 40, arrival_s=3.0),
+        running("4", 1, arrival_s=4.0), waiting("5", 1, arrival_s=0.0),
+    ]  # fmt: skip
     pictures = [
         replica("p", *ready, role=ReplicaRole.PREFILL, blocks=400),
         replica("d1", running("x", 70), role=ReplicaRole.DECODE),
@@ -225,8 +217,7 @@ class World:
 @pytest.mark.parametrize("name", NAMES)
 def test_without_an_active_replica_requests_wait(name: str) -> None:
     world = World(name, [])
-    assert world.dispatch("r1", "r2") == []
-    assert world.dispatcher.num_pending == 2
+    assert (world.dispatch("r1", "r2"), world.dispatcher.num_pending) == ([], 2)
     world.join("late")
     assert world.dispatch_pending(3.0) == ["late", "late"]
     world = World(name, ["a", "b"])
@@ -235,8 +226,7 @@ def test_without_an_active_replica_requests_wait(name: str) -> None:
     for one in "ab":
         world.dispatcher.draining(one)
     expected = ["b"] if name == "llumnix" else []  # the least loaded one
-    assert world.dispatch("r") == expected
-    assert world.dispatcher.num_pending == 1 - len(expected)
+    assert (world.dispatch("r"), world.dispatcher.num_pending) == (expected, 1 - len(expected))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -298,10 +288,5 @@ def _play(name: str, events: Sequence[str], seed: int) -> list[tuple[str, str]]:
 def test_a_request_that_fits_nowhere_keeps_waiting_and_holds_nobody_up(name: str) -> None:
     world = World(name, ["a"])
     world.dispatcher.arrived(item("huge", tier=0, prompt=16 * 4000))
-    assert world.dispatch("small") == ["a"]
-    assert world.dispatcher.num_pending == 1
+    assert (world.dispatch("small"), world.dispatcher.num_pending) == (["a"], 1)
     assert world.dispatcher.aborted("huge", 1.0) is None
-
-
-def test_routers_know_their_names() -> None:
-    assert {kind.name for kind in ROUTERS.values()} == set(ROUTERS)
