@@ -19,48 +19,31 @@ SCHEMA_NAME = "samples/2"
 MESSAGES = pa.list_(pa.struct([pa.field("role", pa.string()), pa.field("content", pa.string())]))
 SCHEMA = pa.schema(
     [
-        # (prompt_id, model, sample_index) is unique.
+        # (prompt_id, model, sample_index) is unique. Null is unknown, as in imported sets.
         pa.field("prompt_id", pa.string(), nullable=False),
-        # The user's text, of a conversation its last user message; null where only its hash is kept.
-        pa.field("prompt", pa.string()),
-        # Hex SHA-256 of what was sent (`prompt_sha256`); null if the text was never known.
-        pa.field("prompt_sha256", pa.string()),
-        # The whole conversation; null if it is one user message, or only hashed.
-        pa.field("messages", MESSAGES),
-        # Kind of prompt, and public set it comes from; may be empty.
-        pa.field("category", pa.string(), nullable=False),
-        pa.field("dataset", pa.string(), nullable=False),
-        # The served model.
-        pa.field("model", pa.string(), nullable=False),
-        # Sampling settings and seed of the run; null if unknown (imported sets).
+        pa.field("prompt", pa.string()),  # the user's text, the last of a conversation; null if only hashed
+        pa.field("prompt_sha256", pa.string()),  # hex SHA-256 of what was sent (`prompt_sha256`)
+        pa.field("messages", MESSAGES),  # the whole conversation; null if one user message, or only hashed
+        pa.field("category", pa.string(), nullable=False),  # kind of prompt; may be empty
+        pa.field("dataset", pa.string(), nullable=False),  # public set it comes from; may be empty
+        pa.field("model", pa.string(), nullable=False),  # the served model
         pa.field("temperature", pa.float64()),
         pa.field("top_p", pa.float64()),
-        pa.field("seed", pa.int64()),
-        # 0-based index of the sample among the prompt's repeats.
-        pa.field("sample_index", pa.int32(), nullable=False),
-        # Maximum number of output tokens, and length of the prompt with the chat template, in the model's tokens; null if
-        # unknown.
-        pa.field("max_tokens", pa.int32()),
-        pa.field("prompt_tokens", pa.int32()),
-        # Output length, end marker included; 0 only when finish_reason is "error".
-        pa.field("output_tokens", pa.int32(), nullable=False),
-        # "stop", "length" (right-censored at output_tokens), "error", or "unknown" (imported sets without it; a run never
-        # writes it).
+        pa.field("seed", pa.int64()),  # of the run
+        pa.field("sample_index", pa.int32(), nullable=False),  # among the prompt's repeats, from 0
+        pa.field("max_tokens", pa.int32()),  # maximum number of output tokens
+        pa.field("prompt_tokens", pa.int32()),  # with the chat template, in the model's tokens
+        pa.field("output_tokens", pa.int32(), nullable=False),  # end marker included; 0 only of an error
+        # "stop", "length" (right-censored at output_tokens), "error", or "unknown" (a run never writes it).
         pa.field("finish_reason", pa.string(), nullable=False),
-        # Why there is no output, "KIND: reason"; null unless finish_reason is "error".
-        pa.field("error", pa.string()),
-        # Seconds that the request waited before the engine took it; from sending it to its first and to its last token;
-        # null if unknown.
-        pa.field("queue_s", pa.float64()),
-        pa.field("ttft_s", pa.float64()),
-        pa.field("total_s", pa.float64()),
-        # The output; null unless it is kept.
-        pa.field("text", pa.string()),
-        # Engine "synthetic" is no language model.
-        pa.field("engine", pa.string(), nullable=False),
+        pa.field("error", pa.string()),  # why there is no output, "KIND: reason"; null without an error
+        pa.field("queue_s", pa.float64()),  # seconds that the request waited before the engine took it
+        pa.field("ttft_s", pa.float64()),  # seconds from sending it to its first token
+        pa.field("total_s", pa.float64()),  # seconds from sending it to its last token
+        pa.field("text", pa.string()),  # the output; null unless it is kept
+        pa.field("engine", pa.string(), nullable=False),  # "synthetic" is no language model
         pa.field("engine_version", pa.string(), nullable=False),
-        # The run that wrote the row.
-        pa.field("run_id", pa.string(), nullable=False),
+        pa.field("run_id", pa.string(), nullable=False),  # the run that wrote the row
     ],
     metadata={"tailcast.schema": SCHEMA_NAME},
 )

@@ -154,23 +154,16 @@ async def break_off(request: web.Request, data: bytes, headers: dict[str, str]) 
 
 @dataclass(frozen=True)
 class Fault:
-    """What a request gets instead of, or on top of, an output.
+    """What a request gets instead of, or on top of, an output."""
 
-    Attributes:
-        status: HTTP status; 200 goes on with the output.
-        headers: Further headers.
-        payload: Body instead of the output.
-        hang: Never responds.
-        cut: "early": the connection breaks before the head; "middle": in the middle of the body. Of a stream also
-            "quiet": no more events come; "ended": it ends properly, but too soon.
-        change: Changes the JSON of the response before it is sent.
-    """
-
-    status: int = 200
-    headers: dict[str, str] = field(default_factory=dict)
-    payload: bytes | None = None
-    hang: bool = False
+    status: int = 200  # HTTP status; 200 goes on with the output
+    headers: dict[str, str] = field(default_factory=dict)  # further headers
+    payload: bytes | None = None  # body instead of the output
+    hang: bool = False  # never responds
+    # "early": the connection breaks before the head; "middle": in the middle of the body. Of a stream also "quiet": no
+    # more events come; "ended": it ends properly, but too soon.
     cut: str = ""
+    # Changes the JSON of the response before it is sent.
     change: Callable[[dict[str, Any]], object] = lambda content: None
 
 
@@ -203,31 +196,19 @@ def length_of(prompt: str, seed: int | None, choice: int = 0) -> int:
 
 @dataclass
 class Completions:
-    """The script of an engine that completes prompts; its fields may change while it runs.
+    """The script of an engine that completes prompts; its fields may change while it runs."""
 
-    Attributes:
-        behave: Fault for a request, by its number (from 0) and its body.
-        model: Name it serves.
-        owner: `owned_by` of its model; decides what engine it is taken for.
-        version: Of the engine.
-        delay_s: Seconds until an output.
-        gate: Outputs wait until so many requests have come.
-        honors_n: Whether `n` above 1 is obeyed.
-        usage: Whether it counts tokens.
-        lists_end: Whether token ids and logprobs hold the end marker.
-        key: API key it wants, if any.
-    """
-
+    # Fault for a request, by its number (from 0) and its body.
     behave: Callable[[int, dict[str, Any]], Fault] = lambda number, body: GOOD
-    model: str = MODEL
-    owner: str = "vllm"
-    version: str = "9.9"
-    delay_s: float = 0.0
-    gate: int = 0
-    honors_n: bool = True
-    usage: bool = True
-    lists_end: bool = True
-    key: str = ""
+    model: str = MODEL  # name it serves
+    owner: str = "vllm"  # `owned_by` of its model; decides what engine it is taken for
+    version: str = "9.9"  # of the engine
+    delay_s: float = 0.0  # seconds until an output
+    gate: int = 0  # outputs wait until so many requests have come
+    honors_n: bool = True  # whether `n` above 1 is obeyed
+    usage: bool = True  # whether it counts tokens
+    lists_end: bool = True  # whether token ids and logprobs hold the end marker
+    key: str = ""  # API key it wants, if any
     _number: int = 0
     _opened: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -257,10 +238,8 @@ class Completions:
             assert request.transport is not None
             request.transport.abort()
         if fault.status != 200 or fault.payload is not None:
-            kind = "application/json"
-            return web.Response(
-                status=fault.status, body=fault.payload, headers=fault.headers, content_type=kind
-            )
+            headers = {"Content-Type": "application/json", **fault.headers}
+            return web.Response(status=fault.status, body=fault.payload, headers=headers)
         content = self._content(body)
         fault.change(content)
         if body.get("stream"):

@@ -34,17 +34,14 @@ def bomb(levels: int = 9) -> str:
 def write_good_files(folder: Path) -> dict[str, Path]:
     """By name: a trace, samples and texts that commands accept."""
     folder.mkdir(parents=True, exist_ok=True)
-    files = {
-        name: folder / name for name in ("trace.jsonl", "samples.parquet", "prompts.jsonl", "labels.parquet")
-    }
+    names = ("trace.jsonl", "samples.parquet", "prompts.jsonl", "labels.parquet")
+    files = {name: folder / name for name in names}
     rows = [TRACE | {"request_id": f"r{place}", "arrival_s": 0.1 * place} for place in range(5)]
     files["trace.jsonl"].write_text("".join(json.dumps(row) + "\n" for row in rows))
     pq.write_table(pa.table(SAMPLES), files["samples.parquet"])
     files["prompts.jsonl"].write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
-    texts = [f"text {place}" for place in range(30)]
-    pq.write_table(
-        pa.table({"text": texts, "level": [place % 5 for place in range(30)]}), files["labels.parquet"]
-    )
+    labels = {"text": [f"text {place}" for place in range(30)], "level": [0, 1, 2, 3, 4] * 6}
+    pq.write_table(pa.table(labels), files["labels.parquet"])
     return files
 
 
@@ -89,9 +86,8 @@ def write_hostile_files(folder: Path) -> list[Path]:
     pq.write_table(pa.table(SAMPLES), good)
     content = good.read_bytes()
     (folder / "cut.parquet").write_bytes(content[: len(content) // 2])
-    (folder / "flipped.parquet").write_bytes(
-        content[:60] + bytes(255 - one for one in content[60:90]) + content[90:]
-    )
+    flipped = bytes(255 - one for one in content[60:90])
+    (folder / "flipped.parquet").write_bytes(content[:60] + flipped + content[90:])
     tables = {
         "none": pa.table({}),
         "rowless": pa.table({"output_tokens": pa.array([], pa.int64()), "prompt": pa.array([], pa.string())}),

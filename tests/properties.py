@@ -1,10 +1,17 @@
-"""How many examples a dear property sees."""
+"""Marks of tests: how many examples a dear property sees, and what Ray itself warns of."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import settings
+
+RAY_WARNINGS = pytest.mark.filterwarnings(
+    "ignore:Tip. In future versions of Ray:FutureWarning",
+    "ignore:subprocess .* is still running:ResourceWarning",
+    "ignore:unclosed:ResourceWarning",
+)
 
 
 def examples(number: int, **options: Any) -> settings:

@@ -165,9 +165,8 @@ def test_every_command_is_here() -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_with_a_path_is_an_input_or_an_output(command: str) -> None:
     config = config_of(command)
-    options = {name.partition(".")[0] for name in getattr(config, "INPUTS", ())} | {
-        *options_of(config.OUTPUTS)
-    }
+    inputs = {name.partition(".")[0] for name in getattr(config, "INPUTS", ())}
+    options = inputs | set(options_of(config.OUTPUTS))
     assert options <= set(config.__dataclass_fields__) | {"vary"}
     undeclared = [
         parameter.arg_name

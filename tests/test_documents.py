@@ -11,15 +11,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+PATTERNS = ("*.md", "docs/**/*.md", "*/README.md", "*/*/README.md", "examples/quickstart/data/README.md")
 DOCUMENTS = sorted(
     path
-    for pattern in (
-        "*.md",
-        "docs/**/*.md",
-        "*/README.md",
-        "*/*/README.md",
-        "examples/quickstart/data/README.md",
-    )
+    for pattern in PATTERNS
     for path in ROOT.glob(pattern)
     if not {"out", "build"} & set(path.relative_to(ROOT).parts)
 )

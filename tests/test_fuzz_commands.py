@@ -42,22 +42,15 @@ WORDS = ["fcfs", "tie", "sjf", "trace", "oracle", "none", "cpu", "127.0.0.1", "l
 
 @dataclass(frozen=True)
 class Command:
-    """A command under test.
+    """A command under test."""
 
-    Attributes:
-        module: Where its `main` is.
-        config: Its configuration, MODULE:CLASS.
-        base: Options with which it ends soon: well, or for lack of a good input. OUT is the folder for results,
-            GOOD and BAD are folders of input files.
-        words: First words of the command line: a sub-command.
-        positionals: Fields given by position.
-    """
-
-    module: str
-    config: str
+    module: str  # where its `main` is
+    config: str  # its configuration, MODULE:CLASS
+    # Options with which it ends soon: well, or for lack of a good input. OUT is the folder for results, GOOD and BAD are
+    # folders of input files.
     base: dict[str, str]
-    words: tuple[str, ...] = ()
-    positionals: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()  # first words of the command line: a sub-command
+    positionals: tuple[str, ...] = ()  # fields given by position
 
     def main(self, args: list[str]) -> int:
         """Calls it."""
@@ -175,9 +168,8 @@ class Call:
 @st.composite
 def calls(draw: st.DrawFn, name: str, files: list[str]) -> Call:
     """Command lines with a few hostile values."""
-    chosen = draw(
-        st.lists(st.sampled_from(options(name)), min_size=1, max_size=2, unique_by=lambda one: one.name)
-    )
+    some = st.sampled_from(options(name))
+    chosen = draw(st.lists(some, min_size=1, max_size=2, unique_by=lambda one: one.name))
     required = [one for one in options(name) if one.name in COMMANDS[name].base]
     if draw(st.booleans()):
         chosen[0] = draw(st.sampled_from(required))

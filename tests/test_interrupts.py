@@ -66,15 +66,8 @@ def interrupted(
 ) -> subprocess.CompletedProcess[str]:
     """The command and its processes, all interrupted at the first import of `moment`."""
     changes = {"INTERRUPT_AT": moment, "PYTHONPATH": f"{site}{os.pathsep}{ROOT}", **environment}
-    return subprocess.run(
-        [sys.executable, "-m", module, *args],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | changes,
-        cwd=site,
-        start_new_session=True,
-    )
+    options = {"env": os.environ | changes, "cwd": site, "timeout": 120, "start_new_session": True}
+    return subprocess.run([sys.executable, "-m", module, *args], capture_output=True, text=True, **options)
 
 
 @pytest.mark.parametrize(

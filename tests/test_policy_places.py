@@ -73,9 +73,8 @@ def in_simulator(name: str) -> list[str]:
 
 
 def proxy(name: str, engine: Any) -> ProxyServer:
-    return ProxyServer(
-        ProxyConfig(engine_url="http://engine", engine=engine, policy=name, release=1, predictor="none")
-    )
+    options = {"engine": engine, "policy": name, "release": 1, "predictor": "none"}
+    return ProxyServer(ProxyConfig(engine_url="http://engine", **options))
 
 
 def in_proxy_queue(name: str) -> list[str]:
@@ -213,7 +212,6 @@ def test_the_page_says_where_each_policy_works(name: str) -> None:
 
 if __name__ == "__main__":
     with stand_in():
-        table = f"| policy | {' | '.join(PLACES)} |\n|---|{'---|' * len(PLACES)}\n" + "".join(
-            map(row, POLICIES)
-        )
+        header = f"| policy | {' | '.join(PLACES)} |\n|---|{'---|' * len(PLACES)}\n"
+        table = header + "".join(map(row, POLICIES))
     PAGE.write_text(BLOCK.sub(lambda _: table, PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -167,10 +167,8 @@ def test_simulate_runs_a_trace_that_was_read(tmp_path: Path) -> None:
     rows = [row | {"request_id": str(n), "output_tokens": 90 - 10 * n} for n in range(8)]
     (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
     trace = tailcast.read_trace(tmp_path / "trace.jsonl")
-    means = {
-        policy: tailcast.simulate(trace, policy, predictor="oracle").metrics["ttlt_s"]["mean"]
-        for policy in ("fcfs", "sept")
-    }
+    runs = {policy: tailcast.simulate(trace, policy, predictor="oracle") for policy in ("fcfs", "sept")}
+    means = {policy: run.metrics["ttlt_s"]["mean"] for policy, run in runs.items()}
     assert means["sept"] <= means["fcfs"]
     assert tailcast.simulate(str(tmp_path / "trace.jsonl"), "fcfs").metrics["ttlt_s"]["mean"] == means["fcfs"]
     with pytest.raises(InputError, match="rate"):
@@ -326,21 +324,20 @@ def test_tables_of_prompts(
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"), [("text\nhello\n", "prompt"), ("prompt,model\nhello\n", "format")]
+    ("text", "predictor", "message"),
+    [
+        ("text\nhello\n", None, "a file with usable rows (skipped: 1 for prompt)"),
+        ("prompt,model\nhello\n", None, "a file with usable rows (skipped: 1 for format)"),
+        ("prompt\nhello\n", "grpc://127.0.0.1:1", "UNAVAILABLE"),
+    ],
 )
-def test_a_file_without_usable_rows_is_refused(
-    artifact: Path, tmp_path: Path, text: str, reason: str, capsys: pytest.CaptureFixture[str]
+def test_a_file_without_usable_rows_and_a_service_that_is_gone_are_errors(
+    artifact: Path, tmp_path: Path, text: str, predictor: str | None, message: str, capsys: Any
 ) -> None:
     (tmp_path / "p.csv").write_text(text)
-    assert predict("--data", tmp_path / "p.csv", "--out", tmp_path / "o.csv", "--predictor", artifact) == 2
-    assert f"a file with usable rows (skipped: 1 for {reason})" in capsys.readouterr().err
-
-
-def test_a_service_that_is_gone_skips_no_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "p.csv").write_text("prompt\nhello\n")
-    words = ("--data", tmp_path / "p.csv", "--out", tmp_path / "o.csv")
-    assert predict(*words, "--predictor", "grpc://127.0.0.1:1") == 2
-    assert "UNAVAILABLE" in capsys.readouterr().err
+    words = ("--data", tmp_path / "p.csv", "--out", tmp_path / "o.csv", "--predictor", predictor or artifact)
+    assert predict(*words) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,9 @@ class FakeBackend:
     """Lengths from the seeded uniforms.
 
     Args:
-        plan: (prompt id, sample index, attempt from 1) -> a failure, or None for an answer.
-        shuffle: Seed of the order of the results.
-        window: Answers held back so that their order can be shuffled.
-        stop_after: Raises `stop_with` instead of the answer after so many.
-        version: Version of the engine.
+        plan: (prompt id, sample index, attempt from 1) -> a failure, or None for an output.
+        shuffle, window: Seed of the order of the results, and how many are held back for it.
+        stop_after: Raises KeyboardInterrupt instead of the output after so many.
         on_stored: Gets each result once the run has stored it.
     """
 
@@ -38,7 +36,6 @@ class FakeBackend:
         shuffle: int = 0,
         window: int = 7,
         stop_after: int | None = None,
-        stop_with: type[BaseException] = KeyboardInterrupt,
         version: str = "1",
         on_stored: Callable[[WorkResult], None] = lambda result: None,
     ) -> None:
@@ -51,7 +48,6 @@ class FakeBackend:
         self._order = random.Random(shuffle)
         self._window = window
         self._stop_after = stop_after
-        self._stop_with = stop_with
         self._attempts: dict[tuple[str, int], int] = {}
 
     def sample(self, work: Iterable[Work], settings: SamplingSettings) -> Generator[WorkResult, None, None]:
@@ -72,7 +68,7 @@ class FakeBackend:
     def _result(self, held: list[tuple[Prompt, int]], settings: SamplingSettings) -> WorkResult:
         """One random answer, together with all held ones of its prompt every third time."""
         if self._stop_after is not None and len(self.given) >= self._stop_after:
-            raise self._stop_with
+            raise KeyboardInterrupt
         prompt, index = held.pop(self._order.randrange(len(held)))
         indices = [index]
         if self._order.random() < 1 / 3:

@@ -13,6 +13,7 @@ import signal
 import sqlite3
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,12 @@ def sometimes(prompt_id: str, sample_index: int, attempt: int) -> SampleFailure 
     return None
 
 
+@dataclass
 class Moments:
     """Counts moments, and kills the process at the chosen one."""
 
-    def __init__(self, fatal: int) -> None:
-        self.fatal = fatal
-        self.count = 0
+    fatal: int
+    count: int = 0
 
     def reached(self) -> None:
         self.count += 1

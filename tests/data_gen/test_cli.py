@@ -1,3 +1,5 @@
+"""The command `gen-samples`, on a Ray cluster too."""
+
 from __future__ import annotations
 
 import json
@@ -5,17 +7,19 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from data_gen.backend import SamplingSettings, Work, WorkResult
+from data_gen.backend import WorkResult
 from data_gen.cli_gen_samples import main
+from data_gen.ray_backend import RayBackend
 from data_gen.samples import read_samples
 from data_gen.synthetic_backend import SyntheticBackend
 from tests.fake_openai import GOOD, Completions, Fault, error, running
+from tests.properties import RAY_WARNINGS
 
 SYNTHETIC = ["templates:30", "--backend", "synthetic", "--num-samples", "4", "--progress", "false"]
 
@@ -67,10 +71,8 @@ def test_sigterm_says_how_to_go_on_and_the_same_command_does(
     assert main([*SYNTHETIC, "--out", str(whole)]) == 0
     sample = SyntheticBackend.sample
 
-    def terminated(
-        self: SyntheticBackend, work: Iterable[Work], settings: SamplingSettings
-    ) -> Iterator[WorkResult]:
-        for number, result in enumerate(sample(self, work, settings)):
+    def terminated(*arguments: Any) -> Iterator[WorkResult]:
+        for number, result in enumerate(sample(*arguments)):
             if number == 50:
                 os.kill(os.getpid(), signal.SIGTERM)
             yield result
@@ -94,15 +96,11 @@ def test_filters_and_sources_reach_the_run_and_are_summed_up(
 ) -> None:
     prompts = tmp_path / "mine.jsonl"
     chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello there"}]
-    rows = [
-        {"messages": chat},
-        {"messages": chat[1:]},
-        {"messages": [{"role": "user", "content": "x" * 500}]},
-        {"messages": [{"role": "user", "content": "HELLO there"}]},
-        {"messages": [{"role": "user", "content": "hello there!"}]},
-        {"messages": [{"role": "user", "content": "beyond the limit"}]},
+    others = [
+        chat[1] | {"content": text} for text in ("x" * 500, "HELLO there", "hello there!", "beyond the limit")
     ]
-    prompts.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    chats = [chat, chat[1:], *([message] for message in others)]
+    prompts.write_text("\n".join(json.dumps({"messages": each}) for each in chats), encoding="utf-8")
     out = tmp_path / "s.parquet"
     arguments = [str(prompts), *SYNTHETIC[1:], "--out", str(out), "--filters.max-characters", "100"]
     arguments += ["--filters.deduplicate", "true", "--filters.near-duplicates", "0.8", "--limit", "2"]
@@ -143,10 +141,8 @@ def test_a_server_of_the_openai_api_and_a_card(tmp_path: Path) -> None:
     assert {row["model"] for row in rows} == {script.model}
     content = json.loads((tmp_path / "s.parquet.run.json").read_text())
     assert content["failures"]["too_long"]["count"] == 4
-    assert (content["notes"]["base_urls"], content["notes"]["header_names"]) == (
-        [f"{server.url}/v1"],
-        ["X-Team"],
-    )
+    assert content["notes"]["base_urls"] == [f"{server.url}/v1"]
+    assert content["notes"]["header_names"] == ["X-Team"]
     chosen = {"api": "chat", "samples_per_request": 1, "send_seed": True, "count_by": "usage", "body": {}}
     assert content["engine_options"] == chosen
     assert "team-secret" not in (tmp_path / "s.parquet.run.json").read_text()
@@ -198,3 +194,53 @@ def test_bad_input_is_one_line_and_code_2(
     assert lines[0].startswith("gen-samples: error: ")
     assert named in lines[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+@RAY_WARNINGS
+def test_an_address_without_a_cluster_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SYNTHETIC, "--out", str(tmp_path / "s.parquet"), "--ray", "127.0.0.1:1"]) == 2
+    assert "the address of a running Ray cluster" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Any:
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield ray
+    ray.shutdown()
+
+
+@pytest.mark.slow
+@RAY_WARNINGS
+def test_workers_draw_what_one_process_draws(cluster: Any, tmp_path: Path) -> None:
+    alone, together = tmp_path / "a.parquet", tmp_path / "b.parquet"
+    assert main([*SYNTHETIC, "--out", str(alone)]) == 0
+    assert main([*SYNTHETIC, "--out", str(together), "--ray", "auto", "--ray-workers", "2"]) == 0
+    assert read_samples(together).equals(read_samples(alone))
+    assert cluster.is_initialized(), "a cluster that is there stays"
+    assert (
+        main([*SYNTHETIC, "--out", str(tmp_path / "c.parquet"), "--ray", "auto", "--ray-workers", "3"]) == 2
+    )
+
+
+@pytest.mark.slow
+@RAY_WARNINGS
+def test_a_lost_worker_costs_no_sample(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other worker goes on, and what the lost one was drawing is requested again."""
+    alone, out = tmp_path / "a.parquet", tmp_path / "b.parquet"
+    assert main([*SYNTHETIC, "--out", str(alone)]) == 0
+    sample = RayBackend.sample
+    lost: list[WorkResult] = []
+
+    def losing(self: RayBackend, *arguments: Any) -> Any:
+        for result in sample(self, *arguments):
+            if not lost:
+                cluster.kill(self._workers[0])
+                lost.append(result)
+            yield result
+
+    monkeypatch.setattr(RayBackend, "sample", losing)
+    pace = ["--synthetic.samples-per-s", "60"]
+    assert main([*SYNTHETIC, "--out", str(out), "--ray", "auto", "--ray-workers", "2", *pace]) == 0
+    assert lost
+    assert read_samples(out).equals(read_samples(alone))

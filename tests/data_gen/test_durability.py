@@ -40,18 +40,23 @@ def stored_samples(store: Path) -> set[tuple[str, int]]:
     """The content of a store, read as any process may."""
     connection = sqlite3.connect(store)
     try:
-        rows = connection.execute(
-            "SELECT prompt_id, sample_index FROM samples WHERE finish_reason != 'error'"
-        )
-        return set(rows.fetchall())
+        query = "SELECT prompt_id, sample_index FROM samples WHERE finish_reason != 'error'"
+        return set(connection.execute(query).fetchall())
     except sqlite3.OperationalError:  # killed before there was a table
         return set()
     finally:
         connection.close()
 
 
-def check_killed(folder: Path, complete: pa.Table, num_moments: int, rng: random.Random) -> None:
+@pytest.mark.parametrize(
+    "number", [pytest.param(number, marks=[pytest.mark.slow] if number >= 8 else []) for number in range(50)]
+)
+def test_a_killed_run_resumes_to_the_same_set(
+    tmp_path: Path, uninterrupted: tuple[pa.Table, int], number: int
+) -> None:
     """Kills one or two processes of a run, then lets it end, and looks at what came of it."""
+    (complete, num_moments), rng = uninterrupted, random.Random(number)
+    folder = tmp_path / "run"
     folder.mkdir()
     out, stored = folder / "s.parquet", folder / "stored"
     store = out.with_name("s.parquet.partial") / STORE_NAME
@@ -79,12 +84,3 @@ def check_killed(folder: Path, complete: pa.Table, num_moments: int, rng: random
     names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
     assert names - {"s.parquet.partial"} == {"stored", "s.parquet", "s.parquet.run.json"}
     assert not store.exists()
-
-
-@pytest.mark.parametrize(
-    "number", [pytest.param(number, marks=[pytest.mark.slow] if number >= 8 else []) for number in range(50)]
-)
-def test_a_killed_run_resumes_to_the_same_set(
-    tmp_path: Path, uninterrupted: tuple[pa.Table, int], number: int
-) -> None:
-    check_killed(tmp_path / "run", *uninterrupted, random.Random(number))

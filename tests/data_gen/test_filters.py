@@ -19,28 +19,13 @@ def prompts(*texts: str) -> list[Prompt]:
     return [Prompt(f"p{i}", text) for i, text in enumerate(texts)]
 
 
-def test_deduplication_is_of_the_normalized_conversation() -> None:
-    chat = (Message("user", "Hello"), Message("assistant", "?"), Message("user", "hello there"))
-    stream = [
-        *prompts("Hello  there", " hello THERE\n", "Ｈello there", "Hello there!"),
-        Prompt("c", "hello there", messages=chat),
-    ]
-    dropped = Counter[str]()
-    passed = list(filtered(stream, PromptFilters(deduplicate=True), dropped))
-    assert [p.prompt_id for p in passed] == ["p0", "p3", "c"]
-    assert dropped == {"duplicate text": 2}
+def test_token_bounds(tmp_path: Path, word_tokenizer: Path) -> None:
+    from tokenizers import Tokenizer
 
-
-def test_token_bounds(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = Tokenizer.from_file(str(word_tokenizer / "tokenizer.json"))
     tokenizer.enable_truncation(2)
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    filters = PromptFilters(
-        tokenizer=str(tmp_path / "tokenizer.json"), min_prompt_tokens=2, max_prompt_tokens=3
-    )
+    tokenizer.save(str(tmp_path / "short.json"))
+    filters = PromptFilters(tokenizer=str(tmp_path / "short.json"), min_prompt_tokens=2, max_prompt_tokens=3)
     chat = Prompt("c", "b", messages=(Message("system", "a a a"), Message("user", "b")))
     stream = [*prompts("a", "a b", "a b c", "a b c d"), chat]
     dropped = Counter[str]()
@@ -88,12 +73,11 @@ def unlike(texts: list[str], threshold: float) -> list[str]:
 
 def compared_with_all(texts: list[str], threshold: float) -> list[str]:
     """The same by comparing each text with every one that passed."""
-    passed: dict[str, frozenset[str]] = {}
+    passed: list[str] = []
     for text in texts:
-        own = pieces(text)
-        if all(similarity(own, other) < threshold for other in passed.values()):
-            passed[text] = own
-    return list(passed)
+        if all(similarity(pieces(text), pieces(other)) < threshold for other in passed):
+            passed.append(text)
+    return passed
 
 
 @given(TEXTS, st.sampled_from([0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0]), st.randoms(use_true_random=False))
@@ -116,9 +100,7 @@ def test_a_pair_at_the_threshold_is_missed_once_in_a_million_at_most(threshold: 
 
 
 def test_near_duplicates_are_of_the_normalized_conversation() -> None:
-    story = (
-        "Write a short story about a lighthouse keeper who finds a letter from the sea, in the past tense."
-    )
+    story = "Write a short story about a lighthouse keeper who finds a letter from the sea, in the past."
     turns = (Message("user", "Hi"), Message("assistant", "Hello, what can I do?"), Message("user", story))
     poem = "Write a long poem about a mountain guide who loses a map, in rhyme."
     changed = story.upper().replace(" ", "  "), story.replace("sea,", "sea")
@@ -127,9 +109,18 @@ def test_near_duplicates_are_of_the_normalized_conversation() -> None:
     passed = list(filtered(stream, PromptFilters(near_duplicates=0.9), dropped))
     assert [prompt.prompt_id for prompt in passed] == ["p0", "p3", "p4", "p6", "chat"]
     assert dropped == {"near-duplicate text": 3}
-    both = Counter[str]()
+    # Repetitions alone: of other case, width or white space.
+    wide = [
+        *prompts(story, *changed),
+        Prompt("wide", story.replace("W", "\uff37")),
+        Prompt("chat", story, messages=turns),
+    ]
+    both, exact = Counter[str](), Counter[str]()
     list(filtered(stream, PromptFilters(deduplicate=True, near_duplicates=0.9), both))
     assert both == {"duplicate text": 2, "near-duplicate text": 1}
+    passed = list(filtered(wide, PromptFilters(deduplicate=True), exact))
+    assert [prompt.prompt_id for prompt in passed] == ["p0", "p2", "chat"]
+    assert exact == {"duplicate text": 2}
 
 
 def test_splits_are_stable_and_have_their_fractions() -> None:

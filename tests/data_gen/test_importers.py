@@ -38,6 +38,10 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
+    return write(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
 AZURE_2023 = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
 AZURE_2024 = (
     "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00.009930+00:00,2162,5\n"
@@ -66,9 +70,7 @@ def test_azure_2023_and_2024(tmp_path: Path) -> None:
     # Arrivals count from the earliest, which is not the first here.
     assert [r["arrival_s"] for r in rows] == [pytest.approx(0.00993), 0.0, 2 * 86400.0]
     assert (report["num_out_of_order"], report["num_without_max_tokens"]) == (1, 3)
-    with pytest.raises(
-        InputError, match="row 3 column output_tokens: got 109; allowed: at most max_tokens = 100"
-    ):
+    with pytest.raises(InputError, match="row 3 column output_tokens: got 109; allowed: at most max_tok"):
         imported("azure", tmp_path / "a.csv", max_tokens=100)
 
 
@@ -79,10 +81,8 @@ def test_burstgpt_skips_failures_and_keeps_sessions(tmp_path: Path) -> None:
         ("r4", 113.5, "GPT-4", "API log"),
     ]
     assert report["skipped"] == {"no output: 0 output tokens": 1}
-    second = (
-        "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Log Type\n-5,s-1,43,m,1,2,x\n"
-    )
-    assert values_of(imported("burstgpt", write(tmp_path / "c.csv", second))[1], "tenant") == [("s-1",)]
+    second = "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Log Type\n5,s,4,m,1,2,x"
+    assert values_of(imported("burstgpt", write(tmp_path / "c.csv", second))[1], "tenant") == [("s",)]
 
 
 def test_mooncake_counts_milliseconds_and_the_simulator_reads_it(tmp_path: Path) -> None:
@@ -107,44 +107,27 @@ def test_any_table_is_a_trace_by_a_mapping(tmp_path: Path) -> None:
     assert [r["arrival_s"] for r in rows] == [0.0, 1.5]
 
 
-FILES = {"azure": ("a.csv", AZURE_2023), "burstgpt": ("b.csv", BURST), "mooncake": ("m.jsonl", MOONCAKE)}
-
-
-@pytest.mark.parametrize(
-    ("kind", "old", "new", "message"),
-    [
-        ("azure", "374", "3.5", r"a.csv row 2 column ContextTokens: got '3.5'"),
-        ("azure", "109", "-1", r"row 3 column GeneratedTokens: got '-1'"),
-        ("azure", "2023-11-16 18:15:50", "noon", r"row 3 column TIMESTAMP: got 'noon"),
-        ("azure", "GeneratedTokens", "Tokens", "also GeneratedTokens"),
-        ("azure", "ContextTokens", "ContextTokens,ContextTokens", "'ContextTokens'; allowed: each name once"),
-        ("burstgpt", "118.5", "inf", "row 4 column Timestamp: got 'inf'"),
-        ("mooncake", "490", "true", "row 2 column output_length: got True"),
-        ("mooncake", "490", "null", "row 2 column output_tokens: got None"),
-        ("mooncake", '"output_length": 490, ', "", "row 2: columns.*output_length"),
-    ],
-)
-def test_bad_values_name_row_column_and_value(
-    tmp_path: Path, kind: str, old: str, new: str, message: str
-) -> None:
-    name, text = FILES[kind]
-    with pytest.raises(InputError, match=message):
-        run(kind, write(tmp_path / name, text.replace(old, new)), tmp_path / "out.parquet")
-    assert not (tmp_path / "out.parquet").exists()
-
-
 @pytest.mark.parametrize(
     ("kind", "name", "text", "message"),
     [
+        ("azure", "a.csv", AZURE_2023.replace("374", "3.5"), r"a.csv row 2 column ContextTokens: got '3.5'"),
+        ("azure", "a.csv", AZURE_2023.replace("109", "-1"), r"row 3 column GeneratedTokens: got '-1'"),
+        ("azure", "a.csv", AZURE_2023.replace("2023-11-16 18:15:50", "noon"), r"row 3 column TIMESTAMP: got 'noon"),
+        ("azure", "a.csv", AZURE_2023.replace("GeneratedTokens", "Tokens"), "also GeneratedTokens"),
+        ("azure", "a.csv", AZURE_2023.replace("Context", "Generated"), "'GeneratedTokens'; allowed: each name once"),
         ("azure", "a.csv", AZURE_2023 + "1,2\n", "as many values as headings"),
         ("azure", "a.csv", AZURE_2023.splitlines()[0] + "\n", "at least one usable row"),
+        ("burstgpt", "b.csv", BURST.replace("118.5", "inf"), "row 4 column Timestamp: got 'inf'"),
+        ("mooncake", "m.jsonl", MOONCAKE.replace("490", "true"), "row 2 column output_length: got True"),
+        ("mooncake", "m.jsonl", MOONCAKE.replace("490", "null"), "row 2 column output_tokens: got None"),
+        ("mooncake", "m.jsonl", MOONCAKE.replace('"output_length": 490, ', ""), "row 2: columns.*output_length"),
         ("castillo", "c.json", "[" * 100_000, "row 1: .*nested too deeply"),
         ("castillo", "c.json", '[{"prompt_id": "a"}]', "row 1: columns.*also"),
         ("nothing", "v.csv", "a\n1\n", "^kind: got 'nothing'"),
         ("log", "l.jsonl", "{}", "also output_tokens"),
         ("log", "v.csv", "prompt_id,output_tokens,model\n3,,m\n", "row 2 column output_tokens"),
     ],
-)
+)  # fmt: skip
 def test_bad_files_are_named(tmp_path: Path, kind: str, name: str, text: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         run(kind, write(tmp_path / name, text), tmp_path / "out.parquet")
@@ -221,7 +204,7 @@ def test_logs_by_mapping(tmp_path: Path) -> None:
         {"q": prompt, "usage": {"out": out, "in": 3}, "end": end, "t": time, "llm": "m", "user": user}
         for prompt, out, end, time, user in values
     ]
-    path = write(tmp_path / "log.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    path = write_lines(tmp_path / "log.jsonl", lines)
     mapping = "prompt=q,output_tokens=usage.out,prompt_tokens=usage.in,finish_reason=end,arrival_s=t,model=llm,tenant=user"
     _, rows = imported("log", path, columns=mapping)
     assert values_of(rows, "prompt_id", "sample_index", "output_tokens", "finish_reason") == [
@@ -254,13 +237,9 @@ def test_bad_mappings_are_refused(tmp_path: Path, columns: str, message: str) ->
 
 
 def response(text_id: str, tokens: int, reason: str | None, created: int) -> dict[str, Any]:
-    return {
-        "id": text_id,
-        "model": "gpt-4o",
-        "created": created,
-        "choices": [{"index": 0, "finish_reason": reason, "message": {"role": "assistant", "content": "x"}}],
-        "usage": {"prompt_tokens": 9, "completion_tokens": tokens, "total_tokens": 9 + tokens},
-    }
+    choice = {"index": 0, "finish_reason": reason, "message": {"role": "assistant", "content": "x"}}
+    usage = {"prompt_tokens": 9, "completion_tokens": tokens, "total_tokens": 9 + tokens}
+    return {"id": text_id, "model": "gpt-4o", "created": created, "choices": [choice], "usage": usage}
 
 
 def test_openai_logs_in_three_layouts(tmp_path: Path) -> None:
@@ -279,28 +258,18 @@ def test_openai_logs_in_three_layouts(tmp_path: Path) -> None:
         {"request": first, "response": shared},
         {"custom_id": "b2", "request": refused, "response": None, "error": {"message": "expired"}},
     ]
-    path = write(tmp_path / "o.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    path = write_lines(tmp_path / "o.jsonl", lines)
     _, rows = imported("openai-log", path)
-    assert values_of(rows, "output_tokens", "finish_reason") == [
-        (30, "length"),
-        (4, "stop"),
-        (5, "unknown"),
-        (0, "error"),
-        (0, "error"),
-    ]
+    ends = [(30, "length"), (4, "stop"), (5, "unknown"), (0, "error"), (0, "error")]
+    assert values_of(rows, "output_tokens", "finish_reason") == ends
     assert values_of(rows, "prompt", "temperature", "max_tokens")[0] == ("c", 0.5, 30)
     assert len(rows[0]["messages"]) == 3
-    assert [r["error"] for r in rows[3:]] == [
-        "shared_count: 2 choices share one token count",
-        "refused: expired",
-    ]
+    shared_count = "shared_count: 2 choices share one token count"
+    assert [r["error"] for r in rows[3:]] == [shared_count, "refused: expired"]
     assert rows[1]["prompt_id"] == rows[2]["prompt_id"] == prompt_id_of("a")
     _, rows = imported("openai-log", path, schema="trace")
-    assert [(r["request_id"], r["arrival_s"], r["tenant"]) for r in rows] == [
-        ("r1", 2.0, "u"),
-        ("r2", 0.0, None),
-        ("b1", 1.0, None),
-    ]
+    requests = [("r1", 2.0, "u"), ("r2", 0.0, None), ("b1", 1.0, None)]
+    assert values_of(rows, "request_id", "arrival_s", "tenant") == requests
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -382,8 +351,7 @@ def test_arrivals_of_a_trace_are_drawn_as_workloads_draw_them(tmp_path: Path, wo
 
 def test_lengths_of_one_row_are_requests_of_their_own(tmp_path: Path) -> None:
     rows = [{"request_id": "a", "output_tokens": [3, 4]}, {"request_id": None, "output_tokens": [5, 6]}]
-    path = write(tmp_path / "l.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    _, requests = imported("log", path, schema="trace")
+    _, requests = imported("log", write_lines(tmp_path / "l.jsonl", rows), schema="trace")
     assert [row["request_id"] for row in requests] == ["a", "a-1", "r2", "r2-1"]
 
 
@@ -420,9 +388,8 @@ def test_bad_rows_are_left_out_with_their_numbers_and_reasons(tmp_path: Path) ->
     parts = [{"type": "text", "text": "name "}, {"type": "text", "text": "rivers"}]
     image = [{"type": "image_url", "image_url": {"url": "http://x"}}]
     lines = [chat("sea"), chat(parts), "{torn", chat(image), chat(image), chat("sea").replace(": 4", ": 40")]
-    report, rows = imported(
-        "openai-log", write(tmp_path / "o.jsonl", "\n".join(lines) + "\n"), on_error="skip"
-    )
+    source = write(tmp_path / "o.jsonl", "\n".join(lines) + "\n")
+    report, rows = imported("openai-log", source, on_error="skip")
     assert [row["prompt"] for row in rows] == ["sea", "name rivers"]
     assert (report["num_written"], report["num_rows"]) == (2, 6)
     assert sorted(report["skipped"].values()) == [1, 1, 2]

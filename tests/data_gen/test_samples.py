@@ -21,7 +21,7 @@ from examples.quickstart.tables import join_samples, trace_of, write_trace
 from scheduler_core.errors import InputError
 from scheduler_core.simulator.trace import load_trace
 from scheduler_core.simulator.workloads.arrivals import Arrivals
-from tests.data_gen.sample_rows import sample_row, to_table
+from tests.training.data import sample_row, to_table
 
 SAMPLE = sample_row(prompt_id="a", prompt="Größe?", temperature=0.7)
 FULL = SAMPLE | {
@@ -54,12 +54,9 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
     path = tmp_path / "s.parquet"
     write_samples(path, to_table([SAMPLE]))
     table = pq.read_table(path)
-    tables = {
-        "also finish_reason": table.drop_columns(["finish_reason"]),
-        "schema: got 'samples/9'; allowed: samples/2 or older": table.replace_schema_metadata(
-            {b"tailcast.schema": b"samples/9"}
-        ),
-    }
+    newer = table.replace_schema_metadata({b"tailcast.schema": b"samples/9"})
+    tables = {"schema: got 'samples/9'; allowed: samples/2 or older": newer}
+    tables["also finish_reason"] = table.drop_columns(["finish_reason"])
     for name, values in (("output_tokens", ["many"]), ("finish_reason", [None])):
         wrong = table.set_column(table.column_names.index(name), name, pa.array(values, pa.string()))
         tables[f"{name}|columns of the documented types"] = wrong
@@ -79,15 +76,8 @@ def test_the_hash_of_a_prompt_is_that_of_what_is_sent() -> None:
 
 
 def test_samples_become_requests_once_each(tmp_path: Path) -> None:
-    rows = [
-        sample_row(
-            prompt_id=f"p{number // 3}",
-            sample_index=number % 3,
-            output_tokens=0 if number == 4 else 1 + number,
-            finish_reason="error" if number == 4 else "stop",
-        )
-        for number in range(12)
-    ]
+    rows = [sample(number // 3, number % 3, 1 + number) for number in range(12)]
+    rows[4] |= {"output_tokens": 0, "finish_reason": "error"}
     samples = to_table(rows)
     trace = trace_of(samples, Arrivals(rate_rps=5.0), 1, {"p1", "p2"})
     assert trace.schema.equals(TRACE_SCHEMA)

@@ -3,10 +3,11 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pyarrow as pa
@@ -39,11 +40,7 @@ def out(tmp_path: Path) -> Path:
 
 
 def run(
-    out: Path,
-    backend: FakeBackend | None = None,
-    prompts: Any = PROMPTS,
-    settings: Any = SETTINGS,
-    **options: Any,
+    out: Path, backend: Any = None, prompts: Any = PROMPTS, settings: Any = SETTINGS, **options: Any
 ) -> dict[str, Any]:
     others = {"engine_options": options.pop("engine_options", None), "notes": {"a": "b"}}
     run_options = SamplingRunOptions(**options)
@@ -213,9 +210,8 @@ def test_a_foreign_folder_is_left_alone(out: Path) -> None:
 
 def test_a_resumed_run_may_have_more_prompts_or_fewer_in_another_order(tmp_path: Path) -> None:
     for count in (2, 6, 9):
-        out = tmp_path / f"{count}.parquet"
+        out, prompts = tmp_path / f"{count}.parquet", PROMPTS[:count][::-1]
         interrupt(out, 14, PROMPTS[:6])
-        prompts = PROMPTS[:count][::-1]
         summary = run(out, prompts=prompts)
         assert_complete(out, prompts)
         assert partial_of(out).exists() == (count == 2) == (summary["resume_reason"] is not None)
@@ -249,13 +245,12 @@ def test_a_second_process_is_kept_out(out: Path) -> None:
     refused: list[WorkResult] = []
 
     def intrude(result: WorkResult) -> None:
-        if not refused:
-            with pytest.raises(InputError, match="no other process is working on"):
-                run(out)
-            refused.append(result)
+        with pytest.raises(InputError, match="no other process is working on"):
+            run(out)
+        refused.append(result)
 
     run(out, FakeBackend(on_stored=intrude))
-    assert len(refused) == 1
+    assert refused
     assert_complete(out)
 
 
@@ -342,21 +337,15 @@ def add(store: SampleStore, index: int) -> None:
 def test_results_are_synced_at_once_or_after_the_interval_and_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    synced: list[str] = []
-    was_synced = threading.Event()
-    monkeypatch.setattr("data_gen.store.sync_path", lambda path: (synced.append(path.name), was_synced.set()))
-    store = new_store(tmp_path, 0.0)
-    synced.clear()
-    add(store, 0)
-    add(store, 1)
-    assert synced == [f"{STORE_NAME}-wal"] * 2
-    store.close()
-    assert len(synced) == 3
-    store = new_store(tmp_path, 0.01)
-    was_synced.clear()
-    add(store, 2)
-    assert was_synced.wait(30), "the last results before a pause too"
-    store.close()
+    synced = SimpleQueue[str]()
+    monkeypatch.setattr("data_gen.store.sync_path", lambda path: synced.put(path.name))
+    for interval_s in (0.0, 0.01):  # at once, or the last results before a pause too
+        with closing(new_store(tmp_path, interval_s)) as store:
+            while not synced.empty():
+                synced.get()
+            add(store, int(100 * interval_s))
+            assert synced.get(timeout=30) == f"{STORE_NAME}-wal"
+        assert synced.get(timeout=30) == f"{STORE_NAME}-wal"
 
 
 def test_an_error_of_the_timer_is_raised_by_the_next_call(

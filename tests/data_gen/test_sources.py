@@ -8,13 +8,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from data_gen.prompts import Message, Prompt, conversation_id_of, prompt_id_of
+from data_gen.prompts import Message, conversation_id_of, prompt_id_of
 from data_gen.sources.layouts import SourceOptions
 from data_gen.sources.open import HUB_SETS, compose, open_prompts
 from data_gen.splits import split_of
@@ -33,10 +34,6 @@ LMSYS = [
 ]
 
 
-def roles(prompt: Prompt) -> list[str]:
-    return [message.role for message in prompt.chat]
-
-
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
@@ -45,10 +42,8 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> str:
 def test_turns_of_a_conversation(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "lmsys.jsonl", LMSYS)
     first = list(open_prompts(source))
-    assert [(p.prompt_id, p.text, roles(p)) for p in first] == [
-        ("c1", "one", ["system", "user"]),
-        ("c2", "one", ["user"]),
-    ]
+    prompts = [("c1", "one", ["system", "user"]), ("c2", "one", ["user"])]
+    assert [(p.prompt_id, p.text, [message.role for message in p.chat]) for p in first] == prompts
     assert first[1].messages == ()
     last = list(open_prompts(source, SourceOptions(turns="last")))
     assert [(p.text, len(p.chat)) for p in last] == [("two", 4), ("one", 1)]
@@ -95,12 +90,10 @@ def test_known_layouts_are_recognized(tmp_path: Path, row: dict[str, Any], text:
 
 
 def test_public_sets_skip_what_cannot_be_sent_and_own_files_refuse_it(tmp_path: Path) -> None:
-    gpt_first = {
-        "id": "part_2",
-        "conversations": [{"from": "gpt", "value": "..."}, {"from": "human", "value": "go on"}],
-    }
-    empty = {"id": "e", "conversations": [{"from": "human", "value": " "}]}
-    good = {"id": "g", "conversations": [{"from": "human", "value": "Hi"}]}
+    reply, question = {"from": "gpt", "value": "..."}, {"from": "human", "value": "go on"}
+    gpt_first = {"id": "part_2", "conversations": [reply, question]}
+    empty = {"id": "e", "conversations": [question | {"value": " "}]}
+    good = {"id": "g", "conversations": [question]}
     skipped = Counter[str]()
     source = write_lines(tmp_path / "s.jsonl", [gpt_first, empty, good, good])
     assert [p.prompt_id for p in open_prompts(source, skipped=skipped)] == ["g"]
@@ -122,6 +115,9 @@ def test_own_messages_keep_their_id_and_whole_history(tmp_path: Path) -> None:
 @given(
     st.lists(st.text(min_size=1).filter(str.strip), min_size=1, max_size=8, unique=True), st.integers(0, 3)
 )
+@example(
+    [f"{i} " + "ä" * 70_000 for i in range(60)], 0
+)  # an array longer than the window is read piece by piece
 def test_every_format_gives_the_same_prompts(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], indent: int
 ) -> None:
@@ -142,12 +138,6 @@ def test_lines_of_a_text_are_prompts_with_ids_of_their_own(tmp_path: Path) -> No
     prompts = [(p.text, p.prompt_id) for p in open_prompts(str(tmp_path / "p.txt"))]
     assert prompts == [(text, prompt_id_of(text)) for text in ("first", "second")]
     assert conversation_id_of([Message("user", "first")]) == prompt_id_of("first")
-
-
-def test_an_array_longer_than_the_window_is_read_piece_by_piece(tmp_path: Path) -> None:
-    texts = [f"{i} " + "ä" * 70_000 for i in range(60)]
-    (tmp_path / "a.json").write_text(json.dumps([{"prompt": text} for text in texts]), encoding="utf-8")
-    assert [p.text for p in open_prompts(str(tmp_path / "a.json"))] == texts
 
 
 @pytest.mark.parametrize(
@@ -198,8 +188,6 @@ def test_a_long_file_does_not_fill_memory(tmp_path: Path) -> None:
 
 
 def test_datasets_folders(tmp_path: Path) -> None:
-    import datasets
-
     rows = datasets.Dataset.from_list([{"prompt": "a", "prompt_id": "1"}, {"prompt": "b", "prompt_id": "2"}])
     rows.save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict({"train": rows, "test": rows.select([1])}).save_to_disk(str(tmp_path / "several"))
@@ -214,8 +202,6 @@ def test_datasets_folders(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(HUB_SETS))
 def test_hub_sets_need_only_their_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
     short_name, file = HUB_SETS[name]
     chat = {"id": "1", "conversations": [{"from": "human", "value": "one"}]}
     rows = {
@@ -238,8 +224,6 @@ def test_hub_sets_need_only_their_name(name: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_unreachable_set_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
     def fail(path: str, **options: Any) -> Any:
         raise ConnectionError("Couldn't reach it\nmore")
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,13 @@ PROMPTS = [
 
 def backend(model: Path, max_rows: int = 8) -> TransformersBackend:
     return TransformersBackend(str(model), options=TransformersOptions(max_rows=max_rows, device="cpu"))
+
+
+def loaded(folder: Path) -> tuple[Any, Any]:
+    """The model and its tokenizer as transformers reads them."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
 
 
 def sampled(
@@ -43,10 +51,7 @@ def sampled(
 
 @pytest.mark.parametrize("max_rows", [1, 5, 64])
 def test_greedy_outputs_equal_those_of_generate(tiny_model: Path, max_rows: int) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model).eval()
+    model, tokenizer = loaded(tiny_model)
     results = sampled(tiny_model, SamplingSettings(2, 24, temperature=0.0, top_p=1.0, seed=0), max_rows)
     for prompt in PROMPTS:
         ids = tokenizer(f"user {prompt.text} assistant", return_tensors="pt")
@@ -96,9 +101,8 @@ def test_closing_the_iterator_stops_it_and_prompts_are_taken_as_they_are_needed(
     first = next(results)
     assert len(taken) <= 4
     results.close()  # type: ignore[attr-defined]
-    again = engine.sample(
-        [Work(first.prompt, (first.outputs[0].sample_index,))], SamplingSettings(2, 8, 1.0, 1.0, 1)
-    )
+    same = Work(first.prompt, (first.outputs[0].sample_index,))
+    again = engine.sample([same], SamplingSettings(2, 8, 1.0, 1.0, 1))
     assert next(again).outputs[0].text == first.outputs[0].text
     engine.close()
 
@@ -111,9 +115,8 @@ def test_a_template_that_refuses_a_conversation_fails_that_prompt_alone(tiny_mod
         "{{ m.content }}{% endfor %}"
     )
     refused = Prompt("r", "w1", messages=(Message("system", "w2"), Message("user", "w1")))
-    results = list(
-        engine.sample([Work(refused, (0, 1)), Work(PROMPTS[0], (0,))], SamplingSettings(2, 4, 1.0, 1.0, 0))
-    )
+    work = [Work(refused, (0, 1)), Work(PROMPTS[0], (0,))]
+    results = list(engine.sample(work, SamplingSettings(2, 4, 1.0, 1.0, 0)))
     failures = [failure for result in results for failure in result.failures]
     assert [(f.sample_index, f.kind) for f in failures] == [(0, "template"), (1, "template")]
     assert "no system role" in failures[0].reason
@@ -127,10 +130,8 @@ def test_first_tokens_follow_the_model_distribution(tiny_model: Path) -> None:
     """2,000 first tokens against the model's own probabilities: chi-square below its 99.9 % point."""
     import torch
     from scipy.stats import chi2
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model).eval()
+    model, tokenizer = loaded(tiny_model)
     with torch.inference_mode():
         ids = tokenizer("user w1 assistant", return_tensors="pt")["input_ids"]
         probabilities = model(ids).logits[0, -1].softmax(-1).double().numpy()

@@ -33,24 +33,15 @@ from scheduler_core.urgency import LEVELS
 
 @pytest.fixture
 def tickets(tmp_path: Path) -> Path:
-    rows = [
-        {"text": "Server down\\n\\nPlease look", "label": "critical", "language": "en"},
-        {"text": "Rechnung fehlt", "label": "medium", "language": "de"},
-        {"text": "Frage zum Vertrag", "label": "low", "language": "de"},
-        {"text": "Rechnung fehlt", "label": "high", "language": "de"},
-        {"text": "Merci pour tout", "label": "very_low", "language": "fr"},
-    ]
-    path = tmp_path / "tickets.parquet"
-    pq.write_table(pa.Table.from_pylist(rows), path)
-    return path
+    texts = ["Server down\\n\\nPlease look", "Rechnung fehlt", "Frage zum Vertrag"]
+    texts += ["Rechnung fehlt", "Merci pour tout"]
+    labels = ["critical", "medium", "low", "high", "very_low"]
+    table = pa.table({"text": texts, "label": labels, "language": ["en", "de", "de", "de", "fr"]})
+    pq.write_table(table, tmp_path / "tickets.parquet")
+    return tmp_path / "tickets.parquet"
 
 
 MAPPING = "critical=interactive,high=interactive,medium=standard,low=batch,very_low=background"
-
-
-def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    assert main(args) == 2
-    return capsys.readouterr().err
 
 
 def test_the_seed_set_is_written_with_its_levels_and_splits(tmp_path: Path) -> None:
@@ -71,25 +62,26 @@ def test_labels_of_a_file_are_mapped_to_levels_and_weighted(tmp_path: Path, tick
     assert main([str(out), "--sources", f"llm,labels={tickets}", *options]) == 0
     texts = read_labels(out)
     of_tickets = [text for text in texts if text.source == tickets.name]
-    assert [(text.level, text.weight, text.language) for text in of_tickets] == [
-        (0, 0.5, "en"),
-        (2, 0.5, "de"),
-        (3, 0.5, "de"),
-        (4, 0.5, "fr"),
+    assert [(text.level, text.language) for text in of_tickets] == [
+        (0, "en"),
+        (2, "de"),
+        (3, "de"),
+        (4, "fr"),
     ]
+    assert {text.weight for text in of_tickets} == {0.5}
     assert {text.weight for text in texts if text.source == "seed-llm"} == {2.0}
 
 
 def test_of_a_text_in_two_sources_the_first_label_counts(tmp_path: Path) -> None:
     seed = seed_labels("llm")[0]
-    own = tmp_path / "own.parquet"
-    pq.write_table(pa.table({"text": [seed.text, "A text of our own"], "level": ["background", "1"]}), own)
+    own = tmp_path / "own.csv"
+    own.write_text(f'text,level,weight\n"{seed.text}",background,\nA text of our own,1,2.5\n')
     out = tmp_path / "mix.parquet"
     assert main([str(out), "--sources", f"llm,labels={own}"]) == 0
     found = {text.text: text for text in read_labels(out)}
     assert found[seed.text].level == seed.level
-    assert found["A text of our own"].level == 1
-    assert found["A text of our own"].split == text_split("A text of our own")
+    own_text = found["A text of our own"]
+    assert (own_text.level, own_text.weight, own_text.split) == (1, 2.5, text_split(own_text.text))
     assert json.loads((tmp_path / "mix.parquet.run.json").read_text())["num_repeated"] == 1
 
 
@@ -116,9 +108,8 @@ def levels_without(text: str, phrases: list[str], levels: dict[str, int]) -> set
 
 def test_the_same_seed_adds_the_same_claims() -> None:
     texts, claims = seed_labels("llm"), read_claims()
-    first, again, other = (
-        with_phrases(texts, claims, 1, np.random.default_rng(seed), claimed=True) for seed in (1, 1, 2)
-    )
+    generators = map(np.random.default_rng, (1, 1, 2))
+    first, again, other = (with_phrases(texts, claims, 1, each, claimed=True) for each in generators)
     assert first == again != other
 
 
@@ -137,19 +128,17 @@ def test_splits_and_limit_leave_texts_out(tmp_path: Path, tickets: Path) -> None
         (["--sources", "labels"], "labels=FILE"),
         (["--sources", "labels=missing.parquet"], "sources: got 'missing.parquet'"),
         (["--splits", "dev"], "splits: got 'dev'"),
-        (["--levels", "low=1"], None),
+        (["--levels", "low=1", "--sources", "labels={tickets}"], "row 1, column label: got 'critical'"),
         (["--weights", "llm=much"], "weights, llm: got 'much'"),
         (["--augment-claims", "1000"], "augment_claims: got 1000"),
     ],
 )
 def test_bad_options_are_named(
-    tmp_path: Path, tickets: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str | None
+    tmp_path: Path, tickets: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
     out = tmp_path / "out.parquet"
-    if message is None:
-        options = [*options, "--sources", f"labels={tickets}"]
-        message = "row 1, column label: got 'critical'"
-    assert message in refused(capsys, str(out), *options)
+    assert main([str(out), *(word.format(tickets=tickets) for word in options)]) == 2
+    assert message in capsys.readouterr().err
     assert not out.exists()
 
 
@@ -194,12 +183,9 @@ def test_quiet_emergencies_are_emergencies_without_loud_words() -> None:
     assert [seed["id"] for seed in quiet if loud.search(seed["text"])] == []
 
 
-def test_ids_are_unique() -> None:
+def test_ids_are_unique_and_no_two_texts_nearly_the_same() -> None:
     ids = [seed["id"] for seed in EVERY_TEXT] + [pair.id for pair in PAIRS]
-    assert [name for name, count in Counter(ids).items() if count > 1] == []
-
-
-def test_no_two_texts_are_nearly_the_same() -> None:
+    assert len(set(ids)) == len(ids)
     index = NearDuplicates(0.7)
     texts = [seed["text"] for seed in EVERY_TEXT] + [pair.text for pair in PAIRS]
     assert [text for text in texts if not index.add(normalized(text))] == []
@@ -214,9 +200,8 @@ def test_splits_are_the_hash_of_the_text_and_every_level_is_in_each(part: str) -
     for level in {seed["level"] for seed in ALL[part]}:
         total = sum(by_stratum[level, split] for split in ("train", "validation", "test"))
         assert 0.5 <= by_stratum[level, "train"] / total <= 0.75, level
-        assert min(by_stratum[level, "validation"], by_stratum[level, "test"]) >= (
-            14 if part == "llm" else 3
-        ), level
+        fewest = min(by_stratum[level, "validation"], by_stratum[level, "test"])
+        assert fewest >= (14 if part == "llm" else 3), level
 
 
 def test_pairs_differ_by_their_claim_alone() -> None:
@@ -224,9 +209,7 @@ def test_pairs_differ_by_their_claim_alone() -> None:
     for pair in PAIRS:
         assert pair.position in ("before", "middle", "after")
         assert pair.claim in pair.claimed_text
-        assert " ".join(pair.claimed_text.replace(pair.claim, " ", 1).split()) == " ".join(
-            pair.text.split()
-        ), pair.id
+        assert pair.claimed_text.replace(pair.claim, " ", 1).split() == pair.text.split(), pair.id
         assert pair.level_number > 0, "an emergency cannot be raised"
         assert pair.split in ("validation", "test")
     assert len({pair.language for pair in PAIRS}) >= 8

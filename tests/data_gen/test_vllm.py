@@ -178,11 +178,11 @@ def test_a_real_engine_answers_and_repeats_itself(vllm_python: Path, tmp_path: P
     prompts = tmp_path / "prompts.jsonl"
     rows = [{"prompt_id": f"p{i}", "prompt": f"w{i} w2 w3"} for i in range(5)]
     prompts.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
-    command = [str(vllm_python), "-m", "data_gen.cli_gen_samples", str(prompts)]
-    command += ["--backend", "vllm", "--model", str(model)]
-    command += ["--num-samples", "4", "--max-tokens", "20", "--seed", "4", "--progress", "false"]
-    command += ["--keep-text", "true", "--vllm.dtype", "float32", "--vllm.max-num-seqs", "16"]
-    command += ["--vllm.enforce-eager", "true", "--vllm.gpu-memory-utilization", "0.3"]
+    command = [str(vllm_python), "-m", "data_gen.cli_gen_samples", str(prompts), "--model", str(model)]
+    command += ["--backend", "vllm", "--num-samples", "4", "--max-tokens", "20", "--seed", "4"]
+    command += ["--progress", "false", "--keep-text", "true"]
+    command += ["--vllm.dtype", "float32", "--vllm.max-num-seqs", "16", "--vllm.enforce-eager", "true"]
+    command += ["--vllm.gpu-memory-utilization", "0.3"]
 
     def sampled(name: str, *options: str) -> list[dict[str, Any]]:
         out = tmp_path / name
@@ -193,9 +193,8 @@ def test_a_real_engine_answers_and_repeats_itself(vllm_python: Path, tmp_path: P
         return read_samples(out).to_pylist()
 
     whole = sampled("all.parquet")
-    assert [(row["prompt_id"], row["sample_index"]) for row in whole] == [
-        (f"p{i}", index) for i in range(5) for index in range(4)
-    ]
+    keys = [(f"p{i}", index) for i in range(5) for index in range(4)]
+    assert [(row["prompt_id"], row["sample_index"]) for row in whole] == keys
     for row in whole:
         assert (row["engine"], row["model"], row["prompt_tokens"]) == ("vllm", "tiny-model", 5)
         assert row["engine_version"]
@@ -205,10 +204,8 @@ def test_a_real_engine_answers_and_repeats_itself(vllm_python: Path, tmp_path: P
         assert row["total_s"] >= row["ttft_s"] >= 0
     assert len({row["text"] for row in whole}) > 10
     again = sampled("third.parquet", "--skip", "2", "--limit", "1")
-    kept = ("prompt_id", "sample_index", "output_tokens", "finish_reason", "text")
-    assert [[row[name] for name in kept] for row in again] == [
-        [row[name] for name in kept] for row in whole[8:12]
-    ]
+    for name in ("prompt_id", "sample_index", "output_tokens", "finish_reason", "text"):
+        assert [row[name] for row in again] == [row[name] for row in whole[8:12]]
 
 
 MAX_TOKENS = 48
@@ -233,9 +230,8 @@ class VllmServer:
 
     def start(self) -> None:
         with open(self._log, "ab") as log:
-            self._process = subprocess.Popen(
-                self._command, stdout=log, stderr=log, env=vllm_environment(), start_new_session=True
-            )
+            options: dict[str, Any] = {"env": vllm_environment(), "start_new_session": True}
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, **options)
 
     def kill(self) -> None:
         """SIGKILL to it and its engine processes."""
@@ -273,24 +269,12 @@ def test_a_run_outlives_the_death_of_the_command_and_of_the_server(
 ) -> None:
     out, log = tmp_path / "samples.parquet", tmp_path / "command.log"
     server = VllmServer(vllm_python, model_folder, tmp_path / "server.log")
-    options = {
-        "out": out,
-        "backend": "openai",
-        "num_samples": 4,
-        "max_tokens": MAX_TOKENS,
-        "seed": 5,
-        "keep_text": "true",
-        "progress": "false",
-        "openai.base_urls": f"[http://127.0.0.1:{server.port}/v1]",
-        "openai.concurrency": 2,
-        "openai.stream": "true",
-        "openai.tokenizer": model_folder,
-        "openai.start_wait_s": 400,
-        "openai.server_wait_s": 400,
-    }
-    command = [sys.executable, "-m", "data_gen.cli_gen_samples"]
-    command += ["templates:4?seed=1"]
-    command += [f"--{name}={value}" for name, value in options.items()]
+    command = [sys.executable, "-m", "data_gen.cli_gen_samples", "templates:4?seed=1", "--out", str(out)]
+    command += f"--backend openai --num_samples 4 --max_tokens {MAX_TOKENS} --seed 5 --keep_text true".split()
+    command += f"--openai.base_urls [http://127.0.0.1:{server.port}/v1] --openai.concurrency 2".split()
+    command += ["--progress", "false", "--openai.stream", "true"]
+    command += ["--openai.start_wait_s", "400", "--openai.server_wait_s", "400"]
+    command += ["--openai.tokenizer", str(model_folder)]
 
     def begin() -> subprocess.Popen[bytes]:
         with open(log, "ab") as stream:

@@ -21,21 +21,10 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def castillo_rows(prompts: list[str]) -> list[dict[str, Any]]:
-    common = {
-        "dataset": "Alpaca",
-        "prompt_tokens": 4,
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "category": "undefined",
-    }
+    common = {"dataset": "Alpaca", "prompt_tokens": 4, "temperature": 0.7, "top_p": 0.9}
+    common |= {"category": "undefined", "output_tokens": list(range(10, 20))}
     return [
-        common
-        | {
-            "model": model,
-            "prompt_id": f"id {prompt}",
-            "prompt": prompt,
-            "output_tokens": list(range(10, 20)),
-        }
+        common | {"model": model, "prompt_id": f"id {prompt}", "prompt": prompt}
         for prompt in prompts
         for model in MODELS
     ]
@@ -76,9 +65,8 @@ def words(texts: set[str]) -> set[str]:
 def test_the_report_is_held_out_from_every_set(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     files = prepare(data, out, alpaca_share=1.0)
-    tune, calibration, report = (
-        prompts_of(out / f"{name}.parquet") for name in ("tune", "calibration", "report")
-    )
+    parts = ("tune", "calibration", "report")
+    tune, calibration, report = (prompts_of(out / f"{name}.parquet") for name in parts)
     assert len(tune | calibration | report) == len(tune) + len(calibration) + len(report) == 200
     assert len(tune) == pytest.approx(120, abs=25)
     assert len(report) == pytest.approx(50, abs=25)
@@ -104,7 +92,6 @@ def test_alpacas_inputs_are_joined_as_in_castillo_and_a_share_can_be_taken(
 
 def test_answers_of_unknown_end_count_as_finished_and_cut_ones_as_cut(data: Path, tmp_path: Path) -> None:
     prepare(data, tmp_path / "out", alpaca_share=1.0)
-    ends = pq.read_table(tmp_path / "out" / "train_alpaca_eval.parquet").column("finish_reason").to_pylist()
-    assert ends == ["stop", "stop"]
-    ends = pq.read_table(tmp_path / "out" / "train_oasst.parquet").column("finish_reason").to_pylist()
-    assert ends == ["stop", "length"]
+    for name, ends in (("alpaca_eval", ["stop", "stop"]), ("oasst", ["stop", "length"])):
+        table = pq.read_table(tmp_path / "out" / f"train_{name}.parquet")
+        assert table.column("finish_reason").to_pylist() == ends

@@ -43,14 +43,13 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
         pd.DataFrame(rows).to_parquet(data / f"castillo_{split}.parquet")
     for file in [source.file for source in SOURCES] + [f"more/{name}" for name in SET_ASIDE]:
         table = _source(Path(file).name)
+        size = len(table)
         if file.startswith("repeated_samples"):
-            table = table.assign(tokens=[[4, 6]] * len(table), finished=[[True, False]] * len(table))
+            table = table.assign(tokens=[[4, 6]] * size, finished=[[True, False]] * size)
         elif file.startswith("more"):
-            table = table.assign(
-                n_tokens_reasoning=[None, 100.0] * (len(table) // 2),
-                api_tokens=[None, None, None, 7.0] * (len(table) // 4),
-                hidden_reasoning=[number % 10 == 0 for number in range(len(table))],
-            )
+            columns = {"n_tokens_reasoning": [None, 100.0] * (size // 2)}
+            columns["hidden_reasoning"] = [number % 10 == 0 for number in range(size)]
+            table = table.assign(api_tokens=[None, None, None, 7.0] * (size // 4), **columns)
         table.to_parquet(data / f"{file}.parquet")
     return prepare(data, out)
 

@@ -33,7 +33,7 @@ from scheduler_core.simulator.sweep import (
 )
 from scheduler_core.simulator.workloads.lengths import Lengths, TokenDistribution
 from scheduler_core.simulator.workloads.workload import Tiers, Workload
-from tests.ray_warnings import RAY_WARNINGS
+from tests.properties import RAY_WARNINGS
 
 WORKLOAD = Workload(
     num_requests=25, lengths=Lengths(prompt=TokenDistribution(high=60), output=TokenDistribution(high=30))

@@ -36,9 +36,8 @@ def random_checkpoint(folder: Path, *, info: dict[str, Any] | None = None, **opt
     if model.config.heads.length is not None:
         z = [_z_scores(model, tokenizer, name) for name in MODELS]
         mean, std = torch.cat(z).mean(0).tolist(), torch.cat(z).std(0).tolist()
-        normalization = Normalization(
-            4.5 - 0.8 * mean[0] / std[0], 0.8 / std[0], 0.33 - 0.05 * mean[1] / std[1], 0.05 / std[1]
-        )
+        mu, sigma = 0.8 / std[0], 0.05 / std[1]
+        normalization = Normalization(4.5 - mu * mean[0], mu, 0.33 - sigma * mean[1], sigma)
         weights = model.state_dict()
         model = PromptPredictor(model.config, model.encoder, normalization)
         model.load_state_dict(weights)
@@ -89,14 +88,8 @@ def write_drawn_answers(
     drawn = np.exp(mu[:, None] + sigma[:, None] * rng.standard_t(3.5, (len(texts), num_answers)))
     lengths = np.clip(np.rint(np.minimum(drawn, 1e6)), 1, max_tokens)
     finished = drawn < (np.inf if max_tokens is None else max_tokens - 0.5)
-    return write_lists(
-        path,
-        lengths.astype(int).tolist(),
-        finished=finished.tolist(),
-        prompt_id=[f"p{row // 2}" for row in range(len(texts))],
-        prompt=texts,
-        model=models,
-        dataset=["A" if row % 4 < 2 else "B" for row in range(len(texts))],
-        temperature=[0.7] * len(texts),
-        max_tokens=[max_tokens] * len(texts),
-    )
+    columns = {"prompt": texts, "model": models, "finished": finished.tolist()}
+    columns |= {"temperature": [0.7] * len(texts), "max_tokens": [max_tokens] * len(texts)}
+    columns["prompt_id"] = [f"p{row // 2}" for row in range(len(texts))]
+    columns["dataset"] = ["A" if row % 4 < 2 else "B" for row in range(len(texts))]
+    return write_lists(path, lengths.astype(int).tolist(), **columns)

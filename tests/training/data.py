@@ -10,8 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_gen.samples import write_samples
-from tests.data_gen.sample_rows import sample_row, to_table
+from data_gen.samples import SCHEMA, write_samples
 
 
 def assert_refused(
@@ -24,6 +23,23 @@ def assert_refused(
     assert message in lines[-1]
     assert not any("Traceback" in line for line in lines)
     assert sorted(folder.rglob("*")) == before
+
+
+ROW = {
+    "prompt_id": "p0", "prompt": "Hi", "category": "", "dataset": "", "model": "m", "temperature": 1.0, "top_p": 1.0,
+    "seed": 0, "sample_index": 0, "max_tokens": 100, "prompt_tokens": 5, "output_tokens": 7, "finish_reason": "stop",
+    "engine": "e", "engine_version": "1", "run_id": "r",
+}  # fmt: skip
+
+
+def sample_row(**values: Any) -> dict[str, Any]:
+    """One sample of `samples/2`; columns that are not named are those of a finished output."""
+    return ROW | values
+
+
+def to_table(rows: Sequence[dict[str, Any]]) -> pa.Table:
+    """Samples as an Arrow table with the documented schema."""
+    return pa.Table.from_pylist(list(rows), schema=SCHEMA)
 
 
 TOPICS = ["rivers", "code", "story", "essay", "list", "number"]
@@ -43,25 +59,21 @@ def prompts(count: int) -> list[tuple[str, float, float]]:
 def write_sample_file(
     path: Path, *, num_prompts: int = 40, num_samples: int = 8, max_tokens: int = 400, seed: int = 0
 ) -> Path:
-    """A `samples/1` file drawn from the log-t distribution, cut at `max_tokens`."""
+    """A `samples/2` file drawn from the log-t distribution, cut at `max_tokens`."""
     rng = np.random.default_rng(seed)
     rows = []
     for index, (prompt, mu, sigma) in enumerate(prompts(num_prompts)):
         drawn = np.ceil(np.exp(mu + sigma * rng.standard_t(3.5, num_samples)))
         for number, length in enumerate(drawn):
-            rows.append(
-                sample_row(
-                    prompt_id=f"p{index:03d}",
-                    prompt=prompt,
-                    category=prompt.split()[3],
-                    seed=seed,
-                    sample_index=number,
-                    max_tokens=max_tokens,
-                    prompt_tokens=len(prompt),
-                    output_tokens=int(min(length, max_tokens)),
-                    finish_reason="length" if length > max_tokens else "stop",
-                )
-            )
+            row = {"prompt_id": f"p{index:03d}", "prompt": prompt, "category": prompt.split()[3]}
+            row |= {
+                "sample_index": number,
+                "max_tokens": max_tokens,
+                "prompt_tokens": len(prompt),
+                "seed": seed,
+            }
+            row["finish_reason"] = "length" if length > max_tokens else "stop"
+            rows.append(sample_row(**row, output_tokens=int(min(length, max_tokens))))
     write_samples(path, to_table(rows))
     return path
 
@@ -101,27 +113,21 @@ def write_rows(
 ) -> Path:
     """A file of the list form: every served model answers every prompt; each is a half longer than the one before."""
     rng = np.random.default_rng(seed)
-    rows: dict[str, list[object]] = {
-        name: [] for name in ("prompt_id", "model", "prompt", "temperature", "output_tokens", "finished")
-    }
+    rows = []
     for index, (prompt, mu, sigma) in enumerate(prompts(num_prompts)):
         for number, model in enumerate(models):
             drawn = np.ceil(np.exp(mu + 0.4 * number + sigma * rng.standard_t(3.5, num_samples)))
-            values = (f"p{index:03d}", model, prompt, [0.0, 0.7, None][number % 3])
-            for name, value in zip(rows, values, strict=False):
-                rows[name].append(value)
-            rows["output_tokens"].append(np.minimum(drawn, 300).astype(int).tolist())
-            rows["finished"].append((drawn <= 300).tolist())
-    pq.write_table(pa.table(rows), path)
+            row = {"prompt_id": f"p{index:03d}", "model": model, "prompt": prompt}
+            row |= {"temperature": [0.0, 0.7, None][number % 3], "finished": (drawn <= 300).tolist()}
+            rows.append(row | {"output_tokens": np.minimum(drawn, 300).astype(int).tolist()})
+    pq.write_table(pa.Table.from_pylist(rows), path)
     return path
 
 
 def write_labels(path: Path, *, count: int = 40) -> Path:
     """A file of urgency labels that the words decide."""
-    texts = [
-        f"{'now' if row % 2 else 'write'} a {'short' if row % 3 else 'long'} list of {row}"
-        for row in range(count)
-    ]
+    words = [(("write", "now")[row % 2], ("long", "short")[row % 3 > 0]) for row in range(count)]
+    texts = [f"{verb} a {size} list of {row}" for row, (verb, size) in enumerate(words)]
     levels = [row % 2 * 3 + (row % 3 == 0) for row in range(count)]
     pq.write_table(pa.table({"text": texts, "level": levels}), path)
     return path

@@ -182,9 +182,8 @@ def test_features_of_the_encoder_say_what_the_heads_do_not(bert_artifact: Path, 
     [record] = runtime.artifact.manifest.metrics["adaptations"]
     assert record["corrections"]["new-llm"]["kind"] == "features"
     texts = prompts(60)
-    mu = runtime.predict(texts, ["new-llm"] * 60).mu
+    mu = np.asarray(runtime.predict(texts, ["new-llm"] * 60).mu)
     is_essay = np.array(["essay" in text for text in texts])
-    assert mu is not None
     assert mu[is_essay].mean() - mu[~is_essay].mean() > 1.0
     assert "conformal.json" not in runtime.artifact.manifest.files
 
@@ -211,18 +210,13 @@ async def test_a_newcomer_with_400_gateway_logs(tmp_path: Path) -> None:
         return web.json_response(completion(min(500, shifted(message["content"], rng, 1))))
 
     feedback = tmp_path / "feedback"
-    options: dict[str, Any] = {
-        "predictor": str(folder),
-        "feedback": str(feedback),
-        "feedback_prompts": "stored",
-    }
+    options = {"predictor": str(folder), "feedback": str(feedback), "feedback_prompts": "stored"}
     async with running_engine(script) as engine, running_proxy(engine.url, **options) as proxy:
         for text in prompts(120):
             assert (await proxy.post(chat(text, model="my-llm")))[0] == 200
     assert adapted(feedback, folder, tmp_path / "second", report=str(tmp_path / "second.html")) == 0
     again = open_runtime(tmp_path / "second", provider="cpu").predict(["name three rivers"], ["my-llm"])
-    assert again.mu is not None
-    assert again.mu[0] == pytest.approx(known.mu - 2.0, abs=0.4)
+    assert again.rows()[0].mu == pytest.approx(known.mu - 2.0, abs=0.4)
 
 
 def test_the_shipped_encoder_runs_once_for_predictions_as_several_served_models() -> None:

@@ -42,9 +42,7 @@ def test_rows_are_selected_out_of_several_files(tmp_path):
 
 def test_drift_on_a_file_of_two_served_models(tmp_path, capsys):
     checkpoint = random_checkpoint(tmp_path)
-    data = write_drawn_answers(
-        tmp_path / "answers.parquet", checkpoint, num_prompts=60, shift=(0.0, 3.0), max_tokens=2000
-    )
+    data = write_drawn_answers(tmp_path / "x.parquet", checkpoint, shift=(0.0, 3.0), max_tokens=2000)
     page, out = tmp_path / "page.md", tmp_path / "out.json"
     words = [str(checkpoint), "--data", str(data), "--before", "300", "--markdown", str(page)]
     assert drift.main([*words, "--json", str(out)]) == 0
@@ -83,10 +81,8 @@ def test_online_calibration_of_a_model_and_a_source_left_out(tmp_path, capsys, m
     assert crps[1] == pytest.approx(found["model"]["trained"][1][1], rel=0.1)
     assert len(found["source"]["units"]) == 6
     assert Path(page).read_text().count("| trained on it |") == 3
-    table = [
-        {"prompt": row["prompt"], "model": row["model"], "mu": 5.0, "sigma": 0.9, "nu": 3.5} for row in rows
-    ]
-    pq.write_table(pa.Table.from_pylist(table), tmp_path / "p.parquet")
+    table = pa.Table.from_pylist([row | {"mu": 5.0, "sigma": 0.9, "nu": 3.5} for row in rows])
+    pq.write_table(table.select(["prompt", "model", "mu", "sigma", "nu"]), tmp_path / "p.parquet")
     words += ["--predictions", str(tmp_path / "p.parquet"), "--leave_out", "model"]
     assert online_calibration.main(words) == 0
     assert "| 200 |" in capsys.readouterr().out

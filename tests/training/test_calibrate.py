@@ -41,15 +41,8 @@ def residuals(count=20_000, *, shift=(0.0, 0.0), scale=(1.0, 1.0), limit=np.inf,
     model = rng.integers(1, 3, count)
     z = np.array(shift)[model - 1] + np.array(scale)[model - 1] * rng.standard_t(3.5, count)
     row = np.arange(count)
-    return Residuals(
-        np.minimum(z, limit),
-        z <= limit,
-        np.full(count, float(limit)),
-        model,
-        row // 2,
-        row,
-        np.full(count, 3.5),
-    )
+    limits, nu = np.full(count, float(limit)), np.full(count, 3.5)
+    return Residuals(np.minimum(z, limit), z <= limit, limits, model, row // 2, row, nu)
 
 
 def folds(data, count=5):
@@ -128,9 +121,8 @@ def test_conformal_coverage_is_guaranteed_on_exchangeable_data(count, level, kin
     limits = np.where(rng.random(z.shape) < censored_fraction, draw(z.shape), np.inf)
     finished = z <= limits
     observed = np.minimum(z, limits)
-    offsets = np.array(
-        [conformal_offset(observed[run, :count], finished[run, :count], level) for run in range(repeats)]
-    )
+    pairs = zip(observed[:, :count], finished[:, :count], strict=True)
+    offsets = np.array([conformal_offset(*pair, level) for pair in pairs])
     covered = float((z[:, count] <= offsets).mean())
     error = 4 * math.sqrt(level * (1 - level) / repeats)
     assert covered >= level - error
@@ -166,15 +158,8 @@ def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("calibrate")
     checkpoint = random_checkpoint(root, info={"data": {"name": "x"}, "note": "kept"})
     for name, seed in (("answers", 0), ("new", 1)):
-        write_drawn_answers(
-            root / f"{name}.parquet",
-            checkpoint,
-            num_prompts=150,
-            shift=(0.6, -0.5),
-            scale=(1.6, 0.8),
-            max_tokens=2000,
-            seed=seed,
-        )
+        wrong = {"shift": (0.6, -0.5), "scale": (1.6, 0.8), "max_tokens": 2000, "num_prompts": 150}
+        write_drawn_answers(root / f"{name}.parquet", checkpoint, seed=seed, **wrong)
     return root
 
 
@@ -256,10 +241,8 @@ def test_training_prompts_are_noticed(tmp_path, caplog):
     caplog.clear()
     assert evaluate([*args, "--split", "train", "--ceiling", "false"]) == 0
     assert "trained on" not in caplog.text
-    many = [f"prompt {number}" for number in range(5000)]
-    assert overlap([*many[:500], *(f"new {number}" for number in range(500))], smallest_hashes(many)) == (
-        pytest.approx(0.5, abs=0.2)
-    )
+    many, new = ([f"{name} {number}" for number in range(5000)] for name in ("prompt", "new"))
+    assert overlap([*many[:500], *new[:500]], smallest_hashes(many)) == pytest.approx(0.5, abs=0.2)
     assert overlap(["new"], smallest_hashes(many)) == overlap(many, []) == 0.0
 
 

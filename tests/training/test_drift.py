@@ -17,10 +17,8 @@ from training.drift import OTHERS, DriftStream, StreamConfig, main, parse_output
 
 def run_length(rng, arl, limit, interval):
     detector = DriftDetector(arl)
-    for step in range(1, limit + 1):
-        if detector.update(*interval(rng.random())):
-            return step
-    return limit
+    alarms = (step for step in range(1, limit + 1) if detector.update(*interval(rng.random())))
+    return next(alarms, limit)
 
 
 @pytest.mark.parametrize(
@@ -56,16 +54,9 @@ def test_the_mean_time_to_a_false_alarm_is_at_least_as_stated(interval):
 def test_a_change_is_detected_soon_and_named(change, reasons):
     rng = np.random.default_rng(1)
     detector = DriftDetector(100_000)
-    for _ in range(500):
-        u = rng.random()
-        assert not detector.update(u, u)
-    steps = 0
-    while True:
-        steps += 1
-        u = float(stats.t.cdf(change(rng.standard_t(3.5)), 3.5))
-        if detector.update(u, u):
-            break
-        assert steps < 400
+    assert not any(detector.update(u, u) for u in rng.random(500).tolist())
+    draws = (float(stats.t.cdf(change(rng.standard_t(3.5)), 3.5)) for _ in range(400))
+    assert any(detector.update(u, u) for u in draws)
     assert detector.reason in reasons
     detector.reset()
     assert (detector.value, detector.num_steps) == (0.0, 0)
@@ -138,6 +129,8 @@ BAD = [
 
 def test_bad_lines_are_counted_and_named_and_never_fatal():
     good = '{"mu": 5, "sigma": 1, "output_tokens": 5}'
+    assert (parse_output(good).is_finished, parse_output(good).nu) == (True, 3.5)
+    assert not parse_output(good.replace("}", ', "max_tokens": 5}')).is_finished
     stream = stream_of()
     events = list(stream.feed(line for bad, _ in BAD for line in (bad, "", good)))
     assert [event["field"] for event in events] == [field for _, field in BAD]
@@ -146,13 +139,6 @@ def test_bad_lines_are_counted_and_named_and_never_fatal():
     assert end["num_bad_lines"] == len(BAD)
     assert end["num_outcomes"] == len(BAD)
     assert sum(end["bad_lines"].values()) == len(BAD)
-
-
-def test_defaults_of_a_line():
-    found = parse_output('{"mu": 5, "sigma": 1, "output_tokens": 9, "max_tokens": 9}')
-    assert not found.is_finished
-    assert found.nu == 3.5
-    assert parse_output('{"mu": 5, "sigma": 1, "output_tokens": 9}').is_finished
 
 
 def test_the_command_reads_files_and_standard_input(tmp_path, capsys, monkeypatch):

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import integrate, stats
 
+from predictors.manifest import CONFORMAL
 from predictors.modules.heads import BucketHead, Heads, LengthHead, RankHead, RegressionHead, UrgencyHead
 from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogT
@@ -50,11 +51,12 @@ def test_what_a_constant_says_is_unknown():
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=2, max_size=12))
 def test_pair_accuracy_is_the_share_of_pairs_ordered_right(pairs):
     score, true = (np.array(values, dtype=float) for values in zip(*pairs, strict=True))
-    right = []
-    for i, j in itertools.combinations(range(len(pairs)), 2):
-        if true[i] != true[j]:
-            agree = (score[i] - score[j]) * (true[i] - true[j])
-            right.append(0.5 if agree == 0 else float(agree > 0))
+    products = [
+        (score[i] - score[j]) * (true[i] - true[j])
+        for i, j in itertools.combinations(range(len(pairs)), 2)
+        if true[i] != true[j]
+    ]
+    right = [(1 + np.sign(product)) / 2 for product in products]
     found = ranking(score, true)["pair_accuracy"]
     assert found == (pytest.approx(np.mean(right)) if right else None)
 
@@ -83,16 +85,16 @@ def test_coverage_uses_prompts_whose_quantile_lies_below_max_tokens():
 def test_crps_equals_the_integral_over_the_served_length(nu):
     distribution, limit, served = LogT(3.0, 0.4, 3.5), 35.0, 26.0
     scores = score_outputs(np.array([3.0]), np.array([0.4]), nu, one_each([served], True, limit))
-    for crps, scale, low in ((scores.crps_tokens, float, 1e-9), (scores.crps_log, np.log, -5)):
-        back = np.exp if scale is np.log else float
+    for crps, scale, back, low in (
+        (scores.crps_tokens, float, float, 1e-9),
+        (scores.crps_log, np.log, np.exp, -5),
+    ):
         at = scale(served)
-        exact, _ = integrate.quad(
-            lambda y, back=back, at=at: (float(distribution.cdf(back(y))) - (y >= at)) ** 2,
-            low,
-            scale(limit),
-            points=[at],
-            limit=200,
-        )
+
+        def squared(y, back=back, at=at):
+            return (float(distribution.cdf(back(y))) - (y >= at)) ** 2
+
+        exact, _ = integrate.quad(squared, low, scale(limit), points=[at], limit=200)
         assert crps[0] == pytest.approx(exact, rel=0.02)
 
 
@@ -171,9 +173,8 @@ def test_the_ceiling_lies_between_nothing_and_the_fits(rows, tmp_path):
     again, _ = ceilings(rows, seed=3)
     for name, (simulated, _) in bounds.items():
         assert simulated.fits.mu.tolist() == again[name][0].fits.mu.tolist()
-    half, true = (
-        ScoredPredictor.of(*bounds[name]).metrics() for name in ("half_of_outputs", "true_parameters")
-    )
+    metrics = {name: ScoredPredictor.of(*bound).metrics() for name, bound in bounds.items()}
+    half, true = metrics["half_of_outputs"], metrics["true_parameters"]
     assert 0.5 < half["mu"]["r2"] < true["mu"]["r2"] < 1
     # four of eight outputs; prompts with a half that was truncated throughout are left out
     assert 100 < half["num_samples"] == 4 * half["num_prompts"] <= len(rows.outputs) // 2
@@ -199,9 +200,8 @@ def several_models(tmp_path, seed=0):
 def test_the_median_of_each_served_model_is_a_baseline(tmp_path):
     rows = several_models(tmp_path)
     baselines = baselines_of(rows.fits)
-    assert baselines.served_models["m1"][0] == pytest.approx(
-        np.log(4) + baselines.served_models["m0"][0], abs=0.2
-    )
+    (short, _), (long, _) = (baselines.served_models[name] for name in ("m0", "m1"))
+    assert long - short == pytest.approx(np.log(4), abs=0.2)
     content, _ = compare(rows, candidate(rows), baselines)
     assert content["baselines"]["per_model"]["mu"]["r2"] > 0.8 > content["baselines"]["marginal"]["mu"]["r2"]
     mu, _ = baselines.predict(["x", "x"], ["m0", "new"])["per_model"]
@@ -239,10 +239,8 @@ def test_heads_without_a_distribution_get_what_makes_sense(tmp_path):
 
 
 def test_groups_that_were_truncated_throughout_count_for_distributions_only(tmp_path):
-    finished = [[False] * 3] + [[True] * 3] * 20
-    path = write_lists(
-        tmp_path / "x.parquet", [[100] * 3] + [[10, 20, 30], [40, 20, 60]] * 10, finished=finished
-    )
+    lengths, finished = [[100] * 3] + [[10, 20, 30], [40, 20, 60]] * 10, [[False] * 3] + [[True] * 3] * 20
+    path = write_lists(tmp_path / "x.parquet", lengths, finished=finished)
     rows = EvaluationRows.of(read_fits_or_fit(path, FitOptions()))
     mu, sigma = np.array([9.0, *rows.fits.mu[1:]]), np.array([0.5, *rows.fits.sigma[1:]])
     content = metrics(rows, mu=mu, sigma=sigma)
@@ -269,16 +267,15 @@ def folder(tmp_path_factory):
     rows = EvaluationRows.of(read_fits_or_fit(lists, FitOptions()))
     info = {"data": {"split": SPLIT, "baselines": asdict(baselines_of(rows.fits))}}
     random_checkpoint(root / "known", info=info)
-    for name, heads in (
-        ("regression", Heads(regression=RegressionHead(tower=SMALL_TOWER))),
-        ("rank", Heads(rank=RankHead(tower=SMALL_TOWER))),
-        ("bucket", Heads(bucket=BucketHead(edges=(60.0, 200.0), tower=SMALL_TOWER))),
-        ("learnt", Heads(length=LengthHead(tower=SMALL_TOWER, learn_nu=True))),
-    ):
-        random_checkpoint(root / name, heads=heads)
-    random_checkpoint(
-        root / "urgency", heads=Heads(urgency=UrgencyHead(tower=SMALL_TOWER)), conditioning=None
-    )
+    heads = {
+        "regression": Heads(regression=RegressionHead(tower=SMALL_TOWER)),
+        "rank": Heads(rank=RankHead(tower=SMALL_TOWER)),
+        "bucket": Heads(bucket=BucketHead(edges=(60.0, 200.0), tower=SMALL_TOWER)),
+        "learnt": Heads(length=LengthHead(tower=SMALL_TOWER, learn_nu=True)),
+        "urgency": Heads(urgency=UrgencyHead(tower=SMALL_TOWER)),
+    }
+    for name, each in heads.items():
+        random_checkpoint(root / name, heads=each, **{"conditioning": None} if name == "urgency" else {})
     return root
 
 
@@ -307,35 +304,33 @@ def test_outputs_drawn_from_the_predictions_are_calibrated(folder, tmp_path):
 
 
 def test_the_served_model_is_an_input_and_an_unknown_one_is_reported(folder, tmp_path, caplog):
-    table = pq.read_table(folder / "lists.parquet")
-    at, names = table.column_names.index("model"), table.column("model").to_pylist()
-    others = {
-        "swapped": [MODELS[1 - MODELS.index(name)] for name in names],
-        "new": [f"new-{n}" for n in names],
-    }
-    scores = [evaluate(folder / "known/checkpoint", folder / "lists.parquet", tmp_path / "a.json")["model"]]
-    for name, models in others.items():
-        pq.write_table(table.set_column(at, "model", pa.array(models)), tmp_path / f"{name}.parquet")
-        scores.append(
-            evaluate(folder / "known/checkpoint", tmp_path / f"{name}.parquet", tmp_path / "b.json")["model"]
-        )
-    assert scores[0]["crps_log_tokens"] < min(other["crps_log_tokens"] for other in scores[1:])
+    table, scores = pq.read_table(folder / "lists.parquet"), []
+    names = table.column("model").to_pylist()
+    for models in (
+        names,
+        [MODELS[1 - MODELS.index(name)] for name in names],
+        [f"new-{name}" for name in names],
+    ):
+        at = table.column_names.index("model")
+        pq.write_table(table.set_column(at, "model", pa.array(models)), tmp_path / "x.parquet")
+        found = evaluate(folder / "known/checkpoint", tmp_path / "x.parquet", tmp_path / "e.json")
+        scores.append(found["model"]["crps_log_tokens"])
+    assert scores[0] < min(scores[1:])
     assert caplog.text.count("not trained on new-large-llm, new-small-llm") == 1
 
 
 def test_splits_of_fits_make_up_the_whole_of_the_samples(folder, tmp_path):
-    splits = {
-        split: evaluate(
-            folder / "known/checkpoint", folder / "fits.parquet", tmp_path / "e.json", "--split", split
-        )["model"]
-        for split in ("train", "validation", "test", "all")
-    }
-    counts = [metrics["num_prompts"] for metrics in splits.values()]
-    assert counts[3] == 120 == sum(counts[:3])
+    def model_of(file, *options):
+        return evaluate(folder / "known/checkpoint", folder / file, tmp_path / "e.json", *options)["model"]
+
+    names = ("train", "validation", "test", "all")
+    *splits, whole = (model_of("fits.parquet", "--split", name) for name in names)
+    counts = [metrics["num_prompts"] for metrics in splits]
+    assert whole["num_prompts"] == 120 == sum(counts)
     assert min(counts) > 0
-    samples = evaluate(folder / "known/checkpoint", folder / "lists.parquet", tmp_path / "a.json")["model"]
-    assert splits["all"]["mu"] == pytest.approx(samples["mu"])
-    assert splits["all"]["crps_tokens"] == pytest.approx(samples["crps_tokens"])
+    samples = model_of("lists.parquet")
+    assert whole["mu"] == pytest.approx(samples["mu"])
+    assert whole["crps_tokens"] == pytest.approx(samples["crps_tokens"])
 
 
 def test_an_artifact_says_the_same_as_its_checkpoint(folder, tmp_path):
@@ -382,15 +377,15 @@ def test_all_heads_compared_in_every_report(folder, tmp_path):
 
 
 def test_some_groups_of_one_served_model_also_for_a_ranking_predictor(folder, tmp_path):
-    options = ("--served_model", MODELS[0], "--max-groups", 20, "--seed", 1)
-    found = evaluate(folder / "known/checkpoint", folder / "lists.parquet", tmp_path / "e.json", *options)
-    assert found["model"]["num_prompts"] == 20
-    again = evaluate(folder / "known/checkpoint", folder / "lists.parquet", tmp_path / "f.json", *options)
-    assert again["model"] == found["model"]
     page = tmp_path / "e.html"
-    found = evaluate(
-        folder / "rank/checkpoint", folder / "lists.parquet", tmp_path / "e.json", "--html", page, *options
+    options = ("--served_model", MODELS[0], "--max-groups", 20, "--seed", 1, "--html", page)
+    found, again, ranked = (
+        evaluate(folder / name / "checkpoint", folder / "lists.parquet", tmp_path / "e.json", *options)
+        for name in ("known", "known", "rank")
     )
+    assert again["model"] == found["model"]
+    assert found["model"]["num_prompts"] == 20
+    found = ranked
     assert found["model"]["ordered_by"] == "rank"
     assert found["conformal"] is None
     assert "<h2>Reliability</h2>" not in page.read_text()
@@ -451,8 +446,6 @@ def test_bad_input_is_one_line_and_writes_nothing(options, message, folder, tmp_
 
 
 def test_conformal_quantiles_of_a_checkpoint_are_evaluated(folder, tmp_path):
-    from predictors.manifest import CONFORMAL
-
     shutil.copytree(folder / "known/checkpoint", tmp_path / "checkpoint")
     offsets = zip(("unknown", *MODELS), (0.0, 10.0, None), strict=True)
     quantiles = {"schema": CONFORMAL_SCHEMA, "levels": [0.9], "served_models": MODELS}

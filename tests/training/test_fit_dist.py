@@ -137,12 +137,11 @@ def test_fits_are_read_back_as_they_were_written(tmp_path):
     fit(samples, tmp_path / "fits.parquet", "--alternatives", "false")
     fitted = read_fits_or_fit(samples, FitOptions())
     read = read_fits_or_fit(tmp_path / "fits.parquet", FitOptions(nu=9.0))
-    np.testing.assert_array_equal(read.mu, fitted.mu)
-    np.testing.assert_array_equal(read.sigma, fitted.sigma)
-    assert read.flags == fitted.flags
+    for part in (lambda fits: fits.mu.tolist(), lambda fits: fits.sigma.tolist(), lambda fits: fits.flags):
+        assert part(read) == part(fitted)
     assert read.nu == 3.5
-    assert lengths_of(read.groups) == lengths_of(fitted.groups)
-    assert finished_of(read.groups) == finished_of(fitted.groups)
+    for part in (lengths_of, finished_of):
+        assert part(read.groups) == part(fitted.groups)
 
 
 def test_ignoring_truncation_shortens_the_fit(tmp_path):
@@ -243,9 +242,7 @@ def samples_table(numbers, **more):
 def test_a_sample_that_is_there_twice_is_refused(tmp_path):
     path = tmp_path / "x.parquet"
     pq.write_table(pa.concat_tables([samples_table(range(40)), samples_table([3])]), path)
-    with pytest.raises(
-        InputError, match=r"x.parquet, row 40: .*sample_index=3.*row 3 has the same prompt_id"
-    ):
+    with pytest.raises(InputError, match=r"row 40: .*sample_index=3.*row 3 has the same prompt_id"):
         fit_job.fit_file(path, tmp_path / "f.parquet", FitOptions())
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.parquet"]
     # Another run, or a sampling setting that is grouped by, makes another sample of it.
@@ -277,17 +274,13 @@ def test_files_of_a_newer_schema_are_refused(tmp_path):
 MAX_TOKENS = 300
 
 
-def fitted_file(tmp_path, *, num_groups=12, num_samples=15, special=True, prompt=None, **options):
+def fitted_file(tmp_path, *, num_groups=12, prompt=None, **options):
     """A fits file of log-t groups, some censored, and of constant, wholly censored and too small ones."""
-    rng = np.random.default_rng(1)
-    lengths, finished = [], []
-    for group in range(num_groups):
-        drawn = np.exp(3.5 + 0.15 * group + 0.35 * rng.standard_t(3.5, num_samples))
-        lengths.append([int(length) for length in np.clip(np.rint(drawn), 1, MAX_TOKENS)])
-        finished.append([bool(length <= MAX_TOKENS) for length in drawn])
-    if special:
-        lengths += [[7] * 5, [MAX_TOKENS] * 5, [5, 9]]
-        finished += [[True] * 5, [False] * 5, [True, True]]
+    mu = 3.5 + 0.15 * np.arange(num_groups)[:, None]
+    drawn = np.exp(mu + 0.35 * np.random.default_rng(1).standard_t(3.5, (num_groups, 15)))
+    lengths = np.clip(np.rint(drawn), 1, MAX_TOKENS).astype(int).tolist()
+    lengths += [[7] * 5, [MAX_TOKENS] * 5, [5, 9]]
+    finished = [*(drawn <= MAX_TOKENS).tolist(), [True] * 5, [False] * 5, [True, True]]
     columns = {"finished": finished, "max_tokens": [MAX_TOKENS] * len(lengths)}
     if prompt is not None:
         columns["prompt"] = [prompt] * len(lengths)
@@ -307,13 +300,14 @@ def fitted_file(tmp_path, *, num_groups=12, num_samples=15, special=True, prompt
         {"nu": None, "alternatives": True, "num_groups": 3},
         {"family": "gamma", "num_groups": 3},
         {"family": "exponential", "censoring": "none", "num_groups": 3},
+        {"num_groups": 0},
     ],
 )
 def test_the_report_shows_counts_flags_and_figures_of_any_family(tmp_path, options):
     path, summary = fitted_file(tmp_path, **options)
     write_report(path, tmp_path / "report.html", summary)
     text = (tmp_path / "report.html").read_text()
-    assert text.count("<svg") == 1
+    assert text.count("<svg") == (options.get("num_groups") != 0)
     for flag in ("constant", "all_censored", "too_few_samples"):
         assert f">{flag}</td><td>{summary['flags'].get(flag, 0)}</td>" in text
     assert f"<td>{summary['num_samples']}</td>" in text
@@ -328,9 +322,7 @@ def test_what_comes_from_the_data_is_escaped(tmp_path):
     assert "&lt;script&gt;alert($x$)" in text
 
 
-def test_a_file_of_hopeless_groups_still_has_a_report_and_a_figure(tmp_path):
-    path, summary = fitted_file(tmp_path, num_groups=0)
-    write_report(path, tmp_path / "report.html", summary)
-    assert "all_censored" in (tmp_path / "report.html").read_text()
+def test_a_file_of_hopeless_groups_still_has_a_figure(tmp_path):
+    path, _ = fitted_file(tmp_path, num_groups=0)
     write_figure(path, tmp_path / "fits.png", "log_t")
     assert (tmp_path / "fits.png").read_bytes().startswith(b"\x89PNG")

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from scheduler_core.errors import InputError, TailcastError
-from tests.ray_warnings import RAY_WARNINGS
+from tests.properties import RAY_WARNINGS
 from tests.training.stand_in_fit import die_once, mean_lengths
 from training.fitting import queries, sample_files
 from training.fitting.fit_job import fit_file
@@ -30,30 +30,19 @@ def samples(num_groups, *, seed=0, longest=9):
     rng = np.random.default_rng(seed)
     group = rng.permutation(np.repeat(np.arange(num_groups), rng.integers(1, longest, num_groups)))
     lengths = rng.integers(1, 400, len(group))
-    return pa.table(
-        {
-            "prompt_id": pa.array([f"p{number}" for number in group // 2]),
-            "model": pa.array(np.where(group % 2, "large", "small")),
-            "prompt": pa.array([f"prompt {number}" for number in group // 2]),
-            "output_tokens": lengths,
-            "finish_reason": pa.array(np.select([lengths > 300, lengths < 9], ["length", "error"], "stop")),
-            "max_tokens": pa.array(np.full(len(group), 300)),
-        }
-    )
+    columns = {"prompt_id": [f"p{number}" for number in group // 2], "output_tokens": lengths}
+    columns |= {"model": np.where(group % 2, "large", "small"), "max_tokens": np.full(len(group), 300)}
+    columns["prompt"] = [f"prompt {number}" for number in group // 2]
+    reasons = np.select([lengths > 300, lengths < 9], ["length", "error"], "stop")
+    return pa.table(columns | {"finish_reason": reasons})
 
 
 def lists(num_groups, *, longest=9, seed=0):
     """A table with one row for each group."""
     rng = np.random.default_rng(seed)
-    return pa.table(
-        {
-            "prompt_id": [f"p{number}" for number in range(num_groups)],
-            "model": ["m"] * num_groups,
-            "output_tokens": [
-                rng.integers(1, 400, size).tolist() for size in rng.integers(0, longest, num_groups)
-            ],
-        }
-    )
+    tokens = [rng.integers(1, 400, size).tolist() for size in rng.integers(0, longest, num_groups)]
+    names = [f"p{number}" for number in range(num_groups)]
+    return pa.table({"prompt_id": names, "model": ["m"] * num_groups, "output_tokens": tokens})
 
 
 def write(table, path):
@@ -91,16 +80,6 @@ def test_the_file_holds_every_group_once_in_order_of_first_appearance(
     assert sorted(tmp_path.iterdir()) == [tmp_path / "out.parquet", path]
 
 
-def test_scattered_rows_that_do_not_fit_into_memory_are_grouped_on_disk(tmp_path, monkeypatch):
-    path = write(samples(60_000, longest=12), tmp_path / "samples.parquet")
-    fit(path, tmp_path / "one.parquet", block_groups=10_000)
-    monkeypatch.setattr(queries, "MEMORY_LIMIT", "48MB")
-    monkeypatch.setattr(queries, "THREADS", 1)
-    monkeypatch.setattr(queries, "BATCH_ROWS", 2048)
-    fit(path, tmp_path / "two.parquet", block_groups=10_000)
-    assert (tmp_path / "one.parquet").read_bytes() == (tmp_path / "two.parquet").read_bytes()
-
-
 @pytest.mark.parametrize(
     ("form", "column", "value", "message"),
     [
@@ -126,10 +105,22 @@ def test_what_is_wrong_is_named_by_its_row_in_the_file(form, column, value, mess
 
 
 @RAY_WARNINGS
-@pytest.mark.parametrize("workers", [{"processes": 2}, {"ray": "local"}])
-def test_several_workers_write_the_same_bytes(workers, tmp_path):
-    path = write(samples(400), tmp_path / "samples.parquet")
-    fit(path, tmp_path / "one.parquet")
+@pytest.mark.parametrize(
+    ("num_groups", "limits", "workers"),
+    [
+        (400, {}, {"processes": 2}),
+        (400, {}, {"ray": "local"}),
+        # Scattered rows that do not fit into memory are grouped on disk.
+        (60_000, {"MEMORY_LIMIT": "48MB", "THREADS": 1, "BATCH_ROWS": 2048}, {"block_groups": 10_000}),
+    ],
+)
+def test_several_workers_and_little_memory_write_the_same_bytes(
+    num_groups, limits, workers, tmp_path, monkeypatch
+):
+    path = write(samples(num_groups, longest=12), tmp_path / "samples.parquet")
+    fit(path, tmp_path / "one.parquet", block_groups=workers.get("block_groups", 16))
+    for name, value in limits.items():
+        monkeypatch.setattr(queries, name, value)
     fit(path, tmp_path / "two.parquet", **workers)
     assert (tmp_path / "one.parquet").read_bytes() == (tmp_path / "two.parquet").read_bytes()
     assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
@@ -178,13 +169,9 @@ if __name__ == "__main__":
 def run_script(script, at, *arguments):
     """Runs a script in another process; returns its exit code once all its children have ended too."""
     at.write_text(script)
-    result = subprocess.run(
-        [sys.executable, str(at), *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(at), *arguments]
+    result = subprocess.run(command, env=environment, capture_output=True, timeout=120, check=False)
     assert result.returncode in (0, -signal.SIGKILL), result.stderr.decode()
     return result.returncode
 
@@ -203,9 +190,8 @@ if __name__ == "__main__":
 
 def run_and_kill(path, out, log, stop_at, *, how="self", processes=1):
     """Runs in another process that ends by SIGKILL; returns once all its children have ended too."""
-    code = run_script(
-        SCRIPT, log.with_suffix(".py"), str(path), str(out), str(log), stop_at, how, str(processes)
-    )
+    words = map(str, (path, out, log, stop_at, how, processes))
+    code = run_script(SCRIPT, log.with_suffix(".py"), *words)
     assert code == -signal.SIGKILL
 
 
@@ -296,19 +282,15 @@ def test_a_folder_that_is_not_ours_is_left_as_it_is(tmp_path):
     assert (folder / "thesis.txt").exists()
 
 
-def test_some_group_must_have_three_samples(tmp_path):
+def test_some_group_must_have_three_samples_which_are_never_overwritten(tmp_path):
     path = write(lists(5, longest=3), tmp_path / "samples.parquet")
-    with pytest.raises(
-        InputError, match="samples.parquet, column output_tokens: got '. samples in the largest"
+    for out, message in (
+        (tmp_path / "out", "got '. samples in the largest"),
+        (path, "another file than the"),
     ):
-        fit(path, tmp_path / "out.parquet")
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_the_samples_are_never_overwritten(tmp_path):
-    path = write(lists(10), tmp_path / "samples.parquet")
-    with pytest.raises(InputError, match="out: .*another file than the samples"):
-        fit(tmp_path, path)
+        with pytest.raises(InputError, match=message):
+            fit(path, out)
+        assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("limit", [3_000, 20_000])

@@ -54,9 +54,7 @@ def bert(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory):
-    return write_sample_file(
-        tmp_path_factory.mktemp("data") / "samples.parquet", num_prompts=40, max_tokens=150
-    )
+    return write_sample_file(tmp_path_factory.mktemp("data") / "samples.parquet", max_tokens=150)
 
 
 @pytest.fixture(scope="module")
@@ -135,23 +133,21 @@ def test_both_stages_train_and_the_checkpoint_and_the_report_record_them(bert, s
     assert f"<td>{float(rows[1]['validation_length']):.4g}</td>" in text
 
 
-def test_stage_1_trains_with_dropout_and_stage_2_leaves_the_encoder_as_it_is(bert, several, tmp_path):
+def test_stage_1_trains_with_dropout_and_stage_2_leaves_the_encoder_as_it_is(
+    bert, several, tmp_path, request
+):
     modes = {True: [], False: []}
 
     def record(module, inputs):
         if type(module).__name__ == "BertModel":
             modes[torch.is_grad_enabled()].append({part.training for part in module.modules()})
 
-    hook = torch.nn.modules.module.register_module_forward_pre_hook(record)
-    try:
-        train(tiny(bert, several, tmp_path / "one", stage2=NO_STAGE))
-        assert modes[True]
-        assert all(mode == {True} for mode in modes[True])
-        modes[True].clear()
-        modes[False].clear()
-        train(tiny(bert, several, tmp_path / "out", stage1=NO_STAGE, stage2=stage(3, 1e-2)))
-    finally:
-        hook.remove()
+    request.addfinalizer(torch.nn.modules.module.register_module_forward_pre_hook(record).remove)
+    train(tiny(bert, several, tmp_path / "one", stage2=NO_STAGE))
+    assert modes[True]
+    assert all(mode == {True} for mode in modes[True])
+    modes |= {True: [], False: []}
+    train(tiny(bert, several, tmp_path / "out", stage1=NO_STAGE, stage2=stage(3, 1e-2)))
     assert modes[True] == []
     assert all(mode == {False} for mode in modes[False])
     trained, start = weights(tmp_path / "out"), load_encoder(bert).state_dict()
@@ -194,24 +190,18 @@ def test_it_learns_from_words_and_served_model(objective, bert, tmp_path):
         assert within[4] > within[0]
 
 
-def test_nll_with_a_learned_nu_trains(bert, several, tmp_path):
-    info = train(tiny(bert, several, tmp_path / "out", length=LengthTask(learn_nu=True, nu=5.0)))
-    assert np.isfinite(info["metrics"]["validation_loss"])
-    assert 1 < predict(load_checkpoint(tmp_path / "out"), ["write a story"])["nu"][0] < 100
-
-
-def test_half_precision_trains_float32_weights(bert, several, tmp_path):
+def test_half_precision_trains_float32_weights_and_a_learned_nu(bert, several, tmp_path, request):
     kinds = set()
 
     def record(module, inputs, output):
         if isinstance(module, torch.nn.Linear):
             kinds.add(output.dtype)
 
-    hook = torch.nn.modules.module.register_module_forward_hook(record)
-    try:
-        train(tiny(bert, several, tmp_path / "out", precision="bf16-mixed"))
-    finally:
-        hook.remove()
+    request.addfinalizer(torch.nn.modules.module.register_module_forward_hook(record).remove)
+    task = LengthTask(learn_nu=True, nu=5.0)
+    info = train(tiny(bert, several, tmp_path / "out", precision="bf16-mixed", length=task))
+    assert np.isfinite(info["metrics"]["validation_loss"])
+    assert 1 < predict(load_checkpoint(tmp_path / "out"), ["write a story"])["nu"][0] < 100
     assert kinds == {torch.bfloat16, torch.float32}
     trained = weights(tmp_path / "out").values()
     assert all(value.dtype == torch.float32 and torch.isfinite(value).all() for value in trained)
@@ -329,9 +319,8 @@ def test_state_of_other_options_is_refused(bert, samples, tmp_path, monkeypatch)
 
 def weight_of_nan(step):
     def training_step(self, batch, batch_idx):
-        return step(
-            self, batch._replace(weight=batch.weight * float("nan")) if batch_idx else batch, batch_idx
-        )
+        factor = float("nan") if batch_idx else 1.0
+        return step(self, batch._replace(weight=batch.weight * factor), batch_idx)
 
     return training_step
 
@@ -380,9 +369,7 @@ def test_fits_and_samples_train_the_same_model(bert, samples, tmp_path):
 
 def test_without_dropout_of_served_models_unknown_models_are_refused(bert, several, tmp_path):
     train(tiny(bert, several, tmp_path / "out", conditioning=ConditioningOptions(served_model_dropout=0.0)))
-    with pytest.raises(
-        InputError, match="served model: got 'stranger'; allowed: one of large, middle, small"
-    ):
+    with pytest.raises(InputError, match="served model: got 'stranger'; allowed: one of large, middle"):
         predict(load_checkpoint(tmp_path / "out"), ["a"], ["stranger"])
 
 
@@ -435,9 +422,8 @@ def test_a_new_served_model_needs_no_options_but_data_and_checkpoint(conditioned
     info = json.loads((tmp_path / "out/training.json").read_text())
     assert (info["config"]["max_length"], info["config"]["pooling"]) == (24, ["cls", "mean", "max"])
     assert (info["config"]["stage2"]["learning_rate"], info["config"]["stage2"]["epochs"]) == (0.03, 60)
-    with open(tmp_path / "out/metrics.csv", newline="") as file:
-        history = [float(row["validation_loss"]) for row in csv.DictReader(file)]
-    assert min(history) < history[0] - 1e-3
+    losses = [float(row["validation_loss"]) for row in history(tmp_path / "out")]
+    assert min(losses) < losses[0] - 1e-3
     # A loss that does not move is an error, and leaves nothing to resume.
     still = ["--stage2", '{"epochs": 2, "learning_rate": 1e-9}', "--out", str(tmp_path / "still")]
     assert main([*args, *still]) == 2
@@ -457,13 +443,10 @@ def test_a_checkpoint_can_be_trained_further(conditioned, bert, several, tmp_pat
 def test_an_encoder_can_be_taken_from_a_checkpoint(conditioned, bert, samples, tmp_path):
     train(tiny(str(conditioned), samples, tmp_path / "second", stage1=NO_STAGE, seed=7))
     first, second = weights(conditioned), weights(tmp_path / "second")
-    encoders = [
-        {name: value for name, value in part.items() if name.startswith("encoder.")}
-        for part in (first, second)
-    ]
+    fresh = {f"encoder.{name}": value for name, value in load_encoder(bert).state_dict().items()}
+    encoders = [{name: part[name] for name in fresh} for part in (first, second)]
     assert same(*encoders)
     assert not same(first, second)
-    fresh = {f"encoder.{name}": value for name, value in load_encoder(bert).state_dict().items()}
     assert not same(encoders[0], fresh)
 
 
@@ -563,18 +546,13 @@ MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])
 def chats(tmp_path):
     """The same last messages under two system prompts, of which one makes outputs ten times as long."""
     rng = np.random.default_rng(0)
-    rows = [
-        {
-            "prompt_id": f"p{number}",
-            "model": "m",
-            "prompt": last,
-            "messages": [{"role": "system", "content": system}, {"role": "user", "content": last}],
-            "output_tokens": np.ceil(length * np.exp(rng.normal(0, 0.1, 4))).astype(int).tolist(),
-        }
-        for number in range(60)
-        for last in [f"the list of {number % 30}"]
-        for system, length in [(("write a short essay", 20.0), ("write a long story", 200.0))[number // 30]]
-    ]
+    rows = []
+    for number in range(60):
+        system, length = (("write a short essay", 20.0), ("write a long story", 200.0))[number // 30]
+        row = {"prompt_id": f"p{number}", "model": "m", "prompt": f"the list of {number % 30}"}
+        row["messages"] = [{"role": "system", "content": system}, {"role": "user", "content": row["prompt"]}]
+        tokens = np.ceil(length * np.exp(rng.normal(0, 0.1, 4))).astype(int)
+        rows.append(row | {"output_tokens": tokens.tolist()})
     path = tmp_path / "chats.parquet"
     pq.write_table(pa.Table.from_pylist(rows), path)
     return path

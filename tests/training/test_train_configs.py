@@ -17,16 +17,12 @@ FOLDER = Path(training.__file__).parent / "configs"
 CONFIGS = sorted(FOLDER.glob("*.yaml"))
 KINDS = {"deberta": "deberta", "distilbert": "distilbert", "bert": "bert", "opt": "opt", "minilm": "bert"}
 HEADS = {
-    "tie-deberta": ("length",),
+    **dict.fromkeys(("tie-deberta", "minilm-cpu", "minilm-quickstart", "minilm-logs"), ("length",)),
+    **dict.fromkeys(("urgency-distilbert", "urgency-minilm"), ("urgency",)),
     "ssjf-bert": ("regression",),
     "s3-distilbert-buckets": ("bucket",),
     "ltr-opt125m-listmle": ("rank",),
-    "urgency-distilbert": ("urgency",),
-    "urgency-minilm": ("urgency",),
     "semantic": ("urgency", "bucket"),
-    "minilm-cpu": ("length",),
-    "minilm-quickstart": ("length",),
-    "minilm-logs": ("length",),
     "multitask": ("length", "urgency", "bucket", "regression", "rank"),
 }
 
@@ -80,27 +76,15 @@ def test_every_shipped_config_trains(path, encoders, files, tmp_path):
 
 
 TIE = {
-    "encoder": "microsoft/deberta-v3-base",
-    "max_length": 512,
-    "truncation_side": "right",
-    "pooling": ["cls", "mean", "max"],
+    "encoder": "microsoft/deberta-v3-base", "max_length": 512, "truncation_side": "right",
+    "pooling": ["cls", "mean", "max"], "batch_size": 32, "batching": "shuffled", "fractions": [0.6, 0.2, 0.2],
     "length": {"objective": "mse", "nu": 3.5, "sigma_weight_start": 3.0, "sigma_weight_end": 4.0},
     "stage1": {"epochs": 12, "learning_rate": 2e-5, "warmup_fraction": 0.1},
     "stage2": {"epochs": 8, "learning_rate": 5e-5, "warmup_fraction": 0.0},
-    "tower": {
-        "hidden_sizes": [256, 256, 128],
-        "dropouts": [0.2, 0.2, 0.1],
-        "activation": "gelu",
-        "layer_norm": True,
-    },
+    "tower": {"hidden_sizes": [256, 256, 128], "dropouts": [0.2, 0.2, 0.1], "activation": "gelu", "layer_norm": True},
     "oversampling": [[5.5, 1.0, 1.5], [6.0, 1.3, 2.0]],
-    "batch_size": 32,
-    "batching": "shuffled",
-    "weight_decay": 0.01,
-    "adam_epsilon": 1e-8,
-    "clip_norm": 1.0,
-    "fractions": [0.6, 0.2, 0.2],
-}
+    "weight_decay": 0.01, "adam_epsilon": 1e-8, "clip_norm": 1.0,
+}  # fmt: skip
 
 
 def test_the_recipes_are_their_papers():

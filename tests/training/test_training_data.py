@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_gen.splits import split_of
-from data_gen.urgency.labels import read_labels
 from predictors.modules.config import Conditioning, PredictorConfig
 from predictors.modules.encoder import load_tokenizer
 from predictors.modules.heads import Heads, LengthHead
@@ -63,9 +61,8 @@ def test_rows_of_a_prompt_are_adjacent_with_their_samples(rows_file):
         assert rows.lengths[samples].tolist() == row["output_tokens"]
         assert rows.finished[samples].tolist() == row["finished"]
         assert rows.max_tokens[at] == (np.inf if all(row["finished"]) else 300)
-        np.testing.assert_equal(
-            rows.temperature[at], np.nan if row["temperature"] is None else row["temperature"]
-        )
+        temperature = np.nan if row["temperature"] is None else row["temperature"]
+        np.testing.assert_equal(rows.temperature[at], temperature)
 
 
 def test_prompts_go_to_the_split_of_their_id(rows_file):
@@ -82,10 +79,8 @@ def test_several_files_share_prompts_and_keep_their_weights(rows_file, tmp_path)
     both = read_split_rows(config(data=[str(rows_file), str(other)], data_weights=(1.0, 0.25))).train
     assert both.models == (*SERVED_MODELS, "new")
     assert set(one.prompts) < set(both.prompts)
-    large = (both.prompt == both.prompts.index(one.prompts[0])) & (
-        both.model == both.models.index("large") + 1
-    )
-    assert both.weight[large].tolist() == [1.0, 0.25]
+    prompt, large = both.prompts.index(one.prompts[0]), both.models.index("large") + 1
+    assert both.weight[(both.prompt == prompt) & (both.model == large)].tolist() == [1.0, 0.25]
 
 
 def test_a_validation_file_leaves_all_data_to_training_but_for_shared_texts(rows_file, tmp_path):
@@ -121,9 +116,8 @@ def test_rows_without_a_served_model_are_of_an_unknown_one(tmp_path):
     rows = all_rows(write_lists(tmp_path / "some.parquet", lengths, model=["m", None] * 20, **columns))
     assert rows.models == ("m",)
     assert sorted(rows.model.tolist()) == [0] * 20 + [1] * 20
-    rows = all_rows(
-        write_lists(tmp_path / "all.parquet", lengths, model=pa.nulls(40, pa.string()), **columns)
-    )
+    columns["model"] = pa.nulls(40, pa.string())
+    rows = all_rows(write_lists(tmp_path / "all.parquet", lengths, **columns))
     assert (rows.models, rows.model.tolist(), rows.counts.tolist()) == ((), [0] * 20, [6] * 20)
     path = tmp_path / "none.parquet"
     pq.write_table(pq.read_table(tmp_path / "all.parquet").drop_columns("model"), path)
@@ -154,21 +148,6 @@ def test_rows_that_cannot_be_used_are_named(columns, message, tmp_path):
     path = write_lists(tmp_path / "x.parquet", [[5, 6, 7], [8, 9, 10]], **columns)
     with pytest.raises(InputError, match=message):
         read_split_rows(config(data=str(path)))
-
-
-@pytest.mark.parametrize("kind", ["parquet", "csv", "jsonl"])
-def test_labels_have_names_or_numbers(kind, tmp_path):
-    path = tmp_path / f"labels.{kind}"
-    rows = [("server on fire", "emergency", 2.0), ("tidy up, some day", "4", 1.0)]
-    dicts = [dict(zip(("text", "level", "weight"), row, strict=True)) for row in rows]
-    if kind == "parquet":
-        pq.write_table(pa.Table.from_pylist(dicts), path)
-    elif kind == "csv":
-        path.write_text("text,level,weight\n" + "".join(f'"{a}",{b},{c}\n' for a, b, c in rows))
-    else:
-        path.write_text("\n".join(map(json.dumps, dicts)))
-    labels = {text.text: (text.level, text.weight) for text in read_labels(path)}
-    assert labels == {"server on fire": (0, 2.0), "tidy up, some day": (4, 1.0)}
 
 
 def test_labels_are_split_by_their_text(tmp_path):

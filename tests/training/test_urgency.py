@@ -95,10 +95,9 @@ def test_a_chosen_threshold_keeps_its_rates_as_often_as_promised():
         some = random.integers(0, num, size=300)
         part = ClaimRows(plain=claims.plain[some], claimed=claims.claimed[some], tiers=tiers[some])
         options = {"delta": delta, "risk": "wrong"}
-        own = choose_threshold(rows[some], true[some], allowed_rate=0.15, **options).threshold
-        both = choose_threshold(
-            rows[some], true[some], allowed_rate=0.9, claims=part, jump_rate=0.1, **options
-        ).threshold
+        data, limits = (rows[some], true[some]), {"allowed_rate": 0.9, "claims": part, "jump_rate": 0.1}
+        own = choose_threshold(*data, allowed_rate=0.15, **options).threshold
+        both = choose_threshold(*data, **limits, **options).threshold
         certified += own is not None, both is not None
         if own is not None:
             broken[0] += failed[confidence >= own].mean() > 0.15
@@ -291,10 +290,9 @@ def test_baselines_learn_levels_and_weights():
 
 
 def test_what_is_scheduled_is_limited_and_abstains():
-    texts, validation = (
-        [text for text in seed_labels("llm") if text.split == split] for split in ("test", "validation")
-    )
-    levels = {text.text: text.level for text in seed_labels("llm")}
+    seed = seed_labels("llm")
+    texts, validation = ([text for text in seed if text.split == split] for split in ("test", "validation"))
+    levels = {text.text: text.level for text in seed}
     options = EvaluateUrgencyConfig(predictor="-", data="-", json="-")
 
     def oracle(prompts):

@@ -12,7 +12,8 @@ import torch
 
 WORDS = "the a list write story long short essay of number name rivers code".split()  # noqa: SIM905
 CHARACTERS = string.ascii_lowercase + string.digits
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}
+_BLOCKS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES = _BLOCKS | {"max_position_embeddings": 64}
 
 
 def _word_pieces() -> Any:
@@ -71,27 +72,14 @@ def _save(folder: Path, model_class: type, config: object, tokenizer: object, se
     return str(folder)
 
 
+_ENDS = {"cls_token_id": 2, "sep_token_id": 3}
 #: Model type -> its configuration beside the tokenizer's ids.
 CONFIGS: dict[str, dict[str, Any]] = {
     "distilbert": {"dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 2},
     # One of three layers has global attention.
-    "modernbert": {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "local_attention": 8,
-        "cls_token_id": 2,
-        "sep_token_id": 3,
-    },
+    "modernbert": _BLOCKS | {"num_hidden_layers": 3, "intermediate_size": 48, "local_attention": 8} | _ENDS,
     # A decoder whose word embeddings are narrower than its states.
-    "opt": {
-        "hidden_size": 32,
-        "word_embed_proj_dim": 24,
-        "ffn_dim": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    },
+    "opt": _BLOCKS | {"word_embed_proj_dim": 24, "ffn_dim": 64},
 }
 
 

@@ -14,7 +14,7 @@ from scheduler_core.adapters.live_routing import RoutedPrompt
 from scheduler_core.adapters.ray_serve import DIRECT_STREAMING, request_prompt
 from scheduler_core.errors import InputError
 from scheduler_core.ray_cluster import LOCAL, ray_cluster
-from tests.ray_warnings import RAY_WARNINGS
+from tests.properties import RAY_WARNINGS
 
 serve = pytest.importorskip("ray.serve", exc_type=ImportError)
 pytest.importorskip("starlette")
