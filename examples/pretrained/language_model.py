@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from examples.shell import Shell
 from predictors.manifest import CONFORMAL, NORMALIZATION, TOKENIZER
 from predictors.modules.checkpoint import CONFIG, KIND, TOKENIZER_CONFIG, TRAINING, WEIGHTS
 from scheduler_core.command import command
-from scheduler_core.files import atomic_directory, shared_folder
+from scheduler_core.files import atomic_directory, atomic_file, shared_folder
 from scheduler_core.json_text import read_json_object
 from training.config import FILE_OPTIONS
 
@@ -102,8 +102,9 @@ def split_checkpoint(checkpoint: Path, encoder: Path, out: Path) -> None:
     config["predictor"]["encoder"] = f"{MODEL}, {LAYERS} layers"
     for name in (*FILE_OPTIONS, "encoder", "out"):
         record["config"].pop(name, None)
+    record.get("calibration", {}).pop("config", None)
     with atomic_directory(out, "trained", overwrite=True) as folder:
-        save_file({name: value.contiguous() for name, value in trained.items()}, str(folder / WEIGHTS))
+        _save(trained, folder)
         for name, content in ((CONFIG, config), (TRAINING, record)):
             (folder / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
         for file in (CONFORMAL, NORMALIZATION):
@@ -113,7 +114,7 @@ def split_checkpoint(checkpoint: Path, encoder: Path, out: Path) -> None:
 def join_checkpoint(trained: Path, out: Path) -> None:
     """The checkpoint folder that `split_checkpoint` was given, up to the rounding of its floats."""
     encoder, tokenizer = _first_layers()
-    weights = {f"encoder.{name}": value.contiguous() for name, value in encoder.state_dict().items()}
+    weights = {f"encoder.{name}": value for name, value in encoder.state_dict().items()}
     stored = {name: value.float() for name, value in load_file(trained / WEIGHTS).items()}
     for name, value in stored.items():
         target, _, factor = name.rpartition(".")
@@ -123,7 +124,7 @@ def join_checkpoint(trained: Path, out: Path) -> None:
             weights[name] = value
     with atomic_directory(out, KIND) as folder:
         shutil.copytree(trained, folder, dirs_exist_ok=True)
-        save_file(weights, str(folder / WEIGHTS), metadata={"format": "pt"})
+        _save(weights, folder)
         _save_tokenizer(tokenizer, folder)
 
 
@@ -142,6 +143,12 @@ def _first_layers() -> tuple[Any, Tokenizer]:
         parts.append({"id": name, "ids": encoding.ids, "tokens": encoding.tokens})
     tokenizer.post_processor = TemplateProcessing(single="<before> $A <after>", special_tokens=parts)
     return encoder, tokenizer
+
+
+def _save(weights: Mapping[str, Tensor], folder: Path) -> None:
+    with atomic_file(folder / WEIGHTS) as temporary:  # safetensors writes for the owner alone
+        contiguous = {name: value.contiguous() for name, value in weights.items()}
+        save_file(contiguous, str(temporary), metadata={"format": "pt"})
 
 
 def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
