@@ -5,23 +5,27 @@
 DATA is the folder of public sets that `python -m examples.pretrained` takes; the report prompts and the sources set aside are
 those of the shipped predictors, which are compared with each other and with the artifacts that are named. Kendall's tau is of
 predicted and mean log length, for each served model, then the mean over them; "of the ceiling" is its ratio to the tau of
-another served model's lengths on the same prompts, mean over the sources.
+another served model's lengths on the same prompts, mean over the sources. The CPU time is the median of single prompts, one
+thread.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
 from benchmarks.pages import put_section
 from examples.pretrained.prepare import prepare
 from examples.pretrained.unseen import SourceScores, score_sources
 from examples.shell import Shell
 from predictors.pretrained import FOLDERS
+from predictors.runtime import open_runtime
 from scheduler_core.report.page import markdown_table
 
 HEADER = (
@@ -35,12 +39,28 @@ HEADER = (
     "source left out: tau",
     "of the ceiling",
     "CRPS of ln tokens",
+    "ms a prompt",
 )
+#: Prompts that are timed, one by one.
+NUM_TIMED = 64
 
 
 def of_ceiling(scores: Sequence[SourceScores], way: str) -> float:
     """Mean over sources of tau over that of another served model's lengths."""
     return float(np.mean([getattr(one, way) / one.ceiling for one in scores if one.ceiling]))
+
+
+def milliseconds(artifact: Path, prompts: Sequence[str]) -> float:
+    """Median CPU time of a prediction for one prompt, by one thread."""
+    runtime = open_runtime(artifact, provider="cpu", threads_per_run=1)
+    names = [runtime.artifact.manifest.served_models[0]]
+    runtime.predict(prompts[:1], names)
+    times = []
+    for prompt in prompts:
+        start = time.process_time()
+        runtime.predict([prompt], names)
+        times.append(time.process_time() - start)
+    return 1e3 * float(np.median(times))
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -66,6 +86,8 @@ def main(args: Sequence[str] | None = None) -> None:
     ])  # fmt: skip
     evaluation = json.loads(target.read_text(encoding="utf-8"))
     in_distribution = {first: evaluation["model"], **evaluation["compared"]}
+    prompts = pd.read_parquet(files.report).prompt.drop_duplicates()
+    timed = prompts.sample(min(NUM_TIMED, len(prompts)), random_state=0).tolist()
     lines = []
     for name, artifact in artifacts.items():
         report, *sources = score_sources(artifact, {"report": files.report, **files.set_aside})
@@ -84,6 +106,7 @@ def main(args: Sequence[str] | None = None) -> None:
                 f"{np.mean([source.unknown for source in sources]):.3f}",
                 f"{of_ceiling(sources, 'unknown'):.2f}",
                 f"{np.mean([source.crps_log[0] for source in sources]):.3f}",
+                f"{milliseconds(artifact, timed):.2f}",
             )
         )
     text = markdown_table(HEADER, lines)

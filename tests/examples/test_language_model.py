@@ -14,13 +14,21 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data_gen.transformers_backend import TransformersBackend
 from examples.pretrained import language_model
-from examples.pretrained.language_model import LAYERS, join_checkpoint, split_checkpoint, write_encoder
+from examples.pretrained.language_model import (
+    LAYERS,
+    ArtifactConfig,
+    join_checkpoint,
+    make_artifact,
+    split_checkpoint,
+    write_encoder,
+)
 from predictors.modules.checkpoint import load_checkpoint, save_checkpoint
 from predictors.modules.config import PredictorConfig
 from predictors.modules.encoder import load_encoder, load_tokenizer, tokenize
 from predictors.modules.heads import Heads, LengthHead
 from predictors.modules.normalization import Normalization
 from predictors.modules.predictor import PromptPredictor
+from predictors.runtime import open_runtime
 from training.prediction import predict_prompts
 
 WORDS = ["<|im_end|>", "<|im_start|>", "user", "assistant", "write", "an", "essay", "name", "rivers", "\n"]
@@ -89,3 +97,12 @@ def test_a_checkpoint_is_whole_again_from_its_trained_weights(encoder: Path, tmp
     np.testing.assert_allclose(again["mu"], whole["mu"], atol=5e-3)
     np.testing.assert_allclose(again["sigma"], whole["sigma"], atol=5e-3)
     assert language_model.MODEL in joined.config.encoder
+
+
+@pytest.mark.slow
+def test_the_artifact_of_the_shipped_weights_orders_prompts(tmp_path: Path) -> None:
+    make_artifact(ArtifactConfig(out=str(tmp_path / "smollm2")))
+    runtime = open_runtime(tmp_path / "smollm2" / "artifact", provider="cpu")
+    prompts = ["Answer yes or no: is 7 a prime number?", "Write a long essay on the history of the steam engine."]
+    short, long = runtime.predict(prompts, ["meta-llama/Llama-3.1-8B-Instruct"] * 2).mu
+    assert long - short > 2.0
