@@ -103,6 +103,9 @@ def test_a_checkpoint_is_whole_again_from_its_trained_weights(encoder: Path, tmp
 def test_the_artifact_of_the_shipped_weights_orders_prompts(tmp_path: Path) -> None:
     make_artifact(ArtifactConfig(out=str(tmp_path / "smollm2")))
     runtime = open_runtime(tmp_path / "smollm2" / "artifact", provider="cpu")
-    prompts = ["Answer yes or no: is 7 a prime number?", "Write a long essay on the history of the steam engine."]
+    prompts = [
+        "Answer yes or no: is 7 a prime number?",
+        "Write a long essay on the history of the steam engine.",
+    ]
     short, long = runtime.predict(prompts, ["meta-llama/Llama-3.1-8B-Instruct"] * 2).mu
     assert long - short > 2.0
