@@ -1,7 +1,5 @@
 """Prompts, a hasty backend, and what a run against a fake engine gives; shared by the tests of the OpenAI backend."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """What the OpenAI backend sends, to whom, and what it makes of responses; its parts without clock and socket."""
 
-from __future__ import annotations
-
 import gc
 import json
 import resource

@@ -1,7 +1,5 @@
 """Servers that fail, for a while or for good: what is tried again, what is given up, what ends the run."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any
