@@ -24,7 +24,7 @@ from tests.scheduler_core.adapters.test_vllm_engine import Server, answers
 __all__ = ["vllm_python"]  # a fixture
 pytestmark = pytest.mark.slow
 
-LONG, SHORT = "essay essay", "name name name"  # the artifact's predictions: see test_limits.py
+LONG, SHORT = "essay essay", "name name name"  # the artifact's predictions: see tests/predictors/fakes.py
 NUM_LONG = 8
 #: Until requests that have been asked for are in vLLM's queue.
 SENDING_S = 1.0
