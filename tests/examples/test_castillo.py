@@ -1,5 +1,7 @@
 """The CASTILLO example: what is trained on has nothing of what is reported."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The main job itself, at its smallest size: every command, the real LLM, the real endpoint, the report."""
 
+from __future__ import annotations
+
 import json
 import subprocess
 import sys

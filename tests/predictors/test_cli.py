@@ -1,5 +1,7 @@
 """The commands as processes: answers, drains, several workers, reload, traces; bad input is refused in one line."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import gzip

@@ -1,5 +1,7 @@
 """Calibration: shift and scale for each served model, conformal quantiles, the command."""
 
+from __future__ import annotations
+
 import json
 import math
 from dataclasses import asdict

@@ -1,5 +1,7 @@
 """`evaluate-stream`: the test for drift, running calibration, sliding coverage, bad lines."""
 
+from __future__ import annotations
+
 import json
 import math
 import sys

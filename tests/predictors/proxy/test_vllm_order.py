@@ -5,6 +5,8 @@ vLLM's engine stands still until all requests are there: on a loaded machine the
 Minutes, in vLLM's own environment (see tests/data_gen/conftest.py).
 """
 
+from __future__ import annotations
+
 import asyncio
 import json
 from collections.abc import Callable, Iterator
@@ -24,7 +26,7 @@ from tests.scheduler_core.adapters.test_vllm_engine import Server, answers
 __all__ = ["vllm_python"]  # a fixture
 pytestmark = pytest.mark.slow
 
-LONG, SHORT = "essay essay", "name name name"  # the artifact's predictions: see tests/predictors/fakes.py
+LONG, SHORT = "essay essay", "name name name"  # the artifact's predictions: see test_limits.py
 NUM_LONG = 8
 #: Until requests that have been asked for are in vLLM's queue.
 SENDING_S = 1.0
