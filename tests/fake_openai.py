@@ -3,8 +3,6 @@
 Lengths of `Completions` depend on (seed, prompt): the same request gets the same output, as from a seeded engine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

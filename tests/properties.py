@@ -1,7 +1,5 @@
 """Marks of tests: how many examples a dear property sees, and what Ray itself warns of."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Documents: links lead somewhere, commands have the options they are shown with, README stays short."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib

@@ -3,8 +3,6 @@
 `python -m tests.test_policy_places` writes the table.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import sys

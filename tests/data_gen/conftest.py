@@ -4,8 +4,6 @@ vLLM needs an environment of its own, because it pins other packages than ours: 
 or TAILCAST_VLLM_ENV names one.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A seeded engine without a model: answers come in a shuffled order and in parts, some fail, all by plan."""
 
-from __future__ import annotations
-
 import random
 import resource
 from collections.abc import Callable, Generator, Iterable, Iterator

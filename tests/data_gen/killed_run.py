@@ -6,8 +6,6 @@ N 0 means: live, and print how many such moments there were. Each sample that th
 the file STORED first.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sqlite3

@@ -1,7 +1,5 @@
 """SIGKILL at random moments: no stored sample is lost, requested again, or there twice."""
 
-from __future__ import annotations
-
 import random
 import signal
 import sqlite3

@@ -1,7 +1,5 @@
 """Sets of samples: their file, their card, and the trace that is made of them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

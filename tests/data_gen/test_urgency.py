@@ -1,7 +1,5 @@
 """import-urgency: any mix of labelled texts in, one Parquet file out; the seed set keeps what docs/urgency.md promises of it."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

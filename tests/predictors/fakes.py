@@ -1,7 +1,5 @@
 """Tiny artifacts whose numbers can be computed by hand, and a clock that is moved by hand."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses
@@ -215,7 +213,7 @@ class ManualTimer:
 
     when: float
     callback: Callable[[], None]
-    timers: list[ManualTimer]
+    timers: list["ManualTimer"]
 
     def cancel(self) -> None:
         if self in self.timers:

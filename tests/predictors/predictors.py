@@ -1,7 +1,5 @@
 """Tiny predictors with all heads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Artifact folders, their manifests and signatures; several artifacts in service, and replacing one while requests run."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """The batcher, the cache, threads, tokenizing and metrics of the service."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import logging

@@ -1,7 +1,5 @@
 """Our clients: asynchronous, blocking, and in process; against the service and scripted servers."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import pickle
@@ -137,7 +135,7 @@ class Client:
             await self.predict(*args, **options)
         return caught.value
 
-    async def __aenter__(self) -> Client:
+    async def __aenter__(self) -> "Client":
         return self
 
     async def __aexit__(self, *error: object) -> None:

@@ -1,7 +1,5 @@
 """The HTTP side: the same answers as over gRPC, statuses, probes, metrics; requests whose counts are checked before they are parsed."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The torch predictor: pooling, encoders of every architecture, scaling, conditioning, calibration; its checkpoint folder."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

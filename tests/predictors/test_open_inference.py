@@ -1,7 +1,5 @@
 """The Open Inference Protocol over gRPC and REST: our methods, and tritonclient unchanged."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """From prompts to predictions: the tokenizer and the runtime."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

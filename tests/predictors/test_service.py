@@ -1,7 +1,5 @@
 """The service over gRPC: its answers, refusals, deadlines, health and end."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

@@ -1,7 +1,5 @@
 """Checkpoints with random weights, and answers drawn from what they predict: nothing has to be trained."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

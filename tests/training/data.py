@@ -1,7 +1,5 @@
 """Small data sets of answer lengths for tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

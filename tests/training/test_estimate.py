@@ -1,7 +1,5 @@
 """Estimates and the goodness of fits: against independent optimisers, scipy, differences and known laws."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Grouping of output lengths in both forms, the fits file with its figure and report, and the command `fit-dist`."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Every format of answer lengths: the same groups out of all, and what is wrong named."""
 
-from __future__ import annotations
-
 import csv
 import json
 

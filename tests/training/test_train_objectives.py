@@ -1,7 +1,5 @@
 """Losses against scheduler_core.lengths, scipy, and their own definitions."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

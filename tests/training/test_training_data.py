@@ -1,7 +1,5 @@
 """Rows, labels, splits, batches and options of a training run."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

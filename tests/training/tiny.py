@@ -1,7 +1,5 @@
 """Tiny random encoders of every supported architecture with their tokenizers, for tests without network."""
 
-from __future__ import annotations
-
 import string
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """A scripted engine of the OpenAI API, and a proxy in front of it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterable

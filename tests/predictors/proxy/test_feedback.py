@@ -1,7 +1,5 @@
 """Finished requests come back: to the log, to training, to the drift alarm, to the comparison of two artifacts, to online calibration."""
 
-from __future__ import annotations
-
 import json
 import os
 import queue

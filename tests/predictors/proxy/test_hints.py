@@ -1,7 +1,5 @@
 """The order of requests: hints, against what engines accept, and the held queue."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Bytes, in whatever pieces they come, breaks, cancellation and drain: requests reach the engine at most once and end in time."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import itertools

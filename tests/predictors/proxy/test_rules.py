@@ -1,7 +1,5 @@
 """Whatever a client sends to a proxy: no fault of the server, no hang, no hint outside of the rules, nothing of it in a log."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import io
