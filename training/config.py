@@ -138,7 +138,7 @@ class LoraOptions:
     """Low-rank adapters of the encoder's linear layers, which stage 1 trains in place of its weights; in the end they are merged into them (LoRA: Hu et al. 2022)."""
 
     rank: int = 16
-    """Rank of an adapter; its scale is 2."""
+    """Rank of an adapter; alpha is twice the rank."""
     layers: int | None = None
     """Only on the last so many layers, which costs less; unset: on all."""
 

@@ -64,21 +64,18 @@ def initial_model(config: TrainConfig, train: Rows, labels: UrgencyLabels) -> In
 
 
 def with_adapters(encoder: nn.Module, options: LoraOptions) -> nn.Module:
-    """The encoder with adapters of zero effect; `merge_adapters` gives it back with what they have learned.
-
-    Raises:
-        InputError: It has fewer layers.
-    """
+    """The encoder with adapters of zero effect; `merge_adapters` gives it back with what they have learned. InputError if it
+    has fewer layers, or no list of them."""
     from peft import LoraConfig, LoraModel
 
     num_layers = int(encoder.config.num_hidden_layers)  # type: ignore[union-attr,arg-type]
     if options.layers is not None and options.layers > num_layers:
         raise InputError("lora.layers", options.layers, f"at most the encoder's {num_layers}")
-    layers = next(
-        module
-        for module in encoder.modules()
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers
-    )
+    lists = [module for module in encoder.modules() if isinstance(module, nn.ModuleList)]
+    layers = next((module for module in lists if len(module) == num_layers), None)
+    if layers is None:
+        kind = type(encoder).__name__
+        raise InputError("lora", kind, f"an encoder with a list of its {num_layers} layers, or no adapters")
     trained = set(layers[num_layers - (options.layers or num_layers) :].modules())
     names = [
         name

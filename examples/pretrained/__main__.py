@@ -62,6 +62,7 @@ def pretrained(config: PretrainedConfig) -> None:
     else:
         steps.evaluate(out / "artifact", [])
     if config.install and config.predictor == "smollm2":
+        shutil.rmtree(TRAINED, ignore_errors=True)
         split_checkpoint(out / "calibrated", out / "encoder", TRAINED)
         shutil.copy(out / "README.md", TRAINED)
     elif config.install:

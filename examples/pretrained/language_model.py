@@ -103,12 +103,12 @@ def split_checkpoint(checkpoint: Path, encoder: Path, out: Path) -> None:
     for name in (*FILE_OPTIONS, "encoder", "out"):
         record["config"].pop(name, None)
     record.get("calibration", {}).pop("config", None)
-    with atomic_directory(out, "trained", overwrite=True) as folder:
-        _save(trained, folder)
-        for name, content in ((CONFIG, config), (TRAINING, record)):
-            (folder / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
-        for file in (CONFORMAL, NORMALIZATION):
-            shutil.copyfile(checkpoint / file, folder / file)
+    out.mkdir(parents=True)
+    _save(trained, out)
+    for name, content in ((CONFIG, config), (TRAINING, record)):
+        (out / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
+    for file in (CONFORMAL, NORMALIZATION):
+        shutil.copyfile(checkpoint / file, out / file)
 
 
 def join_checkpoint(trained: Path, out: Path) -> None:
@@ -123,7 +123,8 @@ def join_checkpoint(trained: Path, out: Path) -> None:
         elif factor != "A":
             weights[name] = value
     with atomic_directory(out, KIND) as folder:
-        shutil.copytree(trained, folder, dirs_exist_ok=True)
+        for file in (CONFIG, TRAINING, CONFORMAL, NORMALIZATION):
+            shutil.copyfile(trained / file, folder / file)
         _save(weights, folder)
         _save_tokenizer(tokenizer, folder)
 
