@@ -73,8 +73,9 @@ def served(request: pytest.FixtureRequest, encoders: Any, files: Any, tmp_path: 
     stem = request.param
     options = arguments(stem, files, tmp_path / "checkpoint")
     options += ["--encoder", encoders[architecture(stem)], "--progress", "false"]
-    # Without dropout the few texts are learned, whatever the seed.
-    options += ["--stage1.epochs", "12", "--stage1.learning_rate", "2e-3", "--encoder_dropout", "0"]
+    options += ["--stage1.epochs", "12", "--stage1.learning_rate", "2e-3"]
+    if stem == "semantic":  # Without dropout it learns the few texts, whatever the seed.
+        options += ["--encoder_dropout", "0"]
     if stem.startswith("s3"):
         options += ["--bucket.num_buckets", "3"]
     assert train(options) == 0
