@@ -1,7 +1,5 @@
 """Files that no command should trip over, and small good ones to compare with."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

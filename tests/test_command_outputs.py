@@ -1,7 +1,5 @@
 """No command writes over one of its inputs: every pair of options that name an input and an output."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import re

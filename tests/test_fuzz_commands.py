@@ -3,8 +3,6 @@
 More examples: `HYPOTHESIS_PROFILE=explore .venv/bin/python -m pytest tests/test_fuzz_commands.py`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib

@@ -4,8 +4,6 @@ A process interrupts itself when it imports a certain module first, so that the 
 `sitecustomize` module in front of the path sends SIGINT out of the import.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

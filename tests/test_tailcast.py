@@ -1,7 +1,5 @@
 """`import tailcast` and the command `tailcast`: what they cost, predictions of prompts, completion, messages about options."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

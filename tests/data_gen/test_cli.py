@@ -1,7 +1,5 @@
 """The command `gen-samples`, on a Ray cluster too."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

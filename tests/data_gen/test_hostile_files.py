@@ -1,7 +1,5 @@
 """Damaged and hostile files: every reader ends with a row, a value and a file name, never with a traceback or rests."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io

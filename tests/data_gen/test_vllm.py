@@ -1,7 +1,5 @@
 """vLLM sampled offline, with a stand-in and for real, and as a server that is killed in the middle."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

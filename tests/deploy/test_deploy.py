@@ -1,7 +1,5 @@
 """The deployment files are valid, agree with each other, start what the project has and ask for metrics that there are."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -1,7 +1,5 @@
 """`export-onnx`: artifacts of every encoder give the checkpoint's numbers, and bad input writes nothing."""
 
-from __future__ import annotations
-
 import gc
 import re
 import shutil

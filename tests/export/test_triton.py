@@ -1,7 +1,5 @@
 """Triton's model repository and KServe's layout: the configuration parses, the model runs, a real server serves it."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

@@ -1,7 +1,5 @@
 """The commands as processes: answers, drains, several workers, reload, traces; bad input is refused in one line."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gzip

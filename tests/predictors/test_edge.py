@@ -1,7 +1,5 @@
 """The edge of the servers: no log or error page quotes a client, half-sent requests end, compressed bodies are refused; TLS and tokens."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io

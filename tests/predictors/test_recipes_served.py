@@ -1,7 +1,5 @@
 """Every shipped recipe in the loop: trained at tiny size, exported, served; the order follows the predicted head."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Published files: the predictors that come with the package, the manifest's JSON Schema, the code of the .proto, examples of the pages."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """Real servers and clients in processes of their own, and an artifact that costs CPU."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess

@@ -3,8 +3,6 @@
 TAILCAST_LOAD_SECONDS is how long the test under load lasts: 15 by default, 600 for the full one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

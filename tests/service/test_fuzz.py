@@ -1,7 +1,5 @@
 """Whatever bytes arrive: no crash, no hang, and a status that tells whose fault it is."""
 
-from __future__ import annotations
-
 import gzip
 import http.client
 import socket

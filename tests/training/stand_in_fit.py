@@ -1,7 +1,5 @@
 """Fits that only count, in a file of their own: what a worker process has to import is little."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """`adapt`: logged requests correct an artifact for their served models, or nothing is written."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Studies under benchmarks/: their pages and tables, and streams and lengths whose answer is known."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Calibration: shift and scale for each served model, conformal quantiles, the command."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """`evaluate-stream`: the test for drift, running calibration, sliding coverage, bad lines."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

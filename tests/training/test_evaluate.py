@@ -1,7 +1,5 @@
 """Metrics, scores, baselines and noise ceiling, and the command `evaluate` on checkpoints, artifacts, fits, samples and lists."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """Files of fits: the same bytes whoever makes them, wherever they were interrupted."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

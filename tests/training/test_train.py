@@ -1,7 +1,5 @@
 """The two-stage recipe, predictors that read whole conversations, and the command `train`."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """Every shipped recipe: the values of its paper, and training of a tiny model of its architecture."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """evaluate-urgency: metrics, abstention, adversarial check, predictors and baselines on labelled texts."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 

@@ -5,8 +5,6 @@ vLLM's engine stands still until all requests are there: on a loaded machine the
 Minutes, in vLLM's own environment (see tests/data_gen/conftest.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Iterator
