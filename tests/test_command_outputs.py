@@ -64,6 +64,7 @@ NOT_PATHS = {"model", "dataset", "splits", "group_by", "artifact_id", "storage_u
 #: Command -> module and function.
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
 SCRIPTS = {name: entry.split(":") for name, entry in PROJECT["scripts"].items()}
+THREADS = {"threads", "num_workers", "threads_per_worker"}
 
 
 def config_of(command: str) -> Any:
@@ -174,9 +175,6 @@ def test_every_option_with_a_path_is_an_input_or_an_output(command: str) -> None
         and re.search(r"\b(files?|folder|page|write)\b", parameter.description or "", re.IGNORECASE)
     ]
     assert not undeclared
-
-
-THREADS = {"threads", "num_workers", "threads_per_worker"}
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ BLOCK = re.compile(r"(?<=<!-- policies and places -->\n).*(?=<!-- end of policie
 ARRIVAL = [f"r{number}" for number in range(6)]
 #: The first one runs alone; those that come after it are each shorter, more urgent and in less of a hurry by fairness.
 LENGTHS = (52, 48, 40, 32, 24, 16)
+STEP_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,6 @@ class Item:
     request: Request
     prediction: Prediction
     output_tokens: int
-
-
-STEP_S = 0.05
 
 
 def items() -> list[Item]:

@@ -27,6 +27,9 @@ from tailcast.output_length import OutputLength
 from tests.predictors.fakes import expected, write_artifact, write_rich_artifact
 
 PROMPT = "name three rivers"
+SCRIPTS = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["scripts"]
+#: Scripts whose sub-command has a shorter name.
+SHORT = {"serve-predictor": "serve", "tailcast-proxy": "proxy"}
 
 
 @pytest.fixture(scope="module")
@@ -183,11 +186,6 @@ def test_the_tutorial_runs(artifact: Path, tmp_path: Path, monkeypatch: pytest.M
     exec(code, names)
     assert len(names["lengths"]) == 2  # type: ignore[arg-type]
     assert (tmp_path / "length.png").stat().st_size > 0
-
-
-SCRIPTS = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["scripts"]
-#: Scripts whose sub-command has a shorter name.
-SHORT = {"serve-predictor": "serve", "tailcast-proxy": "proxy"}
 
 
 def test_every_script_is_a_sub_command() -> None:

@@ -12,6 +12,9 @@ from data_gen.prompts import Message, Prompt
 from data_gen.splits import split_of
 from scheduler_core.errors import InputError
 
+#: Few letters, so that small texts share pieces.
+TEXTS = st.lists(st.text("ab ", max_size=24) | st.text(max_size=8), max_size=30)
+
 
 def prompts(*texts: str) -> list[Prompt]:
     return [Prompt(f"p{i}", text) for i, text in enumerate(texts)]
@@ -58,10 +61,6 @@ def test_a_draw_depends_on_seed_and_ids_not_on_order() -> None:
     assert set(drawn) == set(filtered(stream[::-1], PromptFilters(sample=40, sample_seed=1)))
     assert set(drawn) != set(filtered(stream, PromptFilters(sample=40, sample_seed=2)))
     assert list(filtered(stream, PromptFilters(sample=400))) == stream
-
-
-#: Few letters, so that small texts share pieces.
-TEXTS = st.lists(st.text("ab ", max_size=24) | st.text(max_size=8), max_size=30)
 
 
 def unlike(texts: list[str], threshold: float) -> list[str]:

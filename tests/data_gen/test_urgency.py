@@ -28,6 +28,11 @@ from predictors.modules.heads import URGENCY_LEVELS
 from scheduler_core.errors import InputError
 from scheduler_core.urgency import LEVELS
 
+MAPPING = "critical=interactive,high=interactive,medium=standard,low=batch,very_low=background"
+ALL = {part: seed_rows(part) for part in PARTS}
+EVERY_TEXT = [seed for part in ALL.values() for seed in part]
+PAIRS = read_pairs()
+
 
 @pytest.fixture
 def tickets(tmp_path: Path) -> Path:
@@ -37,9 +42,6 @@ def tickets(tmp_path: Path) -> Path:
     table = pa.table({"text": texts, "label": labels, "language": ["en", "de", "de", "de", "fr"]})
     pq.write_table(table, tmp_path / "tickets.parquet")
     return tmp_path / "tickets.parquet"
-
-
-MAPPING = "critical=interactive,high=interactive,medium=standard,low=batch,very_low=background"
 
 
 def test_the_seed_set_is_written_with_its_levels_and_splits(tmp_path: Path) -> None:
@@ -156,11 +158,6 @@ def test_a_file_of_labels_is_checked(tmp_path: Path, columns: dict[str, list[obj
     pq.write_table(pa.table(columns), path)
     with pytest.raises(InputError, match=message):
         read_labels(path)
-
-
-ALL = {part: seed_rows(part) for part in PARTS}
-EVERY_TEXT = [seed for part in ALL.values() for seed in part]
-PAIRS = read_pairs()
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from tests.data_gen.conftest import ROOT, save_tiny_llama, vllm_environment
 
 SETTINGS = SamplingSettings(num_samples=3, max_tokens=12, temperature=0.7, top_p=0.9, seed=4)
 PROMPTS = [Prompt(f"p{i}", " ".join(["word"] * (i + 1))) for i in range(6)]
+MAX_TOKENS = 48
 
 
 class Tokenizer:
@@ -204,9 +205,6 @@ def test_a_real_engine_answers_and_repeats_itself(vllm_python: Path, tmp_path: P
     again = sampled("third.parquet", "--skip", "2", "--limit", "1")
     for name in ("prompt_id", "sample_index", "output_tokens", "finish_reason", "text"):
         assert [row[name] for row in again] == [row[name] for row in whole[8:12]]
-
-
-MAX_TOKENS = 48
 
 
 @pytest.fixture(scope="module")

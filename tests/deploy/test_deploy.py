@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
+PANELS = json.loads((DEPLOY / "grafana-dashboard.json").read_text(encoding="utf-8"))["panels"]
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
@@ -213,9 +214,6 @@ def test_ray_serve_answers_over_grpc_and_http(artifact_folder: Path, tmp_path: P
         url = f"http://127.0.0.1:{http_port}/v1/predict"
         with urllib.request.urlopen(urllib.request.Request(url, body), timeout=30) as response:
             assert json.loads(response.read())["mu"] == pytest.approx(expected("sea")[0], rel=1e-5)
-
-
-PANELS = json.loads((DEPLOY / "grafana-dashboard.json").read_text(encoding="utf-8"))["panels"]
 
 
 def series(exposition: str) -> set[str]:

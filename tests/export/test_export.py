@@ -40,6 +40,8 @@ from tests.predictors.test_shipped import read as read_manifest
 from tests.training.tiny import tiny_bert
 
 PROMPTS = ["name 3 rivers", "write a long story of the number 12", "essay", "the list " * 40]
+REGRESSION = Heads(regression=RegressionHead(TOWER))
+TWO = Heads(urgency=UrgencyHead(TOWER, levels=("now", "later")), bucket=BucketHead(TOWER, edges=(9,)))
 
 
 @pytest.mark.parametrize("name", EXPORTS)
@@ -115,10 +117,6 @@ def test_left_truncation_travels_with_the_artifact(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = loaded.model(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.int64))["mu"]
     assert mu == pytest.approx(float(expected), abs=1e-5)
-
-
-REGRESSION = Heads(regression=RegressionHead(TOWER))
-TWO = Heads(urgency=UrgencyHead(TOWER, levels=("now", "later")), bucket=BucketHead(TOWER, edges=(9,)))
 
 
 @pytest.mark.parametrize(

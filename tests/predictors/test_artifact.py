@@ -53,6 +53,11 @@ from tests.predictors.fakes import (
     write_rich_artifact,
 )
 
+OURS = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+OTHER = Ed25519PrivateKey.from_private_bytes(bytes(range(32, 64)))
+REQUEST = PredictionRequest("r", "sea", 1)
+SEA = pb.PredictRequest(prompt="sea")
+
 
 def change_manifest(folder: Path, **changes: Any) -> None:
     """Edits manifest.json; its version is made that of the new content."""
@@ -262,11 +267,6 @@ def test_served_models_are_numbered_or_refused() -> None:
                 manifest.served_model_number(name)
 
 
-OURS = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
-REQUEST = PredictionRequest("r", "sea", 1)
-OTHER = Ed25519PrivateKey.from_private_bytes(bytes(range(32, 64)))
-
-
 def private_key_file(path: Path, key: Any = OURS, password: bytes | None = None) -> Path:
     """Writes a private key as `openssl genpkey -algorithm ed25519` does."""
     encryption: Any = serialization.NoEncryption()
@@ -383,9 +383,6 @@ async def test_wrong_signatures_are_refused_at_a_reload(tmp_path: Path) -> None:
     text = server.metrics.exposition().decode()
     assert 'tailcast_reloads_total{artifact="tiny",outcome="refused"} 3.0' in text
     assert 'tailcast_reloads_total{artifact="tiny",outcome="taken"} 1.0' in text
-
-
-SEA = pb.PredictRequest(prompt="sea")
 
 
 def source(path: Path) -> ArtifactSource:

@@ -43,6 +43,9 @@ from tests.predictors.fakes import expected, version_prefix, without_numbers, wr
 from tests.predictors.proxy.fake_engine import CHAT, chat, paused, running_engine, stream_events, until
 
 PATIENCE_S = 150.0
+REQUEST = PredictionRequest("r", "name three rivers", 100)
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+PARENT = "b7ad6b7169203331"
 
 
 class Process:
@@ -122,9 +125,6 @@ def replace_artifact(folder: Path, name: str) -> None:
     target = write_artifact(folder / name, artifact_version=name)
     (folder / "next").symlink_to(target)
     (folder / "next").replace(folder / "current")
-
-
-REQUEST = PredictionRequest("r", "name three rivers", 100)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -261,10 +261,6 @@ def test_a_new_version_is_found_by_looking(tmp_path: Path) -> None:
         assert server.stop() == 0
         lines = [json.loads(line) for line in server.log.splitlines()]
     assert {"time", "level", "logger", "message"} <= set(lines[0])
-
-
-TRACE = "0af7651916cd43dd8448eb211c80319c"
-PARENT = "b7ad6b7169203331"
 
 
 @pytest.fixture

@@ -38,6 +38,13 @@ from tests.predictors.fakes import (
 from tests.predictors.test_cli import PATIENCE_S, running
 
 CANARY = "canary-4711"
+SECRET = CANARY.encode()
+MAX_BYTES = 2**20
+HEAD = b"POST / HTTP/1.1\r\nHost: x\r\n"
+PREDICT = "/tailcast.predictor.v1.Predictor/Predict"
+TOKEN = "a-known-token"
+AUTHORIZED = f"Authorization: Bearer {TOKEN}".encode()
+REQUEST = PredictionRequest("r", "name three rivers", 1)
 
 
 def chained() -> Exception:
@@ -82,11 +89,6 @@ async def test_no_record_holds_a_text_of_a_client(log: io.StringIO, caplog: pyte
     for record in caplog.records:
         assert record.exc_info is None
         assert CANARY not in str(record.__dict__)
-
-
-SECRET = CANARY.encode()
-MAX_BYTES = 2**20
-HEAD = b"POST / HTTP/1.1\r\nHost: x\r\n"
 
 
 async def echo(request: web.Request) -> web.Response:
@@ -172,11 +174,6 @@ async def test_compressed_bodies_are_refused_unread(port: int, encoding: bytes) 
     page = await replies(port, whole(SECRET, b"Content-Encoding: " + encoding))
     assert page.startswith(b"HTTP/1.1 415 ")
     assert SECRET not in page
-
-
-PREDICT = "/tailcast.predictor.v1.Predictor/Predict"
-TOKEN = "a-known-token"
-AUTHORIZED = f"Authorization: Bearer {TOKEN}".encode()
 
 
 def http_request(*headers: bytes, body: bytes = b"", path: bytes = b"/v1/predict") -> bytes:
@@ -322,9 +319,6 @@ async def test_unexpected_errors_quote_no_prompt_to_callers_or_the_log(
     for record in caplog.records:
         assert record.exc_info is None
         assert CANARY not in str(record.__dict__)
-
-
-REQUEST = PredictionRequest("r", "name three rivers", 1)
 
 
 @pytest.fixture(scope="module")

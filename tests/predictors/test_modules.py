@@ -26,6 +26,9 @@ from tests.training.tiny import ENCODERS, tiny_bert
 from training.config import TrainConfig
 from training.losses import head_loss
 
+RANK = Heads(rank=RankHead())
+PROMPTS = ["write a long story of 12 rivers", "name 3", "the list of the short essay code a b c d e f g h"]
+
 
 @pytest.fixture(scope="module")
 def bert_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -293,9 +296,6 @@ def test_a_tower_may_have_no_conditions_and_no_layers(hidden_sizes, num_conditio
     torch.testing.assert_close(module(features, conditions, rows), scores)
 
 
-RANK = Heads(rank=RankHead())
-
-
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
@@ -358,9 +358,6 @@ def test_every_head_is_in_all_registries(tmp_path):
     shapes = {tensor.name: tensor.shape[1:] for tensor in Manifest.model_construct(**options).outputs}
     assert shapes == {name: tuple(values.shape[1:]) for name, values in outputs.items()}
     assert outputs.keys() == {field.name for field in fields(Predicted)}
-
-
-PROMPTS = ["write a long story of 12 rivers", "name 3", "the list of the short essay code a b c d e f g h"]
 
 
 def batch(tokenizer: Any, **options: Any) -> dict[str, torch.Tensor]:

@@ -25,6 +25,7 @@ from tests.predictors.fakes import (
 )
 
 MAX_LENGTH = 8
+PROMPTS = ["name three rivers", "sea", "write a long essay about the sea", "a a a a", "unknown words", "sea"]
 
 
 def whole_text(folder: Path, text: str, side: str) -> list[int]:
@@ -94,9 +95,6 @@ def test_bad_file_and_bad_length_are_named(artifact_folder: Path, tmp_path: Path
         PromptTokenizer(tmp_path / "tokenizer.json", max_length=8, truncation_side="right")
     with pytest.raises(InputError, match="max_length: got 2"):
         PromptTokenizer(artifact_folder / "tokenizer.json", max_length=2, truncation_side="right")
-
-
-PROMPTS = ["name three rivers", "sea", "write a long essay about the sea", "a a a a", "unknown words", "sea"]
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 32])

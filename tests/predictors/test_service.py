@@ -59,6 +59,9 @@ INPUTS = {"prompt", "token_ids", "messages"}
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 EXHAUSTED, INVALID = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT
+ONE_WORKER = BatchingSettings(max_batch=1, max_wait_s=0.0, max_queue=50)
+EOF: Any = grpc.aio.EOF
+PROMPTS = ["sea", "name three rivers", "a a a", "write a long essay"]
 
 
 @pytest.fixture
@@ -429,10 +432,6 @@ async def test_prompts_over_the_limit_are_refused(artifact_folder: Path) -> None
     assert metadata.max_prompt_chars == 10
 
 
-ONE_WORKER = BatchingSettings(max_batch=1, max_wait_s=0.0, max_queue=50)
-EOF: Any = grpc.aio.EOF
-
-
 def request(number: int, prompt: str = "sea") -> pb.PredictRequest:
     return pb.PredictRequest(request_id=str(number), prompt=prompt)
 
@@ -518,9 +517,6 @@ async def test_draining_answers_what_was_read_and_ends_the_stream(runtime: Gated
         assert {(await stream.read()).prediction.request_id for _ in range(3)} == {"0", "1", "2"}
         assert (await failure(stream.read())).code() == grpc.StatusCode.UNAVAILABLE
         await stopping
-
-
-PROMPTS = ["sea", "name three rivers", "a a a", "write a long essay"]
 
 
 @pytest.fixture

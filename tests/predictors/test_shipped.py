@@ -35,6 +35,11 @@ from scheduler_core.simulator.commands.simulate import main as simulate
 from tests.predictors.fakes import expected, running_server, write_artifact, write_rich_artifact
 
 PROMPT = "name three rivers"
+SHORT, LONG = "Say yes.", "Write a detailed essay about the history of Rome, its emperors and its wars."
+MODEL = "meta-llama/Llama-3.1-8B-Instruct"
+SCHEMA = json.loads(
+    resources.files("predictors").joinpath("manifest.schema.json").read_text(encoding="utf-8")
+)
 
 
 @pytest.fixture
@@ -144,10 +149,6 @@ def test_predict_and_serve_answer_within_ten_seconds_of_being_typed(tmp_path: Pa
             process.terminate()
 
 
-SHORT, LONG = "Say yes.", "Write a detailed essay about the history of Rome, its emperors and its wars."
-MODEL = "meta-llama/Llama-3.1-8B-Instruct"
-
-
 async def test_every_spelling_gives_the_same_prediction() -> None:
     here = load().length(LONG, MODEL)
     assert here.mu > load().length(SHORT, MODEL).mu
@@ -218,11 +219,6 @@ def test_weights_that_do_not_fit_each_other_are_refused(tmp_path: Path) -> None:
 def test_there_is_no_graph_to_run_on_a_gpu() -> None:
     with pytest.raises(InputError, match="a tiny predictor has no graph"):
         open_runtime("tiny", provider="cuda")
-
-
-SCHEMA = json.loads(
-    resources.files("predictors").joinpath("manifest.schema.json").read_text(encoding="utf-8")
-)
 
 
 def errors(content: object) -> list[str]:

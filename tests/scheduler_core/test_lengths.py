@@ -21,6 +21,12 @@ from scheduler_core.lengths.table import LengthTable
 from scheduler_core.predictions import LengthPrediction
 from tests.properties import examples
 
+ALPHA = 0.9
+RTOL = 1e-9
+predictions = st.tuples(
+    st.floats(1.5, 8.0), st.floats(-6.9, 0.18).map(math.exp), st.sampled_from([3.5, 10.0, 1e9])
+).map(lambda drawn: LengthPrediction(*drawn))
+
 
 def between(low: float, high: float) -> st.SearchStrategy[float]:
     return st.floats(math.log(low), math.log(high)).map(math.exp)
@@ -154,10 +160,6 @@ def test_what_remains() -> None:
         refuted = LogT(0.0, 1e-3, nu)
         assert float(refuted.logsf(1000.0)) < -500
         assert 0 < float(refuted.expected(2000, 1000.0)) < 1000
-
-
-ALPHA = 0.9
-RTOL = 1e-9
 
 
 class StudentReference:
@@ -298,11 +300,6 @@ def test_far_tails_keep_their_relative_accuracy() -> None:
 
 def table_of(length: LengthPrediction, max_tokens: int) -> LengthTable:
     return LengthTable(length.mu, length.sigma, length.nu, max_tokens)
-
-
-predictions = st.tuples(
-    st.floats(1.5, 8.0), st.floats(-6.9, 0.18).map(math.exp), st.sampled_from([3.5, 10.0, 1e9])
-).map(lambda drawn: LengthPrediction(*drawn))
 
 
 @given(seen=predictions, cap=st.sampled_from([1, 16, 256, 4096, 15_000]), share=st.floats(0.0, 2.0))

@@ -19,6 +19,8 @@ from scheduler_core.predictions import LengthPrediction
 NU = 3.5
 TYPICAL = LengthPrediction(6.0, 0.4, NU)
 Lengths = Callable[[LengthPrediction, int, np.random.Generator], float]
+PARAMETERS = (st.floats(-50, 50), st.floats(1e-9, 50), st.floats(0.1, 1e9))
+TOKENS = (st.integers(0, 2**53 - 1), st.integers(1, 2**53 - 1))
 
 
 def drawn(rng: np.random.Generator) -> LengthPrediction:
@@ -242,10 +244,6 @@ def test_impossible_observations_are_refused(values: dict[str, object], field: s
     with pytest.raises(InputError, match=field):
         calibration.observe("m", LengthPrediction(5.0, 0.4, NU), finished=True, **arguments)  # type: ignore[arg-type]
     assert calibration.served_models == ()
-
-
-PARAMETERS = (st.floats(-50, 50), st.floats(1e-9, 50), st.floats(0.1, 1e9))
-TOKENS = (st.integers(0, 2**53 - 1), st.integers(1, 2**53 - 1))
 
 
 @settings(max_examples=50, deadline=None)

@@ -15,6 +15,8 @@ from scheduler_core.request import Request, RequestState
 from scheduler_core.scheduler import Scheduler, SchedulerStateError
 from tests.scheduler_core.helpers import line, predicted, prediction, request, run_step, scheduler
 
+FORMERS = ["chunked_prefill", "vllm"]
+
 
 def plan_of(core: Scheduler, now: float = 0.0) -> StepPlan:
     plan = core.schedule(now)
@@ -227,9 +229,6 @@ def planned(core: Scheduler, now: float) -> StepPlan:
 
 def step(core: Scheduler, now: float = 0.0) -> str:
     return line(planned(core, now))
-
-
-FORMERS = ["chunked_prefill", "vllm"]
 
 
 @pytest.mark.parametrize("former", [*FORMERS, "stage_aware"])

@@ -15,6 +15,8 @@ from scheduler_core.simulator.trace import write_trace
 from tests.hostile import DEEP
 from tests.scheduler_core.helpers import random_trace
 
+_FIXED = '{"num_requests": 4, "lengths": {"prompt": {"kind": "fixed", "low": 5}, "output": {"kind": "fixed", "low": 3}}}'
+
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
@@ -269,9 +271,6 @@ def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     assert typed(f"run --config {tmp_path}/run.yaml --json {tmp_path}/out.json {options}") == 0
     content = result(tmp_path)
     assert set(content["metrics"]["groups"]["tenant"]) == {"paying", "free"}
-
-
-_FIXED = '{"num_requests": 4, "lengths": {"prompt": {"kind": "fixed", "low": 5}, "output": {"kind": "fixed", "low": 3}}}'
 
 
 @pytest.mark.parametrize(

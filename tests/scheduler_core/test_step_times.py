@@ -59,6 +59,8 @@ ALL: list[StepTime] = [
     StaircaseStepTime(t_row=16, t_col=8, d=64), RooflineStepTime(),
     RooflineStepTime(model="llama-2-70b", gpu="h100-80gb", tensor_parallel=4), TABLE,
 ]  # fmt: skip
+TRUE = LinearStepTime(base_s=0.01, per_prefill_token_s=5e-5, per_decode_s=4e-4, per_context_token_s=2e-6)
+LIMITS = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=2048, num_kv_blocks=4096)
 
 
 def chunk(start: int, num: int, is_last: bool = False) -> PrefillChunk:
@@ -241,10 +243,6 @@ def test_models_are_made_by_name() -> None:
     assert make_step_time("quadratic", {"preset": "a5000-4b"}) == PRESETS["a5000-4b"]
     assert (PRESETS["a100-4b"].alpha_1, PRESETS["a5000-7b"].gamma_2) == (1.46584975e-09, 2.72656264e-02)
     assert make_step_time("quadratic", {"batching": "sum"}) == QuadraticStepTime(batching="sum")
-
-
-TRUE = LinearStepTime(base_s=0.01, per_prefill_token_s=5e-5, per_decode_s=4e-4, per_context_token_s=2e-6)
-LIMITS = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=2048, num_kv_blocks=4096)
 
 
 def measured(step_time: StepTime, rate_rps: float, num: int = 80, seed: int = 0) -> list[Probe]:

@@ -32,6 +32,8 @@ RAD = SchedulerConfig(
     max_num_seqs=T_COL, max_num_batched_tokens=64, batching="rad",
     batching_parameters={"n": 100_000, "t_row": 16, "t_red": 16},
 )  # fmt: skip
+FloatArray = NDArray[np.float64]
+MEAN, CAP, NUM = 1000.0, 100_000, 1600
 
 
 def trace_at(arrivals: Sequence[float]) -> Trace:
@@ -146,11 +148,6 @@ def test_oracle_sjf_waits_as_cobham_says() -> None:
     residual = rate * (2 * mean**2 - mean) * BASE_S**2 / 2
     expected = float(np.sum(p * residual / ((1 - below) * (1 - upto))))
     check_mean(waits("sjf", load, geometric(mean), mean, 1200), expected)
-
-
-FloatArray = NDArray[np.float64]
-
-MEAN, CAP, NUM = 1000.0, 100_000, 1600
 
 
 def latencies(

@@ -31,6 +31,10 @@ GOOD: list[dict[str, Any]] = [
     {"request_id": "a", "arrival_s": 0.5, "prompt_tokens": 1, "output_tokens": 9, "max_tokens": 9,
      "prompt": "Hö", "prompt_id": "p2", "mu": None, "sigma": None, "nu": None},
 ]  # fmt: skip
+SUFFIXES = pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+HEADER = "request_id,arrival_s,prompt_tokens,output_tokens,max_tokens"
+CLASSES = (RequestClass(weight=0.3, tenant="paying", tier=0), RequestClass(weight=0.7, tbt_slo_s=0.5))
+SHORT = Lengths(prompt=TokenDistribution(low=1, high=20), output=TokenDistribution(low=1, high=30))
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -41,9 +45,6 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     else:
         pq.write_table(pa.Table.from_pylist(rows), path)
     return path
-
-
-SUFFIXES = pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
 
 
 @SUFFIXES
@@ -114,9 +115,6 @@ def test_arrivals_may_be_missing_if_they_are_drawn(tmp_path: Path) -> None:
     assert [row.request_id for row in load_trace(path, need_arrivals=False).requests] == ["b", "a"]
 
 
-HEADER = "request_id,arrival_s,prompt_tokens,output_tokens,max_tokens"
-
-
 def _parquet(**changes: Any) -> bytes:
     table = pa.table({name: [value] for name, value in GOOD[0].items()})
     if "column" in changes:
@@ -171,10 +169,6 @@ def test_saturation_rate_of_one_seat_is_one_over_the_service_time() -> None:
     mean_tokens = np.mean([row.output_tokens for row in trace.requests])
     rate = saturation_rate_rps(trace, SchedulerConfig(max_num_seqs=1), step_time)
     assert rate == pytest.approx(1 / (0.5 * mean_tokens))
-
-
-CLASSES = (RequestClass(weight=0.3, tenant="paying", tier=0), RequestClass(weight=0.7, tbt_slo_s=0.5))
-SHORT = Lengths(prompt=TokenDistribution(low=1, high=20), output=TokenDistribution(low=1, high=30))
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ pytestmark = pytest.mark.slow
 
 PROMPTS = ["sea" + " a" * (number % 12) for number in range(60)]
 PATIENT = ClientSettings(timeout_s=300.0, num_connections=2, wait_for_ready=True)
+LOAD_SECONDS = float(os.environ.get("TAILCAST_LOAD_SECONDS", "15"))
+MAX_QUEUE = 64
 
 
 async def checked(predictor: GrpcPredictor, number: int) -> None:
@@ -108,10 +110,6 @@ def test_other_protocols_and_noise_on_the_port(server: Served, garbage: bytes) -
     for one in sockets:
         one.close()
     assert server.answers()
-
-
-LOAD_SECONDS = float(os.environ.get("TAILCAST_LOAD_SECONDS", "15"))
-MAX_QUEUE = 64
 
 
 @pytest.fixture

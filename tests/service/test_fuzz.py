@@ -28,6 +28,8 @@ VALID = [
     pb.PredictRequest(token_ids=pb.TokenIds(ids=[1, 2, 3])).SerializeToString(),
     pb.PredictRequest(messages=CHAT, temperature=0.5).SerializeToString(),
 ]
+fuzzed = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+ODD_PATHS = "/v2/models/%ff/infer /v2/models/tiny/versions/%00 /v1/metadata?artifact_id=%ED%A0%80 /v2/models/%2e%2e/ready"
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +56,6 @@ def status(channel: grpc.Channel, method: str, data: bytes, timeout_s: float = 6
         code: grpc.StatusCode = error.code()
         return code
     return OK
-
-
-fuzzed = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 @st.composite
@@ -249,9 +248,6 @@ def test_any_headers_and_bodies_over_http(
     server: Served, path: str, headers: tuple[tuple[bytes, bytes], ...], body: bytes
 ) -> None:
     assert is_answered_or_refused(http_status(server, path, body, headers))
-
-
-ODD_PATHS = "/v2/models/%ff/infer /v2/models/tiny/versions/%00 /v1/metadata?artifact_id=%ED%A0%80 /v2/models/%2e%2e/ready"
 
 
 @pytest.mark.parametrize("path", ODD_PATHS.split())

@@ -10,6 +10,9 @@ import pyarrow.parquet as pq
 
 from data_gen.samples import SCHEMA, write_samples
 
+TOPICS = ["rivers", "code", "story", "essay", "list", "number"]
+SERVED_MODELS = ("small", "middle", "large")
+
 
 def assert_refused(
     main: Callable[[Sequence[str]], int], words: Sequence[object], message: str, folder: Path, capsys: Any
@@ -38,9 +41,6 @@ def sample_row(**values: Any) -> dict[str, Any]:
 def to_table(rows: Sequence[dict[str, Any]]) -> pa.Table:
     """Samples as an Arrow table with the documented schema."""
     return pa.Table.from_pylist(list(rows), schema=SCHEMA)
-
-
-TOPICS = ["rivers", "code", "story", "essay", "list", "number"]
 
 
 def prompts(count: int) -> list[tuple[str, float, float]]:
@@ -96,9 +96,6 @@ def lengths_of(groups) -> list[list[int]]:
 def finished_of(groups) -> list[list[bool]]:
     """Which samples of each group are not censored."""
     return [part.tolist() for part in np.split(groups.flat_finished, groups.offsets[1:-1])]
-
-
-SERVED_MODELS = ("small", "middle", "large")
 
 
 def write_rows(

@@ -25,6 +25,9 @@ from training.evaluating.predictors import PredictedRows
 from training.evaluating.rows import EvaluationRows
 from training.fitting.fits import FitOptions, read_fits_or_fit
 
+HALF = ("<!-- a --> alone", "<!-- end of a -->", "<!-- end of a --><!-- a -->")
+QUICK = Effort(quick=True)
+
 
 def test_rows_are_selected_out_of_several_files(tmp_path):
     files = [str(tmp_path / name) for name in ("a.parquet", "b.parquet")]
@@ -102,9 +105,6 @@ def test_only_the_section_is_replaced(tmp_path):
     assert (tmp_path / "new.md").read_text() == "<!-- a -->\ntext\n<!-- end of a -->\n"
 
 
-HALF = ("<!-- a --> alone", "<!-- end of a -->", "<!-- end of a --><!-- a -->")
-
-
 @pytest.mark.parametrize(
     ("page", "message"), [*((page.encode(), "or neither") for page in HALF), (b"\xff\xfe", "UTF-8")]
 )
@@ -149,9 +149,6 @@ def test_with_the_true_distributions_the_conditional_median_is_the_best(tmp_path
             assert best < row["mae"][name] * 1.001
     with pytest.raises(InputError, match="length head"):
         study(rows, PredictedRows(rank=mu), [0])
-
-
-QUICK = Effort(quick=True)
 
 
 def test_tail_measures_equal_numpys_and_scipys():

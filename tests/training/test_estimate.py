@@ -15,6 +15,10 @@ from training.fitting.goodness import bootstrap, group_seed, interval_columns, k
 from training.fitting.kernels import groups as kernel
 from training.fitting.kernels.special import t_constants, t_log_sf_and_hazard, t_sf
 
+NAMES = ("log-t", "log-normal", "gamma", "weibull", "exponential")
+varied = st.lists(st.integers(1, 600), min_size=3, max_size=30)
+lists = st.lists(st.integers(1, 900), min_size=4, max_size=40).filter(lambda x: len(set(x)) > 2)
+
 
 @pytest.mark.parametrize("nu", [0.7, 1.0, 3.5, 9.9, 20.0, 100.0, 5000.0, math.inf])
 def test_student_tail_equals_scipys(nu):
@@ -75,9 +79,6 @@ def log_likelihood(distribution, lengths, finished, *, integers: bool = False) -
     return float(np.where(finished, ended, distribution.logsf(x)).sum())
 
 
-NAMES = ("log-t", "log-normal", "gamma", "weibull", "exponential")
-
-
 def sample(rows, finished=None, weights=None):
     """A Sample of lists of lengths."""
     lengths = np.concatenate(rows).astype(np.int64)
@@ -111,9 +112,6 @@ HARD = [
 def draw(rng, mu, sigma, count, cap=10**9):
     lengths = np.maximum(np.rint(np.exp(mu + sigma * rng.standard_t(3.5, count))), 1)
     return np.minimum(lengths, cap).astype(np.int64), lengths <= cap
-
-
-varied = st.lists(st.integers(1, 600), min_size=3, max_size=30)
 
 
 @settings(max_examples=60, deadline=None)
@@ -292,9 +290,6 @@ def fitted(lengths, finished=None, name="log-t", weights=None):
     """(sample, estimates, scipy's distribution with their parameters) of one group."""
     values, _, fits = one(lengths, finished, name, weights=weights)
     return single(lengths, finished, weights), fits, scipy_distribution(name, **values)
-
-
-lists = st.lists(st.integers(1, 900), min_size=4, max_size=40).filter(lambda x: len(set(x)) > 2)
 
 
 @settings(max_examples=50, deadline=None)

@@ -37,6 +37,8 @@ from training.evaluating.scores import (
 )
 from training.fitting.fits import FitOptions, read_fits_or_fit
 
+SPLIT = {"seed": 3, "fractions": [0.5, 0.25, 0.25]}
+
 
 def test_what_a_constant_says_is_unknown():
     assert ranking([1.0, 1.0, 1.0], [3.0, 2.0, 1.0]) == {"tau": None, "pair_accuracy": 0.5}
@@ -250,9 +252,6 @@ def test_groups_that_were_truncated_throughout_count_for_distributions_only(tmp_
     assert (content["num_prompts"], content["num_samples"], content["num_censored"]) == (21, 63, 3)
     assert content["coverage"]["p50"]["observed_fraction"] == pytest.approx(60 / 63)
     assert rows.outputs.max_tokens.tolist() == [100.0] + [np.inf] * 20
-
-
-SPLIT = {"seed": 3, "fractions": [0.5, 0.25, 0.25]}
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,9 @@ from training.fitting.report import summarize_file, write_figure, write_report
 from training.fitting.sample_files import open_samples
 from training.fitting.samples import group_table
 
+YES, NO = True, False
+MAX_TOKENS = 300
+
 
 def groups_of(path, **options):
     return group_table(read_parquet(path, "samples"), path, **options)
@@ -51,9 +54,6 @@ def test_samples_become_groups_in_order_with_what_was_truncated(tmp_path):
     assert groups.flat_weights.tolist() == [1, 3, 5, 2, 4, 7]
     assert groups.max_tokens == [10, 9]
     assert groups.num_errors == 1
-
-
-YES, NO = True, False
 
 
 @pytest.mark.parametrize(
@@ -267,9 +267,6 @@ def test_files_of_a_newer_schema_are_refused(tmp_path):
     for read in (open_samples, groups_of):
         with pytest.raises(InputError, match=r"x.parquet: schema: got 'samples/3'; allowed: .*/2 or older"):
             read(path)
-
-
-MAX_TOKENS = 300
 
 
 def fitted_file(tmp_path, *, num_groups=12, prompt=None, **options):

@@ -34,6 +34,9 @@ ANSWERS = [
     for row in LISTS
     for length, ended, weight in zip(row["output_tokens"], row["finished"], row["weights"], strict=True)
 ]
+HEAD = "prompt_id,model,output_tokens,finished\n"
+GOOD = '{"prompt_id": "a", "model": "m", "output_tokens": [5, 6, 7]}\n'
+GOOD_B = GOOD.replace('"a"', '"b"')
 
 
 def save(folder, form, rows):
@@ -127,11 +130,6 @@ def test_csv_is_read_as_people_write_it(content, keys, names, lengths, finished,
     assert lengths_of(groups) == lengths
     assert finished_of(groups) == finished
     assert groups.max_tokens == limits
-
-
-HEAD = "prompt_id,model,output_tokens,finished\n"
-GOOD = '{"prompt_id": "a", "model": "m", "output_tokens": [5, 6, 7]}\n'
-GOOD_B = GOOD.replace('"a"', '"b"')
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,10 @@ from training.train import train
 NO_STAGE = StageConfig(epochs=0, learning_rate=1e-3)
 MSE = LengthTask(objective="mse")
 WIDE = TowerOptions(hidden_sizes=(32, 16), dropouts=(0.0, 0.0))
+LOSS = r"loss of a batch in epoch 0 is not finite \(prompts p0\d\d, p0\d\d, p0\d\d, ...; length nan\)"
+MEMORY = r"batch of \d prompts \(the longest has \d+ tokens.*batch_tokens"
+URGENCY_ALONE = {"length": None, "urgency": UrgencyTask(), "urgency_data": "{labels}", "data": None}
+MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 
 
 @pytest.fixture(scope="module")
@@ -340,10 +344,6 @@ def no_memory(step):
     return training_step
 
 
-LOSS = r"loss of a batch in epoch 0 is not finite \(prompts p0\d\d, p0\d\d, p0\d\d, ...; length nan\)"
-MEMORY = r"batch of \d prompts \(the longest has \d+ tokens.*batch_tokens"
-
-
 @pytest.mark.parametrize(
     ("fault", "message"),
     [(weight_of_nan, LOSS), (gradient_of_nan, "gradient of a batch in epoch 0"), (no_memory, MEMORY)],
@@ -448,9 +448,6 @@ def test_an_encoder_can_be_taken_from_a_checkpoint(conditioned, bert, samples, t
     assert not same(encoders[0], fresh)
 
 
-URGENCY_ALONE = {"length": None, "urgency": UrgencyTask(), "urgency_data": "{labels}", "data": None}
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -535,9 +532,6 @@ def test_bad_input_is_one_line_and_leaves_nothing(options, message, bert, sample
     tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"pad_token": None}))
     words = [word.format(dir=tmp_path) for word in options]
     assert_refused(main, command(bert, samples, tmp_path / "out", *words), message, tmp_path, capsys)
-
-
-MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 
 
 @pytest.fixture

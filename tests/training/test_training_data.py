@@ -22,6 +22,10 @@ from training.initial_model import length_statistics, quantile_edges
 from training.module import rate_factor
 from training.rows import join, read_split_rows
 
+READING = PredictorConfig(encoder="tiny", heads=Heads(length=LengthHead()), max_length=24)
+NO_STAGES = {name: StageConfig(epochs=0, learning_rate=1.0) for name in ("stage1", "stage2")}
+URGENCY_ALONE = {"length": None, "urgency": UrgencyTask(), "urgency_data": "x"}
+
 
 def config(**options):
     return TrainConfig(**({"data": "d", "out": "o"} | options))
@@ -31,9 +35,6 @@ def all_rows(path, **options):
     """Rows of a file, whatever the split."""
     splits = read_split_rows(config(data=str(path), fractions=(0.5, 0.5, 0.0), **options))
     return join([splits.train, splits.validation])
-
-
-READING = PredictorConfig(encoder="tiny", heads=Heads(length=LengthHead()), max_length=24)
 
 
 @pytest.fixture(scope="module")
@@ -264,10 +265,6 @@ def test_the_learning_rate_rises_and_then_follows_the_schedule():
     factors = [rate_factor(step, 10, 2) for step in range(11)]
     assert factors == pytest.approx([0.5, 1.0, 1.0, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0.0])
     assert [rate_factor(step, 4, 1, "constant") for step in range(4)] == [1.0] * 4
-
-
-NO_STAGES = {name: StageConfig(epochs=0, learning_rate=1.0) for name in ("stage1", "stage2")}
-URGENCY_ALONE = {"length": None, "urgency": UrgencyTask(), "urgency_data": "x"}
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,8 @@ from tests.predictors.proxy.fake_engine import (
 from training import cli_read_feedback as cli
 
 SHORT = "name three rivers"
+OUTPUTS = 'tailcast_proxy_calibration_outputs{served_model="tiny-llm"}'
+CENSORED = 'tailcast_proxy_calibration_censored_outputs{served_model="tiny-llm"}'
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -339,10 +341,6 @@ def test_what_is_counted_as_written_survives(case: str, tmp_path: Path) -> None:
         assert counts["written"] + counts["failed"] == 300
         assert all(segment.endswith(b"\n") for segment in segments)
         assert sum(segment.count(b"\n") for segment in segments) == counts["written"]
-
-
-OUTPUTS = 'tailcast_proxy_calibration_outputs{served_model="tiny-llm"}'
-CENSORED = 'tailcast_proxy_calibration_censored_outputs{served_model="tiny-llm"}'
 
 
 def options(artifact_folder: Path, **more: Any) -> dict[str, Any]:

@@ -38,6 +38,15 @@ from tests.predictors.proxy.fake_engine import (
 )
 
 ODD = [b"data: {", b'"choices":[{"delta":{"content":"\xc3', b'\xa9"}}]}\r\n\r', b"\n", b": comment\n\n", b"data: [DO", b"NE]\n\n\x00tail"]  # fmt: skip
+ODD_WORDS = ['"usage":null', ',"usage":null', "\n\n", "data: [DONE]", "é", '"finish_reason":"x"']
+WORDS = st.lists(st.one_of(st.text(max_size=8), st.sampled_from(ODD_WORDS)), max_size=8)
+SPACES = st.sampled_from([b"\n\n", b"\r\n\r\n", b"\r\r"])
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+#: When the engine closes the connection, and what a client gets.
+MOMENTS = dict.fromkeys(("accepted", "first byte", "headers", "body", "inside the head"), 502)
+MOMENTS["inside the body"] = 200
+HEAD = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n".encode()
+TARGETS = "* x host:80 /v1/\u00e9 http://h:99999/ http://[::1/ /v1/models?a=\x7f // /% /%ff /a#b"
 
 
 @pytest.mark.parametrize(
@@ -262,11 +271,6 @@ async def test_stop_answers_what_is_inside() -> None:
         await stopping
 
 
-ODD_WORDS = ['"usage":null', ',"usage":null', "\n\n", "data: [DONE]", "é", '"finish_reason":"x"']
-WORDS = st.lists(st.one_of(st.text(max_size=8), st.sampled_from(ODD_WORDS)), max_size=8)
-SPACES = st.sampled_from([b"\n\n", b"\r\n\r\n", b"\r\r"])
-
-
 def cut(data: bytes, places: list[int]) -> list[bytes]:
     """The bytes in pieces."""
     ends = sorted({place % (len(data) + 1) for place in places} | {0, len(data)})
@@ -308,12 +312,6 @@ def test_odd_completions_have_no_length() -> None:
         reader.feed(odd)
         assert reader.end() == b""
         assert reader.stats.output_tokens is None
-
-
-ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
-#: When the engine closes the connection, and what a client gets.
-MOMENTS = dict.fromkeys(("accepted", "first byte", "headers", "body", "inside the head"), 502)
-MOMENTS["inside the body"] = 200
 
 
 @dataclass
@@ -410,9 +408,6 @@ async def test_a_connection_is_used_again_until_it_has_just_ended() -> None:
                 engine.writers[-1].get_extra_info("socket").shutdown(socket.SHUT_WR)
 
 
-HEAD = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n".encode()
-
-
 @pytest.mark.parametrize(
     ("data", "code"),
     [
@@ -495,9 +490,6 @@ async def test_headers_in_utf8_pass_and_others_are_refused() -> None:
             error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
             assert error["message"].lower() == f"{name.decode()}: got 'other bytes'; allowed: utf-8".lower()
         assert len(fake.requests) == 1
-
-
-TARGETS = "* x host:80 /v1/\u00e9 http://h:99999/ http://[::1/ /v1/models?a=\x7f // /% /%ff /a#b"
 
 
 @pytest.mark.parametrize("target", TARGETS.split())

@@ -39,6 +39,8 @@ RULES: dict[str, dict[str, Any]] = {
     "queue": {"engine": "none", "client_priority": "replace", "release": 1},
     "llm-d": {"engine": "llm-d", "most_urgent_tier": 1},
 }
+Check = Callable[[str, bytes], str]
+BODY = json.dumps(chat("x"))
 
 
 def _check(method: str, path: str, headers: dict[str, str], body: bytes, rules: str) -> None:
@@ -70,9 +72,6 @@ def _check(method: str, path: str, headers: dict[str, str], body: bytes, rules: 
     assert rules not in ("llm-d", "queue") or not priorities
     assert sum(name == "priority" for name, _ in members) <= 1
     assert not {"strict_priority", "latency_sensitivity"} & set(hints)
-
-
-Check = Callable[[str, bytes], str]
 
 
 @pytest.fixture(scope="module")
@@ -156,9 +155,6 @@ def test_a_body_that_cannot_be_read_is_refused(check: Check, name: str) -> None:
             for encoding in (b"gzip", b"identity, GZIP", b"br"):
                 data = gzip.compress(beside(HINT))
                 assert check(rules, message(path, data, b"Content-Encoding: " + encoding)) == "400"
-
-
-BODY = json.dumps(chat("x"))
 
 
 async def test_without_rules_everything_of_the_client_passes() -> None:

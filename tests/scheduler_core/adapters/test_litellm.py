@@ -31,6 +31,7 @@ pytestmark = [
 Session = aiohttp.ClientSession
 MESSAGES = [{"role": "user", "content": "hello there"}]
 CHAT: dict[str, Any] = {"model": "m", "messages": MESSAGES, "max_tokens": 50}
+KEY = "sk-" + 8 * "test"
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -136,9 +137,6 @@ async def test_a_deployment_that_is_deleted_is_forgotten(strategy: Any) -> None:
 async def test_synchronous_calls_are_refused(strategy: Any) -> None:
     with pytest.raises(TailcastError, match="acompletion"):
         strategy.get_available_deployment("m")
-
-
-KEY = "sk-" + 8 * "test"
 
 
 @pytest_asyncio.fixture(loop_scope="module")

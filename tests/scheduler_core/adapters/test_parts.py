@@ -20,6 +20,9 @@ from scheduler_core.request import Phase, Request
 from tests.scheduler_core.adapters.length_reader import LengthReader, of_length, settle
 from tests.scheduler_core.adapters.stand_in import QUEUE_METHODS, FakeRequest
 
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "vllm.md"
+Start = Callable[..., PredictionThread]
+
 
 def put(order: LiveOrder, queue: PolicyQueue, name: str) -> FakeRequest:
     request = FakeRequest(name, 1)
@@ -80,9 +83,6 @@ def test_a_request_whose_prompt_was_cached_decodes_after_its_first_token() -> No
     assert state.num_preemptions == 1
 
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "vllm.md"
-
-
 class ChatTokenizer:
     """Ids are characters; special ones stand in <>."""
 
@@ -111,9 +111,6 @@ class ChatTokenizer:
 def test_a_lone_user_message_is_read_as_it_stands(text: str, expected: str, options: dict[str, Any]) -> None:
     tokenizer = ChatTokenizer(has_template=options.pop("has_template", True))
     assert PromptDecoder(tokenizer, **options)(list(map(ord, text))) == expected
-
-
-Start = Callable[..., PredictionThread]
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ NEVER_PREEMPT = {"orca", "request_level"}
 TIGHT = {"max_num_seqs": 4, "max_num_batched_tokens": 40, "num_kv_blocks": 20, "kv_block_tokens": 2}
 #: Keeping a copy costs nothing, so that all of the cache is kept.
 KEEP: dict[str, dict[str, Any]] = {"stage_aware": {"batching_parameters": {"beta": 0.0}}}
+STATES = ("waiting", "prefill", "decode", "preempted", "offloaded")
 
 
 def rows(num: int = 25, seed: int = 3, gap_s: float = 0.7, **fields: Any) -> list[tuple[Request, int]]:
@@ -121,9 +122,6 @@ def test_prefix_cache_hits_save_prefill_once_but_no_blocks(former: str) -> None:
     run = Drive(core_of(former), [(hits, 4)])
     run.run()
     assert run.prefill_tokens == {"a": 3}
-
-
-STATES = ("waiting", "prefill", "decode", "preempted", "offloaded")
 
 
 @pytest.mark.parametrize("in_step", [False, True], ids=["between steps", "in a step"])

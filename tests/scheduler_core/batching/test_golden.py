@@ -21,6 +21,7 @@ FOLDER = Path(__file__).parent / "golden"
 #: The order policy of each recording: the paper's own where there is one.
 POLICY = {"stage_aware": "semantic", "slai": "spf", "chunked_prefill": "tie", "vllm": "srpt"}
 NUM_REQUESTS = 10
+SMALL = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, num_kv_blocks=60, kv_block_tokens=16)
 
 
 def record(former: str) -> DecisionLog:
@@ -66,9 +67,6 @@ def test_a_recorded_run_replays_exactly(former: str) -> None:
     assert SchedulerConfig(**entries[0]["config"]) == again.config
     assert again.config.batching == former
     assert (again.counters.num_preemptions > 0) == (former not in {"orca", "request_level"})
-
-
-SMALL = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, num_kv_blocks=60, kv_block_tokens=16)
 
 
 def simulated(policy: str) -> DecisionLog:

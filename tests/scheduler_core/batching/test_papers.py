@@ -18,6 +18,11 @@ from scheduler_core.request import Request
 from tests.scheduler_core.helpers import Drive, request, scheduler
 from tests.scheduler_core.test_scheduler import Urgent
 
+#: A100, Qwen1.5-7B, from the paper's code.
+A100_7B = KVCost(
+    alpha_1=5.13462572e-07, alpha_2=1.48057167e-04, gamma_1=1.34911080e-08, gamma_2=1.330198e-02, beta=1e-4
+)
+
 
 def drive(
     former: str, rows: list[tuple[Request, int]], policy: str | Policy = "fcfs", **limits: Any
@@ -259,12 +264,6 @@ def test_a_prompt_that_must_not_be_split_has_to_fit_into_a_step(former: str) -> 
     with pytest.raises(InputError, match="splits no prompts"):
         core.add(request("a", prompt=101, cap=1), 0.0)
     core.add(request("a", prompt=100, cap=1), 0.0)
-
-
-#: A100, Qwen1.5-7B, from the paper's code.
-A100_7B = KVCost(
-    alpha_1=5.13462572e-07, alpha_2=1.48057167e-04, gamma_1=1.34911080e-08, gamma_2=1.330198e-02, beta=1e-4
-)
 
 
 def test_decoding_costs_the_sum_over_the_tokens() -> None:

@@ -27,6 +27,8 @@ FAIR: dict[str, dict[str, float]] = {
     "uniboost": {"bin_tokens": 1, "gamma_per_s": 1.0, "gamma_min_per_s": 0.5}, "tail_guard": {},
     "bounded_shortest": {}, "vtc": {},
 }  # fmt: skip
+FOLDER = Path(package.__file__).parent
+SURE = (1.0, 0.0, 0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("name", FAIR)
@@ -63,9 +65,6 @@ def test_keys_are_finite_before_and_after_every_prediction(name: str) -> None:
             assert math.isfinite(policy.key(core.state(request_id), float(step)))
             assert policy.eviction_key(core.state(request_id), float(step)) < math.inf
     assert policy.inputs <= {*HEADS, "priority", "tier", "tenant", "slo"}
-
-
-FOLDER = Path(package.__file__).parent
 
 
 def table() -> dict[str, list[str]]:
@@ -162,9 +161,6 @@ def test_probability_moved_to_a_more_urgent_level_never_lowers_the_urgency(
     before = effective_level(row, tier, 0.0, K, under_triage_cost=cost)
     after = effective_level(more, tier, 0.0, K, under_triage_cost=cost)
     assert int(after) <= int(before)
-
-
-SURE = (1.0, 0.0, 0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from tests.scheduler_core.helpers import predicted, prediction, request, run_step
 
 MOVE = Move("r", "a", "b")
+ACTIONS = [*["add", "predict", "start", "copied"] * 4, *["step"] * 16, "abort", "abort", "drain", "fail"]
 
 
 def scheduler(policy: str = "tie", log: DecisionLog | None = None, **limits: Any) -> Scheduler:
@@ -120,9 +121,6 @@ def test_batch_formers_whose_batches_belong_together_do_not_migrate(batching: st
     assert not BATCH_FORMERS[batching].migratable
     with pytest.raises(InputError, match="chunked_prefill"):
         scheduler("fcfs", batching=batching).reserve("coming", 1, 0.0)
-
-
-ACTIONS = [*["add", "predict", "start", "copied"] * 4, *["step"] * 16, "abort", "abort", "drain", "fail"]
 
 
 class Walk:

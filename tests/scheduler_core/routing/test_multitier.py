@@ -27,6 +27,7 @@ from scheduler_core.routing.snapshot import ReplicaSnapshot, ReplicaStatus
 from tests.scheduler_core.routing.helpers import item, replica, running, waiting
 
 DRAINING = ReplicaStatus.DRAINING
+NO_HEADROOM = Headroom((0.0,) * 5)
 
 
 def test_headroom_of_figure_3() -> None:
@@ -96,9 +97,6 @@ def test_a_burst_onto_equal_replicas_is_distributed() -> None:
         dispatcher.arrived(item(f"r{number}"))
     assigned = dispatcher.dispatch({name: replica(name) for name in "abcd"}, 0.0)
     assert sorted(replica_id for _, replica_id in assigned) == sorted("abcd" * 2)
-
-
-NO_HEADROOM = Headroom((0.0,) * 5)
 
 
 def test_the_planner_moves_the_cheapest_running_request_from_the_fullest_to_the_freest() -> None:

@@ -20,6 +20,10 @@ from scheduler_core.routing.prefix_affine import PrefixAffine
 from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot, ReplicaStatus, RequestView
 from tests.scheduler_core.routing.helpers import item, predicted, replica, router, running, waiting
 
+NAMES = sorted(ROUTERS)
+#: New requests go to prefill replicas alone where the phases are separated.
+ROLES = {"disaggregated": ReplicaRole.PREFILL}
+
 
 def test_round_robin_takes_turns_also_when_replicas_come_and_go() -> None:
     turns = router("round_robin")
@@ -170,11 +174,6 @@ def test_disaggregated_moves_processed_prompts_to_the_emptiest_decode_replica_wi
     ]
     assert split.plan(pictures, frozenset(), 0.0) == (Move("1", "p", "d2"), Move("2", "p", "d1"))
     assert split.plan(pictures, frozenset({"1", "2", "3"}), 0.0) == (Move("4", "p", "d2"),)
-
-
-NAMES = sorted(ROUTERS)
-#: New requests go to prefill replicas alone where the phases are separated.
-ROLES = {"disaggregated": ReplicaRole.PREFILL}
 
 
 class World:
