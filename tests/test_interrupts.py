@@ -80,9 +80,7 @@ def interrupted(
         ("predictors.cli", "serve-predictor", "jsonargparse", ()),
     ],
 )
-def test_an_interrupt_while_modules_are_imported(
-    site: Path, module: str, prog: str, moment: str, args: tuple[str, ...]
-) -> None:
+def test_interrupted_imports(site: Path, module: str, prog: str, moment: str, args: tuple[str, ...]) -> None:
     done = interrupted(site, moment, module, *args)
     assert (done.returncode, done.stderr) == (130, f"{prog}: interrupted\n")
     assert done.stdout == ""

@@ -293,9 +293,7 @@ def test_a_file_of_prompts(artifact: Path, tmp_path: Path, caplog: pytest.LogCap
     assert "prompts.jsonl row 5 skipped: prompt: got None" in caplog.text
 
 
-def test_a_bad_row_stops_the_command_on_request(
-    artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_on_error_stop(artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, out = tmp_path / "prompts.jsonl", tmp_path / "out.csv"
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     assert predict("--data", data, "--out", out, "--predictor", artifact, "--on_error", "stop") == 2

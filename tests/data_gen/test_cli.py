@@ -89,9 +89,7 @@ def test_sigterm_says_how_to_go_on_and_the_same_command_does(
     assert read_samples(out).num_rows == 12
 
 
-def test_filters_and_sources_reach_the_run_and_are_summed_up(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_filters_and_sources_reach_run_and_summary(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     prompts = tmp_path / "mine.jsonl"
     chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello there"}]
     others = [

@@ -49,9 +49,7 @@ def stored_samples(store: Path) -> set[tuple[str, int]]:
 @pytest.mark.parametrize(
     "number", [pytest.param(number, marks=[pytest.mark.slow] if number >= 8 else []) for number in range(50)]
 )
-def test_a_killed_run_resumes_to_the_same_set(
-    tmp_path: Path, uninterrupted: tuple[pa.Table, int], number: int
-) -> None:
+def test_a_killed_run_ends_the_same(tmp_path: Path, uninterrupted: tuple[pa.Table, int], number: int) -> None:
     """Kills one or two processes of a run, then lets it end, and looks at what came of it."""
     (complete, num_moments), rng = uninterrupted, random.Random(number)
     folder = tmp_path / "run"

@@ -79,9 +79,7 @@ def compared_with_all(texts: list[str], threshold: float) -> list[str]:
 
 @given(TEXTS, st.sampled_from([0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0]), st.randoms(use_true_random=False))
 @example(["aaaaa", "aaaaaa", "", ""], 1.0, random.Random(0))
-def test_near_duplicates_are_those_that_comparing_with_all_finds(
-    texts: list[str], threshold: float, order: random.Random
-) -> None:
+def test_near_duplicates_as_by_all_pairs(texts: list[str], threshold: float, order: random.Random) -> None:
     passed = unlike(texts, threshold)
     assert passed == compared_with_all(texts, threshold) == unlike([*texts, *texts], threshold)
     twice = [*texts, *texts]

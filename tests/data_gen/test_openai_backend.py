@@ -516,9 +516,7 @@ PERMANENT: list[tuple[str, Fault, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "fault", "changed"), [*FAULTS, *PERMANENT])
-def test_lasting_trouble_becomes_a_failure_of_its_kind_at_once_where_no_retry_can_help(
-    kind: str, fault: Fault, changed: dict[str, Any]
-) -> None:
+def test_lasting_trouble_is_a_failure_of_its_kind(kind: str, fault: Fault, changed: dict[str, Any]) -> None:
     outputs, failures, counters = sampled(Completions(behave=hits(fault)), max_attempts=2, **changed)
     assert {key: failure.kind for key, failure in failures.items()} == {("p1", i): kind for i in range(4)}
     is_retried = any(fault is other for _, other, _ in FAULTS)

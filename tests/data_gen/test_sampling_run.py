@@ -160,7 +160,7 @@ def test_lost_outputs_are_failures_and_unrequested_ones_do_not_count(out: Path) 
 
 
 @pytest.mark.parametrize(("kind", "stops"), [("no_token_count", True), ("too_long", False)])
-def test_many_failures_in_a_row_stop_a_run_unless_they_lie_in_the_prompts(
+def test_failures_in_a_row_stop_a_run_unless_the_prompts_cause_them(
     out: Path, kind: str, stops: bool
 ) -> None:
     backend = FakeBackend(fails(99, kind, lambda p, i: int(p[1:]) > 4))
@@ -188,9 +188,7 @@ def test_a_run_without_any_output_is_an_error_and_leaves_nothing(out: Path) -> N
         ({"prompts": [Prompt("p0", "another text"), *PROMPTS[1:]]}, "prompts: got \"another text of 'p0'\""),
     ],
 )
-def test_what_does_not_fit_an_interrupted_run_is_refused(
-    out: Path, changes: dict[str, Any], named: str
-) -> None:
+def test_changes_to_an_interrupted_run_are_refused(out: Path, changes: dict[str, Any], named: str) -> None:
     interrupt(out, 20)
     with pytest.raises(InputError, match=named):
         run(out, **changes)
@@ -332,9 +330,7 @@ def add(store: SampleStore, index: int) -> None:
     store.add("p0", 3, [SampledOutput(index, 5, "stop")], {}, engine_version="1", keep_text=False)
 
 
-def test_results_are_synced_at_once_or_after_the_interval_and_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_are_synced_in_time_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced = SimpleQueue[str]()
     monkeypatch.setattr("data_gen.store.sync_path", lambda path: synced.put(path.name))
     for interval_s in (0.0, 0.01):  # at once, or the last results before a pause too
@@ -346,9 +342,7 @@ def test_results_are_synced_at_once_or_after_the_interval_and_at_the_end(
         assert synced.get(timeout=30) == f"{STORE_NAME}-wal"
 
 
-def test_an_error_of_the_timer_is_raised_by_the_next_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_timer_error_is_raised_by_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(path: Path) -> None:
         raise OSError(5, "Input/output error")
 

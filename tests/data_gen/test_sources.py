@@ -116,9 +116,7 @@ def test_own_messages_keep_their_id_and_whole_history(tmp_path: Path) -> None:
 @example(
     [f"{i} " + "ä" * 70_000 for i in range(60)], 0
 )  # an array longer than the window is read piece by piece
-def test_every_format_gives_the_same_prompts(
-    tmp_path_factory: pytest.TempPathFactory, texts: list[str], indent: int
-) -> None:
+def test_formats_agree(tmp_path_factory: pytest.TempPathFactory, texts: list[str], indent: int) -> None:
     folder = tmp_path_factory.mktemp("array")
     rows = [{"prompt": text} for text in texts]
     (folder / "a.json").write_text(json.dumps(rows, indent=indent or None), encoding="utf-8")

@@ -260,9 +260,7 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes], 
 
 
 @pytest.mark.slow
-def test_a_run_outlives_the_death_of_the_command_and_of_the_server(
-    vllm_python: Path, model_folder: Path, tmp_path: Path
-) -> None:
+def test_a_run_outlives_command_and_server(vllm_python: Path, model_folder: Path, tmp_path: Path) -> None:
     out, log = tmp_path / "samples.parquet", tmp_path / "command.log"
     server = VllmServer(vllm_python, model_folder, tmp_path / "server.log")
     command = [sys.executable, "-m", "data_gen.cli_gen_samples", "templates:4?seed=1", "--out", str(out)]

@@ -45,9 +45,7 @@ TWO = Heads(urgency=UrgencyHead(TOWER, levels=("now", "later")), bucket=BucketHe
 
 
 @pytest.mark.parametrize("name", EXPORTS)
-def test_artifact_predicts_what_the_checkpoint_predicts(
-    artifacts: Folders, checkpoints: Folders, name: str
-) -> None:
+def test_artifact_predicts_like_the_checkpoint(artifacts: Folders, checkpoints: Folders, name: str) -> None:
     checkpoint = load_checkpoint(checkpoints[EXPORTS[name][0]])
     tokens = checkpoint.tokenizer(PROMPTS, truncation=True, max_length=48, padding=True, return_tensors="pt")
     is_plain = checkpoint.config.conditioning is None
@@ -81,9 +79,7 @@ def test_graph_has_free_axes_and_no_traces_of_this_machine(artifacts: Folders, n
     assert not re.search(rb"site-packages|\.py\b", content)
 
 
-def test_manifest_tells_where_the_artifact_comes_from_and_what_it_gives(
-    artifacts: Folders, checkpoints: Folders
-) -> None:
+def test_manifest_tells_the_artifacts_source_and_outputs(artifacts: Folders, checkpoints: Folders) -> None:
     manifest = open_artifact(artifacts["deberta"]).manifest
     assert manifest.artifact_id == "deberta"
     assert re.fullmatch(r"[0-9a-f]{12}", manifest.artifact_version)
@@ -149,9 +145,7 @@ def test_inputs_and_outputs_are_those_of_the_heads(
 
 
 @pytest.mark.parametrize("legacy_exporter", [True, False])
-def test_the_mean_over_the_known_served_models_is_in_the_graph(
-    tmp_path: Path, *, legacy_exporter: bool
-) -> None:
+def test_the_mean_over_known_served_models_is_in_the_graph(tmp_path: Path, *, legacy_exporter: bool) -> None:
     conditioning = Conditioning(("a", "b", "c"), width=4, unknown_is_mean=True)
     checkpoint = write_checkpoint(tmp_path, "bert", conditioning=conditioning)
     options = {"legacy_exporter": legacy_exporter, "parity_tokens": 256, "parity_shapes": 0}

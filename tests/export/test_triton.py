@@ -74,9 +74,7 @@ def tensor(name: str, values: NDArray[Any]) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("side", ["right", "left", "middle"])
-def test_model_gives_the_predictions_of_the_artifact(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side: str
-) -> None:
+def test_model_predicts_like_the_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side: str) -> None:
     """The Python backend's model under stand-ins for Triton's objects; the real server is below."""
     folder = write_rich_artifact(tmp_path / "artifact", heads=HEADS, truncation_side=side)
     assert main(["triton", str(folder), "--out", str(tmp_path / "models")]) == 0

@@ -327,9 +327,7 @@ def test_other_keys_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["unsigned", "of another key", "changed afterwards"])
-async def test_wrong_signatures_are_refused_by_server_and_client(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
-) -> None:
+async def test_bad_signature_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str) -> None:
     folder, key = tmp_path / "a", public_key_file(tmp_path / "ours.pub")
     signed(folder, OTHER if how == "of another key" else OURS)
     open_artifact(folder)
@@ -407,9 +405,7 @@ async def test_requests_choose_among_several_artifacts(tmp_path: Path, artifact_
             assert (code, "one of tiny, second" in message) == (grpc.StatusCode.NOT_FOUND, True)
 
 
-async def test_a_start_refuses_equal_ids_and_what_a_reload_would_refuse(
-    tmp_path: Path, artifact_folder: Path
-) -> None:
+async def test_start_refuses_equal_ids_and_what_reloads_refuse(tmp_path: Path, artifact_folder: Path) -> None:
     broken = without_numbers(write_artifact(tmp_path / "a", artifact_id="broken"))
     for folder, kind, message in (
         (artifact_folder, InputError, "artifact: got 'tiny'"),

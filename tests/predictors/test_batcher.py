@@ -254,9 +254,7 @@ async def test_every_caller_gets_exactly_its_own_outcome(
             assert isinstance(outcome, BatchError | asyncio.CancelledError)
 
 
-async def test_cached_predictions_cost_no_model_call_and_failures_are_not_cached(
-    rich_folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_predictions_alone_are_cached(rich_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     runtime = GatedRuntime(rich_folder, num_failures=1)
     async with server_and_stub(runtime, cache_entries=10) as (server, stub):
         with caplog.at_level(logging.CRITICAL, logger="predictors.service.pipeline"):
@@ -293,7 +291,7 @@ async def test_model_threads_are_bound_to_a_core_each_and_no_other_thread_is() -
     threads.close()
 
 
-def test_model_threads_are_bound_only_where_there_are_as_many_as_cores(
+def test_model_threads_are_bound_only_if_there_are_as_many_as_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {7, 1, 5, 3}, raising=False)

@@ -439,9 +439,7 @@ async def test_a_worker_that_is_not_ready_again_yet_has_nothing_to_drain(tmp_pat
         assert await running == 0
 
 
-async def test_workers_that_do_not_end_in_time_are_killed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_workers_that_end_too_late_are_killed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # A suspended process does not get SIGTERM; the other one ends as it should.
     code, lives, was_ready = await supervised(tmp_path, "else:serve", suspended=0)
     assert (code, lives, was_ready) == (1, ["0-0", "1-0"], True)
@@ -489,9 +487,7 @@ def test_every_command_of_the_page_is_accepted() -> None:
     assert [config.engine for config in found] == ["vllm", "sglang", "dynamo", "llm-d", "none"]
 
 
-async def test_sigterm_to_the_proxy_answers_what_is_inside_and_ends_with_0(
-    artifact_folder: Path, tmp_path: Path
-) -> None:
+async def test_sigterm_lets_the_proxy_finish_and_end_with_0(artifact_folder: Path, tmp_path: Path) -> None:
     go = asyncio.Event()
 
     ports, log = tmp_path / "ports", tmp_path / "log"

@@ -237,9 +237,7 @@ def send_grpc(channel: grpc.Channel, data: bytes, metadata: list[tuple[str, Any]
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
-def test_a_servers_log_has_nothing_of_what_clients_sent(
-    tmp_path: Path, artifact_folder: Path, log_format: str
-) -> None:
+def test_no_log_has_what_clients_sent(tmp_path: Path, artifact_folder: Path, log_format: str) -> None:
     (tmp_path / "tokens").write_text(f"{TOKEN}\n")
     options = (f"--token_file={tmp_path / 'tokens'}", f"--log_format={log_format}")
     with running(tmp_path, artifact_folder, *options) as server:
@@ -433,9 +431,7 @@ def token_file(tmp_path: Path) -> str:
     return str(file)
 
 
-async def test_only_known_tokens_are_let_in_and_probes_need_none(
-    artifact_folder: Path, token_file: str
-) -> None:
+async def test_only_known_tokens_get_in_and_probes_need_none(artifact_folder: Path, token_file: str) -> None:
     options = {"token_file": token_file, "http_port": 0}
     async with (
         server_and_stub(open_runtime(artifact_folder), **options) as (server, stub),

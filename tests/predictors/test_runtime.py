@@ -41,9 +41,7 @@ def whole_text(folder: Path, text: str, side: str) -> list[int]:
 
 @pytest.mark.parametrize("side", ["left", "right", "middle"])
 @given(words=st.lists(st.sampled_from(WORDS), max_size=60), gap=st.sampled_from([" ", "  ", "\n", " " * 40]))
-def test_cutting_before_tokenising_changes_nothing(
-    artifact_folder: Path, side: str, words: list[str], gap: str
-) -> None:
+def test_text_truncation_is_exact(artifact_folder: Path, side: str, words: list[str], gap: str) -> None:
     text = gap.join(words)
     if len(text) > MAX_CHARS_PER_TOKEN * MAX_LENGTH:
         words = words[:10]

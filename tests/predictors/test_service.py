@@ -89,9 +89,7 @@ async def test_predict_gives_the_artifacts_own_numbers(stub: Any, artifact_folde
 
 
 @pytest.mark.parametrize("options", [{}, {"cvar_level": 0.25, "quantile_levels": [0.95, 0.1]}])
-async def test_max_tokens_adds_the_numbers_of_the_truncated_length(
-    stub: Any, options: dict[str, Any]
-) -> None:
+async def test_max_tokens_adds_numbers_of_the_truncated_length(stub: Any, options: dict[str, Any]) -> None:
     response = await stub.Predict(pb.PredictRequest(prompt="sea", max_tokens=300, **options))
     levels = options.get("quantile_levels", [0.5, 0.9, 0.99])
     assert response.expected_tokens == response.truncated_length.expected_tokens
@@ -343,9 +341,7 @@ async def test_stop_does_not_wait_longer_than_allowed(artifact_folder: Path) -> 
     assert server.artifacts.num_in_flight == 0
 
 
-async def test_readiness_goes_first_and_calls_are_answered_until_the_delay_ends(
-    artifact_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_readiness_ends_before_service(artifact_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a delay before the drain, load balancers look away while requests are still answered."""
     delay = asyncio.Event()
     config = serve_config(drain_delay_s=60.0, http_port=0)

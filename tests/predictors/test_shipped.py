@@ -109,9 +109,7 @@ def test_a_changed_or_missing_one_is_refused(
 
 
 @pytest.mark.parametrize("predictor", ["oracel", "pretraind", "no/such/folder"])
-def test_simulate_names_all_sources(
-    predictor: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_simulate_names_sources(predictor: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     row = {"request_id": "a", "arrival_s": 0.0, "prompt_tokens": 3, "output_tokens": 9, "max_tokens": 50}
     (tmp_path / "trace.jsonl").write_text(json.dumps(row))
     words = f"run --trace {tmp_path}/trace.jsonl --policy tie --json {tmp_path}/r.json --predictor"

@@ -121,9 +121,7 @@ def long_prompt(text: str) -> bytes:
         *[("Predict", long_prompt(text), OK) for text in ("xxxx", "\U0001f600", "\n\n\n\n", "\0\0\0\0")],
     ],
 )
-def test_known_bytes_over_grpc(
-    channel: grpc.Channel, method: str, data: bytes, code: grpc.StatusCode
-) -> None:
+def test_bytes_over_grpc(channel: grpc.Channel, method: str, data: bytes, code: grpc.StatusCode) -> None:
     """Texts that are not UTF-8, huge and empty batches, unknown methods, a mebibyte of one character."""
     assert status(channel, method, data, 120) == code
 

@@ -74,9 +74,7 @@ def test_samples_become_groups_in_order_with_what_was_truncated(tmp_path):
         ([[7], [], [5, 6, 7]], {}, None, [[7], [], [5, 6, 7]], [[YES], [], [YES] * 3], [None] * 3),
     ],
 )
-def test_lists_are_censored_as_they_or_the_limit_say(
-    rows, columns, max_tokens, lengths, finished, limits, tmp_path
-):
+def test_flags_or_limits_censor_lists(rows, columns, max_tokens, lengths, finished, limits, tmp_path):
     columns = columns | ({"max_tokens": [200]} if "finished" in columns else {})
     groups = groups_of(write_lists(tmp_path / "x.parquet", rows, **columns), max_tokens=max_tokens)
     assert lengths_of(groups) == lengths

@@ -61,9 +61,7 @@ def path(request, tmp_path):
 
 
 @pytest.mark.parametrize("block_samples", [1 << 20, 20])
-def test_the_file_holds_every_group_once_in_order_of_first_appearance(
-    path, block_samples, tmp_path, monkeypatch
-):
+def test_the_file_holds_every_group_once_in_order_of_appearance(path, block_samples, tmp_path, monkeypatch):
     monkeypatch.setattr(sample_files, "BLOCK_SAMPLES", block_samples)
     table = fit(path, tmp_path / "out.parquet")
     names = list(zip(*(table.column(name).to_pylist() for name in ("prompt_id", "model")), strict=True))
@@ -112,9 +110,7 @@ def test_what_is_wrong_is_named_by_its_row_in_the_file(form, column, value, mess
         (60_000, {"MEMORY_LIMIT": "48MB", "THREADS": 1, "BATCH_ROWS": 2048}, {"block_groups": 10_000}),
     ],
 )
-def test_several_workers_and_little_memory_write_the_same_bytes(
-    num_groups, limits, workers, tmp_path, monkeypatch
-):
+def test_workers_and_little_memory_write_the_same_bytes(num_groups, limits, workers, tmp_path, monkeypatch):
     path = write(samples(num_groups, longest=12), tmp_path / "samples.parquet")
     fit(path, tmp_path / "one.parquet", block_groups=workers.get("block_groups", 16))
     for name, value in limits.items():

@@ -57,9 +57,7 @@ def test_merged_adapters_change_linear_layers_of_the_chosen_part_by_products_of_
     assert not any("lora" in name for name in weights)
 
 
-def test_an_interrupted_run_with_adapters_is_resumed_to_the_same_weights(
-    config, weights, tmp_path, monkeypatch
-):
+def test_an_interrupted_run_with_adapters_resumes_to_the_same_weights(config, weights, tmp_path, monkeypatch):
     def interrupted(self, batch, batch_idx):
         if self.current_epoch == 1:
             raise KeyboardInterrupt

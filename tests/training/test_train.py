@@ -135,9 +135,7 @@ def test_both_stages_train_and_the_checkpoint_and_the_report_record_them(bert, s
     assert f"<td>{float(rows[1]['validation_length']):.4g}</td>" in text
 
 
-def test_stage_1_trains_with_dropout_and_stage_2_leaves_the_encoder_as_it_is(
-    bert, several, tmp_path, request
-):
+def test_stage_1_has_dropout_and_stage_2_leaves_the_encoder_as_it_is(bert, several, tmp_path, request):
     modes = {True: [], False: []}
 
     def record(module, inputs):
@@ -274,9 +272,7 @@ def uninterrupted(bert, several, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("number", "epoch"), [(1, 0), (1, 2), (2, 0), (2, 2)])
-def test_an_interrupted_and_resumed_run_equals_an_uninterrupted_one(
-    number, epoch, uninterrupted, bert, several, tmp_path, monkeypatch
-):
+def test_a_resumed_run_equals_a_whole_one(number, epoch, uninterrupted, bert, several, tmp_path, monkeypatch):
     config = tiny(bert, several, tmp_path / "out", **LONG)
     with monkeypatch.context() as patch:
         interrupt(patch, number, epoch)

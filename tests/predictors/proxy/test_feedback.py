@@ -61,9 +61,7 @@ def evaluated(stream: Path) -> dict[str, Any]:
     return last
 
 
-async def test_lengths_come_back_and_the_client_sees_no_difference(
-    artifact_folder: Path, tmp_path: Path
-) -> None:
+async def test_lengths_come_back_and_clients_see_no_difference(artifact_folder: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"engine": "vllm", "predictor": str(artifact_folder), "feedback": str(tmp_path)}
     usage = {"stream_options": {"include_usage": True}}
     async with running_engine() as fake, running_proxy(fake.url, feedback_usage=True, **options) as proxy:
@@ -239,9 +237,7 @@ def test_bad_lines_are_skipped_and_counted_by_all_readers(
     assert (last["num_outcomes"], last["num_bad_lines"]) == (3, len(bad))
 
 
-def test_any_log_is_summarized_and_its_folder_imported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_logs_are_summarized_and_folders_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No predictor, no shadow predictor; one stream was counted by its events."""
     lines = [record(output_tokens=tokens, served_model="a") for tokens in (10, 20, 60)]
     lines += [record(output_tokens=9, counted_by="deltas"), record(finish_reason="length", served_model="b")]
@@ -347,9 +343,7 @@ def options(artifact_folder: Path, **more: Any) -> dict[str, Any]:
     return {"engine": "vllm", "predictor": str(artifact_folder), "policy": "sept", **more}
 
 
-async def test_hints_follow_the_true_lengths_also_after_a_restart(
-    artifact_folder: Path, tmp_path: Path
-) -> None:
+async def test_hints_follow_true_lengths_also_after_a_restart(artifact_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "calibration.json"
 
     async def script(request: web.Request, body: bytes) -> web.StreamResponse:

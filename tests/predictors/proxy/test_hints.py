@@ -23,9 +23,7 @@ SHORT, LONG = "name name name", "sea sea sea"
 
 
 @pytest.mark.parametrize(("engine", "lower_first"), [("vllm", True), ("sglang", False), ("dynamo", False)])
-async def test_a_shorter_answer_gets_the_sooner_priority(
-    engine: str, lower_first: bool, artifact_folder: Path
-) -> None:
+async def test_shorter_answers_go_first(engine: str, lower_first: bool, artifact_folder: Path) -> None:
     options: dict[str, Any] = {"predictor": str(artifact_folder), "engine": engine, "policy": "sept"}
     async with running_engine() as fake, running_proxy(fake.url, **options) as proxy:
         for text in (SHORT, LONG):

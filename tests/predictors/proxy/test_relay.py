@@ -215,9 +215,7 @@ async def test_large_bodies_are_refused_before_the_engine() -> None:
 
 @pytest.mark.parametrize("fault", ["absent", "down", "slow", "wrong"])
 @pytest.mark.parametrize("engine", ["vllm", "none"])
-async def test_no_fault_of_the_predictor_costs_a_request(
-    fault: str, engine: str, artifact_folder: Path
-) -> None:
+async def test_no_predictor_fault_costs_a_request(fault: str, engine: str, artifact_folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and sends nothing
         address = f"grpc://127.0.0.1:{silent.getsockname()[1]}"
         options: dict[str, Any] = {

@@ -317,9 +317,7 @@ async def test_an_engine_that_is_gone_or_breaks_off_or_is_silent_or_sends_no_htt
             await until(lambda fake=fake: not fake.num_in_flight)
 
 
-async def test_a_fault_of_the_proxy_itself(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_proxy_fault(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     async def fails(self: ProxyServer, request: web.Request) -> web.StreamResponse:
         raise RuntimeError(f"{await request.read()!r} {request.headers}")
 

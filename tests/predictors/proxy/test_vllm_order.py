@@ -122,9 +122,7 @@ async def test_first_come_first_served_does_not(engine: Engine, artifact_folder:
             assert num_overtaken(await finish_order(engine, proxy, SHORT, 0)) == 0
 
 
-async def test_streams_are_counted_by_the_engine_and_look_as_without_the_proxy(
-    engine: Engine, artifact_folder: Path, tmp_path: Path
-) -> None:
+async def test_counted_streams_look_the_same(engine: Engine, artifact_folder: Path, tmp_path: Path) -> None:
     """vLLM understands the priority and the request for token counts."""
     options: dict[str, Any] = {"feedback": str(tmp_path), "feedback_usage": True, "policy": "uniboost"}
     async with running_proxy(engine.url, engine="vllm", predictor=str(artifact_folder), **options) as proxy:
