@@ -96,11 +96,7 @@ def test_an_interrupt_in_the_middle_of_the_work(site: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("moment", ["numpy", "scheduler_core.simulator.run"])
 def test_an_interrupt_while_processes_of_a_sweep_start(site: Path, tmp_path: Path, moment: str) -> None:
-    args = [
-        "sweep",
-        f"{tmp_path}/out",
-        *["--workers", "2", "--num_seeds", "2", "--workload.num_requests", "9"],
-    ]
+    args = f"sweep {tmp_path}/out --workers 2 --num_seeds 2 --workload.num_requests 9".split()
     done = interrupted(site, moment, "scheduler_core.simulator.commands.simulate", *args, INTERRUPT_CHILD="1")
     assert (done.returncode, done.stderr) == (130, "simulate sweep: interrupted\n")
 

@@ -347,11 +347,7 @@ def test_a_file_without_usable_rows_and_a_service_that_is_gone_are_errors(
 def test_the_shell_completes_words(line: str, completions: set[str], tmp_path: Path) -> None:
     pytest.importorskip("argcomplete")
     shell = {"COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9", "_ARGCOMPLETE": "1"}
-    shell |= {
-        "_ARGCOMPLETE_IFS": "\n",
-        "_ARGCOMPLETE_SUPPRESS_SPACE": "1",
-        "_ARGCOMPLETE_COMP_WORDBREAKS": " ",
-    }
-    shell["_ARGCOMPLETE_STDOUT_FILENAME"] = str(tmp_path / "words")
+    shell |= {"_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_COMP_WORDBREAKS": " "}
+    shell |= {"_ARGCOMPLETE_SUPPRESS_SPACE": "1", "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "words")}
     subprocess.run([sys.executable, "-m", "tailcast"], env=os.environ | shell, check=True)
     assert set((tmp_path / "words").read_text().split()) == completions

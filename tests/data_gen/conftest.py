@@ -67,9 +67,8 @@ def save_tiny_llama(folder: Path, *, hidden_size: int, heads: int, kv_heads: int
     words = ["<pad>", "<end>", "<unk>", "user", "assistant", *(f"w{i}" for i in range(59))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", unk_token="<unk>"
-    )
+    special = {"pad_token": "<pad>", "eos_token": "<end>", "unk_token": "<unk>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     fast.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}assistant"
     fast.save_pretrained(folder)
     torch.manual_seed(0)

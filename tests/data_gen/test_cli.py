@@ -92,10 +92,8 @@ def test_sigterm_says_how_to_go_on_and_the_same_command_does(
 def test_filters_and_sources_reach_run_and_summary(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     prompts = tmp_path / "mine.jsonl"
     chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello there"}]
-    others = [
-        chat[1] | {"content": text} for text in ("x" * 500, "HELLO there", "hello there!", "beyond the limit")
-    ]
-    chats = [chat, chat[1:], *([message] for message in others)]
+    others = ("x" * 500, "HELLO there", "hello there!", "beyond the limit")
+    chats = [chat, chat[1:], *([chat[1] | {"content": text}] for text in others)]
     prompts.write_text("\n".join(json.dumps({"messages": each}) for each in chats), encoding="utf-8")
     out = tmp_path / "s.parquet"
     arguments = [str(prompts), *SYNTHETIC[1:], "--out", str(out), "--filters.max-characters", "100"]
@@ -209,14 +207,12 @@ def cluster() -> Any:
 @pytest.mark.slow
 @RAY_WARNINGS
 def test_workers_draw_what_one_process_draws(cluster: Any, tmp_path: Path) -> None:
-    alone, together = tmp_path / "a.parquet", tmp_path / "b.parquet"
+    alone, together, none = (tmp_path / f"{name}.parquet" for name in "abc")
     assert main([*SYNTHETIC, "--out", str(alone)]) == 0
     assert main([*SYNTHETIC, "--out", str(together), "--ray", "auto", "--ray-workers", "2"]) == 0
     assert read_samples(together).equals(read_samples(alone))
     assert cluster.is_initialized(), "a cluster that is there stays"
-    assert (
-        main([*SYNTHETIC, "--out", str(tmp_path / "c.parquet"), "--ray", "auto", "--ray-workers", "3"]) == 2
-    )
+    assert main([*SYNTHETIC, "--out", str(none), "--ray", "auto", "--ray-workers", "3"]) == 2
 
 
 @pytest.mark.slow

@@ -105,11 +105,8 @@ def test_near_duplicates_are_of_the_normalized_conversation() -> None:
     assert [prompt.prompt_id for prompt in passed] == ["p0", "p3", "p4", "p6", "chat"]
     assert dropped == {"near-duplicate text": 3}
     # Repetitions alone: of other case, width or white space.
-    wide = [
-        *prompts(story, *changed),
-        Prompt("wide", story.replace("W", "\uff37")),
-        Prompt("chat", story, messages=turns),
-    ]
+    wide = [*prompts(story, *changed), Prompt("wide", story.replace("W", "\uff37"))]
+    wide.append(Prompt("chat", story, messages=turns))
     both, exact = Counter[str](), Counter[str]()
     list(filtered(stream, PromptFilters(deduplicate=True, near_duplicates=0.9), both))
     assert both == {"duplicate text": 2, "near-duplicate text": 1}

@@ -374,11 +374,8 @@ def test_texts_are_kept_only_when_asked_for(out: Path, keep_text: bool) -> None:
 
 def test_conversations_and_any_text_are_recorded_complete(out: Path) -> None:
     chat = (Message("system", 'be\n"brief"'), Message("user", "Größe?\u2028\x00"))
-    prompts = [
-        Prompt("chat", "Größe?\u2028\x00", "", chat, "a-set"),
-        Prompt("half", "half \ud83d of an emoji"),
-    ]
-    run(out, prompts=prompts, keep_text=True)
+    half = Prompt("half", "half \ud83d of an emoji")
+    run(out, prompts=[Prompt("chat", chat[1].content, "", chat, "a-set"), half], keep_text=True)
     rows = read_samples(out).to_pylist()
     assert rows[0]["messages"] == [{"role": m.role, "content": m.content} for m in chat]
     assert (rows[0]["prompt"], rows[0]["dataset"]) == ("Größe?\u2028\x00", "a-set")

@@ -10,12 +10,8 @@ from data_gen.prompts import Message, Prompt
 from data_gen.transformers_backend import TransformersBackend, TransformersOptions
 from scheduler_core.errors import InputError
 
-PROMPTS = [
-    Prompt("a", "w1"),
-    Prompt("b", "w2 w3 w4 w5 w6 w7"),
-    Prompt("c", "w8 w9 w10"),
-    Prompt("d", "w11 w12 w13 w14"),
-]
+TEXTS = {"a": "w1", "b": "w2 w3 w4 w5 w6 w7", "c": "w8 w9 w10", "d": "w11 w12 w13 w14"}
+PROMPTS = [Prompt(prompt_id, text) for prompt_id, text in TEXTS.items()]
 
 
 def backend(model: Path, max_rows: int = 8) -> TransformersBackend:

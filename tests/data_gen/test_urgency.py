@@ -61,14 +61,9 @@ def test_labels_of_a_file_are_mapped_to_levels_and_weighted(tmp_path: Path, tick
     options = ["--levels", mapping, "--weights", "labels=0.5,llm=2"]
     assert main([str(out), "--sources", f"llm,labels={tickets}", *options]) == 0
     texts = read_labels(out)
-    of_tickets = [text for text in texts if text.source == tickets.name]
-    assert [(text.level, text.language) for text in of_tickets] == [
-        (0, "en"),
-        (2, "de"),
-        (3, "de"),
-        (4, "fr"),
-    ]
-    assert {text.weight for text in of_tickets} == {0.5}
+    of_file = [text for text in texts if text.source == tickets.name]
+    assert [(text.level, text.language) for text in of_file] == [(0, "en"), (2, "de"), (3, "de"), (4, "fr")]
+    assert {text.weight for text in of_file} == {0.5}
     assert {text.weight for text in texts if text.source == "seed-llm"} == {2.0}
 
 

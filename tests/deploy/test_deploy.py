@@ -110,11 +110,8 @@ def compose_command() -> list[str]:
 @pytest.mark.parametrize("source", ["compose", "kubernetes", "image"])
 def test_every_option_is_one_of_the_command(source: str, tmp_path: Path) -> None:
     [default] = re.findall(r"^CMD (\[.*\])$", DOCKERFILE, flags=re.MULTILINE)
-    options = {
-        "compose": compose_command,
-        "kubernetes": lambda: container()["args"],
-        "image": lambda: json.loads(default),
-    }
+    options = {"compose": compose_command, "kubernetes": lambda: container()["args"]}
+    options["image"] = lambda: json.loads(default)
     command, *arguments = [*entrypoint(), *options[source]()]
     assert command == "serve-predictor"
     seen: list[ServeConfig] = []
@@ -131,9 +128,8 @@ def test_every_option_is_one_of_the_command(source: str, tmp_path: Path) -> None
 def test_compose_builds_the_image_and_leaves_time_to_drain() -> None:
     [compose] = documents(DEPLOY / "compose.yaml")
     predictor = compose["services"]["predictor"]
-    assert (DEPLOY / predictor["build"]["context"] / predictor["build"]["dockerfile"]).samefile(
-        DEPLOY / "Dockerfile"
-    )
+    build = predictor["build"]
+    assert (DEPLOY / build["context"] / build["dockerfile"]).samefile(DEPLOY / "Dockerfile")
     assert predictor["image"] == container()["image"]
     assert int(predictor["stop_grace_period"].removesuffix("s")) > ServeConfig(artifact="a").drain_timeout_s
     scraped = yaml.safe_load(compose["configs"]["prometheus"]["content"])

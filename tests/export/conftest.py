@@ -18,11 +18,8 @@ TRAINING_INFO = {
     "urgency": {"abstain_threshold": 0.35},
 }
 # What a predictor of the length alone is, as TIE has it.
-PLAIN: dict[str, Any] = {
-    "heads": Heads(length=LengthHead(TOWER)),
-    "conditioning": None,
-    "served_models": ("tiny-llm",),
-}
+PLAIN: dict[str, Any] = {"heads": Heads(length=LengthHead(TOWER)), "conditioning": None}
+PLAIN["served_models"] = ("tiny-llm",)
 #: Folders by name.
 Folders = dict[str, Path]
 CALIBRATION = Calibration((1.0, 1.5, 0.7), (0.0, 0.3, -0.2))
@@ -54,9 +51,8 @@ def write_checkpoint(folder: Path, kind: str, **options: Any) -> Path:
 
 def export(checkpoint: Path, out: Path, **options: Any) -> Manifest:
     """Exports with torch's older exporter, which is several times faster, unless told otherwise."""
-    return export_onnx(
-        ExportConfig(**{"checkpoint": str(checkpoint), "out": str(out), "legacy_exporter": True} | options)
-    )
+    options = {"legacy_exporter": True} | options
+    return export_onnx(ExportConfig(checkpoint=str(checkpoint), out=str(out), **options))
 
 
 @pytest.fixture(scope="session")

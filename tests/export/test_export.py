@@ -127,9 +127,8 @@ def test_left_truncation_travels_with_the_artifact(tmp_path: Path) -> None:
 def test_inputs_and_outputs_are_those_of_the_heads(
     tmp_path: Path, heads: Heads, conditioning: Conditioning | None, inputs: list[str]
 ) -> None:
-    manifest = export(
-        write_checkpoint(tmp_path, "bert", heads=heads, conditioning=conditioning), tmp_path / "a"
-    )
+    checkpoint = write_checkpoint(tmp_path, "bert", heads=heads, conditioning=conditioning)
+    manifest = export(checkpoint, tmp_path / "a")
     assert [tensor.name for tensor in manifest.inputs] == ["input_ids", "attention_mask", *inputs]
     runtime = open_runtime(tmp_path / "a")
     runtime.warm_up()

@@ -108,9 +108,7 @@ def reasons(limits=None, precision="int8", probability_shift=0.0, batch_mates=0.
     ],
 )
 def test_a_variant_is_rejected_beyond_a_limit(changes, reason):
-    assert [reason is not None and reason in text for text in reasons(**changes)] == [True] * (
-        reason is not None
-    )
+    assert [reason in text for text in reasons(**changes)] == ([] if reason is None else [True])
 
 
 def test_calibration_prompts_do_not_evaluate(tmp_path):

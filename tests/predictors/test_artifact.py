@@ -247,9 +247,7 @@ def test_listed_external_weights_are_read(tmp_path: Path, artifact_folder: Path)
 
 
 def test_served_models_are_numbered_or_refused() -> None:
-    known_only, any_model = (
-        Conditions(unknown_models=unknown, temperature=True) for unknown in (False, True)
-    )
+    known_only, any_model = (Conditions(unknown_models=is_any, temperature=True) for is_any in (False, True))
     for served_models, conditioning, numbers in (
         # of None, "", a, b, other
         ((), None, [0, 0, 0, 0, 0]),

@@ -52,10 +52,8 @@ class Bench:
 
     async def submit(self, *items: int, length: int | None = None, deadline: float | None = None) -> Any:
         """Starts one caller per item; the length of item i is i unless given."""
-        tasks = [
-            asyncio.create_task(self.batcher.submit(item, length=length or item, deadline=deadline))
-            for item in items
-        ]
+        calls = (self.batcher.submit(item, length=length or item, deadline=deadline) for item in items)
+        tasks = [asyncio.create_task(call) for call in calls]
         await settle()
         return tasks if len(tasks) != 1 else tasks[0]
 

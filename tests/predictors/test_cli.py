@@ -313,9 +313,7 @@ def test_spans_reach_the_collector_with_their_parents_and_none_is_lost_at_the_en
         assert requests == []
         assert server.stop() == 0
     resources = [one for request in requests for one in request.resource_spans]
-    names = {
-        one.key: one.value.string_value for resource in resources for one in resource.resource.attributes
-    }
+    names = {one.key: one.value.string_value for each in resources for one in each.resource.attributes}
     assert names["service.name"] == "lengths"
     spans = [span for one in resources for scope in one.scope_spans for span in scope.spans]
     assert sorted(span.name for span in spans) == ["Predict", "Predict", *["PredictBatch"] * 3]

@@ -89,12 +89,8 @@ async def test_batch_over_http(http: aiohttp.ClientSession) -> None:
 
 UNREADABLE = [b'{"prompt": 5}', b"{", b"\xff\xfe", b"[" * 100_000, b'{"prompt": "\\ud800"}']
 UNREADABLE.append(b'{"messages": [{"role": "user", "content": "\\udc00"}]}')
-WRONG_MEMBERS = [
-    b'"max_tokens": "' + b"7" * 5000 + b'"',
-    b'"max_tokens": NaN',
-    b'"max_tokens": 1, "maxTokens": 2',
-]
-WRONG_MEMBERS += [b'"served_model": "\\ud800"', b'"quantile_levels": [NaN]']
+WRONG_MEMBERS = [b'"max_tokens": "' + b"7" * 5000 + b'"', b'"max_tokens": 1, "maxTokens": 2']
+WRONG_MEMBERS += [b'"max_tokens": NaN', b'"served_model": "\\ud800"', b'"quantile_levels": [NaN]']
 
 
 @pytest.mark.parametrize(

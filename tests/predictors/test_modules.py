@@ -362,10 +362,8 @@ def test_every_head_is_in_all_registries(tmp_path):
 
 def batch(tokenizer: Any, **options: Any) -> dict[str, torch.Tensor]:
     encoded = tokenizer(PROMPTS, return_tensors="pt", **({"padding": True} | options))
-    conditions = {
-        "served_model": torch.tensor([1, 0, 2]),
-        "temperature": torch.tensor([1.0, float("nan"), 0.3]),
-    }
+    temperature = torch.tensor([1.0, float("nan"), 0.3])
+    conditions = {"served_model": torch.tensor([1, 0, 2]), "temperature": temperature}
     return {name: encoded[name] for name in ("input_ids", "attention_mask")} | conditions
 
 

@@ -179,14 +179,10 @@ BAD_INPUTS = [
     PROMPT + ', {"name": "\\ud800", "datatype": "FP32", "shape": [1], "data": [1]}',
 ]
 MAX_TOKENS = '{"name": "max_tokens", "datatype": "INT64", "shape": [1], "data": %s}'
-BAD_INPUTS += [
-    f"{PROMPT}, {MAX_TOKENS % data}" for data in ("[9223372036854775808]", "[1.5]", "[true]", '["5"]')
-]
-BAD_REST = [
-    '"outputs": [{"name": "\\ud800"}]',
-    '"outputs": [{"name": "mu", "parameters": 1}]',
-    '"parameters": "\\ud800"',
-]
+BAD_COUNTS = ("[9223372036854775808]", "[1.5]", "[true]", '["5"]')
+BAD_INPUTS += [f"{PROMPT}, {MAX_TOKENS % data}" for data in BAD_COUNTS]
+BAD_REST = ['"outputs": [{"name": "\\ud800"}]', '"outputs": [{"name": "mu", "parameters": 1}]']
+BAD_REST.append('"parameters": "\\ud800"')
 BAD_BODIES = ["{}", '{"inputs": 3}', '{"inputs": [3]}', *(f'{{"inputs": [{bad}]}}' for bad in BAD_INPUTS)]
 BAD_BODIES += [f'{{"inputs": [{PROMPT}], {rest}}}' for rest in BAD_REST]
 

@@ -158,9 +158,9 @@ def test_max_length_beyond_the_position_embeddings_is_refused(tmp_path: Path) ->
         "zero = ReduceSum <keepdims = 0> (zeros, axis)",
         "mu = Add (plain, zero)",
     )
+    folders = (write_artifact(tmp_path / name) for name in ("40", "41"))
     short, long = (
-        open_runtime(with_nodes(write_artifact(tmp_path / f"{n}"), "mu", *nodes, max_length=n))
-        for n in (40, 41)
+        open_runtime(with_nodes(each, "mu", *nodes, max_length=int(each.name))) for each in folders
     )
     short.warm_up()
     open_runtime(write_artifact(tmp_path / "shortest", max_length=3)).warm_up()

@@ -37,9 +37,7 @@ from tests.predictors.fakes import expected, running_server, write_artifact, wri
 PROMPT = "name three rivers"
 SHORT, LONG = "Say yes.", "Write a detailed essay about the history of Rome, its emperors and its wars."
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
-SCHEMA = json.loads(
-    resources.files("predictors").joinpath("manifest.schema.json").read_text(encoding="utf-8")
-)
+SCHEMA = json.loads(resources.files("predictors").joinpath("manifest.schema.json").read_text("utf-8"))
 
 
 @pytest.fixture

@@ -115,9 +115,8 @@ def spec(tmp_path: Path) -> Path:
 
 def test_a_drawn_workload_is_a_trace_for_the_next_run(spec: Path) -> None:
     drawn, parts = spec.parent / "drawn.parquet", spec.parent / "workload.yaml"
-    parts.write_text(
-        "num_requests: 30\nlengths: {prompt: {high: 60}, output: {high: 40}}\ntiers: {num_tiers: 2}\n"
-    )
+    lengths = "lengths: {prompt: {high: 60}, output: {high: 40}}"
+    parts.write_text(f"num_requests: 30\n{lengths}\ntiers: {{num_tiers: 2}}\n")
     assert typed(f"workload --config {parts} --out {drawn} --seed 3") == 0
     assert run(drawn, "--policy hpjf") == 0
     content = result(spec.parent)
@@ -128,9 +127,8 @@ def test_a_drawn_workload_is_a_trace_for_the_next_run(spec: Path) -> None:
 def test_a_run_with_every_table(spec: Path) -> None:
     folder = spec.parent
     options = "--policy ssjf --predictor oracle --predictor_noise 0.5 --num_seeds 2 --cluster.num_replicas 2"
-    options += (
-        f" --workload.arrivals.cv 1.5 --requests {folder}/requests.parquet --steps {folder}/steps.parquet"
-    )
+    options += f" --workload.arrivals.cv 1.5 --requests {folder}/requests.parquet"
+    options += f" --steps {folder}/steps.parquet"
     assert typed(f"run --config {spec} --json {folder}/out.json --report {folder}/r.html {options}") == 0
     content = result(folder)
     assert content["requests"] == "requests.parquet"

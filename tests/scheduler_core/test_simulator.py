@@ -482,9 +482,7 @@ def test_the_conversation_used_longest_ago_is_forgotten() -> None:
 
 
 def test_think_times_and_clients_do_not_go_together() -> None:
-    rows = (
-        trace_row("a", 0, 5, 5, session_id="s"),
-        trace_row("b", 0, 5, 5, session_id="s", turn=1, think_time_s=1.0),
-    )
+    first = trace_row("a", 0, 5, 5, session_id="s")
+    rows = (first, trace_row("b", 0, 5, 5, session_id="s", turn=1, think_time_s=1.0))
     with pytest.raises(InputError, match="clients"):
         run(Trace(rows), clients=ClosedLoop(num_clients=2))

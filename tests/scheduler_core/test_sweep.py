@@ -35,9 +35,8 @@ from scheduler_core.simulator.workloads.lengths import Lengths, TokenDistributio
 from scheduler_core.simulator.workloads.workload import Tiers, Workload
 from tests.properties import RAY_WARNINGS
 
-WORKLOAD = Workload(
-    num_requests=25, lengths=Lengths(prompt=TokenDistribution(high=60), output=TokenDistribution(high=30))
-)
+LENGTHS = Lengths(prompt=TokenDistribution(high=60), output=TokenDistribution(high=30))
+WORKLOAD = Workload(num_requests=25, lengths=LENGTHS)
 BASE = SimulationConfig(policy="fcfs", workload=WORKLOAD, scheduler=SchedulerConfig(max_num_seqs=8))
 VARY: dict[str, list[Any]] = {"policy": ["fcfs", "sjf"], "load": [0.5, 1.0]}
 

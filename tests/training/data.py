@@ -64,12 +64,8 @@ def write_sample_file(
         drawn = np.ceil(np.exp(mu + sigma * rng.standard_t(3.5, num_samples)))
         for number, length in enumerate(drawn):
             row = {"prompt_id": f"p{index:03d}", "prompt": prompt, "category": prompt.split()[3]}
-            row |= {
-                "sample_index": number,
-                "max_tokens": max_tokens,
-                "prompt_tokens": len(prompt),
-                "seed": seed,
-            }
+            row |= {"sample_index": number, "max_tokens": max_tokens}
+            row |= {"prompt_tokens": len(prompt), "seed": seed}
             row["finish_reason"] = "length" if length > max_tokens else "stop"
             rows.append(sample_row(**row, output_tokens=int(min(length, max_tokens))))
     write_samples(path, to_table(rows))

@@ -440,9 +440,8 @@ async def test_half_a_request_holds_no_drain() -> None:
     async with running_engine() as fake:
         manager = running_proxy(fake.url, request_timeout_s=0.2, drain_timeout_s=600.0)
         proxy = await manager.__aenter__()
-        answers = [
-            asyncio.create_task(proxy.raw(data)) for data in (HEAD, HEAD + b"Content-Length: 9\r\n\r\n{")
-        ]
+        halves = (HEAD, HEAD + b"Content-Length: 9\r\n\r\n{")
+        answers = [asyncio.create_task(proxy.raw(data)) for data in halves]
         await until(lambda: proxy.server.num_in_flight == 1)
         async with asyncio.timeout(30):
             await manager.__aexit__(None, None, None)

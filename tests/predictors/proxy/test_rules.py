@@ -216,9 +216,8 @@ HEADERS = (
     f"Host: x\r\nAuthorization: Bearer {CANARY}\r\napi-key: {CANARY}\r\n"
     f"x-tailcast-tenant: {CANARY}\r\nContent-Type: application/json\r\nConnection: close\r\n"
 ).encode()
-CANARY_BODY = json.dumps(
-    {"model": CANARY, "messages": [{"role": "user", "content": CANARY}], "n": 1}
-).encode()
+CANARY_CHAT = {"model": CANARY, "messages": [{"role": "user", "content": CANARY}], "n": 1}
+CANARY_BODY = json.dumps(CANARY_CHAT).encode()
 
 
 def with_canary(body: bytes = CANARY_BODY, *, line: str = f"POST {CHAT}", headers: bytes = b"") -> bytes:

@@ -103,13 +103,8 @@ async def test_a_later_short_or_urgent_request_overtakes(
     engine: Engine, artifact_folder: Path, kind: str, policy: str, prompt: str, tier: int | None
 ) -> None:
     """By hints, and held by the proxy as in front of an engine without them."""
-    options: dict[str, Any] = {
-        "engine": kind,
-        "predictor": str(artifact_folder),
-        "max_num_seqs": 1,
-        "release": 1,
-    }
-    async with running_proxy(engine.url, policy=policy, **options) as proxy:
+    options: dict[str, Any] = {"engine": kind, "predictor": str(artifact_folder), "release": 1}
+    async with running_proxy(engine.url, policy=policy, max_num_seqs=1, **options) as proxy:
         assert num_overtaken(await finish_order(engine, proxy, prompt, tier)) >= NUM_LONG // 2
         outcome = "policy" if kind == "vllm" else "held"
         assert await proxy.metric(f'tailcast_proxy_hints_total{{outcome="{outcome}"}}') == NUM_LONG + 1
@@ -142,9 +137,8 @@ async def test_counted_streams_look_the_same(engine: Engine, artifact_folder: Pa
 async def test_no_request_is_lost_when_the_predictor_goes(engine: Engine, artifact_folder: Path) -> None:
     answered = 'tailcast_proxy_predictions_total{outcome="answered"}'
     async with running_server(open_runtime(artifact_folder)) as (_, address):
-        manager = running_proxy(
-            engine.url, engine="vllm", predictor=f"grpc://{address}", max_num_seqs=1, deadline_s=2.0
-        )
+        options = {"predictor": f"grpc://{address}", "max_num_seqs": 1, "deadline_s": 2.0}
+        manager = running_proxy(engine.url, engine="vllm", **options)
         proxy = await manager.__aenter__()
         with engine.stopped():
             first = [asyncio.create_task(proxy.post(asks(LONG, 40))) for _ in range(6)]

@@ -89,9 +89,8 @@ def pipelined(options: dict[str, Any], task: dict[str, Any]) -> dict[str, Any]:
 
         kind = scheduler_class()
     manager = StructuredOutputManager(config)
-    scheduler = kind(
-        vllm_config=config, kv_cache_config=cache, structured_output_manager=manager, block_size=32
-    )
+    parts = {"vllm_config": config, "kv_cache_config": cache, "structured_output_manager": manager}
+    scheduler = kind(**parts, block_size=32)
     requests: list[Any] = []
     counts: dict[str, int] = {}
     finished: dict[str, int] = {}

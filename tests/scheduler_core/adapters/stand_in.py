@@ -15,9 +15,7 @@ QUEUE_METHODS = [
     "add_request", "pop_request", "peek_request", "prepend_request", "prepend_requests", "remove_request",
     "remove_requests", "__bool__", "__len__", "__iter__",
 ]  # fmt: skip
-RequestQueue = ABCMeta(
-    "RequestQueue", (), {name: abstractmethod(lambda self: None) for name in QUEUE_METHODS}
-)
+RequestQueue = ABCMeta("RequestQueue", (), {name: abstractmethod(lambda _: None) for name in QUEUE_METHODS})
 
 
 class SchedulingPolicy(Enum):
@@ -109,9 +107,8 @@ class AsyncScheduler:
         for request_id in scheduled:
             self.requests[request_id].num_computed_tokens = self.requests[request_id].num_tokens
         cached = SimpleNamespace(resumed_req_ids=resumed)
-        return SimpleNamespace(
-            num_scheduled_tokens=scheduled, scheduled_new_reqs=new, scheduled_cached_reqs=cached
-        )
+        requests = {"scheduled_new_reqs": new, "scheduled_cached_reqs": cached}
+        return SimpleNamespace(num_scheduled_tokens=scheduled, **requests)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> list[str]:
         finished = []
@@ -188,7 +185,6 @@ def run_step(scheduler: Any) -> tuple[dict[str, int], list[str]]:
     """One step: (tokens scheduled by id, ids that finished)."""
     output = scheduler.schedule()
     ids = list(output.num_scheduled_tokens)
-    result = SimpleNamespace(
-        sampled_token_ids=[[0] for _ in ids], req_id_to_index={name: i for i, name in enumerate(ids)}
-    )
+    numbers = {name: number for number, name in enumerate(ids)}
+    result = SimpleNamespace(sampled_token_ids=[[0] for _ in ids], req_id_to_index=numbers)
     return output.num_scheduled_tokens, scheduler.update_from_output(output, result)

@@ -102,9 +102,8 @@ def test_the_router_is_a_class_that_serve_accepts() -> None:
     from ray.serve.config import RequestRouterConfig
     from ray.serve.request_router import RequestRouter
 
-    config = RequestRouterConfig(
-        request_router_class=ROUTER, request_router_kwargs={"predictor": "pretrained"}
-    )
+    options = {"predictor": "pretrained"}
+    config = RequestRouterConfig(request_router_class=ROUTER, request_router_kwargs=options)
     assert issubclass(config.get_request_router_class(), RequestRouter)
 
 

@@ -88,12 +88,10 @@ def test_every_request_is_served_once_and_in_full_when_memory_is_short(pair: tup
 @pytest.mark.parametrize("former", BATCH_FORMERS)
 def test_under_fcfs_requests_start_in_the_order_they_came(former: str) -> None:
     """The condition under which nobody starves: whoever came before is started before."""
-    given = [
-        (request(f"r{k}", arrival_s=0.3 * k, prompt=1 + k % 7, cap=12), 1 + (5 * k) % 12) for k in range(20)
-    ]
-    run = drive(("fcfs", former), given)
+    requests = [request(f"r{k}", arrival_s=0.3 * k, prompt=1 + k % 7, cap=12) for k in range(20)]
+    run = drive(("fcfs", former), [(each, 1 + (5 * k) % 12) for k, each in enumerate(requests)])
     run.run()
-    starts = [run.finished[item.request_id].first_scheduled_s for item, _ in given]
+    starts = [run.finished[each.request_id].first_scheduled_s for each in requests]
     assert starts == sorted(starts)
 
 
@@ -179,9 +177,8 @@ def test_many_steps_at_once_equal_single_ones_to_the_last_bit(pair: tuple[str, s
     )  # fmt: skip
     trace = random_trace(25, seed=5, rate_rps=4.0)
     config = {"trace": "", "policy": policy, "scheduler": limits, "predictor_delay_s": 0.05}
-    single, many = (
-        run_simulation(SimulationConfig(**config, exact_steps=exact), trace=trace) for exact in (True, False)
-    )
+    configs = (SimulationConfig(**config, exact_steps=exact) for exact in (True, False))
+    single, many = (run_simulation(config, trace=trace) for config in configs)
     assert single.records == many.records
     assert single.metrics["num_steps"] == many.metrics["num_steps"]
     assert single.metrics["num_preemptions"] == many.metrics["num_preemptions"]

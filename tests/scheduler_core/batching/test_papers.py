@@ -183,12 +183,10 @@ def test_slai_doubles_its_offset_when_memory_is_nearly_used_up() -> None:
 @pytest.mark.parametrize(("paying_first", "order"), [(False, "free paid"), (True, "paid free")])
 def test_slai_takes_paying_prompts_first_if_told(paying_first: bool, order: str) -> None:
     """Two new prompts, SPF: the free one is shorter, and first unless paying requests (TBT 0.1 s) go first."""
-    rows = [
-        (request("paid", prompt=4, cap=9, tbt_slo_s=0.1), 1),
-        (request("free", prompt=2, cap=9, tbt_slo_s=0.5), 1),
-    ]
+    paid = request("paid", prompt=4, cap=9, tbt_slo_s=0.1)
+    free = request("free", prompt=2, cap=9, tbt_slo_s=0.5)
     parameters = {"paying_first": paying_first}
-    run = drive("slai", rows, policy="spf", parameters=parameters, max_num_seqs=1)
+    run = drive("slai", [(paid, 1), (free, 1)], policy="spf", parameters=parameters, max_num_seqs=1)
     assert [words.split("+")[0] for words in run.lines] == order.split()
 
 
@@ -201,15 +199,12 @@ def test_slai_evicts_the_prompt_started_last_for_a_critical_decode() -> None:
     takes one of the three that are free now. With a prompt of 5 for b all 7 are held after step 0; at step 1 a
     finds no block, and b, whose prompt is under way, has to go.
     """
-    rows = [
-        (request("a", prompt=2, cap=5, tbt_slo_s=1.0), 5),
-        (request("b", prompt=4, cap=3, tbt_slo_s=9.0), 3),
-    ]
+    a, b = request("a", prompt=2, cap=5, tbt_slo_s=1.0), request("b", prompt=4, cap=3, tbt_slo_s=9.0)
     limits = {"max_num_batched_tokens": 4, "max_num_seqs": 4, "num_kv_blocks": 7}
     parameters = {"delta_low": 1.0, "delta_high": 1.0}
-    run = drive("slai", rows, parameters=parameters, **limits)
+    run = drive("slai", [(a, 5), (b, 3)], parameters=parameters, **limits)
     assert run.lines[:3] == ["a+2. b+2", "b+2. a", "b -a"]
-    longer = [rows[0], (request("b", prompt=5, cap=2), 2)]
+    longer = [(a, 5), (request("b", prompt=5, cap=2), 2)]
     run = drive("slai", longer, parameters=parameters, **limits)
     assert run.lines[:2] == ["a+2. b+2", "a -b"]
 

@@ -28,9 +28,8 @@ def trace_of(seed: int, load: float, num: int = 800, *, is_bursty: bool = False)
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(4.5, 1.0, num), 1, 2000).astype(int)
     rows = [trace_row(f"r{index}", 0.0, 50, int(length), 2000) for index, length in enumerate(lengths)]
-    rate = load * saturation_rate_rps(
-        Trace(tuple(rows), source="test"), CONFIG.scheduler, CONFIG.make_step_time()
-    )
+    trace = Trace(tuple(rows), source="test")
+    rate = load * saturation_rate_rps(trace, CONFIG.scheduler, CONFIG.make_step_time())
     gaps = rng.exponential(1.0 / rate, num)
     if is_bursty:
         gaps = np.where(np.arange(num) % 40 == 0, 40.0 * gaps, 0.0)

@@ -130,9 +130,8 @@ tiers = st.integers(0, K - 1)
 
 
 def expected_costs(row: NDArray[np.float64], cost: float) -> list[float]:
-    return [
-        sum(p * (cost * max(d - e, 0) + max(e - d, 0)) for e, p in enumerate(row.tolist())) for d in range(K)
-    ]
+    levels = list(enumerate(row.tolist()))
+    return [sum(p * (cost * max(d - e, 0) + max(e - d, 0)) for e, p in levels) for d in range(K)]
 
 
 @given(row=probability_rows, cost=costs)

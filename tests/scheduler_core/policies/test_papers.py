@@ -230,9 +230,8 @@ def test_semantic_compares_urgency_first_and_then_time() -> None:
     After the prompt and 10 tokens: 40 left, n = 110: 5.91298857e-9 * (800 + 4400 + 20) + 0.4783312 = 0.478362 s."""
     policy = make_policy("semantic")
     item = state("a", prompt=100, prediction=sure(50), cap=1000, tier=2)
-    urgent = state(
-        "b", prompt=900, prediction=sure(900), cap=1000, urgency=UrgencyPrediction((1.0, 0, 0, 0, 0))
-    )
+    most_urgent = UrgencyPrediction((1.0, 0, 0, 0, 0))
+    urgent = state("b", prompt=900, prediction=sure(900), cap=1000, urgency=most_urgent)
     enter(policy, item, urgent)
     assert policy.remaining_s(item) == pytest.approx(0.608481, abs=2e-6)  # type: ignore[attr-defined]
     assert policy.key(urgent, 0.0) < policy.key(item, 0.0) == pytest.approx(2e8 + 0.608481, abs=1e-4)
@@ -334,9 +333,8 @@ def test_tie_score_is_mean_plus_beta_times_tail_mean() -> None:
     wide = predicted("b", 40, 0.9)
     policy.on_prediction(wide)
     length = LogT(math.log(40), 0.9)
-    assert policy.score(wide) == pytest.approx(
-        float(length.expected(100)) + 0.3 * float(length.cvar(0.9, 100))
-    )
+    score = float(length.expected(100)) + 0.3 * float(length.cvar(0.9, 100))
+    assert policy.score(wide) == pytest.approx(score)
 
 
 @pytest.mark.parametrize(

@@ -42,10 +42,8 @@ def simulate(trace: Trace, route: Router, num: int, policy: str = "tie", **more:
         assert one.num_waiting == one.num_running == 0
         assert one.pool.kv.num_free_blocks == LIMITS.num_kv_blocks
         assert not one.pool.reserved
-    assert sorted(record.request_id for record in out.records) == sorted(
-        row.request_id for row in trace.requests
-    )
     lengths = {row.request_id: row.output_tokens for row in trace.requests}
+    assert sorted(record.request_id for record in out.records) == sorted(lengths)
     assert all(record.output_tokens == lengths[record.request_id] for record in out.records)
     return out
 
@@ -194,9 +192,8 @@ def test_replicas_that_fail_and_are_repaired_lose_nothing() -> None:
 
     def run(**more: Any) -> SimulationOutcome:
         cores, predictions = {f"n{number}": core("tie") for number in range(3)}, trace_predictions(trace)
-        return Simulation(
-            trace, cores, LinearStepTime(), predictions, router("jsq"), changes=changes, **more
-        ).run()
+        options = {"router": router("jsq"), "changes": changes, **more}
+        return Simulation(trace, cores, LinearStepTime(), predictions, **options).run()
 
     out = run(rebuild=rebuild)
     assert sorted(r.request_id for r in out.records) == sorted(r.request_id for r in trace.requests)

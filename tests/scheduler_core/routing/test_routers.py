@@ -249,9 +249,8 @@ def _play(name: str, events: Sequence[str], seed: int) -> list[tuple[str, str]]:
         active = [one for one, status in world.dispatcher.replicas.items() if status is ReplicaStatus.ACTIVE]
         if event == "add":
             live.add(f"r{number}")
-            events_seen += [
-                (event, where) for where in world.dispatch(f"r{number}", now=now, tiers=[number % 5])
-            ]
+            places = world.dispatch(f"r{number}", now=now, tiers=[number % 5])
+            events_seen += [(event, where) for where in places]
         elif event in ("finish", "abort") and placed:
             where = world.dispatcher.replica_of(placed[0])
             assert where is not None
