@@ -24,13 +24,8 @@ def vllm_python() -> Path:
 
 def vllm_environment() -> dict[str, str]:
     """Variables of a process with vLLM: no network, little memory, two threads; modules of ours only if asked for."""
-    environment = {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "OMP_NUM_THREADS": "2",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
+    limits = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "2"}
+    environment = os.environ | limits | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment.pop("PYTHONPATH", None)
     return environment
 
@@ -72,19 +67,9 @@ def save_tiny_llama(folder: Path, *, hidden_size: int, heads: int, kv_heads: int
     fast.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}assistant"
     fast.save_pretrained(folder)
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(words),
-        hidden_size=hidden_size,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=96,
-        eos_token_id=1,
-        bos_token_id=None,
-        pad_token_id=0,
-        initializer_range=0.6,
-    )
-    model = LlamaForCausalLM(config).eval()
-    model.save_pretrained(folder)
+    sizes = {"vocab_size": len(words), "hidden_size": hidden_size, "intermediate_size": 32}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    tokens = {"eos_token_id": 1, "bos_token_id": None, "pad_token_id": 0}
+    config = LlamaConfig(**sizes, **tokens, max_position_embeddings=96, initializer_range=0.6)
+    LlamaForCausalLM(config).eval().save_pretrained(folder)
     return folder

@@ -137,11 +137,8 @@ def test_castillo_in_its_original_layout(tmp_path: Path) -> None:
     row |= {"input_size": 184, "output_sizes": [170, 15001, 15000], "temp": 1.0, "top_p": 1.0}
     path = write(tmp_path / "preproc_Mbpp_test.json", json.dumps([row]))
     report, rows = imported("castillo", path)
-    assert values_of(rows, "sample_index", "output_tokens", "finish_reason") == [
-        (0, 170, "stop"),
-        (1, 15000, "length"),
-        (2, 15000, "length"),
-    ]
+    samples = [(0, 170, "stop"), (1, 15000, "length"), (2, 15000, "length")]
+    assert values_of(rows, "sample_index", "output_tokens", "finish_reason") == samples
     assert set(values_of(rows, "model", "max_tokens", "prompt_tokens", "engine")) == {
         ("google/gemma-3-4b-it", 15000, 184, "imported:castillo")
     }

@@ -23,16 +23,10 @@ PLAIN["served_models"] = ("tiny-llm",)
 #: Folders by name.
 Folders = dict[str, Path]
 CALIBRATION = Calibration((1.0, 1.5, 0.7), (0.0, 0.3, -0.2))
-EXPORTS = {  # name -> checkpoint, older exporter
-    "bert": ("bert", False),
-    "deberta": ("deberta", False),
-    "bert-legacy": ("bert", True),
-    "deberta-legacy": ("deberta", True),
-    "distilbert-legacy": ("distilbert", True),
-    "modernbert-legacy": ("modernbert", True),
-    "opt-legacy": ("opt", True),
-    "plain-legacy": ("plain", True),
-}
+LEGACY = ("bert", "deberta", "distilbert", "modernbert", "opt", "plain")
+#: Name -> checkpoint, older exporter.
+EXPORTS = {name: (name, False) for name in ("bert", "deberta")}
+EXPORTS |= {f"{name}-legacy": (name, True) for name in LEGACY}
 
 
 def write_checkpoint(folder: Path, kind: str, **options: Any) -> Path:

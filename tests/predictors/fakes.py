@@ -133,15 +133,9 @@ def _write(folder: Path, model: onnx.ModelProto, **changes: Any) -> Path:
     )
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "normalization.json").write_text(json.dumps({"mu_mean": 0.0}), encoding="utf-8")
-    fields: dict[str, Any] = {
-        "artifact_id": "tiny",
-        "created": "2026-01-02T03:04:05+00:00",
-        "encoder": ENCODER,
-        "max_length": 16,
-        "truncation_side": "right",
-        "pad_token_id": VOCAB["[PAD]"],
-    }
-    fields |= changes
+    fields: dict[str, Any] = {"artifact_id": "tiny", "created": "2026-01-02T03:04:05+00:00"}
+    fields |= {"max_length": 16, "truncation_side": "right", "pad_token_id": VOCAB["[PAD]"]}
+    fields |= {"encoder": ENCODER} | changes
     prefix = fields.pop("artifact_version", None)
     write_manifest(folder, Manifest.model_construct(**fields), version_prefix=prefix)
     return folder

@@ -57,6 +57,7 @@ OURS = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 OTHER = Ed25519PrivateKey.from_private_bytes(bytes(range(32, 64)))
 REQUEST = PredictionRequest("r", "sea", 1)
 SEA = pb.PredictRequest(prompt="sea")
+NO_NUMBERS = "the model gave mu = nan"
 
 
 def change_manifest(folder: Path, **changes: Any) -> None:
@@ -407,7 +408,7 @@ async def test_start_refuses_equal_ids_and_what_reloads_refuse(tmp_path: Path, a
     broken = without_numbers(write_artifact(tmp_path / "a", artifact_id="broken"))
     for folder, kind, message in (
         (artifact_folder, InputError, "artifact: got 'tiny'"),
-        (broken, TailcastError, "the model gave mu = nan"),
+        (broken, TailcastError, NO_NUMBERS),
     ):
         with pytest.raises(kind, match=message):
             async with running_server([open_runtime(artifact_folder), open_runtime(folder)]):
@@ -419,10 +420,8 @@ async def test_a_new_version_takes_over_and_no_request_is_lost(tmp_path: Path) -
     link.symlink_to(write_artifact(tmp_path / "one", artifact_version="one"))
     old = GatedRuntime(link, is_open=False)
     batching = BatchingSettings(max_batch=1, max_wait_s=0.0, max_queue=50, num_workers=2)
-    async with server_and_stub(old, batching=batching, reopen=lambda name: source(link).open()) as (
-        server,
-        stub,
-    ):
+    options = {"batching": batching, "reopen": lambda name: source(link).open()}
+    async with server_and_stub(old, **options) as (server, stub):
         # One stays inside the old version, behind its gate; the second worker is free.
         inside = asyncio.ensure_future(stub.Predict(SEA))
         await until(lambda: server.artifacts.num_in_flight == 1)
@@ -491,10 +490,7 @@ def damaged(folder: Path) -> Path:
         (lambda path: source(write_artifact(path / "a", artifact_id="x")).open(), "artifact_id: got 'x'"),
         (lambda path: source(write_artifact(path / "a", artifact_id="tiny")).open(), "heads"),
         (lambda path: Broken(write_rich_artifact(path / "a", artifact_version="new")), "no memory"),
-        (
-            lambda path: source(without_numbers(write_rich_artifact(path / "a"))).open(),
-            "the model gave mu = nan",
-        ),
+        (lambda path: source(without_numbers(write_rich_artifact(path / "a"))).open(), NO_NUMBERS),
     ],
     ids=["missing", "damaged", "another id", "fewer heads", "warm-up fails", "no numbers"],
 )

@@ -198,18 +198,13 @@ HTTP = [
     http_request(AUTHORIZED, b"Inference-Header-Content-Length: " + SECRET, path=b"/v2/models/tiny/infer"),
     http_request(AUTHORIZED, path=b"/v2/models/" + SECRET + b"/infer"),
     http_request(AUTHORIZED, body=SECRET * 2**19),
-    *(
-        http_request(AUTHORIZED, body=body)
-        for body in (
-            PROMPT,
-            PROMPT + b"\xff}",
-            PROMPT + b', "max_tokens": "' + SECRET + b'"}',
-            PROMPT + b', "served_model": "' + SECRET + b'"}',
-            PROMPT + b', "' + SECRET + b'\\ud800": 1}',
-            b'{"prompt": "crash ' + SECRET + b'"}',
-            b'{"prompt": "nan ' + SECRET + b'"}',
-        )
-    ),
+    http_request(AUTHORIZED, body=PROMPT),
+    http_request(AUTHORIZED, body=PROMPT + b"\xff}"),
+    http_request(AUTHORIZED, body=PROMPT + b', "max_tokens": "' + SECRET + b'"}'),
+    http_request(AUTHORIZED, body=PROMPT + b', "served_model": "' + SECRET + b'"}'),
+    http_request(AUTHORIZED, body=PROMPT + b', "' + SECRET + b'\\ud800": 1}'),
+    http_request(AUTHORIZED, body=b'{"prompt": "crash ' + SECRET + b'"}'),
+    http_request(AUTHORIZED, body=b'{"prompt": "nan ' + SECRET + b'"}'),
 ]
 METADATA = [("authorization", f"Bearer {TOKEN}")]
 GRPC: list[tuple[bytes, list[tuple[str, Any]]]] = [

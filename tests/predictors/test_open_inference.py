@@ -94,11 +94,8 @@ async def test_metadata_and_health(stub: Any) -> None:
     assert names == ["prompt", "served_model", "temperature", "max_tokens"]
     shapes = {tensor.name: list(tensor.shape) for tensor in metadata.outputs}
     assert (shapes["mu"], shapes["urgency"], shapes["quantile_tokens"]) == ([-1], [-1, 3], [-1, 3])
-    for request, ready in (
-        ({"name": "tiny"}, True),
-        ({"name": "tiny", "version": metadata.versions[0]}, True),
-        ({"name": "other"}, False),
-    ):
+    versioned = {"name": "tiny", "version": metadata.versions[0]}
+    for request, ready in (({"name": "tiny"}, True), (versioned, True), ({"name": "other"}, False)):
         assert (await stub.ModelReady(oip.ModelReadyRequest(**request))).ready is ready
     code, _ = await status(stub.ModelMetadata(oip.ModelMetadataRequest(name="tiny", version="9")))
     assert code == grpc.StatusCode.NOT_FOUND

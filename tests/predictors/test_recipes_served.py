@@ -34,33 +34,25 @@ class Order(NamedTuple):
 
 #: The paper's unlimited trust, so that the order does not depend on the threshold that a tiny training can certify.
 TRUST = {"max_promotion": float("inf")}
+TIE = Order("length", "tie")
 ORDERS = {
-    "tie-deberta": Order("length", "tie"),
-    "minilm-cpu": Order("length", "tie"),
-    "minilm-quickstart": Order("length", "tie"),
-    "minilm-logs": Order("length", "tie"),
+    **dict.fromkeys(("tie-deberta", "minilm-cpu", "minilm-quickstart", "minilm-logs"), TIE),
     "ssjf-bert": Order("point", "ssjf"),
     "s3-distilbert-buckets": Order("bucket", "s3", {"reserve": 0}),
     "ltr-opt125m-listmle": Order("rank", "ltr"),
-    "urgency-distilbert": Order("urgency", "hpjf", TRUST),
-    "urgency-minilm": Order("urgency", "hpjf", TRUST),
-    "semantic": Order("urgency", "semantic", TRUST),
-    "multitask": Order("urgency", "semantic", TRUST),
+    **dict.fromkeys(("urgency-distilbert", "urgency-minilm"), Order("urgency", "hpjf", TRUST)),
+    **dict.fromkeys(("semantic", "multitask"), Order("urgency", "semantic", TRUST)),
 }
 #: One recipe of every head; `make test-all` runs the others too.
 QUICK = {"minilm-quickstart", "ssjf-bert", "s3-distilbert-buckets", "ltr-opt125m-listmle", "semantic"}
 SERVED_MODEL = "small"
 
-TEXTS = [
-    text if number % 2 else text.replace("write", "now") for number, (text, _, _) in enumerate(prompts(12))
-]
+TEXTS = [text.replace("write", ("now", "write")[row % 2]) for row, (text, _, _) in enumerate(prompts(12))]
 TOKENS = {"prompt_tokens": 8, "output_tokens": 20, "max_tokens": 100}
-TRACE = Trace(
-    tuple(
-        TraceRequest(request_id=f"r{number}", arrival_s=0.0, prompt=text, **TOKENS)
-        for number, text in enumerate(TEXTS)
-    )
+ROWS = (
+    TraceRequest(request_id=f"r{row}", arrival_s=0.0, prompt=text, **TOKENS) for row, text in enumerate(TEXTS)
 )
+TRACE = Trace(tuple(ROWS))
 
 
 @pytest.fixture(

@@ -85,10 +85,8 @@ def test_coverage_uses_prompts_whose_quantile_lies_below_max_tokens():
 def test_crps_equals_the_integral_over_the_served_length(nu):
     distribution, limit, served = LogT(3.0, 0.4, 3.5), 35.0, 26.0
     scores = score_outputs(np.array([3.0]), np.array([0.4]), nu, one_each([served], True, limit))
-    for crps, scale, back, low in (
-        (scores.crps_tokens, float, float, 1e-9),
-        (scores.crps_log, np.log, np.exp, -5),
-    ):
+    in_tokens, in_logs = (scores.crps_tokens, float, float, 1e-9), (scores.crps_log, np.log, np.exp, -5)
+    for crps, scale, back, low in (in_tokens, in_logs):
         at = scale(served)
 
         def squared(y, back=back, at=at):
@@ -303,11 +301,8 @@ def test_outputs_drawn_from_the_predictions_are_calibrated(folder, tmp_path):
 def test_the_served_model_is_an_input_and_an_unknown_one_is_reported(folder, tmp_path, caplog):
     table, scores = pq.read_table(folder / "lists.parquet"), []
     names = table.column("model").to_pylist()
-    for models in (
-        names,
-        [MODELS[1 - MODELS.index(name)] for name in names],
-        [f"new-{name}" for name in names],
-    ):
+    swapped = [MODELS[1 - MODELS.index(name)] for name in names]
+    for models in (names, swapped, [f"new-{name}" for name in names]):
         at = table.column_names.index("model")
         pq.write_table(table.set_column(at, "model", pa.array(models)), tmp_path / "x.parquet")
         found = evaluate(folder / "known/checkpoint", tmp_path / "x.parquet", tmp_path / "e.json")

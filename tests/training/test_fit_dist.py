@@ -20,6 +20,7 @@ from training.fitting.sample_files import open_samples
 from training.fitting.samples import group_table
 
 YES, NO = True, False
+LAST_NOT = [YES, YES, YES, NO]
 MAX_TOKENS = 300
 
 
@@ -61,15 +62,8 @@ def test_samples_become_groups_in_order_with_what_was_truncated(tmp_path):
     [
         ([[5, 100, 101]], {}, None, [[5, 100, 101]], [[YES] * 3], [None]),
         ([[5, 100, 101]], {}, 100, [[5, 100, 100]], [[YES, NO, NO]], [100]),
-        (
-            [[5, 9, 11, 9]],
-            {"finished": [[YES, YES, YES, NO]]},
-            None,
-            [[5, 9, 11, 9]],
-            [[YES, YES, YES, NO]],
-            [200],
-        ),
-        ([[5, 9, 11, 9]], {"finished": [[YES, YES, YES, NO]]}, 9, [[5, 9, 9, 9]], [[YES, YES, NO, NO]], [9]),
+        ([[5, 9, 11, 9]], {"finished": [LAST_NOT]}, None, [[5, 9, 11, 9]], [LAST_NOT], [200]),
+        ([[5, 9, 11, 9]], {"finished": [LAST_NOT]}, 9, [[5, 9, 9, 9]], [[YES, YES, NO, NO]], [9]),
         ([[5, 6], [7]], {"prompt_id": ["a", "a"]}, None, [[5, 6, 7]], [[YES] * 3], [None]),
         ([[7], [], [5, 6, 7]], {}, None, [[7], [], [5, 6, 7]], [[YES], [], [YES] * 3], [None] * 3),
     ],

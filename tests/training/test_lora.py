@@ -22,19 +22,13 @@ RANK = 2
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lora")
-    return TrainConfig(
-        data=str(write_rows(folder / "rows.parquet")),
-        encoder=tiny_bert(folder / "bert"),
-        out=str(folder / "checkpoint"),
-        max_length=24,
-        tower=TowerOptions(hidden_sizes=(8, 4), dropouts=(0.0, 0.0)),
-        conditioning=ConditioningOptions(width=4),
-        lora=LoraOptions(rank=RANK, layers=1),
-        stage1=StageConfig(epochs=2, learning_rate=1e-2),
-        stage2=StageConfig(epochs=1, learning_rate=1e-3),
-        batch_size=8,
-        progress=False,
-    )
+    paths = {"data": str(write_rows(folder / "rows.parquet")), "out": str(folder / "checkpoint")}
+    network = {"encoder": tiny_bert(folder / "bert"), "conditioning": ConditioningOptions(width=4)}
+    network["tower"] = TowerOptions(hidden_sizes=(8, 4), dropouts=(0.0, 0.0))
+    network["lora"] = LoraOptions(rank=RANK, layers=1)
+    stages = {"stage1": StageConfig(epochs=2, learning_rate=1e-2)}
+    stages["stage2"] = StageConfig(epochs=1, learning_rate=1e-3)
+    return TrainConfig(**paths, **network, **stages, max_length=24, batch_size=8, progress=False)
 
 
 @pytest.fixture(scope="module")

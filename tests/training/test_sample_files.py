@@ -36,6 +36,9 @@ ANSWERS = [
 ]
 HEAD = "prompt_id,model,output_tokens,finished\n"
 GOOD = '{"prompt_id": "a", "model": "m", "output_tokens": [5, 6, 7]}\n'
+TEMPERATURES = "temperature,output_tokens,finished\n0.5,4,true\n1,8,False\n0.5,6,TRUE\n0.5,2,false\n"
+#: A byte order mark is no part of the first name; empty lists and fields are missing values.
+WINDOWS = '\ufeffprompt_id,model,output_tokens,max_tokens\r\na,m,"[ 1 ,2,3 ]",\r\nb,m,[],7\r\n'
 GOOD_B = GOOD.replace('"a"', '"b"')
 
 
@@ -104,22 +107,14 @@ def test_compact_types_of_other_writers_are_read(tmp_path):
     ("content", "keys", "names", "lengths", "finished", "limits"),
     [
         (
-            "temperature,output_tokens,finished\n0.5,4,true\n1,8,False\n0.5,6,TRUE\n0.5,2,false\n",
+            TEMPERATURES,
             ("temperature",),
             [0.5, 1.0],
             [[4, 6, 2], [8]],
             [[True, True, False], [False]],
-            [None, None],
+            [None] * 2,
         ),
-        # A byte order mark is no part of the first name; empty lists and fields are missing values.
-        (
-            '\ufeffprompt_id,model,output_tokens,max_tokens\r\na,m,"[ 1 ,2,3 ]",\r\nb,m,[],7\r\n',
-            ("prompt_id", "model"),
-            ["a", "b"],
-            [[1, 2, 3], []],
-            [[True] * 3, []],
-            [None, 7],
-        ),
+        (WINDOWS, ("prompt_id", "model"), ["a", "b"], [[1, 2, 3], []], [[True] * 3, []], [None, 7]),
     ],
 )
 def test_csv_is_read_as_people_write_it(content, keys, names, lengths, finished, limits, tmp_path):

@@ -69,19 +69,10 @@ def stage(epochs=1, learning_rate=1e-3, **options):
 
 
 def tiny(encoder, samples, out, **options):
-    defaults = {
-        "data": str(samples),
-        "out": str(out),
-        "encoder": encoder,
-        "max_length": 24,
-        "tower": TowerOptions(hidden_sizes=(8, 8, 4)),
-        "batch_size": 8,
-        "stage1": stage(warmup_fraction=0.2),
-        "stage2": stage(),
-        "accelerator": "cpu",
-        "threads": 1,
-        "progress": False,
-    }
+    defaults = {"data": str(samples), "out": str(out), "encoder": encoder, "max_length": 24, "batch_size": 8}
+    defaults |= {"stage1": stage(warmup_fraction=0.2), "stage2": stage()}
+    defaults |= {"tower": TowerOptions(hidden_sizes=(8, 8, 4))}
+    defaults |= {"accelerator": "cpu", "threads": 1, "progress": False}
     return TrainConfig(**(defaults | options))
 
 

@@ -24,6 +24,7 @@ from training.rows import join, read_split_rows
 
 READING = PredictorConfig(encoder="tiny", heads=Heads(length=LengthHead()), max_length=24)
 NO_STAGES = {name: StageConfig(epochs=0, learning_rate=1.0) for name in ("stage1", "stage2")}
+MSE = LengthTask(objective="mse")
 URGENCY_ALONE = {"length": None, "urgency": UrgencyTask(), "urgency_data": "x"}
 
 
@@ -273,11 +274,7 @@ def test_the_learning_rate_rises_and_then_follows_the_schedule():
         (TrainConfig, {"batch_size": 0}, "batch_size: got 0"),
         (TrainConfig, {"encoder_dropout": 1.0}, "encoder_dropout"),
         (TrainConfig, {"group_by": "model"}, "prompt_id among them"),
-        (
-            TrainConfig,
-            {"oversampling": ((5.0, 1.0, 0.0),), "length": LengthTask(objective="mse")},
-            "oversampling",
-        ),
+        (TrainConfig, {"oversampling": ((5.0, 1.0, 0.0),), "length": MSE}, "oversampling"),
         (TrainConfig, {"length": None}, "at least one of these heads"),
         (TrainConfig, {"data": None}, "data: got None"),
         (TrainConfig, {"urgency": UrgencyTask()}, "urgency_data: got None"),

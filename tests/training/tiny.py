@@ -27,13 +27,9 @@ def tiny_bert(folder: Path, *, seed: int = 0, hidden_size: int = 32, dropout: fl
     from transformers import BertConfig, BertModel
 
     tokenizer = _word_pieces()
-    config = BertConfig(
-        vocab_size=len(tokenizer),
-        intermediate_size=2 * hidden_size,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-        **SIZES | {"hidden_size": hidden_size},
-    )
+    sizes = SIZES | {"hidden_size": hidden_size, "intermediate_size": 2 * hidden_size}
+    dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    config = BertConfig(vocab_size=len(tokenizer), **sizes, **dropouts)
     return _save(folder, BertModel, config, tokenizer, seed)
 
 
@@ -45,19 +41,14 @@ def tiny_deberta(folder: Path, *, seed: int = 0) -> str:
     words = [(f"▁{word}", -3.0) for word in WORDS]
     specials = [("[PAD]", 0.0), ("[CLS]", 0.0), ("[SEP]", 0.0), ("[UNK]", 0.0)]
     tokenizer = DebertaV2Tokenizer(vocab=[*specials, *words, *letters], unk_id=3)
-    config = DebertaV2Config(
-        vocab_size=len(tokenizer),
-        intermediate_size=64,
-        type_vocab_size=0,
-        relative_attention=True,
-        position_buckets=16,
-        norm_rel_ebd="layer_norm",
-        share_att_key=True,
-        pos_att_type=["p2c", "c2p"],
-        position_biased_input=False,
-        pad_token_id=0,
-        **SIZES,
-    )
+    attention = {"relative_attention": True, "position_buckets": 16, "share_att_key": True}
+    attention |= {
+        "pos_att_type": ["p2c", "c2p"],
+        "position_biased_input": False,
+        "norm_rel_ebd": "layer_norm",
+    }
+    sizes = SIZES | {"vocab_size": len(tokenizer), "intermediate_size": 64, "type_vocab_size": 0}
+    config = DebertaV2Config(pad_token_id=0, **sizes, **attention)
     return _save(folder, DebertaV2Model, config, tokenizer, seed)
 
 

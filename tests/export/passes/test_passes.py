@@ -165,15 +165,10 @@ def test_half_precision_is_near(graphs, kind, with_attention):
 LONGEST = 48
 # All tiny vocabularies have these.
 VOCABULARY = 20
+TOKENS = {"max_length": LONGEST, "truncation_side": "right", "pad_token_id": 0}
+CARD = EncoderCard(architecture="bert", source="fake", num_parameters=1, num_layers=None, width=1)
 MANIFEST = Manifest.model_construct(
-    artifact_id="tiny",
-    created="",
-    heads=("length",),
-    encoder=EncoderCard(architecture="bert", source="fake", num_parameters=1, num_layers=None, width=1),
-    nu=3.5,
-    max_length=LONGEST,
-    truncation_side="right",
-    pad_token_id=0,
+    artifact_id="tiny", created="", heads=("length",), encoder=CARD, nu=3.5, **TOKENS
 )
 
 

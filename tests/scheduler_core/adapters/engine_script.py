@@ -148,11 +148,9 @@ def deliver(scheduler: Any, plan: Any, names: list[str], samples: dict[str, bool
     """The tokens of a step reach the scheduler; what clients get."""
     from vllm.v1.outputs import ModelRunnerOutput
 
-    result = ModelRunnerOutput(
-        req_ids=names,
-        req_id_to_index={name: row for row, name in enumerate(names)},
-        sampled_token_ids=[[7] if samples[name] else [] for name in names],
-    )
+    rows = {name: row for row, name in enumerate(names)}
+    tokens = [[7] if samples[name] else [] for name in names]
+    result = ModelRunnerOutput(req_ids=names, req_id_to_index=rows, sampled_token_ids=tokens)
     return [one for outputs in scheduler.update_from_output(plan, result).values() for one in outputs.outputs]
 
 

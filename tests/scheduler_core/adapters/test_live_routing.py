@@ -125,7 +125,6 @@ def test_prompts_are_read_from_mappings_and_objects() -> None:
     body = {"messages": messages, "max_tokens": 9, "max_completion_tokens": 7, "temperature": 0}
     assert openai_prompt(body, {"tailcast_tier": 0}) == expected
     assert openai_prompt(SimpleNamespace(**body), {"tailcast_tier": 0}) == expected
-    assert openai_prompt({"prompt": "Once", "max_tokens": True}, {"tailcast_tier": -1}) == RoutedPrompt(
-        text="Once", user_text="Once"
-    )
+    once = RoutedPrompt(text="Once", user_text="Once")
+    assert openai_prompt({"prompt": "Once", "max_tokens": True}, {"tailcast_tier": -1}) == once
     assert openai_prompt({"prompt": [1, 2], "messages": None}) == RoutedPrompt()
