@@ -17,18 +17,9 @@ os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 os.environ.pop("RAY_ADDRESS", None)
 
 # No test may depend on how fast the machine is, so neither profile looks at the clock.
-_SLOW = [HealthCheck.too_slow]
+_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
 # The same examples in every run, and nothing remembered: what is green stays green until something is changed.
-settings.register_profile(
-    "ci", derandomize=True, database=None, deadline=None, suppress_health_check=_SLOW, print_blob=True
-)
+settings.register_profile("ci", derandomize=True, database=None, **_COMMON)
 # Other examples in every run, more of them, and failures are remembered in .hypothesis.
-settings.register_profile(
-    "explore",
-    derandomize=False,
-    max_examples=400,
-    deadline=None,
-    suppress_health_check=_SLOW,
-    print_blob=True,
-)
+settings.register_profile("explore", derandomize=False, max_examples=400, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

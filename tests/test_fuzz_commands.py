@@ -291,12 +291,8 @@ def outcome(name: str, call: Call, inputs: Path) -> Outcome:
     (out := folder / "out").mkdir()
     args = _arguments(COMMANDS[name], call, inputs, out)
     stderr = io.StringIO()
-    with (
-        contextlib.chdir(folder),
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(stderr),
-        _time_limit(),
-    ):
+    printed, errors = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(stderr)
+    with contextlib.chdir(folder), printed, errors, _time_limit():
         logging.disable(logging.CRITICAL)
         try:
             code = COMMANDS[name].main(args)

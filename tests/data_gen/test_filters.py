@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from data_gen.filters import NearDuplicates, PromptFilters, filtered, lsh_bands, pieces, similarity
@@ -37,7 +37,6 @@ def test_token_bounds(tmp_path: Path, word_tokenizer: Path) -> None:
         list(filtered(stream, PromptFilters(tokenizer=str(tmp_path / "bad.json"))))
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from("abc"), max_size=60), st.integers(1, 40), st.integers(0, 5))
 def test_strata_share_evenly_what_they_have(kinds: list[str], count: int, seed: int) -> None:
     stream, dropped = [Prompt(f"p{i}", "x", kind) for i, kind in enumerate(kinds)], Counter[str]()

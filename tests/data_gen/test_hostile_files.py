@@ -56,6 +56,8 @@ FIT = {
     "prompt_id": "p", "model": "m", "prompt": "Hi", "run_id": "r", "output_tokens": 7, "finish_reason": "stop",
     "max_tokens": 50,
 }  # fmt: skip
+WRONG = [("fit-dist jsonl", "max_tokens", 2**31), ("fit-dist parquet", "max_tokens", 2**31)]
+SIZES = [("azure", 500), ("castillo", 500), ("pairs", 50), ("fit-dist jsonl", 500), ("fit-dist jsonl", 3000)]
 
 
 @dataclass(frozen=True)
@@ -129,11 +131,8 @@ HOSTILE: list[Any] = [
 
 def run(source: Source, content: bytes, max_bytes: int | None = None) -> tuple[int, list[str]]:
     """Exit code and standard error; the command has left its file, or nothing."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        redirect_stderr(io.StringIO()) as errors,
-        redirect_stdout(io.StringIO()),
-    ):
+    errors, printed = io.StringIO(), io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, redirect_stderr(errors), redirect_stdout(printed):
         file, out = Path(folder) / f"file{source.suffix}", Path(folder) / "out.parquet"
         file.write_bytes(content)
         tokenizer = save_word_tokenizer(Path(folder) / "tokenizer")
@@ -191,7 +190,6 @@ def test_good_files_are_read_and_wrong_values_named(name: str, data: st.DataObje
     run(source, content)
 
 
-WRONG = [("fit-dist jsonl", "max_tokens", 2**31), ("fit-dist parquet", "max_tokens", 2**31)]
 WRONG += [("lists", "p", []), ("lists", "tokens", True), ("lengths", "arrival_s", 1e308)]
 
 
@@ -223,10 +221,7 @@ def test_damaged_bytes_are_named(name: str, data: st.DataObject) -> None:
     run(source, damaged[data.draw(st.sampled_from(sorted(damaged)))])
 
 
-@pytest.mark.parametrize(
-    ("name", "max_bytes"),
-    [("azure", 500), ("castillo", 500), ("pairs", 50), ("fit-dist jsonl", 500), ("fit-dist jsonl", 3000)],
-)
+@pytest.mark.parametrize(("name", "max_bytes"), SIZES)
 def test_a_full_disk_leaves_no_rests(name: str, max_bytes: int) -> None:
     source = SOURCES[name]
     content = source.content(source.rows)

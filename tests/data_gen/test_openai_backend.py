@@ -36,6 +36,7 @@ SETTINGS = SamplingSettings(num_samples=4, max_tokens=40, temperature=0.7, top_p
 WORK = [Work(prompt, (0, 1, 2, 3)) for prompt in PROMPTS]
 
 Key = tuple[str, int]
+REFUSALS = [error(401), error(404, "gone"), error(429, "insufficient_quota"), error(429, Retry_After="9999")]
 
 
 def works(count: int) -> list[Work]:
@@ -549,20 +550,15 @@ def test_a_run_in_which_everything_is_refused_stops_early() -> None:
         assert len(server.bodies) < 30
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [error(401), error(404, "gone"), error(429, "insufficient_quota"), error(429, Retry_After="9999")],
-)
+@pytest.mark.parametrize("fault", REFUSALS)
 def test_trouble_with_the_account_or_model_stops_the_run(fault: Fault) -> None:
     with pytest.raises(EngineError):
         sampled(Completions(behave=lambda number, body: fault))
 
 
 def test_retry_after_holds_back_all_requests() -> None:
-    with (
-        running(Completions(behave=first(1, error(429, Retry_After="0.2")))) as (server,),
-        backend(server, concurrency=1) as engine,
-    ):
+    script = Completions(behave=first(1, error(429, Retry_After="0.2")))
+    with running(script) as (server,), backend(server, concurrency=1) as engine:
         outputs, _ = gathered(engine.sample(WORK, SETTINGS))
         assert_complete(outputs)
         first_at, second_at, *_ = server.arrivals[2:]  # after the models and the version
@@ -612,10 +608,8 @@ def test_a_server_that_stays_away_or_is_replaced_ends_the_run(version: str | Non
 
 
 def test_servers_share_the_requests_and_stand_in_for_each_other() -> None:
-    with (
-        running(Completions(delay_s=0.002), Completions(delay_s=0.002)) as (one, two),
-        backend(one, two, concurrency=3) as engine,
-    ):
+    scripts = Completions(delay_s=0.002), Completions(delay_s=0.002)
+    with running(*scripts) as (one, two), backend(one, two, concurrency=3) as engine:
         assert_complete(gathered(engine.sample(WORK, SETTINGS))[0])
         assert 6 <= len(one.bodies) <= 14
         one.halt()
@@ -640,11 +634,9 @@ def test_a_server_missing_at_the_start_joins_later() -> None:
 
 def test_a_broken_server_is_put_aside_when_its_retry_budget_is_spent() -> None:
     many = works(100)
-    broken = Completions(behave=lambda number, body: error(500))
-    with (
-        running(Completions(delay_s=0.001), broken) as (good, bad),
-        backend(good, bad, concurrency=16, max_attempts=50) as engine,
-    ):
+    scripts = Completions(delay_s=0.001), Completions(behave=lambda number, body: error(500))
+    options = {"concurrency": 16, "max_attempts": 50}
+    with running(*scripts) as (good, bad), backend(good, bad, **options) as engine:
         outputs, failures = gathered(engine.sample(many, SETTINGS))
         assert (len(outputs), failures) == (400, {})
         assert len(bad.bodies) < len(good.bodies)

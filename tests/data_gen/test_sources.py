@@ -10,7 +10,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from data_gen.prompts import Message, conversation_id_of, prompt_id_of
@@ -26,6 +26,7 @@ CHAT = [
     {"role": "user", "content": "two"},
     {"role": "assistant", "content": "2"},
 ]
+TEXTS = st.lists(st.text(min_size=1).filter(str.strip), min_size=1, max_size=8, unique=True)
 LMSYS = [
     {"conversation_id": "c1", "model": "m", "conversation": CHAT, "turn": 2, "language": "English"},
     {"conversation_id": "c2", "model": "m", "conversation": CHAT[1:3], "turn": 1, "language": "German"},
@@ -109,13 +110,8 @@ def test_own_messages_keep_their_id_and_whole_history(tmp_path: Path) -> None:
     assert (prompt.prompt_id, prompt.text, prompt.category, len(prompt.messages)) == ("mine", "two", "k", 4)
 
 
-@settings(deadline=None)
-@given(
-    st.lists(st.text(min_size=1).filter(str.strip), min_size=1, max_size=8, unique=True), st.integers(0, 3)
-)
-@example(
-    [f"{i} " + "ä" * 70_000 for i in range(60)], 0
-)  # an array longer than the window is read piece by piece
+@given(TEXTS, st.integers(0, 3))
+@example([f"{i} " + "ä" * 70_000 for i in range(60)], 0)  # an array longer than the window is read in pieces
 def test_formats_agree(tmp_path_factory: pytest.TempPathFactory, texts: list[str], indent: int) -> None:
     folder = tmp_path_factory.mktemp("array")
     rows = [{"prompt": text} for text in texts]

@@ -235,10 +235,8 @@ async def scraped(tmp_path: Path) -> set[str]:
             assert response.status == 200
         async with session.get("/metrics") as response:
             names |= series(await response.text())
-    async with (
-        running_engine(plain) as engine,
-        running_proxy(engine.url, predictor=str(artifact_folder), release=1) as proxy,
-    ):
+    options = {"predictor": str(artifact_folder), "release": 1}
+    async with running_engine(plain) as engine, running_proxy(engine.url, **options) as proxy:
         assert (await proxy.post(chat("three rivers")))[0] == 200
         async with proxy.client.get(proxy.admin + "/metrics") as response:
             names |= series(await response.text())

@@ -120,11 +120,9 @@ def test_calibration_prompts_do_not_evaluate(tmp_path):
     assert set(models) == {"m"}
 
 
-@pytest.mark.parametrize(
-    ("field", "options"), [("variants", {"variants": ["int4"]}), ("shapes", {"shapes": ["8 by 128"]})]
-)
-def test_wrong_options_are_named(field, options):
+@pytest.mark.parametrize(("field", "value"), [("variants", ["int4"]), ("shapes", ["8 by 128"])])
+def test_wrong_options_are_named(field, value):
     with pytest.raises(InputError, match=field):
-        VariantsConfig(**({"artifact": "a", "data": "d", "out": "o"} | options))
+        VariantsConfig(artifact="a", data="d", out="o", **{field: value})
     with pytest.raises(InputError, match="r2_drop"):
         AcceptanceLimits(r2_drop=-0.1)

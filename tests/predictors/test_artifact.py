@@ -396,20 +396,16 @@ async def test_requests_choose_among_several_artifacts(tmp_path: Path, artifact_
             health = await stub.Check(health_pb2.HealthCheckRequest(service=artifact_id))
             assert metadata.artifact_id == response.artifact_id == artifact_id
             assert health.status == health_pb2.HealthCheckResponse.SERVING
-        for call in (
-            stub.Predict(pb.PredictRequest(prompt="sea", artifact_id="none")),
-            stub.GetMetadata(pb.GetMetadataRequest(artifact_id="none")),
-        ):
+        prediction = stub.Predict(pb.PredictRequest(prompt="sea", artifact_id="none"))
+        for call in (prediction, stub.GetMetadata(pb.GetMetadataRequest(artifact_id="none"))):
             code, message = await status(call)
             assert (code, "one of tiny, second" in message) == (grpc.StatusCode.NOT_FOUND, True)
 
 
 async def test_start_refuses_equal_ids_and_what_reloads_refuse(tmp_path: Path, artifact_folder: Path) -> None:
     broken = without_numbers(write_artifact(tmp_path / "a", artifact_id="broken"))
-    for folder, kind, message in (
-        (artifact_folder, InputError, "artifact: got 'tiny'"),
-        (broken, TailcastError, NO_NUMBERS),
-    ):
+    equal = (artifact_folder, InputError, "artifact: got 'tiny'")
+    for folder, kind, message in (equal, (broken, TailcastError, NO_NUMBERS)):
         with pytest.raises(kind, match=message):
             async with running_server([open_runtime(artifact_folder), open_runtime(folder)]):
                 pass

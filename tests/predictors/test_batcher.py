@@ -298,9 +298,7 @@ def test_model_threads_are_bound_only_if_there_are_as_many_as_cores(
     assert worker_cores(num_workers=3) == worker_cores(num_workers=8) == []
 
 
-@pytest.mark.parametrize(
-    "prompt", ["sea", "sea " * MAX_INLINE_CHARS], ids=["in the event loop", "in a thread"]
-)
+@pytest.mark.parametrize("prompt", ["sea", "sea " * MAX_INLINE_CHARS], ids=["in the loop", "in a thread"])
 async def test_a_tokenizer_that_fails_fails_its_request_alone(artifact_folder: Path, prompt: str) -> None:
     runtime = GatedRuntime(artifact_folder)
     tokenizer = runtime.tokenizer

@@ -99,15 +99,10 @@ WRONG_MEMBERS += [b'"max_tokens": NaN', b'"served_model": "\\ud800"', b'"quantil
         ("/v1/predict", b'{"prompt": ""}', 400, "prompt"),
         ("/v1/predict", b'{"prompt": "sea", "artifact_id": "other"}', 404, "artifact_id"),
         ("/v1/predict-batch", b'{"requests": []}', 400, "requests"),
-        *(
-            ("/v1/predict-batch", body, 400, "request")
-            for body in (b'{"requests": {}}', b'{"requests": [3]}')
-        ),
+        ("/v1/predict-batch", b'{"requests": {}}', 400, "request"),
+        ("/v1/predict-batch", b'{"requests": [3]}', 400, "request"),
         *(("/v1/predict", body, 400, "request") for body in UNREADABLE),
-        *(
-            ("/v1/predict", b'{"prompt": "sea", ' + members + b"}", 400, "request")
-            for members in WRONG_MEMBERS
-        ),
+        *(("/v1/predict", b'{"prompt": "sea", ' + wrong + b"}", 400, "request") for wrong in WRONG_MEMBERS),
     ],
 )
 async def test_wrong_requests_get_a_status_that_names_the_field(

@@ -248,7 +248,7 @@ def test_an_unknown_served_model_may_be_the_mean_over_the_known_ones(bert_folder
 
 @pytest.mark.parametrize(
     "encoder",
-    ["microsoft/deberta-v3-base", "/no/such/folder", "package:no_such_package/model", "package:json/model"],
+    ["microsoft/deberta-v3-base", "/no/folder", "package:no_such_package/model", "package:json/model"],
 )
 def test_an_encoder_that_cannot_be_had_is_named(encoder):
     with pytest.raises(InputError, match=f"encoder: got '{encoder}'"):

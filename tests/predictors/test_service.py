@@ -16,7 +16,6 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from benchmarks.serving.processes import free_port
@@ -110,7 +109,6 @@ async def test_max_tokens_adds_numbers_of_the_truncated_length(stub: Any, option
     cvar_level=st.sampled_from([0.0, 0.3, 0.5, 0.9, 0.999]),
     level=st.floats(1e-4, 0.9999),
 )
-@hypothesis_settings(deadline=None)
 def test_truncated_length_equals_the_distribution(
     mu: float, sigma: float, max_tokens: int, cvar_level: float, level: float
 ) -> None:
@@ -353,10 +351,8 @@ async def test_readiness_ends_before_service(artifact_folder: Path, monkeypatch:
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
     address = f"127.0.0.1:{await server.start()}"
-    async with (
-        grpc.aio.insecure_channel(address) as channel,
-        aiohttp.ClientSession(base_url=f"http://127.0.0.1:{server.http_port}") as http,
-    ):
+    client = aiohttp.ClientSession(base_url=f"http://127.0.0.1:{server.http_port}")
+    async with grpc.aio.insecure_channel(address) as channel, client as http:
         stub: Any = Stub(channel)
 
         async def readiness() -> list[bool]:

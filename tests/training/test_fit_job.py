@@ -278,10 +278,8 @@ def test_a_folder_that_is_not_ours_is_left_as_it_is(tmp_path):
 
 def test_some_group_must_have_three_samples_which_are_never_overwritten(tmp_path):
     path = write(lists(5, longest=3), tmp_path / "samples.parquet")
-    for out, message in (
-        (tmp_path / "out", "got '. samples in the largest"),
-        (path, "another file than the"),
-    ):
+    too_large, same = "got '. samples in the largest", "another file than the"
+    for out, message in ((tmp_path / "out", too_large), (path, same)):
         with pytest.raises(InputError, match=message):
             fit(path, out)
         assert list(tmp_path.iterdir()) == [path]

@@ -157,10 +157,8 @@ def test_what_is_wrong_in_a_file_is_named(name, content, message, tmp_path):
 def test_text_and_keys_of_parquet_are_checked_too(tmp_path):
     binary = pa.array([b"a", b"\xff\xfe"], pa.binary())
     text = pa.Array.from_buffers(pa.string(), 2, binary.buffers())
-    for keys, message in (
-        (text, "x.parquet.*not valid UTF8"),
-        ([["a"], ["b"]], "prompt_id: got 'list<.*plain values"),
-    ):
+    listed = ([["a"], ["b"]], "prompt_id: got 'list<.*plain values")
+    for keys, message in ((text, "x.parquet.*not valid UTF8"), listed):
         table = pa.table({"prompt_id": keys, "model": ["m"] * 2, "output_tokens": [[1], [2]]})
         pq.write_table(table, tmp_path / "x.parquet")
         with pytest.raises(InputError, match=message):

@@ -44,6 +44,7 @@ NO_STAGE = StageConfig(epochs=0, learning_rate=1e-3)
 MSE = LengthTask(objective="mse")
 WIDE = TowerOptions(hidden_sizes=(32, 16), dropouts=(0.0, 0.0))
 LOSS = r"loss of a batch in epoch 0 is not finite \(prompts p0\d\d, p0\d\d, p0\d\d, ...; length nan\)"
+GRADIENT = "gradient of a batch in epoch 0"
 MEMORY = r"batch of \d prompts \(the longest has \d+ tokens.*batch_tokens"
 URGENCY_ALONE = {"length": None, "urgency": UrgencyTask(), "urgency_data": "{labels}", "data": None}
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -241,10 +242,8 @@ def test_a_finished_checkpoint_is_replaced_only_on_demand(bert, samples, tmp_pat
     before = weights(out)
     with pytest.raises(InputError, match="out: .*--overwrite true replaces this checkpoint"):
         train(tiny(bert, samples, out, seed=1))
-    with (
-        locked_folder(tmp_path / "out.partial", "out"),
-        pytest.raises(InputError, match="a run that no other process is working on"),
-    ):
+    refused = pytest.raises(InputError, match="a run that no other process is working on")
+    with locked_folder(tmp_path / "out.partial", "out"), refused:
         train(tiny(bert, samples, out, seed=1, overwrite=True))
     assert same(before, weights(out))
     train(tiny(bert, samples, out, seed=1, overwrite=True))
@@ -332,8 +331,7 @@ def no_memory(step):
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"),
-    [(weight_of_nan, LOSS), (gradient_of_nan, "gradient of a batch in epoch 0"), (no_memory, MEMORY)],
+    ("fault", "message"), [(weight_of_nan, LOSS), (gradient_of_nan, GRADIENT), (no_memory, MEMORY)]
 )
 def test_a_failure_names_its_batch(fault, message, bert, several, tmp_path, monkeypatch):
     monkeypatch.setattr(StageModule, "training_step", fault(StageModule.training_step))

@@ -360,9 +360,8 @@ async def test_hints_follow_true_lengths_also_after_a_restart(artifact_folder: P
             assert 0 < corrected < 0.5 * raw
         async with running_proxy(fake.url, **settings) as proxy:
             await proxy.post(chat(SHORT))
-        async with running_proxy(
-            fake.url, **options(artifact_folder, resolution=1.0, online_calibration=False)
-        ) as proxy:
+        without = options(artifact_folder, resolution=1.0, online_calibration=False)
+        async with running_proxy(fake.url, **without) as proxy:
             await proxy.post(chat(SHORT))
             assert await proxy.metric(OUTPUTS) == 0
     first, last, restarted, off = (fake.bodies[number]["priority"] for number in (0, 59, 60, 61))
@@ -402,11 +401,10 @@ async def test_what_counts(artifact_folder: Path) -> None:
             await proxy.post(chat(text, **more))
         await hang_up()
         assert await proxy.metric(OUTPUTS) == 0
-        for number, (text, more) in enumerate(
-            ((SHORT, {}), (SHORT, {"stream": True, **usage}), ("truncated", {}))
-        ):
+        counted = [(SHORT, {}), (SHORT, {"stream": True, **usage}), ("truncated", {})]
+        for number, (text, more) in enumerate(counted, start=1):
             await proxy.post(chat(text, **more))
-            assert await proxy.metric(OUTPUTS) == number + 1
+            assert await proxy.metric(OUTPUTS) == number
         assert await proxy.metric(CENSORED) == 1
         await hang_up(**usage)
         assert (await proxy.metric(OUTPUTS), await proxy.metric(CENSORED)) == (4, 2)
@@ -415,10 +413,8 @@ async def test_what_counts(artifact_folder: Path) -> None:
 
 
 async def test_counts_can_be_requested_for_streams(artifact_folder: Path) -> None:
-    async with (
-        running_engine() as fake,
-        running_proxy(fake.url, feedback_usage=True, **options(artifact_folder)) as proxy,
-    ):
+    settings = options(artifact_folder, feedback_usage=True)
+    async with running_engine() as fake, running_proxy(fake.url, **settings) as proxy:
         status, body = await proxy.post(chat(SHORT, stream=True))
         assert (status, body) == (200, b"".join(stream_events(["a", "b", "c"], None)))
         assert await proxy.metric(OUTPUTS) == 1

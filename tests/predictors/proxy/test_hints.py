@@ -47,10 +47,8 @@ async def test_shorter_answers_go_first(engine: str, lower_first: bool, artifact
 
 async def test_the_rest_of_the_body_keeps_its_bytes(artifact_folder: Path) -> None:
     body = b' {"seed": 1e2, "messages":[{"role":"user","content":"name \\u0041"}] ,"big":123456789012345678901}\n'
-    async with (
-        running_engine() as fake,
-        running_proxy(fake.url, engine="vllm", predictor=str(artifact_folder)) as proxy,
-    ):
+    options = {"engine": "vllm", "predictor": str(artifact_folder)}
+    async with running_engine() as fake, running_proxy(fake.url, **options) as proxy:
         await proxy.post(body)
         [(_, path, _, sent)] = fake.requests
     assert path == "/v1/chat/completions"
@@ -101,10 +99,8 @@ async def test_prompts_are_counted_by_the_artifacts_tokenizer(artifact_folder: P
 
 async def test_members_of_dynamos_client_stay(artifact_folder: Path) -> None:
     given_hints = {"annotations": ["x"], "agent_hints": {"osl": 3, "speculative_prefill": True}}
-    async with (
-        running_engine() as fake,
-        running_proxy(fake.url, engine="dynamo", predictor=str(artifact_folder)) as proxy,
-    ):
+    options = {"engine": "dynamo", "predictor": str(artifact_folder)}
+    async with running_engine() as fake, running_proxy(fake.url, **options) as proxy:
         await proxy.post(chat(SHORT, nvext=given_hints))
         await proxy.post(chat(SHORT, nvext="no object"))
         first, second = fake.bodies

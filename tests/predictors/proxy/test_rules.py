@@ -170,9 +170,8 @@ async def test_without_rules_everything_of_the_client_passes() -> None:
 async def test_a_declared_header_counts_once() -> None:
     async with running_engine() as fake, running_proxy(fake.url, engine="vllm") as proxy:
         for name in ("x-tailcast-tier", "x-tailcast-tenant"):
-            async with proxy.client.post(
-                proxy.url + CHAT, json=chat("x"), headers=[(name, "1"), (name, "0")]
-            ) as response:
+            twice = [(name, "1"), (name, "0")]
+            async with proxy.client.post(proxy.url + CHAT, json=chat("x"), headers=twice) as response:
                 assert response.status == 400
                 assert (await response.json())["error"]["param"] == name
         assert not fake.requests
@@ -218,6 +217,7 @@ HEADERS = (
 ).encode()
 CANARY_CHAT = {"model": CANARY, "messages": [{"role": "user", "content": CANARY}], "n": 1}
 CANARY_BODY = json.dumps(CANARY_CHAT).encode()
+QUOTING = [RuntimeError(CANARY), InputError("a", CANARY, CANARY), UnicodeDecodeError("x", b"", 0, 1, CANARY)]
 
 
 def with_canary(body: bytes = CANARY_BODY, *, line: str = f"POST {CHAT}", headers: bytes = b"") -> bytes:
@@ -274,10 +274,7 @@ async def test_a_bad_request(name: str) -> None:
         assert len(fake.requests) == (code == b"200")
 
 
-@pytest.mark.parametrize(
-    "error",
-    [RuntimeError(CANARY), InputError("prompt", CANARY, CANARY), UnicodeDecodeError("x", b"", 0, 1, CANARY)],
-)
+@pytest.mark.parametrize("error", QUOTING)
 @pytest.mark.parametrize("engine", ["vllm", "none"])
 async def test_a_predictor_that_quotes(
     engine: str, error: Exception, artifact_folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -36,10 +36,8 @@ KEY = "sk-" + 8 * "test"
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def engines() -> AsyncIterator[list[FakeEngine]]:
-    async with (
-        running_engine(Completions(delay_s=0.2)) as first,
-        running_engine(Completions(delay_s=0.2)) as second,
-    ):
+    slow = Completions(delay_s=0.2)
+    async with running_engine(slow) as first, running_engine(slow) as second:
         yield [first, second]
 
 

@@ -26,6 +26,8 @@ from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.trace import Trace
 from tests.scheduler_core.helpers import ROUND, prediction, request, simulate, trace_row
 
+BETAS = {0: 0.1, 10: 0.1, 11: 0.1, 13: 0.15, 20: 0.2, 30: 0.3, 50: 0.5, 900: 0.5}
+
 
 def state(
     name: str = "a", *, arrival_s: float = 0.0, prompt: int = 10, cap: int = 100, order: int = 0, **more: Any
@@ -337,10 +339,7 @@ def test_tie_score_is_mean_plus_beta_times_tail_mean() -> None:
     assert policy.score(wide) == pytest.approx(score)
 
 
-@pytest.mark.parametrize(
-    ("num_waiting", "beta"),
-    [(0, 0.1), (10, 0.1), (11, 0.1), (13, 0.15), (20, 0.2), (30, 0.3), (50, 0.5), (900, 0.5)],
-)
+@pytest.mark.parametrize(("num_waiting", "beta"), BETAS.items())
 def test_beta_follows_the_queue_on_a_grid(num_waiting: int, beta: float) -> None:
     """beta = clip(0.1 * Lq / B, 0.1, 0.5) with B = 10, rounded to steps of 0.05."""
     assert Tie().beta(num_waiting, 10) == pytest.approx(beta)
