@@ -57,6 +57,7 @@ FIT = {
     "max_tokens": 50,
 }  # fmt: skip
 WRONG = [("fit-dist jsonl", "max_tokens", 2**31), ("fit-dist parquet", "max_tokens", 2**31)]
+WRONG += [("lists", "p", []), ("lists", "tokens", True), ("lengths", "arrival_s", 1e308)]
 SIZES = [("azure", 500), ("castillo", 500), ("pairs", 50), ("fit-dist jsonl", 500), ("fit-dist jsonl", 3000)]
 
 
@@ -188,9 +189,6 @@ def test_good_files_are_read_and_wrong_values_named(name: str, data: st.DataObje
     except (pa.ArrowException, UnicodeEncodeError, OverflowError):  # Parquet cannot hold it
         return
     run(source, content)
-
-
-WRONG += [("lists", "p", []), ("lists", "tokens", True), ("lengths", "arrival_s", 1e308)]
 
 
 @pytest.mark.parametrize(("name", "key", "value"), WRONG)
