@@ -9,7 +9,7 @@ from predictors.modules.checkpoint import save_checkpoint
 from predictors.modules.config import Calibration
 from predictors.modules.encoder import load_tokenizer
 from predictors.modules.heads import Heads, LengthHead
-from tests.predictors.predictors import TOWER, predictor
+from tests.training.checkpoints import TOWER, predictor
 from tests.training.tiny import ENCODERS
 
 TRAINING_INFO = {

@@ -21,7 +21,7 @@ from predictors.modules.predictor import PromptPredictor
 from predictors.modules.towers import ConditionedTower, Tower
 from predictors.runtime import Predicted
 from scheduler_core.errors import InputError
-from tests.predictors.predictors import ALL_HEADS, CONDITIONING, NORMALIZATION, TOWER, predictor
+from tests.training.checkpoints import ALL_HEADS, CONDITIONING, NORMALIZATION, TOWER, predictor
 from tests.training.tiny import ENCODERS, tiny_bert
 from training.config import TrainConfig
 from training.losses import head_loss

@@ -1,26 +1,53 @@
-"""Checkpoints with random weights, and answers drawn from what they predict: nothing has to be trained."""
+"""Tiny predictors, checkpoints with random weights, and answers drawn from what they predict: nothing has to be trained."""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from predictors.modules.checkpoint import load_checkpoint, save_checkpoint
-from predictors.modules.config import Conditioning
-from predictors.modules.encoder import load_tokenizer
-from predictors.modules.heads import Heads, LengthHead
+from predictors.modules.config import Conditioning, PredictorConfig
+from predictors.modules.encoder import load_encoder, load_tokenizer
+from predictors.modules.heads import BucketHead, Heads, LengthHead, RankHead, RegressionHead, UrgencyHead
 from predictors.modules.normalization import Normalization
 from predictors.modules.predictor import PromptPredictor
 from predictors.modules.towers import Tower
-from tests.predictors.predictors import predictor
 from tests.training.data import TOPICS, write_lists
 from tests.training.tiny import tiny_bert
 from training.prediction import predict_prompts
 
+NORMALIZATION = Normalization(5.0, 1.2, 0.3, 0.1, 1.0, 0.1, 4.5, 1.5)
+TOWER = Tower((16, 16, 8), (0.2, 0.2, 0.1))
+ALL_HEADS = Heads(
+    length=LengthHead(TOWER, learn_nu=True, within=True),
+    urgency=UrgencyHead(TOWER),
+    bucket=BucketHead(TOWER, edges=(64, 512)),
+    regression=RegressionHead(TOWER),
+    rank=RankHead(TOWER),
+)
 MODELS = ("small-llm", "large-llm")
+CONDITIONING = Conditioning(MODELS, width=4)
 SMALL_TOWER = Tower((8,), (0.0,))
 LENGTH_ONLY = Heads(length=LengthHead(tower=SMALL_TOWER))
+
+
+def predictor(encoder: str | nn.Module, **options: Any) -> PromptPredictor:
+    """All heads, conditioned on two served models and the temperature; 48 tokens; in eval mode."""
+    name, module = (encoder, load_encoder(encoder)) if isinstance(encoder, str) else ("encoder", encoder)
+    fields = {"heads": ALL_HEADS, "conditioning": CONDITIONING, "max_length": 48} | options
+    generator = torch.Generator().manual_seed(1)
+    model = PromptPredictor(
+        PredictorConfig(encoder=name, **fields), module, NORMALIZATION, generator=generator
+    )
+    # Large enough weights in the last layers that prompts and conditions differ clearly.
+    with torch.no_grad():
+        for name, weight in model.heads.named_parameters():
+            if weight.ndim == 2 and weight.shape[0] < 8:
+                assert name.endswith("weight")
+                weight.mul_(20)
+    return model.eval()
 
 
 def random_checkpoint(folder: Path, *, info: dict[str, Any] | None = None, **options: Any) -> Path:
@@ -29,8 +56,7 @@ def random_checkpoint(folder: Path, *, info: dict[str, Any] | None = None, **opt
     Its normalization is made so that mu over some prompts has mean 4.5 and standard deviation 0.8, and sigma about 0.4.
     """
     encoder = tiny_bert(folder / "encoder", dropout=0.0)
-    fields = {"heads": LENGTH_ONLY, "conditioning": Conditioning(MODELS, width=4)} | options
-    model, tokenizer = predictor(encoder, **fields), load_tokenizer(encoder)
+    model, tokenizer = predictor(encoder, **({"heads": LENGTH_ONLY} | options)), load_tokenizer(encoder)
     if model.config.heads.length is not None:
         z = [_z_scores(model, tokenizer, name) for name in MODELS]
         mean, std = torch.cat(z).mean(0).tolist(), torch.cat(z).std(0).tolist()

@@ -20,7 +20,7 @@ from predictors.modules.encoder import load_tokenizer
 from predictors.modules.heads import Heads, LengthHead, UrgencyHead
 from scheduler_core.errors import InputError
 from scheduler_core.urgency import LEVELS
-from tests.predictors.predictors import TOWER, predictor
+from tests.training.checkpoints import TOWER, predictor
 from tests.training.data import assert_refused
 from tests.training.tiny import tiny_bert
 from training.urgency.abstention import ClaimRows, choose_threshold, failures

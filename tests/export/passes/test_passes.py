@@ -33,7 +33,7 @@ from export.passes.int8 import (
 from export.variants.build import simplified
 from predictors.manifest import EncoderCard, Manifest
 from tests.export.conftest import PLAIN
-from tests.predictors.predictors import predictor
+from tests.training.checkpoints import predictor
 from tests.training.tiny import ENCODERS, tiny_bert
 
 
