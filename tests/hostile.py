@@ -11,13 +11,8 @@ import pyarrow.parquet as pq
 DEEP = 100_000
 
 TRACE = {"request_id": "a", "arrival_s": 0.0, "prompt_tokens": 5, "output_tokens": 3, "max_tokens": 8}
-SAMPLES = {
-    "prompt_id": ["p"] * 8,
-    "prompt": ["tell me"] * 8,
-    "model": ["m"] * 8,
-    "output_tokens": [3, 5, 8, 13, 21, 34, 55, 89],
-    "finish_reason": ["stop"] * 8,
-}
+SAMPLES: dict[str, list[object]] = {"prompt_id": ["p"] * 8, "prompt": ["tell me"] * 8, "model": ["m"] * 8}
+SAMPLES |= {"output_tokens": [3, 5, 8, 13, 21, 34, 55, 89], "finish_reason": ["stop"] * 8}
 
 
 def bomb(levels: int = 9) -> str:

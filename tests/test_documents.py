@@ -10,12 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PATTERNS = ("*.md", "docs/**/*.md", "*/README.md", "*/*/README.md", "examples/quickstart/data/README.md")
-DOCUMENTS = sorted(
-    path
-    for pattern in PATTERNS
-    for path in ROOT.glob(pattern)
-    if not {"out", "build"} & set(path.relative_to(ROOT).parts)
-)
+FILES = [path for pattern in PATTERNS for path in ROOT.glob(pattern)]
+DOCUMENTS = sorted(path for path in FILES if not {"out", "build"} & set(path.relative_to(ROOT).parts))
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
 
 

@@ -149,12 +149,8 @@ def in_vllm(name: str) -> list[str]:
 
 
 #: Place: how it runs.
-PLACES: dict[str, Callable[[str], list[str]]] = {
-    "simulator": in_simulator,
-    "proxy queue": in_proxy_queue,
-    "engine hints": in_engine_hints,
-    "vLLM": in_vllm,
-}
+PLACES: dict[str, Callable[[str], list[str]]] = {"simulator": in_simulator, "proxy queue": in_proxy_queue}
+PLACES |= {"engine hints": in_engine_hints, "vLLM": in_vllm}
 
 
 def served(name: str, place: str) -> list[str] | None:

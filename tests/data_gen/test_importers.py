@@ -74,10 +74,8 @@ def test_azure_2023_and_2024(tmp_path: Path) -> None:
 
 def test_burstgpt_skips_failures_and_keeps_sessions(tmp_path: Path) -> None:
     report, rows = imported("burstgpt", write(tmp_path / "b.csv", BURST))
-    assert values_of(rows, "request_id", "arrival_s", "model", "category") == [
-        ("r2", 0.0, "ChatGPT", "Conversation log"),
-        ("r4", 113.5, "GPT-4", "API log"),
-    ]
+    requests = [("r2", 0.0, "ChatGPT", "Conversation log"), ("r4", 113.5, "GPT-4", "API log")]
+    assert values_of(rows, "request_id", "arrival_s", "model", "category") == requests
     assert report["skipped"] == {"no output: 0 output tokens": 1}
     second = "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Log Type\n5,s,4,m,1,2,x"
     assert values_of(imported("burstgpt", write(tmp_path / "c.csv", second))[1], "tenant") == [("s",)]
@@ -318,11 +316,8 @@ def test_sharegpt_conversations_become_a_trace(tmp_path: Path, word_tokenizer: P
     path = write(tmp_path / "s.json", json.dumps(SHAREGPT))
     report, rows = imported("sharegpt", path, tokenizer=str(word_tokenizer))
     names = ("request_id", "tenant", "prompt", "prompt_tokens", "output_tokens", "arrival_s")
-    assert values_of(rows, *names) == [
-        ("c1#turn-1", "c1", "one two three", 3, 3, None),
-        ("c1#turn-2", "c1", "six", 6, 1, None),
-        ("c3#turn-1", "c3", "a", 1, 4, None),
-    ]
+    turns = [("c1#turn-1", "c1", "one two three", 3, 3, None), ("c1#turn-2", "c1", "six", 6, 1, None)]
+    assert values_of(rows, *names) == [*turns, ("c3#turn-1", "c3", "a", 1, 4, None)]
     assert report["skipped"] == {"unusable conversation": 1, "repeated conversation": 1}
     assert (report["num_rows"], report["tokens"]) == (5, str(word_tokenizer))
     with pytest.raises(InputError, match="^tokenizer: got ''"):

@@ -24,13 +24,8 @@ from data_gen.sources.open import HUB_SETS, compose, open_prompts
 from data_gen.splits import split_of
 from scheduler_core.errors import InputError
 
-CHAT = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "one"},
-    {"role": "assistant", "content": "1"},
-    {"role": "user", "content": "two"},
-    {"role": "assistant", "content": "2"},
-]
+TURNS = [("system", "Be brief."), ("user", "one"), ("assistant", "1"), ("user", "two"), ("assistant", "2")]
+CHAT = [{"role": role, "content": text} for role, text in TURNS]
 TEXTS = st.lists(st.text(min_size=1).filter(str.strip), min_size=1, max_size=8, unique=True)
 LMSYS = [
     {"conversation_id": "c1", "model": "m", "conversation": CHAT, "turn": 2, "language": "English"},

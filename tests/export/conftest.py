@@ -12,11 +12,8 @@ from predictors.modules.heads import Heads, LengthHead
 from tests.training.checkpoints import TOWER, predictor
 from tests.training.tiny import ENCODERS
 
-TRAINING_INFO = {
-    "data": {"name": "fits.parquet", "sha256": "ab" * 32},
-    "metrics": {"mu_r2": 0.25},
-    "urgency": {"abstain_threshold": 0.35},
-}
+TRAINING_INFO = {"data": {"name": "fits.parquet", "sha256": "ab" * 32}, "metrics": {"mu_r2": 0.25}}
+TRAINING_INFO["urgency"] = {"abstain_threshold": 0.35}
 # What a predictor of the length alone is, as TIE has it.
 PLAIN: dict[str, Any] = {"heads": Heads(length=LengthHead(TOWER)), "conditioning": None}
 PLAIN["served_models"] = ("tiny-llm",)

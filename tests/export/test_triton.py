@@ -91,10 +91,8 @@ def test_model_predicts_like_the_artifact(tmp_path: Path, monkeypatch: pytest.Mo
     arguments = {"model_repository": str(model), "model_version": "1", "model_instance_kind": "CPU"}
     backend.initialize({"model_config": json.dumps(content), **arguments})
     columns = FEED | {"text": np.array([text.encode() for text in TEXTS], dtype=object)}
-    requests = [
-        {name: values[rows].reshape(-1, 1) for name, values in columns.items()}
-        for rows in (slice(0, 3), slice(3, 4))
-    ]
+    parts = (slice(0, 3), slice(3, 4))
+    requests = [{name: values[rows].reshape(-1, 1) for name, values in columns.items()} for rows in parts]
     responses = backend.execute(requests)
     assert [len(response["mu"]) for response in responses] == [3, 1]
     check({name: np.concatenate([each[name] for each in responses]) for name in ("mu", "urgency")}, folder)

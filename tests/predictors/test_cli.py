@@ -487,7 +487,6 @@ def test_every_command_of_the_page_is_accepted() -> None:
 
 async def test_sigterm_lets_the_proxy_finish_and_end_with_0(artifact_folder: Path, tmp_path: Path) -> None:
     go = asyncio.Event()
-
     ports, log = tmp_path / "ports", tmp_path / "log"
     async with running_engine(paused(stream_events(["a", "b"], 2), go)) as fake:
         options = f"--engine vllm --predictor {artifact_folder} --port 0 --admin_port 0 --port_file {ports}"

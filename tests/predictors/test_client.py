@@ -166,10 +166,8 @@ async def test_predictions_come_in_the_order_of_the_requests(
 
 @pytest.mark.parametrize("kind", [*KINDS, "in process"])
 async def test_all_heads_and_conditions_pass_through_every_client(rich_folder: Path, kind: str) -> None:
-    batch = [
-        PredictionRequest("a", "sea", 100, "huge-llm", 0.5),
-        PredictionRequest("b", "name three rivers", 100, temperature=1.5),
-    ]
+    first = PredictionRequest("a", "sea", 100, "huge-llm", 0.5)
+    batch = [first, PredictionRequest("b", "name three rivers", 100, temperature=1.5)]
     rows = [expected_rich("sea", 2, 0.5), expected_rich("name three rivers", 0, 1.5)]
     async with (
         running_server(open_runtime(rich_folder)) as (_, address),

@@ -54,10 +54,8 @@ def infer_request(**changes: Any) -> oip.ModelInferRequest:
 
 def outputs(response: oip.ModelInferResponse) -> dict[str, Any]:
     kinds = {"FP32": "fp32_contents", "FP64": "fp64_contents"}
-    return {
-        one.name: np.array(getattr(one.contents, kinds[one.datatype])).reshape(list(one.shape))
-        for one in response.outputs
-    }
+    values = {one.name: getattr(one.contents, kinds[one.datatype]) for one in response.outputs}
+    return {one.name: np.array(values[one.name]).reshape(list(one.shape)) for one in response.outputs}
 
 
 async def test_infer_gives_the_artifacts_own_numbers(stub: Any) -> None:

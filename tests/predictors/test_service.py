@@ -395,10 +395,8 @@ async def test_listeners_share_a_port_that_no_other_server_gets(artifact_folder:
         assert num_listening() == 3
         own = [("grpc.use_local_subchannel_pool", 1)]
         async with contextlib.AsyncExitStack() as stack:
-            stubs = [
-                Stub(await stack.enter_async_context(grpc.aio.insecure_channel(address, options=own)))
-                for _ in range(12)
-            ]
+            channels = [grpc.aio.insecure_channel(address, options=own) for _ in range(12)]
+            stubs = [Stub(await stack.enter_async_context(channel)) for channel in channels]
             answers = await asyncio.gather(*(one.Predict(SEA, wait_for_ready=True) for one in stubs))
         assert len({answer.mu for answer in answers}) == 1
         other = PredictionServer([open_runtime(artifact_folder)], ONE_BY_ONE, serve_config(port=port))

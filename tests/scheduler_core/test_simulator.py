@@ -285,10 +285,8 @@ def test_gaps_of_many_steps_are_those_of_single_ones(step_time: StepTime, former
             preemption=preemption,  # type: ignore[arg-type]
         )  # fmt: skip
         trace = random_trace(40, seed=2, rate_rps=6, cap=100, most_prompt=60)
-        single, several = (
-            simulate(trace, policy, scheduler=limits, step_time=step_time, exact_steps=exact)
-            for exact in (True, False)
-        )
+        options = {"scheduler": limits, "step_time": step_time}
+        single, several = (simulate(trace, policy, exact_steps=exact, **options) for exact in (True, False))
         assert single.records == several.records
         assert several.metrics["littles_law_error"] < 1e-9
         for one, other in zip(single.records, several.records, strict=True):
@@ -458,10 +456,8 @@ def test_turns_wait_for_the_answer_before_and_find_their_prefix() -> None:
 
 
 def test_a_turn_after_a_refused_one_is_not_lost() -> None:
-    rows = (
-        trace_row("s0", 0.0, 5000, 2, session_id="s"),
-        trace_row("s1", 1.0, 40, 2, session_id="s", turn=1, think_time_s=2.0),
-    )
+    too_large = trace_row("s0", 0.0, 5000, 2, session_id="s")
+    rows = (too_large, trace_row("s1", 1.0, 40, 2, session_id="s", turn=1, think_time_s=2.0))
     out = run(Trace(rows))
     assert list(out.refused) == ["s0"]
     assert [(record.request_id, record.arrival_s) for record in out.records] == [("s1", 2.0)]

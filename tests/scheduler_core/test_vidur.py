@@ -27,11 +27,8 @@ from scheduler_core.simulator.step_time.operator_table import OperatorTable, rea
 
 CUT = Path(__file__).parent / "vidur_cut"
 RUNS = os.environ.get("TAILCAST_VIDUR_RUNS")
-VLLM = {
-    "replica_scheduler_config_type": "vllm",
-    "vllm_scheduler_config_batch_size_cap": "128",
-    "vllm_scheduler_config_max_tokens_in_batch": "4096",
-}
+VLLM = {"replica_scheduler_config_type": "vllm", "vllm_scheduler_config_batch_size_cap": "128"}
+VLLM["vllm_scheduler_config_max_tokens_in_batch"] = "4096"
 
 
 def cut_case(num_blocks: int = 30_208) -> tuple[Case, OperatorTable]:

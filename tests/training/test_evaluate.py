@@ -51,11 +51,8 @@ def test_what_a_constant_says_is_unknown():
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=2, max_size=12))
 def test_pair_accuracy_is_the_share_of_pairs_ordered_right(pairs):
     score, true = (np.array(values, dtype=float) for values in zip(*pairs, strict=True))
-    products = [
-        (score[i] - score[j]) * (true[i] - true[j])
-        for i, j in itertools.combinations(range(len(pairs)), 2)
-        if true[i] != true[j]
-    ]
+    rows = itertools.combinations(range(len(pairs)), 2)
+    products = [(score[i] - score[j]) * (true[i] - true[j]) for i, j in rows if true[i] != true[j]]
     right = [(1 + np.sign(product)) / 2 for product in products]
     found = ranking(score, true)["pair_accuracy"]
     assert found == (pytest.approx(np.mean(right)) if right else None)
@@ -343,15 +340,12 @@ def test_an_artifact_says_the_same_as_its_checkpoint(folder, tmp_path):
 
 
 def test_all_heads_compared_in_every_report(folder, tmp_path):
-    options = [
-        word
-        for name in ("regression", "rank", "bucket", "learnt")
-        for word in ("--compare+", f"{name}={folder / name / 'checkpoint'}")
-    ]
+    others = ("regression", "rank", "bucket", "learnt")
+    options = [word for name in others for word in ("--compare+", f"{name}={folder / name / 'checkpoint'}")]
     paths = {name: tmp_path / f"e.{name}" for name in ("html", "markdown", "predictions")}
     options += [word for name, path in paths.items() for word in (f"--{name}", path)]
     found = evaluate(folder / "known/checkpoint", folder / "lists.parquet", tmp_path / "e.json", *options)
-    assert set(found["compared"]) == {"regression", "rank", "bucket", "learnt"}
+    assert set(found["compared"]) == set(others)
     assert found["compared"]["learnt"]["crps_tokens"] > 0
     page = paths["html"].read_text()
     assert page.count("<svg") == 1

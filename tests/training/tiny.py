@@ -42,13 +42,9 @@ def tiny_deberta(folder: Path, *, seed: int = 0) -> str:
     specials = [("[PAD]", 0.0), ("[CLS]", 0.0), ("[SEP]", 0.0), ("[UNK]", 0.0)]
     tokenizer = DebertaV2Tokenizer(vocab=[*specials, *words, *letters], unk_id=3)
     attention = {"relative_attention": True, "position_buckets": 16, "share_att_key": True}
-    attention |= {
-        "pos_att_type": ["p2c", "c2p"],
-        "position_biased_input": False,
-        "norm_rel_ebd": "layer_norm",
-    }
+    attention |= {"pos_att_type": ["p2c", "c2p"], "norm_rel_ebd": "layer_norm"}
     sizes = SIZES | {"vocab_size": len(tokenizer), "intermediate_size": 64, "type_vocab_size": 0}
-    config = DebertaV2Config(pad_token_id=0, **sizes, **attention)
+    config = DebertaV2Config(pad_token_id=0, position_biased_input=False, **sizes, **attention)
     return _save(folder, DebertaV2Model, config, tokenizer, seed)
 
 
@@ -90,8 +86,5 @@ def _of_type(kind: str, folder: Path) -> str:
     return str(folder)
 
 
-ENCODERS: dict[str, Callable[[Path], str]] = {
-    "bert": tiny_bert,
-    "deberta": tiny_deberta,
-    **{kind: partial(_of_type, kind) for kind in CONFIGS},
-}
+ENCODERS: dict[str, Callable[[Path], str]] = {"bert": tiny_bert, "deberta": tiny_deberta}
+ENCODERS |= {kind: partial(_of_type, kind) for kind in CONFIGS}

@@ -56,11 +56,8 @@ async def test_the_rest_of_the_body_keeps_its_bytes(artifact_folder: Path) -> No
     assert sent == body.replace(b"{", b'{"priority":%d,' % number, 1)
 
 
-LEVELS: dict[str, Any] = {
-    "slo_ttft_ms": [100, 200, 300, 400, 500],
-    "slo_tpot_ms": [10, 20, 30, 40, 50],
-    "objectives": ["now", "soon", "chat", "batch", "free"],
-}
+LEVELS: dict[str, Any] = {"slo_ttft_ms": [100, 200, 300, 400, 500], "slo_tpot_ms": [10, 20, 30, 40, 50]}
+LEVELS["objectives"] = ["now", "soon", "chat", "batch", "free"]
 
 
 async def test_llm_d_gets_headers_of_the_declared_tier(artifact_folder: Path) -> None:

@@ -250,7 +250,6 @@ async def test_a_predictor_that_dies_in_the_middle_loses_nothing(artifact_folder
 
 async def test_stop_answers_what_is_inside() -> None:
     go = asyncio.Event()
-
     script = paused(stream_events(["a", "b"], None), go)
     async with running_engine(script) as fake, running_proxy(fake.url, engine="none", release=1) as proxy:
         # The second one is still held when the proxy is told to end.

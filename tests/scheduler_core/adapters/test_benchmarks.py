@@ -18,10 +18,8 @@ from scheduler_core.errors import InputError
 
 
 def test_metrics_by_hand() -> None:
-    rows = [
-        {"arrival_s": 0.0, "first_token_s": 1.0, "finish_s": 4.0, "output_tokens": 4},
-        {"arrival_s": 1.0, "first_token_s": 4.0, "finish_s": 5.0, "output_tokens": 2},
-    ]
+    first = {"arrival_s": 0.0, "first_token_s": 1.0, "finish_s": 4.0, "output_tokens": 4}
+    rows = [first, {"arrival_s": 1.0, "first_token_s": 4.0, "finish_s": 5.0, "output_tokens": 2}]
     metrics = run_metrics(rows)
     assert (metrics["per_token_mean"], metrics["ttft_mean"], metrics["ttlt_mean"]) == (1.5, 2.0, 4.0)
     assert (metrics["ttft_p50"], metrics["ttft_max"], metrics["ttlt_max"]) == (2.0, 3.0, 4.0)

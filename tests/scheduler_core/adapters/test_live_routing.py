@@ -113,11 +113,8 @@ def test_no_state_is_left_of_ended_requests(router: str, actions: list[tuple[str
 
 
 def test_prompts_are_read_from_mappings_and_objects() -> None:
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
-        {"role": "assistant", "content": None},
-    ]
+    user = {"role": "user", "content": [{"type": "text", "text": "Hello"}]}
+    messages = [{"role": "system", "content": "Be brief."}, user, {"role": "assistant", "content": None}]
     expected = RoutedPrompt(
         text="system: Be brief.\nuser: Hello\nassistant: ", user_text="Hello", max_tokens=7,
         temperature=0.0, tier=0,

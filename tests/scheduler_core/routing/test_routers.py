@@ -268,11 +268,8 @@ def _play(name: str, events: Sequence[str], seed: int) -> list[tuple[str, str]]:
             del world.held[gone]
         elif event == "join":
             world.join(f"n{number + 2}")
-        draining = {
-            one: set(world.held[one])
-            for one, status in world.dispatcher.replicas.items()
-            if status is ReplicaStatus.DRAINING
-        }
+        statuses = world.dispatcher.replicas.items()
+        draining = {one: set(world.held[one]) for one, status in statuses if status is ReplicaStatus.DRAINING}
         events_seen += [("settled", where) for where in world.dispatch_pending(now)]
         if name != "llumnix":
             assert all(set(world.held[one]) == held for one, held in draining.items())
