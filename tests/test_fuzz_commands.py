@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 
 from tests.hostile import write_good_files, write_hostile_files
@@ -309,9 +309,7 @@ def test_a_command_ends_with_an_exit_code_and_one_line(name: str, folders: tuple
     inputs, files = folders
 
     # Without shrinking: the message names the arguments, and a smaller example would take minutes.
-    @examples(
-        4, phases=[Phase.explicit, Phase.reuse, Phase.generate], suppress_health_check=[HealthCheck.too_slow]
-    )
+    @examples(4, phases=[Phase.explicit, Phase.reuse, Phase.generate])
     @given(calls(name, files))
     def check(call: Call) -> None:
         found = outcome(name, call, inputs)

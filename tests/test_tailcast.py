@@ -27,6 +27,8 @@ from tailcast.output_length import OutputLength
 from tests.predictors.fakes import expected, write_artifact, write_rich_artifact
 
 PROMPT = "name three rivers"
+SYSTEM = {"role": "system", "content": "crash"}
+PARTS = {"role": "user", "content": [{"type": "text", "text": PROMPT}]}
 SCRIPTS = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["scripts"]
 #: Scripts whose sub-command has a shorter name.
 SHORT = {"serve-predictor": "serve", "tailcast-proxy": "proxy"}
@@ -72,17 +74,7 @@ def test_prediction_of_a_prompt(artifact: Path) -> None:
     assert tailcast.predict(PROMPT, predictor=str(artifact)).max_tokens == DEFAULT_MAX_TOKENS
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        PROMPT,
-        [{"role": "user", "content": PROMPT}],
-        [
-            {"role": "system", "content": "crash"},
-            {"role": "user", "content": [{"type": "text", "text": PROMPT}]},
-        ],
-    ],
-)
+@pytest.mark.parametrize("prompt", [PROMPT, [{"role": "user", "content": PROMPT}], [SYSTEM, PARTS]])
 def test_a_prompt_is_a_text_or_messages(artifact: Path, prompt: object) -> None:
     median = tailcast.load(artifact).predict(prompt).median  # type: ignore[arg-type]
     assert median == pytest.approx(math.exp(expected(PROMPT)[0]), rel=1e-5)

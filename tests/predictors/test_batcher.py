@@ -186,17 +186,10 @@ OPERATIONS = st.lists(
     ),
     max_size=40,
 )
-
-
-SETTINGS = st.builds(
-    BatchingSettings,
-    max_batch=st.integers(1, 5),
-    max_wait_s=st.sampled_from([0.0, 1.0, 2.0, 3.0]),
-    num_workers=st.integers(1, 3),
-    max_queue=st.integers(1, 12),
-    max_padding=st.just(1.5),
-    max_padded_tokens=st.just(300),
-)
+LIMITS = {"max_batch": st.integers(1, 5), "num_workers": st.integers(1, 3), "max_queue": st.integers(1, 12)}
+LIMITS["max_wait_s"] = st.sampled_from([0.0, 1.0, 2.0, 3.0])
+PADDING = {"max_padding": st.just(1.5), "max_padded_tokens": st.just(300)}
+SETTINGS = st.builds(BatchingSettings, **LIMITS, **PADDING)
 
 
 @given(operations=OPERATIONS, settings=SETTINGS)

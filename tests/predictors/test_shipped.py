@@ -191,9 +191,8 @@ def test_a_changed_or_truncated_file_is_named(tmp_path: Path) -> None:
     whole = (folder / WEIGHTS).read_bytes()
     for size in (100, len(whole) // 2, len(whole) - 1):
         (folder / WEIGHTS).write_bytes(whole[:size])
-        with pytest.raises(
-            InputError, match=r"artifact file model\.npz: got .*allowed: a whole file of the weights"
-        ):
+        message = r"artifact file model\.npz: got .*allowed: a whole file of the weights"
+        with pytest.raises(InputError, match=message):
             TinyModel(folder / WEIGHTS)
         for opened in (TinyPredictor, open_runtime):
             with pytest.raises(InputError, match=r"artifact file model\.npz: got 'SHA-256"):

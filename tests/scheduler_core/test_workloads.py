@@ -252,10 +252,8 @@ def test_the_same_seed_gives_the_same_trace_and_another_rate_the_same_lengths() 
 def test_classes_bring_their_share_targets_and_lengths() -> None:
     prompt, output = (TokenDistribution(kind="fixed", low=low) for low in (100, 50))
     fixed = Lengths(prompt=prompt, output=output)
-    classes = (
-        RequestClass(weight=1, category="reasoning", tenant="a", ttft_slo_s=2.0, lengths=fixed),
-        RequestClass(weight=3, category="chat", tenant="b", tier=0),
-    )
+    first = RequestClass(weight=1, category="reasoning", tenant="a", ttft_slo_s=2.0, lengths=fixed)
+    classes = (first, RequestClass(weight=3, category="chat", tenant="b", tier=0))
     workload = Workload(num_requests=2000, lengths=SHORT, classes=classes, tiers=Tiers(num_tiers=2))
     rows = workload.trace(1).requests
     reasoning = [row for row in rows if row.category == "reasoning"]

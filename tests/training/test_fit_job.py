@@ -1,7 +1,6 @@
 """Files of fits: the same bytes whoever makes them, wherever they were interrupted."""
 
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from scheduler_core.errors import InputError, TailcastError
+from tests.data_gen.fake_backend import largest_file
 from tests.properties import RAY_WARNINGS
 from tests.training.stand_in_fit import die_once, mean_lengths
 from training.fitting import queries, sample_files
@@ -21,6 +21,9 @@ from training.fitting.fit_job import fit_file
 from training.fitting.fits import FitOptions
 
 ROOT = Path(__file__).parents[2]
+TWICE = (
+    r"x.parquet, row 100: got .*prompt_id='p17', model='m'.* each group in one row \(x.parquet, row 17 has"
+)
 
 
 def samples(num_groups, *, seed=0, longest=9):
@@ -81,12 +84,7 @@ def test_the_file_holds_every_group_once_in_order_of_appearance(path, block_samp
     [
         (samples, "output_tokens", 0, "row 100, column output_tokens: got 0.0"),
         (samples, "prompt_id", None, "row 100, column prompt_id: got None"),
-        (
-            lists,
-            "prompt_id",
-            "p17",
-            r"x.parquet, row 100: got .*prompt_id='p17', model='m'.* each group in one row \(x.parquet, row 17 has",
-        ),
+        (lists, "prompt_id", "p17", TWICE),
     ],
 )
 def test_what_is_wrong_is_named_by_its_row_in_the_file(form, column, value, message, tmp_path):
@@ -289,13 +287,9 @@ def test_some_group_must_have_three_samples_which_are_never_overwritten(tmp_path
 def test_a_full_disk_leaves_nothing_half_written(limit, tmp_path):
     """A limit on the size of files stands in for the full disk: writes fail in the same way."""
     path, out = write(samples(3000, longest=5), tmp_path / "samples.parquet"), tmp_path / "out.parquet"
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    try:
-        with pytest.raises(TailcastError, match="out: cannot write .*the same command resumes"):
-            fit(path, out, block_groups=500)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    message = "out: cannot write .*the same command resumes"
+    with largest_file(limit), pytest.raises(TailcastError, match=message):
+        fit(path, out, block_groups=500)
     assert not out.exists()
     assert not [file for file in tmp_path.rglob("*") if file.name.startswith(".")]
     assert fit(path, out, block_groups=500).num_rows > 1000

@@ -211,10 +211,8 @@ def test_a_checkpoint_is_compared_with_baselines_and_other_seeds(tmp_path, data,
 def test_claims_that_jump_the_queue_fail_the_command(tmp_path, data, monkeypatch):
     monkeypatch.setattr("training.urgency.evaluation._open", lambda *_: loud)
     options = ["--baselines", "false", "--risk_rate", "0.99", "--jump_rate", "0.001"]
-    monkeypatch.setattr(
-        "training.urgency.evaluation.choose_threshold",
-        lambda *_, **__: choose_threshold(np.eye(K)[[2] * 99], np.full(99, 2)),
-    )
+    threshold = choose_threshold(np.eye(K)[[2] * 99], np.full(99, 2))
+    monkeypatch.setattr("training.urgency.evaluation.choose_threshold", lambda *_, **__: threshold)
     assert not evaluate("loud", data, tmp_path, *options)["passed"]
 
 
