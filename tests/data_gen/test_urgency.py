@@ -156,13 +156,13 @@ def test_a_file_of_labels_is_checked(tmp_path: Path, columns: dict[str, list[obj
 
 
 @pytest.mark.parametrize(
-    ("part", "total", "least", "ratio"), [("llm", 500, 100, 1.2), ("triage", 150, 30, 9)]
+    ("part", "total", "smallest", "ratio"), [("llm", 500, 100, 1.2), ("triage", 150, 30, 9)]
 )
-def test_there_are_many_texts_of_every_level(part: str, total: int, least: int, ratio: float) -> None:
+def test_there_are_many_texts_of_every_level(part: str, total: int, smallest: int, ratio: float) -> None:
     counts = Counter(seed["level"] for seed in ALL[part])
     assert set(counts) == set(LEVELS) == set(URGENCY_LEVELS)
     assert sum(counts.values()) >= total
-    assert least <= min(counts.values()) <= max(counts.values()) <= ratio * min(counts.values())
+    assert smallest <= min(counts.values()) <= max(counts.values()) <= ratio * min(counts.values())
 
 
 def test_quiet_emergencies_are_emergencies_without_loud_words() -> None:

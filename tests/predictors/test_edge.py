@@ -409,11 +409,8 @@ def test_bad_files_of_a_server_are_named(tmp_path: Path, pki: Path, option: str)
 
 async def test_bad_files_of_a_client_are_named(pki: Path) -> None:
     key = str(pki / "ours-client.key")
-    certificate = TlsSettings(certificate="nowhere.pem", key=key)
-    for tls, name in (
-        (TlsSettings(ca="nowhere.pem"), "tls ca: got .*nowhere"),
-        (certificate, "tls certificate"),
-    ):
+    ca, client = TlsSettings(ca="nowhere.pem"), TlsSettings(certificate="nowhere.pem", key=key)
+    for tls, name in ((ca, "tls ca: got .*nowhere"), (client, "tls certificate")):
         with pytest.raises(InputError, match=name):
             await median_log("calls", "localhost:1", tls)
     with pytest.raises(InputError, match="together with its key"):

@@ -47,12 +47,11 @@ ORDERS = {
 QUICK = {"minilm-quickstart", "ssjf-bert", "s3-distilbert-buckets", "ltr-opt125m-listmle", "semantic"}
 SERVED_MODEL = "small"
 
-TEXTS = [text.replace("write", ("now", "write")[row % 2]) for row, (text, _, _) in enumerate(prompts(12))]
-TOKENS = {"prompt_tokens": 8, "output_tokens": 20, "max_tokens": 100}
-ROWS = (
-    TraceRequest(request_id=f"r{row}", arrival_s=0.0, prompt=text, **TOKENS) for row, text in enumerate(TEXTS)
+TEXTS = [text if row % 2 else text.replace("write", "now") for row, (text, _, _) in enumerate(prompts(12))]
+EQUAL = {"arrival_s": 0.0, "prompt_tokens": 8, "output_tokens": 20, "max_tokens": 100}
+TRACE = Trace(
+    tuple(TraceRequest(request_id=f"r{row}", prompt=text, **EQUAL) for row, text in enumerate(TEXTS))
 )
-TRACE = Trace(tuple(ROWS))
 
 
 @pytest.fixture(

@@ -158,10 +158,8 @@ def test_max_length_beyond_the_position_embeddings_is_refused(tmp_path: Path) ->
         "zero = ReduceSum <keepdims = 0> (zeros, axis)",
         "mu = Add (plain, zero)",
     )
-    folders = (write_artifact(tmp_path / name) for name in ("40", "41"))
-    short, long = (
-        open_runtime(with_nodes(each, "mu", *nodes, max_length=int(each.name))) for each in folders
-    )
+    paths = (write_artifact(tmp_path / name) for name in ("40", "41"))
+    short, long = (open_runtime(with_nodes(path, "mu", *nodes, max_length=int(path.name))) for path in paths)
     short.warm_up()
     open_runtime(write_artifact(tmp_path / "shortest", max_length=3)).warm_up()
     with pytest.raises(TailcastError, match=r"ONNX session failed on shape \(1, 41\)"):

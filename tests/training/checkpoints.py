@@ -37,10 +37,8 @@ def predictor(encoder: str | nn.Module, **options: Any) -> PromptPredictor:
     """All heads, conditioned on two served models and the temperature; 48 tokens; in eval mode."""
     name, module = (encoder, load_encoder(encoder)) if isinstance(encoder, str) else ("encoder", encoder)
     fields = {"heads": ALL_HEADS, "conditioning": CONDITIONING, "max_length": 48} | options
-    generator = torch.Generator().manual_seed(1)
-    model = PromptPredictor(
-        PredictorConfig(encoder=name, **fields), module, NORMALIZATION, generator=generator
-    )
+    config, generator = PredictorConfig(encoder=name, **fields), torch.Generator().manual_seed(1)
+    model = PromptPredictor(config, module, NORMALIZATION, generator=generator)
     # Large enough weights in the last layers that prompts and conditions differ clearly.
     with torch.no_grad():
         for name, weight in model.heads.named_parameters():

@@ -21,9 +21,8 @@ from training.fitting.fit_job import fit_file
 from training.fitting.fits import FitOptions
 
 ROOT = Path(__file__).parents[2]
-TWICE = (
-    r"x.parquet, row 100: got .*prompt_id='p17', model='m'.* each group in one row \(x.parquet, row 17 has"
-)
+GROUP = "prompt_id='p17', model='m'"
+TWICE = rf"x.parquet, row 100: got .*{GROUP}.* each group in one row \(x.parquet, row 17 has"
 
 
 def samples(num_groups, *, seed=0, longest=9):

@@ -165,11 +165,9 @@ def test_half_precision_is_near(graphs, kind, with_attention):
 LONGEST = 48
 # All tiny vocabularies have these.
 VOCABULARY = 20
-TOKENS = {"max_length": LONGEST, "truncation_side": "right", "pad_token_id": 0}
+FIELDS = {"max_length": LONGEST, "truncation_side": "right", "pad_token_id": 0, "nu": 3.5}
 CARD = EncoderCard(architecture="bert", source="fake", num_parameters=1, num_layers=None, width=1)
-MANIFEST = Manifest.model_construct(
-    artifact_id="tiny", created="", heads=("length",), encoder=CARD, nu=3.5, **TOKENS
-)
+MANIFEST = Manifest.model_construct(artifact_id="tiny", created="", heads=("length",), encoder=CARD, **FIELDS)
 
 
 def _bert(folder: Path) -> str:
