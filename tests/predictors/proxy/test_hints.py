@@ -56,6 +56,7 @@ async def test_the_rest_of_the_body_keeps_its_bytes(artifact_folder: Path) -> No
     assert sent == body.replace(b"{", b'{"priority":%d,' % number, 1)
 
 
+ACTIONS = st.sampled_from(["enter", "leave", "cancel", "predict", "output"])
 LEVELS: dict[str, Any] = {"slo_ttft_ms": [100, 200, 300, 400, 500], "slo_tpot_ms": [10, 20, 30, 40, 50]}
 LEVELS["objectives"] = ["now", "soon", "chat", "batch", "free"]
 
@@ -204,12 +205,7 @@ async def test_a_starving_request_is_promoted_by_steps_seen_in_the_stream(stream
 
 
 @settings(max_examples=40)
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["enter", "leave", "cancel", "predict", "output"]), st.integers(0, 30)),
-        max_size=60,
-    )
-)
+@given(st.lists(st.tuples(ACTIONS, st.integers(0, 30)), max_size=60))
 def test_no_slot_and_no_request_is_lost(steps: list[tuple[str, int]]) -> None:
     async def run() -> None:
         queue, clock = new_queue("tail_guard", 2)

@@ -374,10 +374,8 @@ async def raw_engine(*options: Any) -> AsyncIterator[tuple[RawEngine, str]]:
 async def test_a_request_is_sent_once(moment: str, kept: bool, resets: bool) -> None:
     for method, path in (("POST", CHAT), ("DELETE", "/v1/responses/1"), ("GET", "/v1/models"), ("PUT", "/x")):
         body = b'{"messages": []}' if method in ("POST", "PUT") else None
-        async with (
-            raw_engine(moment, int(kept), resets) as (engine, url),
-            running_proxy(url, engine="vllm") as proxy,
-        ):
+        script = (moment, int(kept), resets)
+        async with raw_engine(*script) as (engine, url), running_proxy(url, engine="vllm") as proxy:
             if kept:
                 assert await proxy.send(method, path, body, {}) == (200, b"ok")
             before = engine.num_requests

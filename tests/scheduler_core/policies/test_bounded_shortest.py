@@ -21,6 +21,8 @@ from scheduler_core.simulator.trace import Trace
 from tests.scheduler_core.helpers import predicted, request, trace_row
 
 CONFIG = SimulationConfig(trace="test", policy="fcfs", scheduler=SchedulerConfig(max_num_seqs=16))
+#: Requests: choice, work, wait.
+EVENTS = st.tuples(st.integers(0, 99), st.integers(1, 500), st.integers(0, 90))
 
 
 def trace_of(seed: int, load: float, num: int = 800, *, is_bursty: bool = False) -> Trace:
@@ -94,10 +96,7 @@ def test_long_outputs_end_within_the_promise(seed: int, is_bursty: bool) -> None
     assert np.all(ours <= 1.25 * np.maximum(fcfs, p99_s) + 0.1 * p99_s)
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 99), st.integers(1, 500), st.integers(0, 90)), max_size=150),
-    st.integers(0, 99),
-)
+@given(st.lists(EVENTS, max_size=150), st.integers(0, 99))
 def test_who_is_due_is_what_the_definition_gives(events: list[tuple[int, int, int]], now: int) -> None:
     """Requests come, are overtaken and leave; numbers are such that sums are exact."""
     waiting, expected = ArrivalOrder(), {}

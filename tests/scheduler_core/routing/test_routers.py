@@ -42,6 +42,7 @@ NAMES = sorted(ROUTERS)
 #: New requests go to prefill replicas alone where the phases are separated.
 ROLES = {"disaggregated": ReplicaRole.PREFILL}
 DRAINING = ReplicaStatus.DRAINING
+EVENTS = st.sampled_from(["add", "finish", "abort", "drain", "fail", "join"])
 NO_HEADROOM = Headroom((0.0,) * 5)
 
 
@@ -250,10 +251,7 @@ def test_without_an_active_replica_requests_wait(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=15, deadline=None)
-@given(
-    events=st.lists(st.sampled_from(["add", "finish", "abort", "drain", "fail", "join"]), max_size=40),
-    seed=st.integers(0, 3),
-)
+@given(events=st.lists(EVENTS, max_size=40), seed=st.integers(0, 3))
 def test_the_same_generator_gives_the_same_choices(name: str, events: list[str], seed: int) -> None:
     assert _play(name, events, seed) == _play(name, events, seed)
 
