@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,6 +15,7 @@ from typing import Literal
 import pandas as pd
 
 from examples.pretrained.card import card
+from examples.pretrained.distillation import made_up_prompts, real_prompts, write_teacher_rows
 from examples.pretrained.language_model import TRAINED, split_checkpoint, write_encoder
 from examples.pretrained.prepare import Prepared, prepare
 from examples.pretrained.unseen import score_sources
@@ -26,6 +27,12 @@ from scheduler_core.files import shared_folder
 RECIPES = Path(__file__).parent
 #: Training prompts that give the scale of a language model's states.
 NUM_SCALE_PROMPTS = 256
+#: Prompts made of the training prompts for the teacher alone.
+MADE_UP = 10_000
+#: Of the teacher's predictions in the loss, where lengths of CASTILLO have 1.
+TEACHER_WEIGHT = 0.5
+#: Of the made-up prompts and of the choice of served models.
+SEED = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +47,8 @@ class PretrainedConfig:
     """minilm: the artifact `pretrained`; smollm2: on 18 layers of a language model, better and slower."""
     out: str = "out/pretrained"
     """Folder for everything that is made; a step whose result is there is left out."""
+    teacher: str | None = "out/smollm2/checkpoint"
+    """Checkpoint folder whose predictions minilm learns beside the true lengths, for the prompts of CASTILLO and for prompts made of all training prompts; `make smollm2` makes this one. null: true lengths alone."""
     install: bool = True
     """Replace the artifact in predictors/pretrained, or the trained weights in examples/pretrained/smollm2, by the new ones."""
 
@@ -53,7 +62,10 @@ def pretrained(config: PretrainedConfig) -> None:
     options: list[str | Path] = ["--config", RECIPES / f"{config.predictor}.yaml"]
     if config.predictor == "smollm2":
         options += ["--encoder", steps.encoder()]
-    steps.train(options)
+    training = dict(files.training)
+    if config.predictor == "minilm" and config.teacher is not None:
+        training[steps.teach(Path(config.teacher))] = TEACHER_WEIGHT
+    steps.train(options, training)
     steps.calibrate()
     steps.export()
     if config.predictor == "minilm":
@@ -84,11 +96,25 @@ class _Steps:
             write_encoder(folder, prompts.sample(NUM_SCALE_PROMPTS, random_state=0).tolist())
         return folder
 
-    def train(self, options: Sequence[str | Path]) -> None:
+    def teach(self, checkpoint: Path) -> Path:
+        """The file of the teacher's predictions; is made."""
+        since, file = time.monotonic(), self.out / "data" / "teacher.parquet"
+        if not file.is_file():
+            prompts, share = real_prompts(self.files)
+            castillo = prompts[: int((share == 1.0).sum())]
+            made_up = made_up_prompts(prompts, share, MADE_UP, SEED)
+            table = pd.read_parquet(self.files.calibration).groupby("model").temperature.median()
+            write_teacher_rows(
+                file, checkpoint, list(dict.fromkeys(castillo + made_up)), table.to_dict(), SEED
+            )
+        self.shell.finished("t", "teacher", "", since, str(file))
+        return file
+
+    def train(self, options: Sequence[str | Path], training: Mapping[Path, float]) -> None:
         self._once("a", "checkpoint", [
             "train", *options,
-            "--data", json.dumps([str(file) for file in self.files.training]),
-            "--data_weights", json.dumps(list(self.files.training.values())),
+            "--data", json.dumps([str(file) for file in training]),
+            "--data_weights", json.dumps(list(training.values())),
             "--validation", self.files.calibration,
             "--progress", "false",
         ])  # fmt: skip

@@ -1,23 +1,50 @@
-"""What the tiny predictor is distilled from: prompts, made-up ones among them, and what the shipped predictor says of them."""
+"""What predictors are distilled from: prompts, made-up ones among them, and the teachers' predictions for them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
+import torch
 from numpy.typing import NDArray
 
+from examples.pretrained.prepare import COLUMNS, Prepared, prompt_hash
+from predictors.modules.checkpoint import load_checkpoint
 from predictors.runtime import ArtifactRuntime
+from scheduler_core.files import atomic_file
 from training.corrected_graph import FeatureRuntime
 from training.corrections import Requests
+from training.prediction import predict_prompts
 from training.progress import tracked
 
 #: Prompts between two steps of the progress bar.
 CHUNK = 500
+#: Of other sources than CASTILLO, among the prompts that are taken apart for made-up ones.
+OTHER_SOURCES = 0.35
+#: Served models for which the teacher predicts each prompt's length, in each case others.
+ROWS_PER_PROMPT = 8
+#: Two outputs at mu - OFFSET * sigma and mu + OFFSET * sigma have the least `log_t_crps` as a log-t (3.5) of this mu and
+#: sigma. Two, because of three and more `train` would learn sigma_within, which the teacher's sigma is not.
+OFFSET = 0.978
 
 Floats = NDArray[np.float32]
+
+
+def real_prompts(files: Prepared) -> tuple[list[str], NDArray[np.float64]]:
+    """The training prompts [P], those of CASTILLO first, and how often each is taken apart for made-up ones [P]: 1 for
+    those of CASTILLO, `OTHER_SOURCES` for the others."""
+    order = sorted(files.training, key=lambda file: "" if _is_castillo(file) else file.stem)
+    tables = [pd.read_parquet(file, columns=["prompt"]).assign(castillo=_is_castillo(file)) for file in order]
+    prompts = pd.concat(tables).drop_duplicates("prompt")
+    return prompts.prompt.tolist(), np.where(prompts.castillo, 1.0, OTHER_SOURCES)
+
+
+def _is_castillo(file: Path) -> bool:
+    return file.stem.startswith("castillo")
 
 
 def made_up_prompts(prompts: Sequence[str], weights: NDArray[Any], number: int, seed: int) -> list[str]:
@@ -69,6 +96,49 @@ def teacher_predictions(runtime: ArtifactRuntime, prompts: Sequence[str]) -> Flo
             [np.stack([by_name[name].mu, by_name[name].sigma], axis=-1) for name in names], axis=1
         )
     return predicted
+
+
+def write_teacher_rows(
+    file: Path, checkpoint: Path, prompts: Sequence[str], temperatures: Mapping[str, float], seed: int
+) -> None:
+    """Writes rows for `train`: for each prompt `ROWS_PER_PROMPT` served models of the checkpoint, chosen at random, with the
+    two output lengths of which the CRPS objective learns the mu and sigma that the checkpoint predicts.
+
+    Args:
+        file: Parquet file to write.
+        checkpoint: Folder of the teacher.
+        prompts: Different prompts.
+        temperatures: At which a served model is predicted; at an unknown one where it has none.
+        seed: Of the choice.
+    """
+    teacher = load_checkpoint(checkpoint)
+    conditioning = teacher.model.config.conditioning
+    assert conditioning is not None
+    names = np.array(conditioning.served_models, dtype=object)
+    rng = np.random.default_rng(seed)
+    size = min(ROWS_PER_PROMPT, len(names))
+    chosen = np.argsort(rng.random((len(prompts), len(names))), axis=1)[:, :size]
+    table = pd.DataFrame({
+        "dataset": "teacher",
+        "prompt_id": np.repeat([prompt_hash(prompt) for prompt in prompts], size),
+        "prompt": np.repeat(np.array(prompts, dtype=object), size),
+        "model": names[chosen].ravel(),
+    })  # fmt: skip
+    table["temperature"] = table.model.map(temperatures).astype(float)
+    with torch.autocast("cpu", torch.bfloat16):
+        predicted = predict_prompts(
+            teacher.model,
+            teacher.tokenizer,
+            table.prompt.tolist(),
+            table.model.tolist(),
+            [None if np.isnan(value) else value for value in table.temperature],
+            track=lambda batches: tracked(list(batches), "teacher", True),
+        )
+    lengths = np.exp(predicted["mu"][:, None] + OFFSET * predicted["sigma"][:, None] * [-1.0, 1.0])
+    table["output_tokens"] = list(np.maximum(np.rint(lengths), 1).astype(np.int64))
+    table["finished"] = list(np.ones(lengths.shape, dtype=bool))
+    with atomic_file(file) as temporary:
+        table[list(COLUMNS)].to_parquet(temporary, compression="zstd", index=False)
 
 
 def unknown_requests(prompts: Sequence[str]) -> Requests:

@@ -23,7 +23,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 
 from examples.pretrained.card import scores_table
-from examples.pretrained.distillation import made_up_prompts, teacher_predictions
+from examples.pretrained.distillation import made_up_prompts, real_prompts, teacher_predictions
 from examples.pretrained.prepare import Prepared, prepare
 from examples.pretrained.unseen import markdown, score_sources
 from examples.shell import Shell
@@ -55,8 +55,6 @@ PATTERN = r"[^\W\d぀-ヿ一-鿿가-힣]+|\d+|\n+|[^\w\s]|\w"
 MAX_LENGTH = 1024
 #: Rows and width of the tables of pairs and of starts, width of that of tokens, width of the hidden layers.
 NUM_PAIRS, NUM_STARTS, WIDTHS, HIDDEN = 2**15, 2**13, (64, 32, 32), 256
-#: Of other sources than CASTILLO, among the prompts that are taken apart for made-up ones.
-OTHER_SOURCES = 0.35
 CARD = """# tailcast-tiny
 
 Predicts what [tailcast-minilm](README.md) predicts, in less than 100 microseconds for a prompt of 400 characters with warm caches ([figures](../../docs/benchmarks.md#tiny-predictor)) and without ONNX Runtime: hashed n-grams and a small network in numpy, distilled from it. For inside a scheduler; `tiny` wherever a predictor is named.
@@ -369,18 +367,6 @@ def tiny(config: TinyConfig) -> None:
         if config.report:
             shutil.copy(out / "TINY.md", target.parent)
         pin(target)
-
-
-def real_prompts(files: Prepared) -> tuple[list[str], NDArray[Any]]:
-    """The training prompts [P], those of CASTILLO first, and how often each is taken apart for made-up ones [P]."""
-    order = sorted(files.training, key=lambda file: "" if _is_castillo(file) else file.stem)
-    tables = [pd.read_parquet(file, columns=["prompt"]).assign(castillo=_is_castillo(file)) for file in order]
-    prompts = pd.concat(tables).drop_duplicates("prompt")
-    return prompts.prompt.tolist(), np.where(prompts.castillo, 1.0, OTHER_SOURCES)
-
-
-def _is_castillo(file: Path) -> bool:
-    return file.stem.startswith("castillo")
 
 
 def stored_targets(file: Path, teacher: ArtifactRuntime, prompts: Sequence[str]) -> Floats:
