@@ -28,7 +28,7 @@ RECIPES = Path(__file__).parent
 #: Training prompts that give the scale of a language model's states.
 NUM_SCALE_PROMPTS = 256
 #: Prompts made of the training prompts for the teacher alone.
-MADE_UP = 10_000
+MADE_UP = 6_000
 #: Of the teacher's predictions in the loss, where lengths of CASTILLO have 1.
 TEACHER_WEIGHT = 0.5
 #: Of the made-up prompts and of the choice of served models.

@@ -1,4 +1,4 @@
-"""The example that makes the shipped predictors: data, scores on sources that training never saw, distillation of the tiny one."""
+"""The example that makes the shipped predictors: data, scores on sources that training never saw, distillation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ import pandas as pd
 import pytest
 import torch
 
-from examples.pretrained.distillation import made_up_prompts, teacher_predictions
+from examples.pretrained.distillation import (
+    OFFSET,
+    made_up_prompts,
+    real_prompts,
+    teacher_predictions,
+    write_teacher_rows,
+)
 from examples.pretrained.prepare import SET_ASIDE, SOURCES, Prepared, prepare, served_model
 from examples.pretrained.tiny import (
     Prompts,
@@ -21,10 +27,20 @@ from examples.pretrained.tiny import (
     train,
 )
 from examples.pretrained.unseen import markdown, score_source, score_sources
+from predictors.modules.checkpoint import save_checkpoint
+from predictors.modules.config import Conditioning, PredictorConfig
+from predictors.modules.encoder import load_encoder, load_tokenizer
+from predictors.modules.heads import Heads, LengthHead
+from predictors.modules.normalization import Normalization
+from predictors.modules.predictor import PromptPredictor
 from predictors.pretrained import shipped_folder
 from predictors.runtime import ArtifactRuntime, open_runtime
 from predictors.tiny import WEIGHTS, TinyModel
 from predictors.tokenizer import PromptTokenizer
+from tests.training.tiny import tiny_bert
+from training.data import SampleLengths
+from training.losses import log_t_crps
+from training.prediction import predict_prompts
 
 NUM_PROMPTS = 30
 
@@ -173,6 +189,48 @@ def test_predictions_are_kept_for_the_same_prompts(teacher: ArtifactRuntime, tmp
     np.testing.assert_array_equal(stored_targets(file, teacher, PROMPTS[:1]), first)
     assert file.stat().st_mtime_ns == written
     assert len(stored_targets(file, teacher, PROMPTS)) == 3
+
+
+def test_the_crps_of_two_outputs_is_least_at_the_teachers_mu_and_sigma() -> None:
+    mu, sigma = torch.tensor(5.0), torch.tensor(0.7)
+    tokens = torch.exp(mu + OFFSET * sigma * torch.tensor([[-1.0, 1.0]]))
+    present = torch.ones(1, 2, dtype=torch.bool)
+    samples = SampleLengths(tokens, present, present, torch.tensor([torch.inf]))
+    shifts, scales = torch.linspace(-0.1, 0.1, 41), torch.linspace(0.9, 1.1, 41)
+    of_mu = torch.stack([log_t_crps(mu + shift, sigma, 3.5, samples) for shift in shifts])
+    of_sigma = torch.stack([log_t_crps(mu, sigma * scale, 3.5, samples) for scale in scales])
+    assert abs(float(shifts[of_mu.argmin()])) <= 0.005
+    assert abs(float(scales[of_sigma.argmin()]) - 1) <= 0.005
+
+
+def test_rows_of_the_teacher_have_its_mu_and_sigma(tmp_path: Path) -> None:
+    encoder, names = tiny_bert(tmp_path / "encoder"), tuple(f"org/{number}" for number in range(10))
+    config = PredictorConfig(
+        encoder=encoder,
+        heads=Heads(length=LengthHead()),
+        max_length=32,
+        conditioning=Conditioning(served_models=names, temperature=True),
+    )
+    model = PromptPredictor(config, load_encoder(encoder), Normalization(mu_mean=7.0, mu_std=1.0)).eval()
+    tokenizer = load_tokenizer(encoder)
+    save_checkpoint(tmp_path / "teacher", model, tokenizer, {})
+    write_teacher_rows(tmp_path / "rows.parquet", tmp_path / "teacher", PROMPTS, {"org/1": 0.6}, seed=0)
+    rows = pd.read_parquet(tmp_path / "rows.parquet")
+    assert rows.groupby("prompt").model.nunique().eq(8).all()
+    assert rows.temperature.notna().eq(rows.model == "org/1").all()
+    expected = predict_prompts(
+        model, tokenizer, rows.prompt.tolist(), rows.model.tolist(), [value if value == value else None for value in rows.temperature]
+    )  # fmt: skip
+    low, high = np.log(np.stack(rows.output_tokens)).T
+    np.testing.assert_allclose((low + high) / 2, expected["mu"], atol=0.03)
+    np.testing.assert_allclose((high - low) / 2 / OFFSET, expected["sigma"], atol=0.03)
+
+
+def test_castillos_prompts_are_the_first_and_most_often_taken_apart(prepared: Prepared) -> None:
+    prompts, share = real_prompts(prepared)
+    assert len(set(prompts)) == len(prompts) == len(share)
+    assert sorted(share, reverse=True) == list(share)
+    assert all(("train prompt" in text or "validation prompt" in text) == (value == 1.0) for text, value in zip(prompts, share, strict=True))  # fmt: skip
 
 
 def test_made_up_prompts_repeat_and_consist_of_words_of_the_given_ones() -> None:
