@@ -42,7 +42,7 @@ from scheduler_core.statistics import interval
 from training.evaluating.predictors import InferenceOptions, open_predictor
 
 MAX_TOKENS = 8000
-POLICIES = ("bounded_shortest", "tail_guard", "ssjf", "tie", "ltr", "trail", "uniboost", "sjf")
+POLICIES = ("bounded_shortest", "ssjf", "tie", "ltr", "trail", "uniboost", "sjf")
 #: The default order with the true lengths as predictions: what better predictions could add.
 TRUE_LENGTHS = "bounded_shortest, true lengths"
 RATIOS = (1.0, 1.05, 1.15, 1.25, 1.5, 2.0)

@@ -1,6 +1,6 @@
 """Our own policies against what they are made from, on the same arrivals, in the same run.
 
-    python benchmarks/policies.py --lengths FILE [--requests 4500] [--slots 32] [--load 1.2] [--studies tail,slo,...]
+    python benchmarks/policies.py --lengths FILE [--requests 4500] [--slots 32] [--load 1.2] [--studies tail,slo]
 
 FILE is a Parquet file with a column `output_tokens` of several sampled lengths per prompt, such as CASTILLO's. The true length
 of a request is one of its samples, its predicted log-t is fitted to the others (location: median, scale: 0.8 standard
@@ -8,11 +8,9 @@ deviations of ln length, nu = 3.5), behind an error of the predictor: mu + noise
 widened as a calibrated predictor would be. Times are in decode steps: a step takes one unit whatever is in it, so the queue
 is one of `slots` servers. FCFS and shortest first (SEPT) are in every table.
 
-- tail: mean and P99 completion under overload, and the share of SEPT's gain over FCFS in the mean that is kept (e). The
-  gain is that of the mean completion time of all requests; the mean time per token is beside it.
-- frontier: that share against how tight the tail is bound, with true lengths and with predicted ones, and what a fluid
-  queue says is there to keep (e).
-- slo: share of requests within their target (d).
+- tail: mean and P99 completion time under overload, the mean normalized latency, and the fraction of SEPT's gain over FCFS
+  in the mean completion time.
+- slo: fraction of requests within their target.
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ from scheduler_core.scheduler import Scheduler, SchedulerConfig
 
 FloatArray = NDArray[np.float64]
 NU, CAP = 3.5, 15_000
-RATIOS = (1.0, 1.25, 1.5, 2.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,20 +136,18 @@ def row(name: str, *values: float | str) -> None:
 
 
 def tail(options: argparse.Namespace) -> None:
-    """(e): the cure for the tail."""
-    jobs = tail_jobs(options)
+    """Mean and tail of each order under overload."""
+    jobs = read_jobs(
+        options.lengths, options.requests, options.slots, options.load, options.noise, rng(options)
+    )
     limits = {"max_num_seqs": options.slots}
     fcfs, sept = run(jobs, "fcfs", **limits).latency, run(jobs, "sept", **limits).latency
-    prior = {"prior_s": float(np.percentile(fcfs, 99))}
     sides: list[tuple[str, FloatArray | Callable[[], FloatArray]]] = [("fcfs", fcfs), ("sept", sept)]
     for title, policy, parameters in (
         ("ssjf", "ssjf", {}),
         ("tie, tau as 30 s of 20 ms steps", "tie", {"tau_s": 1500.0}),
         ("hrrn", "hrrn", {"token_s": 1.0}),
-        ("tail_guard", "tail_guard", {}),
-        ("tail_guard, no exemptions", "tail_guard", {"exempt_fraction": 0.0}),
-        ("tail_guard, P99 of FCFS known before", "tail_guard", prior),
-        ("the same, no exemptions", "tail_guard", {"exempt_fraction": 0.0, **prior}),
+        ("bounded_shortest", "bounded_shortest", {}),
     ):
         sides.append((title, lambda p=policy, q=parameters: run(jobs, p, q, **limits).latency))  # type: ignore[misc]
     print(
@@ -170,79 +165,13 @@ def tail(options: argparse.Namespace) -> None:
         row(title, latency.mean(), p50, p99, p999, latency.max(), per_token, ratio, fraction_kept)
 
 
-def frontier(options: argparse.Namespace) -> None:
-    """(e): what the bound on the P99 costs, by how tight it is and by what is known."""
-    jobs = tail_jobs(options)
-    true = [
-        replace(job, prediction=LengthPrediction(float(np.log(job.output_tokens)), 1e-3, NU)) for job in jobs
-    ]
-    limits = {"max_num_seqs": options.slots}
-    fcfs, sept = run(jobs, "fcfs", **limits).latency, run(jobs, "sept", **limits).latency
-    p99 = float(np.percentile(fcfs, 99))
-    print(
-        f"\nfrontier: gain in the mean kept, of sept's over fcfs, at the P99 / FCFS in brackets; {len(jobs)} requests,\n"
-        f"{options.slots} slots, load {options.load}, predictor's error {options.noise}; fluid: growing overload, see `fluid_gain`"
-    )
-    heading("tail_guard with", *(f"ratio {ratio}" for ratio in RATIOS))
-    for title, requests, parameters in (
-        ("predictions", jobs, {}),
-        ("predictions, no exemptions", jobs, {"exempt_fraction": 0.0}),
-        ("predictions, P99 of FCFS known before", jobs, {"prior_s": p99}),
-        ("true lengths", true, {}),
-        ("true lengths, P99 of FCFS known before", true, {"prior_s": p99}),
-    ):
-        cells = []
-        for ratio in RATIOS:
-            latency = run(requests, "tail_guard", {"ratio": ratio, **parameters}, **limits).latency
-            fraction_kept = kept_share(latency, fcfs, sept)
-            cells.append(f"{100 * fraction_kept:.0f} % ({np.percentile(latency, 99) / p99:.2f})")
-        row(title, *cells)
-    for title, exempt in (("fluid, 0.85 % exempt", 0.0085), ("fluid, no exemptions", 0.0)):
-        row(title, *(f"{100 * fluid_gain(jobs, options.load, ratio, exempt):.0f} %" for ratio in RATIOS))
-
-
-def fluid_gain(jobs: Sequence[Job], load: float, ratio: float, exempt: float) -> float:
-    """Gain in the mean kept while an overload grows, if nobody but an exempt share waits for longer than `ratio` times what FCFS
-    makes wait.
-
-    Work left over is the same for all orders; the number that waits is that work by the mean length of those it belongs to: of
-    all under FCFS, of the longest predicted with the share (load - 1) / load of all work under shortest first, of the
-    longest with the share given in `policies.tail_guard` under the bound. The exempt are those predicted longest.
-    """
-    tokens = np.array([job.output_tokens for job in jobs], float)
-    order = np.argsort([-job.prediction.mu for job in jobs])
-    longest_first = tokens[order]
-    spared = round(exempt * len(jobs))
-    late = float(longest_first[:spared].sum() / tokens.sum())
-
-    def waiting(over: float, share: float, first: int) -> float:
-        work = np.cumsum(longest_first[first:]) / tokens.sum()
-        count = min(int(np.searchsorted(work, share)) + 1, len(work))
-        return over / float(longest_first[first : first + count].mean())
-
-    fcfs = (load - 1.0) / float(tokens.mean())
-    sept = waiting(load - 1.0, (load - 1.0) / load, 0)
-    over = load * (1.0 - late) - 1.0
-    if over <= 0.0:
-        return fcfs / (fcfs - sept)
-    bound = waiting(over, max(over / (load - 1.0) / (ratio * load), over / load), spared)
-    return (fcfs - bound) / (fcfs - sept)
-
-
 def kept_share(latency: FloatArray, fcfs: FloatArray, sept: FloatArray) -> float:
     """Of sept's gain over fcfs in the mean; above 1 where it is more."""
     return float((fcfs.mean() - latency.mean()) / (fcfs.mean() - sept.mean()))
 
 
-def tail_jobs(options: argparse.Namespace) -> list[Job]:
-    """Of the studies of the tail."""
-    return read_jobs(
-        options.lengths, options.requests, options.slots, options.load, options.noise, rng(options)
-    )
-
-
 def slo(options: argparse.Namespace) -> None:
-    """(d): SLO-aware TIE."""
+    """SLO-aware TIE."""
     num = min(options.requests, 1500)
     jobs = read_jobs(options.lengths, num, options.slots, options.load, options.noise, rng(options))
     targets = rng(options).choice([300.0, 1000.0, 4000.0], num)
@@ -277,9 +206,7 @@ def rng(options: argparse.Namespace) -> np.random.Generator:
     return np.random.default_rng(options.seed)
 
 
-STUDIES: dict[str, Callable[[argparse.Namespace], None]] = {
-    "tail": tail, "frontier": frontier, "slo": slo,
-}  # fmt: skip
+STUDIES: dict[str, Callable[[argparse.Namespace], None]] = {"tail": tail, "slo": slo}
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""`write_card`: what is in a samples file, as JSON and as a page with one table of lengths and one figure."""
+"""Data card: a summary of a samples file, as JSON and as a page with a table of lengths and a figure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from scheduler_core.report import plotting
 from scheduler_core.table_files import open_parquet
 
 FILES = ("card.json", "card.md", "survival.png")
-#: Fewest outputs of a prompt whose dispersion is worth a number.
+#: Minimum number of outputs of a prompt to compute its dispersion.
 MIN_SAMPLES = 3
 #: TIE paper, section 3.1: 1,000 LMSYS prompts, 100 outputs each, Llama-3-8B-Instruct.
 PAPER = {"cv": 1.09, "p90_p50": 4.62, "p99_p50": 10.77, "top_decile_fraction": 0.357, "skewness": 3.10}
@@ -35,9 +35,9 @@ FloatArray = NDArray[np.float64]
 
 
 def write_card(samples_path: str | Path, folder: str | Path) -> dict[str, Any]:
-    """Writes card.json, card.md and survival.png for a samples file into a folder (other files in it stay), and returns the
-    card; InputError if the file cannot be read, lacks a column or holds no output, TailcastError if no card wrote a file of
-    one of these names."""
+    """Writes card.json, card.md and survival.png of a samples file into a folder, next to other files, and returns the card.
+    InputError if the file cannot be read, lacks a column or has no output; TailcastError if one of these files exists and is
+    not from an earlier card."""
     rows = read_samples(samples_path, _COLUMNS)
     has_output = pc.not_equal(rows.column("finish_reason"), "error")
     outputs = rows.filter(has_output).sort_by("output_tokens")
@@ -77,14 +77,14 @@ def _counts(column: pa.ChunkedArray) -> list[dict[str, Any]]:
 
 
 def _grouped(outputs: pa.Table, names: Sequence[str]) -> tuple[list[dict[str, Any]], pa.Table]:
-    """Values of some columns by group, and each group's lists of lengths (ascending) and finish reasons."""
+    """Values of the named columns by group, and each group's lists of lengths (ascending) and finish reasons."""
     lists = [("output_tokens", "list"), ("finish_reason", "list")]
     groups = outputs.group_by(list(names), use_threads=False).aggregate(lists)
     return groups.select(list(names)).to_pylist(), groups
 
 
 def _lengths(outputs: pa.Table, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Outputs, fraction of truncated ones and lengths by the values of some columns, the most frequent first."""
+    """Number of outputs, truncated fraction and lengths by values of the named columns, the largest group first."""
     keys, groups = _grouped(outputs, names)
     table = []
     for number, key in enumerate(keys):
@@ -100,8 +100,8 @@ def _lengths(outputs: pa.Table, names: Sequence[str]) -> list[dict[str, Any]]:
 def dispersion_of(outputs: pa.Table) -> dict[str, Any]:
     """The dispersion within each (prompt, model, run, temperature, top_p) of at least `MIN_SAMPLES` outputs.
 
-    Truncated outputs count with the length that is known, so that the dispersion of prompts with many is too small. `outputs`
-    are rows that are no failures, by increasing length. "measures" are mean and quantiles over the groups.
+    Truncated outputs count with their observed length, which makes the dispersion of prompts with many of them too small.
+    `outputs` are rows without failures, by increasing length. "measures" has mean and quantiles over the groups.
     """
     _, groups = _grouped(outputs, _GROUP)
     rows = zip(groups.column("output_tokens_list"), groups.column("finish_reason_list"), strict=True)
@@ -126,7 +126,7 @@ def _measures(lengths: FloatArray) -> tuple[float, ...]:
     longest tenth of the outputs, skewness (third central moment over the 3/2 power of the second; NaN for equal lengths).
     """
     p50, p90, p99 = np.percentile(lengths, (50, 90, 99))
-    # The last output of the longest tenth counts in part.
+    # The last output of the longest tenth counts fractionally.
     tenth = np.clip(0.1 * len(lengths) - np.arange(len(lengths)), 0, 1)
     deviations = lengths - lengths.mean()
     second = (deviations**2).mean()
@@ -164,7 +164,7 @@ def _survival_figure(outputs: pa.Table) -> Any:
     figure, (axis,) = plotting.new_figure(8, 4.6)
     lengths = np.asarray(outputs.column("output_tokens"), np.int64)
     truncated = np.asarray(pc.equal(outputs.column("finish_reason"), "length"))
-    # Kaplan and Meier's estimate takes truncated outputs for at least that long.
+    # Kaplan-Meier estimate: truncated outputs are right-censored.
     survival = scipy.stats.ecdf(scipy.stats.CensoredData.right_censored(lengths, truncated)).sf
     points, alive = survival.quantiles, survival.probabilities
     axis.step(points[alive > 0], alive[alive > 0], where="post", color=plotting.color(0))
@@ -175,5 +175,5 @@ def _survival_figure(outputs: pa.Table) -> Any:
     plotting.mark_decades(axis.yaxis, (alive[alive > 0].min(initial=1.0) / 2, 1.0))
     axis.set_xlabel("output length x in tokens")
     axis.set_ylabel("fraction of outputs longer than x")
-    axis.set_title("a power law would be a straight line; truncated outputs by Kaplan and Meier", fontsize=10)
+    axis.set_title("Kaplan-Meier estimate; a power law is a straight line", fontsize=10)
     return figure

@@ -1,4 +1,4 @@
-"""The command `import-lengths`: logs, traces and public sets as samples or as a trace."""
+"""The command `import-lengths`: logs, traces and public data sets to samples or a trace."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ class ImportLengthsConfig:
     kind: str
     """Kind of the source: log (any table), openai-log, feedback, azure, burstgpt, mooncake, sharegpt or castillo; docs/importing.md has recipes for other sets."""
     file: str
-    """The file to import, as its publisher ships it."""
+    """The file to import, in the format in which it is published."""
     out: str
     """Parquet file to write."""
     overwrite: bool = False
     """Replace files at the outputs."""
     schema: Literal["samples", "trace"] | None = None
-    """Write samples/2 or trace/1; unset: what suits the kind."""
+    """Schema to write, samples/2 or trace/1; unset: the default of the kind."""
     model: str = ""
-    """Name of the model, where the file does not have it."""
+    """Name of the model, if the file has none."""
     dataset: str = ""
-    """Name of the set of prompts, where the file does not have it."""
+    """Name of the data set of the prompts, if the file has none."""
     max_tokens: int | None = None
-    """Maximum number of output tokens of all requests, where the file does not have it; an output of that length counts as truncated."""
+    """Maximum number of output tokens of all requests, if the file has none; an output of that length counts as truncated."""
     unknown: Literal["keep", "stop", "length", "drop"] = "keep"
     """Outputs whose finish reason is unknown: keep them as "unknown", take them as stop (finished) or length (truncated), or drop them."""
     on_error: Literal["skip", "stop"] = "skip"
     """Rows that cannot be used: skip them and report their number and reasons, or stop at the first."""
     columns: str = ""
-    """Of kind log: columns of the values, NAME=COLUMN separated by commas, e.g. output_tokens=usage.completion_tokens,prompt=question,finish_reason=end; empty: the columns that have our names."""
+    """For kind log: mapping to the columns of the file, NAME=COLUMN separated by commas, e.g. output_tokens=usage.completion_tokens,prompt=question,finish_reason=end; empty: the columns with canonical names."""
     tokens: str = ""
-    """What the lengths count, where the kind leaves it open; only recorded."""
+    """Unit of the lengths, if the kind does not determine it; only recorded."""
     tokenizer: str = ""
-    """Of kind sharegpt: tokenizer.json that counts the texts, or a folder with one."""
+    """For kind sharegpt: tokenizer.json to count tokens with, or a folder with one."""
     arrivals: Arrivals | None = None
-    """Draw the arrivals of a trace, in the order of the source, instead of taking its own: as the simulator's workloads do. Unset: the source's own, or none."""
+    """Draw the arrivals of a trace, in the order of the source, as the simulator's workloads do; unset: the arrivals of the source, if it has any."""
     seed: int = 0
     """Seed of the drawn arrivals."""
 
     def __post_init__(self) -> None:
         check_ranges(self, max_tokens=(1, 2**31 - 1), seed=(0, INTEGERS))
         if self.columns and self.kind != "log":
-            raise InputError("columns", self.columns, "nothing: only kind log has a mapping of columns")
+            raise InputError("columns", self.columns, "unset: only kind log has a mapping of columns")
         if self.arrivals is not None and self.arrivals.process == "trace":
-            allowed = "a process that is drawn; unset, the source's own stay"
+            allowed = "another process; leave arrivals unset to keep those of the source"
             raise InputError("arrivals.process", "trace", allowed)
 
 

@@ -1,4 +1,4 @@
-"""The schema of a record of the feedback log, `tailcast-feedback/1`: the one validation that all its readers share."""
+"""Schema and validation of the records of the feedback log, `tailcast-feedback/1`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class LoggedMessage(Strict):
 
 
 class FeedbackRecord(Strict):
-    """A finished completion; keys are described in docs/proxy.md, keys of later versions are kept."""
+    """A finished completion. docs/proxy.md describes the log; unknown keys are kept."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -83,23 +83,23 @@ class FeedbackRecord(Strict):
     @model_validator(mode="after")
     def _whole_prediction(self) -> FeedbackRecord:
         if len({value is None for value in (self.mu, self.sigma, self.nu)}) > 1:
-            raise ValueError("mu, sigma and nu come together")
+            raise ValueError("mu, sigma and nu must all be set, or none of them")
         return self
 
     @property
     def main(self) -> PredictedLength | None:
-        """The prediction of the first predictor."""
+        """The prediction that was used; `shadow` has that of the shadow predictor."""
         values = self.model_dump(include=set(PredictedLength.model_fields))
         return None if self.mu is None else PredictedLength(**values)
 
     @property
     def max_output_tokens(self) -> int | None:
-        """max_tokens, but never below output_tokens: servers may count a token more than their limit."""
+        """max_tokens, but at least output_tokens: servers may count one token more than their limit."""
         return None if self.max_tokens is None else max(self.max_tokens, self.output_tokens)
 
 
 def bounded_lines(stream: IO[bytes], limit: int) -> Iterator[bytes]:
-    """Lines of a stream; of one with more than `limit` bytes the first `limit` + 1."""
+    """Lines of a stream; a line of more than `limit` bytes is truncated to `limit` + 1."""
     while line := stream.readline(limit + 1):
         yield line
         while len(line) > limit and not line.endswith(b"\n"):
@@ -107,7 +107,7 @@ def bounded_lines(stream: IO[bytes], limit: int) -> Iterator[bytes]:
 
 
 def parse_object(line: str | bytes) -> dict[str, Any]:
-    """The JSON object of a line; InputError of the field "line" if it is none."""
+    """The JSON object in a line; InputError for the field "line" if there is none."""
     try:
         content = parse_json(line)
     except ValueError as error:
@@ -118,7 +118,7 @@ def parse_object(line: str | bytes) -> dict[str, Any]:
 
 
 def validated(model: type[M], content: dict[str, Any]) -> M:
-    """An object as an instance of `model`; InputError names the first key with a value that is not allowed."""
+    """An object as an instance of `model`; InputError names the first key with an invalid value."""
     try:
         return model.model_validate(content)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Filters of a stream of prompts, and samples drawn from it; every step streams but the sampling."""
+"""Filters of a stream of prompts, and random samples of it; all steps but the sampling are streaming."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file
 from scheduler_core.ranges import INTEGERS, check_ranges
 
-#: Characters in a piece: few enough for prompts of one line, enough that unrelated texts have few in common.
+#: Characters of a shingle: short enough for one-line prompts, long enough that unrelated texts share few shingles.
 PIECE = 5
 _MINHASH_SEED = 1
 _PIECES_AT_ONCE = 4096
@@ -29,9 +29,9 @@ class PromptFilters:
     """Conditions for prompts, applied in the order of the fields. Lengths are of the entire conversation."""
 
     deduplicate: bool = False
-    """Drop prompts whose normalized text is a repetition: Unicode NFKC, case folded, white space collapsed."""
+    """Drop prompts whose normalized text (Unicode NFKC, case-folded, white space collapsed) repeats an earlier one."""
     near_duplicates: float | None = None
-    """Drop prompts that are at least so similar to an earlier one: five-character pieces of the normalized text in common, over pieces in either (Jaccard); from 0.5 to 1, e.g. 0.9; unset: keep them."""
+    """Drop prompts whose similarity to an earlier one is at least this: Jaccard similarity of the five-character shingles of the normalized texts, from 0.5 to 1, e.g. 0.9; unset: keep them."""
     min_characters: int | None = None
     """Shortest length to keep, in characters."""
     max_characters: int | None = None
@@ -43,13 +43,13 @@ class PromptFilters:
     max_prompt_tokens: int | None = None
     """Longest length to keep, in tokens of `tokenizer`, without a chat template."""
     split: Split | None = None
-    """Only this split of the prompts, which a hash of their ids decides; unset: all."""
+    """Keep only prompts of this split, which a hash of the prompt id determines; unset: all."""
     split_seed: int = 0
     """Seed of the splits."""
     sample: int | None = None
-    """Draw so many prompts; unset: all."""
+    """Number of prompts to draw; unset: all."""
     stratify_by: Literal["category", "dataset", "length"] | None = None
-    """Strata that the sample is spread over evenly: category, dataset or length (in characters, by powers of two); unset: draw from all alike."""
+    """Strata from which equal numbers are drawn: category, dataset or length (in characters, by powers of two); unset: no strata."""
     sample_seed: int = 0
     """Seed of the draw."""
 
@@ -68,8 +68,8 @@ def filtered(
 ) -> Iterator[Prompt]:
     """The prompts that pass, in their order.
 
-    Memory: about 70 bytes for each prompt that `deduplicate` passes, its text and several kilobytes for each that
-    `near_duplicates` passes, `sample` prompts for each stratum. `dropped` counts the dropped ones by reason.
+    Memory: with `deduplicate` about 70 bytes per prompt that passes, with `near_duplicates` its text and several kilobytes,
+    and `sample` prompts per stratum. `dropped` counts the dropped ones by reason.
     """
     counts = Counter[str]() if dropped is None else dropped
     passed = _passing(prompts, list(_checks(filters)), counts)
@@ -135,20 +135,20 @@ def _bounds(low: int | None, high: int | None, unit: str, length_of: Callable[[s
 
 
 def normalized(text: str) -> str:
-    """A text as deduplication compares it."""
+    """The normalized text that deduplication compares."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def whole_text(prompt: Prompt) -> str:
-    """All that is sent, one message a line."""
+    """All messages of a prompt, one per line."""
     return "\n".join(message.content for message in prompt.chat)
 
 
 class NearDuplicates:
-    """Texts of which no two are alike: datasketch's MinHashLSH finds candidates, the texts themselves decide.
+    """Texts without near-duplicates: datasketch's MinHashLSH finds candidates, whose exact similarity is then computed.
 
-    Two texts are alike from a Jaccard similarity `threshold` (0.5 to 1) of their sets of five-character pieces on. What passes
-    depends on the texts and their order alone.
+    Two texts are near-duplicates if the Jaccard similarity of their sets of five-character shingles is at least `threshold`
+    (0.5 to 1). The result depends on the texts and their order alone.
     """
 
     def __init__(self, threshold: float) -> None:
@@ -162,7 +162,7 @@ class NearDuplicates:
         self._texts: list[str] = []
 
     def add(self, text: str) -> bool:
-        """Adds a text; False, and it is not added, if it is alike to one that was added before."""
+        """Adds a text, and returns True; returns False, and does not add it, for a near-duplicate of an earlier text."""
         own = pieces(text)
         sketch, encoded = self._empty.copy(), [piece.encode("utf-8", "surrogatepass") for piece in own]
         for start in range(0, len(encoded), _PIECES_AT_ONCE):
@@ -176,41 +176,41 @@ class NearDuplicates:
 
 
 def lsh_bands(threshold: float) -> tuple[int, int]:
-    """(bands, rows in each) of the MinHash index.
+    """(number of bands, rows per band) of the MinHash index.
 
-    Of two texts at the threshold s, a band of r rows agrees with probability s^r, so that all b bands miss them with
-    (1 - s^r)^b (Leskovec et al., Mining of Massive Datasets, 3.4). The most rows, and so the fewest candidates, that
-    miss at most one pair in a million.
+    For two texts of similarity s, a band of r rows agrees with probability s^r, and all b bands miss the pair with probability
+    (1 - s^r)^b (Leskovec et al., Mining of Massive Datasets, 3.4). Takes the largest r, which gives the fewest candidates,
+    that misses at most one pair in a million at the threshold.
     """
     for rows in range(16, 0, -1):
         agrees = threshold**rows
         num_bands = 1 if agrees >= 1 else math.ceil(math.log(1e-6) / math.log1p(-agrees))
         if num_bands * rows <= 256:
-            return max(2, num_bands), rows  # datasketch wants two bands at least
+            return max(2, num_bands), rows  # datasketch requires at least two bands
     raise AssertionError(f"no bands for a threshold of {threshold}")
 
 
 def pieces(text: str) -> frozenset[str]:
-    """All runs of five characters of a text; a shorter text is its only piece."""
+    """All shingles of a text, its substrings of five characters; a shorter text is its only shingle."""
     return frozenset(text[start : start + PIECE] for start in range(max(1, len(text) - PIECE + 1)))
 
 
 def similarity(one: frozenset[str], other: frozenset[str]) -> float:
-    """Jaccard similarity of two sets that are not empty: 0 to 1."""
+    """Jaccard similarity of two non-empty sets: 0 to 1."""
     common = len(one & other)
     return common / (len(one) + len(other) - common)
 
 
 def token_counter(path: str) -> Callable[[list[str]], list[int]]:
-    """Counts the tokens of texts, without special tokens, by a tokenizer.json or that of a folder; InputError if there is
-    none."""
+    """A function that counts the tokens of texts, without special tokens, with a tokenizer.json or that of a folder;
+    InputError if there is none."""
     from tokenizers import Tokenizer
 
     folder = Path(path)
     file = existing_file(folder / "tokenizer.json" if folder.is_dir() else folder, "tokenizer")
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # The reader raises bare exceptions.
+    except Exception as error:  # tokenizers raises bare exceptions.
         raise InputError("tokenizer", path, f"a tokenizer.json ({str(error)[:120]})") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -222,9 +222,9 @@ def token_counter(path: str) -> Callable[[list[str]], list[int]]:
 def _drawn(
     prompts: Iterable[Prompt], count: int, by: str | None, seed: int, counts: Counter[str]
 ) -> Iterator[Prompt]:
-    """`count` prompts in the order of the stream, from all strata alike as far as these have so many.
+    """`count` prompts in the order of the stream, equally many from each stratum as far as possible.
 
-    The draw follows from hashes of (seed, id), whatever the order of the stream is.
+    The draw depends on hashes of (seed, id), not on the order of the stream.
     """
     strata: dict[str, list[tuple[float, int, Prompt]]] = {}
     total = 0

@@ -1,4 +1,4 @@
-"""Models that run in this process: how they are named, and a prompt as the tokens they get."""
+"""Names of models that run in this process, and tokenization of prompts for them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def model_name(model: str) -> str:
 def tokenize_within(
     tokenizer: Any, work: Work, settings: SamplingSettings, context_tokens: int
 ) -> tuple[list[int], WorkResult | None]:
-    """Token ids of a prompt, and its failures if it does not fit the template or, with its output, the context.
+    """Token ids of a prompt, and its failures, if the chat template rejects it or it exceeds the context with max_tokens.
 
-    With the chat template of a tokenizer of transformers if it has one, else of the texts one after the other.
+    Applies the chat template of a transformers tokenizer if it has one, else joins the texts with blank lines.
     """
     import jinja2
 
@@ -35,7 +35,7 @@ def tokenize_within(
     else:
         try:
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except jinja2.TemplateError as error:  # it does not take a system message, for instance
+        except jinja2.TemplateError as error:  # e.g. it does not support system messages
             return [], _failed(work, None, "template", str(error))
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if len(ids) + settings.max_tokens <= context_tokens:

@@ -1,4 +1,4 @@
-"""Sampling on a Ray cluster: workers with an engine each take prompts from one queue."""
+"""Sampling on a Ray cluster: every worker has an engine and takes prompts from a shared queue."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Results that a worker sends together, unless the first of them has waited so long.
+#: A worker sends its results after so many of them, or after so many seconds.
 _BATCH_RESULTS = 64
 _BATCH_S = 0.2
 
 
 class _Worker:
-    """An engine on some node."""
+    """Ray actor with an engine."""
 
     def __init__(self, config: GenSamplesConfig) -> None:
         from data_gen.gen_samples import make_backend
@@ -34,11 +34,11 @@ class _Worker:
         self._backend = make_backend(config)
 
     def versions(self) -> tuple[str, str]:
-        """Of tailcast and of the engine."""
+        """Versions of tailcast and of the engine."""
         return metadata.version("tailcast"), self._backend.version
 
     def sample(self, queue: Any, settings: SamplingSettings) -> Iterator[list[WorkResult]]:
-        """Results of the work in the queue, up to the first None."""
+        """Results of the work in the queue, until the first None."""
         results: list[WorkResult] = []
         sent_at = time.monotonic()
         for result in self._backend.sample(iter(queue.get, None), settings):
@@ -50,13 +50,13 @@ class _Worker:
 
 
 class RayBackend:
-    """Samples with the engines of many workers; recorded as the engine that they have.
+    """Samples with the engines of many workers; the samples are recorded with that engine's name and version.
 
-    Samples that a lost worker was drawing do not come back: the run requests them again. The others take its part.
+    A lost worker's samples in flight are lost, and requested again by the run; the other workers continue.
 
     Args:
-        config: The engine, `ray` (address of the cluster) and `ray_workers`.
-        engine: That engine in this process, which describes it and samples nothing.
+        config: Options of the engine, `ray` (address of the cluster) and `ray_workers`.
+        engine: The engine in this process, used only for its name, version and served model.
     """
 
     def __init__(self, config: GenSamplesConfig, engine: Backend) -> None:
@@ -78,7 +78,7 @@ class RayBackend:
             InputError: There is no cluster at the address, or it is too small.
             MissingExtraError: Ray is not installed.
             RunStoppedError: All workers were lost.
-            TailcastError: A node has another version of tailcast or of the engine; or the error of a worker.
+            TailcastError: A node has another version of tailcast or of the engine; or a worker raised it.
         """
         self._start()
         ray = self._ray
@@ -90,13 +90,13 @@ class RayBackend:
             for worker in self._workers
         }
         source = iter(work)
-        more = True
+        has_more = True
         try:
             while streams:
-                while more and queue.qsize() < self._look_ahead(settings) * len(streams):
+                while has_more and queue.qsize() < self._look_ahead(settings) * len(streams):
                     item = next(source, None)
-                    more = item is not None
-                    queue.put_nowait_batch([item] if more else [None] * len(streams))
+                    has_more = item is not None
+                    queue.put_nowait_batch([item] if has_more else [None] * len(streams))
                 for stream in ray.wait(list(streams), num_returns=1, timeout=_BATCH_S)[0]:
                     try:
                         yield from ray.get(next(stream))
@@ -109,15 +109,15 @@ class RayBackend:
                     except ray.exceptions.RayError as error:
                         log.warning("a worker was lost: %s", str(error).strip().splitlines()[0])
                         self._workers.remove(streams.pop(stream))
-            if more or not self._workers:
-                raise RunStoppedError("all workers on the Ray cluster were lost; the same command continues")
+            if has_more or not self._workers:
+                raise RunStoppedError("all workers on the Ray cluster were lost; the same command resumes")
         finally:
-            if streams:  # stopped on the way: what is in flight ends with its worker
+            if streams:  # stopped early: abandon the work in flight
                 self._end_workers()
             queue.shutdown(force=True)
 
     def _look_ahead(self, settings: SamplingSettings) -> int:
-        """Prompts that wait in the queue for each worker, so that none of them waits for this process."""
+        """Number of queued prompts per worker, so that no worker waits for this process."""
         rows = {"transformers": self._config.transformers.max_rows, "vllm": self._config.vllm.max_num_seqs}
         return max(4, 2 * rows.get(self._config.backend, 64) // settings.num_samples)
 
@@ -142,7 +142,7 @@ class RayBackend:
             raise InputError("ray_workers", num_workers, allowed)
         resources: dict[str, Any] = {"num_cpus": 1, "num_gpus": gpus}
         if not num_gpus:
-            # Ray lets a worker use as many threads as it has processors.
+            # Ray limits the threads of a worker to its number of CPUs.
             cpus = min(node["CPU"] for node in nodes) // math.ceil(num_workers / len(nodes))
             resources = {"num_cpus": max(1, int(cpus)), "scheduling_strategy": "SPREAD"}
         actor = ray.remote(_Worker).options(**resources)
@@ -161,7 +161,7 @@ class RayBackend:
         self._workers.clear()
 
     def close(self) -> None:
-        """Ends the workers, and a local cluster."""
+        """Stops the workers, and a local cluster if there is one."""
         self._end_workers()
         self._stack.close()
         self._engine.close()

@@ -1,4 +1,4 @@
-"""A sampling run from its prompts to its Parquet file, in as many processes as it takes."""
+"""A resumable sampling run, from prompts to a Parquet file."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from scheduler_core.files import locked_folder, writable_target, write_json
 log = logging.getLogger(__name__)
 
 STORE_NAME = "samples.sqlite"
-# Failures that lie in the prompt: a thousand of them in a row say nothing about the engine.
+# Failures caused by the prompt; they do not count as failures in a row.
 PROMPT_FAILURES = frozenset({"too_long", "refused", "content_filter", "template"})
-# Failures that the same request would meet again; beyond those of a prompt, the way in which an engine responds.
+# Failures that a retry cannot fix: those caused by the prompt, and by the way in which an engine responds.
 PERMANENT_FAILURES = PROMPT_FAILURES | {"no_token_count", "finish_reason", "too_many_tokens"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRunOptions:
-    """How a run stores its samples: options of `gen-samples`, which explains them."""
+    """Storage options of a run; `gen-samples --help` explains them."""
 
     keep_text: bool = False
     hash_prompts: bool = False
@@ -46,7 +46,7 @@ class SamplingRunOptions:
     max_failures_in_a_row: int = 1000
     overwrite: bool = False
     progress: bool = False
-    sync_interval_s: float = 5.0  # longest time until a result is safe from a power cut
+    sync_interval_s: float = 5.0  # maximum time until a result survives a power cut
 
 
 def run_sampling(
@@ -61,31 +61,31 @@ def run_sampling(
 ) -> dict[str, Any]:
     """Samples all prompts and writes `out` (Parquet, schema `samples/2`) and `OUT.run.json`.
 
-    Every result goes to the store in `OUT.partial` as it arrives. Whatever ends the process, the next one with the same
-    settings continues from there, neither repeating nor skipping a sample; failed ones are tried again. The file has
-    one row for each (prompt, sample index), in the order of the prompts. Where failures remain that might pass another
-    time, the store stays beside the finished file, and the same call tries just them.
+    Every result is stored in `OUT.partial` on arrival. After any interruption, a call with the same settings resumes the
+    run without repeating or skipping a sample, and retries failed ones. The file has one row for each (prompt, sample
+    index), in the order of the prompts. If failures remain that a retry may fix, the store is kept next to the finished
+    file, and the same call retries only these.
 
     Args:
         backend: Engine; closed by the caller.
         prompts: Prompts with unique ids, iterable more than once in the same order. A resumed run may have fewer,
             others, or another order.
-        settings, out, options: How to sample, the file to write, and how samples are stored.
-        engine_options: How the engine is used beyond `settings`, as JSON; a run continues only with the same.
-        notes: Whatever else is to be recorded, e.g. where the prompts come from, as JSON.
+        settings, out, options: Sampling settings, the file to write, and storage options.
+        engine_options: Options of the engine other than `settings`, as JSON; a run resumes only with equal ones.
+        notes: Other facts to record, e.g. the origin of the prompts, as JSON.
 
     Returns:
-        The content of `OUT.run.json`: the manifest of the run, counts of the file, and what this process did;
-        resume_reason is why the state is kept, None if it was removed.
+        The content of `OUT.run.json`: the manifest of the run, and counts of the file and of this process;
+        resume_reason is why the store is kept, None if it was removed.
 
     Raises:
-        InputError: The target cannot be written, is finished already or belongs to another run; another process
-            works on it; an id repeats; no prompt got an output.
-        RunStoppedError: The disk is full, or the engine only fails. The state is kept.
+        InputError: The target cannot be written, is already finished, belongs to another run, or is in use by another
+            process; an id repeats; no prompt got an output.
+        RunStoppedError: The disk is full, or the engine keeps failing. The store is kept.
     """
     out = writable_target(out, "out")
     if out.is_dir():
-        raise InputError("out", str(out), "a file path, but a folder stands there")
+        raise InputError("out", str(out), "the path of a file, not of a folder")
     partial = out.with_name(out.name + ".partial")
     path = partial / STORE_NAME
     if out.exists() and not path.exists() and not options.overwrite:
@@ -97,9 +97,7 @@ def run_sampling(
         with _opened_store(path, options) as store:
             with store.transaction():
                 num_prompts = store.register(prompts, hash_only=options.hash_prompts)
-                manifest = _settled_manifest(
-                    store, backend, settings, options, engine_options or {}, notes or {}
-                )
+                manifest = _manifest_of(store, backend, settings, options, engine_options or {}, notes or {})
             session = _Session(backend, prompts, settings, store, options, num_prompts * settings.num_samples)
             session.sample()
             content = session.finish(out, num_prompts, {**manifest, "notes": dict(notes or {})})
@@ -110,7 +108,7 @@ def run_sampling(
 
 @contextlib.contextmanager
 def _opened_store(path: Path, options: SamplingRunOptions) -> Iterator[SampleStore]:
-    """The store; after an error that leaves it without a sample its file is removed."""
+    """Opens the store; removes its file after an error if it has no finished sample."""
     is_new = not path.exists()
     try:
         store = SampleStore(path, sync_interval_s=options.sync_interval_s)
@@ -127,14 +125,14 @@ def _opened_store(path: Path, options: SamplingRunOptions) -> Iterator[SampleSto
                 store.remove()
             else:
                 num_outputs = store.count(f"NOT {FAILED}")
-                message = "stopped: %d samples are safe in %s; the same command continues from there"
+                message = "stopped: %d samples are stored in %s; the same command resumes the run"
                 log.warning(message, num_outputs, path.parent)
         raise
     finally:
         store.close()
 
 
-def _settled_manifest(
+def _manifest_of(
     store: SampleStore,
     backend: Backend,
     settings: SamplingSettings,
@@ -142,11 +140,11 @@ def _settled_manifest(
     engine_options: Mapping[str, object],
     notes: Mapping[str, object],
 ) -> dict[str, Any]:
-    """The manifest to continue with: the stored one, or a new one; InputError if the store has samples of another run.
+    """The stored manifest, or a new one that is stored; InputError if the store has samples of a run with other options.
 
-    Where the engine is seeded a repeated run has the same id, so that its files are equal; elsewhere every run has its own.
+    With a seeded engine a repeated run has the same id, so that its files are identical; otherwise every run has a new id.
     """
-    # A run continues only where these are the same.
+    # A run resumes only if these are equal.
     identity: dict[str, Any] = {
         "format": "run/2",
         "schema": SCHEMA_NAME,
@@ -157,7 +155,7 @@ def _settled_manifest(
         "keep_text": options.keep_text,
         "hash_prompts": options.hash_prompts,
     }
-    identity = json.loads(json.dumps(identity))  # as it will be compared
+    identity = json.loads(json.dumps(identity))  # with the types of the stored one
     salt = "" if backend.seeded else uuid.uuid4().hex
     text = json.dumps([identity, notes], sort_keys=True) + salt
     manifest = {
@@ -180,9 +178,9 @@ def _settled_manifest(
             "out", str(store.path.parent), f"the state of a run with the same {', '.join(different)} (it has {old}); "
             "remove it or use another --out"
         )  # fmt: skip
-    before = stored["engine_version"]
-    if before and backend.version and before != backend.version:
-        log.warning("continuing with %s %s; before it was %s", backend.name, backend.version, before)
+    old_version = stored["engine_version"]
+    if old_version and backend.version and old_version != backend.version:
+        log.warning("resuming with %s %s; it was %s before", backend.name, backend.version, old_version)
     return stored
 
 
@@ -202,11 +200,11 @@ class _Session:
     store: SampleStore
     options: SamplingRunOptions
     num_samples: int  # of the complete run
-    num_resumed: int = 0  # outputs that were stored before
-    # Prompt id -> sample indices that the backend works on.
+    num_resumed: int = 0  # outputs stored by earlier processes
+    # Prompt id -> prompt and sample indices in flight.
     pending: dict[str, tuple[Prompt, set[int]]] = field(default_factory=dict)
     failed_attempts: Counter[str] = field(default_factory=Counter)
-    # When the engine took its first prompt: before, it may load a model for minutes.
+    # When the engine took its first prompt, which excludes the loading of the model.
     start: float | None = None
     seconds: float = 0.0
     output_tokens: int = 0
@@ -214,7 +212,7 @@ class _Session:
     first_failure: tuple[str, str] | None = None
 
     def sample(self) -> None:
-        """Requests all that is missing, and again what failed."""
+        """Requests all missing samples, and retries failed ones."""
         self.num_resumed = self.store.count(f"NOT {FAILED}")
         if self.num_resumed:
             log.info("resuming: %d of %d samples are stored", self.num_resumed, self.num_samples)
@@ -228,7 +226,7 @@ class _Session:
         if self.start is not None:
             self.seconds = round(time.monotonic() - self.start, 3)
         if not self.store.count(f"NOT {FAILED}"):
-            prompt_id, reason = self.first_failure or ("", "no output came")
+            prompt_id, reason = self.first_failure or ("", "there is no output")
             raise InputError("prompts", prompt_id, f"at least one prompt that gets an output ({reason})")
 
     def _round(self) -> None:
@@ -246,7 +244,7 @@ class _Session:
                 failures = f", {self.failed_attempts.total()} failures" if self.failed_attempts else ""
                 rate = self.output_tokens / max(time.monotonic() - (self.start or 0), 1e-9)
                 bar.set_postfix_str(f"{rate:.0f} tokens/s{failures}", refresh=False)
-        # What the backend lost must not pass for done.
+        # Samples without a result are failures.
         for prompt, indices in list(self.pending.values()):
             lost = [
                 SampleFailure(index, "the engine returned nothing", "no_output") for index in sorted(indices)
@@ -270,7 +268,7 @@ class _Session:
             )
 
     def _take(self, result: WorkResult) -> int:
-        """Stores what was requested of a result and counts it; returns the number of outputs."""
+        """Stores and counts the requested samples of a result; returns the number of outputs."""
         prompt_id = result.prompt.prompt_id
         pending = self.pending[prompt_id][1] if prompt_id in self.pending else set()
         outputs = [output for output in result.outputs if output.sample_index in pending]
@@ -306,7 +304,7 @@ class _Session:
         return len(outputs)
 
     def finish(self, out: Path, num_prompts: int, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Writes the file and its summary, which is returned."""
+        """Writes the file and its summary, and returns the summary."""
         settings = asdict(self.settings)
         del settings["num_samples"]
         constants = {
@@ -320,12 +318,12 @@ class _Session:
             kind, _, reason = error.partition(": ")
             example = f"prompt {prompt_id} sample {sample_index}: {reason}"
             failures.setdefault(kind, {"count": 0, "example": example})["count"] += 1
-        # Why the store is worth keeping beside the finished file, if it is.
+        # Why to keep the store next to the finished file; None: remove it.
         resume_reason = (
-            "the same command tries the failed samples again" if self.store.count("NOT final") else None
+            "the same command retries the failed samples" if self.store.count("NOT final") else None
         )
         if resume_reason is None and (surplus := self.store.num_surplus()):
-            resume_reason = f"{surplus} samples of prompts that the source does not have any more are in it"
+            resume_reason = f"it has {surplus} samples of prompts that are no longer in the source"
         reasons = {
             name: self.store.count(f"finish_reason = '{name}'") for name in ("stop", "length", "error")
         }
@@ -358,7 +356,7 @@ class _Session:
 
 
 def summary_lines(content: Mapping[str, Any], out: str | Path) -> list[str]:
-    """The summary of a run for people, of what `run_sampling` returns for the file `out`."""
+    """Human-readable summary of a run, from the content that `run_sampling` returned for the file `out`."""
     num_samples, process = content["num_samples"], content["last_process"]
     lines = [
         f"{out}: {content['num_prompts']} prompts, {num_samples} samples, "
@@ -371,7 +369,7 @@ def summary_lines(content: Mapping[str, Any], out: str | Path) -> list[str]:
         lines.append(
             f"this process: {process['num_samples']} samples in {process['seconds']:.1f} s "
             f"({process['samples_per_s']:.1f} samples/s, {process['output_tokens_per_s']:.0f} tokens/s); "
-            f"{process['num_resumed']} samples were stored before"
+            f"{process['num_resumed']} samples were already stored"
         )
     if content["resume_reason"] is not None:
         lines.append(f"{out}.partial is kept: {content['resume_reason']}; remove it if you do not need that")

@@ -1,7 +1,7 @@
-"""Stable hashes of texts, and the split of a prompt: decided by its id alone, so it never changes or leaks samples.
+"""Stable hashes of texts, and the split of a prompt, which depends on its id alone, so it never changes or leaks samples.
 
-All samples of a prompt share its id and so its split. The turns of one conversation share their beginning, so they
-are one family: their ids end in `#turn-N` (see `turn_id`) and the part before it decides.
+All samples of a prompt share its id and so its split. The turns of one conversation share a prefix, so they form one
+family: their ids end in `#turn-N` (see `turn_id`), and the part before that determines the split.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ _TURN = re.compile(r"#turn-\d+(-[0-9a-f]+)?\Z")
 
 
 def turn_id(conversation_id: str, turn: int, history: str = "") -> str:
-    """Id of the prompt that ends with the conversation's user turn `turn`, from 1.
+    """Id of the prompt that ends with user turn number `turn` (from 1) of the conversation.
 
-    `history`: hex digits that tell conversations with the same id apart, may be empty.
+    `history`: hex digits that distinguish conversations with the same id, may be empty.
     """
     return f"{conversation_id}#turn-{turn}" + (f"-{history}" if history else "")
 
 
 def family_of(prompt_id: str) -> str:
-    """The part of an id that decides the split: without the turn of a conversation."""
+    """The part of an id that determines the split: without the turn of a conversation."""
     return _TURN.sub("", prompt_id)
 
 
 def split_of(prompt_id: str, seed: int, fractions: tuple[float, float, float] = (0.6, 0.2, 0.2)) -> Split:
     """The split of a prompt, by a stable hash of (seed, family of the prompt id); another seed gives an independent split.
 
-    `fractions` are the expected ones of (train, validation, test); InputError if they are negative or do not sum to 1.
+    `fractions` are the expected fractions of (train, validation, test); InputError if they are negative or do not sum to 1.
     """
     if len(fractions) != 3 or min(fractions) < 0 or not math.isclose(sum(fractions), 1.0, abs_tol=1e-9):
-        raise InputError("fractions", fractions, "three non-negative shares that sum to 1")
+        raise InputError("fractions", fractions, "three non-negative fractions that sum to 1")
     position = unit_hash(f"{seed}\x00{family_of(prompt_id)}")
     if position < fractions[0]:
         return "train"
@@ -46,20 +46,19 @@ def split_of(prompt_id: str, seed: int, fractions: tuple[float, float, float] = 
 
 
 def unit_hash(text: str) -> float:
-    """A number from 0 to 1 that depends on the text alone, uniform over texts."""
+    """A hash of the text as a number from 0 to 1, uniformly distributed over texts."""
     return digest64(text) / 2**64
 
 
 def smallest_hashes(texts: Iterable[str], count: int = 200) -> list[int]:
-    """The smallest different hashes of some texts, at most `count`: what `overlap` needs of them."""
+    """The `count` smallest distinct hashes of the texts, a sketch for `overlap`."""
     return sorted({digest64(text) for text in texts})[:count]
 
 
 def overlap(texts: Iterable[str], hashes: Sequence[int]) -> float:
-    """Estimated fraction of different texts that were among those of `smallest_hashes`.
+    """Estimated fraction of distinct texts that were among the texts of `smallest_hashes` (bottom-k sketch: Broder 1997).
 
-    Below the largest of the smallest hashes every text that was among them is found; of a few texts there may be no
-    other ones (bottom-k sketch: Broder 1997).
+    Only texts whose hash is at most the largest of `hashes` are compared; 0 if there are none.
     """
     below = {digest for text in texts if (digest := digest64(text)) <= max(hashes, default=-1)}
     return len(below & set(hashes)) / len(below) if below else 0.0

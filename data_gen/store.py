@@ -1,7 +1,7 @@
 """The store of an unfinished sampling run: an SQLite file in WAL mode with (prompt, sample index) as key.
 
-A result is committed as it arrives, so the death of the process takes nothing of it; the log is forced to the disk
-`sync_interval_s` later at the latest, so a power cut takes at most that. `export` writes the Parquet file.
+A result is committed on arrival, so it survives a killed process. The write-ahead log is synced to the disk at most
+`sync_interval_s` later, so a power cut loses at most the results of that time. `export` writes the Parquet file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CREATE TABLE samples (
     prompt_id TEXT NOT NULL, sample_index INTEGER NOT NULL, engine_version TEXT NOT NULL, prompt_tokens INTEGER,
     output_tokens INTEGER NOT NULL, finish_reason TEXT NOT NULL, error TEXT,
     queue_s REAL, ttft_s REAL, total_s REAL, text TEXT,
-    final INTEGER NOT NULL, -- 0: a failure that may pass another time
+    final INTEGER NOT NULL, -- 0: a failure that a retry may fix
     PRIMARY KEY (prompt_id, sample_index)
 );
 """
@@ -44,12 +44,12 @@ FAILED = "finish_reason = 'error'"
 
 
 class RunStoppedError(TailcastError):
-    """A run stopped early: the disk is full, the engine only fails, or the prompts changed meanwhile."""
+    """A run stopped early: the disk is full, the engine keeps failing, or the prompts changed during the run."""
 
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turns what a full or failing disk raises into a `RunStoppedError` with what to do."""
+    """Turns the errors of a full or failing disk into a `RunStoppedError` with advice."""
     try:
         yield
     except (sqlite3.Error, OSError) as error:
@@ -64,8 +64,8 @@ def disk_errors(path: Path) -> Iterator[None]:
             "no space left on device" if name == "SQLITE_FULL" else getattr(error, "strerror", None) or error
         )
         raise RunStoppedError(
-            f"{path}: cannot write ({reason}); finished samples are kept, and the same command continues from there "
-            "once that is fixed"
+            f"{path}: cannot write ({reason}); finished samples are kept: once this is fixed, the same command resumes "
+            "the run"
         ) from error
 
 
@@ -73,7 +73,7 @@ class SampleStore:
     """Prompts and samples of one run; the caller holds the folder's lock. RunStoppedError if the disk is full or the file
     damaged.
 
-    A committed result stays unsynced for `sync_interval_s` at most; 0 syncs every one.
+    A committed result is synced within `sync_interval_s`; 0 syncs every result at once.
     """
 
     def __init__(self, path: Path, *, sync_interval_s: float) -> None:
@@ -85,7 +85,7 @@ class SampleStore:
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         try:
             with disk_errors(path):
-                # One process at a time, so no shared memory beside the file.
+                # A single process has the file open, so no shared-memory file is needed.
                 self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
                 self._db.execute("PRAGMA journal_mode = WAL")
                 self._db.execute("PRAGMA synchronous = NORMAL")
@@ -93,7 +93,7 @@ class SampleStore:
                     with self.transaction():
                         for statement in _TABLES.split(";\n")[:-1]:
                             self._db.execute(statement)
-                # Failures of earlier processes are tried again.
+                # Failures of earlier processes are retried.
                 self._db.execute(f"DELETE FROM samples WHERE {FAILED}")
                 self._db.execute(
                     "CREATE TEMP TABLE source (position INTEGER PRIMARY KEY, prompt_id TEXT UNIQUE)"
@@ -105,7 +105,7 @@ class SampleStore:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """Commits what happens inside, or nothing of it."""
+        """Commits all changes of the block, or none if it raises."""
         with disk_errors(self.path):
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -122,7 +122,7 @@ class SampleStore:
 
     @property
     def manifest(self) -> dict[str, Any] | None:
-        """What the run is; None before it is set."""
+        """The stored manifest; None before it is set."""
         text = self._value("SELECT manifest FROM run")
         return None if text is None else json.loads(text)
 
@@ -132,9 +132,9 @@ class SampleStore:
         self._db.execute("INSERT INTO run VALUES (?)", [json.dumps(manifest)])
 
     def register(self, prompts: Iterable[Prompt], *, hash_only: bool) -> int:
-        """Reads all prompts of the source once and returns their number; with `hash_only` no text goes to disk.
+        """Reads all prompts of the source once and returns their number; with `hash_only` no text is stored.
 
-        InputError if there is none, an id repeats, or the run has had another prompt of that id.
+        InputError if there is no prompt, an id repeats, or the stored run has another text for an id.
         """
         count = 0
         for count, prompt in enumerate(prompts, start=1):
@@ -164,7 +164,7 @@ class SampleStore:
         return bool(digest == prompt_sha256(prompt))
 
     def open_indices(self, prompt_id: str, num_samples: int) -> tuple[int, ...]:
-        """The sample indices of a prompt that are missing or may be tried again, increasing."""
+        """The sample indices of a prompt that are missing or may be retried, in increasing order."""
         query = "SELECT sample_index FROM samples WHERE prompt_id = ? AND final"
         closed = {index for (index,) in self._db.execute(query, [valid_unicode(prompt_id)])}
         return tuple(index for index in range(num_samples) if index not in closed)
@@ -179,7 +179,7 @@ class SampleStore:
         engine_version: str,
         keep_text: bool,
     ) -> None:
-        """Commits a result, in place of earlier failures; `failures` are mapped to whether they would be repeated."""
+        """Commits a result, replacing earlier failures; `failures` maps each failure to whether it is permanent."""
         key = valid_unicode(prompt_id)
         rows: list[tuple[object, ...]] = []
         for output in outputs:
@@ -203,7 +203,7 @@ class SampleStore:
                 self._timer.start()
 
     def _raise_sync_error(self) -> None:
-        """Raises what the timer met: once a sync has failed, a second one would prove nothing."""
+        """Raises the error of the timer's sync: after a failed sync, a later one may succeed although data are lost."""
         error, self._sync_error = self._sync_error, None
         if error is not None:
             raise error
@@ -217,7 +217,7 @@ class SampleStore:
                 self._sync_error = error
 
     def _sync_log(self) -> None:
-        with contextlib.suppress(FileNotFoundError):  # SQLite has moved and synced it
+        with contextlib.suppress(FileNotFoundError):  # checkpointed and removed by SQLite
             sync_path(self.path.with_name(f"{self.path.name}-wal"))
 
     def count(self, condition: str) -> int:
@@ -225,11 +225,11 @@ class SampleStore:
         return int(self._value(f"SELECT COUNT(*) {_OF_SOURCE} WHERE {condition}"))
 
     def output_tokens(self) -> int:
-        """Of all samples of the source."""
+        """Sum over all samples of the source."""
         return int(self._value(f"SELECT SUM(output_tokens) {_OF_SOURCE}"))
 
     def num_surplus(self) -> int:
-        """Finished samples of prompts that the source does not have any more."""
+        """Number of finished samples whose prompts are no longer in the source."""
         query = "SELECT COUNT(*) FROM samples WHERE prompt_id NOT IN (SELECT prompt_id FROM source)"
         return int(self._value(f"{query} AND NOT {FAILED}"))
 
@@ -281,7 +281,7 @@ class SampleStore:
                 self._db.close()
 
     def remove(self) -> None:
-        """Removes the file in one step, so that a crash on the way leaves nothing that looks like a run."""
+        """Removes the file in one step, so that a crash cannot leave a part of it that looks like a run."""
         with self._lock:
             self._stop_timer()
             with contextlib.suppress(sqlite3.Error):

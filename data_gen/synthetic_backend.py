@@ -1,12 +1,12 @@
 """Lengths without a language model: the termination-rate mixture of TIE's theorem 3.2, for tests and demos.
 
-Each output has a rate p of ending after every token, drawn from the density alpha p^(alpha-1) / p_max^alpha on
+Each output ends after every token with a probability p that is drawn from the density alpha p^(alpha-1) / p_max^alpha on
 (0, p_max] (assumption 3.1: c p^(alpha-1) near 0); its length N is geometric given p. So, with the incomplete beta
 function B,
 
     P(N > n) = E[(1-p)^n] = alpha p_max^-alpha B(p_max; alpha, n+1)  ~  Gamma(alpha+1) p_max^-alpha n^-alpha,
 
-a power-law tail of index alpha (theorem 3.2). alpha and p_max are those of the prompt, taken from a hash of its id.
+a power-law tail of index alpha (theorem 3.2). alpha and p_max of a prompt follow from a hash of its id.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class SyntheticOptions:
     max_alpha: float = 4.0
     """Largest tail index of a prompt."""
     min_typical_tokens: float = 10.0
-    """Smallest typical length of a prompt: 1 over its largest rate of ending, at least 1."""
+    """Smallest typical length of a prompt, which is 1 / p_max, the inverse of its largest termination rate; at least 1."""
     max_typical_tokens: float = 300.0
     """Largest typical length of a prompt."""
     samples_per_s: float | None = None
-    """Pace to keep, for demos; unset: as fast as possible."""
+    """Limit of the sampling rate, for demos; unset: no limit."""
 
     def __post_init__(self) -> None:
         positive = (POSITIVE, FINITE)
@@ -62,7 +62,7 @@ class TerminationMixture:
         return cls(alpha, 1 / tokens)
 
     def length(self, first: float, second: float) -> float:
-        """The length that two uniform numbers in [0, 1) draw: an integer > 0, or infinity."""
+        """The length drawn by two uniform numbers in [0, 1): an integer > 0, or infinity."""
         rate = self.p_max * (1 - first) ** (1 / self.alpha)
         if rate >= 1:
             return 1.0
@@ -73,8 +73,8 @@ class TerminationMixture:
 class SyntheticBackend:
     """Outputs with lengths of `TerminationMixture` and no text; recorded as engine and model "synthetic".
 
-    An output depends on (options, seed, prompt id, sample index); temperature and top_p do nothing. The prompt's
-    tokens are its words.
+    An output depends on (options, seed, prompt id, sample index); temperature and top_p are
+    ignored. The prompt's tokens are its words.
     """
 
     name = "synthetic"
@@ -102,4 +102,4 @@ class SyntheticBackend:
                 yield WorkResult(item.prompt, words, (output,))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: there are no resources."""

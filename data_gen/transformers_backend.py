@@ -25,11 +25,11 @@ class TransformersOptions:
     """A model that runs in this process with transformers."""
 
     max_rows: int = 256
-    """Outputs that decode together."""
+    """Maximum number of outputs that decode together."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of the weights."""
     device: str = "auto"
-    """Torch device; auto takes a GPU if there is one."""
+    """Torch device; auto: a GPU if there is one."""
     threads: int | None = None
     """Torch threads; unset: torch's own choice."""
 
@@ -54,8 +54,8 @@ class _Row:
 class TransformersBackend:
     """Continuous-batch sampling of a causal language model in this process.
 
-    `model` is a local folder, `.gguf` file, hub name or `package:NAME/PATH`; `served_model` the name recorded with the samples,
-    by default its last part.
+    `model` is a local folder, `.gguf` file, hub name or `package:NAME/PATH`; `served_model` is the name recorded with the
+    samples, by default the last part of `model`.
     """
 
     name = "transformers"
@@ -88,24 +88,24 @@ class TransformersBackend:
         if self._options.threads is not None:
             torch.set_num_threads(self._options.threads)
         path = resolve_model(self._source)
-        where: dict[str, Any] = {}
+        gguf: dict[str, Any] = {}
         if path.endswith(".gguf"):
-            where = {"gguf_file": Path(path).name}
+            gguf = {"gguf_file": Path(path).name}
             path = str(Path(path).parent)
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         device = self._options.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
-            # Reading GGUF draws its own progress bars, which no logging setting turns off.
+            # Loading a GGUF file draws progress bars that no logging setting disables.
             with contextlib.redirect_stderr(io.StringIO()):
-                tokenizer = transformers.AutoTokenizer.from_pretrained(path, **where)
-                if where:
-                    where["quantization_config"] = transformers.GgufConfig(
-                        gguf_file=where["gguf_file"], dequantize=True
+                tokenizer = transformers.AutoTokenizer.from_pretrained(path, **gguf)
+                if gguf:
+                    gguf["quantization_config"] = transformers.GgufConfig(
+                        gguf_file=gguf["gguf_file"], dequantize=True
                     )
                 model = transformers.AutoModelForCausalLM.from_pretrained(
-                    path, dtype=getattr(torch, self._options.dtype), attn_implementation=ATTENTION, **where
+                    path, dtype=getattr(torch, self._options.dtype), attn_implementation=ATTENTION, **gguf
                 )
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
@@ -117,7 +117,7 @@ class TransformersBackend:
     def sample(self, work: Iterable[Work], settings: SamplingSettings) -> Generator[WorkResult, None, None]:
         """See `Backend.sample`; one result for each output.
 
-        At most `max_rows` outputs decode at a time (one prompt's repeats at the least).
+        At most `max_rows` outputs decode at a time, or all missing samples of one prompt if these are more.
         """
         model, tokenizer = self.load()
         sampler = _Sampler(model, tokenizer, settings)
@@ -135,7 +135,7 @@ class TransformersBackend:
                 yield from sampler.step()
 
     def close(self) -> None:
-        """Forgets the model."""
+        """Releases the model."""
         self._loaded = None
 
 
@@ -149,9 +149,9 @@ class _Sampler:
         self._settings = settings
         self._batch = DecodingBatch(model)
         self._context = int(model.config.max_position_embeddings)
-        end = model.generation_config.eos_token_id
-        ends = end if isinstance(end, list) else [end]
-        self._ends = {int(token) for token in [*ends, tokenizer.eos_token_id] if token is not None}
+        eos = model.generation_config.eos_token_id
+        tokens = eos if isinstance(eos, list) else [eos]
+        self._eos = {int(token) for token in [*tokens, tokenizer.eos_token_id] if token is not None}
         self.rows: list[_Row] = []
 
     def start(self, work: Work) -> WorkResult | None:
@@ -167,7 +167,7 @@ class _Sampler:
         return None
 
     def step(self) -> Iterator[WorkResult]:
-        """One token for every row; yields the outputs that finished."""
+        """Decodes one token for every row; yields the finished outputs."""
         import torch
 
         tokens = self._choose()
@@ -178,7 +178,7 @@ class _Sampler:
             row.tokens.append(token)
             if row.ttft_s is None:
                 row.ttft_s = now - row.started
-            stopped = token in self._ends
+            stopped = token in self._eos
             if not stopped and len(row.tokens) < self._settings.max_tokens:
                 remaining.append(position)
                 continue
@@ -217,6 +217,6 @@ class _Sampler:
         cumulative = weights.cumsum(-1)
         drawn = torch.tensor([row.uniforms[len(row.tokens)] for row in self.rows], dtype=cumulative.dtype)
         target = drawn.to(cumulative.device)[:, None] * cumulative[:, -1:]
-        # Rounding may put the target on the very end of the distribution; the last token with weight takes it.
+        # Rounding may put the target at the end of the CDF; then take the last token with nonzero probability.
         last = cumulative.shape[1] - 1 - (weights.flip(-1) > 0).int().argmax(-1)
         return torch.minimum(torch.searchsorted(cumulative, target, right=True)[:, 0], last).cpu()

@@ -1,4 +1,4 @@
-"""Command `export-onnx`: checkpoint in, verified artifact out."""
+"""The command `export-onnx`: export of a checkpoint as a verified artifact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoint folder -> verified artifact folder."""
+"""Export of a checkpoint folder as a verified artifact folder."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Where the password of a signing key is read from.
+# Environment variable with the password of the signing key.
 PASSWORD = "TAILCAST_SIGNING_PASSWORD"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """Exports a checkpoint as an artifact: one ONNX graph, its tokenizer and a manifest, checked against torch."""
+    """Export a checkpoint as an artifact: one ONNX graph, its tokenizer and a manifest, checked against torch."""
 
     INPUTS = ("checkpoint", "sign")
     OUTPUTS = ("out",)
@@ -51,27 +51,27 @@ class ExportConfig:
     out: str
     """Artifact folder to write; nothing appears there unless every check passes."""
     overwrite: bool = False
-    """Replace an earlier artifact at `out`, if it holds nothing else; anything else there is never replaced."""
+    """Replace an earlier artifact at `out`; a folder with anything else in it is never replaced."""
     artifact_id: str | None = None
     """Name of the artifact; default: the name of the checkpoint folder."""
     artifact_version: str | None = None
-    """Put before the version, as in 1.2.0+3f9c2d41b07a; the version is twelve digits that follow from the content."""
+    """Prefix of the version, as in 1.2.0+3f9c2d41b07a; the twelve hex digits are a hash of the content."""
     license: str | None = None
-    """Licence of the artifact (SPDX), for the manifest."""
+    """License of the artifact (SPDX), for the manifest."""
     abstain_threshold: float | None = None
-    """With a highest urgency probability below this the artifact abstains; default: urgency.abstain_threshold of the
-    checkpoint's training.json, and without one it never does."""
+    """The artifact abstains if the highest urgency probability is below this; default: urgency.abstain_threshold of the
+    checkpoint's training.json; without one it never abstains."""
     sign: str | None = None
     """PEM file with an Ed25519 private key: also write manifest.json.sig. The key's password, if it has one, is read
     from the environment variable TAILCAST_SIGNING_PASSWORD."""
     legacy_exporter: bool = False
     """Use torch's older TorchScript exporter: several times faster, a larger graph with the same numbers."""
     tolerance: float = 1e-4
-    """Largest difference from torch that passes: absolute for log tokens and probabilities, else relative above 1."""
+    """Largest allowed difference from torch: absolute for log tokens and probabilities, else relative for values above 1."""
     parity_tokens: int = 2048
-    """Most tokens, padding included, of a batch in the comparison with torch; 32768 covers 64 x 512."""
+    """Maximum number of tokens, including padding, of a batch in the comparison with torch; 32768 covers 64 x 512."""
     parity_shapes: int = 8
-    """Random shapes in the comparison with torch, beside the edge shapes and the padding patterns."""
+    """Number of random shapes in the comparison with torch, in addition to edge shapes and padding patterns."""
     seed: int = 0
     """Seed of the random shapes, tokens and conditions that the comparison with torch uses."""
 
@@ -88,7 +88,7 @@ class ExportConfig:
 
 
 def export_onnx(config: ExportConfig) -> Manifest:
-    """Exports as `config` says, and returns the manifest; nothing appears at `config.out` unless every check passes.
+    """Exports the checkpoint and returns the manifest; nothing appears at `config.out` unless every check passes.
 
     Raises:
         InputError: The checkpoint is refused, or `out` may not be replaced.
@@ -131,7 +131,7 @@ def _write(config: ExportConfig, checkpoint: Checkpoint, folder: Path) -> Manife
     run = {"command": "export-onnx", "config": dataclasses.asdict(config), "versions": manifest.versions}
     write_json(folder / "run.json", run)
     write_manifest(folder, manifest)
-    # From here on the artifact is read as any consumer reads it: what is checked is what is shipped.
+    # The checks load the artifact in the same way as its users do.
     runtime = open_runtime(folder, provider="cpu")
     check_tokenizer(checkpoint, runtime.tokenizer)
     parity = measure_parity(
@@ -147,7 +147,7 @@ def _write(config: ExportConfig, checkpoint: Checkpoint, folder: Path) -> Manife
 
 
 def _manifest(config: ExportConfig, checkpoint: Checkpoint) -> Manifest:
-    """All of it but what follows from the files."""
+    """The manifest without the fields that are computed from the files."""
     from predictors.modules.encoder import config_of, state_width
 
     predictor, training, encoder = checkpoint.config, checkpoint.training_info, checkpoint.model.encoder
@@ -190,6 +190,6 @@ def _manifest(config: ExportConfig, checkpoint: Checkpoint) -> Manifest:
 
 
 def toolchain_versions() -> dict[str, str]:
-    """Versions of what took part in the export."""
+    """Versions of Python and of the packages that take part in the export."""
     names = ("tailcast", "torch", "transformers", "tokenizers", "onnx", "onnxscript", "onnxruntime", "numpy")
     return {"python": platform.python_version()} | {name: metadata.version(name) for name in names}

@@ -1,7 +1,7 @@
-"""An artifact as a Triton model repository, or as KServe's layout around it.
+"""Packages of an artifact: a Triton model repository, or the same with a KServe resource.
 
     triton   NAME/config.pbtxt, NAME/1/: text [, served_model, temperature] in, predictions out
-    kserve   models/ (that repository), inference-service.yaml
+    kserve   models/ (the Triton repository), inference-service.yaml
 
 Triton batches requests; tokenizer and graph run in its Python backend (`triton_model.py`).
 """
@@ -26,7 +26,7 @@ from scheduler_core.threads import check_threads
 
 logger = logging.getLogger(__name__)
 
-#: Of the manifest -> of Triton.
+#: Tensor type of the manifest -> of Triton.
 _TYPES = {"float32": "TYPE_FP32", "int64": "TYPE_INT64", "string": "TYPE_STRING"}
 _RESOURCE = """apiVersion: serving.kserve.io/v1beta1
 kind: InferenceService
@@ -49,7 +49,7 @@ spec:
 class PackageConfig:
     """Package an artifact for another serving stack.
 
-    TARGET is triton (a model repository) or kserve (that repository with the resource that serves it).
+    TARGET is triton (a model repository) or kserve (the repository, with an InferenceService that serves it).
     """
 
     INPUTS = ("artifact", "public_key")
@@ -64,21 +64,21 @@ class PackageConfig:
     overwrite: bool = False
     """Replace an earlier package of the same target at `out`; a folder with anything else in it is never replaced."""
     public_key: str | None = None
-    """PEM file of an Ed25519 public key that the artifact has to be signed with."""
+    """PEM file of an Ed25519 public key; the artifact must have a signature by this key."""
     name: str = "tailcast"
     """Name of the model."""
     max_batch_size: int = 64
     """Maximum number of prompts in a batch of the server."""
     max_queue_delay_us: int = 1000
-    """How long a request may wait for others to share a batch, microseconds."""
+    """Maximum time that a request waits for others to share a batch, in microseconds."""
     instances: int = 1
     """Copies of the model that run at the same time."""
     device: Literal["auto", "cpu", "gpu"] = "cpu"
-    """Where the graph runs; the tokenizer runs on the CPU."""
+    """Device of the graph; the tokenizer runs on the CPU."""
     threads: int = 1
     """Threads of one call of the graph on the CPU."""
     storage_uri: str | None = None
-    """Of kserve: where the folder models will be, as in pvc://claim/models."""
+    """For kserve: URI at which the folder models will be stored, e.g. pvc://claim/models."""
 
     def __post_init__(self) -> None:
         check_choice("TARGET", self.target, ("triton", "kserve"))
@@ -86,7 +86,7 @@ class PackageConfig:
             if not getattr(self, field):
                 raise InputError(field, getattr(self, field), "a path")
         if bool(self.storage_uri) != (self.target == "kserve"):
-            raise InputError("storage_uri", self.storage_uri, "set for kserve, and for nothing else")
+            raise InputError("storage_uri", self.storage_uri, "set for kserve, unset for triton")
         pattern, allowed = "[A-Za-z0-9_.-]+", "letters, digits, dots, - and _"
         if self.target == "kserve":
             pattern = "[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
@@ -99,7 +99,7 @@ class PackageConfig:
 
 
 def package(config: PackageConfig) -> None:
-    """Writes the package; InputError if the artifact is refused, or the folder may not be written."""
+    """Writes the package; InputError if the artifact is invalid, or the folder may not be written."""
     out = folder_target(config.out, config.target, overwrite=config.overwrite)
     artifact = open_artifact(config.artifact, public_key=config.public_key)
     with atomic_directory(out, config.target, overwrite=config.overwrite) as folder:
@@ -135,11 +135,11 @@ def _model_config(artifact: Artifact, config: PackageConfig) -> str:
         "max_chars": MAX_CHARS_PER_TOKEN * manifest.max_length,
     }
     lines = [f'name: "{config.name}"', 'backend: "python"', f"max_batch_size: {config.max_batch_size}"]
-    # Text in place of the graph's two tensors of token ids.
+    # The text replaces the first two inputs of the graph: token ids and attention mask.
     text = TensorSpec(name="text", dtype="string", shape=("batch",), unit="UTF-8")
     for kind, tensors in (("input", (text, *manifest.inputs[2:])), ("output", manifest.outputs)):
         for tensor in tensors:
-            dims = ", ".join(map(str, tensor.shape[1:] or (1,)))  # a row's scalar has one of 1 in Triton
+            dims = ", ".join(map(str, tensor.shape[1:] or (1,)))  # Triton: [ 1 ] for a scalar per row
             shape = f"data_type: {_TYPES[tensor.dtype]} dims: [ {dims} ]"
             lines.append(f'{kind} {{ name: "{tensor.name}" {shape} }}')
     lines.append(f"dynamic_batching {{ max_queue_delay_microseconds: {config.max_queue_delay_us} }}")

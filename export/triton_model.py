@@ -1,6 +1,6 @@
-"""Text to predictions in Triton's Python backend; copied into a model repository as `model.py`.
+"""Predictions from text in Triton's Python backend; copied into a model repository as `model.py`.
 
-Triton's Python needs numpy, onnxruntime and tokenizers, nothing of tailcast. model.onnx and tokenizer.json are in the
+Triton's Python needs numpy, onnxruntime and tokenizers, but not tailcast. model.onnx and tokenizer.json are in the
 same folder; the parameters in config.pbtxt are threads, max_length, truncation_side, pad_token_id and max_chars.
 """
 
@@ -62,7 +62,7 @@ class TritonPythonModel:
         ]
 
     def padded(self, ids):
-        """input_ids and attention_mask of token ids."""
+        """Padded input_ids and attention_mask of lists of token ids."""
         shape = (len(ids), max(len(row) for row in ids))
         input_ids = np.full(shape, self.pad_token_id, dtype=np.int64)
         attention_mask = np.zeros(shape, dtype=np.int64)
@@ -72,7 +72,7 @@ class TritonPythonModel:
         return {"input_ids": input_ids, "attention_mask": attention_mask}
 
     def token_ids(self, texts):
-        """Token ids of each text, truncated; of long texts no more than `max_chars` of each kept end is tokenized."""
+        """Truncated token ids of each text; of each end that truncation keeps, at most `max_chars` are tokenized."""
         limit = self.max_chars
         if self.truncation_side == "right":
             texts = [text[:limit] for text in texts]

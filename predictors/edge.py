@@ -49,7 +49,7 @@ class PortFile:
     def __init__(self, path: str | None) -> None:
         self._path = None if path is None else writable_target(path, "port_file")
         if self._path is not None and self._path.is_dir():
-            raise InputError("port_file", path, "a file path, but a folder stands there")
+            raise InputError("port_file", path, "the path of a file, not of a folder")
         self.remove()
 
     def write(self, *ports: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Files and folders that are written atomically, and never over something of the user."""
+"""Atomic writes of files and folders, which never replace a user's own files."""
 
 import contextlib
 import ctypes
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from scheduler_core.errors import InputError, TailcastError
 
-#: In a folder that tailcast wrote: its entries by kind of output. Verification of artifacts ignores it.
+#: File in each folder that tailcast wrote: its entries by kind of output. Verification of artifacts ignores it.
 RECORD = ".tailcast.json"
 
 
@@ -48,7 +48,7 @@ def inside_package(source: str, field: str) -> Path:
 
 
 def writable_target(path: str | Path, field: str) -> Path:
-    """`path`, after its parent was created; `InputError` if it cannot be written."""
+    """`path`, after creating its parent folder; `InputError` if it cannot be written."""
     path = Path(path)
     stream = is_stream(path)
     if (stream or path.is_file()) and not os.access(path, os.W_OK):
@@ -68,15 +68,15 @@ def writable_target(path: str | Path, field: str) -> Path:
 
 @contextlib.contextmanager
 def atomic_file(path: str | Path) -> Iterator[Path]:
-    """Yields a temporary path; on success its content replaces that of `path` in one step, else nothing changes. `InputError` if
-    `path` is a folder.
+    """Yields a temporary path; on success its content replaces that of `path` in one step, else `path` is unchanged.
+    `InputError` if `path` is a folder.
 
     A symbolic link stays and its target is replaced; an existing file keeps its mode. For a device, a named pipe or
     /dev/stdout the content is appended.
     """
     path = Path(path)
     if path.is_dir():
-        raise InputError("output", str(path), "a file path, but a folder stands there")
+        raise InputError("output", str(path), "the path of a file, not of a folder")
     if is_stream(path):
         with tempfile.TemporaryDirectory() as folder:
             temporary = Path(folder, path.name)
@@ -101,29 +101,29 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
 
 
 def remove_output(path: str | Path) -> None:
-    """Removes a file that was written to `path`; a device, a pipe or a symbolic link stays."""
+    """Removes the file that was written to `path`; a device, a pipe, or the symbolic link itself stays."""
     path = Path(path)
     if not is_stream(path):
         Path(os.path.realpath(path)).unlink(missing_ok=True)
 
 
 def folder_target(path: str | Path, kind: str, *, overwrite: bool) -> Path:
-    """The folder of an option `out` that `atomic_directory` can write, after its parent was created. `TailcastError` if it
-    cannot be written, or holds something else than an earlier output of this kind to `overwrite`."""
+    """The folder of the option `out`, after creating its parent. `TailcastError` if `atomic_directory` could not write it,
+    or would have to replace anything but an earlier output of this kind with `overwrite`."""
     out = writable_target(path, "out")
     if out.exists() and not out.is_dir():
-        raise InputError("out", str(path), "a folder path, but a file stands there")
+        raise InputError("out", str(path), "the path of a folder, not of a file")
     _check_replaceable(out, kind, overwrite=overwrite)
     return out
 
 
 @contextlib.contextmanager
 def atomic_directory(path: str | Path, kind: str, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yields a temporary folder next to `path`; on success it replaces `path` in one step, else it is removed. `InputError` or
-    `TailcastError` as `folder_target`.
+    """Yields a temporary folder next to `path`; on success it replaces `path` in one step, else it is removed. Errors as
+    for `folder_target`.
 
-    The folder gets a record of its kind and entries. Only a new or empty folder is replaced, and with `overwrite` one
-    whose record is of the same kind and lists everything in it; what was added meanwhile is seen.
+    The folder gets a record of its kind and entries. An existing folder is replaced only if it is empty, or with `overwrite`
+    if its record has the same kind and lists everything in it; this is checked right before the replacement.
     """
     path = Path(os.path.realpath(path))
     temporary = _temporary_name(path)
@@ -152,16 +152,16 @@ def atomic_directory(path: str | Path, kind: str, *, overwrite: bool = False) ->
 def check_shared_folder(
     path: str | Path, kind: str, names: Sequence[str] | None = None, *, field: str = "out"
 ) -> Path:
-    """The folder, of option `field`, of an output of several files next to others, created if it is missing. `InputError` if
-    it cannot be created or written to; `TailcastError` if a file of one of the names exists, and no earlier output of this
-    kind wrote it.
+    """The folder of the option `field`, created if missing, for output files that may stand next to other files. `InputError`
+    if it cannot be created or written to; `TailcastError` if a file to write exists and is not from an earlier output of
+    this kind.
 
-    `kind` is the kind of output, such as "sweep"; `names` are files that will be written, None: any, so that a folder without
-    this record must be empty.
+    `kind` is the kind of output, such as "sweep". `names` are the files to write; None: any, so a folder without a record of
+    this kind must be empty.
     """
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
-        raise InputError(field, str(path), "a folder path, but a file stands there")
+        raise InputError(field, str(path), "the path of a folder, not of a file")
     try:
         writable_target(folder / RECORD, field)
     except InputError as error:
@@ -182,7 +182,7 @@ def check_shared_folder(
 def shared_folder(
     path: str | Path, kind: str, names: Sequence[str] | None = None, *, field: str = "out"
 ) -> Path:
-    """As `check_shared_folder`, for files that are written now: their names are added to the folder's record."""
+    """As `check_shared_folder`, and adds the names to the folder's record."""
     folder = check_shared_folder(path, kind, names, field=field)
     record = _read_record(folder)
     entries = sorted({*record.get(kind, []), *(names or ())})
@@ -193,8 +193,8 @@ def shared_folder(
 
 @contextlib.contextmanager
 def locked_folder(folder: Path, field: str) -> Iterator[None]:
-    """Creates `folder` if it is missing and locks it against other processes, if the system can; an empty one is removed.
-    `InputError` if it cannot be created, or another process has locked it."""
+    """Creates `folder` if missing and locks it against other processes, where the file system has locks; at exit an empty
+    folder is removed. `InputError` if it cannot be created, or another process has locked it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     while True:
         try:

@@ -27,7 +27,7 @@ def pick_device(accelerator: str) -> torch.device:
     """The torch device for "auto", "cpu" or "cuda"; InputError for "cuda" without a CUDA device."""
     has_cuda = torch.cuda.is_available()
     if accelerator == "cuda" and not has_cuda:
-        raise InputError("accelerator", accelerator, "cpu or auto: torch finds no CUDA device here")
+        raise InputError("accelerator", accelerator, "cpu or auto: there is no CUDA device")
     return torch.device("cuda" if has_cuda and accelerator != "cpu" else "cpu")
 
 
@@ -39,9 +39,9 @@ def pooled_features(
     batch_size: int = 32,
     track: Track = lambda batches: batches,
 ) -> torch.Tensor:
-    """Features float32 [N, F] on the CPU of N prompts, encoder in eval mode, without gradients.
+    """Features of N prompts, float32 [N, F] on the CPU, computed in eval mode without gradients.
 
-    The model may be on any device; its mode is left as it was. `track` wraps the loop over batches, e.g. in a progress bar.
+    The model may be on any device; its mode is restored. `track` wraps the loop over batches, e.g. in a progress bar.
     """
     was_training = model.training
     device = model.device
@@ -69,11 +69,11 @@ def predict_prompts(
 ) -> dict[str, NDArray[np.float64]]:
     """Predictions of N rows in natural units, calibration included; each different prompt is encoded once.
 
-    A served model of None, or one that the predictor was not trained on, is the unknown one.
+    None, or a served model that the predictor was not trained on, is predicted as an unknown model.
 
     Returns:
         As `PromptPredictor.outputs`, float64: mu [N], sigma [N], nu [N] where it is learned, urgency [N, K], bucket
-        [N, K], regression_tokens [N], rank [N], of the heads that are there.
+        [N, K], regression_tokens [N], rank [N], for the heads of the model.
 
     Raises:
         InputError: A served model is unknown, and the predictor was not trained for unknown ones.
@@ -96,7 +96,7 @@ def predict_prompts(
     model.eval()
     parts: list[dict[str, torch.Tensor]] = []
     with torch.inference_mode():
-        # An unknown served model may be a row for each known one.
+        # A row of an unknown served model may be expanded to one row for each known model.
         step = max(1, ROWS_PER_CALL // max(1, model.num_models))
         for start in range(0, max(len(prompts), 1), step):
             rows = slice(start, start + step)

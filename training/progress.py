@@ -1,4 +1,4 @@
-"""Processes that run models: their threads, and bars of long loops."""
+"""Progress bars of long loops, and the preparation of processes that run models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def tracked(items: Iterable[T], name: str, enabled: bool = True) -> Iterable[T]:
-    """`items` with a bar on stderr: redrawn on a terminal, a line every ten seconds elsewhere."""
+    """`items` with a progress bar on stderr; without a terminal, one line every ten seconds."""
     from tqdm import tqdm
 
     interval = 0.1 if sys.stderr.isatty() else 10.0
@@ -20,7 +20,7 @@ def tracked(items: Iterable[T], name: str, enabled: bool = True) -> Iterable[T]:
 
 
 def prepare_models() -> None:
-    """For the process of a command, before it imports torch: no spinning threads, no bar of weights being loaded."""
+    """Prepares the process of a command before it imports torch: no spinning threads, no progress bar for loading weights."""
     wait_without_spinning()
     import transformers
 

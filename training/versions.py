@@ -1,4 +1,4 @@
-"""Versions of what a result depends on."""
+"""Versions of the software that a result depends on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib import metadata
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:
-    """Version of Python, tailcast and the named installed packages."""
+    """Versions of Python, tailcast and the named installed packages."""
     return {"python": platform.python_version()} | {
         name: metadata.version(name) for name in ("tailcast", *packages)
     }

@@ -1,4 +1,4 @@
-"""`import_lengths`: a log, a trace or a public set in, a `samples/2` or `trace/1` file out; the registry of importers."""
+"""Import of a log, a trace or a public data set as a `samples/2` or `trace/1` file; the registry of importers."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 BATCH_ROWS = 8192
 
-#: Kind -> reader of its rows, and the schemas it can fill, the usual one first. Readers get the configuration, and a
-#: counter of the parts of the source that they skip.
+#: Kind -> reader of its rows, and the schemas it can fill, the default first. A reader gets the file, the configuration
+#: and the counts of skipped rows, to which it adds.
 Reader = Callable[[Path, "ImportLengthsConfig", SkippedRows], Iterator[Row]]
 IMPORTERS: Mapping[str, tuple[Reader, tuple[str, ...]]] = {
     "log": (
@@ -55,13 +55,13 @@ IMPORTERS: Mapping[str, tuple[Reader, tuple[str, ...]]] = {
 
 
 def import_lengths(config: ImportLengthsConfig) -> dict[str, Any]:
-    """Imports a file; batch by batch, so that a week's trace needs no more memory than a small one.
+    """Imports a file in batches, so that memory does not grow with the number of rows, except for hashes of ids.
 
-    Only ids are remembered: about 100 bytes for each prompt and model where samples have to be counted, 8 for each
-    id that must be unique. Returns the content of `OUT.run.json`: options, counts, and the source's hash.
+    These take about 80 bytes for each prompt and model whose samples are numbered, and for each id that must be unique.
+    Returns the content of `OUT.run.json`: options, counts, and the source's hash.
 
     Raises:
-        InputError: Names the row, column and value that cannot be used.
+        InputError: An option, or a value in the row and column that the message names, cannot be used.
     """
     if config.kind not in IMPORTERS:
         raise InputError("kind", config.kind, ", ".join(IMPORTERS))
@@ -73,7 +73,7 @@ def import_lengths(config: ImportLengthsConfig) -> dict[str, Any]:
         allowed = "a tokenizer for kind sharegpt, and none for the others"
         raise InputError("tokenizer", config.tokenizer, allowed)
     if config.arrivals is not None and name != "trace":
-        raise InputError("arrivals need --schema trace: samples have no time")
+        raise InputError("--arrivals needs --schema trace: samples have no arrival times")
     file = Path(config.file)
     parts = segments_of(file) if config.kind == "feedback" else [existing_file(file, "file")]
     digests = [sha256_file(part) for part in parts]
@@ -93,7 +93,7 @@ def import_lengths(config: ImportLengthsConfig) -> dict[str, Any]:
             allowed = f"at least one usable row (skipped: {dict(skipped.counts)})"
             raise InputError("file", file.name, allowed)
         if isinstance(rows, _TraceRows):
-            rows.place_arrivals(temporary)
+            rows.rewrite_arrivals(temporary)
     content = {
         "path": target.name,
         "kind": config.kind,
@@ -116,7 +116,7 @@ def import_lengths(config: ImportLengthsConfig) -> dict[str, Any]:
 
 
 class _Rows:
-    """Rows of a source as rows of a schema; counts what became of them."""
+    """Conversion of the rows of a source to rows of a schema, with counts by outcome."""
 
     schema: pa.Schema
     _skip_reason: Callable[[dict[str, Any]], str | None]
@@ -131,7 +131,7 @@ class _Rows:
         self.counts: dict[str, int] = {}
 
     def converted(self, rows: Iterator[Row]) -> Iterator[dict[str, Any]]:
-        """Rows of the schema; those that are there twice or lack what the schema needs are bad."""
+        """Rows of the schema; repeated rows, and rows without a required value, are counted as bad."""
         last = 0
         for number, row in rows:
             try:
@@ -145,13 +145,13 @@ class _Rows:
                 yield converted
 
     def _converted(self, number: int, row: dict[str, Any], *, is_repeated: bool) -> dict[str, Any] | None:
-        """The row of the schema; None, and counted, for one that is left out."""
+        """The row of the schema; None for a skipped row, which is counted."""
         identifier = row.get("request_id")
         if identifier is not None and not is_repeated and not self._is_new(identifier):
             raise self._error(number, "request_id", identifier, "an id not used before")
         reason = self._skip_reason(row)
-        if reason is None and not self._resolve_ending(number, row):
-            reason = "end unknown"
+        if reason is None and not self._resolve_finish_reason(number, row):
+            reason = "finish reason unknown"
         if reason is not None:
             self._skipped.counts[reason] += 1
             return None
@@ -166,11 +166,11 @@ class _Rows:
         self._digests.add(digest)
         return is_new
 
-    def _resolve_ending(self, number: int, row: dict[str, Any]) -> bool:
-        """Sets max_tokens and finish_reason; False for a row that is dropped because its end is unknown.
+    def _resolve_finish_reason(self, number: int, row: dict[str, Any]) -> bool:
+        """Sets max_tokens and finish_reason; False for a row that is dropped because its finish reason is unknown.
 
-        Where the reason is unknown but max_tokens is known in the same unit, an output of that length was truncated.
-        InputError if a length is missing or beyond max_tokens.
+        An unknown reason with a known max_tokens becomes "length" for an output of that length, else "stop".
+        InputError if a length is missing or above max_tokens.
         """
         limit = self._config.max_tokens if row.get("max_tokens") is None else row["max_tokens"]
         length, reason = row["output_tokens"], row.get("finish_reason") or UNKNOWN
@@ -189,7 +189,7 @@ class _Rows:
 
 
 class _SampleRows(_Rows):
-    """Rows of `samples/2`: empty outputs become error rows, missing indices are counted up in each prompt and model."""
+    """Rows of `samples/2`: empty outputs become error rows; missing sample indices are numbered per prompt and model."""
 
     schema = samples.SCHEMA
 
@@ -206,8 +206,8 @@ class _SampleRows(_Rows):
     def _row(self, number: int, row: dict[str, Any]) -> dict[str, Any]:
         row |= {name: value for name, value in self._defaults.items() if row.get(name) is None}
         for name, allowed in (
-            ("prompt_id", "a prompt or its id: this source fits trace only"),
-            ("model", "the model's name; give it as model"),
+            ("prompt_id", "a prompt or its id; without them use --schema trace"),
+            ("model", "the model's name; --model sets it"),
         ):
             if not row.get(name):
                 raise self._error(number, name, row.get(name), allowed)
@@ -220,7 +220,7 @@ class _SampleRows(_Rows):
             value = key.replace("\x00", ", ")
             raise self._error(number, "prompt_id, model", value, "each prompt once for each model")
         row["output_tokens"] = row["output_tokens"] or 0
-        # A prompt of no more than one token is real; one of no tokens was not counted.
+        # 0 prompt tokens: the source has not counted them.
         row["prompt_tokens"] = row.get("prompt_tokens") or None
         if row.get("prompt") is not None:
             messages = (Message(item["role"], item["content"]) for item in row.get("messages") or ())
@@ -229,7 +229,7 @@ class _SampleRows(_Rows):
 
 
 class _TraceRows(_Rows):
-    """Rows of `trace/1`; requests without an output or a prompt's tokens are skipped and counted."""
+    """Rows of `trace/1`; failed requests, and those without output or prompt tokens, are skipped and counted."""
 
     schema = samples.TRACE_SCHEMA
 
@@ -251,7 +251,7 @@ class _TraceRows(_Rows):
 
     def _row(self, number: int, row: dict[str, Any]) -> dict[str, Any]:
         row["model"] = row.get("model") or self._config.model or None
-        # Several lengths of one row of the source are requests of their own.
+        # Each of several lengths in one row of the source is a request.
         self._repeat = self._repeat + 1 if number == self._last_number else 0
         self._last_number = number
         identifier = f"r{number}" if row.get("request_id") is None else row["request_id"]
@@ -261,15 +261,15 @@ class _TraceRows(_Rows):
         if row.get("arrival_s") is None:
             self.counts["num_without_arrival"] += self._config.arrivals is None
             return row
-        # Exact, and small enough for a float; the earliest is only known at the end.
+        # Subtracted before the conversion to float, to be exact. `rewrite_arrivals` makes times relative to the earliest.
         self._start = row["arrival_s"] if self._start is None else self._start
         time = row["arrival_s"] = float(row["arrival_s"] - self._start)
         self.counts["num_out_of_order"] += time < self._last_time
         self._last_time, self._earliest = time, min(self._earliest, time)
         return row
 
-    def place_arrivals(self, path: Path) -> None:
-        """Lets the arrivals of a written file count from the earliest, or draws others."""
+    def rewrite_arrivals(self, path: Path) -> None:
+        """Makes the arrivals of a written file relative to the earliest one, or replaces them by drawn ones."""
         times: Any = None
         if self._config.arrivals is not None:
             rng = np.random.Generator(np.random.PCG64(self._config.seed))

@@ -1,20 +1,20 @@
-"""Logs of requests.
+"""Importers of request logs.
 
-`log` reads any table with a mapping from canonical columns to the table's (`output_tokens=usage.completion_tokens`;
-dots go into objects), by default the columns that have canonical names. `openai-log` reads responses of the OpenAI API:
-one on each line, alone, beside its request (`{"request": ..., "response": ...}`), or as the Batch API writes it
+`log` imports any table by a mapping from canonical columns to those of the table (`output_tokens=usage.completion_tokens`;
+a dot selects a member of an object), by default the columns with canonical names. `openai-log` imports responses of the
+OpenAI API, one per line: alone, with its request (`{"request": ..., "response": ...}`), or as the Batch API writes it
 (`{"custom_id", "response": {"body"}}`).
 
-`feedback` reads what `tailcast-proxy --feedback FOLDER` writes, one output of each request: a folder of segments
-(feedback-*.jsonl, in the order of their names) or one of them. Lines that are no record, torn by a crash or damaged, and
-copies of earlier lines are skipped and counted.
+`feedback` imports the log of `tailcast-proxy --feedback FOLDER`, one output per request: a folder of segments
+(feedback-*.jsonl, in the order of their names) or a single segment. Lines that are not records (torn by a crash, damaged)
+and copies of earlier records are skipped and counted.
 
 | record | as sample |
 |---|---|
-| finish_reason stop, length, ... | as of the OpenAI API (`values.FINISH_REASONS`) |
-| the client hung up ("abort") | an error row: the client decided that length, not the model |
-| counted by events ("deltas") | an error row: a lower bound; a tokenizer or the engine's usage counts rightly |
-| prompts only hashed | its prompt id is the hash; it fits a trace, and samples whose prompts are known elsewhere |
+| finish_reason stop, length, ... | mapped by `values.FINISH_REASONS` |
+| the client disconnected ("abort") | an error row: the client determined that length, not the model |
+| counted by events ("deltas") | an error row: the count is only a lower bound |
+| only the hash of the prompt | the hash is the prompt id; enough for a trace, or for prompts that are stored elsewhere |
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from scheduler_core.table_files import file_rows
 
 log = logging.getLogger(__name__)
 SEGMENTS = "feedback-*.jsonl"
-#: A line beyond this is skipped.
+#: Longer lines are skipped.
 MAX_LINE_BYTES = 64 << 20
 _COLUMNS = {"request_id", "tier", "tenant", "temperature", "top_p", "prompt_tokens", "output_tokens", "ttft_s", "total_s"}  # fmt: skip
 _OF_REQUEST = {"temperature": "temperature", "top_p": "top_p", "tenant": "user", "model": "model"}
@@ -58,12 +58,12 @@ _OF_RESPONSE = {
 
 def parse_mapping(text: str) -> dict[str, str]:
     """`output_tokens=usage.completion_tokens,model=name` as a dictionary, empty for an empty text; InputError for another
-    form, or a column that is not among `MAPPED`."""
+    form, or a name that is not in `MAPPED`."""
     mapping: dict[str, str] = {}
     for item in text.split(",") if text else ():
         name, equals, source = (word.strip() for word in item.partition("="))
         if not equals or not source or name not in MAPPED or name in mapping:
-            allowed = "NAME=COLUMN, each once, with NAME of " + ", ".join(MAPPED)
+            allowed = "NAME=COLUMN, each NAME once and one of " + ", ".join(MAPPED)
             raise InputError("columns", item.strip(), allowed)
         mapping[name] = source
     if mapping and "output_tokens" not in mapping:
@@ -72,7 +72,7 @@ def parse_mapping(text: str) -> dict[str, str]:
 
 
 def openai_rows(path: Path, skipped: SkippedRows) -> Iterator[Row]:
-    """OpenAI-style responses; one with several choices is an error row, since they share one count."""
+    """OpenAI-style responses; one with several choices becomes an error row, because they share one token count."""
     for number, raw in file_rows(path, "file", on_bad_row=skipped.add_bad):
         try:
             row = _openai_row(raw, f"{path.name} row {number}")
@@ -118,7 +118,7 @@ def _openai_row(raw: Mapping[str, Any], location: str) -> dict[str, Any]:
 
 
 def segments_of(path: Path) -> list[Path]:
-    """The segments of a log in their order, or the path itself if it is no folder; InputError if there is none."""
+    """The segments of a log in their order, or the path itself if it is not a folder; InputError if there is none."""
     segments = sorted(path.glob(SEGMENTS)) if path.is_dir() else [path]
     if not segments or not segments[0].is_file():
         raise InputError("feedback log", str(path), f"a file, or a folder with {SEGMENTS}")
@@ -128,10 +128,10 @@ def segments_of(path: Path) -> list[Path]:
 def feedback_records(
     path: str | Path, skipped: Counter[str] | None = None
 ) -> Iterator[tuple[int, FeedbackRecord]]:
-    """Number of the line, counted over all segments, and content of each record of a folder or one segment.
+    """Line number, counted over all segments, and content of each record in a folder or a single segment.
 
-    `skipped` counts skipped lines by reason; without it one line in the log sums them up. InputError if there is no
-    segment, or no line of them is a record.
+    `skipped` counts skipped lines by reason; without it a single log message reports the counts. InputError if there is no
+    segment, or no record in any segment.
     """
     reasons = Counter[str]() if skipped is None else skipped
     digests: set[int] = set()
@@ -162,7 +162,7 @@ def feedback_rows(path: Path, skipped: Counter[str]) -> Iterator[Row]:
 
 
 def _lines(segments: list[Path]) -> Iterator[bytes]:
-    """Lines that are not empty; of one beyond the limit its first part."""
+    """Non-empty lines; a line above the limit is truncated."""
     for segment in segments:
         with open(segment, "rb") as stream:
             yield from filter(None, map(bytes.strip, bounded_lines(stream, MAX_LINE_BYTES)))
@@ -174,13 +174,13 @@ def _record(line: bytes, digests: set[int]) -> FeedbackRecord:
     record = validated(FeedbackRecord, parse_object(line))
     digest = digest64(record.request_id or line.decode())
     if digest in digests:
-        raise InputError("record", line[:40], "one not read before")
+        raise InputError("record", line[:40], "no copy of an earlier record")
     digests.add(digest)
     return record
 
 
 def _reason(error: InputError) -> str:
-    key = error.field.partition(" ")[0]  # not which of many messages: reasons stay few
+    key = error.field.partition(" ")[0]  # without the message number, to limit the number of reasons
     return f"{key} (allowed: {error.allowed})"
 
 
@@ -194,7 +194,7 @@ def _row(record: FeedbackRecord) -> dict[str, Any]:
     }
     problem = None
     if record.finish_reason == "abort":
-        problem = "abort: the client hung up"
+        problem = "abort: the client disconnected"
     elif record.counted_by == "deltas":
         problem = "deltas: events were counted, not tokens"
     elif row["finish_reason"] == ERROR:

@@ -3,12 +3,12 @@
 | kind | columns of the source | time |
 |---|---|---|
 | azure | TIMESTAMP, ContextTokens, GeneratedTokens (2023 and 2024) | date and time, with or without zone |
-| burstgpt | Timestamp, Model, Request tokens, Response tokens, Log Type, from 2.0 on Session ID | seconds |
+| burstgpt | Timestamp, Model, Request tokens, Response tokens, Log Type, since 2.0 Session ID | seconds |
 | mooncake | timestamp, input_length, output_length (hash_ids are not kept) | milliseconds |
 | castillo | ten lengths for each prompt and model, as `preproc_DATASET_SPLIT_MODEL.json` or as Parquet | |
 | sharegpt | conversations, in any layout that `gen-samples` reads | |
 
-The first three have neither max_tokens of a request nor a finish reason, the last no time.
+The first three have neither max_tokens nor finish reasons; the last two have no arrival times.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TRACES: Mapping[str, Mapping[str, str]] = {
     },
     "mooncake": {"arrival_s": "timestamp", "prompt_tokens": "input_length", "output_tokens": "output_length"},
 }
-#: An output at or past so many tokens was truncated there (some files of CASTILLO count one token more).
+#: max_tokens of CASTILLO: an output of at least this length was truncated (some files count one token more).
 CASTILLO_MAX_TOKENS = 15_000
 _CASTILLO = ("prompt_id", "prompt", "category", "dataset", "model", "temperature", "top_p", "prompt_tokens", "output_tokens")  # fmt: skip
 _CASTILLO_JSON = {
@@ -73,10 +73,10 @@ def castillo_rows(path: Path, skipped: SkippedRows) -> Iterator[Row]:
 
 
 def sharegpt_rows(path: Path, tokenizer: str, skipped: Counter[str]) -> Iterator[Row]:
-    """One request for each reply of the assistant; its prompt is the conversation so far, its tenant the conversation.
+    """One request for each assistant message; its prompt is the conversation before it, its tenant the conversation's id.
 
-    Lengths are tokens of the texts, without a chat template; an output also has its end marker. Conversations that cannot
-    be sent (an empty text, a missing beginning) or repeat one are skipped.
+    Lengths are tokens of the texts, without a chat template; an output also counts its EOS token. Conversations that are
+    repeated or cannot be sent (an empty text, a missing beginning) are skipped.
     """
     count_tokens = token_counter(tokenizer)
     layout = None

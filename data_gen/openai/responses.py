@@ -13,13 +13,13 @@ from data_gen.prompts import Prompt
 from scheduler_core.json_text import valid_unicode
 
 _STOPPED = {"stop": "stop", "eos_token": "stop", "stop_sequence": "stop", "length": "length"}
-# What reading an unexpected JSON value raises, an infinite index and deep nesting included.
+# Exceptions of unexpected JSON values, including an infinite index and deep nesting.
 _UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 _MAX_TOKENS = 2**31 - 1
-#: A stream beyond these is dropped, whatever the server sends.
+#: A stream beyond one of these limits is dropped.
 MAX_LINE_BYTES = 4 << 20
 MAX_STREAM_BYTES = 256 << 20
-#: Other reasons -> kind of failure, and whether another attempt may help.
+#: Other finish reasons -> kind of failure, and whether a retry may help.
 _PROBLEMS = {"content_filter": ("content_filter", False), "": ("truncated", True)} | dict.fromkeys(
     ("abort", "error", "cancelled"), ("aborted", True)
 )
@@ -39,7 +39,7 @@ _TOO_LONG = (
 
 
 class ResponseError(Exception):
-    """A response that cannot be used; kind and reason as of a `SampleFailure`, `retry` if another attempt may help."""
+    """An unusable response; `kind` and `reason` are those of a `SampleFailure`, `retry` is whether a retry may help."""
 
     def __init__(self, kind: str, reason: str, *, retry: bool) -> None:
         super().__init__(f"{kind}: {reason}")
@@ -54,12 +54,12 @@ class ResponseChoice:
     """One choice of a response."""
 
     text: str = ""
-    finish_reason: str = ""  # "stop" or "length", unless there is a problem
-    listed_tokens: int | None = None  # its length, if the server listed its tokens
-    # first_at, last_at: when its first token and its finish_reason arrived in a stream.
+    finish_reason: str = ""  # "stop" or "length" if there is no `problem`
+    listed_tokens: int | None = None  # number of tokens, if the server lists them
+    # first_at, last_at: arrival times of the first token and of finish_reason in a stream.
     first_at: float | None = None
     last_at: float | None = None
-    problem: ResponseError | None = None  # why it cannot be used; None if it can
+    problem: ResponseError | None = None  # why it is unusable; None if it is usable
 
 
 @dataclass(slots=True)
@@ -74,15 +74,15 @@ class ServerResponse:
 def count_tokens(
     response: ServerResponse, max_tokens: int, count_text: Callable[[str], int] | None
 ) -> list[int]:
-    """Exact lengths in the order of the choices, end markers included: of the server, or by `count_text`, the number of
-    tokens of a text, where it agrees with usage; ResponseError no_token_count or tokenizer_mismatch."""
+    """Exact token counts in the order of the choices, including EOS: the server's, or those of `count_text`, the number of
+    tokens of a text, if they agree with usage. ResponseError no_token_count or tokenizer_mismatch."""
     choices, total = response.choices, response.completion_tokens
     if len(choices) == 1 and total:
         return [total]
     ends = [choice.finish_reason == "stop" for choice in choices]
     listed = [choice.listed_tokens for choice in choices if choice.listed_tokens]
     if len(listed) == len(choices):
-        # Engines differ in whether they list the end marker.
+        # Some engines list the EOS token, others do not.
         marked = [count + end for count, end in zip(listed, ends, strict=True)]
         if total is None or total in (sum(listed), sum(marked)):
             return listed if total in (None, sum(listed)) else marked
@@ -93,7 +93,7 @@ def count_tokens(
     counts = [count_text(choice.text) + 1 if end else max_tokens for choice, end in texts]
     if sum(counts) == total:
         return counts
-    reason = f"the texts have {sum(counts)} tokens, usage says {total}"
+    reason = f"the texts have {sum(counts)} tokens, usage reports {total}"
     raise ResponseError("tokenizer_mismatch", reason, retry=False)
 
 
@@ -126,7 +126,7 @@ class RequestBodies:
         return b'{"prompt":' + json.dumps(prompt.text).encode() + b","
 
     def body(self, prefix: bytes, prompt: Prompt, indices: tuple[int, ...]) -> bytes:
-        """The body that asks for these sample indices."""
+        """The body of the request for these sample indices."""
         if len(indices) > 1:
             return b'%s"n":%d,%s' % (prefix, len(indices), self._common)
         if self._seed is not None:
@@ -196,7 +196,7 @@ def _checked(reply: ServerResponse) -> ServerResponse:
     if not reply.choices:
         raise ResponseError("empty", "the server sent no choices", retry=True)
     for choice in reply.choices:
-        # Only now: a stream may split a surrogate pair between two events.
+        # Only on the joined text: a stream may split a surrogate pair between two events.
         choice.text = valid_unicode(choice.text)
         reason = choice.finish_reason
         if reason in _STOPPED:
@@ -211,7 +211,7 @@ def _checked(reply: ServerResponse) -> ServerResponse:
 class EventStreamParser:
     """Assembles a response from server-sent events, in pieces of any size."""
 
-    _rest: bytes = b""
+    _buffer: bytes = b""
     _size: int = 0
     _choices: dict[int, ResponseChoice] = field(default_factory=dict)
     _texts: dict[int, list[str]] = field(default_factory=dict)
@@ -221,9 +221,9 @@ class EventStreamParser:
     def feed(self, data: bytes, now: float) -> None:
         """Takes bytes that arrived at `now`; ResponseError if an event is malformed or reports an error."""
         self._size += len(data)
-        lines = (self._rest + data).split(b"\n") if self._rest else data.split(b"\n")
-        self._rest = lines.pop()
-        if len(self._rest) > MAX_LINE_BYTES or self._size > MAX_STREAM_BYTES:
+        lines = (self._buffer + data).split(b"\n") if self._buffer else data.split(b"\n")
+        self._buffer = lines.pop()
+        if len(self._buffer) > MAX_LINE_BYTES or self._size > MAX_STREAM_BYTES:
             limits = f"{MAX_LINE_BYTES} bytes in a line or {MAX_STREAM_BYTES} in all"
             raise ResponseError("malformed", f"a stream of more than {limits}", retry=True)
         for line in lines:
@@ -272,10 +272,10 @@ class EventStreamParser:
             choice.last_at = now
 
     def finish(self) -> ServerResponse:
-        """The complete response, once the server has closed the stream; ResponseError empty, or truncated if that was too
-        soon."""
+        """The complete response, after the server has closed the stream; ResponseError empty, or truncated without [DONE] or
+        all finish reasons."""
         if not self._done and not all(choice.finish_reason for choice in self._choices.values()):
-            raise ResponseError("truncated", "the stream ended before the output did", retry=True)
+            raise ResponseError("truncated", "the stream ended before the output was complete", retry=True)
         for index, texts in self._texts.items():
             self._choices[index].text = "".join(texts)
         return _checked(
@@ -284,7 +284,7 @@ class EventStreamParser:
 
 
 def read_error_response(status: int, payload: bytes) -> ResponseError:
-    """The error that a response with an HTTP status other than 200 stands for."""
+    """The error of a response with an HTTP status other than 200."""
     try:
         reason = _message_of(json.loads(payload))
     except _UNREADABLE:

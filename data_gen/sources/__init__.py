@@ -1,1 +1,1 @@
-"""Sources of prompts, as streams."""
+"""Streams of prompts from files, data sets and templates."""

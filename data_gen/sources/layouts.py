@@ -1,4 +1,4 @@
-"""Shapes of rows that hold prompts: one literal registry, and the turns of a conversation that become prompts."""
+"""Layouts of rows that hold prompts, their registry, and the conversation turns that become prompts."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Turns = Literal["first", "last", "all"] | int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceOptions:
-    """What to take of each row.
+    """Selection of prompts from the rows of a source.
 
     Attributes:
-        layout: Name of a layout of `data_gen.sources.layouts`; None: by the columns.
+        layout: Name of a layout in `LAYOUTS`; None: recognized by the columns.
         turns: Which user turns of a conversation become prompts: "first", "last" (the whole conversation up to it),
             "all" (each one with its history), or a number k (the conversation up to its k-th user turn; shorter ones
-            are left out). None: "first" for public sets of conversations, "last" for rows of `messages`.
-        languages: Only rows whose language is one of these (case does not count); empty takes all.
-        category: Column whose value becomes the category; None: the layout's own.
+            are skipped). None: "first" for public sets of conversations, "last" for rows of `messages`.
+        languages: Languages of the rows to keep, case-insensitive; empty keeps all rows.
+        category: Column whose value becomes the category; None: that of the layout.
         repeated: Treatment of a repeated prompt id: "refuse" is an error that names the row, "drop" skips it.
             None: "drop" for public sets, which have many, else "refuse".
     """
@@ -51,7 +51,7 @@ class SourceOptions:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The conversation of a row; what the row does not have is ""."""
+    """The conversation of a row; a field that the row lacks is ""."""
 
     messages: tuple[Message, ...]
     conversation_id: str
@@ -62,13 +62,13 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One shape of row; those with its columns are recognized as this layout."""
+    """A layout of rows; rows with its columns are recognized as this layout."""
 
-    # Texts that make up one user message; or a single column with a list of messages (`is_chat`), each with role or
-    # from, and content or value.
+    # Columns whose texts make up one user message; or, if `is_chat`, one column with a list of messages, each with role
+    # or from, and content or value.
     columns: tuple[str, ...]
     is_chat: bool = True
-    turns: Literal["first", "last"] = "first"  # the turns to take by default
+    turns: Literal["first", "last"] = "first"  # default of `SourceOptions.turns`
     # A public set: repeated prompts are dropped by default, and unusable conversations (empty texts, unknown roles, a
     # missing beginning) skipped and counted; in a user's own file they are errors.
     public: bool = True
@@ -112,7 +112,7 @@ LAYOUTS: Mapping[str, Layout] = {
 
 
 def layout_of(columns: Iterable[str], location: str) -> Layout:
-    """The layout that a row with these columns has; InputError if none has them."""
+    """The layout of a row with these columns; InputError if there is none."""
     names = set(columns)
     for layout in LAYOUTS.values():
         if names.issuperset(layout.columns):
@@ -123,7 +123,7 @@ def layout_of(columns: Iterable[str], location: str) -> Layout:
 
 
 def _valid(text: str, location: str) -> str:
-    """The text; InputError if it cannot be written to a file, with half of a surrogate pair, as JSON's escapes allow."""
+    """The text; InputError for a lone surrogate, which JSON's escapes allow but UTF-8 files do not."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -137,26 +137,27 @@ def _optional(row: Mapping[str, Any], name: str) -> str:
 
 
 def messages_of(value: object, location: str) -> tuple[Message, ...]:
-    """A list of messages with role or from, and content or value; InputError if a role or an empty content cannot be sent."""
+    """Messages of a list of objects with role or from, and content or value; InputError for an unknown role, or an empty system
+    or user message."""
     if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
         raise InputError(location, value, "a list of messages with role and content")
     messages = []
     for number, item in enumerate(value, start=1):
-        where = f"{location} message {number}"
+        item_location = f"{location} message {number}"
         if not isinstance(item, Mapping):
-            raise InputError(where, item, "an object with role and content")
+            raise InputError(item_location, item, "an object with role and content")
         role, content = ("role" if "role" in item else "from"), ("content" if "content" in item else "value")
         name, text = _ROLE_NAMES.get(str(item.get(role)).lower()), _text(item.get(content))
         if name is None:
-            raise InputError(f"{where}: {role}", item.get(role), ", ".join(ROLES))
+            raise InputError(f"{item_location}: {role}", item.get(role), ", ".join(ROLES))
         if not isinstance(text, str) or (name != "assistant" and not text.strip()):
-            raise InputError(f"{where}: {content}", text, "a text that is not empty")
-        messages.append(Message(name, _valid(text, f"{where}: {content}")))
+            raise InputError(f"{item_location}: {content}", text, "a text that is not empty")
+        messages.append(Message(name, _valid(text, f"{item_location}: {content}")))
     return tuple(messages)
 
 
 def _text(content: object) -> object:
-    """The joined texts of a list of OpenAI's content parts, if all are texts; anything else as it is."""
+    """The joined texts of a list of OpenAI's content parts, if all are texts; anything else unchanged."""
     if isinstance(content, list) and all(
         isinstance(part, Mapping) and part.get("type") == "text" for part in content
     ):
@@ -166,21 +167,21 @@ def _text(content: object) -> object:
 
 
 def check_order(messages: Sequence[Message], location: str) -> None:
-    """Raises `InputError` unless the messages are an optional system prompt, then user and assistant in turn."""
+    """Raises `InputError` unless an optional system prompt is followed by alternating user and assistant messages."""
     start = 1 if messages and messages[0].role == "system" else 0
     if len(messages) == start:
         raise InputError(location, len(messages), "at least one user message")
     for number, message in enumerate(messages[start:]):
         expected = "assistant" if number % 2 else "user"
         if message.role != expected:
-            where = f"{location} message {number + 1 + start}: role"
-            raise InputError(where, message.role, f"{expected}: user and assistant in turn")
+            role_location = f"{location} message {number + 1 + start}: role"
+            raise InputError(role_location, message.role, f"{expected}: user and assistant alternate")
 
 
 def prompts_of(conversation: Conversation, turns: Turns, location: str) -> Iterator[Prompt]:
-    """The prompts of the turns that are to be taken; of several, each has an id of its own in the conversation's family.
+    """The prompts of the selected turns; with "all", each has its own id (`turn_id`) in the conversation's family.
 
-    InputError if the messages are not in turn, or the first is the assistant's: its beginning is missing.
+    InputError if user and assistant do not alternate, or the first message is the assistant's.
     """
     messages, own = conversation.messages, conversation.conversation_id
     check_order(messages, location)

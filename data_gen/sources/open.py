@@ -1,4 +1,4 @@
-"""Prompts of any source, one by one: files, folders of the datasets library, sets on the hub, templates."""
+"""Streams of prompts from files, folders of the datasets library, data sets on the hub, and templates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TEMPLATE_SCHEME = "templates:"
 HUB_SCHEME = "hf:"
 _SLOT = re.compile(r"\{(\w+)\}")
 _MAX_ATTEMPTS = 200
-#: Sets on the hub -> their short name, and the file to take where there are several.
+#: Data set on the hub -> its short name, and the file to load if there are several.
 HUB_SETS: Mapping[str, tuple[str, str | None]] = {
     "lmsys/lmsys-chat-1m": ("lmsys-chat-1m", None),
     "allenai/WildChat": ("wildchat", None),
@@ -42,7 +42,7 @@ HUB_SETS: Mapping[str, tuple[str, str | None]] = {
 def open_prompts(
     source: str, options: SourceOptions | None = None, *, skipped: Counter[str] | None = None
 ) -> Iterator[Prompt]:
-    """Prompts of a source, in its order, each id once; of a long source a few are in memory at a time.
+    """Prompts of a source, in its order, each id once; streamed, with only a few in memory at a time.
 
     Args:
         source: One of
@@ -50,13 +50,13 @@ def open_prompts(
               `data_gen.sources.layouts` (a column `prompt`; `messages`; `conversation`; `conversations`; `instruction`
               with `input` or `context`); a `.txt` file with one prompt per line; text formats also gzipped;
             - a folder of the `datasets` library, `FOLDER[:SPLIT]`;
-            - a set on the hub, `hf:NAME[:SPLIT]`; those in `HUB_SETS` need no further option;
+            - a data set on the hub, `hf:NAME[:SPLIT]`; those in `HUB_SETS` need no further option;
             - `templates:COUNT[?seed=N]`, prompts composed from the built-in templates.
-        options: What to take of each row.
+        options: Selection of prompts from the rows.
         skipped: Counts skipped rows, by reason; None logs them at the end.
 
     Raises:
-        InputError: Naming source and row for a prompt that is empty, repeated or of a wrong type, or invalid UTF-8.
+        InputError: A prompt is empty, repeated, of a wrong type or invalid UTF-8; names source and row.
     """
     options = options or SourceOptions()
     counts = Counter[str]() if skipped is None else skipped
@@ -119,7 +119,7 @@ def _of_row(
             conversation = replace(conversation, category=value)
         prompts = list(prompts_of(conversation, options.turns or layout.turns, location))
     except InputError:
-        # Public sets hold empty texts and conversations without their beginning; a user's own file should not.
+        # Public sets have empty texts and conversations without a beginning; in a user's own file these are errors.
         if not layout.public or not set(layout.columns) <= set(row):
             raise
         counts["unusable"] += 1
@@ -140,7 +140,7 @@ def _from_templates(source: str) -> Iterator[Prompt]:
 
 
 def _dataset_rows(source: str | Path, split: str) -> Iterator[Row]:
-    """Rows of a set on the hub, streamed; or of a folder as `save_to_disk` writes it, or with files that `datasets` knows.
+    """Rows of a data set on the hub, streamed; or of a folder written by `save_to_disk`, or with files that `datasets` can load.
     InputError if it cannot be loaded, or has no such split."""
     import datasets
 
@@ -155,7 +155,7 @@ def _dataset_rows(source: str | Path, split: str) -> Iterator[Row]:
             data = datasets.load_dataset(str(source), streaming=True, **options)
     except Exception as error:
         reason = first_line(error)[:200]
-        allowed = f"a folder of the datasets library, or a set on the hub that can be reached ({reason})"
+        allowed = f"a folder of the datasets library, or a reachable data set on the hub ({reason})"
         raise InputError("prompts", str(source), allowed) from error
     if hasattr(data, "keys"):
         name = split or (next(iter(data)) if len(data) == 1 else "train")
@@ -168,11 +168,11 @@ def _dataset_rows(source: str | Path, split: str) -> Iterator[Row]:
 
 
 def compose(count: int, seed: int) -> list[tuple[str, str]]:
-    """`count` different prompts as (category, text), the categories in turn, so that any prefix is a fair mix.
+    """`count` distinct prompts as (category, text), cycling through the categories, so that any prefix is balanced.
 
-    They are made of `templates.json`: templates of nine kinds of request whose outputs differ widely in length, and the
+    They are composed from `templates.json`: templates of nine kinds of request whose outputs differ widely in length, and
     words for their slots. A longer list starts with the shorter one of the same seed. InputError if `count` is below 1 or
-    more than the templates can give without repeating.
+    above the number of distinct prompts.
     """
     if count < 1:
         raise InputError("count", count, "integers > 0")

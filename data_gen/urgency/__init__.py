@@ -1,1 +1,1 @@
-"""Texts with urgency levels: the seed set, files of labels, and their mixture; `docs/urgency.md` is the rubric."""
+"""Texts with urgency levels: the seed set, label files, and mixtures of them; `docs/urgency.md` has the rubric."""

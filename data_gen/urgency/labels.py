@@ -1,4 +1,4 @@
-"""Labeled texts and the Parquet file that carries them (schema urgency/1), which `train --urgency-data` reads."""
+"""Labeled texts, and their Parquet schema urgency/1, the input of `train --urgency_data`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scheduler_core.table_files import file_rows
 from scheduler_core.urgency import LEVELS
 
 SCHEMA_NAME = "urgency/1"
-# A text's split never changes: it is decided by the text alone.
+# Fixed, so that the split of a text depends on the text alone.
 SPLIT_SEED = 0
 
 SCHEMA = pa.schema(
@@ -37,13 +37,13 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabeledText:
-    """A text and how urgent it is."""
+    """A text and its urgency level."""
 
     text: str  # the input of the model
     level: int  # 0 (most urgent) to 4, an index of `scheduler_core.urgency.LEVELS`
     source: str  # origin of the label
     split: Split  # train, validation or test
-    weight: float = 1.0  # in a loss, above 0; below 1 for labels that were not made by the rubric
+    weight: float = 1.0  # weight in a loss, above 0; below 1 for labels that do not follow the rubric
     language: str | None = None  # ISO 639-1 code; None if unknown
     # A claim of urgency was added to the text; the label is that of the text without it.
     claimed: bool = False
@@ -55,7 +55,7 @@ def text_split(text: str) -> Split:
 
 
 def level_number(value: object, location: str, levels: Sequence[str] = LEVELS) -> int:
-    """The level of a name out of `levels`, or of a number; InputError, naming `location`, if it is none."""
+    """The level that a number, or a name in `levels`, stands for; InputError, naming `location`, for any other value."""
     if isinstance(value, str):
         value = (
             (*levels,).index(value) if value in levels else int(value) if value.strip().isdigit() else value
@@ -81,14 +81,14 @@ def read_labels(
     mapping: Mapping[str, str] | None = None,
     levels: Sequence[str] = LEVELS,
 ) -> list[LabeledText]:
-    """Reads a table with columns text and level, and of the others of urgency/1 those it has.
+    """Reads a table with columns text and level; the other columns of urgency/1 are optional.
 
-    A row without a split gets the one of its text, a row without a source the file's name.
+    A row without a split gets that of its text (`text_split`), a row without a source the file's name.
 
     Args:
         path: Parquet, CSV, JSON lines or a JSON array.
         field: Name of the option that gave the path, for messages.
-        mapping: Value of a column label -> level, for a file without a column level.
+        mapping: Value of the column label -> level, for a file without a column level.
         levels: Names of the levels, the most urgent first.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Any mix of labeled texts: parts of the seed set, files of labels, and copies with phrases that decide nothing."""
+"""Mixtures of labeled texts: parts of the seed set, label files, and copies with phrases that keep the level."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 def write_mixture(config: ImportUrgencyConfig) -> list[LabeledText]:
-    """Writes the mix as urgency/1, and `OUT.run.json` with the counts and the hashes of the files beside it.
+    """Writes the mixture as urgency/1, and next to it `OUT.run.json` with counts and the hashes of the source files.
 
-    Returns the texts, each once: of one that is in several sources the first stays. InputError if an option or a source
-    cannot be read, or no text remains.
+    Returns the texts, each once: the first of several sources wins. InputError if an option or a source cannot be read, or
+    no text remains.
     """
     splits = _listed(config.splits)
     if not splits or not set(splits) <= set(SPLITS):
@@ -90,7 +90,7 @@ def _sources(text: str) -> list[tuple[str, str]]:
 
 
 def _weights(text: str) -> dict[str, float]:
-    """Weight of the texts of each kind of source, instead of their own."""
+    """Weight by kind of source; it overrides the weights of the texts."""
     weights = {}
     for kind, value in _pairs(text, "weights", "KIND=WEIGHT"):
         if kind not in (*PARTS, "labels"):
@@ -120,10 +120,10 @@ def with_phrases(
     *,
     claimed: bool,
 ) -> list[LabeledText]:
-    """Copies of every training text, each with another phrase and the same level.
+    """`num_copies` copies of every training text, each with a different phrase and the same level.
 
-    Phrases of the text's own language are drawn half of the time where there are any: mixtures occur, too. Texts of
-    the validation and test splits get no copies. `claimed` tells whether the phrases claim urgency.
+    If there are phrases in the text's language, half of the probability is theirs alone; the other half covers all
+    phrases. Texts of other splits are not copied. `claimed` is whether the phrases claim urgency.
     """
     copies: list[LabeledText] = []
     for text in texts:

@@ -1,14 +1,14 @@
-"""The seed set: texts written and labeled by hand after the rubric in `docs/urgency.md`.
+"""The seed set: texts written and labeled by hand, by the rubric in `docs/urgency.md`.
 
 | file | content |
 |---|---|
 | emergency, interactive, standard, batch, background | LLM traffic of that level |
-| quiet | calm wording, truly urgent: all of level emergency |
-| triage | short triage-like notes, ESI 1 to 5 as levels 0 to 4; invented, no patient stands behind them |
+| quiet | calmly worded emergencies |
+| triage | short triage-like notes, ESI 1 to 5 as levels 0 to 4; invented, not of real patients |
 | adversarial | pairs: a text, and the same text with a claim of urgency |
 | claims | claims of urgency for training; none of them is in `adversarial` |
 | openers | phrases that claim nothing, for training; none of them is in `neutral` |
-| neutral | phrases that claim nothing, put where a claim stood, as a control |
+| neutral | phrases that claim nothing, which replace the claims as a control |
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PARTS: dict[str, tuple[str, ...]] = {"llm": LEVELS, "quiet": ("quiet",), "triage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimPair:
-    """A text with and without a claim of urgency; both have the same true level, of which `level` is the name.
+    """A text with and without a claim of urgency; both have the same true level, named `level`.
 
     Pairs are never trained on: their splits are validation and test.
     """
@@ -39,7 +39,7 @@ class ClaimPair:
     claimed_text: str
     level: str
     claim: str
-    position: str  # of the claim: before, in the middle of, or after the text
+    position: str  # of the claim: before, inside or after the text
     language: str
     split: Split
 
@@ -51,7 +51,7 @@ class ClaimPair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phrase:
-    """Words that decide nothing about the urgency of a text, and their position: before or after it."""
+    """Words that do not change the true level of a text, and their position: before or after it."""
 
     phrase: str
     position: str
@@ -68,7 +68,7 @@ def seed_rows(part: str) -> list[dict[str, Any]]:
 
 
 def seed_labels(part: str) -> list[LabeledText]:
-    """As `seed_rows`, in the common form of labeled texts."""
+    """The texts of `seed_rows` as `LabeledText`."""
     return [
         LabeledText(
             text=row["text"],
@@ -88,9 +88,9 @@ def read_pairs(split: Split | None = None) -> list[ClaimPair]:
 
 
 def neutral_texts(pairs: Sequence[ClaimPair]) -> list[str]:
-    """For each pair its text with a phrase that claims nothing where the claim stands, in the same language.
+    """For each pair, its claimed text with a neutral phrase of the same language in place of the claim.
 
-    A predictor that is moved by them is moved by any words at all: a control for the effect of the claims.
+    A control: a predictor whose level changes with these phrases reacts to any added words, not to the claims.
     """
     phrases: dict[str, list[str]] = {}
     for row in _rows("neutral"):
@@ -111,7 +111,7 @@ def read_claims() -> list[Phrase]:
 
 
 def read_openers() -> list[Phrase]:
-    """Phrases that claim nothing, for training, each before and after a text; disjoint from the control's."""
+    """Phrases that claim nothing, for training, each before and after a text; disjoint from the neutral phrases."""
     return [Phrase(**row, position=position) for row in _rows("openers") for position in ("before", "after")]
 
 

@@ -1,5 +1,5 @@
-"""Graph surgery on exported ONNX graphs: the same numbers from cheaper operations, and smaller numbers.
+"""Passes over exported ONNX graphs: cheaper operations with equal results, and lower precision.
 
-Every pass takes and gives an `onnx.ModelProto`; none needs torch. What a pass believes about the graph it proves by running
-the graph (`probe`), so that it does not depend on the names or on the exporter that made the graph.
+A pass rewrites an `onnx_ir.Model` in place, without torch. It verifies its assumptions by running the graph (`probe`), so it
+depends neither on names nor on the exporter.
 """

@@ -1,7 +1,7 @@
 """Half precision for the encoder; masks, positions, pooling, heads and outputs stay in single precision.
 
-What decides is not the type of a node but what flows through it: the path from the word embeddings to the last hidden
-states is halved, and everything beside it (DeBERTa's buckets, which need exact logarithms; masks) only as it enters.
+Nodes are selected by data flow, not by type: those on a path from the word embeddings to the last hidden states are
+converted. Other tensors (masks; DeBERTa's buckets, which need exact logarithms) are cast where they enter these nodes.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from export.passes.graph import (
 )
 from scheduler_core.errors import TailcastError
 
-#: Stands for minus infinity where half precision must hold it and be added to.
+#: Replaces minus infinity in half precision; something may still be added to it.
 LOWEST = -6e4
 
 
 def to_half(model: ir.Model, last_states: ir.Value, feed: Feed) -> int:
-    """Puts the encoder of a simplified graph into half precision, in place; returns the number of its nodes. Inputs and
-    outputs of the graph keep their types. `last_states` are the encoder's last hidden states (TailcastError if no word
-    embeddings lead there), `feed` are inputs to see the types of tensors with."""
+    """Converts the encoder of a simplified graph to half precision, in place; returns the number of its nodes. Inputs and
+    outputs of the graph keep their types. `last_states` are the encoder's last hidden states (TailcastError if they do not
+    depend on word embeddings); `feed` are inputs to run the graph with, which gives the types of tensors."""
     graph = model.graph
     halved = _between(graph, last_states)
     if not halved:
-        raise TailcastError("no word embeddings lead to the hidden states")
+        raise TailcastError("the last hidden states do not depend on word embeddings")
     inside = set(halved)
     internal = dict.fromkeys(value for node in halved for value in node.outputs)
     inputs = dict.fromkeys(value for node in halved for value in node.inputs if value is not None)
@@ -59,7 +59,7 @@ def to_half(model: ir.Model, last_states: ir.Value, feed: Feed) -> int:
 
 def _between(graph: ir.Graph, last_states: ir.Value) -> list[ir.Node]:
     """Nodes on a path from the word embeddings to the last hidden states."""
-    ahead = _behind_embeddings(graph)
+    downstream = _downstream_of_embeddings(graph)
     stack: list[ir.Value | None] = [last_states]
     visited: dict[ir.Node, None] = {}  # in the order of the search
     while stack:
@@ -68,18 +68,18 @@ def _between(graph: ir.Graph, last_states: ir.Value) -> list[ir.Node]:
         if node is not None and node not in visited:
             visited[node] = None
             stack += node.inputs
-    return [node for node in visited if node in ahead]
+    return [node for node in visited if node in downstream]
 
 
-def _behind_embeddings(graph: ir.Graph) -> set[ir.Node]:
-    """The lookup of the token ids in the word embeddings, and all nodes that read its result, by way of others too."""
+def _downstream_of_embeddings(graph: ir.Graph) -> set[ir.Node]:
+    """The lookup of the token ids in the word embeddings, and all nodes that depend on its result."""
     stack = [(value, False) for value in graph.inputs if value.name == "input_ids"]
     visited: set[tuple[ir.Node, bool]] = set()
     while stack:
-        value, is_behind = stack.pop()
+        value, is_downstream = stack.pop()
         for node in value.consumers():
             is_lookup = node.op_type == "Gather" and len(stored_shape(node.inputs[0])) == 2
-            after = is_behind or is_lookup
+            after = is_downstream or is_lookup
             if node.op_type != "Shape" and (node, after) not in visited:
                 visited.add((node, after))
                 stack += [(output, after) for output in node.outputs]
@@ -87,7 +87,7 @@ def _behind_embeddings(graph: ir.Graph) -> set[ir.Node]:
 
 
 def _halved(graph: ir.Graph, value: ir.Value, values: Mapping[ir.Value, Array]) -> ir.Value:
-    """A tensor that enters the encoder, in half precision if it is in single precision."""
+    """A tensor that enters the encoder, cast to half precision if it has single precision."""
     if values[value].dtype != np.float32:
         return value
     constant = stored(value)

@@ -1,4 +1,4 @@
-"""Graphs of the variants, and artifact folders with them."""
+"""Graphs of the variants, and artifact folders of them."""
 
 from __future__ import annotations
 
@@ -35,20 +35,21 @@ def build_variant(
     vocabulary: int,
     seed: int,
 ) -> tuple[ir.Model, dict[str, int]]:
-    """The graph of a variant (`kind` is one of `PRECISION`), and the number of its rewrites by kind; TailcastError if the graph
-    at `path`, in single precision, does not allow it. Token ids of prompts calibrate int8; `seed` is of random tokens."""
+    """The graph of a variant (`kind` is a key of `PRECISION`), made from the graph at `path` in single precision, and the number
+    of rewrites by name; TailcastError if the graph does not allow it. `calibration` has token ids of prompts to calibrate int8
+    with, `seed` is that of random tokens."""
     model = simplified(path)
     feed = random_feed(model, 2, min(5, max_length), np.random.default_rng(seed), vocabulary)
     steps: dict[str, int] = {}
     if kind != "fp16":
         steps["attention_layers"] = fuse_attention(model, max_length=max_length, vocabulary=vocabulary)
         if kind.endswith("fused") and not steps["attention_layers"]:
-            raise TailcastError("no attention of this graph can be put into one operator")
+            raise TailcastError("no attention layer of this graph can be fused into one operator")
     if kind == "fused":
         return model, steps
     products = find_products(model, feed)
     if not products:
-        raise TailcastError("the graph has no product of states with weights")
+        raise TailcastError("the graph has no matrix product of activations with weights")
     if kind == "int8":
         for rewrite, name in ((smooth, "smoothed_tensors"), (quantize, "int8_products")):
             products = find_products(model, feed)
@@ -63,8 +64,8 @@ def build_variant(
 
 def simplified(path: str | Path) -> ir.Model:
     """The graph of a file with its constants folded and its duplicates removed (ONNX Runtime's basic level); TailcastError if
-    ONNX Runtime refuses the file, or a node has a graph inside. That turns `MatMul(x, Transpose(weight))` into a product with
-    a stored weight, which the other passes can see, and leaves only standard operators."""
+    ONNX Runtime rejects the file, or a node has a subgraph. This turns `MatMul(x, Transpose(weight))` into a product with a
+    constant weight, which the other passes require, and leaves only standard operators."""
     import onnxruntime as ort
 
     with tempfile.TemporaryDirectory() as folder:
@@ -78,22 +79,22 @@ def simplified(path: str | Path) -> ir.Model:
         except Exception as error:  # ONNX Runtime's exceptions share no base class
             raise TailcastError(f"ONNX Runtime cannot simplify {path}: {error}") from error
         message = onnx.load(target)
-    # Shapes found before the simplification can contradict it.
+    # Shapes inferred before the simplification may contradict it.
     del message.graph.value_info[:]
     model = ir.from_proto(message)
     if list(model.graph.subgraphs()):
-        raise TailcastError("a node has a graph inside (a loop or a branch): no pass can read it")
+        raise TailcastError("a node has a subgraph (a loop or a branch), which the passes do not support")
     return model
 
 
 def _feed_of(model: ir.Model, tokens: NDArray[np.int64]) -> Feed:
-    """Inputs for one prompt; other inputs than tokens are zero, because the encoder does not see them."""
+    """Inputs for one prompt; the served model and temperature are zero, because the encoder does not use them."""
     feed = random_feed(model, 1, len(tokens), np.random.default_rng(0), 1)
     return feed | {"input_ids": tokens[None].astype(np.int64)}
 
 
 def write_variant(artifact: Artifact, model: ir.Model, folder: Path, run: Mapping[str, Any]) -> None:
-    """Writes an artifact folder, named like the variant; all but the graph and run.json are files of `artifact`."""
+    """Writes an artifact folder, named like the variant; all files but the graph and run.json are copies."""
     folder.mkdir(parents=True)
     for file in artifact.manifest.files:
         if not file.startswith(MODEL) and file != "run.json":

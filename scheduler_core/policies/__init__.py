@@ -16,7 +16,6 @@ from scheduler_core.policies.semantic import Hpjf, Semantic
 from scheduler_core.policies.shortest_first import Hrrn, Sept, Srpt, Ssjf
 from scheduler_core.policies.shortest_remaining import Elis, Trail
 from scheduler_core.policies.static import Fcfs, Priority, Spf
-from scheduler_core.policies.tail_guard import TailGuard
 from scheduler_core.policies.tie import Tie
 from scheduler_core.policies.uniboost import DistBoost, UniBoost
 from scheduler_core.policies.vtc import Vtc
@@ -46,7 +45,6 @@ POLICIES: dict[str, type[Policy]] = {
     "uniboost": UniBoost,
     "vtc": Vtc,
     "slo_tie": SloTie,
-    "tail_guard": TailGuard,
 }
 
 #: Entry points of this group are policies of other packages.

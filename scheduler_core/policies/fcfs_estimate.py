@@ -21,41 +21,6 @@ _LOAD_FADE, _RATE_FADE = 0.9998, 0.9995
 #: Of its expected work a running request has at least this fraction left.
 _MIN_REMAINING = 0.25
 
-#: Groups of predictions to an octave, and correctly predicted requests that each group starts with.
-_GROUPS_PER_OCTAVE, _PRIOR_REQUESTS = 2, 4.0
-
-
-class PredictionBias:
-    """ratio(g) = (sum of true + k m_g) / (sum of predicted + k m_g), over the finished requests of group g.
-
-    The expectation of a fitted log-t depends on its tail, of which few samples exist: it may be off by a sixth in the mean
-    while every quantile is right. A single ratio over all that have finished would miss that: under shortest first those
-    predicted long have not. Given the prediction, finishing does not depend on the true length.
-
-    A group is half an octave of predicted lengths, m_g its geometric middle, k = 4 the number of correctly predicted
-    requests that it starts with.
-    """
-
-    def __init__(self) -> None:
-        self._true: dict[int, float] = {}
-        self._predicted: dict[int, float] = {}
-
-    @staticmethod
-    def group(predicted_tokens: float) -> int:
-        """The group of a prediction, in tokens; below one token all are alike."""
-        return math.floor(_GROUPS_PER_OCTAVE * math.log2(max(predicted_tokens, 1.0)))
-
-    def learn(self, predicted_tokens: float, true_tokens: float) -> None:
-        """An output expected to have `predicted_tokens` had `true_tokens`."""
-        group = self.group(predicted_tokens)
-        self._predicted[group] = self._predicted.get(group, 0.0) + predicted_tokens
-        self._true[group] = self._true.get(group, 0.0) + true_tokens
-
-    def ratio(self, group: int) -> float:
-        """Expected true tokens for each predicted one; 1 before anything is learned."""
-        prior = _PRIOR_REQUESTS * math.pow(2.0, (group + 0.5) / _GROUPS_PER_OCTAVE)
-        return (self._true.get(group, 0.0) + prior) / (self._predicted.get(group, 0.0) + prior)
-
 
 class RecentValues:
     """The latest `window` values of a quantity."""

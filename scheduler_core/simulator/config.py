@@ -148,8 +148,8 @@ class SimulationConfig:
 
     policy: str
     """Order of the requests: fcfs (arrival), bounded_shortest (shortest first, no request much later than in fcfs), ssjf
-    (shortest predicted median), sept (smallest predicted mean), tie (mean plus tail risk), uniboost, semantic, tail_guard and others, see scheduler_core/policies/README.md; or sjf (shortest
-    true length: the bound). A policy of your own: package.module:Class, or a name that an installed package declares as entry
+    (shortest predicted median), sept (smallest predicted mean), tie (mean plus tail risk), uniboost, semantic and others, see
+    scheduler_core/policies/README.md; or sjf (shortest true length: the bound). A policy of your own: package.module:Class, or a name that an installed package declares as entry
     point of tailcast.policies."""
     trace: str | None = None
     """Requests: JSON lines, CSV or Parquet with columns request_id, arrival_s, prompt_tokens, output_tokens (the true

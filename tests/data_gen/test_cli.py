@@ -78,7 +78,7 @@ def test_sigterm_says_how_to_go_on_and_the_same_command_does(
     with monkeypatch.context() as patch:
         patch.setattr(SyntheticBackend, "sample", terminated)
         assert main([*SYNTHETIC, "--out", str(out)]) == 130
-    assert "stopped: 50 samples are safe" in caplog.text
+    assert "stopped: 50 samples are stored" in caplog.text
     assert "interrupted" in capsys.readouterr().err
     assert main([*SYNTHETIC, "--out", str(out), "--seed", "1"]) == 2
     assert "the same settings (it has settings seed=0)" in capsys.readouterr().err

@@ -176,7 +176,7 @@ def test_lists_become_samples_and_unknown_ends_stay_unknown_by_default(tmp_path:
     _, rows = imported("log", path, columns=mapping, unknown="stop")
     assert [r["finish_reason"] for r in rows] == ["stop", "length"] + ["stop"] * 4
     report, _ = imported("log", path, columns=mapping, unknown="drop")
-    assert report["skipped"] == {"end unknown": 4}
+    assert report["skipped"] == {"finish reason unknown": 4}
     # With max_tokens in the unit of the lengths, an output of that length was truncated and a shorter one was not.
     _, rows = imported("log", path, columns=mapping, max_tokens=10)
     assert [r["finish_reason"] for r in rows] == ["stop", "length", "stop", "stop", "stop", "length"]

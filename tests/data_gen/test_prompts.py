@@ -222,7 +222,7 @@ def test_an_unreachable_set_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) 
         raise ConnectionError("Couldn't reach it\nmore")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(InputError, match="can be reached.*Couldn't reach it"):
+    with pytest.raises(InputError, match="reachable data set.*Couldn't reach it"):
         list(open_prompts("hf:some/set"))
 
 

@@ -159,6 +159,6 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
         card_of(tmp_path, [sample(0, 0, 0, finish_reason="error", error="x: y")])
     write_samples(tmp_path / "s.parquet", to_table(some()))
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="a file stands there"):
+    with pytest.raises(InputError, match="not of a file"):
         write_card(tmp_path / "s.parquet", tmp_path / "file")
     assert not (tmp_path / "card").exists()

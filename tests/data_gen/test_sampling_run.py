@@ -136,7 +136,7 @@ def test_failures_that_remain_are_rows_and_the_same_call_tries_just_them(out: Pa
     assert failed[0]["error"] == "http_500: attempt 2"
     lines = "\n".join(summary_lines(summary, out))
     assert "failed, http_500: 1, e.g. prompt p3 sample 1: attempt 2" in lines
-    assert "tries the failed samples again" in lines
+    assert "retries the failed samples" in lines
     again = FakeBackend()
     assert run(out, again)["resume_reason"] is None
     assert again.asked == [("p3", 1)]
@@ -271,7 +271,7 @@ def test_targets_that_cannot_be_written_are_named(tmp_path: Path, target: str) -
 @pytest.mark.parametrize("num_bytes", [40_000, 61_000, 90_000])
 def test_a_full_disk_while_sampling_loses_nothing(out: Path, num_bytes: int) -> None:
     stored: list[WorkResult] = []
-    message = "cannot write .*same command continues"
+    message = "cannot write .*same command resumes"
     with largest_file(num_bytes), pytest.raises(RunStoppedError, match=message):
         run(out, FakeBackend(on_stored=stored.append))
     second = FakeBackend()
@@ -396,7 +396,7 @@ def test_every_row_has_the_version_that_sampled_it(out: Path, caplog: pytest.Log
     interrupt(out, 10)
     with caplog.at_level(logging.WARNING):
         run(out, FakeBackend(version="2"))
-    assert "continuing with fake 2; before it was 1" in caplog.text
+    assert "resuming with fake 2; it was 1 before" in caplog.text
     versions = read_samples(out).column("engine_version").to_pylist()
     assert 10 <= versions.count("1") < 20
     assert versions.count("1") + versions.count("2") == TOTAL

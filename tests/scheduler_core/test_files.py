@@ -56,9 +56,9 @@ def test_a_folder_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_targets_of_the_wrong_kind_are_refused(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("x")
-    with pytest.raises(InputError, match="folder stands there"), atomic_file(tmp_path / "folder"):
+    with pytest.raises(InputError, match="not of a folder"), atomic_file(tmp_path / "folder"):
         pass
-    with pytest.raises(InputError, match="file stands there"):
+    with pytest.raises(InputError, match="not of a file"):
         folder_target(tmp_path / "file", "kind", overwrite=True)
     with pytest.raises(InputError, match="out: .*folder can be created"):
         writable_target(tmp_path / "file" / "below", "out")
@@ -220,7 +220,7 @@ def test_a_shared_folder_keeps_other_files(tmp_path: Path) -> None:
     new = shared_folder(tmp_path / "new", "quickstart")
     (new / "any").touch()
     shared_folder(new, "quickstart")
-    with pytest.raises(InputError, match="a file stands there"):
+    with pytest.raises(InputError, match="not of a file"):
         shared_folder(out / "config.json", "sweep", [])
     with pytest.raises(InputError, match="folder that can be created"):
         shared_folder(out / "config.json" / "below", "sweep", [])

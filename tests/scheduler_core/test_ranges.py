@@ -49,7 +49,7 @@ def settings(**values: object) -> RoutingSettings:
         ("gamma_1", make_policy, ["semantic", {"gamma_1": -1.0}]),
         ("gamma_per_s", make_policy, ["uniboost", {"gamma_per_s": 1e6}]),
         ("decode_token_s", make_policy, ["uniboost", {"decode_token_s": 0.0}]),
-        ("exempt_fraction", make_policy, ["tail_guard", {"exempt_fraction": 1.0}]),
+        ("ratio", make_policy, ["bounded_shortest", {"ratio": 0.9}]),
         ("router", make_router, ["nosuch"]),
         ("parameter of router jsq", make_router, ["jsq", {"gain": 1}]),
         ("rng", make_router, ["random"]),

@@ -249,7 +249,7 @@ def test_training_prompts_are_noticed(tmp_path, caplog):
     [
         (["{root}/nothing"], "an existing checkpoint folder"),
         (["{root}/checkpoint", "--conformal_fraction", "1"], "conformal_fraction: got 1"),
-        (["{root}/checkpoint", "--split", "test"], "the predictor does not say how it split"),
+        (["{root}/checkpoint", "--split", "test"], "the predictor does not record a split"),
         (["{rank}"], "a checkpoint with a length head"),
         (["{root}/checkpoint", "--out", "{root}"], "a path that does not contain that of predictor"),
     ],

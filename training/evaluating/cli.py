@@ -36,7 +36,7 @@ class EvaluateConfig:
     compare: list[str] | None = None
     """Other predictors for the same tables, each NAME=FOLDER; --compare+ NAME=FOLDER adds one."""
     baselines_from: str | None = None
-    """File of output lengths for the baselines, boosted trees among them, instead of those stored with the predictor."""
+    """File of output lengths to fit the baselines to, including boosted trees; unset: the baselines stored with the predictor."""
     ceiling: bool = True
     """Also report the best scores that the number of outputs allows."""
     split: Literal["all", "train", "validation", "test"] = "all"
@@ -50,7 +50,7 @@ class EvaluateConfig:
     censoring: Literal["right", "none"] = "right"
     """Treatment of truncated outputs, when the data are output lengths; see fit-dist."""
     group_by: str = "prompt_id,model"
-    """Columns that name a group, separated by commas."""
+    """Columns that identify a group, separated by commas."""
     max_tokens: int | None = None
     """Limit of all outputs, when the data are output lengths; see fit-dist."""
     batch_size: int = 16
@@ -58,7 +58,7 @@ class EvaluateConfig:
     threads: int | None = None
     """Threads of the model; unset: one for an artifact, torch's default for a checkpoint."""
     progress: bool = True
-    """Show progress bars on a terminal, a line now and then elsewhere."""
+    """Show progress bars on a terminal, or a line every ten seconds elsewhere."""
 
     def __post_init__(self) -> None:
         counts = dict.fromkeys(("batch_size", "max_tokens", "max_groups"), (1, INTEGERS))
@@ -70,7 +70,7 @@ class EvaluateConfig:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Columns that name a group."""
+        """Columns that identify a group."""
         return tuple(name.strip() for name in self.group_by.split(","))
 
     @property
@@ -80,7 +80,7 @@ class EvaluateConfig:
         for entry in self.compare or []:
             name, equals, folder = entry.partition("=")
             if not name.strip() or not equals or not folder or name.strip() in folders:
-                raise InputError("compare", entry, "NAME=FOLDER with a name of its own")
+                raise InputError("compare", entry, "NAME=FOLDER with a unique name")
             if name.strip() == "predictor":
                 raise InputError("compare", entry, "another name: the evaluated predictor has this one")
             folders[name.strip()] = folder

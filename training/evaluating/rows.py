@@ -1,4 +1,4 @@
-"""Rows of an evaluation: prompts with served model and temperature, their outputs, and fits to those."""
+"""Rows of an evaluation: prompts with served model and temperature, their outputs, and fits to the outputs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ FloatArray = NDArray[np.float64]
 class EvaluationRows:
     """G rows, each a prompt with the outputs of one served model at one temperature."""
 
-    fits: FittedGroups  # the outputs and a log-t fit to those of each row
+    fits: FittedGroups  # the outputs, and a log-t fit to the outputs of each row
     prompts: Sequence[str]  # [G]
-    served_models: Sequence[str | None]  # None where the data have no name [G]
-    temperatures: Sequence[float | None]  # sampling temperature, None where the data have none [G]
+    served_models: Sequence[str | None]  # None if the data have no name [G]
+    temperatures: Sequence[float | None]  # sampling temperature, None if the data have none [G]
     outputs: OutputLengths  # all outputs, flat
     compared: NDArray[np.intp]  # rows with a fit to compare parameters with [C]
 
@@ -38,7 +38,7 @@ class EvaluationRows:
 
     @classmethod
     def of(cls, fits: FittedGroups) -> EvaluationRows:
-        """Rows out of fitted groups, whose data have prompts."""
+        """Rows of fitted groups, whose data must have prompts."""
         groups = fits.groups
         return cls(
             fits=fits,
@@ -72,13 +72,13 @@ def _column(fits: FittedGroups, name: str) -> list[Any]:
 
 
 def of_split(fits: FittedGroups, data: Mapping[str, Any], split: str) -> FittedGroups:
-    """Groups whose prompt id falls into a split of the predictor's training `data`, with "all" those of any; InputError if
-    those data were not split, or these have no prompt_id or no group in the split."""
+    """Groups whose prompt id falls into a split of the predictor's training `data`; "all": every group. InputError if the
+    training data were not split, or the groups have no prompt_id, or none of them is in the split."""
     if split == "all":
         return fits
     parts = data.get("split")
     if not isinstance(parts, Mapping) or not {"seed", "fractions"} <= set(parts):
-        raise InputError("split", split, "all: the predictor does not say how it split its data")
+        raise InputError("split", split, "all: the predictor does not record a split of its data")
     ids = fits.groups.column("prompt_id")
     if ids is None:
         raise InputError(f"{fits.groups.path.name}, columns", fits.groups.rows.column_names, "also prompt_id")
@@ -91,13 +91,13 @@ def of_split(fits: FittedGroups, data: Mapping[str, Any], split: str) -> FittedG
 
 
 def warn_of_training_prompts(data: Mapping[str, Any], prompts: Sequence[str], split: str) -> None:
-    """Warns where prompts were trained on, as far as the predictor's `data` tell, unless they are its train split."""
+    """Warns if some prompts are training prompts, estimated by hashes in the predictor's `data`, unless `split` is train."""
     fraction = overlap(prompts, data.get("smallest_hashes") or ())
     if fraction == 0 or split == "train":
         return
-    advice = "--split test takes those that were kept for it" if data.get("split") else "use other prompts"
+    advice = "--split test selects held-out prompts" if data.get("split") else "use other prompts"
     log.warning(
-        "about %.0f %% of the prompts were trained on, so that the figures are too good; %s",
+        "about %.0f %% of the prompts are in the training data, so the figures are too optimistic; %s",
         100 * fraction,
         advice,
     )

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def evaluate(config: EvaluateConfig) -> dict[str, Any]:
-    """Evaluates, writes the outputs that the configuration names, and returns the content of the JSON file."""
+    """Runs the evaluation, writes the configured outputs, and returns the content of the JSON file."""
     targets = {
         name: writable_target(path, name)
         for name in EvaluateConfig.OUTPUTS
@@ -38,7 +38,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     others = {name: open_predictor(folder, options, "compare") for name, folder in config.others.items()}
     for name, other in others.items():
         if other.conversations != predictor.conversations:
-            allowed = "predictors that all tokenize whole conversations, or all the last user message"
+            allowed = "predictors with the same input: whole conversations, or the last user message"
             raise InputError("compare", name, allowed)
     rows = _select(_read(config.data, config, predictor), predictor, config)
     warn_of_training_prompts(predictor.data, rows.prompts, config.split)
@@ -100,7 +100,7 @@ def _read(path: str, config: EvaluateConfig, predictor: OpenedPredictor, field: 
     )
     if fits.nu != predictor.fit_nu:
         column = f"{Path(path).name}, column nu"
-        raise InputError(column, fits.nu, f"{predictor.fit_nu:g}, as the predictor has")
+        raise InputError(column, fits.nu, f"{predictor.fit_nu:g}, the predictor's nu")
     return fits
 
 
@@ -117,7 +117,7 @@ def _baselines(training_fits: FittedGroups | None, predictor: OpenedPredictor) -
         return baselines_of(training_fits)
     stored = predictor.data.get("baselines")
     if not isinstance(stored, dict) or not stored:
-        log.warning("the predictor's folder has no baselines; --baselines_from FILE makes them")
+        log.warning("the predictor's folder has no baselines; --baselines_from FILE computes them")
         return None
     try:
         return Baselines(**stored)
@@ -126,7 +126,7 @@ def _baselines(training_fits: FittedGroups | None, predictor: OpenedPredictor) -
 
 
 def _write_predictions(path: Path, rows: EvaluationRows, prediction: PredictedRows) -> None:
-    """Key columns, prompt, and predicted mu, sigma, nu and fitted mu, sigma, as Parquet."""
+    """Writes key columns, prompt, predicted mu, sigma, nu, and fitted mu, sigma as Parquet."""
     if prediction.mu is None or prediction.sigma is None:
         raise InputError("predictions", str(path), "unset: this predictor has no distribution")
     table = rows.fits.groups.rows

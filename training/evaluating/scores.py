@@ -4,12 +4,12 @@ All scores of distributions respect censoring, that is outputs truncated at max_
 
 - pit: u = F(x), the predicted probability of an output at most as long. Of a truncated output only u >= F(max_tokens)
   is observed.
-- coverage at level p: how often a length is at most its predicted p-quantile q, that is u <= p. Where q is below
-  max_tokens every output shows it, truncated or not, and whether q is below max_tokens depends on the prediction only:
-  the estimate is the fraction among the outputs of such prompts, without bias. `low` and `high` bound the coverage over
-  all outputs: truncated outputs with q beyond max_tokens are all longer, or all shorter, than q.
-- pinball loss and CRPS: of the served length min(X, max_tokens), which a truncated output shows exactly; the predicted
-  quantile is min(q, max_tokens) too. In tokens, and of ln tokens, where long outputs weigh no more than short ones.
+- coverage at level p: how often a length is at most its predicted p-quantile q, that is u <= p. If q is below max_tokens,
+  this is observed for all outputs, truncated or not. Whether q is below max_tokens depends on the prediction only, so the
+  fraction among the outputs of such prompts is an unbiased estimate. `low` and `high` bound the coverage over all
+  outputs: truncated outputs with q above max_tokens are all longer, or all shorter, than q.
+- pinball loss and CRPS: of the served length min(X, max_tokens), which is observed even for truncated outputs; the predicted
+  quantile is min(q, max_tokens) too. In tokens, and in ln tokens, where long outputs weigh no more than short ones.
 - nll: -ln f(x), for truncated outputs -ln(1 - F(x)); in nats, x in tokens.
 """
 
@@ -231,5 +231,5 @@ def _tied_pairs(values: FloatArray) -> float:
 
 
 def finite(value: float) -> float | None:
-    """`value`, or None where JSON has no number for it."""
+    """`value`, or None if it is not finite, for JSON."""
     return float(value) if np.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""Evaluation of an urgency predictor on labeled texts: what `evaluate-urgency` runs, and its JSON content."""
+"""The command `evaluate-urgency`: evaluation of an urgency predictor on labeled texts, as a JSON report."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from training.urgency.predictors import (
 log = logging.getLogger(__name__)
 
 IntArray = NDArray[np.int64]
-#: Number of the summary -> path of a number in the report. Rates are in percent; of kappa and macro F1, three digits.
+#: Column of the summary -> path of its number in the report. Rates are printed in percent, `SCORES` with three digits.
 COLUMNS = {
     "accuracy": ("predicted", "accuracy", "value"),
     "kappa": ("predicted", "kappa"),
@@ -52,15 +52,15 @@ COLUMNS = {
 }
 SCORES = ("kappa", "macro F1")
 FROZEN = "frozen:"
-#: Level that all texts declare, for the metrics of scheduled levels.
+#: Tier that every text declares in the metrics of scheduled levels.
 DECLARED_TIER = LEVELS.index("standard")
 
 
 def evaluate_urgency_command(config: EvaluateUrgencyConfig) -> int:
-    """Runs the command; 0 if claims of urgency jump at most as often as allowed, else 3, with the JSON in both cases."""
+    """Runs the command, and writes the JSON. Returns 0 if claims of urgency jump at most as often as allowed, else 3."""
     target = writable_target(config.json, "json")
     texts = read_labels(config.data)
-    measured = _split(texts, config.split, config.data)
+    evaluated = _split(texts, config.split, config.data)
     if config.validation is None:
         validation = _split(texts, "validation", config.data)
     else:
@@ -71,7 +71,7 @@ def evaluate_urgency_command(config: EvaluateUrgencyConfig) -> int:
     def evaluate(predictor: str) -> dict[str, Any]:
         predict = _open(predictor, config, train)
         return evaluate_urgency(
-            predict, measured, validation, pairs, config, validation_pairs=validation_pairs
+            predict, evaluated, validation, pairs, config, validation_pairs=validation_pairs
         )
 
     report = evaluate(config.predictor)
@@ -90,7 +90,7 @@ def evaluate_urgency_command(config: EvaluateUrgencyConfig) -> int:
             "data": {"name": Path(config.data).name, "sha256": sha256_file(config.data)},
             "split": config.split,
             "threshold_chosen_on_measured_texts": config.validation is None and config.split == "validation",
-            "num_texts": len(measured),
+            "num_texts": len(evaluated),
             "num_validation": len(validation),
             "config": asdict(config),
             "passed": passed,
@@ -103,7 +103,7 @@ def evaluate_urgency_command(config: EvaluateUrgencyConfig) -> int:
         save_threshold(config.predictor, report["abstention"])
     if not passed:
         log.error(
-            "claims of urgency jump the queue: %s of the pairs, at most %.1f %% are allowed",
+            "claims of urgency raise the scheduled level of %s of the pairs; at most %.1f %% are allowed",
             cell_of("jumps, scheduled", report),
             100 * config.jump_rate,
         )
@@ -137,15 +137,15 @@ def evaluate_urgency(
     *,
     validation_pairs: Sequence[ClaimPair] = (),
 ) -> dict[str, Any]:
-    """Measures a predictor; the abstain threshold is chosen on `validation` and `validation_pairs` alone.
+    """Evaluates a predictor; the abstain threshold is chosen on `validation` and `validation_pairs` alone.
 
-    Without `validation_pairs` claims are not measured for the threshold; of all other texts and pairs there is at least one.
+    Without `validation_pairs`, claims do not affect the threshold. The other sequences must not be empty.
 
     Returns:
-        predicted, decided, scheduled: metrics of the most likely level, of that of least expected cost, and of the level
-        after abstention and limited promotion; reliability; abstention: the threshold, its guarantee, and how many of
-        the evaluated texts it answers and fails; quiet_emergencies_found: of calmly worded emergencies, those decided as
-        level 0 or 1; accuracy_by_language, accuracy_by_source; adversarial: see `check_claims`.
+        predicted, decided, scheduled: metrics of the most likely level, of the level of least expected cost, and of the
+        level after abstention and limited promotion; reliability: see `reliability_of_levels`; abstention: the threshold,
+        its guarantee, and the rates of answered texts and of failures among them; quiet_emergencies_found: rate of calmly
+        worded emergencies decided as level 0 or 1; accuracy_by_language, accuracy_by_source; adversarial: see `check_claims`.
     """
     cost = config.under_triage_cost
     limits: dict[str, Any] = {"max_promotion": config.max_promotion, "under_triage_cost": cost}
@@ -191,17 +191,17 @@ def check_claims(
     """How often adding a claim of urgency makes the level of a text more urgent.
 
     Args:
-        predict, pairs: The predictor, and at least one text with and without a claim.
+        predict, pairs: The predictor, and at least one pair of a text with and without a claim.
         threshold: Abstain threshold, for the scheduled level.
         allowed_rate: Largest fraction of pairs that may jump.
         limits: max_promotion and under_triage_cost of `ClaimRows`.
 
     Returns:
-        passed: scheduled levels jump at most as often as allowed, and can (not every plain text is at the top already);
-        passed_unguarded: the most likely and the decided level do so too. predicted, decided, scheduled: see `_jumps`, of
-        these levels; neutral: of the decided one with words that claim nothing instead, the effect of any added words.
-        scheduled_max_levels: how far above its true level a claimed text is scheduled at most. by_language, by_position,
-        by_level: jump rates of the decided level. examples: ids of pairs that jumped, the furthest first, at most 20.
+        passed: whether scheduled levels jump at most as often as allowed, and some plain text is below the top level;
+        passed_unguarded: the same for the most likely and the decided level. predicted, decided, scheduled: `_jumps` of
+        these levels; neutral: `_jumps` of the decided level with a neutral phrase in place of the claim, a control.
+        scheduled_max_levels: maximum number of levels between a claimed text's true and scheduled level. by_language,
+        by_position, by_level: jump rates of the decided level. examples: ids of at most 20 pairs, the largest jump first.
     """
     rows = ClaimRows.of(predict, pairs, **limits)
     before, after, control = (
@@ -221,7 +221,7 @@ def check_claims(
         return all(value is not None and value <= allowed_rate for value in values)
 
     order = np.argsort(after - before, kind="stable")
-    jumped, could = after < before, before > 0
+    jumped, can_jump = after < before, before > 0
     return {
         "passed": holds("scheduled"),
         "passed_unguarded": holds("predicted", "decided"),
@@ -229,16 +229,16 @@ def check_claims(
         "num_pairs": len(pairs),
         **jumps,
         "scheduled_max_levels": int(np.max(rows.tiers - scheduled[1])),
-        "by_language": _by([pair.language for pair in pairs], jumped, could),
-        "by_position": _by([pair.position for pair in pairs], jumped, could),
-        "by_level": _by([LEVELS[tier] for tier in rows.tiers], jumped, could),
+        "by_language": _by([pair.language for pair in pairs], jumped, can_jump),
+        "by_position": _by([pair.position for pair in pairs], jumped, can_jump),
+        "by_level": _by([LEVELS[tier] for tier in rows.tiers], jumped, can_jump),
         "examples": [pairs[at].id for at in order[:20].tolist() if jumped[at]],
     }
 
 
 def _jumps(plain: IntArray, claimed: IntArray) -> dict[str, Any]:
-    """Rates of pairs [P] whose level becomes more urgent (of those not at the top already) and less urgent, number of
-    pairs by levels gained, and mean levels gained of those that jumped."""
+    """Rates of pairs [P] whose level becomes more urgent (of those below the top level) and less urgent, number of pairs
+    by levels gained, and mean number of levels gained by the pairs that jumped."""
     gained = plain - claimed
     up = gained[gained > 0]
     return {
@@ -254,7 +254,7 @@ def _jumps(plain: IntArray, claimed: IntArray) -> dict[str, Any]:
 def _by(
     keys: Sequence[str], hits: NDArray[np.bool_], cases: NDArray[np.bool_] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Rate of hits for each key."""
+    """Rate of hits among the cases (all by default) for each key."""
     counted = np.ones(len(hits), dtype=bool) if cases is None else cases
     return {str(name): rate(hits, counted & (np.array(keys) == name)) for name in np.unique(keys)}
 
@@ -264,7 +264,7 @@ def _levels(texts: Sequence[LabeledText]) -> IntArray:
 
 
 def cell_of(column: str, report: Mapping[str, Any]) -> str:
-    """A number of the summary as text; - where it is unknown."""
+    """A number of the summary as text; "-" if it is None."""
     number: Any = reduce(getitem, COLUMNS[column], report)
     if number is None:
         return "-"

@@ -25,14 +25,14 @@ NUM_BINS = 10
 
 
 def upper_bound(num_hits: int, num_cases: int, delta: float) -> float:
-    """Clopper-Pearson: the true rate is above it with probability at most `delta`; 1 without cases."""
+    """Clopper-Pearson bound, which the true rate exceeds with probability at most `delta`; 1 without cases."""
     if num_hits == num_cases:
         return 1.0
     return float(beta.ppf(1 - delta, num_hits + 1, num_cases - num_hits))
 
 
 def rate(hits: NDArray[np.bool_], cases: NDArray[np.bool_] | None = None) -> dict[str, Any]:
-    """How many of `cases` [N] (default: all) are `hits` [N].
+    """Rate of `hits` [N] among `cases` [N] (default: all).
 
     Returns:
         value (None without cases), low and high of its exact two-sided 95 % interval, hits, cases.
@@ -81,7 +81,7 @@ def urgency_metrics(true: ArrayLike, predicted: ArrayLike) -> dict[str, Any]:
 
 
 def reliability(probabilities: NDArray[np.float64], happened: NDArray[np.bool_]) -> dict[str, Any]:
-    """Bins of equal width of N predicted probabilities of events [N] that happened or not [N].
+    """Reliability of N predicted probabilities, in bins of equal width; `happened` [N] is whether each event occurred.
 
     Returns:
         bins: low, high (included at 1), count, mean_probability and observed frequency (None without predictions);
@@ -104,7 +104,7 @@ def reliability(probabilities: NDArray[np.float64], happened: NDArray[np.bool_])
 def reliability_of_levels(
     probabilities: NDArray[np.float64], true: NDArray[np.int64]
 ) -> dict[str, dict[str, Any]]:
-    """Of the likeliest level out of probabilities [N, K], and of "critical", against true levels [N]."""
+    """Reliability of the most likely level of probabilities [N, K], and of "critical", against true levels [N]."""
     critical = probabilities[:, : LAST_CRITICAL + 1].sum(axis=1)
     likeliest = probabilities.argmax(axis=1) == true
     return {

@@ -1,1 +1,1 @@
-"""The labelled texts of tailcast's own seed set, as JSON lines; `docs/urgency.md` is their rubric."""
+"""The labeled texts of tailcast's seed set, as JSON lines; `docs/urgency.md` has the rubric."""

@@ -208,7 +208,7 @@ async def test_a_starving_request_is_promoted_by_steps_seen_in_the_stream(stream
 @given(st.lists(st.tuples(ACTIONS, st.integers(0, 30)), max_size=60))
 def test_no_slot_and_no_request_is_lost(steps: list[tuple[str, int]]) -> None:
     async def run() -> None:
-        queue, clock = new_queue("tail_guard", 2)
+        queue, clock = new_queue("bounded_shortest", 2)
         tasks: dict[int, asyncio.Task[None]] = {}
         for action, number in steps:
             clock.now += 1.0

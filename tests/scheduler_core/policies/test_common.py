@@ -24,8 +24,7 @@ STEP_S = 0.05
 FAIR: dict[str, dict[str, float]] = {
     "fcfs": {}, "ltr": {}, "tie": {"tau_s": 1.0}, "hrrn": {"token_s": 0.05}, "edf": {}, "mlfq": {},
     "distboost": {"gamma_per_s": 1.0},
-    "uniboost": {"bin_tokens": 1, "gamma_per_s": 1.0, "gamma_min_per_s": 0.5}, "tail_guard": {},
-    "bounded_shortest": {}, "vtc": {},
+    "uniboost": {"bin_tokens": 1, "gamma_per_s": 1.0, "gamma_min_per_s": 0.5}, "bounded_shortest": {}, "vtc": {},
 }  # fmt: skip
 FOLDER = Path(package.__file__).parent
 SURE = (1.0, 0.0, 0.0, 0.0, 0.0)

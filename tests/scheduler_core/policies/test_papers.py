@@ -4,7 +4,6 @@ Figures of our own ones are in `benchmarks/policies.py`.
 """
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,17 +13,13 @@ from scheduler_core.lengths import LogT
 from scheduler_core.policies import make_policy
 from scheduler_core.policies.base import Policy
 from scheduler_core.policies.deadlines import SloTie
-from scheduler_core.policies.estimates import TailRate, boost_s
 from scheduler_core.policies.s3 import EDGES
 from scheduler_core.policies.shortest_first import Sept, Ssjf
-from scheduler_core.policies.tail_guard import TailGuard, VirtualFcfs
 from scheduler_core.policies.tie import Tie
-from scheduler_core.policies.uniboost import UniBoost
+from scheduler_core.policies.uniboost import TailRate, UniBoost, boost_s
 from scheduler_core.predictions import BucketPrediction, LengthPrediction, RankPrediction, UrgencyPrediction
 from scheduler_core.request import RequestState, Status
-from scheduler_core.scheduler import SchedulerConfig
-from scheduler_core.simulator.trace import Trace
-from tests.scheduler_core.helpers import ROUND, prediction, request, simulate, trace_row
+from tests.scheduler_core.helpers import prediction, request
 
 BETAS = {0: 0.1, 10: 0.1, 11: 0.1, 13: 0.15, 20: 0.2, 30: 0.3, 50: 0.5, 900: 0.5}
 
@@ -354,29 +349,6 @@ def test_waiting_lowers_the_tie_score_by_gamma_per_tau() -> None:
     assert key(policy, old, now=0.0) == key(policy, old, now=1e6), "static in time"
 
 
-def times(trace: Trace, policy: str, **parameters: float) -> dict[str, float]:
-    """Mean and P99 time to last token with 8 slots when a step takes one second."""
-    limits = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=4096, num_kv_blocks=100_000)
-    step_time = replace(ROUND, per_prefill_token_s=0.0)
-    config: dict[str, Any] = {"policy_parameters": parameters, "scheduler": limits, "step_time": step_time}
-    spent = [record.ttlt_s for record in simulate(trace, policy, predictor="trace", **config).records]
-    assert len(spent) == len(trace)
-    return {"mean": float(np.mean(spent)), "p99": float(np.percentile(spent, 99))}
-
-
-def overload(num: int, slots: int, load: float, seed: int) -> Trace:
-    """Heavy-tailed lengths, more of them than the slots can serve."""
-    rng = np.random.default_rng(seed)
-    mu = rng.normal(3.5, 0.9, num)
-    tokens = np.clip(np.round(np.exp(mu + 0.3 * rng.standard_t(3.5, num))), 1, 4000).astype(int)
-    arrivals = np.cumsum(rng.exponential(tokens.mean() / slots / load, num))
-    rows = [
-        trace_row(f"r{index}", float(arrivals[index]), 1, int(tokens[index]), 4000, prediction=prediction)
-        for index, prediction in enumerate(LengthPrediction(float(center), 0.3, 3.5) for center in mu)
-    ]
-    return Trace(tuple(rows))
-
-
 def test_slo_tie_lets_the_late_overtake_by_urgency_and_gives_up_the_missed() -> None:
     """token_s = 0.02, sure of 500 tokens: 10 s. Targets of 30 s: latest start 20 s, urgent from 18 s to 22 s. Before, the
     short one is first; at 18 s both long ones are, the more urgent level first; after 22 s TIE's order holds again."""
@@ -398,51 +370,6 @@ def test_slo_tie_lets_the_late_overtake_by_urgency_and_gives_up_the_missed() -> 
     assert (set(policy.take_changed(22.1)), order()) == ({late, grave}, "slg")
 
 
-def test_tail_guard_keeps_the_tail_of_fcfs_and_most_of_the_gain() -> None:
-    """Small version of the study: 8 slots, load 1.2. Shortest first multiplies the P99; the guard does not. Who lets the longest
-    1 % be late keeps more of the gain."""
-    trace = overload(500, 8, 1.2, seed=6)
-    fcfs, sept = (times(trace, name) for name in ("fcfs", "sept"))
-    assert sept["p99"] > 2.0 * fcfs["p99"]
-    nobody, some = (times(trace, "tail_guard", exempt_fraction=share) for share in (0.0, 0.0085))
-    assert max(nobody["p99"], some["p99"]) <= 1.3 * fcfs["p99"]
-    assert nobody["mean"] <= fcfs["mean"] - 0.5 * (fcfs["mean"] - sept["mean"])
-    assert some["mean"] < nobody["mean"]
-
-
-def test_tail_guard_lets_the_longest_predicted_be_late() -> None:
-    """A tenth may be late. 99 predictions of 10 tokens, then twelve of 500: those are last while there is a budget for it, which is
-    11 requests after 111 arrivals, less what has not come yet."""
-    policy = TailGuard(exempt_fraction=0.1)
-    every = [state(f"r{index}", prediction=sure(10), cap=1000, order=index) for index in range(99)]
-    long = [state(f"l{index}", prediction=sure(500), cap=1000, order=99 + index) for index in range(12)]
-    enter(policy, *every, *long)
-    assert all(policy.key(item, 0.0) < 1e12 for item in every)
-    assert sum(policy.key(item, 0.0) >= 1e12 for item in long) in (10, 11)
-    assert policy.eviction_key(every[0], 0.0) == -math.inf
-    exempt = next(item for item in long if policy.key(item, 0.0) >= 1e12)
-    assert policy.eviction_key(exempt, 0.0) > 0.0, "gives way where it runs"
-
-
-def test_tail_guard_finds_out_the_longest_while_they_run() -> None:
-    """A fifth may be late, a quarter of them by their age: beyond the 95 % quantile of the finished ones, all of 10 tokens. An
-    answer that was expected to have 10 and has 11 gives way, once there is a budget for it."""
-    policy = TailGuard(exempt_fraction=0.2)
-    for index in range(50):
-        item = state(f"r{index}", prediction=sure(10), cap=1000, order=index)
-        enter(policy, item)
-        item.first_token_s = generate(policy, item, 10, float(index))
-        policy.on_finish(item)
-    runaway = state("x", prediction=sure(10), cap=1000, order=49)
-    enter(policy, runaway)
-    now = generate(policy, runaway, 10, 50.0)
-    assert list(policy.take_changed(now)) == []
-    now = generate(policy, runaway, 1, now)
-    assert list(policy.take_changed(now)) == [runaway]
-    assert policy.key(runaway, now) >= 1e12
-    assert policy.eviction_key(runaway, now) > 0.0
-
-
 def test_gamma_is_the_slope_of_the_tail() -> None:
     """Exponential latencies of rate 2: ln 5/(t99 - t95) = 2. Eq. 9, not the 39 times smaller line 17 of the algorithm."""
     rate = TailRate(1.0, 20_000, 20_000, smoothing=1.0, min_per_s=1e-4, max_per_s=100.0)
@@ -452,28 +379,3 @@ def test_gamma_is_the_slope_of_the_tail() -> None:
     same = TailRate(1.0, 10, 10, smoothing=1.0, min_per_s=1e-4, max_per_s=7.0)
     assert [same.finished(1.0) for _ in range(10)][-1]
     assert same.gamma_per_s == 7.0, "a collapsed tail does not run away"
-
-
-def test_virtual_fcfs_is_fcfs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work 3, 1, 2 s, arrivals 0, 0, 1. The real engine does the short one first; FCFS would end them at 3, 4 and 6. The
-    first was predicted to need 2 s: it leaves the virtual queue after 2 s, and the true second is made up for."""
-    monkeypatch.setattr("scheduler_core.policies.tail_guard._REFRESH_EVERY", 3)
-    queue = VirtualFcfs(10)
-    a, b, c = (RequestState(request(name, at), order=0) for name, at in (("a", 0.0), ("b", 0.0), ("c", 1.0)))
-    queue.arrived(a, 0.0, 2.0)
-    queue.arrived(b, 0.0, 1.0)
-    queue.served(1.0)
-    queue.arrived(c, 1.0, 1.0)
-    queue.finished(b, 1.0)
-    assert queue.backlog == 4.0
-    queue.served(1.0)
-    queue.advance(2.0)
-    queue.served(2.0)
-    queue.finished(a, 3.0)
-    queue.advance(4.0)
-    assert queue.backlog == pytest.approx(2.0), "a is gone with 2 s, owes 1; b is gone at 4"
-    queue.served(2.0)
-    queue.finished(c, 1.0)
-    queue.advance(6.0)
-    assert queue.quantile_s == pytest.approx(np.quantile([2.0, 4.0, 5.0], 0.99))
-    assert queue.backlog == 0.0
