@@ -7,7 +7,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from scheduler_core.lengths import expected_and_cvar
 from scheduler_core.predictions import LengthPrediction
 from scheduler_core.ranges import INTEGERS, POSITIVE, check_ranges
 from scheduler_core.request import RequestState
@@ -18,7 +17,7 @@ _LOG_RATIO, _MIN_GAP_S = math.log(5.0), 1e-3
 
 @lru_cache(maxsize=65_536)
 def _risk(length: LengthPrediction, max_tokens: int) -> tuple[float, float]:
-    return expected_and_cvar(length.mu, length.sigma, length.nu, max_tokens)
+    return length.expected_and_cvar(max_tokens)
 
 
 def risk_tokens(state: RequestState) -> tuple[float, float]:
