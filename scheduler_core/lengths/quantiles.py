@@ -65,19 +65,20 @@ class LogQuantiles:
 
     def logsf(self, x: ArrayLike) -> FloatArray:
         """ln P(X > x)."""
+        z = _log(x)
         with np.errstate(divide="ignore"):
-            return np.log(self.sf(x))
+            tail = np.log(_HIGH) - (z - self.quantiles[..., -1]) / self._high
+            return np.where(z > self.quantiles[..., -1], tail, np.log(self.sf(x)))[()]
 
     def logpdf(self, x: ArrayLike) -> FloatArray:
         """ln f(x), x in tokens; -inf for x <= 0."""
         z, q = _log(x), self.quantiles
-        below, _, above = self._parts(z)
         is_inner = (q[..., :-1] <= z[..., None]) & (z[..., None] < q[..., 1:])
-        outer = np.where(z < q[..., 0], below / self._low, 0.0) + np.where(
-            z < q[..., -1], 0.0, above / self._high
-        )
+        left = np.log(_LOW / self._low) + (z - q[..., 0]) / self._low
+        right = np.log(_HIGH / self._high) - (z - q[..., -1]) / self._high
         with np.errstate(divide="ignore"):
-            log_density = np.log((is_inner * (_STEPS / self._gaps)).sum(axis=-1) + outer)
+            inner = np.log((is_inner * (_STEPS / self._gaps)).sum(axis=-1))
+        log_density = np.where(z < q[..., 0], left, np.where(z < q[..., -1], inner, right))
         return np.where(np.isfinite(z), log_density - np.where(np.isfinite(z), z, 0.0), -np.inf)[()]
 
     def pdf(self, x: ArrayLike) -> FloatArray:
