@@ -247,9 +247,8 @@ def _length_numbers(request: pb.PredictRequest, prediction: PredictedRow) -> dic
         numbers |= {"truncated_length": truncated, "expected_tokens": truncated.expected_tokens}
     else:
         numbers["expected_tokens"] = length.expected_and_cvar(max_tokens)[0]
-    for name, level in (("median_tokens", 0.5), ("p90_tokens", 0.9)):
-        numbers[name] = _truncated_quantile(length, level, max_tokens)
-    return numbers
+    median, p90 = _truncated_quantiles(length, (0.5, 0.9), max_tokens)
+    return numbers | {"median_tokens": median, "p90_tokens": p90}
 
 
 def urgency(
@@ -290,22 +289,25 @@ def truncated_length(
     else:
         lengths = length.distribution()
         expected, cvar = float(lengths.expected(max_tokens)), float(lengths.cvar(cvar_level, max_tokens))
-    quantiles = [(level, _truncated_quantile(length, level, max_tokens)) for level in levels]
+    quantiles = _truncated_quantiles(length, levels, max_tokens)
     return pb.TruncatedLength(
         max_tokens=max_tokens,
         expected_tokens=expected,
         cvar_level=cvar_level,
         cvar_tokens=cvar,
-        quantiles=[pb.Quantile(level=level, tokens=tokens) for level, tokens in quantiles],
+        quantiles=[
+            pb.Quantile(level=level, tokens=tokens) for level, tokens in zip(levels, quantiles, strict=True)
+        ],
     )
 
 
-def _truncated_quantile(length: LengthPrediction, level: float, max_tokens: int) -> float:
+def _truncated_quantiles(length: LengthPrediction, levels: Sequence[float], max_tokens: int) -> list[float]:
     if length.quantiles:
-        log_tokens = float(length.distribution().logppf(level))
+        logs = length.distribution().logppf(levels).tolist()
     else:
-        log_tokens = length.mu + length.sigma * _t_quantile(level, length.nu)
-    return float(max_tokens) if log_tokens >= math.log(max_tokens) else math.exp(log_tokens)
+        logs = [length.mu + length.sigma * _t_quantile(level, length.nu) for level in levels]
+    limit = math.log(max_tokens)
+    return [float(max_tokens) if log_tokens >= limit else math.exp(log_tokens) for log_tokens in logs]
 
 
 @functools.lru_cache(maxsize=4096)
