@@ -106,14 +106,15 @@ class LogQuantiles:
         generated = checked_tokens("generated_tokens", generated_tokens)
         if (generated > top).any():
             raise InputError("max_tokens", max_tokens, "at least generated_tokens")
-        return self._mean_excess(generated, top)
+        return self._mean_excess(generated, top, self.sf(generated))
 
     def cvar(self, alpha: ArrayLike, max_tokens: ArrayLike) -> FloatArray:
         """CVaR_alpha(min(X, M)): mean of the worst fraction 1 - alpha of censored lengths, in tokens."""
         level = checked_level("alpha", alpha, below_one=True)
         top = checked_tokens("max_tokens", max_tokens, positive=True)
         value = np.minimum(self.ppf(level), top)
-        return np.asarray(value + self._mean_excess(value, top))[()]
+        # Over the fraction 1 - alpha, not P(X > v): of equal quantiles a part belongs to the worst fraction.
+        return np.asarray(value + self._mean_excess(value, top, 1.0 - level))[()]
 
     def expected_and_cvar(self, alpha: ArrayLike, max_tokens: ArrayLike) -> tuple[FloatArray, FloatArray]:
         """(`expected`, `cvar`) with expected <= cvar <= max_tokens."""
@@ -127,8 +128,8 @@ class LogQuantiles:
         above = _HIGH * np.exp(-np.maximum(z - q[..., -1], 0.0) / self._high)
         return below, np.clip((z[..., None] - q[..., :-1]) / self._gaps, 0.0, 1.0), above
 
-    def _mean_excess(self, start: FloatArray, top: FloatArray) -> FloatArray:
-        """m(a, M) = E[min(X, M) - a | X > a] in tokens, a = start <= M = top."""
+    def _mean_excess(self, start: FloatArray, top: FloatArray, fraction: FloatArray) -> FloatArray:
+        """Integral of P(X > x) over x in [a, M], a = start <= M = top, over `fraction`, which is P(X > a) in the right tail."""
         q, ends = self.quantiles, (_log(start), _log(top))
         left, middle = [], []
         for z in ends:
@@ -146,7 +147,7 @@ class LogQuantiles:
         tail = np.exp(low) * np.expm1(power * (high - low)) / power
         # In the right tail relative to P(X > a), which may underflow.
         body = left[1] - left[0] + middle[1] - middle[0] + _HIGH * tail
-        excess = np.where(is_tail, tail, body / np.where(is_tail, 1.0, self.sf(start)))
+        excess = np.where(is_tail, tail, body / np.where(is_tail, 1.0, fraction))
         return np.asarray(np.clip(excess, 0.0, top - start))[()]
 
 

@@ -29,7 +29,7 @@ from tests.export.conftest import export, write_checkpoint
 from tests.predictors.fakes import running_server, server_and_stub
 from tests.predictors.test_recipes_served import TRACE, Order, simulated
 from tests.training.checkpoints import CONDITIONING, NORMALIZATION, TOWER, predictor
-from tests.training.data import write_rows
+from tests.training.data import SERVED_MODELS, write_rows
 from tests.training.tiny import tiny_bert
 from training.cli_train import main as train
 from training.config import LengthTask
@@ -229,7 +229,7 @@ def test_a_manifest_with_other_levels_and_numbers_that_are_no_quantiles_are_refu
 
 
 def test_a_new_served_model_is_added_to_a_checkpoint_with_quantiles(trained: Path, tmp_path: Path) -> None:
-    data = write_rows(tmp_path / "rows.parquet", models=("newcomer",))
+    data = write_rows(tmp_path / "rows.parquet", models=(*SERVED_MODELS, "newcomer"))
     options = [
         "--init",
         str(trained / "checkpoint"),
@@ -240,7 +240,7 @@ def test_a_new_served_model_is_added_to_a_checkpoint_with_quantiles(trained: Pat
         "--progress",
         "false",
     ]
-    options += ["--accelerator", "cpu", "--stage2.epochs", "2", "--stage2.learning_rate", "0.01"]
+    options += ["--accelerator", "cpu", "--stage2.epochs", "15", "--stage2.learning_rate", "0.1"]
     assert train([*options, "--out", str(tmp_path / "no"), "--conditioning.width", "4"]) == 2
     assert train([*options, "--out", str(tmp_path / "out"), "--only_conditioning", "true"]) == 0
     head = load_checkpoint(tmp_path / "out").config.heads.length

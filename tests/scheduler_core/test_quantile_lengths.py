@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from scheduler_core.decision_log import DecisionLog
@@ -32,6 +32,8 @@ QUANTILES = st.builds(
     st.floats(0.0, 6.0),
     st.lists(st.floats(1e-3, 0.5) | st.just(0.0), min_size=22, max_size=22).filter(lambda gaps: gaps[-1] > 0),
 )
+#: Steps: many quantiles are equal.
+EQUAL = tuple(np.repeat([0.0, 0.1, 0.6, 0.9, 1.4, 2.0, 2.5], [1, 3, 6, 4, 4, 4, 1]).tolist())
 #: Shorter, and with a longer tail, than the log-t that stands beside them.
 SKEWED = tuple((5.0 + np.array([-0.5, *np.linspace(-0.4, 0.2, 19), 1.5, 2.5, 3.2])).tolist())
 
@@ -50,6 +52,7 @@ def integral(length: LogQuantiles, start: float, cap: float) -> float:
     return float(np.trapezoid(np.minimum(length.ppf(nodes), cap), nodes)) / (1 - start)
 
 
+@example(EQUAL, math.e, 0.5, 0.0)
 @given(QUANTILES, CAPS, st.floats(0.005, 0.995), st.floats(0.0, 1.0))
 @examples(60)
 def test_all_numbers_follow_from_the_quantile_function(
