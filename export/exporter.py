@@ -26,6 +26,7 @@ from predictors.manifest import (
 )
 from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_directory, folder_target, write_json
+from scheduler_core.lengths.quantiles import LEVELS
 from scheduler_core.ranges import INTEGERS, check_ranges
 
 if TYPE_CHECKING:
@@ -170,6 +171,7 @@ def _manifest(config: ExportConfig, checkpoint: Checkpoint) -> Manifest:
         ),
         nu=None if heads.length is None or heads.length.learn_nu else heads.length.nu,
         within=heads.length is not None and heads.length.within,
+        quantile_levels=LEVELS if heads.length is not None and heads.length.quantiles else (),
         max_length=predictor.max_length,
         truncation_side=predictor.truncation_side,
         pad_token_id=checkpoint.tokenizer.pad_token_id,

@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from predictors.tiny import WEIGHTS
 from scheduler_core.errors import InputError
+from scheduler_core.lengths.quantiles import LEVELS
 
 FORMAT_VERSION: Literal[6] = 6
 MANIFEST = "manifest.json"
@@ -146,6 +147,8 @@ class Manifest(BaseModel):
         nu: Degrees of freedom of the log-t length distribution; None: the graph gives them, or predicts no length.
         within: The graph also gives sigma_within, the scale of lengths of the same prompt; sigma holds the predictor's
             own error in mu as well.
+        quantile_levels: The graph also gives quantiles of ln tokens at these levels, those of `scheduler_core.lengths.quantiles`;
+            mu, sigma and nu are the log-t closest to them. Empty, and not in the file: it does not.
         max_length: Maximum number of tokens of a prompt, special tokens included.
         truncation_side: Where a longer prompt is truncated: at its left or right end, or in the middle (the first
             max_length - max_length // 2 tokens and the last max_length // 2 remain).
@@ -180,6 +183,7 @@ class Manifest(BaseModel):
     variant: Mapping[str, Any] = Field(default_factory=dict)
     nu: Annotated[float, Field(ge=0.1, le=1e9)] | None = None
     within: bool = False
+    quantile_levels: tuple[float, ...] = ()
     conversations: bool = False
     served_models: Names = ()
     conditioning: Conditions | None = None
@@ -218,6 +222,8 @@ class Manifest(BaseModel):
         length = [("mu", "log tokens", row), ("sigma", "log tokens", row)]
         length += [("nu", "degrees of freedom", row)] if self.nu is None else []
         length += [("sigma_within", "log tokens", row)] if self.within else []
+        if self.quantile_levels:
+            length.append(("quantiles", "log tokens", (*row, len(self.quantile_levels))))
         tensors = {
             "length": length,
             "urgency": [("urgency", "probability", (*row, len(self.urgency_levels)))],
@@ -263,7 +269,10 @@ class Manifest(BaseModel):
 
     def to_json(self) -> dict[str, Any]:
         """Content of the file."""
-        return self.model_dump(mode="json", warnings=False)
+        content = self.model_dump(mode="json", warnings=False)
+        if not self.quantile_levels:  # as files were before there were any
+            del content["quantile_levels"]
+        return content
 
 
 def checked_temperature(value: float | None) -> float:
@@ -309,6 +318,7 @@ def manifest_schema() -> dict[str, Any]:
     """JSON Schema of manifest.json, made from the types; rules between fields are not in it."""
     schema = Manifest.model_json_schema(mode="serialization")
     schema["properties"]["files"]["additionalProperties"] = False  # names of another pattern
+    schema["required"].remove("quantile_levels")
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$id": f"urn:tailcast:artifact-manifest:{FORMAT_VERSION}",
@@ -334,6 +344,8 @@ def _contradictions(manifest: Manifest) -> Iterator[tuple[str, str]]:
     for name in ("nu", "within"):
         if "length" not in heads and getattr(manifest, name):
             yield name, "null or false, because no length is predicted"
+    if manifest.quantile_levels not in ((), LEVELS) or (manifest.quantile_levels and manifest.nu is None):
+        yield "quantile_levels", f"none, or {LEVELS} where nu is fixed"
     if "urgency" not in heads and manifest.abstain_threshold is not None:
         yield "abstain_threshold", "null, because no urgency is predicted"
     if len(manifest.urgency_levels) < 2 if "urgency" in heads else manifest.urgency_levels:

@@ -41,6 +41,7 @@ class Predicted:
     Attributes:
         mu, sigma, nu: Parameters of the log-t distribution of the length [N]; mu and sigma in log tokens.
         sigma_within: Scale of lengths of the same prompt, log tokens [N]; sigma holds the predictor's own error in mu too.
+        quantiles: Of the length at the manifest's quantile_levels, log tokens [N, K].
         urgency: Probabilities of the urgency levels [N, K], the most urgent first.
         bucket: Probabilities of the length buckets [N, K].
         regression_tokens: Length in tokens [N].
@@ -51,6 +52,7 @@ class Predicted:
     sigma: Array | None = None
     nu: Array | None = None
     sigma_within: Array | None = None
+    quantiles: Array | None = None
     urgency: Array | None = None
     bucket: Array | None = None
     regression_tokens: Array | None = None
@@ -86,21 +88,28 @@ class PredictedRow:
     sigma: float | None = None
     nu: float | None = None
     sigma_within: float | None = None
+    quantiles: Sequence[float] | None = None
     urgency: Sequence[float] | None = None
     bucket: Sequence[float] | None = None
     regression_tokens: float | None = None
     rank: float | None = None
 
+    def length(self, artifact_id: str = "", artifact_version: str = "") -> LengthPrediction | None:
+        """The predicted length; None without such a head, InputError for numbers that no scheduler can use."""
+        if self.mu is None or self.sigma is None or self.nu is None:
+            return None
+        artifact = (artifact_id, artifact_version)
+        return LengthPrediction(self.mu, self.sigma, self.nu, *artifact, tuple(self.quantiles or ()))
+
 
 def check_range(rows: Iterable[PredictedRow]) -> None:
     """Raises TailcastError for numbers of a model that no scheduler can use."""
     for row in rows:
-        if row.mu is not None and row.sigma is not None and row.nu is not None:
-            try:
-                LengthPrediction(row.mu, row.sigma, row.nu)
-            except InputError as error:
-                numbers = f"mu = {row.mu}, sigma = {row.sigma}, nu = {row.nu}"
-                raise TailcastError(f"the model gave {numbers}: {error}") from error
+        try:
+            row.length()
+        except InputError as error:
+            numbers = f"mu = {row.mu}, sigma = {row.sigma}, nu = {row.nu}"
+            raise TailcastError(f"the model gave {numbers}: {error}") from error
         for name in ("sigma_within", "regression_tokens", "rank"):
             value = getattr(row, name)
             if value is not None and not math.isfinite(value):

@@ -44,5 +44,6 @@ def _plain(value: Any) -> Any:
             del content["ends_s"]
         return _plain(content)
     if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
+        # Logs of log-t predictions are what they were before there were quantiles.
+        return {name: _plain(item) for name, item in value.items() if name != "quantiles" or item}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

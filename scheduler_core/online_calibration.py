@@ -29,7 +29,7 @@ been learned is forgotten but for `KEPT_AT_ALARM`.
 import math
 from collections import OrderedDict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -122,13 +122,13 @@ class _ServedModel:
         return self.gain_sum > 0.0
 
     def corrected(self, prediction: LengthPrediction, features: tuple[float, ...]) -> LengthPrediction:
-        """mu' and sigma', within what a `LengthPrediction` may be."""
+        """mu' and sigma', within what a `LengthPrediction` may be; quantiles are moved along."""
         _, x, y, z = features
         a, b = self.coefficients
         mu = prediction.mu + a[0] + a[1] * x + a[2] * y + a[3] * z
         log_sigma = math.log(prediction.sigma) + b[0] + b[1] * x + b[2] * y + b[3] * z
         sigma = math.exp(min(max(log_sigma, -20.0), 3.9))
-        return replace(prediction, mu=min(max(mu, -50.0), 50.0), sigma=sigma)
+        return prediction.moved(min(max(mu, -50.0), 50.0), sigma)
 
     def score(
         self,

@@ -5,12 +5,15 @@ The constructors raise InputError for values outside their range, NaN included.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 from scheduler_core.errors import InputError
-from scheduler_core.lengths import LogT
+from scheduler_core.lengths import LogQuantiles, LogT, expected_and_cvar
+from scheduler_core.lengths.quantiles import LEVELS
+from scheduler_core.lengths.table import LengthTable
 from scheduler_core.urgency import effective_level, expected_cost_levels
 
 #: Limit on output tokens where a request has none and an expectation needs one: that of X itself is infinite.
@@ -19,13 +22,15 @@ DEFAULT_MAX_TOKENS = 32_768
 
 @dataclass(frozen=True, slots=True)
 class LengthPrediction:
-    """Predicted log-t distribution of the output length X = exp(mu + sigma T_nu) in tokens.
+    """Predicted distribution of the output length X in tokens: log-t, X = exp(mu + sigma T_nu), or that of its quantiles.
 
     Attributes:
         mu: Location of ln X (ln tokens), in [-50, 50].
         sigma: Scale of ln X, in [1e-9, 50].
         nu: Degrees of freedom, in [0.1, 1e9].
         artifact_id, artifact_version: Of the artifact that predicted it; empty if there is none.
+        quantiles: Of ln X (ln tokens) at `lengths.quantiles.LEVELS`, in [-50, 50], none below the one before; mu, sigma and nu
+            are then the log-t closest to them. Empty: X is log-t.
     """
 
     mu: float
@@ -33,16 +38,41 @@ class LengthPrediction:
     nu: float
     artifact_id: str = ""
     artifact_version: str = ""
+    quantiles: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name, low, high in (("mu", -50.0, 50.0), ("sigma", 1e-9, 50.0), ("nu", 0.1, 1e9)):
             value = getattr(self, name)
             if not low <= value <= high:
                 raise InputError(f"predicted {name}", value, f"numbers in [{low:g}, {high:g}]")
+        if self.quantiles:
+            bounds = (-50.0, *self.quantiles, 50.0)
+            if len(self.quantiles) != len(LEVELS) or not all(low <= high for low, high in pairwise(bounds)):
+                allowed = f"{len(LEVELS)} numbers in [-50, 50], none below the one before"
+                raise InputError("predicted quantiles", self.quantiles, allowed)
 
-    def distribution(self) -> LogT:
+    def distribution(self) -> LogT | LogQuantiles:
         """The distribution itself, with quantiles, expectations and the remaining length."""
-        return LogT(self.mu, self.sigma, self.nu)
+        return LogQuantiles(self.quantiles) if self.quantiles else LogT(self.mu, self.sigma, self.nu)
+
+    def expected_and_cvar(self, max_tokens: float, alpha: float = 0.9) -> tuple[float, float]:
+        """(E[min(X, M)], CVaR_alpha(min(X, M))) in tokens, M = max_tokens, alpha in [0.5, 1); see `lengths`."""
+        if self.quantiles:
+            mean, tail_mean = LogQuantiles(self.quantiles).expected_and_cvar(alpha, max_tokens)
+            return float(mean), float(tail_mean)
+        return expected_and_cvar(self.mu, self.sigma, self.nu, max_tokens, alpha)
+
+    def table(self, max_tokens: int) -> LengthTable:
+        """The distribution as a table, for the expected remaining length while tokens come."""
+        return LengthTable(self.mu, self.sigma, self.nu, max_tokens, self.quantiles)
+
+    def moved(self, mu: float, sigma: float) -> "LengthPrediction":
+        """The prediction with another mu and sigma; quantiles keep their distances from mu in units of sigma, within their range."""
+        quantiles = self.quantiles
+        if quantiles:
+            scale = sigma / self.sigma
+            quantiles = tuple(min(max(mu + scale * (value - self.mu), -50.0), 50.0) for value in quantiles)
+        return replace(self, mu=mu, sigma=sigma, quantiles=quantiles)
 
 
 @dataclass(frozen=True, slots=True)

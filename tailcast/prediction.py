@@ -92,7 +92,7 @@ class _ArtifactPredictor(LengthPredictor):
 
         rows = self._runtime.predict(texts, models, temperatures).rows()
         check_range(rows)
-        return [LengthPrediction(row.mu, row.sigma, row.nu, *self._artifact) for row in rows]  # type: ignore[arg-type]
+        return [row.length(*self._artifact) for row in rows]  # type: ignore[misc]
 
 
 class _ServicePredictor(LengthPredictor):

@@ -56,6 +56,8 @@ class LengthTask(HeadTask):
     """Predict nu too (objective nll)."""
     within: bool = False
     """Predict sigma_within too, the scale of samples of one prompt without the predictor's own error in mu; learned from rows with at least 3 samples, by the squared error of its z-score (objectives nll and crps)."""
+    quantiles: bool = False
+    """Predict 23 quantiles in place of a distribution with a shape, and the closest log-t beside them (objective crps)."""
     sigma_weight_start: float = 3.0
     """Weight of sigma in the loss MSE(mu) + weight * MSE(sigma), in the first epoch (objective mse)."""
     sigma_weight_end: float = 4.0
@@ -70,6 +72,8 @@ class LengthTask(HeadTask):
             raise InputError("length.within", True, allowed)
         if self.objective != "nll" and self.learn_nu:
             raise InputError("length.objective", self.objective, "nll, with learn_nu")
+        if self.objective != "crps" and self.quantiles:
+            raise InputError("length.objective", self.objective, "crps, with quantiles")
 
 
 @dataclass(frozen=True, kw_only=True)

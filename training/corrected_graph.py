@@ -189,6 +189,16 @@ power = Gather (powers, served_model)
 to_power = Pow (base_sigma, power)
 sigma = Mul (scale, to_power)
 """
+#: Of an artifact with quantiles; of a served model without a correction they stay the same to the bit.
+_QUANTILES = """
+factor = Div (sigma, base_sigma)
+scaled_mu = Mul (factor, base_mu)
+offset = Sub (mu, scaled_mu)
+factors = Unsqueeze (factor, last_axis)
+offsets = Unsqueeze (offset, last_axis)
+scaled = Mul (factors, base_quantiles)
+quantiles = Add (scaled, offsets)
+"""
 _WITHOUT_FEATURES = "mu = Add (base_mu, change)"
 _WITH_FEATURES = """
 row_weights = Gather (weights, served_model)
@@ -233,7 +243,8 @@ def with_corrections(
         graph.initializer.append(
             numpy_helper.from_array(np.array(base_rows, dtype=np.int64), f"{prefix}base_rows")
         )
-    _rename(graph, {"mu": f"{prefix}base_mu", "sigma": f"{prefix}base_sigma"})
+    outputs = ("mu", "sigma", *(["quantiles"] if manifest.quantile_levels else []))
+    _rename(graph, {name: f"{prefix}base_{name}" for name in outputs})
     terms = np.array([each.terms for each in table], dtype=np.float32)
     tensors: dict[str, NDArray[Any]] = {
         "last_axis": np.array([1], dtype=np.int64),
@@ -249,11 +260,12 @@ def with_corrections(
         nodes = _NODES + _WITH_FEATURES
         rows_of_weights = [each.weights if len(each.weights) else np.zeros(width) for each in table]
         tensors["weights"] = np.array(rows_of_weights, dtype=np.float32)
+    nodes += _QUANTILES if manifest.quantile_levels else ""
     graph.initializer.extend(
         numpy_helper.from_array(np.ascontiguousarray(values), prefix + name)
         for name, values in tensors.items()
     )
-    names_in_graph = {name: name for name in ("attention_mask", "served_model", "mu", "sigma")}
+    names_in_graph = {name: name for name in ("attention_mask", "served_model", *outputs)}
     names_in_graph |= {"features": features or ""}
     added = onnx.parser.parse_graph(f"corrections () => () {{{nodes}}}").node
     for node in added:

@@ -267,7 +267,14 @@ def with_architecture_of_init(config: TrainConfig) -> TrainConfig:
     task = config.length
     if task is not None and length is not None:
         is_likelihood = task.objective == "nll"
-        task = replace(task, nu=length.nu, learn_nu=length.learn_nu, within=length.within and is_likelihood)
+        task = replace(
+            task,
+            objective="crps" if length.quantiles else task.objective,
+            nu=length.nu,
+            learn_nu=length.learn_nu,
+            within=length.within and is_likelihood,
+            quantiles=length.quantiles,
+        )
     default = next(each.default for each in fields(TrainConfig) if each.name == "stage2")
     return replace(
         config,
@@ -290,6 +297,14 @@ def _check_heads(config: TrainConfig, heads: Heads, path: str) -> None:
         raise InputError("length.nu", config.length.nu, f"{heads.length.nu:g}, as the checkpoint has")
     if config.length is not None and heads.length is not None and config.length.within > heads.length.within:
         raise InputError("length.within", True, "false, because the checkpoint does not predict sigma_within")
+    if (
+        config.length is not None
+        and heads.length is not None
+        and config.length.quantiles != heads.length.quantiles
+    ):
+        raise InputError(
+            "length.quantiles", config.length.quantiles, f"{heads.length.quantiles}, as the checkpoint has"
+        )
     urgency = config.urgency
     if urgency is not None and heads.urgency is not None and urgency.levels != heads.urgency.levels:
         raise InputError("urgency.levels", urgency.levels, f"{heads.urgency.levels}, as the checkpoint has")

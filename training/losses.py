@@ -14,6 +14,7 @@ from scipy.special import stdtrit
 from torch import Tensor, nn
 
 from predictors.modules.predictor import PromptPredictor
+from scheduler_core.lengths.quantiles import LEVELS
 from training.config import BucketTask, HeadTask, LengthTask, RankTask, RegressionTask, UrgencyTask
 from training.data import SampleLengths, TrainingBatch
 from training.student_t import log_density, log_survival
@@ -58,16 +59,22 @@ def log_t_crps(mu: Tensor, sigma: Tensor, nu: float, samples: SampleLengths) -> 
     """Mean CRPS of each row's samples in log tokens, float32 [R], from mu and sigma in log tokens [R].
 
     CRPS(F, y) = 2 * integral over tau in (0, 1) of the pinball loss of the tau-quantile at y (Gneiting and Raftery
-    2007), by the midpoint rule on equal levels. In log tokens because the distribution of tokens has no finite mean (nu
-    = 3.5 makes exp(sigma T) heavier than any power). Samples and quantiles are both limited to the row's max_tokens,
-    which keeps the score proper for what can be observed.
+    2007), by the midpoint rule on equal levels, as in `pinball_loss`. In log tokens because the distribution of tokens has
+    no finite mean (nu = 3.5 makes exp(sigma T) heavier than any power).
     """
     at = (np.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES
     levels, standard = (torch.from_numpy(values).float().to(mu.device) for values in (at, stdtrit(nu, at)))
+    return pinball_loss(mu.float().unsqueeze(-1) + sigma.float().unsqueeze(-1) * standard, levels, samples)
+
+
+def pinball_loss(quantiles: Tensor, levels: Tensor, samples: SampleLengths) -> Tensor:
+    """Twice the mean pinball loss of each row's samples over quantiles [R, K] of log tokens at levels [K], [R].
+
+    Samples and quantiles are both limited to the row's max_tokens, which keeps the score proper for what can be observed.
+    """
     limit = torch.log(samples.max_tokens).unsqueeze(-1)
-    quantiles = torch.minimum(mu.float().unsqueeze(-1) + sigma.float().unsqueeze(-1) * standard, limit)
     observed = torch.minimum(torch.log(samples.tokens), limit)
-    excess = observed.unsqueeze(-1) - quantiles.unsqueeze(-2)
+    excess = observed.unsqueeze(-1) - torch.minimum(quantiles, limit).unsqueeze(-2)
     pinball = torch.maximum(levels * excess, (levels - 1) * excess)
     return samples.mean(2 * pinball.mean(dim=-1))
 
@@ -157,7 +164,10 @@ def _(task: LengthTask, score: Tensor, inputs: LossInputs) -> HeadLoss:
         return HeadLoss(errors[:, 0] + inputs.sigma_weight * errors[:, 1], batch.weight)
     parameters = model.length_parameters(score)
     mu, sigma = parameters["mu"], parameters["sigma"]
-    if task.objective == "crps":
+    if task.quantiles:
+        quantiles = parameters["quantiles"]
+        loss = pinball_loss(quantiles, quantiles.new_tensor(LEVELS), batch.samples)
+    elif task.objective == "crps":
         loss = log_t_crps(mu, sigma, task.nu, batch.samples)
     else:
         loss = log_t_nll(mu, sigma, parameters.get("nu", mu.new_tensor(task.nu)), batch.samples)

@@ -171,9 +171,9 @@ def prediction(response: pb.PredictResponse) -> Prediction:
     """A response as the scheduler's prediction, with all of its heads; raises InputError for impossible numbers."""
     length = urgency = bucket = rank = point = None
     if response.HasField("mu"):
-        length = LengthPrediction(
-            response.mu, response.sigma, response.nu, response.artifact_id, response.artifact_version
-        )
+        artifact = (response.artifact_id, response.artifact_version)
+        parameters = (response.mu, response.sigma, response.nu)
+        length = LengthPrediction(*parameters, *artifact, tuple(response.quantiles))
     if response.HasField("urgency"):
         threshold = response.urgency.abstain_threshold
         urgency = UrgencyPrediction(

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from predictors.modules.normalization import Normalization
 from predictors.modules.towers import ConditionedTower, Tower, build_tower
 from scheduler_core.errors import InputError
+from scheduler_core.lengths.quantiles import LEVELS
+from scheduler_core.lengths.student_t import student_t_quantile
 from scheduler_core.ranges import check_choice
 
 URGENCY_LEVELS = ("emergency", "interactive", "standard", "batch", "background")
@@ -24,6 +26,9 @@ URGENCY_LEVELS = ("emergency", "interactive", "standard", "batch", "background")
 NU_RANGE = (1.0, 100.0)
 # Minimum sigma, log tokens: the inverse of log(1 + sigma) may be negative.
 SIGMA_FLOOR = 1e-6
+# Minimum gap between quantiles, log tokens.
+MIN_GAP = 1e-4
+MEDIAN = LEVELS.index(0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +66,14 @@ class LengthHead(Head):
         nu: Degrees of freedom; with `learn_nu` the output of an untrained head, inside (1, 100).
         learn_nu: Predict nu, between 1 and 100, instead of keeping it fixed.
         within: Also predict sigma_within.
+        quantiles: Predict mu, which is the median, and the gaps between the quantiles at `LEVELS`; sigma is then that of the
+            log-t closest to these. Untrained, they are those of a log-t.
     """
 
     nu: float = 3.5
     learn_nu: bool = False
     within: bool = False
+    quantiles: bool = False
 
     def __post_init__(self) -> None:
         low, high = NU_RANGE
@@ -73,25 +81,33 @@ class LengthHead(Head):
             raise InputError("nu", self.nu, f"numbers between {low:g} and {high:g} where nu is learned")
         if not 0 < self.nu < math.inf:
             raise InputError("nu", self.nu, "finite numbers > 0")
+        if self.learn_nu and self.quantiles:
+            raise InputError("learn_nu", True, "false, with quantiles")
 
     def build(self, num_features: int, num_conditions: int, generator: torch.Generator | None) -> nn.Module:
-        """z-scores of mu and log(1 + sigma)(, raw nu)(, z-score of log(1 + sigma_within)) [B, 2 to 4]."""
+        """z-scores of mu and log(1 + sigma)(, raw nu)(, z-score of log(1 + sigma_within)) [B, 2 to 4]; with quantiles raw gaps
+        in place of sigma."""
         return LengthTowers(num_features, num_conditions, self, generator)
 
     def parameters(
         self, scores: Tensor, statistics: Normalization, *, differentiable_floor: bool = False
     ) -> dict[str, Tensor]:
-        """Uncalibrated mu and sigma in log tokens [B]; nu [B] where it is learned, sigma_within [B] where it is predicted.
+        """Uncalibrated mu and sigma in log tokens [B]; nu [B] where it is learned, sigma_within [B] and quantiles [B, K] where
+        they are predicted.
 
-        The scores are [B, 2 to 4]; through a `differentiable_floor` of sigma the gradient passes, so that training can leave
-        it again.
+        The scores are those of `build`; through a `differentiable_floor` of sigma the gradient passes, so that training can
+        leave it again.
         """
         scores = scores.float()  # expm1 of a half-precision number has no digits to spare
-        sigma = torch.expm1(scores[:, 1] * statistics.sigma_log_std + statistics.sigma_log_mean)
-        floored = sigma.clamp_min(SIGMA_FLOOR)
-        if differentiable_floor:
-            floored = sigma + (floored - sigma).detach()
-        parameters = {"mu": scores[:, 0] * statistics.mu_std + statistics.mu_mean, "sigma": floored}
+        parameters = {"mu": scores[:, 0] * statistics.mu_std + statistics.mu_mean}
+        if self.quantiles:
+            parameters |= self._quantiles(parameters["mu"], scores[:, 1 : len(LEVELS)], statistics)
+        else:
+            sigma = torch.expm1(scores[:, 1] * statistics.sigma_log_std + statistics.sigma_log_mean)
+            floored = sigma.clamp_min(SIGMA_FLOOR)
+            if differentiable_floor:
+                floored = sigma + (floored - sigma).detach()
+            parameters["sigma"] = floored
         if self.learn_nu:
             parameters["nu"] = self._nu(scores[:, 2])
         if self.within:
@@ -102,6 +118,21 @@ class LengthHead(Head):
     def outputs(self, scores: Tensor, statistics: Normalization) -> dict[str, Tensor]:
         return self.parameters(scores, statistics)
 
+    def _quantiles(self, mu: Tensor, raw: Tensor, statistics: Normalization) -> dict[str, Tensor]:
+        """sigma and quantiles, ascending in any precision: a sum of positive gaps, moved so that mu is the median.
+
+        sigma: least squares over the quantiles of Student's t, each weighted by the precision of a sample quantile.
+        """
+        levels = torch.tensor(LEVELS, dtype=torch.float64)
+        t = torch.tensor([student_t_quantile(level, self.nu) for level in LEVELS], dtype=torch.float64)
+        initial = torch.log(torch.expm1(t.diff() * math.expm1(statistics.sigma_log_mean)))
+        gaps = nn.functional.softplus(raw + initial.to(raw)) + MIN_GAP
+        sums = nn.functional.pad(torch.cumsum(gaps, dim=-1), (1, 0))
+        distances = sums - sums[:, MEDIAN : MEDIAN + 1]
+        weighted = t * (1 + t**2 / self.nu) ** -(self.nu + 1) / (levels * (1 - levels))
+        sigma = (distances * (weighted / (weighted * t).sum()).to(raw)).sum(dim=-1)
+        return {"sigma": sigma, "quantiles": mu.unsqueeze(-1) + distances}
+
     def _nu(self, raw: Tensor) -> Tensor:
         """ln nu = ln 100 * sigmoid(raw + offset): smooth, so that training can come back from either end."""
         low, high = (math.log(bound) for bound in NU_RANGE)
@@ -111,7 +142,7 @@ class LengthHead(Head):
 
 
 class LengthTowers(nn.Module):
-    """Separate towers for mu, sigma and optionally nu and sigma_within."""
+    """Separate towers for mu, sigma (or the gaps between quantiles) and optionally nu and sigma_within."""
 
     def __init__(
         self, num_features: int, num_conditions: int, head: LengthHead, generator: torch.Generator | None
@@ -119,14 +150,16 @@ class LengthTowers(nn.Module):
         super().__init__()
         options = (num_features, num_conditions, head.tower, 1, generator)
         self.mu = ConditionedTower(*options)
-        self.sigma = ConditionedTower(*options)
+        num_gaps = len(LEVELS) - 1
+        gaps = (num_features, num_conditions, head.tower, num_gaps, generator)
+        self.sigma = ConditionedTower(*(gaps if head.quantiles else options))
         self.nu = ConditionedTower(*options) if head.learn_nu else None
         self.within = ConditionedTower(*options) if head.within else None
 
     def forward(
         self, features: Tensor, conditions: Tensor | None, row_prompt: Tensor | None = None
     ) -> Tensor:
-        """As `ConditionedTower.forward` -> [R, 2 to 4]."""
+        """As `ConditionedTower.forward`; scores as of `LengthHead.build`."""
         towers = [tower for tower in (self.mu, self.sigma, self.nu, self.within) if tower is not None]
         return torch.cat([tower(features, conditions, row_prompt) for tower in towers], dim=-1)
 

@@ -160,8 +160,8 @@ class PromptPredictor(nn.Module):
 
         Returns:
             Of the heads that are there: mu [B], sigma [B] (log tokens), nu [B] where it is learned, sigma_within [B] (log
-            tokens, not calibrated) where it is predicted, urgency [B, K] and bucket [B, K] (probabilities),
-            regression_tokens [B] (tokens, at least 0), rank [B].
+            tokens, not calibrated) and quantiles [B, K] (log tokens) where they are predicted, urgency [B, K] and bucket [B,
+            K] (probabilities), regression_tokens [B] (tokens, at least 0), rank [B].
         """
         outputs: dict[str, Tensor] = {}
         for name, head in self.config.heads.items():
@@ -172,6 +172,9 @@ class PromptPredictor(nn.Module):
             mu, sigma = outputs["mu"], outputs["sigma"]
             outputs["mu"] = mu + self.mu_shift[row] * sigma
             outputs["sigma"] = (sigma * self.sigma_scale[row]).clamp_min(SIGMA_FLOOR)
+            if "quantiles" in outputs:
+                factor = outputs["sigma"] / sigma
+                outputs["quantiles"] = _moved(outputs["quantiles"], mu, outputs["mu"], factor)
         return outputs
 
     def predict(
@@ -179,7 +182,7 @@ class PromptPredictor(nn.Module):
     ) -> dict[str, Tensor]:
         """As `outputs`, of prompts' features [B, F]; served_model and temperature as in `scores`, [B]. With
         `Conditioning.unknown_is_mean` an unknown served model gets the means of the outputs for all known ones; for sigma^2,
-        the mean of sigma^2 and the variance of mu (law of total variance)."""
+        the mean of sigma^2 and the variance of mu (law of total variance). Quantiles are scaled about mu like sigma."""
         conditioning = self.config.conditioning
         if conditioning is None or not conditioning.unknown_is_mean:
             return self.outputs(self.scores(features, served_model, temperature), served_model)
@@ -198,7 +201,11 @@ class PromptPredictor(nn.Module):
         outputs = self.outputs(scores) | {name: weight @ values for name, values in of_rows.items()}
         if "mu" in outputs:
             deviation = of_rows["mu"] - outputs["mu"][row]
+            mean_sigma = outputs["sigma"]
             outputs["sigma"] = torch.sqrt(weight @ (of_rows["sigma"] ** 2 + deviation**2))
+            if "quantiles" in outputs:
+                mu, factor = outputs["mu"], outputs["sigma"] / mean_sigma
+                outputs["quantiles"] = _moved(outputs["quantiles"], mu, mu, factor)
         return outputs
 
     def forward(
@@ -211,3 +218,9 @@ class PromptPredictor(nn.Module):
         """Outputs of all heads, float32, as `outputs`, of int64 token ids and mask [B, S] with at least one token in each row;
         served_model and temperature as in `scores`, [B]."""
         return self.predict(self.features(input_ids, attention_mask), served_model, temperature)
+
+
+def _moved(quantiles: Tensor, before: Tensor, after: Tensor, factor: Tensor) -> Tensor:
+    """Quantiles [B, K] with their distances from mu [B] times `factor` [B], about another mu [B]."""
+    distances = quantiles - before.unsqueeze(-1)
+    return after.unsqueeze(-1) + distances * factor.unsqueeze(-1)

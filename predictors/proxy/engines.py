@@ -20,7 +20,6 @@ from multidict import CIMultiDictProxy
 from predictors.proxy.config import ProxyConfig
 from predictors.proxy.parsing import CHAT, TEXT
 from scheduler_core.errors import InputError
-from scheduler_core.lengths import expected_and_cvar
 from scheduler_core.request import RequestState
 from scheduler_core.urgency import LEVELS
 
@@ -89,7 +88,7 @@ class Dynamo(PriorityEngine):
         hints: dict[str, Any] = {"priority": self.priority(key)}
         length = state.prediction
         if length is not None:
-            mean, _ = expected_and_cvar(length.mu, length.sigma, length.nu, state.request.max_tokens, 0.9)
+            mean, _ = length.expected_and_cvar(state.request.max_tokens)
             if mean < 2**32 - 1:
                 hints["osl"] = max(1, round(mean))
         return Hint(members={"nvext": {**(extension or {}), "agent_hints": hints | (own or {})}})

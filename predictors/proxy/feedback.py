@@ -176,4 +176,6 @@ class Recorder:
 
 def _length_fields(prediction: Prediction | None) -> dict[str, Any]:
     """The predicted length as `evaluate-stream` reads it; empty without one."""
-    return {} if prediction is None or prediction.length is None else asdict(prediction.length)
+    if prediction is None or prediction.length is None:
+        return {}
+    return {name: value for name, value in asdict(prediction.length).items() if name != "quantiles"}

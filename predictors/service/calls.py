@@ -29,6 +29,7 @@ CHUNK_BYTES = 2**15
 MANIFEST_FIELDS = (
     *("artifact_id", "artifact_version", "format_version", "served_models", "accepts_unknown_models"),
     *("heads", "nu", "truncation_side", "urgency_levels", "abstain_threshold", "bucket_edges"),
+    "quantile_levels",
 )
 
 

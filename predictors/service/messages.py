@@ -17,8 +17,8 @@ from predictors.runtime import ArtifactRuntime, PredictedRow
 from predictors.service.errors import UnparsableError
 from predictors.tokenizer import TokenizedPrompt, conversation_text
 from scheduler_core.errors import InputError
-from scheduler_core.lengths import LogT, expected_and_cvar
-from scheduler_core.predictions import DEFAULT_MAX_TOKENS, UrgencyPrediction
+from scheduler_core.lengths import LogT
+from scheduler_core.predictions import DEFAULT_MAX_TOKENS, LengthPrediction, UrgencyPrediction
 
 if TYPE_CHECKING:
     from predictors.service.pipeline import PipelineResult
@@ -224,34 +224,31 @@ def predict_response(
         regression_tokens=prediction.regression_tokens,
         rank=prediction.rank,
         sigma_within=prediction.sigma_within,
+        quantiles=prediction.quantiles,
         cached=result.cached,
     )
 
 
 def _length_numbers(request: pb.PredictRequest, prediction: PredictedRow) -> dict[str, Any]:
     """Statistics of the length truncated at the request's max_tokens or the default, by field of the response."""
-    if prediction.mu is None:
+    length = prediction.length()
+    if length is None:
         return {}
-    assert prediction.sigma is not None and prediction.nu is not None  # noqa: PT018
-    mu, sigma, nu = prediction.mu, prediction.sigma, prediction.nu
     numbers: dict[str, Any] = {}
     max_tokens = DEFAULT_MAX_TOKENS
     if request.HasField("max_tokens"):
         max_tokens = request.max_tokens
         truncated = truncated_length(
-            mu,
-            sigma,
-            nu,
+            length,
             max_tokens=max_tokens,
             cvar_level=request.cvar_level if request.HasField("cvar_level") else DEFAULT_CVAR_LEVEL,
             levels=request.quantile_levels or DEFAULT_QUANTILE_LEVELS,
         )
         numbers |= {"truncated_length": truncated, "expected_tokens": truncated.expected_tokens}
     else:
-        numbers["expected_tokens"] = expected_and_cvar(mu, sigma, nu, max_tokens)[0]
-    for name, level in (("median_tokens", 0.5), ("p90_tokens", 0.9)):
-        numbers[name] = _truncated_quantile(mu, sigma, nu, level, max_tokens)
-    return numbers
+        numbers["expected_tokens"] = length.expected_and_cvar(max_tokens)[0]
+    median, p90 = _truncated_quantiles(length, (0.5, 0.9), max_tokens)
+    return numbers | {"median_tokens": median, "p90_tokens": p90}
 
 
 def urgency(
@@ -283,28 +280,34 @@ def most_likely(probabilities: Sequence[float]) -> int:
 
 
 def truncated_length(
-    mu: float, sigma: float, nu: float, *, max_tokens: int, cvar_level: float, levels: Sequence[float]
+    length: LengthPrediction, *, max_tokens: int, cvar_level: float, levels: Sequence[float]
 ) -> pb.TruncatedLength:
-    """Expectation, CVaR and quantiles of min(X, max_tokens) in tokens, as `scheduler_core.lengths.LogT` gives them; what depends
-    on the level and nu alone is computed once."""
+    """Expectation, CVaR and quantiles of min(X, max_tokens) in tokens, as its distribution gives them; what depends on the
+    level and nu alone is computed once."""
     if cvar_level >= 0.5:
-        expected, cvar = expected_and_cvar(mu, sigma, nu, max_tokens, cvar_level)
+        expected, cvar = length.expected_and_cvar(max_tokens, cvar_level)
     else:
-        lengths = LogT(mu, sigma, nu)
+        lengths = length.distribution()
         expected, cvar = float(lengths.expected(max_tokens)), float(lengths.cvar(cvar_level, max_tokens))
-    quantiles = [(level, _truncated_quantile(mu, sigma, nu, level, max_tokens)) for level in levels]
+    quantiles = _truncated_quantiles(length, levels, max_tokens)
     return pb.TruncatedLength(
         max_tokens=max_tokens,
         expected_tokens=expected,
         cvar_level=cvar_level,
         cvar_tokens=cvar,
-        quantiles=[pb.Quantile(level=level, tokens=tokens) for level, tokens in quantiles],
+        quantiles=[
+            pb.Quantile(level=level, tokens=tokens) for level, tokens in zip(levels, quantiles, strict=True)
+        ],
     )
 
 
-def _truncated_quantile(mu: float, sigma: float, nu: float, level: float, max_tokens: int) -> float:
-    log_tokens = mu + sigma * _t_quantile(level, nu)
-    return float(max_tokens) if log_tokens >= math.log(max_tokens) else math.exp(log_tokens)
+def _truncated_quantiles(length: LengthPrediction, levels: Sequence[float], max_tokens: int) -> list[float]:
+    if length.quantiles:
+        logs = length.distribution().logppf(levels).tolist()
+    else:
+        logs = [length.mu + length.sigma * _t_quantile(level, length.nu) for level in levels]
+    limit = math.log(max_tokens)
+    return [float(max_tokens) if log_tokens >= limit else math.exp(log_tokens) for log_tokens in logs]
 
 
 @functools.lru_cache(maxsize=4096)

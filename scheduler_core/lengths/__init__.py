@@ -1,9 +1,10 @@
-"""The log-t distribution of output length X in tokens.
+"""The log-t distribution of output length X in tokens, and the one of predicted quantiles in its place.
 
-Relative error of every probability, quantile and expectation below 1e-9 (tests against mpmath) for mu in [0, 10], sigma
-in [1e-3, 3], nu in [1, 100] or inf, and max_tokens in [1, 131072].
+Relative error of every probability, quantile and expectation of a log-t below 1e-9 (tests against mpmath) for mu in
+[0, 10], sigma in [1e-3, 3], nu in [1, 100] or inf, and max_tokens in [1, 131072].
 """
 
 from scheduler_core.lengths.distribution import LogT, expected_and_cvar
+from scheduler_core.lengths.quantiles import LogQuantiles
 
-__all__ = ["LogT", "expected_and_cvar"]
+__all__ = ["LogQuantiles", "LogT", "expected_and_cvar"]

@@ -98,7 +98,7 @@ class LogT:
 
     def logppf(self, q: ArrayLike) -> FloatArray:
         """ln of the q-quantile, q in [0, 1]: finite for 0 < q < 1 even where the quantile itself is not."""
-        return self._evaluate(_logppf, q=_probability("q", q))
+        return self._evaluate(_logppf, q=checked_level("q", q))
 
     def ppf(self, q: ArrayLike) -> FloatArray:
         """q-quantile in tokens, q in [0, 1]; a value above the float range is +inf."""
@@ -115,8 +115,8 @@ class LogT:
             return self.expected_and_cvar(0.5, max_tokens)[0]
         generated, top = _broadcast(
             {
-                "generated_tokens": _tokens("generated_tokens", generated),
-                "max_tokens": _tokens("max_tokens", top, positive=True),
+                "generated_tokens": checked_tokens("generated_tokens", generated),
+                "max_tokens": checked_tokens("max_tokens", top, positive=True),
             }
         )
         _check("max_tokens", top, top >= generated, "at least generated_tokens")
@@ -126,10 +126,10 @@ class LogT:
         """CVaR_alpha(min(X, M)): mean of the worst fraction 1 - alpha of censored lengths, in tokens (TIE, Eq. 10).
 
         M where the alpha-quantile v of X reaches M, else v + E[min(X, M) - v | X > v]."""
-        level = _probability("alpha", alpha, below_one=True)
+        level = checked_level("alpha", alpha, below_one=True)
         if self._on_lattice(level):
             return self.expected_and_cvar(level, max_tokens)[1]
-        top = _tokens("max_tokens", max_tokens, positive=True)
+        top = checked_tokens("max_tokens", max_tokens, positive=True)
         return self._evaluate(censored_cvar, alpha=level, max_tokens=top)
 
     def expected_and_cvar(self, alpha: ArrayLike, max_tokens: ArrayLike) -> tuple[FloatArray, FloatArray]:
@@ -137,8 +137,8 @@ class LogT:
 
         With one nu and alpha the vectorized fast path of `log_t_scores`.
         """
-        level = _probability("alpha", alpha, below_one=True)
-        top = _tokens("max_tokens", max_tokens, positive=True)
+        level = checked_level("alpha", alpha, below_one=True)
+        top = checked_tokens("max_tokens", max_tokens, positive=True)
         if not self._on_lattice(level):
             return self._integrated(level, top)
         shape = _broadcast({**self._parameters(), "alpha": level, "max_tokens": top})[0].shape
@@ -234,13 +234,15 @@ def _check(name: str, array: FloatArray, valid: NDArray[np.bool_], allowed: str)
     return array
 
 
-def _tokens(name: str, value: ArrayLike, *, positive: bool = False) -> FloatArray:
+def checked_tokens(name: str, value: ArrayLike, *, positive: bool = False) -> FloatArray:
+    """Lengths as an array; InputError for one that is not allowed."""
     array = np.asarray(value, dtype=np.float64)
     valid = np.isfinite(array) & ((array > 0) if positive else (array >= 0))
     return _check(name, array, valid, f"finite numbers {'>' if positive else '>='} 0, in tokens")
 
 
-def _probability(name: str, value: ArrayLike, *, below_one: bool = False) -> FloatArray:
+def checked_level(name: str, value: ArrayLike, *, below_one: bool = False) -> FloatArray:
+    """Levels as an array; InputError for one outside [0, 1]."""
     array = np.asarray(value, dtype=np.float64)
     valid = (array >= 0) & ((array < 1) if below_one else (array <= 1))
     return _check(name, array, valid, "numbers in [0, 1)" if below_one else "numbers in [0, 1]")

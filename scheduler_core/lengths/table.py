@@ -1,12 +1,14 @@
-"""A log-t length as a table, from which the expected rest is read in microseconds while tokens come."""
+"""A length distribution as a table, from which the expected rest is read in microseconds while tokens come."""
 
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 
 from scheduler_core.lengths.distribution import LogT
+from scheduler_core.lengths.quantiles import LogQuantiles
 from scheduler_core.lengths.standard import FloatArray
 
 #: Survival at the table's points: half per cents in the body, then falling by this factor down to the floor.
@@ -40,14 +42,16 @@ class LengthTable:
     """Survival S(x) = P(X~ > x) and work W(x) = E[min(X~, x)] of X~ = min(max(X, 1), M), linear between points.
 
     W is the integral of S over [0, x]. Error of expectations below 2 % or 0.1 tokens for nu >= 3.5 and sigma in [0.001,
-    1.2] (tests). Where S(g) < 1e-9 the prediction has been refuted and M - g is taken to be left. Parameters as of `LogT`, M =
-    max_tokens.
+    1.2] (tests). Where S(g) < 1e-9 the prediction has been refuted and M - g is taken to be left. Parameters as of `LogT`, or
+    `quantiles` as of `LogQuantiles` in their place, M = max_tokens.
     """
 
     __slots__ = ("_points", "_total_work", "max_tokens", "points", "survival", "work")
 
-    def __init__(self, mu: float, sigma: float, nu: float, max_tokens: int) -> None:
-        logs = mu + sigma * _quantiles(nu)
+    def __init__(
+        self, mu: float, sigma: float, nu: float, max_tokens: int, quantiles: Sequence[float] = ()
+    ) -> None:
+        logs = LogQuantiles(quantiles).logppf(1.0 - _SURVIVAL) if quantiles else mu + sigma * _quantiles(nu)
         below = int(np.searchsorted(logs, math.log(max_tokens)))
         points = np.empty(below + 3)
         survival = np.empty(below + 3)

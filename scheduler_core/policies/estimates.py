@@ -3,14 +3,13 @@
 import math
 from functools import lru_cache
 
-from scheduler_core.lengths import expected_and_cvar
 from scheduler_core.predictions import LengthPrediction
 from scheduler_core.request import RequestState
 
 
 @lru_cache(maxsize=65_536)
 def _risk(length: LengthPrediction, max_tokens: int) -> tuple[float, float]:
-    return expected_and_cvar(length.mu, length.sigma, length.nu, max_tokens)
+    return length.expected_and_cvar(max_tokens)
 
 
 def risk_tokens(state: RequestState) -> tuple[float, float]:

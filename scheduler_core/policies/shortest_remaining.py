@@ -28,9 +28,7 @@ class _ExpectedRemaining(Policy):
     def on_prediction(self, state: RequestState) -> None:
         length = state.prediction
         if length is not None:
-            self._tables[state.request_id] = LengthTable(
-                length.mu, length.sigma, length.nu, state.request.max_tokens
-            )
+            self._tables[state.request_id] = length.table(state.request.max_tokens)
             self._rests.pop(state.request_id, None)
 
     def on_finish(self, state: RequestState) -> None:

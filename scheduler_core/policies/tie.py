@@ -4,7 +4,6 @@ import math
 import sys
 from dataclasses import dataclass, field
 
-from scheduler_core.lengths import expected_and_cvar
 from scheduler_core.policies.base import Policy
 from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 from scheduler_core.request import RequestState
@@ -76,9 +75,8 @@ class Tie(Policy):
     def on_prediction(self, state: RequestState) -> None:
         length = state.prediction
         if length is not None:
-            self._risks[state.request_id] = expected_and_cvar(
-                length.mu, length.sigma, length.nu, state.request.max_tokens, self.alpha
-            )
+            risk = length.expected_and_cvar(state.request.max_tokens, self.alpha)
+            self._risks[state.request_id] = risk
 
     def on_finish(self, state: RequestState) -> None:
         self._risks.pop(state.request_id, None)

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from scheduler_core.lengths import LogT
+from scheduler_core.lengths import LogQuantiles, LogT
 from scheduler_core.predictions import LengthPrediction
 from scheduler_core.ranges import FINITE, INTEGERS, check_ranges
 from scheduler_core.routing.base import Router, RoutingRequest
@@ -49,13 +49,23 @@ class _ExpectedRemaining(Router):
                 self._left[row.request_id] = (inputs, (row.max_tokens - tokens + 1) / 2)
             else:
                 predicted.append((row.request_id, inputs, row.prediction))
+        by_quantiles = [one for one in predicted if one[2].quantiles]
+        if by_quantiles:
+            predicted = [one for one in predicted if not one[2].quantiles]
+            self._add(by_quantiles, LogQuantiles([item.quantiles for _, _, item in by_quantiles]))
         if predicted:
-            lengths = LogT(*np.array([(item.mu, item.sigma, item.nu) for _, _, item in predicted]).T)
-            max_tokens = np.array([inputs[1] for _, inputs, _ in predicted], dtype=np.float64)
-            generated = np.array([inputs[2] for _, inputs, _ in predicted], dtype=np.float64)
-            left = lengths.expected(max_tokens, generated)
-            for (request_id, inputs, _), expected in zip(predicted, left.tolist(), strict=True):
-                self._left[request_id] = (inputs, expected)
+            self._add(
+                predicted, LogT(*np.array([(item.mu, item.sigma, item.nu) for _, _, item in predicted]).T)
+            )
+
+    def _add(
+        self, predicted: Sequence[tuple[str, _Inputs, LengthPrediction]], lengths: LogT | LogQuantiles
+    ) -> None:
+        max_tokens = np.array([inputs[1] for _, inputs, _ in predicted], dtype=np.float64)
+        generated = np.array([inputs[2] for _, inputs, _ in predicted], dtype=np.float64)
+        left = lengths.expected(max_tokens, generated)
+        for (request_id, inputs, _), expected in zip(predicted, left.tolist(), strict=True):
+            self._left[request_id] = (inputs, expected)
 
     def on_finished(self, request_id: str, replica_id: str, now: float) -> None:
         self._left.pop(request_id, None)

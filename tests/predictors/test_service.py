@@ -31,7 +31,7 @@ from predictors.service.server import OIP_SERVICE, SERVICE, PredictionServer
 from predictors.tokenizer import TokenizedPrompt
 from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogT
-from scheduler_core.predictions import DEFAULT_MAX_TOKENS
+from scheduler_core.predictions import DEFAULT_MAX_TOKENS, LengthPrediction
 from scheduler_core.predictor import PredictionRequest
 from tests.predictors.fakes import (
     NU,
@@ -95,7 +95,7 @@ async def test_max_tokens_adds_numbers_of_the_truncated_length(stub: Any, option
     assert response.median_tokens == pytest.approx(math.exp(response.mu))
     assert response.p90_tokens <= 300
     assert response.truncated_length == truncated_length(
-        *(response.mu, response.sigma, response.nu),
+        LengthPrediction(response.mu, response.sigma, response.nu),
         max_tokens=300,
         cvar_level=options.get("cvar_level", 0.9),
         levels=levels,
@@ -112,7 +112,8 @@ async def test_max_tokens_adds_numbers_of_the_truncated_length(stub: Any, option
 def test_truncated_length_equals_the_distribution(
     mu: float, sigma: float, max_tokens: int, cvar_level: float, level: float
 ) -> None:
-    numbers = truncated_length(mu, sigma, NU, max_tokens=max_tokens, cvar_level=cvar_level, levels=[level])
+    length = LengthPrediction(mu, sigma, NU)
+    numbers = truncated_length(length, max_tokens=max_tokens, cvar_level=cvar_level, levels=[level])
     lengths = LogT(mu, sigma, NU)
     assert numbers.expected_tokens == pytest.approx(float(lengths.expected(max_tokens)), rel=1e-6)
     assert numbers.cvar_tokens == pytest.approx(float(lengths.cvar(cvar_level, max_tokens)), rel=1e-6)

@@ -17,7 +17,8 @@ from scipy import integrate, stats
 from predictors.manifest import CONFORMAL
 from predictors.modules.heads import BucketHead, Heads, LengthHead, RankHead, RegressionHead, UrgencyHead
 from scheduler_core.errors import InputError
-from scheduler_core.lengths import LogT
+from scheduler_core.lengths import LogQuantiles, LogT
+from scheduler_core.lengths.quantiles import LEVELS
 from tests.training.checkpoints import MODELS, SMALL_TOWER, random_checkpoint, write_drawn_answers
 from tests.training.data import assert_refused, write_lists, write_rows, write_sample_file
 from training.cli_fit_dist import main as fit_dist
@@ -126,6 +127,27 @@ def test_the_true_distributions_are_calibrated_and_best_in_spite_of_truncation()
         other = score_outputs(mu + shift, sigma * factor, 3.5, outputs).summary()
         for name in ("nll", "crps_tokens", "crps_log_tokens"):
             assert other[name] > true[name]
+
+
+def test_quantiles_are_scored_as_their_distribution():
+    rng, limit = np.random.default_rng(6), 400.0
+    mu, sigma = rng.normal(4.5, 0.6, 400), rng.uniform(0.2, 0.8, 400)
+    skewed = np.expm1(0.5 * stats.norm.ppf(LEVELS)) / 0.5
+    quantiles = mu[:, None] + sigma[:, None] * skewed
+    owner = np.repeat(np.arange(400), 20)
+    lengths = LogQuantiles(quantiles[owner]).ppf(rng.random(len(owner)))
+    outputs = OutputLengths(owner, np.minimum(lengths, limit), lengths <= limit, np.full(400, limit))
+    scores = score_outputs(mu, sigma, 3.5, outputs, quantiles)
+    true, log_t = scores.summary(), score_outputs(mu, 0.8 * sigma, 3.5, outputs).summary()
+    for row in true["calibration"]:
+        assert row["estimate"] == pytest.approx(row["level"], abs=0.02)
+    assert true["pit"] == pytest.approx(np.full(20, 0.05), abs=0.01)
+    for name in ("nll", "crps_tokens", "crps_log_tokens"):
+        assert true[name] < log_t[name]
+    distribution, at = LogQuantiles(quantiles[0]), np.log(outputs.lengths[0])
+    z = np.linspace(-5, np.log(limit), 200_001)
+    crps = np.trapezoid((distribution.cdf(np.exp(z)) - (z >= at)) ** 2, z)
+    assert scores.crps_log[0] == pytest.approx(crps, rel=0.02)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from scipy import integrate, stats
 
 from predictors.modules.normalization import Normalization
 from scheduler_core.lengths import LogT
+from scheduler_core.lengths.quantiles import LEVELS
 from training.config import LengthTask, RegressionTask
 from training.data import SampleLengths
 from training.losses import (
@@ -20,6 +21,7 @@ from training.losses import (
     log_t_crps,
     log_t_nll,
     ordinal_cross_entropy,
+    pinball_loss,
     within_mse,
 )
 from training.student_t import log_survival
@@ -109,6 +111,25 @@ def test_crps_is_best_at_the_truth_also_where_answers_are_cut():
         for mu, sigma in ((4.0, 0.5), (4.08, 0.5), (3.92, 0.5), (4.0, 0.6), (4.0, 0.42))
     )
     assert true < min(others)
+
+
+def test_the_loss_of_quantiles_is_the_pinball_loss_at_each_level():
+    rng = np.random.default_rng(0)
+    rows, limits = [[30, 90, 90], [7], [400.0, 12.0, 20.0]], [90.0, float("inf"), 1000.0]
+    quantiles = np.sort(rng.normal(4.0, 1.0, (3, len(LEVELS))))
+    drawn = samples(rows, censored=[(0, 1), (0, 2)], max_tokens=limits)
+    predicted = torch.tensor(quantiles, dtype=torch.float32, requires_grad=True)
+    loss = pinball_loss(predicted, torch.tensor(LEVELS), drawn)
+    for row, (lengths, limit) in enumerate(zip(rows, limits, strict=True)):
+        losses = [
+            2 * (level if y > q else level - 1) * (y - q)
+            for y in np.log(lengths)
+            for level, q in zip(LEVELS, np.minimum(quantiles[row], np.log(limit)), strict=True)
+        ]
+        assert loss[row].item() == pytest.approx(np.mean(losses), rel=1e-5)
+    loss.sum().backward()
+    # Beyond max_tokens nothing is observed, so nothing is learned.
+    assert ((predicted.grad != 0) == (predicted < torch.tensor(np.log(limits)).unsqueeze(-1))).all()
 
 
 def test_mse_is_of_the_z_scores_and_its_weight_rises_linearly():

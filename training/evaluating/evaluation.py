@@ -54,7 +54,8 @@ class ScoredPredictor:
         """Scores all outputs once; every breakdown is a mean over some of them."""
         scores = None
         if prediction.mu is not None and prediction.sigma is not None:
-            scores = score_outputs(prediction.mu, prediction.sigma, prediction.nu, rows.outputs)
+            parameters = (prediction.mu, prediction.sigma, prediction.nu)
+            scores = score_outputs(*parameters, rows.outputs, prediction.quantiles)
         return cls(rows, prediction, bucket_edges, scores)
 
     def metrics(self, chosen: NDArray[np.intp] | None = None) -> dict[str, Any]:

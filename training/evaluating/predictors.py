@@ -42,6 +42,8 @@ class PredictedRows:
     rank: FloatArray | None = None  # score [G], larger = longer
     # Scale of the outputs of one prompt [G], log tokens; sigma includes the predictor's own error in mu.
     sigma_within: FloatArray | None = None
+    # Of ln tokens at `scheduler_core.lengths.quantiles.LEVELS` [G, K], in place of the shape of the log-t.
+    quantiles: FloatArray | None = None
 
     def ordering(self) -> tuple[str, FloatArray]:
         """Head that orders requests, and its score [G], larger = longer; InputError if no head predicts the length.

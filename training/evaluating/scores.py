@@ -30,7 +30,7 @@ from sklearn.metrics import (
     root_mean_squared_error,
 )
 
-from scheduler_core.lengths import LogT
+from scheduler_core.lengths import LogQuantiles, LogT
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
@@ -143,20 +143,27 @@ def standard_quantiles(levels: FloatArray, nu: float | FloatArray) -> FloatArray
 
 
 def score_outputs(
-    mu: FloatArray, sigma: FloatArray, nu: float | FloatArray, outputs: OutputLengths
+    mu: FloatArray,
+    sigma: FloatArray,
+    nu: float | FloatArray,
+    outputs: OutputLengths,
+    quantiles: FloatArray | None = None,
 ) -> OutputScores:
-    """Scores N outputs under the log-t predicted for their prompts: mu and sigma [G] in log tokens, nu one for all or [G]."""
+    """Scores N outputs under the log-t predicted for their prompts: mu and sigma [G] in log tokens, nu one for all or [G]; or,
+    where there are `quantiles` [G, K], under `LogQuantiles`."""
     owner, lengths = outputs.owner, outputs.lengths
-    nu_of = nu if np.ndim(nu) == 0 else np.asarray(nu)[owner]
-    each = LogT(mu[owner], sigma[owner], nu_of)
+
+    def lengths_of(rows: Rows) -> LogT | LogQuantiles:
+        if quantiles is not None:
+            return LogQuantiles(quantiles[rows])
+        return LogT(mu[rows], sigma[rows], nu if np.ndim(nu) == 0 else np.asarray(nu)[rows])
+
+    each = lengths_of(owner)
     log_sf = np.asarray(each.logsf(lengths))
     has_limit = np.isfinite(outputs.max_tokens)
     at_limit = np.ones(len(mu))
     if has_limit.any():
-        nu_at = nu if np.ndim(nu) == 0 else np.asarray(nu)[has_limit]
-        at_limit[has_limit] = -np.expm1(
-            LogT(mu[has_limit], sigma[has_limit], nu_at).logsf(outputs.max_tokens[has_limit])
-        )
+        at_limit[has_limit] = -np.expm1(lengths_of(has_limit).logsf(outputs.max_tokens[has_limit]))
     served = np.minimum(lengths, outputs.max_tokens[owner])
     with np.errstate(divide="ignore"):
         log_served, log_limits = np.log(served), np.log(outputs.max_tokens)
@@ -164,7 +171,8 @@ def score_outputs(
     def pinball(levels: FloatArray) -> Iterator[tuple[FloatArray, FloatArray]]:
         """Losses of the quantile of each level, in tokens and in log tokens."""
         for z, level in zip(standard_quantiles(levels, nu).T, levels.tolist(), strict=True):
-            quantile = np.minimum(mu + sigma * z, log_limits)
+            predicted = mu + sigma * z if quantiles is None else LogQuantiles(quantiles).logppf(level)
+            quantile = np.minimum(predicted, log_limits)
             with np.errstate(over="ignore"):
                 gaps = served - np.exp(quantile)[owner], log_served - quantile[owner]
             yield tuple(np.maximum(level * gap, (level - 1) * gap) for gap in gaps)

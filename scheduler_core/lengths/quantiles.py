@@ -1,0 +1,156 @@
+"""The distribution of output length X in tokens that has given quantiles of ln X, in place of a shape with parameters.
+
+P(ln X <= z) is linear in z between the quantiles q_0 <= ... <= q_K at the levels u_0 < ... < u_K, and exponential beyond them,
+each tail as steep as the gap beside it:
+
+    P(ln X <= z) = u_0 exp((z - q_0) / a),        a = (q_1 - q_0) / ln(u_1 / u_0),                      z < q_0
+    P(ln X > z)  = (1 - u_K) exp(-(z - q_K) / b),  b = (q_K - q_(K-1)) / ln((1 - u_(K-1)) / (1 - u_K)),  z > q_K
+
+Expectations are those of the censored length, by the stop-loss integral of `distribution`, which is exact on each part.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from scheduler_core.errors import InputError
+from scheduler_core.lengths.distribution import checked_level, checked_tokens
+from scheduler_core.lengths.standard import FloatArray
+
+#: u_0, ..., u_K, those of every predicted quantile; the one in the middle is the median.
+LEVELS = (0.01, 0.025, *(round(0.05 * step, 2) for step in range(1, 20)), 0.975, 0.99)
+_U = np.array(LEVELS)
+_STEPS, _LOW, _HIGH = np.diff(_U), _U[0], 1.0 - _U[-1]
+_LOG_LOW, _LOG_HIGH = np.log(_U[1] / _U[0]), np.log((1.0 - _U[-2]) / (1.0 - _U[-1]))
+#: Gaps count as at least this, ln tokens, so that slopes are finite where quantiles are equal.
+_MIN_GAP = 1e-6
+
+
+@dataclass(frozen=True, eq=False)
+class LogQuantiles:
+    """Distribution(s) of output length with given quantiles; arguments, results and errors as of `LogT`.
+
+    Attributes:
+        quantiles: Of ln X (ln tokens) at `LEVELS` [..., K+1], finite, none below the one before.
+    """
+
+    quantiles: Any
+    #: Gaps [..., K], a and b [...].
+    _gaps: Any = field(init=False, repr=False)
+    _low: Any = field(init=False, repr=False)
+    _high: Any = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        array = np.array(self.quantiles, dtype=np.float64)
+        if array.shape[-1:] != _U.shape or not np.isfinite(array).all() or (np.diff(array) < 0).any():
+            allowed = f"{len(LEVELS)} finite numbers, none below the one before"
+            raise InputError("quantiles", array.tolist(), allowed)
+        array.setflags(write=False)
+        gaps = np.maximum(np.diff(array), _MIN_GAP)
+        derived = {"_gaps": gaps, "_low": gaps[..., 0] / _LOG_LOW, "_high": gaps[..., -1] / _LOG_HIGH}
+        for name, value in ({"quantiles": array} | derived).items():
+            object.__setattr__(self, name, value)
+
+    def cdf(self, x: ArrayLike) -> FloatArray:
+        """P(X <= x), x in tokens, with full relative accuracy in the left tail."""
+        below, inner, above = self._parts(_log(x))
+        return np.asarray(below + inner @ _STEPS + (_HIGH - above))[()]
+
+    def sf(self, x: ArrayLike) -> FloatArray:
+        """P(X > x), x in tokens, with full relative accuracy in the right tail."""
+        below, inner, above = self._parts(_log(x))
+        return np.asarray(above + (1.0 - inner) @ _STEPS + (_LOW - below))[()]
+
+    def logsf(self, x: ArrayLike) -> FloatArray:
+        """ln P(X > x)."""
+        z = _log(x)
+        with np.errstate(divide="ignore"):
+            tail = np.log(_HIGH) - (z - self.quantiles[..., -1]) / self._high
+            return np.where(z > self.quantiles[..., -1], tail, np.log(self.sf(x)))[()]
+
+    def logpdf(self, x: ArrayLike) -> FloatArray:
+        """ln f(x), x in tokens; -inf for x <= 0."""
+        z, q = _log(x), self.quantiles
+        is_inner = (q[..., :-1] <= z[..., None]) & (z[..., None] < q[..., 1:])
+        left = np.log(_LOW / self._low) + (z - q[..., 0]) / self._low
+        right = np.log(_HIGH / self._high) - (z - q[..., -1]) / self._high
+        with np.errstate(divide="ignore"):
+            inner = np.log((is_inner * (_STEPS / self._gaps)).sum(axis=-1))
+        log_density = np.where(z < q[..., 0], left, np.where(z < q[..., -1], inner, right))
+        return np.where(np.isfinite(z), log_density - np.where(np.isfinite(z), z, 0.0), -np.inf)[()]
+
+    def pdf(self, x: ArrayLike) -> FloatArray:
+        """f(x) per token, x in tokens; 0 for x <= 0."""
+        return np.exp(self.logpdf(x))
+
+    def logppf(self, q: ArrayLike) -> FloatArray:
+        """ln of the q-quantile, q in [0, 1]; infinite at 0 and 1."""
+        level = checked_level("q", q)
+        inner = np.clip((level[..., None] - _U[:-1]) / _STEPS, 0.0, 1.0)
+        with np.errstate(divide="ignore"):
+            below = np.minimum(np.log(level / _LOW), 0.0)
+            above = np.minimum(np.log((1.0 - level) / _HIGH), 0.0)
+        middle = self.quantiles[..., 0] + (inner * np.diff(self.quantiles)).sum(axis=-1)
+        return np.asarray(middle + self._low * below - self._high * above)[()]
+
+    def ppf(self, q: ArrayLike) -> FloatArray:
+        """q-quantile in tokens, q in [0, 1]; a value above the float range is +inf."""
+        with np.errstate(over="ignore"):
+            return np.exp(self.logppf(q))
+
+    def expected(self, max_tokens: ArrayLike, generated_tokens: ArrayLike = 0.0) -> FloatArray:
+        """E[min(X, M)] in tokens; with g > 0 E[min(X, M) - g | X > g], what is left once g are generated."""
+        top = checked_tokens("max_tokens", max_tokens, positive=True)
+        generated = checked_tokens("generated_tokens", generated_tokens)
+        if (generated > top).any():
+            raise InputError("max_tokens", max_tokens, "at least generated_tokens")
+        return self._mean_excess(generated, top, self.sf(generated))
+
+    def cvar(self, alpha: ArrayLike, max_tokens: ArrayLike) -> FloatArray:
+        """CVaR_alpha(min(X, M)): mean of the worst fraction 1 - alpha of censored lengths, in tokens."""
+        level = checked_level("alpha", alpha, below_one=True)
+        top = checked_tokens("max_tokens", max_tokens, positive=True)
+        value = np.minimum(self.ppf(level), top)
+        # Over the fraction 1 - alpha, not P(X > v): of equal quantiles a part belongs to the worst fraction.
+        return np.asarray(value + self._mean_excess(value, top, 1.0 - level))[()]
+
+    def expected_and_cvar(self, alpha: ArrayLike, max_tokens: ArrayLike) -> tuple[FloatArray, FloatArray]:
+        """(`expected`, `cvar`) with expected <= cvar <= max_tokens."""
+        tail_mean = self.cvar(alpha, max_tokens)
+        return np.minimum(self.expected(max_tokens), tail_mean), tail_mean
+
+    def _parts(self, z: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """P(ln X <= z) below q_0, the fraction of each gap up to z [..., K], and P(ln X > z) above q_K."""
+        q = self.quantiles
+        below = _LOW * np.exp(np.minimum(z - q[..., 0], 0.0) / self._low)
+        above = _HIGH * np.exp(-np.maximum(z - q[..., -1], 0.0) / self._high)
+        return below, np.clip((z[..., None] - q[..., :-1]) / self._gaps, 0.0, 1.0), above
+
+    def _mean_excess(self, start: FloatArray, top: FloatArray, fraction: FloatArray) -> FloatArray:
+        """Integral of P(X > x) over x in [a, M], a = start <= M = top, over `fraction`, which is P(X > a) in the right tail."""
+        q, ends = self.quantiles, (_log(start), _log(top))
+        left, middle = [], []
+        for z in ends:
+            below, _, _ = self._parts(z)
+            # The antiderivatives of 1 - F(ln x), with F = below at the end of the part that lies below z.
+            left.append(np.exp(np.minimum(z, q[..., 0])) * (1.0 - below * self._low / (1.0 + self._low)))
+            inner = np.clip(z[..., None], q[..., :-1], q[..., 1:])
+            slope = _STEPS / self._gaps
+            rest = 1.0 - _U[:-1] + slope * (1.0 - (inner - q[..., :-1]))
+            middle.append((np.exp(inner) * rest).sum(axis=-1))
+        is_tail = ends[0] > q[..., -1]
+        low, high = (np.maximum(z, q[..., -1]) for z in ends)
+        power = 1.0 - 1.0 / self._high
+        power = np.where(np.abs(power) < 1e-12, 1e-12, power)
+        tail = np.exp(low) * np.expm1(power * (high - low)) / power
+        # In the right tail relative to P(X > a), which may underflow.
+        body = left[1] - left[0] + middle[1] - middle[0] + _HIGH * tail
+        excess = np.where(is_tail, tail, body / np.where(is_tail, 1.0, fraction))
+        return np.asarray(np.clip(excess, 0.0, top - start))[()]
+
+
+def _log(x: ArrayLike) -> FloatArray:
+    with np.errstate(divide="ignore"):
+        return np.log(np.maximum(np.asarray(x, dtype=np.float64), 0.0))
