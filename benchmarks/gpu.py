@@ -161,6 +161,10 @@ def training(run: Run, step: str) -> None:
         step, options.data, out, options.passes, check=options.check, teacher=options.teacher_rows
     )
     run.command(*words, quiet=True)
+    if step == "smollm2_full":
+        scored = ["--data", str(out / "data/report.parquet"), "--json", str(out / "evaluation.json")]
+        evaluate = ["training.evaluating.cli", str(out / "calibrated"), *scored]
+        run.command(*evaluate, "--overwrite", "true", "--progress", "false", quiet=True)
     parts = sorted(write_weights(step, out, options.part_mib).iterdir())
     size = sum(file.stat().st_size for file in parts) / 2**20
     run.page += [
