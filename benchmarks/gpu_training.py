@@ -31,8 +31,8 @@ DATA_FILES = (
     *(f"{source.file}.parquet" for source in SOURCES),
     *(f"more/{name}.parquet" for name in SET_ASIDE),
 )
-#: Prompts of each file in a check; fewer than 20 of a source that is set aside are not scored.
-NUM_CHECK_PROMPTS, NUM_SOURCE_PROMPTS = 120, 12
+#: Prompts in a check, of each file of CASTILLO and of each other source.
+NUM_CASTILLO_PROMPTS, NUM_SOURCE_PROMPTS = 120, 24
 
 
 def training_words(
@@ -107,11 +107,10 @@ def halve(source: Path, target: Path) -> None:
 
 def _few_prompts(data: Path, out: Path) -> Path:
     """Writes a copy of the public length sets with few prompts."""
-    sources = {f"{source.file}.parquet" for source in SOURCES}
     for name in DATA_FILES:
         table = pd.read_parquet(data / name)
         prompts = table.prompt.drop_duplicates()
-        number = NUM_SOURCE_PROMPTS if name in sources else NUM_CHECK_PROMPTS
+        number = NUM_CASTILLO_PROMPTS if name.startswith("castillo") else NUM_SOURCE_PROMPTS
         few = prompts.sample(min(number, len(prompts)), random_state=0)
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         table[table.prompt.isin(few)].to_parquet(out / name)
