@@ -100,7 +100,7 @@ proto: $(READY)
 	$(BIN)/python -m predictors.proto.generate
 
 # All but those that need data or an environment of their own: their --help says which.
-BENCHMARKS := $(filter-out %/__init__.py %/new_served_model.py %/samples_per_prompt.py %/vllm_cpu.py %/vidur_validation.py %/plain_vidur_loop.py %/routing.py %/default_order.py %/online_calibration.py %/vllm_scheduler.py %/distribution_heads.py %/urgency_scales.py %/pooled.py %/leave_one_model_out.py,$(wildcard benchmarks/*.py))
+BENCHMARKS := $(filter-out %/__init__.py %/new_served_model.py %/samples_per_prompt.py %/vllm_cpu.py %/vidur_validation.py %/plain_vidur_loop.py %/routing.py %/default_order.py %/online_calibration.py %/vllm_scheduler.py %/distribution_heads.py %/urgency_scales.py %/pooled.py %/leave_one_model_out.py %/gpu.py,$(wildcard benchmarks/*.py))
 
 # The site in out/site; `make docs DOCS=serve` shows it while you write.
 DOCS ?= build --strict

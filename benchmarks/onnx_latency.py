@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import shutil
 import tempfile
@@ -56,7 +57,11 @@ GRIDS = {
     "quick": [(1, 32), (8, 128)],
     "full": [(b, s) for s in (32, 128, 512) for b in (1, 8, 32)],
 }
-PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+PROVIDERS = {
+    "cpu": "CPUExecutionProvider",
+    "cuda": "CUDAExecutionProvider",
+    "tensorrt": "TensorrtExecutionProvider",
+}
 LOWEST_IDS = 100
 
 
@@ -98,15 +103,21 @@ def export(model: Any, path: Path, *, legacy: bool) -> None:
 
 
 def open_session(path: Path, device: str, threads: int) -> Any:
-    """A session as the prediction service opens it; stops if the device is not the one asked for."""
+    """A session as the prediction service opens it, with TensorRT in half precision; stops if the device is not the one
+    asked for.
+    """
     import onnxruntime as ort
 
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
-    if device == "cuda":
+    providers: list[Any] = [PROVIDERS[device]]
+    if device != "cpu":
         ort.preload_dlls()
-    session = ort.InferenceSession(str(path), options, providers=[PROVIDERS[device]])
+    if device == "tensorrt":
+        importlib.import_module("tensorrt")  # loads the libraries that the provider needs
+        providers = [(PROVIDERS[device], {"trt_fp16_enable": True}), PROVIDERS["cuda"]]
+    session = ort.InferenceSession(str(path), options, providers=providers)
     if session.get_providers()[0] != PROVIDERS[device]:
         raise SystemExit(f"asked for {PROVIDERS[device]}, got {session.get_providers()}")
     return session
@@ -167,6 +178,8 @@ def contenders(encoder: str, options: argparse.Namespace) -> Iterator[dict[str, 
                 ir.save(build_variant(plain, kind, calibration, **limits, seed=0)[0], folder / "new.onnx")
                 (folder / "new.onnx").replace(path)
             sessions[f"ORT {kind}"] = open_session(path, options.device, options.threads)
+        if options.tensorrt:
+            sessions["ORT TensorRT fp16"] = open_session(plain, "tensorrt", options.threads)
         calls = {name: session_call(session) for name, session in sessions.items()}
         half = options.device == "cuda"
         label = "fp16" if half else "fp32"
@@ -237,9 +250,7 @@ def main() -> None:
     parser.add_argument(
         "--encoder", choices=sorted(ENCODERS), action="append", help="default: those of the grid"
     )
-    parser.add_argument(
-        "--device", choices=sorted(PROVIDERS), help="default: cuda where torch and ORT find it"
-    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where torch and ORT find it")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument(
@@ -254,6 +265,9 @@ def main() -> None:
     )
     parser.add_argument(
         "--graphs", help="folder to keep the graphs in, for the next run; default: thrown away"
+    )
+    parser.add_argument(
+        "--tensorrt", action="store_true", help="with --device cuda: ONNX Runtime's TensorRT too"
     )
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="leave torch.compile out")
     parser.add_argument("--legacy-exporter", action="store_true", help="faster export of the plain graph")

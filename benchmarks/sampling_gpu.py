@@ -107,10 +107,11 @@ def main() -> None:
         f"{options.model} in {options.dtype}, {options.samples} answers per prompt, cap {options.max_tokens}, "
         f"temperature {options.temperature}, seed 1"
     )
-    header = (
-        f"{'engine':24} {'batch':>6} {'load s':>7} {'prompts':>8} {'answers':>8} {'tokens':>9} {'seconds':>8}"
+    print(
+        "\n| engine | batch | load, s | prompts | answers | tokens | seconds | tokens/s | with prompts | GPU, GiB |\n"
+        "|---|" + "---:|" * 9,
+        flush=True,
     )
-    print(f"{header} {'tokens/s':>9} {'with prompts':>12} {'GPU GiB':>8}", flush=True)
     for batch in options.batch or ((64, 256, 1024) if on_gpu else (4,)):
         count = options.prompts or -(-(4 if on_gpu else 2) * batch // options.samples)
         began = time.perf_counter()
@@ -126,9 +127,9 @@ def main() -> None:
         memory = torch.cuda.max_memory_allocated() / 2**30 if on_gpu and backend.name != "vllm" else 0.0
         engine = f"{backend.name} {backend.version.split('+')[0]}"
         print(
-            f"{engine:24} {batch:>6} {load_s:>7.1f} {count:>8} {outputs:>8} {tokens:>9} {seconds:>8.1f} "
-            f"{tokens / seconds:>9.0f} {(tokens + prompt_tokens) / seconds:>12.0f} "
-            f"{f'{memory:.1f}' if memory else '-':>8}",
+            f"| {engine} | {batch} | {load_s:.1f} | {count} | {outputs} | {tokens} | {seconds:.1f} "
+            f"| {tokens / seconds:.0f} | {(tokens + prompt_tokens) / seconds:.0f} "
+            f"| {f'{memory:.1f}' if memory else '-'} |",
             flush=True,
         )
         backend.close()

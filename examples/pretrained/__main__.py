@@ -49,6 +49,10 @@ class PretrainedConfig:
     """Folder for everything that is made; a step whose result is there is left out."""
     teacher: str | None = "out/smollm2/checkpoint"
     """Checkpoint folder whose predictions minilm learns beside the true lengths, for the prompts of CASTILLO and for prompts made of all training prompts; `make smollm2` makes this one. null: true lengths alone."""
+    train_options: tuple[str, ...] = ()
+    """More options of `train`, as --stage1.epochs=8, over those of the recipe."""
+    export: bool = True
+    """Export, evaluate, install; false: the calibrated checkpoint is all."""
     install: bool = True
     """Replace the artifact in predictors/pretrained, or the trained weights in examples/pretrained/smollm2, by the new ones."""
 
@@ -62,11 +66,14 @@ def pretrained(config: PretrainedConfig) -> None:
     options: list[str | Path] = ["--config", RECIPES / f"{config.predictor}.yaml"]
     if config.predictor == "smollm2":
         options += ["--encoder", steps.encoder()]
+    options += config.train_options
     training = dict(files.training)
     if config.predictor == "minilm" and config.teacher is not None:
         training[steps.teach(Path(config.teacher))] = TEACHER_WEIGHT
     steps.train(options, training)
     steps.calibrate()
+    if not config.export:
+        return
     steps.export()
     if config.predictor == "minilm":
         steps.quantize()
@@ -93,7 +100,8 @@ class _Steps:
         folder = self.out / "encoder"
         if not folder.is_dir():
             prompts = pd.read_parquet(next(iter(self.files.training))).prompt.drop_duplicates()
-            write_encoder(folder, prompts.sample(NUM_SCALE_PROMPTS, random_state=0).tolist())
+            number = min(NUM_SCALE_PROMPTS, len(prompts))
+            write_encoder(folder, prompts.sample(number, random_state=0).tolist())
         return folder
 
     def teach(self, checkpoint: Path) -> Path:
