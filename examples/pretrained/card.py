@@ -83,6 +83,7 @@ def card(
     manifest = json.loads((artifact / "manifest.json").read_text(encoding="utf-8"))
     built, origin, encoder, taught = _BUILT[name]
     essay = open_runtime(artifact, provider="cpu").predict([_ESSAY], ["meta-llama/Llama-3.1-8B-Instruct"])
+    assert essay.mu is not None
     text = _INTRO.format(
         name=name,
         built=built,
