@@ -39,7 +39,7 @@ class ImportLengthsConfig:
     on_error: Literal["skip", "stop"] = "skip"
     """Rows that cannot be used: skip them and report their number and reasons, or stop at the first."""
     columns: str = ""
-    """For kind log: mapping to the columns of the file, NAME=COLUMN separated by commas, e.g. output_tokens=usage.completion_tokens,prompt=question,finish_reason=end; empty: the columns with canonical names."""
+    """For kind log: mapping to the columns of the log, NAME=COLUMN separated by commas, e.g. output_tokens=usage.completion_tokens,prompt=question,finish_reason=end; empty: the columns with canonical names."""
     tokens: str = ""
     """Unit of the lengths, if the kind does not determine it; only recorded."""
     tokenizer: str = ""

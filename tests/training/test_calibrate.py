@@ -234,7 +234,7 @@ def test_training_prompts_are_noticed(tmp_path, caplog):
     answers = write_drawn_answers(tmp_path / "answers.parquet", checkpoint, num_prompts=60)
     args = [str(checkpoint), "--data", str(answers), "--progress", "false"]
     assert main([*args, "--out", str(tmp_path / "out")]) in (0, 3)
-    assert "about 100 % of the prompts were trained on" in caplog.text
+    assert "about 100 % of the prompts are in the training data" in caplog.text
     assert "--split test" in caplog.text
     caplog.clear()
     assert evaluate([*args, "--split", "train", "--ceiling", "false"]) == 0
