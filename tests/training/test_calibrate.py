@@ -238,7 +238,7 @@ def test_training_prompts_are_noticed(tmp_path, caplog):
     assert "--split test" in caplog.text
     caplog.clear()
     assert evaluate([*args, "--split", "train", "--ceiling", "false"]) == 0
-    assert "trained on" not in caplog.text
+    assert "in the training data" not in caplog.text
     many, new = ([f"{name} {number}" for number in range(5000)] for name in ("prompt", "new"))
     assert overlap([*many[:500], *new[:500]], smallest_hashes(many)) == pytest.approx(0.5, abs=0.2)
     assert overlap(["new"], smallest_hashes(many)) == overlap(many, []) == 0.0
