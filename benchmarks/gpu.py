@@ -152,6 +152,10 @@ def sampling(run: Run) -> None:
         run.page.append("vLLM was not run: it is not installed, or this is a check.\n")
 
 
+#: Steps that measure; the others train.
+MEASUREMENTS = {"training_step": training_step, "onnx_latency": onnx_latency, "sampling": sampling}
+
+
 def training(run: Run, step: str) -> None:
     """Trains a predictor and evaluates it."""
     from benchmarks.gpu_training import training_table, training_words, write_weights
@@ -160,9 +164,8 @@ def training(run: Run, step: str) -> None:
     words = training_words(
         step, options.data, out, options.passes, check=options.check, teacher=options.teacher_rows
     )
-    if (
-        options.check
-    ):  # so few prompts are too few for `calibrate`, which says so and fails; the next call goes on after it
+    if options.check:
+        # `calibrate` refuses so few prompts; the second call continues after it.
         run.command(*words, quiet=True, optional=True)
     run.command(*words, quiet=True)
     if step == "smollm2_full":
@@ -232,7 +235,7 @@ def run_steps(options: argparse.Namespace, command: str) -> int:
             continue
         run, result = Run(options, end), str(page)
         try:
-            training(run, step) if step in TRAINING else globals()[step](run)
+            training(run, step) if step in TRAINING else MEASUREMENTS[step](run)
         except Exception as error:  # of whatever kind: the other steps go on
             num_unfinished += 1
             result = f"{UNFINISHED}{error if isinstance(error, TailcastError) else repr(error)}"

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from examples.pretrained.prepare import COLUMNS, Prepared, prompt_hash
 from predictors.modules.checkpoint import load_checkpoint
 from predictors.runtime import ArtifactRuntime
+from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_file
 from training.corrected_graph import FeatureRuntime
 from training.corrections import Requests
@@ -110,10 +111,14 @@ def write_teacher_rows(
         prompts: Different prompts.
         temperatures: At which a served model is predicted; at an unknown one where it has none.
         seed: Of the choice.
+
+    Raises:
+        InputError: The checkpoint is not conditioned on the served model.
     """
     teacher = load_checkpoint(checkpoint)
     conditioning = teacher.model.config.conditioning
-    assert conditioning is not None
+    if conditioning is None:
+        raise InputError("teacher", str(checkpoint), "a checkpoint that is conditioned on the served model")
     names = np.array(conditioning.served_models, dtype=object)
     rng = np.random.default_rng(seed)
     size = min(ROWS_PER_PROMPT, len(names))
