@@ -132,14 +132,14 @@ def fake_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setattr(gpu, "gpu_name", lambda: "Tesla T0, driver 1.2")
     monkeypatch.setattr(gpu, "STEPS", dict.fromkeys(("training_step", "sampling"), ()))
-    monkeypatch.setattr(gpu, "training_step", lambda run: run.command("printing"))
+    monkeypatch.setitem(gpu.MEASUREMENTS, "training_step", lambda run: run.command("printing"))
     return ["--out", str(tmp_path / "pages"), "--work", str(tmp_path / "work")]
 
 
 def test_a_step_is_run_again_until_its_page_is_finished(
     fake_steps: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpu, "sampling", lambda run: run.command("failing"))
+    monkeypatch.setitem(gpu.MEASUREMENTS, "sampling", lambda run: run.command("failing"))
     assert main(fake_steps) == 1
     page = (tmp_path / "pages/training_step.md").read_text()
     assert TABLE in page
@@ -147,7 +147,7 @@ def test_a_step_is_run_again_until_its_page_is_finished(
     assert f"python -m benchmarks.gpu --out {tmp_path}" in page
     assert "Unfinished: the GPU is lost" in (tmp_path / "pages/sampling.md").read_text()
     capsys.readouterr()
-    monkeypatch.setattr(gpu, "sampling", lambda run: run.command("failing", optional=True))
+    monkeypatch.setitem(gpu.MEASUREMENTS, "sampling", lambda run: run.command("failing", optional=True))
     assert main(fake_steps) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first.endswith("training_step.md is there")
@@ -158,7 +158,7 @@ def test_a_step_is_run_again_until_its_page_is_finished(
 def test_a_step_is_stopped_at_the_limit(
     fake_steps: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu, "sampling", lambda run: run.command("endless"))
+    monkeypatch.setitem(gpu.MEASUREMENTS, "sampling", lambda run: run.command("endless"))
     assert main([*fake_steps, "--steps", "sampling", "--limit_s", "0"]) == 1
     assert "Unfinished: stopped by --limit_s 0" in (tmp_path / "pages/sampling.md").read_text()
 
