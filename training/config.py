@@ -130,11 +130,16 @@ class ConditioningOptions:
     """Condition on the sampling temperature."""
     served_model_dropout: float = 0.1
     """Probability that a training row hides its served model, so that an unknown one can be predicted for; 0: predictions for unknown served models are refused, unless unknown_is_mean."""
+    temperature_dropout: float = 0.1
+    """Probability that a training row hides its temperature, so that an unknown one can be predicted for where every row of the data has one."""
     unknown_is_mean: bool = False
     """Predict for an unknown served model the mean over all known ones, in place of what hidden and unnamed rows taught."""
 
     def __post_init__(self) -> None:
-        check_ranges(self, "conditioning.", served_model_dropout=(0.0, BELOW_ONE))
+        probability = (0.0, BELOW_ONE)
+        check_ranges(
+            self, "conditioning.", served_model_dropout=probability, temperature_dropout=probability
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,8 +112,13 @@ class StageModule(L.LightningModule):
         self.current = batch, self._splits["train"]
         conditioning = self._config.conditioning
         if conditioning is not None and self._first_new_model is None:
-            hidden = torch.rand_like(batch.temperature) < conditioning.served_model_dropout
-            batch = batch._replace(served_model=batch.served_model.masked_fill(hidden, 0))
+            no_model, no_temperature = torch.rand(2, len(batch.temperature), device=batch.temperature.device)
+            batch = batch._replace(
+                served_model=batch.served_model.masked_fill(no_model < conditioning.served_model_dropout, 0),
+                temperature=batch.temperature.masked_fill(
+                    no_temperature < conditioning.temperature_dropout, torch.nan
+                ),
+            )
         _, losses = self._losses(batch, self.sigma_weight)
         self._add({name: loss.sums().detach() for name, loss in losses.items()})
         weights = {name: float(getattr(self._config, name).weight) for name in losses}

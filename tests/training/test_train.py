@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from predictors.modules.checkpoint import load_checkpoint
 from predictors.modules.encoder import load_encoder
+from predictors.modules.predictor import PromptPredictor
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.files import locked_folder
 from tests.training.data import SERVED_MODELS, assert_refused, write_labels, write_rows, write_sample_file
@@ -354,6 +355,23 @@ def test_without_dropout_of_served_models_unknown_models_are_refused(bert, sever
     train(tiny(bert, several, tmp_path / "out", conditioning=ConditioningOptions(served_model_dropout=0.0)))
     with pytest.raises(InputError, match="served model: got 'stranger'; allowed: one of large, middle"):
         predict(load_checkpoint(tmp_path / "out"), ["a"], ["stranger"])
+
+
+def test_dropout_hides_temperatures_from_training_alone(bert, several, tmp_path, monkeypatch):
+    table = pq.read_table(several)
+    table = table.drop_columns("temperature").append_column("temperature", pa.array(np.ones(len(table))))
+    pq.write_table(table, tmp_path / "rows.parquet")
+    scores, hidden = PromptPredictor.scores, {True: [], False: []}
+
+    def recording(self, features, served_model, temperature, row_prompt):
+        hidden[self.training].append(temperature.isnan())
+        return scores(self, features, served_model, temperature, row_prompt)
+
+    monkeypatch.setattr(PromptPredictor, "scores", recording)
+    options = ConditioningOptions(served_model_dropout=0.0, temperature_dropout=0.5)
+    train(tiny(bert, tmp_path / "rows.parquet", tmp_path / "out", conditioning=options))
+    assert 0.3 < torch.cat(hidden[True]).float().mean() < 0.7
+    assert not torch.cat(hidden[False]).any()
 
 
 @pytest.fixture(scope="module")
