@@ -313,7 +313,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--overwrite", action="store_true", help="run steps whose page is there too")
     parser.add_argument("--passes", type=int, help="of training; default: minilm 8, smollm2_full 4")
     parser.add_argument(
-        "--teacher_rows", type=Path, help="teacher.parquet of `make pretrained`; default: that in DATA"
+        "--teacher_rows",
+        type=Path,
+        help="teacher-*.parquet of `make pretrained`; default: teacher.parquet in DATA",
     )
     parser.add_argument("--part_mib", type=float, default=15.0, help="maximum size of a part")
     parser.add_argument("--check", action="store_true", help="tiny sizes on the CPU; pages into --work")

@@ -137,9 +137,7 @@ class ConditioningOptions:
 
     def __post_init__(self) -> None:
         probability = (0.0, BELOW_ONE)
-        check_ranges(
-            self, "conditioning.", served_model_dropout=probability, temperature_dropout=probability
-        )
+        check_ranges(self, "conditioning.", served_model_dropout=probability, temperature_dropout=probability)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +202,8 @@ class TrainConfig:
     """Text encoder: a local folder, package:NAME/PATH inside an installed package, or a hub name such as microsoft/deberta-v3-base; or a checkpoint folder of train, whose encoder is then taken without its heads."""
     encoder_dropout: float | None = None
     """Dropout inside the encoder; unset: its own. On a CPU, 0 makes stage 1 about a quarter faster."""
+    line_breaks: bool = False
+    """Add line breaks to the vocabulary of an encoder whose tokenizer drops them, as those of BERT do, so that code, lists and paragraphs can be told apart."""
     lora: LoraOptions | None = None
     """Adapters, for encoders that are too large to be trained whole; unset: all weights are trained."""
     init: str | None = None
@@ -326,6 +326,8 @@ class TrainConfig:
             raise InputError("data_weights", weights, f"{len(self.files['data'])} finite numbers > 0")
         if self.only_conditioning and self.init is None:
             raise InputError("only_conditioning", True, "a run with init")
+        if self.line_breaks and self.init is not None:
+            raise InputError("line_breaks", True, "false with init, whose tokenizer is the checkpoint's")
         if self.oversampling and not self.needs_fits:
             raise InputError("oversampling", self.oversampling, "nothing, where no parameters are fitted")
 

@@ -22,7 +22,7 @@ from examples.pretrained.unseen import score_sources
 from examples.shell import Shell
 from predictors.pretrained import FOLDERS, PRETRAINED, pin
 from scheduler_core.command import command
-from scheduler_core.files import shared_folder
+from scheduler_core.files import sha256_file, shared_folder
 
 RECIPES = Path(__file__).parent
 #: Training prompts that give the scale of a language model's states.
@@ -105,8 +105,9 @@ class _Steps:
         return folder
 
     def teach(self, checkpoint: Path) -> Path:
-        """The file of the teacher's predictions; is made."""
-        since, file = time.monotonic(), self.out / "data" / "teacher.parquet"
+        """The file of the teacher's predictions, named by the teacher's weights; is made."""
+        since, version = time.monotonic(), sha256_file(checkpoint / "model.safetensors")[:8]
+        file = self.out / "data" / f"teacher-{version}.parquet"
         if not file.is_file():
             prompts, share = real_prompts(self.files)
             made_up = made_up_prompts(prompts, share, MADE_UP, SEED)
