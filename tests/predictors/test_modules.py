@@ -436,7 +436,7 @@ def widen(folder: Path) -> None:
         (removed("model.safetensors"), "model.safetensors"),
         (replaced("model.safetensors", "12345678910"), "complete safetensors file"),
         (replaced("config.json", "{"), "checkpoint: got .*config.json'; allowed: a file with valid JSON"),
-        (edited(format_version=4), "format_version: got 4; .*an older tailcast wrote it: train it again"),
+        (edited(format_version=4), "format_version: got 4; .*from an older tailcast: train it again"),
         (edited(format_version="5"), "format_version: got '5'; allowed: 5$"),
         (edited(predictor={"nope": 1}), "predictor"),
         (edited(calibration={"sigma_scale": [0.0], "mu_shift": [0.0]}), "sigma_scale"),
