@@ -46,8 +46,7 @@ class Head:
         return None
 
     def build(self, num_features: int, num_conditions: int, generator: torch.Generator | None) -> nn.Module:
-        """The network: features [P, F] (and conditions [R, C], row_prompt if conditioned) -> scores [R,
-        ...]."""
+        """The network: features [P, F] (and conditions [R, C], row_prompt) -> scores [R, ...]."""
         return ConditionedTower(num_features, num_conditions, self.tower, self.num_scores, generator)
 
     def outputs(self, scores: Tensor, statistics: Normalization) -> dict[str, Tensor]:

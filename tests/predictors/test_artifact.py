@@ -57,7 +57,7 @@ OURS = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 OTHER = Ed25519PrivateKey.from_private_bytes(bytes(range(32, 64)))
 REQUEST = PredictionRequest("r", "sea", 1)
 SEA = pb.PredictRequest(prompt="sea")
-NO_NUMBERS = "the model gave mu = nan"
+NO_NUMBERS = "the model returned mu = nan"
 
 
 def change_manifest(folder: Path, **changes: Any) -> None:

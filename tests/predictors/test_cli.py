@@ -165,7 +165,7 @@ def test_port_in_use_is_one_line(artifact_folder: Path, capsys: pytest.CaptureFi
     [
         (shutil.rmtree, "existing artifact folder"),
         (lambda folder: (folder / "manifest.json").write_text("{"), "valid JSON"),
-        (without_numbers, "the model gave mu = nan"),
+        (without_numbers, "the model returned mu = nan"),
     ],
     ids=["folder", "bad manifest", "no numbers"],
 )

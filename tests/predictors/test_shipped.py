@@ -101,8 +101,8 @@ def test_a_changed_or_missing_one_is_refused(
         shipped_folder(PRETRAINED)
     monkeypatch.setitem(FOLDERS, PRETRAINED, tmp_path / "tailcast-minilm")
     assert serve([]) == 2
-    assert "this installation comes without" in capsys.readouterr().err
-    with pytest.raises(InputError, match="this installation comes without"):
+    assert "this installation does not include" in capsys.readouterr().err
+    with pytest.raises(InputError, match="this installation does not include"):
         open_predictor("pretrained")
 
 
