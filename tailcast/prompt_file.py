@@ -79,7 +79,7 @@ def predict_file(predictor: LengthPredictor, config: PredictConfig) -> None:
     assert config.out is not None
     file, target = existing_file(config.data, "data"), check_table_path(config.out, "out")
     if target.is_file() and not config.overwrite:
-        raise InputError("out", config.out, "a new file; use --overwrite true to replace this one")
+        raise InputError("out", config.out, "a new file; --overwrite true replaces this one")
     bad = _BadRows(config.on_error == "stop", file.name)
     rows = iter(tracked(_prompt_rows(file, predictor, config, bad), "predict", config.progress))
     table: list[dict[str, Any]] = []

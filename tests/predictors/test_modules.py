@@ -445,7 +445,7 @@ def widen(folder: Path) -> None:
         (replaced("normalization.json", '{"mu_std": 1}'), "normalization.json: got .*; allowed: also"),
         (removed("tokenizer.json"), "tokenizer.json"),
         (shutil.rmtree, "existing checkpoint folder"),
-        (widen, r"weights that fit config\.json"),
+        (widen, r"weights that match config\.json"),
     ],
 )
 def test_broken_checkpoints_are_named(break_it, message, saved, tmp_path):
