@@ -98,8 +98,7 @@ def write_manifest(folder: str | Path, manifest: Manifest, *, version_prefix: st
 
 
 def hash_files(folder: str | Path) -> dict[str, str]:
-    """File name -> SHA-256 of the files in `folder`, except the manifest, its signature and
-    .tailcast.json."""
+    """File name -> SHA-256 of the files in `folder` that a manifest lists."""
     return {
         file.name: sha256_file(file)
         for file in sorted(Path(folder).iterdir())

@@ -164,8 +164,7 @@ def serve_worker(config: ServeConfig, number: int) -> int:
 def build_server(
     config: ServeConfig, *, worker: int | None = None
 ) -> tuple[PredictionServer, dict[str, ArtifactSource]]:
-    """The server of `config`, not yet bound, and its artifact sources by id; `worker`: number of the
-    process."""
+    """The unbound server of `config`, and its artifact sources by id; `worker` is its number, if any."""
     from predictors.runtime import CPU
     from predictors.service.artifacts import open_sources
     from predictors.service.pipeline import worker_cores

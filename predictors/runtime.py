@@ -163,9 +163,8 @@ class ArtifactRuntime:
         for tensor, values in zip(self._outputs, outputs, strict=True):
             expected = (len(prompts), *tensor.shape[1:])
             if values.shape != expected:
-                raise TailcastError(
-                    f"the model returned {tensor.name} of shape {values.shape}, not {expected}"
-                )
+                text = f"the model returned {tensor.name} of shape {values.shape}, not {expected}"
+                raise TailcastError(text)
             arrays[tensor.name] = values.astype(np.float64)
         return Predicted.of(arrays, nu=self.artifact.manifest.nu)
 

@@ -19,8 +19,7 @@ MAX_MESSAGE_BYTES = 2**31 - 1  # messages are not sent over a network
 
 
 class InProcessPredictor(AsyncClient):
-    """Runs an artifact in threads of this process, with the service's batching and checks; requires extra
-    `serve`.
+    """Runs an artifact in threads, with the batching and checks of the service; requires extra `serve`.
 
     The event loop is never blocked: loading (at the first call), tokenizing and the model run in threads.
 

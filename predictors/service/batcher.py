@@ -101,8 +101,7 @@ class BatchingSettings:
 
 def nearest_in_length(lengths: Sequence[int], start: int, settings: BatchingSettings) -> range:
     """Range of positions of the batch around the request at `start`, given ascending lengths >= 1. The
-    nearest neighbor in length (the longer one for ties) is added while the limits on size and padding
-    hold."""
+    nearest neighbor in length (the longer one for ties) is added within the limits on size and padding."""
     low, high = start, start + 1
     real, longest = lengths[start], lengths[start]
     while high - low < settings.max_batch:

@@ -90,8 +90,7 @@ class PredictorCalls:
         prefix: str = "",
         trace: Mapping[str, str] | None = None,
     ) -> pb.Outcome:
-        """Predicts one prompt of a batch; returns its prediction or error, with `prefix` before field
-        names."""
+        """Predicts one prompt of a batch; returns the prediction or error. `prefix` is for field names."""
         try:
             return pb.Outcome(prediction=await self.predict(request, timeout_s, method=method, trace=trace))
         except Exception as error:

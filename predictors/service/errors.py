@@ -116,8 +116,7 @@ class ErrorStatus:
 
     @classmethod
     def of(cls, error: Exception) -> ErrorStatus:
-        """The status of an error; other errors than `TailcastError` are logged, without text in the
-        status."""
+        """The status of an error; logs errors other than `TailcastError` and does not return their text."""
         if not isinstance(error, TailcastError):
             logger.error("a request failed", exc_info=error)
             message = "internal error; the server's log has the details"

@@ -203,7 +203,7 @@ def test_what_the_manifest_does_not_list_is_refused(tmp_path: Path, name: str) -
     (folder / ".tailcast.json").write_text("{}")
     open_artifact(folder)
     (folder / name).mkdir()
-    with pytest.raises(InputError, match=rf"artifact: got \['{re.escape(name)}'\]; allowed: .*manifest.json lists"):
+    with pytest.raises(InputError, match=rf"artifact: got \['{re.escape(name)}'\]; allowed: .*json lists"):
         open_artifact(folder)
 
 
