@@ -29,7 +29,7 @@ PATTERNS: dict[str, Callable[[int, int, np.random.Generator], NDArray[np.int64]]
     "random": lambda batch, seq, rng: rng.integers(1, seq + 1, size=batch),
 }
 TEMPERATURES = (None, 0.0, 0.3, 1.0, 2.0)
-# Outputs whose differences above 1 are relative to the value.
+# Outputs whose differences are relative for values above 1.
 RELATIVE_ABOVE_1 = ("nu", "regression_tokens", "rank")
 
 PROBES = (
@@ -81,7 +81,7 @@ def measure_parity(
 
     Returns:
         max_abs_diff: "batch x seq pattern" -> largest value of `_differences` over all outputs.
-        by_output: output -> largest difference over all shapes. padding: see `measure_padding`; tolerance.
+        by_output: output -> largest difference. padding: largest change by padding. tolerance: as passed.
     """
     import torch
 

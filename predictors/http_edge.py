@@ -39,7 +39,7 @@ class HttpRunner(web.AppRunner):
         self._request_timeout_s = request_timeout_s
 
     async def bind(self, field: str, host: str, port: int, **options: Any) -> int:
-        """Binds a port and starts serving; returns its number. InputError about the option `field`."""
+        """Binds and serves a port; returns its number. InputError about the option `field` on failure."""
         await self.setup()
         try:
             await web.TCPSite(self, host, port, **options).start()

@@ -50,7 +50,7 @@ def hashed_pairs(ids: Integers, num_buckets: int) -> Integers:
 
 
 def hashed_starts(ids: Integers, num_buckets: int) -> list[int]:
-    """Table rows [6] of the first three tokens, single, in pairs and together; arguments as above."""
+    """Table rows [6] of the first three tokens, single, in pairs and together; see `hashed_pairs`."""
     first, second, third = (*(ids[:3] + 1).tolist(), 0, 0, 0)[:3]
     second, third = second << 20, third << 40
     keys = (first, second, third, first + second, second + third, first + second + third)
@@ -65,7 +65,7 @@ def length_features(num_tokens: Any) -> list[Any]:
 
 
 class TinyModel:
-    """Network from token ids to mu and sigma; thread-safe.
+    """Network from token ids to mu and sigma; thread-safe. InputError for an invalid file.
 
     The file has `TABLES` as int8 with a scale per row, `LAYERS` as weight and bias in float16.
     """

@@ -73,7 +73,7 @@ def predict_file(predictor: LengthPredictor, config: PredictConfig) -> None:
     """Writes predictions to `config.out`, one row per valid row of `config.data`.
 
     Columns: row, request_id, model, mu, sigma, nu, max_tokens, median_tokens, p90_tokens, p99_tokens,
-    expected_tokens (truncated), artifact_id, artifact_version. InputError if no row is valid.
+    expected_tokens (truncated at max_tokens), artifact_id, artifact_version. InputError if no row is valid.
     """
     assert config.data is not None
     assert config.out is not None

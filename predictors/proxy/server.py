@@ -195,8 +195,8 @@ class ProxyServer:
             self._recorder.finish(exchange)
 
     def _body(self, request: web.Request, data: bytes) -> JsonBody | None:
-        """The body with the hints that the client may send, or None to forward the data unchanged. Refusal
-        (or InputError if compressed) for an invalid body that has to be parsed."""
+        """The body with the hints that the client may send, or None to forward the data unchanged. Raises
+        Refusal (InputError if compressed) for an invalid body that must be parsed."""
         is_completion = request.path in (CHAT, TEXT)
         try:
             for value in request.headers.getall("Content-Encoding", ()):
