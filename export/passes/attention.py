@@ -69,7 +69,7 @@ def fuse_attention(model: ir.Model, *, max_length: int, vocabulary: int) -> int:
     values = probe(model, [value for reading in readings for value in reading.tensors()], feed)
     terms = [term for reading in readings for term in reading.positions]
     tables = position_tables(model, terms, max_length, rng, vocabulary) if terms else {}
-    done = 0
+    num_fused = 0
     [mask] = [value for value in graph.inputs if value.name == "attention_mask"]
     key_mask: ir.Value | None = None
     relative = RelativeBias(graph, max_length)
@@ -81,10 +81,10 @@ def fuse_attention(model: ir.Model, *, max_length: int, vocabulary: int) -> int:
         if proof is not None:
             key_mask = key_mask or add(graph, "Cast", mask, to=ir.DataType.INT32)
             _rewrite(graph, reading, proof, key_mask, relative)
-            done += 1
-    if done:
+            num_fused += 1
+    if num_fused:
         finish(model)
-    return done
+    return num_fused
 
 
 def read_attention(softmax: ir.Node) -> Reading | None:

@@ -148,7 +148,7 @@ def smooth(model: ir.Model, products: Sequence[Product], ranges: Mapping[ir.Valu
     for product in products:
         groups[product.source].append(product)
     by_output = {product.output: product for product in products}
-    done = 0
+    num_smoothed = 0
     for source, group in groups.items():
         node = source.producer()
         if node is None or any(product.add is None for product in group):
@@ -174,9 +174,9 @@ def smooth(model: ir.Model, products: Sequence[Product], ranges: Mapping[ir.Valu
         for product in group:
             weight, bias = _array(product.weight), _array(product.bias)
             _replace(graph, product, weight * scale[:, None], bias + shift @ weight)
-        done += 1
+        num_smoothed += 1
     finish(model)
-    return done
+    return num_smoothed
 
 
 def _array(value: ir.Value | None) -> Array:
@@ -265,7 +265,7 @@ def quantize_tables(model: ir.Model, *, least_rows: int = 1000) -> int:
     their number. A row is converted back to floats when it is looked up. The file gets smaller and
     predictions do not get slower; the rounding error is far below that of the products."""
     graph = model.graph
-    done = 0
+    num_tables = 0
     for node in [node for node in graph if node.op_type == "Gather"]:
         table = stored(node.inputs[0])
         if table is None or table.ndim != 2 or len(table) < least_rows or table.dtype != np.float32:
@@ -278,6 +278,6 @@ def quantize_tables(model: ir.Model, *, least_rows: int = 1000) -> int:
         scales = add(graph, "Gather", add_constant(graph, "table_scale", scale), node.inputs[1])
         floats = add(graph, "Mul", add(graph, "Cast", rows, to=ir.DataType.FLOAT), scales)
         replace_uses(node.outputs[0], floats)
-        done += 1
+        num_tables += 1
     finish(model)
-    return done
+    return num_tables

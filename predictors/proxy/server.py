@@ -146,7 +146,7 @@ class ProxyServer:
             return refusal.response(closes=not request.content.is_eof())
         except EngineLostError as error:
             code = "broken"
-            logger.warning("the engine disconnected, %s: %s", request.rel_url.raw_path, error)
+            logger.warning("%s: the engine disconnected (%s)", request.rel_url.raw_path, error)
             return web.Response(status=502)  # not sent: the connection is closed
         except ConnectionError:
             return web.Response(status=499)
