@@ -31,7 +31,7 @@ class PredictConfig:
     """File of prompts: JSON lines, CSV or Parquet with a column prompt or messages (OpenAI), also in body or
     request; or one prompt per line. Optional columns: model, max_tokens, temperature, request_id."""
     out: str | None = None
-    """Table to write for data (.parquet, .csv or .jsonl), one row per valid row, with its number."""
+    """Table to write for data (.parquet, .csv or .jsonl), one row per valid row, with its line number."""
     on_error: Literal["skip", "stop"] = "skip"
     """Invalid rows of data: skip and count them, or stop the command."""
     overwrite: bool = False

@@ -37,7 +37,7 @@ _BATCH_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class _PromptRow:
-    """One valid row: its number in the file, counted from 1, and the arguments of the prediction."""
+    """One valid row: its row number (line number in text files) and the arguments of the prediction."""
 
     number: int
     request_id: str | None

@@ -73,7 +73,7 @@ def compare_outputs(
     Returns:
         rms_to_artifact: Root mean squared difference, relative to the standard deviation of the reference
             outputs (maximum over columns). probability_shift: Mean absolute difference of probabilities.
-            batch_mates: Largest change due to other rows in the batch, relative to the same.
+            batch_mates: Largest relative change due to other rows in the batch.
     """
     expected, single = _outputs(reference, rows, 1), _outputs(runtime, rows, 1)
     # In the file's order, so that short and long prompts share batches and most rows are padded.
