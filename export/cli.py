@@ -1,4 +1,4 @@
-"""The command `export-onnx`: export of a checkpoint as a verified artifact."""
+"""Command `export-onnx`: exports a checkpoint as a verified artifact."""
 
 from __future__ import annotations
 

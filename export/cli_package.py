@@ -1,4 +1,4 @@
-"""Command `package-artifact`: an artifact in the form that another serving stack loads."""
+"""Command `package-artifact`: packages an artifact for another serving stack."""
 
 from __future__ import annotations
 

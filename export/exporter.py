@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Environment variable with the password of the signing key.
+# Environment variable that holds the password of the signing key.
 PASSWORD = "TAILCAST_SIGNING_PASSWORD"
 
 
@@ -48,33 +48,33 @@ class ExportConfig:
     OUTPUTS = ("out",)
 
     checkpoint: str
-    """Checkpoint folder, as train writes it."""
+    """Checkpoint folder written by train."""
     out: str
-    """Artifact folder to write; nothing appears there unless every check passes."""
+    """Artifact folder to write; it is created only if every check passes."""
     overwrite: bool = False
-    """Replace an earlier artifact at `out`; a folder with anything else in it is never replaced."""
+    """Replace an existing artifact at `out`; a folder with other content is kept."""
     artifact_id: str | None = None
     """Name of the artifact; default: the name of the checkpoint folder."""
     artifact_version: str | None = None
-    """Prefix of the version, as in 1.2.0+3f9c2d41b07a; the twelve hex digits are a hash of the content."""
+    """Prefix of the version, as in 1.2.0+3f9c2d41b07a; the hex digits are a hash of the content."""
     license: str | None = None
-    """License of the artifact (SPDX), for the manifest."""
+    """SPDX license identifier to record in the manifest."""
     abstain_threshold: float | None = None
-    """The artifact abstains if the highest urgency probability is below this; default: urgency.abstain_threshold of the
-    checkpoint's training.json; without one it never abstains."""
+    """Abstain if the highest urgency probability is below this. Default: urgency.abstain_threshold in the
+    checkpoint's training.json; if that is missing, never abstain."""
     sign: str | None = None
-    """PEM file with an Ed25519 private key: also write manifest.json.sig. The key's password, if it has one, is read
-    from the environment variable TAILCAST_SIGNING_PASSWORD."""
+    """PEM file with an Ed25519 private key that signs the manifest (manifest.json.sig). The password of the
+    key, if any, is read from the environment variable TAILCAST_SIGNING_PASSWORD."""
     legacy_exporter: bool = False
-    """Use torch's older TorchScript exporter: several times faster, a larger graph with the same numbers."""
+    """Use torch's older TorchScript exporter: faster, with a larger graph and the same predictions."""
     tolerance: float = 1e-4
-    """Largest allowed difference from torch: absolute for log tokens and probabilities, else relative for values above 1."""
+    """Maximum difference from torch; relative for values above 1 that are not log tokens or probabilities."""
     parity_tokens: int = 2048
     """Maximum number of tokens, including padding, of a batch in the comparison with torch; 32768 covers 64 x 512."""
     parity_shapes: int = 8
     """Number of random shapes in the comparison with torch, in addition to edge shapes and padding patterns."""
     seed: int = 0
-    """Seed of the random shapes, tokens and conditions that the comparison with torch uses."""
+    """Seed of the random shapes, tokens and conditions in the comparison with torch."""
 
     def __post_init__(self) -> None:
         for name in ("checkpoint", "out"):
@@ -89,10 +89,10 @@ class ExportConfig:
 
 
 def export_onnx(config: ExportConfig) -> Manifest:
-    """Exports the checkpoint and returns the manifest; nothing appears at `config.out` unless every check passes.
+    """Exports the checkpoint and returns the manifest; `config.out` is created only if every check passes.
 
     Raises:
-        InputError: The checkpoint is refused, or `out` may not be replaced.
+        InputError: The checkpoint is invalid, or `out` may not be replaced.
         TailcastError: The model cannot be exported, or differs from torch by more than the tolerance.
     """
     out = folder_target(config.out, KIND, overwrite=config.overwrite)
@@ -111,7 +111,7 @@ def export_onnx(config: ExportConfig) -> Manifest:
 
 
 def signing_key(path: str) -> Ed25519PrivateKey:
-    """The private key of `--sign`; raises InputError if the file holds none."""
+    """The private key of `--sign`; InputError if the file does not contain one."""
     from predictors.signing import read_private_key
 
     return read_private_key(path, os.environ.get(PASSWORD))
@@ -132,7 +132,7 @@ def _write(config: ExportConfig, checkpoint: Checkpoint, folder: Path) -> Manife
     run = {"command": "export-onnx", "config": dataclasses.asdict(config), "versions": manifest.versions}
     write_json(folder / "run.json", run)
     write_manifest(folder, manifest)
-    # The checks load the artifact in the same way as its users do.
+    # The checks load the artifact the same way as its users do.
     runtime = open_runtime(folder, provider="cpu")
     check_tokenizer(checkpoint, runtime.tokenizer)
     parity = measure_parity(
@@ -148,7 +148,7 @@ def _write(config: ExportConfig, checkpoint: Checkpoint, folder: Path) -> Manife
 
 
 def _manifest(config: ExportConfig, checkpoint: Checkpoint) -> Manifest:
-    """The manifest without the fields that are computed from the files."""
+    """The manifest, except for the fields that are computed from the files."""
     from predictors.modules.encoder import config_of, state_width
 
     predictor, training, encoder = checkpoint.config, checkpoint.training_info, checkpoint.model.encoder
@@ -192,6 +192,6 @@ def _manifest(config: ExportConfig, checkpoint: Checkpoint) -> Manifest:
 
 
 def toolchain_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that take part in the export."""
+    """Versions of Python and of the packages used for the export."""
     names = ("tailcast", "torch", "transformers", "tokenizers", "onnx", "onnxscript", "onnxruntime", "numpy")
     return {"python": platform.python_version()} | {name: metadata.version(name) for name in names}

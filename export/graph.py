@@ -1,4 +1,4 @@
-"""A torch predictor as one ONNX graph: token ids and conditions in, all heads in natural units out."""
+"""Export of a torch predictor as one ONNX graph: token ids and conditions to the outputs of all heads."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from predictors.modules.predictor import PromptPredictor
 
 MAX_BATCH = 4096
-# A protobuf file holds at most 2 GiB; larger weights go into model.onnx.data beside it.
+# A protobuf file holds at most 2 GiB; larger weights go into the separate file model.onnx.data.
 MAX_INLINE_BYTES = 1_900_000_000
 
 
 def export_graph(
     model: PromptPredictor, manifest: Manifest, path: Path, *, legacy_exporter: bool = False
 ) -> None:
-    """Writes `model`, in eval mode on the CPU, as an ONNX file with free batch and sequence; TailcastError if torch cannot.
-    De-normalization, sigma floor and calibration are inside. Weights beyond 1.9 GB go to a second file beside it. The
-    manifest names inputs and outputs."""
+    """Exports `model` (in eval mode, on the CPU) to an ONNX file with dynamic batch and sequence axes, or
+    raises TailcastError. The graph includes de-normalization, the floor of sigma and calibration; the
+    manifest names its inputs and outputs. Weights above 1.9 GB go to a second file."""
     import onnx
     import onnx_ir as ir
-    import onnxscript  # noqa: F401  (torch names it only in the middle of the export)
+    import onnxscript  # noqa: F401  (torch reports that it is missing only in the middle of the export)
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass, RemoveUnusedOpsetsPass
 
     try:
@@ -39,11 +39,11 @@ def export_graph(
             _torch_export(model, manifest, path, legacy_exporter=legacy_exporter)
     except OSError:
         raise
-    except Exception as error:  # the exporters raise whatever the failing layer raises
+    except Exception as error:  # the exporters pass on the exceptions of the failing layer
         other = "the default exporter" if legacy_exporter else "--legacy_exporter true"
         text = f"torch cannot export this model: {first_line(error)}; {other} may"
         raise TailcastError(text) from error
-    # Exporters write source paths and stack traces of this machine, and name operator sets that no node uses.
+    # Remove source paths and stack traces of this machine, and operator sets that are not used.
     clean = ir.passes.Sequential(ClearMetadataAndDocStringPass(), RemoveUnusedOpsetsPass())
     ir.save(clean(ir.load(path)).model, path)
     onnx.checker.check_model(str(path))
@@ -60,7 +60,7 @@ def _torch_export(model: PromptPredictor, manifest: Manifest, path: Path, *, leg
             tensor.name: {axis: name for axis, name in enumerate(tensor.shape) if isinstance(name, str)}
             for tensor in (*manifest.inputs, *manifest.outputs)
         }
-        with torch.no_grad(), _expm1_known_to_the_legacy_exporter():
+        with torch.no_grad(), _legacy_expm1():
             torch.onnx.export(graph, example, path, dynamo=False, dynamic_axes=axes, **options)
         return
     sizes = {
@@ -77,7 +77,7 @@ def _torch_export(model: PromptPredictor, manifest: Manifest, path: Path, *, leg
 
 
 def _in_order(model: PromptPredictor, inputs: Sequence[str], outputs: Sequence[str]) -> nn.Module:
-    """The model with its inputs and outputs in order: the exporters give none to a dict."""
+    """Wraps the model with positional inputs and outputs: the exporters do not keep the order of a dict."""
     import torch
 
     class InOrder(torch.nn.Module):
@@ -93,7 +93,7 @@ def _in_order(model: PromptPredictor, inputs: Sequence[str], outputs: Sequence[s
 
 
 def _example(model: PromptPredictor, manifest: Manifest) -> tuple[Tensor, ...]:
-    """Two rows, one of them padded and of an unknown temperature."""
+    """Example inputs with two rows; the second one is padded and has an unknown temperature."""
     import torch
 
     seq = min(16, model.config.max_length)
@@ -109,8 +109,8 @@ def _example(model: PromptPredictor, manifest: Manifest) -> tuple[Tensor, ...]:
 
 
 @contextlib.contextmanager
-def _expm1_known_to_the_legacy_exporter() -> Iterator[None]:
-    """The inverse of log(1 + sigma), which torch's older exporter lacks: expm1(x) = 2 sinh(x/2) exp(x/2)."""
+def _legacy_expm1() -> Iterator[None]:
+    """Registers expm1, which torch's older exporter does not support, as expm1(x) = 2 sinh(x/2) exp(x/2)."""
     import torch
 
     onnx_exporter: Any = torch.onnx  # the two functions are documented, but not in its __all__
@@ -129,7 +129,7 @@ def _expm1_known_to_the_legacy_exporter() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Drops the exporters' warnings and what they print."""
+    """Suppresses the exporters' warnings and their output on stdout."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,4 +1,4 @@
-"""Packages of an artifact: a Triton model repository, or the same with a KServe resource.
+"""Packages of an artifact: a Triton model repository, optionally with a KServe InferenceService.
 
     triton   NAME/config.pbtxt, NAME/1/: text [, served_model, temperature] in, predictions out
     kserve   models/ (the Triton repository), inference-service.yaml
@@ -26,7 +26,7 @@ from scheduler_core.threads import check_threads
 
 logger = logging.getLogger(__name__)
 
-#: Tensor type of the manifest -> of Triton.
+#: Tensor type in the manifest -> tensor type in Triton.
 _TYPES = {"float32": "TYPE_FP32", "int64": "TYPE_INT64", "string": "TYPE_STRING"}
 _RESOURCE = """apiVersion: serving.kserve.io/v1beta1
 kind: InferenceService
@@ -49,7 +49,7 @@ spec:
 class PackageConfig:
     """Package an artifact for another serving stack.
 
-    TARGET is triton (a model repository) or kserve (the repository, with an InferenceService that serves it).
+    TARGET is triton (a model repository) or kserve (the same repository and an InferenceService for it).
     """
 
     INPUTS = ("artifact", "public_key")
@@ -58,27 +58,27 @@ class PackageConfig:
     target: str
     """triton or kserve."""
     artifact: str
-    """Artifact folder, as export-onnx writes it."""
+    """Artifact folder written by export-onnx."""
     out: str
     """Folder to write, new or empty."""
     overwrite: bool = False
-    """Replace an earlier package of the same target at `out`; a folder with anything else in it is never replaced."""
+    """Replace an existing package of the same target at `out`; a folder with other content is kept."""
     public_key: str | None = None
-    """PEM file of an Ed25519 public key; the artifact must have a signature by this key."""
+    """PEM file of an Ed25519 public key; the artifact must be signed with the matching private key."""
     name: str = "tailcast"
     """Name of the model."""
     max_batch_size: int = 64
-    """Maximum number of prompts in a batch of the server."""
+    """Maximum number of prompts in a batch."""
     max_queue_delay_us: int = 1000
-    """Maximum time that a request waits for others to share a batch, in microseconds."""
+    """Maximum time a request waits for a batch to fill, in microseconds."""
     instances: int = 1
-    """Copies of the model that run at the same time."""
+    """Number of copies of the model that run in parallel."""
     device: Literal["auto", "cpu", "gpu"] = "cpu"
     """Device of the graph; the tokenizer runs on the CPU."""
     threads: int = 1
-    """Threads of one call of the graph on the CPU."""
+    """Number of threads of one model call on the CPU."""
     storage_uri: str | None = None
-    """For kserve: URI at which the folder models will be stored, e.g. pvc://claim/models."""
+    """For kserve: URI where the folder models will be stored, for example pvc://claim/models."""
 
     def __post_init__(self) -> None:
         check_choice("TARGET", self.target, ("triton", "kserve"))
@@ -99,14 +99,14 @@ class PackageConfig:
 
 
 def package(config: PackageConfig) -> None:
-    """Writes the package; InputError if the artifact is invalid, or the folder may not be written."""
+    """Writes the package; InputError if the artifact is invalid, or the output folder may not be replaced."""
     out = folder_target(config.out, config.target, overwrite=config.overwrite)
     artifact = open_artifact(config.artifact, public_key=config.public_key)
     with atomic_directory(out, config.target, overwrite=config.overwrite) as folder:
         _write_repository(artifact, config, folder if config.target == "triton" else folder / "models")
         if config.target == "kserve":
             manifest = artifact.manifest
-            # JSON strings are YAML strings.
+            # JSON strings are valid YAML.
             values = map(json.dumps, (manifest.artifact_id, manifest.artifact_version, config.storage_uri))
             resource = _RESOURCE.format(config.name, *values)
             (folder / "inference-service.yaml").write_text(resource, encoding="utf-8")

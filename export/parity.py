@@ -1,4 +1,4 @@
-"""Comparison of an artifact with torch over shapes and padding patterns, before anything is published."""
+"""Comparison of an artifact with torch over shapes and padding patterns, before the artifact is written."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ PATTERNS: dict[str, Callable[[int, int, np.random.Generator], NDArray[np.int64]]
     "full": lambda batch, seq, rng: np.full(batch, seq),
     "one long": lambda batch, seq, rng: np.where(np.arange(batch) == rng.integers(batch), seq, 1),
     "one short": lambda batch, seq, rng: np.where(np.arange(batch) == rng.integers(batch), 1, seq),
-    # As where columns are rounded up.
+    # Occurs where the number of columns is rounded up.
     "all short": lambda batch, seq, rng: rng.integers(1, max(seq, 2), size=batch),
     "random": lambda batch, seq, rng: rng.integers(1, seq + 1, size=batch),
 }
 TEMPERATURES = (None, 0.0, 0.3, 1.0, 2.0)
-# Of these a large number is as right with a proportionally larger difference.
+# Outputs whose differences are relative for values above 1.
 RELATIVE_ABOVE_1 = ("nu", "regression_tokens", "rank")
 
 PROBES = (
@@ -51,9 +51,9 @@ Rows = tuple[list[NDArray[np.int64]], list[str | None], list[float | None]]
 def shapes(
     longest: int, *, max_tokens: int, num_random: int, rng: np.random.Generator
 ) -> Iterator[tuple[int, int, str]]:
-    """(rows, columns, pattern): every pattern at one small shape; edge shapes and random ones, patterns in turn. Random
-    shapes are log-uniform over 1 to 64 rows and 1 to `longest` columns. There are at most `max_tokens` rows times columns,
-    but one row of `longest` columns comes in any case."""
+    """Tuples (rows, columns, pattern): every pattern at one small shape, then edge shapes and random shapes
+    with alternating patterns. Random shapes are log-uniform, at most 64 rows by `longest` columns. Rows times
+    columns is at most `max_tokens`, except for 1 x `longest`, which is always included."""
     yield from ((5, min(16, longest), pattern) for pattern in PATTERNS)
     sizes = [(1, 1), (1, 2), (2, 1), (1, longest), (3, 17)]
     sizes += [(min(MAX_BATCH, max_tokens), 1), (min(MAX_BATCH, max_tokens // 2), 2)]
@@ -75,13 +75,13 @@ def measure_parity(
     max_tokens: int,
     num_random: int,
 ) -> dict[str, Any]:
-    """Compares torch with the artifact on random tokens and conditions, over shapes and padding patterns; TailcastError if a
-    shape fails or differs by more than `tolerance`.
+    """Compares torch with the artifact on random tokens and conditions, over shapes and padding patterns.
+
+    Raises TailcastError if a model call fails or an output differs by more than `tolerance`.
 
     Returns:
-        max_abs_diff: "batch x seq pattern" -> largest |torch - ONNX Runtime| over all outputs (log tokens for mu and
-        sigma, probabilities, fractions of what is larger than 1 for the rest). by_output: output -> the same over all
-        shapes. padding: largest change of a prompt's numbers between alone, in a batch, and with more padding. tolerance.
+        max_abs_diff: "batch x seq pattern" -> largest value of `_differences` over all outputs.
+        by_output: output -> largest difference. padding: largest change by padding. tolerance: as passed.
     """
     import torch
 
@@ -109,21 +109,21 @@ def measure_parity(
 def measure_padding(
     model: PromptPredictor, runtime: ArtifactRuntime, *, rng: np.random.Generator
 ) -> dict[str, float]:
-    """Largest change of each output between prompts alone, in a batch, and in a batch with as much padding as can be."""
+    """Largest change of each output between single prompts and a batch, with and without extra padding."""
     longest = model.config.max_length
     rows = _random_rows(model, PATTERNS["random"](6, min(33, longest), rng), rng)
     single = [
         _onnx(runtime, ([prompt], [served], [temperature]))
         for prompt, served, temperature in zip(*rows, strict=True)
     ]
-    joined = {name: np.concatenate([one[name] for one in single]) for name in single[0]}
+    joined = {name: np.concatenate([arrays[name] for arrays in single]) for name in single[0]}
     batched = _differences(joined, _onnx(runtime, rows))
     padded = _differences(joined, _onnx(runtime, rows, longest))
     return {name: max(batched[name], padded[name]) for name in batched}
 
 
 def check_tokenizer(checkpoint: Checkpoint, tokenizer: PromptTokenizer) -> None:
-    """Raises TailcastError unless the artifact's tokenizer gives the token ids that training used."""
+    """Raises TailcastError unless the artifact's tokenizer returns the same token ids as the checkpoint's."""
     from predictors.modules.encoder import tokenize
 
     side = checkpoint.config.truncation_side
@@ -137,7 +137,7 @@ def check_tokenizer(checkpoint: Checkpoint, tokenizer: PromptTokenizer) -> None:
 
 
 def _random_rows(model: PromptPredictor, lengths: NDArray[np.int64], rng: np.random.Generator) -> Rows:
-    """Rows of so many random tokens, with random conditions."""
+    """Rows of random tokens with the given lengths [B], with random conditions."""
     vocabulary: int = model.encoder.config.vocab_size  # type: ignore[union-attr,assignment]
     conditioning = model.config.conditioning
     names: tuple[str | None, ...] = () if conditioning is None else conditioning.served_models
@@ -155,19 +155,20 @@ def _onnx(runtime: ArtifactRuntime, rows: Rows, seq: int | None = None) -> Array
     return {tensor.name: arrays[tensor.name] for tensor in runtime.artifact.manifest.outputs}
 
 
-def _differences(one: Arrays, other: Arrays) -> dict[str, float]:
-    if set(one) != set(other):
-        raise TailcastError(f"torch gives {', '.join(one)}; the artifact {', '.join(other)}")
+def _differences(expected: Arrays, actual: Arrays) -> dict[str, float]:
+    """Largest absolute difference of each output; relative above 1 for those in `RELATIVE_ABOVE_1`."""
+    if set(expected) != set(actual):
+        raise TailcastError(f"torch returns {', '.join(expected)}; the artifact returns {', '.join(actual)}")
     differences = {}
-    for name, values in one.items():
-        difference = np.abs(values - other[name])
+    for name, values in expected.items():
+        difference = np.abs(values - actual[name])
         if name in RELATIVE_ABOVE_1:
             difference = difference / np.maximum(np.abs(values), 1.0)
         differences[name] = float(difference.max())
     return differences
 
 
-def _check(differences: Mapping[str, float], tolerance: float, what: str) -> None:
+def _check(differences: Mapping[str, float], tolerance: float, compared: str) -> None:
     for name, difference in differences.items():
         if not difference <= tolerance:  # NaN fails too
-            raise TailcastError(f"{what}: {name} differs by {difference:.3g}; allowed: {tolerance:.3g}")
+            raise TailcastError(f"{compared}: {name} differs by {difference:.3g}; allowed: {tolerance:.3g}")

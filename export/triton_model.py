@@ -1,4 +1,4 @@
-"""Predictions from text in Triton's Python backend; copied into a model repository as `model.py`.
+"""Model for Triton's Python backend that predicts from text; copied into a model repository as `model.py`.
 
 Triton's Python needs numpy, onnxruntime and tokenizers, but not tailcast. model.onnx and tokenizer.json are in the
 same folder; the parameters in config.pbtxt are threads, max_length, truncation_side, pad_token_id and max_chars.
@@ -72,7 +72,7 @@ class TritonPythonModel:
         return {"input_ids": input_ids, "attention_mask": attention_mask}
 
     def token_ids(self, texts):
-        """Truncated token ids of each text; of each end that truncation keeps, at most `max_chars` are tokenized."""
+        """Truncated token ids of each text, from at most `max_chars` characters of each end that is kept."""
         limit = self.max_chars
         if self.truncation_side == "right":
             texts = [text[:limit] for text in texts]

@@ -1,8 +1,8 @@
-"""The artifact folder, written by export and verified by every consumer before use; needs neither torch nor onnxruntime.
+"""The artifact folder: written by export, verified before use, without torch and onnxruntime.
 
-An artifact holds `model.onnx`, `tokenizer.json`, `normalization.json` and `manifest.json`. The manifest names every file
-with its SHA-256, and its version is a hash of all of that, so that a folder is either exactly what was exported or is
-refused; a signature of the manifest authenticates the author.
+An artifact contains `model.onnx`, `tokenizer.json`, `normalization.json` and `manifest.json`. The manifest
+lists every file with its SHA-256, and its version is a hash of its content, so a modified folder is rejected.
+A signature of the manifest authenticates the author.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from scheduler_core.errors import InputError, MissingExtraError
 from scheduler_core.files import RECORD, existing_file, sha256_file, write_json
 from scheduler_core.json_text import read_json_object
 
-# Not listed in the manifest: itself, its signature, and the record of the command that wrote the folder.
+# Unlisted files: the manifest, its signature, and the record of the command that wrote the folder.
 _UNLISTED = frozenset({MANIFEST, SIGNATURE, RECORD})
-#: Of the folder's record, see `scheduler_core.files.atomic_directory`.
+#: Kind of the output folder, see `scheduler_core.files.atomic_directory`.
 KIND = "artifact"
 
 
@@ -33,24 +33,24 @@ class Artifact:
 
     @property
     def graph(self) -> Path:
-        """The file model.onnx; InputError for a tiny predictor, which has none."""
+        """Path of model.onnx; InputError for a tiny predictor, which does not have one."""
         if WEIGHTS in self.manifest.files:
             raise InputError("artifact", self.manifest.artifact_id, f"an artifact with the file {MODEL}")
         return self.path / MODEL
 
 
 def open_artifact(path: str | Path, *, public_key: str | Path | None = None) -> Artifact:
-    """Reads and verifies an artifact folder; or "pretrained" or "tiny", the artifacts that come with tailcast.
+    """Reads and verifies an artifact: a folder, or "pretrained" or "tiny", shipped with tailcast.
 
-    `public_key` is a PEM file of an Ed25519 key that the manifest has to be signed with; None: signatures are ignored.
+    `public_key`: PEM file of the Ed25519 key to verify the signature with; None: do not verify it.
 
     Raises:
-        InputError: A file is missing, not listed, lies elsewhere or differs from its SHA-256 in the manifest; the manifest is
-            of another format, or a field, the version or the signature is wrong.
+        InputError: A file is missing, unlisted, outside the folder, or differs from its SHA-256 in the
+            manifest; or the format, a field, the version or the signature of the manifest is wrong.
     """
     folder = artifact_folder(path)
     if not folder.is_dir():
-        allowed = "pretrained, tiny, or an existing artifact folder, as export-onnx writes it"
+        allowed = "pretrained, tiny, or an existing artifact folder of export-onnx"
         raise InputError("artifact", str(path), allowed)
     manifest_path = existing_file(folder / MANIFEST, "artifact")
     if public_key is not None:
@@ -66,7 +66,7 @@ def open_artifact(path: str | Path, *, public_key: str | Path | None = None) -> 
             raise InputError(field, str(file.resolve()), "a file inside the artifact folder")
     unlisted = sorted(set(os.listdir(folder)) - manifest.files.keys() - _UNLISTED)
     if unlisted:
-        raise InputError("artifact", unlisted, f"a folder with the files that {MANIFEST} lists, and no other")
+        raise InputError("artifact", unlisted, f"only the files that {MANIFEST} lists")
     for name, expected in manifest.files.items():
         actual = sha256_file(folder / name)
         if actual != expected:
@@ -77,9 +77,9 @@ def open_artifact(path: str | Path, *, public_key: str | Path | None = None) -> 
 
 
 def write_manifest(folder: str | Path, manifest: Manifest, *, version_prefix: str | None = None) -> Manifest:
-    """Writes `manifest` into a folder with all other files of the artifact, and returns what was written. Its fields `files`,
-    `artifact_version` (behind "PREFIX+") and, where there is a graph, `opset` are replaced. InputError if a field is wrong or
-    contradicts another one, so that it would not be read back."""
+    """Writes the manifest of a folder that has all other files of the artifact, and returns the written
+    manifest. Its fields `files`, `artifact_version` (after "PREFIX+") and, if there is a graph, `opset` are
+    recomputed. InputError if a field is wrong or contradicts another one."""
     folder = Path(folder)
     update: dict[str, object] = {"files": hash_files(folder)}
     if not (folder / WEIGHTS).is_file():
@@ -98,7 +98,7 @@ def write_manifest(folder: str | Path, manifest: Manifest, *, version_prefix: st
 
 
 def hash_files(folder: str | Path) -> dict[str, str]:
-    """File name -> SHA-256 of every file in `folder` that a manifest lists: all but itself, its signature and .tailcast.json."""
+    """File name -> SHA-256 of the files in `folder` that a manifest lists."""
     return {
         file.name: sha256_file(file)
         for file in sorted(Path(folder).iterdir())

@@ -1,4 +1,4 @@
-"""Command `serve-predictor`: artifacts behind a gRPC port and, on request, an HTTP port, until SIGTERM."""
+"""Command `serve-predictor`: serves artifacts over gRPC and optionally HTTP until SIGTERM."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STOP_GRACE_S = 2.0  # for a worker to close its ports and end, after all it may wait for
+STOP_GRACE_S = 2.0  # for a worker to close its ports and exit, in addition to its other timeouts
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """Serves the predictions of artifacts over gRPC and, on request, HTTP, until SIGTERM or Ctrl-C. SIGHUP reloads changed artifacts."""
+    """Serve predictions over gRPC and optionally HTTP. SIGTERM or Ctrl-C stops; SIGHUP reloads artifacts."""
 
     INPUTS = (
         *("artifact", "more_artifacts", "public_key", "token_file"),
@@ -43,67 +43,67 @@ class ServeConfig:
     OUTPUTS = ("port_file",)
 
     artifact: str = "pretrained"
-    """Artifact folder, as export-onnx writes it; the default of requests that name no artifact. Unset: pretrained, which comes
-    with tailcast, as tiny does."""
+    """Artifact folder written by export-onnx, or pretrained or tiny, the artifacts shipped with tailcast. It
+    serves all requests that do not name an artifact."""
     more_artifacts: list[str] = field(default_factory=list)
-    """Further artifact folders to serve beside it; requests name them by their artifact_id."""
+    """Further artifact folders to serve; requests select them by artifact_id."""
     port: int = 50051
-    """gRPC port to listen on; 0 takes a free one."""
+    """gRPC port to listen on; 0 selects a free port."""
     http_port: int | None = None
-    """HTTP port for JSON, metrics and probes; 0 takes a free one; default: no HTTP."""
+    """HTTP port for JSON, metrics and probes; 0 selects a free port; default: no HTTP."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all IPv4 interfaces."""
     port_file: str | None = None
-    """File for the port number, written once the service is ready; removed before the start and at the end."""
+    """File to write the port number to when the service is ready; removed at startup and at shutdown."""
     provider: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model runs; auto takes CUDA where it works, else the CPU; cuda fails where it does not work."""
+    """Device of the model: auto uses CUDA if it works, otherwise the CPU; cuda fails if it does not work."""
     max_batch: int | None = None
     """Maximum number of requests in one model call; default: 4 on a CPU, 32 on a GPU."""
     max_wait_s: float | None = None
-    """Seconds the oldest request waits for a full batch while a worker is free; default: 0 on a CPU, 0.003 on a GPU."""
+    """Maximum seconds that an idle worker waits for a full batch; default: 0 on a CPU, 0.003 on a GPU."""
     max_padding: float | None = None
-    """Largest ratio of padded to real tokens in a batch; default: 1.1 on a CPU, no limit on a GPU."""
+    """Maximum ratio of padded to real tokens in a batch; default: 1.1 on a CPU, no limit on a GPU."""
     max_padded_tokens: int | None = None
-    """Largest product of a batch's size and its longest prompt's tokens, where it holds more than one; default: 256 on a CPU, 16384 on a GPU."""
+    """Maximum padded tokens of a batch with more than one request; default: 256 on a CPU, 16384 on a GPU."""
     max_queue: int = 512
-    """Maximum number of requests in flight; further ones are refused at once with RESOURCE_EXHAUSTED."""
+    """Maximum number of requests in flight; further requests fail immediately with RESOURCE_EXHAUSTED."""
     num_workers: int | None = None
-    """Model calls that run at the same time; default: one per core on a CPU, 1 on a GPU."""
+    """Number of concurrent model calls; default: one per core on a CPU, 1 on a GPU."""
     threads_per_worker: int = 1
-    """Threads of one model call on a CPU."""
+    """Number of threads of one model call on a CPU."""
     max_message_mib: int = 4
-    """Largest gRPC message or HTTP body in MiB; parsing takes up to 10 ms per MiB, in which nothing else runs."""
+    """Maximum gRPC message or HTTP body in MiB; parsing blocks the server for up to 10 ms per MiB."""
     max_prompt_chars: int | None = None
-    """Longest prompt in characters; longer ones are refused; default: what fits into a message."""
+    """Maximum number of characters of a prompt; default: no limit except the message size."""
     cache_entries: int = 0
-    """Size of each artifact's cache of predictions, by a hash of the prompt; 0: no cache."""
+    """Maximum number of cached predictions per artifact; 0: no cache."""
     workers: int = 1
-    """Processes that share the ports; one that dies is started again."""
+    """Number of processes that share the ports; a process that dies is restarted."""
     tls_cert: str | None = None
-    """PEM file with the server's certificate; with tls_key both ports speak TLS."""
+    """PEM file with the server certificate; enables TLS on both ports, together with tls_key."""
     tls_key: str | None = None
-    """PEM file with the certificate's private key."""
+    """PEM file with the private key of tls_cert."""
     tls_client_ca: str | None = None
-    """PEM file with the authority that signs the clients' certificates; default: clients need none."""
+    """PEM file with the CA of client certificates; default: clients need no certificate."""
     public_key: str | None = None
-    """PEM file of an Ed25519 public key: artifacts must be signed with it, at the start and at every reload; default: signatures are ignored."""
+    """PEM file of an Ed25519 public key to verify the artifacts' signatures; default: do not verify."""
     token_file: str | None = None
-    """File with the valid bearer tokens, one a line; default: no authentication."""
+    """File with the valid bearer tokens, one per line; default: no authentication."""
     reload_poll_s: float = 0.0
     """Seconds between checks for a new version of an artifact; 0: only at SIGHUP."""
     log_format: Literal["text", "json"] = "text"
-    """Log lines for people, or one JSON object a line."""
+    """Format of log lines: text, or one JSON object per line."""
     traces: bool = False
-    """Exports OpenTelemetry traces, configured by the OTEL_* environment variables."""
+    """Export OpenTelemetry traces; the OTEL_* environment variables configure the exporter."""
     drain_delay_s: float = 0.0
-    """Seconds of service after SIGTERM, while health reports NOT_SERVING, so that load balancers look away first."""
+    """Seconds to keep serving after SIGTERM with health NOT_SERVING, so that load balancers react."""
     drain_timeout_s: float = 30.0
-    """Seconds after that for the requests in flight; with workers > 1 a worker that still runs 2.5 s later is killed."""
+    """Maximum seconds to finish requests in flight; if workers > 1, workers are killed 2.5 s later."""
 
     def __post_init__(self) -> None:
         for name in ("artifact", "host"):
             if not getattr(self, name):
-                raise InputError(name, "", "a text that is not empty")
+                raise InputError(name, "", "a non-empty text")
         day_s = (0.0, 86_400.0)
         check_ranges(
             self,
@@ -124,16 +124,16 @@ class ServeConfig:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise InputError("tls_cert, tls_key", self.tls_cert or self.tls_key, "both or none of them")
         if self.tls_client_ca is not None and self.tls_cert is None:
-            raise InputError("tls_client_ca", self.tls_client_ca, "a file beside tls_cert and tls_key")
+            raise InputError("tls_client_ca", self.tls_client_ca, "a file together with tls_cert and tls_key")
 
     @property
     def max_message_bytes(self) -> int:
-        """Largest gRPC message or HTTP body."""
+        """Maximum size of a gRPC message or HTTP body."""
         return self.max_message_mib * 2**20
 
 
 def serve(config: ServeConfig) -> int:
-    """Loads the artifacts and serves them until SIGTERM or SIGINT; requests in flight are answered first."""
+    """Loads the artifacts and serves them until SIGTERM or SIGINT; then finishes requests in flight."""
     port_file = PortFile(config.port_file)
     set_up_logs(config.log_format)
     if config.workers > 1:
@@ -145,8 +145,8 @@ def serve(config: ServeConfig) -> int:
 
 
 def serve_worker(config: ServeConfig, number: int) -> int:
-    """One of several workers, numbered from 0: as `serve`, but it shares its ports, ends when its standard input does, and
-    writes a byte to its standard output when it is ready; later output goes to standard error."""
+    """Runs one of several workers, numbered from 0. It shares its ports, stops when stdin is closed, and
+    writes one byte to stdout when it is ready; later output goes to stderr."""
     from predictors.service.metrics import count_as_worker
 
     def on_ready(port: int) -> None:
@@ -164,7 +164,7 @@ def serve_worker(config: ServeConfig, number: int) -> int:
 def build_server(
     config: ServeConfig, *, worker: int | None = None
 ) -> tuple[PredictionServer, dict[str, ArtifactSource]]:
-    """The server of `config`, nothing bound yet, and the sources of its artifacts by id; `worker` is the process's number."""
+    """The unbound server of `config`, and its artifact sources by id; `worker` is its number, if any."""
     from predictors.runtime import CPU
     from predictors.service.artifacts import open_sources
     from predictors.service.pipeline import worker_cores
@@ -191,7 +191,7 @@ def build_server(
 
 
 def batching_settings(config: ServeConfig, provider: str) -> BatchingSettings:
-    """The provider's defaults, overridden by `config`."""
+    """Batching defaults of the provider, overridden by `config`."""
     from predictors.runtime import CPU
     from predictors.service.batcher import BatchingSettings
 
@@ -241,7 +241,7 @@ async def _serve(
 
 
 async def _watch(server: PredictionServer, sources: dict[str, ArtifactSource], every_s: float) -> None:
-    """Reloads when a manifest at one of the sources has changed."""
+    """Reloads the artifacts whenever the manifest of a source has changed."""
     previous = {name: source.state() for name, source in sources.items()}
     while True:
         await asyncio.sleep(every_s)
@@ -266,7 +266,7 @@ async def _supervise(config: ServeConfig, port_file: PortFile) -> int:
             http_port = reserved_port(stack, config.host, http_port, "http_port")
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tailcast-metrics-"))
             counting["environment"] = {DIRECTORY_VARIABLE: folder}
-            # Removes the gauges of a worker that has ended; its counts stay for the next process of that number.
+            # Removes the gauges of an exited worker; the process that replaces it continues its counters.
             counting["on_end"] = functools.partial(mark_process_dead, path=folder)
         shared = dataclasses.replace(config, port=port, http_port=http_port, port_file=None)
         supervisor = Supervisor(
@@ -277,7 +277,7 @@ async def _supervise(config: ServeConfig, port_file: PortFile) -> int:
         )
 
         def stop() -> None:
-            port_file.remove()  # programs that watch it look away before the workers drain
+            port_file.remove()  # before the workers drain, so that programs that watch it stop sending
             supervisor.stop()
 
         def on_ready() -> None:

@@ -1,4 +1,4 @@
-"""Command `tailcast-proxy`: an OpenAI-compatible proxy in front of an engine, until SIGTERM."""
+"""Command `tailcast-proxy`: runs an OpenAI-compatible proxy in front of an engine until SIGTERM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def serve(config: ProxyConfig) -> int:
-    """Serves until SIGTERM or SIGINT; then finishes the requests in flight."""
+    """Serves until SIGTERM or SIGINT, then finishes the requests in flight."""
     from predictors.proxy.server import ProxyServer
 
     port_file = PortFile(config.port_file)

@@ -1,6 +1,6 @@
-"""Common parts of the servers: event loop, and logs without request data.
+"""Common parts of the servers: event loop, signals, port file, and logs without request data.
 
-A logged exception keeps its type and stack, not its text, which can quote what a client has sent: aiohttp quotes a
+The type and stack of an exception are logged without its text, which can quote request data: aiohttp quotes a
 malformed line, which can be the Authorization header; a tokenizer or a model can quote the prompt.
 """
 
@@ -18,12 +18,12 @@ from scheduler_core.files import atomic_file, remove_output, writable_target
 
 R = TypeVar("R")
 
-# The model runtime's errors name nodes, shapes and devices, which an operator needs, and never a prompt.
+# Errors of the model runtime contain nodes, shapes and devices, which operators need, and never a prompt.
 SAFE_MODULES = ("onnxruntime.",)
 
 
 def run(main: Coroutine[Any, Any, R]) -> R:
-    """Runs `main` on uvloop where it is installed, which saves a tenth of the CPU time per request; else on asyncio."""
+    """Runs `main` with uvloop if it is installed (10 % less CPU time per request), otherwise with asyncio."""
     try:
         import uvloop
     except ImportError:
@@ -33,7 +33,7 @@ def run(main: Coroutine[Any, Any, R]) -> R:
 
 
 def on_signals(stop: Callable[[], object], reload: Callable[[], object] | None = None) -> None:
-    """Calls `stop` at SIGTERM and SIGINT, `reload` at SIGHUP, in the running event loop."""
+    """Calls `stop` on SIGTERM and SIGINT, and `reload` on SIGHUP, in the running event loop."""
     actions = {"SIGTERM": stop, "SIGINT": stop} | ({} if reload is None else {"SIGHUP": reload})
     for name, action in actions.items():
         try:
@@ -43,8 +43,8 @@ def on_signals(stop: Callable[[], object], reload: Callable[[], object] | None =
 
 
 class PortFile:
-    """The file for the ports of a ready service, or none; that of a killed service is removed at once, because a program that
-    waits for it must not take it for this one's."""
+    """File with the ports of a ready service; does nothing if `path` is None. An existing file of a killed
+    service is removed first, because programs that wait for the file would read the old ports."""
 
     def __init__(self, path: str | None) -> None:
         self._path = None if path is None else writable_target(path, "port_file")
@@ -53,21 +53,21 @@ class PortFile:
         self.remove()
 
     def write(self, *ports: int | None) -> None:
-        """Writes the ports that are set, each on a line, atomically."""
+        """Writes the ports that are not None, one per line, atomically."""
         if self._path is not None:
             lines = [f"{port}\n" for port in ports if port is not None]
             with atomic_file(self._path) as temporary:
                 temporary.write_text("".join(lines), encoding="ascii")
 
     def remove(self) -> None:
-        """Removes the file if it is there."""
+        """Removes the file if it exists."""
         if self._path is not None:
             remove_output(self._path)
 
 
 class RequestDataFilter(logging.Filter):
-    """Removes the texts of exceptions from log records, but for `TailcastError`s among their arguments, which are meant for
-    the log; passes all records."""
+    """Removes the texts of exceptions from log records, except for `TailcastError`s in their arguments, which
+    are intended for the log. No record is dropped."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Rewrites the record in place."""
@@ -77,13 +77,13 @@ class RequestDataFilter(logging.Filter):
         record.msg = _without_text(record.msg)
         if isinstance(record.args, tuple):
             record.args = tuple(map(_without_text, record.args))
-        if record.name == "asyncio":  # its further lines are reprs of tasks with their exceptions
+        if record.name == "asyncio":  # the other lines are reprs of tasks, which contain exceptions
             record.msg, record.args = record.getMessage().partition("\n")[0], ()
         return True
 
 
 def set_up_logs(log_format: str) -> None:
-    """Makes the handlers of the root logger write `text` or `json`, without request data."""
+    """Sets the format (`text` or `json`) of the root logger's handlers, and removes request data."""
     for handler in logging.getLogger().handlers:
         if log_format == "json":
             handler.setFormatter(_json_formatter())
@@ -91,7 +91,7 @@ def set_up_logs(log_format: str) -> None:
 
 
 def _json_formatter() -> logging.Formatter:
-    """One JSON object a line: time, level, logger, message, pid, the traceback where there is one, and `extra` fields."""
+    """One JSON object per line: time, level, logger, message, pid, traceback (if any) and `extra` fields."""
     from pythonjsonlogger.json import JsonFormatter
 
     return JsonFormatter(
@@ -108,7 +108,7 @@ def _without_text(value: object) -> object:
 
 
 def redacted(error: BaseException) -> str:
-    """The type of an exception, with its text where that is safe: the model runtime's, an operating system's error."""
+    """The type of an exception; with its text for errors of the model runtime and the operating system."""
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     if kind.__module__.startswith(SAFE_MODULES):
@@ -119,15 +119,16 @@ def redacted(error: BaseException) -> str:
 
 
 def redacted_traceback(error: BaseException) -> str:
-    """The tracebacks of an exception and of those that led to it, the first one first, without their texts."""
+    """The tracebacks of an exception and of its causes, the first cause first, without their texts."""
     parts: list[str] = []
     stack_of_errors, visited = [error], {id(error)}
     while stack_of_errors:
-        one = stack_of_errors.pop()
-        stack = "".join(traceback.format_tb(one.__traceback__))
-        parts.append(f"Traceback (most recent call last):\n{stack}{redacted(one)}")
-        members = one.exceptions if isinstance(one, BaseExceptionGroup) else ()
-        for other in (*members, one.__cause__, None if one.__suppress_context__ else one.__context__):
+        current = stack_of_errors.pop()
+        stack = "".join(traceback.format_tb(current.__traceback__))
+        parts.append(f"Traceback (most recent call last):\n{stack}{redacted(current)}")
+        members = current.exceptions if isinstance(current, BaseExceptionGroup) else ()
+        context = None if current.__suppress_context__ else current.__context__
+        for other in (*members, current.__cause__, context):
             if other is not None and id(other) not in visited:
                 visited.add(id(other))
                 stack_of_errors.append(other)

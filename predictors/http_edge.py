@@ -1,4 +1,4 @@
-"""HTTP server options against hostile clients: time limits, bounded bodies, no request data in logs and error pages."""
+"""Hardening of HTTP servers: time limits, bounded bodies, no request data in logs and error pages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aiohttp import web
 from predictors.edge import RequestDataFilter, redacted
 from scheduler_core.errors import InputError
 
-# A body of some MiB over a slow line takes seconds.
+# A body of several MiB over a slow connection takes seconds.
 REQUEST_TIMEOUT_S = 30.0
 
 logger = logging.getLogger(__name__)
@@ -19,10 +19,10 @@ logger.addFilter(RequestDataFilter())
 
 
 class HttpRunner(web.AppRunner):
-    """aiohttp's runner without access log; a client that hangs up cancels its request, bodies stay compressed.
+    """aiohttp's runner without access log; a disconnect cancels the request, bodies are not decompressed.
 
-    A connection is closed `request_timeout_s` after the first byte of a head (request line and headers) that is incomplete by
-    then. Malformed requests get a fixed page and a line in the log without their bytes.
+    A connection is closed if the head (request line and headers) is incomplete `request_timeout_s` after its
+    first byte. A malformed request gets a fixed error page, and a log line without its bytes.
     """
 
     def __init__(
@@ -32,14 +32,14 @@ class HttpRunner(web.AppRunner):
             application,
             access_log=None,
             handler_cancellation=True,
-            auto_decompress=False,  # aiohttp would decompress what is no longer read, gigabytes of it
+            auto_decompress=False,  # aiohttp would also decompress data that is not read, possibly gigabytes
             logger=logger,
             **options,
         )
         self._request_timeout_s = request_timeout_s
 
     async def bind(self, field: str, host: str, port: int, **options: Any) -> int:
-        """Binds the port of the option `field` (InputError if it cannot) and answers; returns its number."""
+        """Binds and serves a port; returns its number. InputError about the option `field` on failure."""
         await self.setup()
         try:
             await web.TCPSite(self, host, port, **options).start()
@@ -53,7 +53,7 @@ class HttpRunner(web.AppRunner):
         server = await super()._make_server()
 
         async def handle(request: Any) -> web.StreamResponse:
-            # aiohttp's own page quotes the header, and is a 500 where that is not ASCII.
+            # The default page of aiohttp quotes the header, and fails with status 500 if that is not ASCII.
             if request.headers.get("Expect", "100-continue").lower() != "100-continue":
                 raise web.HTTPExpectationFailed(text="Expect can only be 100-continue\n")
             return await server.request_handler(request)
@@ -65,15 +65,15 @@ class HttpRunner(web.AppRunner):
 
 
 async def read_body(request: web.Request, timeout_s: float = REQUEST_TIMEOUT_S) -> bytes:
-    """The body of a request; InputError for malformed chunks, 408 if it is not complete in time, 413 if it is larger than the
-    application's `client_max_size`, 415 if it is compressed: a MiB may unpack to a GiB."""
+    """The body of a request; InputError for malformed chunks. HTTP errors: 408 if it is not complete in time,
+    413 if it exceeds the application's `client_max_size`, 415 if it is compressed."""
     if request.headers.get("Content-Encoding", "").lower() not in ("", "identity"):
         raise web.HTTPUnsupportedMediaType(headers={"Accept-Encoding": "identity"})
     try:
         async with asyncio.timeout(timeout_s):
             return await request.read()
     except web.RequestPayloadError as error:
-        raise InputError("body", "malformed data", "a body as its headers describe it") from error
+        raise InputError("body", "malformed data", "a body that matches its headers") from error
     except TimeoutError as error:
         late = web.HTTPRequestTimeout(text=f"the body was not complete after {timeout_s:g} s\n")
         late.force_close()
@@ -90,7 +90,7 @@ class _Server(web.Server):
 
 
 class _Connection(web.RequestHandler):
-    """aiohttp has no public place for a time limit of heads and for the page of a malformed request."""
+    """Adds a time limit of heads and a fixed error page; aiohttp has no public API for them."""
 
     request_timeout_s = REQUEST_TIMEOUT_S
     _head_timer: asyncio.TimerHandle | None = None
@@ -101,7 +101,7 @@ class _Connection(web.RequestHandler):
         if self._request_count > num_heads:
             self._stop_timer()
         elif self._waiter is not None and self._head_timer is None:
-            # No request is under way, so this is half a head.
+            # No request is in progress, so the data is an incomplete head.
             self._head_timer = self._loop.call_later(self.request_timeout_s, self.force_close)
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -109,10 +109,10 @@ class _Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def handle_error(
-        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, *rest: Any
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, *args: Any
     ) -> web.StreamResponse:
         if status >= 500 or exc is None:
-            return super().handle_error(request, status, exc, *rest)
+            return super().handle_error(request, status, exc, *args)
         self.logger.info("refused a malformed request from %s: %s", request.remote, redacted(exc))
         response = web.Response(status=status, text="malformed HTTP request\n")
         response.force_close()

@@ -1,6 +1,6 @@
-"""The manifest of an artifact: what the graph takes and gives, where it comes from, and the checks of `manifest.json`.
+"""The manifest of an artifact: inputs, outputs and origin of the graph, and validation of `manifest.json`.
 
-Inputs and outputs of the graph follow from the other fields, so that a manifest cannot contradict itself.
+Inputs and outputs of the graph are derived from the other fields, so a manifest cannot contradict itself.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ SIGNATURE = "manifest.json.sig"
 MODEL = "model.onnx"
 TOKENIZER = "tokenizer.json"
 NORMALIZATION = "normalization.json"
-#: Conformal quantiles that `calibrate` made, where it did.
+#: Conformal quantiles of `calibrate`; optional.
 CONFORMAL = "conformal.json"
 
-# Fields of the file that follow from the others: compared, not read.
+# Fields of the file that are derived from the others; they are verified, not loaded.
 _DERIVED = ("format_version", "tokenizer_files", "inputs", "outputs")
-# Not part of the version: an export that is repeated elsewhere, at another time, gives the same one.
+# Not part of the version, so that repeated exports have the same version.
 _UNVERSIONED = ("artifact_version", "created")
 _RUN = "run.json"
 _CALIBRATION = ("sigma_scale", "mu_shift")
@@ -44,7 +44,7 @@ TRUNCATION_SIDES: tuple[str, ...] = get_args(TruncationSide)
 
 def _different(values: tuple[Any, ...]) -> tuple[Any, ...]:
     if len(set(values)) < len(values):
-        raise ValueError("different entries")
+        raise ValueError("distinct entries")
     return values
 
 
@@ -64,7 +64,7 @@ def _utc(value: str) -> str:
     return value
 
 
-# Ranges of JSON values.
+# Types of JSON values with their ranges.
 Name = Annotated[str, Field(min_length=1, max_length=500, pattern=r"^[^\x00-\x1f\x7f]*$")]
 Names = Annotated[
     tuple[Name, ...], AfterValidator(_different), Field(json_schema_extra={"uniqueItems": True})
@@ -80,7 +80,7 @@ _STRICT = ConfigDict(
 
 
 class TensorSpec(BaseModel):
-    """One input or output of the graph; a dimension is a size or the name of a free axis."""
+    """One input or output of the graph; a dimension is a size or the name of a dynamic axis."""
 
     model_config = _STRICT
 
@@ -97,10 +97,10 @@ class EncoderCard(BaseModel):
     """The encoder of an artifact.
 
     Attributes:
-        architecture: Model type, as transformers names it.
-        source: Where training took it from, as the user named it.
-        num_parameters: Weights of the encoder, heads not counted.
-        num_layers: Number of layers, if its configuration has it.
+        architecture: Model type in transformers.
+        source: Folder or hub name of the encoder in training.
+        num_parameters: Number of weights of the encoder, without heads.
+        num_layers: Number of layers, if known.
         width: Width of its hidden states.
     """
 
@@ -114,13 +114,13 @@ class EncoderCard(BaseModel):
 
 
 class Conditions(BaseModel):
-    """Inputs of the graph beside the prompt.
+    """Inputs of the graph in addition to the prompt.
 
-    The input served_model is 1 + the model's position in the manifest's served_models, and 0 for any other model.
+    The input served_model is 1 + the index of the model in served_models, and 0 for any other model.
 
     Attributes:
-        unknown_models: 0 was trained; without it, models that are not in the list are refused.
-        temperature: There is an input temperature; NaN = unknown.
+        unknown_models: Whether models that are not in served_models (0) are accepted.
+        temperature: Whether there is an input temperature; NaN = unknown.
     """
 
     model_config = _STRICT
@@ -134,37 +134,36 @@ class Manifest(BaseModel):
 
     Attributes:
         artifact_id: Name chosen at export.
-        artifact_version: Twelve hex digits that change with anything in this manifest but this field, `created` and
-            run.json, behind "PREFIX+" where the export named one; `write_manifest` computes them.
+        artifact_version: Twelve hex digits, a hash of the manifest except this field, `created` and run.json;
+            after "PREFIX+" if the export set a prefix. `write_manifest` computes it.
         created: Time of export, ISO 8601 in UTC.
         heads: Predicted quantities.
-        files: File name -> hex SHA-256 of every file but the manifest and its signature; `write_manifest` fills it in.
-        opset: Operator set -> version that `model.onnx` is written in; `write_manifest` fills it in. Of a tiny predictor:
-            `predictors.tiny.OPSET`.
-        encoder: The encoder.
-        precision: Of the weights and activations of `model.onnx`.
-        variant: How the graph was made faster, and its cost in accuracy; empty: it was not.
-        nu: Degrees of freedom of the log-t length distribution; None: the graph gives them, or predicts no length.
-        within: The graph also gives sigma_within, the scale of lengths of the same prompt; sigma holds the predictor's
-            own error in mu as well.
-        quantile_levels: The graph also gives quantiles of ln tokens at these levels, those of `scheduler_core.lengths.quantiles`;
-            mu, sigma and nu are the log-t closest to them. Empty, and not in the file: it does not.
-        max_length: Maximum number of tokens of a prompt, special tokens included.
-        truncation_side: Where a longer prompt is truncated: at its left or right end, or in the middle (the first
-            max_length - max_length // 2 tokens and the last max_length // 2 remain).
+        files: File name -> hex SHA-256 of all files except the manifest and its signature.
+        opset: Operator set -> version in `model.onnx`; tiny predictors: `predictors.tiny.OPSET`.
+        encoder: Encoder of the predictor.
+        precision: Precision of the weights and activations of `model.onnx`.
+        variant: Rewrites of the graph by `export-variants` and their effect on quality; empty: none.
+        nu: Degrees of freedom of the log-t distribution; None: an output of the graph, or no length head.
+        within: Whether the graph has the output sigma_within, the scale of lengths of one prompt; sigma also
+            includes the error of the predictor in mu.
+        quantile_levels: `scheduler_core.lengths.quantiles.LEVELS` if the graph has the output quantiles (ln
+            tokens); mu, sigma and nu are then the closest log-t. Otherwise empty, and not in the file.
+        max_length: Maximum number of tokens of a prompt, including special tokens.
+        truncation_side: Part of a longer prompt that is dropped: its left or right end, or its middle (the
+            first max_length - max_length // 2 and the last max_length // 2 tokens are kept).
         pad_token_id: Token id of padding.
-        conversations: A prompt is the `conversation_text` of all messages, not the last user message.
+        conversations: Whether a prompt is the `conversation_text` of all messages, not the last one.
         served_models: LLMs whose lengths the artifact predicts; empty if not declared.
-        conditioning: Inputs beside the prompt; None: none.
-        urgency_levels: Names of the urgency levels, the most urgent first.
-        abstain_threshold: With a highest urgency probability below this the artifact abstains; None: never; 1: always.
-        bucket_edges: Bounds of the length buckets in tokens; bucket k holds edges[k-1] <= tokens < edges[k].
-        calibration: Changes of mu and sigma after training (they are part of the graph); empty: none.
+        conditioning: Inputs in addition to the prompt; None: none.
+        urgency_levels: Names of the urgency levels, most urgent first.
+        abstain_threshold: The artifact abstains if the highest urgency probability is lower; None: never.
+        bucket_edges: Bounds of the length buckets; bucket k contains edges[k-1] <= tokens < edges[k].
+        calibration: Calibration of mu and sigma, which the graph includes; empty: none.
         training_data: File name and SHA-256 of the training data.
-        metrics: Metrics of the checkpoint, as training wrote them.
+        metrics: Metrics of the checkpoint, written by training.
         parity: Differences between torch and ONNX Runtime.
         versions: Package -> version at export.
-        license: Licence of the artifact, if stated.
+        license: SPDX license identifier, if known.
     """
 
     model_config = _STRICT
@@ -247,17 +246,17 @@ class Manifest(BaseModel):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def tokenizer_files(self) -> tuple[str, ...]:
-        """Files that turn text into token ids."""
+        """Files of the tokenizer."""
         return (TOKENIZER,)
 
     @property
     def accepts_unknown_models(self) -> bool:
-        """Whether it also predicts for LLMs that are not in `served_models`."""
+        """Whether LLMs that are not in `served_models` are accepted."""
         return not self.served_models if self.conditioning is None else self.conditioning.unknown_models
 
     def served_model_number(self, name: str | None) -> int:
-        """Value of the graph's input served_model for a model (None or empty: unknown); 0 where there is no such input.
-        InputError if the artifact was not trained on such a model."""
+        """Value of the input served_model for a model (None or empty: unknown); 0 if the graph has no such
+        input. InputError if the artifact does not support the model."""
         if name and name in self.served_models:
             return 0 if self.conditioning is None else self.served_models.index(name) + 1
         if self.accepts_unknown_models or (self.conditioning is None and not name):
@@ -270,13 +269,13 @@ class Manifest(BaseModel):
     def to_json(self) -> dict[str, Any]:
         """Content of the file."""
         content = self.model_dump(mode="json", warnings=False)
-        if not self.quantile_levels:  # as files were before there were any
+        if not self.quantile_levels:  # for compatibility with files without this field
             del content["quantile_levels"]
         return content
 
 
 def checked_temperature(value: float | None) -> float:
-    """Value of the graph's input temperature: NaN for None; raises InputError if it is below 0 or infinite."""
+    """Value of the input temperature, NaN for None; InputError if it is below 0 or infinite."""
     if value is None or math.isnan(value):
         return math.nan
     if not 0 <= value < math.inf:
@@ -285,8 +284,8 @@ def checked_temperature(value: float | None) -> float:
 
 
 def content_version(content: Mapping[str, Any]) -> str:
-    """Twelve hex digits of the SHA-256 of a manifest's canonical JSON (keys sorted, no spaces, ASCII), without its fields
-    artifact_version and created, and the hash of run.json."""
+    """First twelve hex digits of the SHA-256 of a manifest's canonical JSON (sorted keys, no spaces, ASCII),
+    without the fields artifact_version and created and the hash of run.json."""
     versioned = {name: value for name, value in content.items() if name not in _UNVERSIONED}
     if isinstance(versioned.get("files"), Mapping):
         versioned["files"] = {name: digest for name, digest in versioned["files"].items() if name != _RUN}
@@ -294,13 +293,13 @@ def content_version(content: Mapping[str, Any]) -> str:
 
 
 def parse_manifest(content: Mapping[str, Any]) -> Manifest:
-    """The manifest that `content`, the parsed JSON, describes; InputError if the format is of another version, a field is
-    missing, unknown, wrong or contradicts another one, or the artifact version is not that of the content."""
+    """The manifest from the parsed JSON `content`; InputError if the format version differs, a field is
+    missing, unknown, wrong or contradicts another one, or the artifact version does not match the content."""
     version = content.get("format_version")
     check_format("artifact manifest, format_version", version, FORMAT_VERSION, "export it again")
     fields = {name: value for name, value in content.items() if name not in _DERIVED}
     try:
-        # Of JSON text, for which pydantic's strict mode takes an array for a tuple.
+        # From JSON text, because in strict mode pydantic accepts a list as a tuple only there.
         manifest = Manifest.model_validate_json(json.dumps(fields))
     except ValidationError as error:
         raise _input_error(error) from error
@@ -309,15 +308,15 @@ def parse_manifest(content: Mapping[str, Any]) -> Manifest:
     _check_derived(content, manifest)
     version = content_version(content)
     if manifest.artifact_version.rpartition("+")[2] != version:
-        allowed = f"{version}, which follows from the rest of the manifest: it was changed after the export"
+        allowed = f"{version}, the hash of the manifest; the artifact was changed after the export"
         raise _wrong("artifact_version", manifest.artifact_version, allowed)
     return manifest
 
 
 def manifest_schema() -> dict[str, Any]:
-    """JSON Schema of manifest.json, made from the types; rules between fields are not in it."""
+    """JSON Schema of manifest.json, generated from the types; it does not contain rules between fields."""
     schema = Manifest.model_json_schema(mode="serialization")
-    schema["properties"]["files"]["additionalProperties"] = False  # names of another pattern
+    schema["properties"]["files"]["additionalProperties"] = False  # no names that do not match the pattern
     schema["required"].remove("quantile_levels")
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -328,32 +327,32 @@ def manifest_schema() -> dict[str, Any]:
 
 
 def check_format(field: str, version: object, expected: int, advice: str) -> None:
-    """Raises InputError, naming `field`, for another format version; `advice` is what to do about an older one."""
+    """Raises InputError about `field` for another format version, with `advice` if the version is older."""
     if version == expected and type(version) is int:
         return
     if type(version) is int and version > 0:
         is_older = version < expected
-        reason = f"an older tailcast wrote it: {advice}" if is_older else "it is newer: upgrade tailcast"
+        reason = f"from an older tailcast: {advice}" if is_older else "from a newer tailcast: upgrade"
         raise InputError(field, version, f"{expected}; {reason}")
     raise InputError(field, version, str(expected))
 
 
 def _contradictions(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Fields that others do not allow, and what they allow."""
+    """Names of fields that contradict other fields, and the allowed values."""
     heads = manifest.heads
     for name in ("nu", "within"):
         if "length" not in heads and getattr(manifest, name):
-            yield name, "null or false, because no length is predicted"
+            yield name, "null or false, because there is no length head"
     if manifest.quantile_levels not in ((), LEVELS) or (manifest.quantile_levels and manifest.nu is None):
-        yield "quantile_levels", f"none, or {LEVELS} where nu is fixed"
+        yield "quantile_levels", f"none, or {LEVELS} if nu is fixed"
     if "urgency" not in heads and manifest.abstain_threshold is not None:
-        yield "abstain_threshold", "null, because no urgency is predicted"
+        yield "abstain_threshold", "null, because there is no urgency head"
     if len(manifest.urgency_levels) < 2 if "urgency" in heads else manifest.urgency_levels:
-        yield "urgency_levels", "two or more names with an urgency head, else none"
+        yield "urgency_levels", "two or more names with an urgency head, otherwise none"
     if bool(manifest.bucket_edges) is not ("bucket" in heads):
-        yield "bucket_edges", "one or more numbers of tokens with a bucket head, else none"
+        yield "bucket_edges", "one or more numbers of tokens with a bucket head, otherwise none"
     if manifest.conditioning is not None and not manifest.served_models:
-        yield "served_models", "one or more names, because of conditioning"
+        yield "served_models", "one or more names, because conditioning is set"
     tables = manifest.calibration
     rows = 1 if manifest.conditioning is None else len(manifest.served_models) + 1
     if tables and (
@@ -363,7 +362,7 @@ def _contradictions(manifest: Manifest) -> Iterator[tuple[str, str]]:
         yield "calibration", f"empty, or {rows} numbers each: sigma_scale, all above 0, and mu_shift"
     for name in (TOKENIZER, *(() if WEIGHTS in manifest.files else (MODEL, NORMALIZATION))):
         if name not in manifest.files:
-            yield "files", f"an object with {name}"
+            yield "files", f"an object with the key {name}"
     if {MANIFEST, SIGNATURE} & manifest.files.keys():
         yield "files", "neither the manifest nor its signature"
 
@@ -373,7 +372,7 @@ def _check_derived(content: Mapping[str, Any], manifest: Manifest) -> None:
         if name not in content:
             raise _wrong(name, "no such field", "a value: the field is required")
         if name in _DERIVED and _canonical(content[name]) != _canonical(value):
-            raise _wrong(name, content[name], f"{_canonical(value)}, as the other fields imply")
+            raise _wrong(name, content[name], f"{_canonical(value)}, derived from the other fields")
 
 
 def _canonical(content: object) -> str:
@@ -381,7 +380,7 @@ def _canonical(content: object) -> str:
 
 
 def _input_error(invalid: ValidationError) -> InputError:
-    """A pydantic error as the project's: the field by its path, and what is allowed there."""
+    """Converts a pydantic error to an InputError with the path of the field and its allowed values."""
     error = invalid.errors(include_url=False)[0]
     path = [str(step) for step in error["loc"] if step != "[key]"]
     name, kind = ", ".join(path), error["type"]
@@ -392,7 +391,7 @@ def _input_error(invalid: ValidationError) -> InputError:
     if kind == "value_error":
         return _wrong(name, error["input"], str(error["ctx"]["error"]))
     if kind == "json_invalid":
-        return InputError("artifact manifest", "its JSON", f"JSON that pydantic reads ({error['msg']})")
+        return InputError("artifact manifest", "its JSON", f"valid JSON for pydantic ({error['msg']})")
     return _wrong(name, error["input"], re.sub(r"^\w+ should (be|have|match) ", "", error["msg"]))
 
 

@@ -1,4 +1,4 @@
-"""An artifact ready to predict (tokenizer and ONNX Runtime session, no network), and its predictions as arrays and rows."""
+"""Runtime of an artifact: tokenizer and ONNX Runtime session; predictions as arrays and rows."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ ProviderChoice = Literal["auto", "cpu", "cuda"]
 CPU = "CPUExecutionProvider"
 CUDA = "CUDAExecutionProvider"
 
-# What a model is verified with before it serves. A prompt of as many tokens as it reads is one of them, up to a length
-# that takes seconds: position embeddings that end earlier than `max_length` have at most about so many rows.
+# Inputs to verify a model with before it serves. They include a prompt of `max_length` tokens, but at most
+# LONGEST_PROBE, which takes seconds, to detect position embeddings that are too short.
 PROBES = ("Name three rivers.", "Write a long essay about the sea, and then some more about rivers.")
 PROBE_BATCH = 16
 LONGEST_PROBE = 2048
@@ -36,16 +36,16 @@ LONGEST_PROBE = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Predicted:
-    """Predictions for N prompts; None where the artifact has no such head.
+    """Predictions for N prompts; None if the artifact does not have the head.
 
     Attributes:
         mu, sigma, nu: Parameters of the log-t distribution of the length [N]; mu and sigma in log tokens.
-        sigma_within: Scale of lengths of the same prompt, log tokens [N]; sigma holds the predictor's own error in mu too.
-        quantiles: Of the length at the manifest's quantile_levels, log tokens [N, K].
-        urgency: Probabilities of the urgency levels [N, K], the most urgent first.
+        sigma_within: Scale of lengths of one prompt, log tokens [N]; sigma also includes the error in mu.
+        quantiles: Quantiles of the length at the manifest's quantile_levels, log tokens [N, K].
+        urgency: Probabilities of the urgency levels [N, K], most urgent first.
         bucket: Probabilities of the length buckets [N, K].
         regression_tokens: Length in tokens [N].
-        rank: Score [N], larger = longer; its scale has no meaning.
+        rank: Score [N], larger = longer, on an arbitrary scale.
     """
 
     mu: Array | None = None
@@ -67,14 +67,14 @@ class Predicted:
         return {name: values for name, values in arrays.items() if values is not None}
 
     def rows(self) -> list[PredictedRow]:
-        """One prediction per prompt, as plain numbers."""
+        """One prediction per prompt, as Python numbers."""
         columns: dict[str, list[Any]] = {name: values.tolist() for name, values in self.arrays().items()}
         rows = zip(*columns.values(), strict=True)
         return [PredictedRow(**dict(zip(columns, numbers, strict=True))) for numbers in rows]
 
     @classmethod
     def of(cls, arrays: Mapping[str, Array], *, nu: float | None) -> Predicted:
-        """From the outputs of a graph by name; `nu` is the fixed number of degrees of freedom, if it is fixed."""
+        """From the outputs of a graph by name; `nu` is the number of degrees of freedom if it is fixed."""
         if nu is not None and "mu" in arrays:
             return cls(**arrays, nu=np.full(len(arrays["mu"]), nu))
         return cls(**arrays)
@@ -82,7 +82,7 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedRow:
-    """The prediction for one prompt; fields as those of `Predicted`."""
+    """The prediction for one prompt; fields as in `Predicted`."""
 
     mu: float | None = None
     sigma: float | None = None
@@ -95,7 +95,7 @@ class PredictedRow:
     rank: float | None = None
 
     def length(self, artifact_id: str = "", artifact_version: str = "") -> LengthPrediction | None:
-        """The predicted length; None without such a head, InputError for numbers that no scheduler can use."""
+        """The predicted length; None without a length head, InputError for values out of range."""
         if self.mu is None or self.sigma is None or self.nu is None:
             return None
         artifact = (artifact_id, artifact_version)
@@ -103,25 +103,25 @@ class PredictedRow:
 
 
 def check_range(rows: Iterable[PredictedRow]) -> None:
-    """Raises TailcastError for numbers of a model that no scheduler can use."""
+    """Raises TailcastError for outputs of a model that are out of range."""
     for row in rows:
         try:
             row.length()
         except InputError as error:
             numbers = f"mu = {row.mu}, sigma = {row.sigma}, nu = {row.nu}"
-            raise TailcastError(f"the model gave {numbers}: {error}") from error
+            raise TailcastError(f"the model returned {numbers}: {error}") from error
         for name in ("sigma_within", "regression_tokens", "rank"):
             value = getattr(row, name)
             if value is not None and not math.isfinite(value):
-                raise TailcastError(f"the model gave {name} = {value}")
+                raise TailcastError(f"the model returned {name} = {value}")
         for name in ("urgency", "bucket"):
             values = getattr(row, name)
             if values is not None and not (min(values) >= 0 and abs(math.fsum(values) - 1) <= 1e-3):
-                raise TailcastError(f"the model gave {name} = {values}")
+                raise TailcastError(f"the model returned {name} = {values}")
 
 
 class ArtifactRuntime:
-    """Runs one artifact, on ONNX Runtime's execution provider `provider`. `run` may be called from several threads at a time."""
+    """Runs one artifact; `provider` is ONNX Runtime's execution provider. `run` is thread-safe."""
 
     def __init__(
         self, artifact: Artifact, tokenizer: PromptTokenizer, session: ort.InferenceSession | TinySession
@@ -130,7 +130,7 @@ class ArtifactRuntime:
         self.tokenizer = tokenizer
         self.provider: str = session.get_providers()[0]
         self._session = session
-        # The manifest makes them anew at every access.
+        # The manifest recomputes them at every access.
         self._inputs = [tensor.name for tensor in artifact.manifest.inputs]
         self._outputs = artifact.manifest.outputs
 
@@ -142,15 +142,15 @@ class ArtifactRuntime:
         *,
         seq: int | None = None,
     ) -> Predicted:
-        """Predicts one batch of B prompts, each token ids int64 [tokens], at least one.
+        """Predicts one batch of B prompts, each with at least one token id, int64 [tokens].
 
-        Served models by name (see `Manifest.served_model_number`) and temperatures, at least 0, are [B]; None: unknown. `seq`
-        pads to so many columns instead of to the longest prompt, which changes no number.
+        Names of served models (see `Manifest.served_model_number`) and temperatures >= 0 are [B]; None:
+        unknown. `seq` is the length to pad to (default: the longest prompt), without effect on predictions.
 
         Raises:
-            InputError: The artifact cannot predict for a served model, a temperature is below 0, or a prompt has more
-                tokens than `seq`.
-            TailcastError: The session failed or gave something else than B rows.
+            InputError: The artifact does not support a served model, a temperature is below 0, or a prompt
+                has more than `seq` tokens.
+            TailcastError: The session failed, or its outputs do not have B rows.
         """
         feed = self.feed(prompts, served_models, temperatures, seq=seq)
         try:
@@ -163,7 +163,8 @@ class ArtifactRuntime:
         for tensor, values in zip(self._outputs, outputs, strict=True):
             expected = (len(prompts), *tensor.shape[1:])
             if values.shape != expected:
-                raise TailcastError(f"the model gave {tensor.name} with shape {values.shape}, not {expected}")
+                text = f"the model returned {tensor.name} of shape {values.shape}, not {expected}"
+                raise TailcastError(text)
             arrays[tensor.name] = values.astype(np.float64)
         return Predicted.of(arrays, nu=self.artifact.manifest.nu)
 
@@ -175,13 +176,13 @@ class ArtifactRuntime:
         *,
         batch_size: int = 4,
     ) -> Predicted:
-        """Predicts N texts in batches of similar length (on a CPU small ones are the fastest), the predictions in their order;
-        served_models and temperatures as in `run`, [N]."""
+        """Predicts N texts in batches of similar length (small ones are fastest on a CPU), and returns the
+        predictions in the order of `prompts`; served_models and temperatures [N] are as in `run`."""
         if batch_size < 1:
             raise InputError("batch_size", batch_size, "an integer >= 1")
         for name, values in (("served_models", served_models), ("temperatures", temperatures)):
             if values is not None and len(values) != len(prompts):
-                raise InputError(name, f"{len(values)} entries", f"{len(prompts)}, one for each prompt")
+                raise InputError(name, f"{len(values)} entries", f"{len(prompts)}, one per prompt")
         tokenized = self.tokenizer(prompts)
         by_length = sorted(range(len(prompts)), key=lambda index: len(tokenized[index].ids))
         if not prompts:
@@ -200,13 +201,13 @@ class ArtifactRuntime:
         return Predicted(**{name: np.concatenate([part[name] for part in parts])[order] for name in parts[0]})
 
     def warm_up(self) -> None:
-        """Runs every kind of request, so that the first one pays no start-up cost and none meets a broken model: small batches,
-        one prompt as long as the model reads (up to 2048 tokens) with the highest token id in it, and texts for every served
-        model, with and without a temperature. TailcastError if the model fails, or gives numbers that no scheduler can use."""
+        """Warms up and verifies the model: small batches, one prompt of max_length (up to 2048) tokens with
+        the highest token id, and texts for every served model, with and without a temperature. TailcastError
+        if the model fails, or returns values out of range."""
         manifest = self.artifact.manifest
         names: list[str | None] = list(manifest.served_models)
         if manifest.conditioning is None:
-            names = names[:1] or [None]  # the graph does not see them
+            names = names[:1] or [None]  # not an input of the graph
         elif manifest.conditioning.unknown_models:
             names.append(None)
         for batch, tokens in ((1, 16), (4, 32), (1, LONGEST_PROBE)):
@@ -230,7 +231,7 @@ class ArtifactRuntime:
         *,
         seq: int | None = None,
     ) -> dict[str, NDArray[Any]]:
-        """Inputs of the graph by name, [B, S] or [B]; arguments and errors as those of `run`."""
+        """Inputs of the graph by name, [B, S] or [B]; arguments and errors as in `run`."""
         manifest = self.artifact.manifest
         longest = max(len(ids) for ids in prompts)
         shape = (len(prompts), longest if seq is None else seq)
@@ -257,9 +258,9 @@ def open_runtime(
     threads_per_run: int = 1,
     public_key: str | Path | None = None,
 ) -> ArtifactRuntime:
-    """Verifies an artifact (see `open_artifact`) and loads it; InputError if it is refused, or the provider cannot be had:
-    "auto" takes CUDA where it works, else the CPU; "cuda" fails where it does not. A model call on the CPU has
-    `threads_per_run` threads."""
+    """Verifies and loads an artifact (see `open_artifact`); InputError if it is invalid or the provider is
+    not available. The provider "auto" is CUDA if that works, otherwise the CPU; "cuda" fails if CUDA does not
+    work. A model call on the CPU uses `threads_per_run` threads."""
     artifact = open_artifact(path, public_key=public_key)
     manifest = artifact.manifest
     tokenizer = PromptTokenizer(
@@ -282,7 +283,7 @@ def _open_session(
         return TinySession(artifact.path / WEIGHTS)
     import onnxruntime as ort
 
-    # The list of available providers names what was compiled in; only the session knows what really works.
+    # Available providers are those that were compiled in; creating a session shows whether they work.
     has_cuda = CUDA in ort.get_available_providers()
     if provider == "cuda" and not has_cuda:
         raise InputError("provider", provider, "cpu or auto: this onnxruntime was built without CUDA")
@@ -293,7 +294,7 @@ def _open_session(
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    # Threads that spin while they wait burn the cores that tokenisation and gRPC need.
+    # Spinning threads would use CPU time that tokenization and gRPC need.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
     path = str(artifact.path / MODEL)
@@ -311,7 +312,7 @@ def _open_session(
 
 
 def _check_tensors(kind: str, nodes: Sequence[ort.NodeArg], specs: Sequence[TensorSpec]) -> None:
-    """Names, types and shapes of the graph's tensors are the manifest's; a free axis is free in both."""
+    """Raises InputError unless names, types and shapes of the graph's tensors match the manifest."""
     by_name = {node.name: node for node in nodes}
     if by_name.keys() != {spec.name for spec in specs}:
         expected = f"exactly {sorted(spec.name for spec in specs)}, as in {MANIFEST}"
@@ -319,7 +320,7 @@ def _check_tensors(kind: str, nodes: Sequence[ort.NodeArg], specs: Sequence[Tens
     for spec in specs:
         node = by_name[spec.name]
         type_name = f"tensor({'float' if spec.dtype == 'float32' else spec.dtype})"
-        shape = node.shape or spec.shape  # no shape: the graph does not tell
+        shape = node.shape or spec.shape  # empty if the graph does not declare it
         fits = len(shape) == len(spec.shape) and all(
             not isinstance(actual, int) or actual == size
             for actual, size in zip(shape, spec.shape, strict=True)

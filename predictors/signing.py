@@ -1,4 +1,4 @@
-"""Ed25519 signatures of files: FILE.sig beside FILE, as `openssl pkeyutl -sign -rawin` writes them; keys are PEM files."""
+"""Ed25519 signatures FILE.sig in the format of `openssl pkeyutl -sign -rawin`; keys are PEM files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ except ImportError as error:
 
 
 def read_private_key(path: str | Path, password: str | None = None) -> Ed25519PrivateKey:
-    """The key of a PEM file; raises InputError if it is none, or its password is missing or wrong."""
+    """Reads a private key from a PEM file; InputError if it is invalid or its password is wrong."""
     data = existing_file(path, "sign").read_bytes()
     try:
         key = load_pem_private_key(data, None if password is None else password.encode())
@@ -28,7 +28,7 @@ def read_private_key(path: str | Path, password: str | None = None) -> Ed25519Pr
 
 
 def read_public_key(path: str | Path) -> Ed25519PublicKey:
-    """The key of a PEM file; raises InputError if it is none."""
+    """Reads a public key from a PEM file; InputError if it is invalid."""
     try:
         key = load_pem_public_key(existing_file(path, "public_key").read_bytes())
     except ValueError as error:
@@ -39,18 +39,18 @@ def read_public_key(path: str | Path) -> Ed25519PublicKey:
 
 
 def sign_file(path: Path, key: Ed25519PrivateKey) -> None:
-    """Writes the signature beside the file."""
+    """Signs a file: writes the signature FILE.sig."""
     with atomic_file(Path(f"{path}.sig")) as temporary:
         temporary.write_bytes(key.sign(path.read_bytes()))
 
 
 def verify_file(path: Path, key: Ed25519PublicKey) -> None:
-    """Raises InputError unless a signature of this content by this key stands beside the file."""
+    """Raises InputError unless FILE.sig is a valid signature of the file by the key."""
     signature = Path(f"{path}.sig")
     if not signature.is_file():
-        raise InputError(f"signature {signature.name} is missing: with a public key it must be there")
+        raise InputError(f"signature {signature.name} is missing; public_key requires it")
     try:
         key.verify(signature.read_bytes(), path.read_bytes())
     except InvalidSignature as error:
-        reason = f"signature {signature.name} is not of this {path.name} by the public key"
+        reason = f"signature {signature.name} is invalid for {path.name} and the public key"
         raise InputError(reason) from error

@@ -1,11 +1,11 @@
-"""The predictor `tiny`: output lengths in the scheduler's own thread; needs numpy and tokenizers alone.
+"""The predictor `tiny`: output lengths in the thread of the scheduler; needs only numpy and tokenizers.
 
-A prompt of 400 characters takes less than 100 microseconds where the tables are in the processor's caches, some 0.4 ms
-where they are not (benchmarks/tiny_predictor.py).
-Tables hold a vector for each token, each pair of neighbors (hashed) and each combination of a prompt's first three tokens
-(hashed); their sums over the prompt, scaled by the root of their number, and the logarithm of the number of tokens are the
-input of a network with two hidden layers, which gives mu and ln sigma for every served model. Hashed n-grams as in Joulin
-et al. (2016, arXiv:1607.01759); it is distilled from tailcast-minilm by `python -m examples.pretrained.tiny`.
+A prompt of 400 characters takes less than 0.1 ms if the tables are in the CPU caches, otherwise about 0.4 ms
+(benchmarks/tiny_predictor.py). Tables have a vector for each token, each (hashed) pair of neighbors and each
+(hashed) combination of the first three tokens. Their sums over the prompt, divided by the square root of
+their number, and features of the number of tokens are the input of a network with two hidden layers and the
+outputs mu and ln sigma for every served model. Hashed n-grams are from Joulin et al. (2016,
+arXiv:1607.01759). `python -m examples.pretrained.tiny` distills it from tailcast-minilm.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from scheduler_core.json_text import read_json_object, valid_unicode
 from scheduler_core.predictions import LengthPrediction, Prediction
 from scheduler_core.predictor import PredictionRequest
 
-#: File of the weights in an artifact folder, in the place of model.onnx.
+#: File of the weights in an artifact folder, instead of model.onnx.
 WEIGHTS = "model.npz"
-#: Stands in the manifest's opset; changes with the features below.
+#: `opset` of the manifest; changes with the features below.
 OPSET = {"tailcast.tiny": 1}
-#: Tables of vectors, and layers of the network, by their names in the file.
+#: Names of tables and layers in the file.
 TABLES = ("token", "pair", "start")
 LAYERS = ("hidden_1", "hidden_2", "output")
-#: Of Fibonacci hashing: the highest bits of the product are the hash.
+#: Multiplier of Fibonacci hashing; the highest bits of the product are the hash.
 _MULTIPLIER = 0x9E3779B97F4A7C15
 
 Floats = NDArray[np.float32]
@@ -42,7 +42,7 @@ Integers = NDArray[np.int64]
 
 
 def hashed_pairs(ids: Integers, num_buckets: int) -> Integers:
-    """Row of each pair of neighbors in a table of `num_buckets` rows, a power of 2: [n] token ids to [n - 1]."""
+    """Table row of each pair of neighbors: token ids [n] -> [n - 1]. `num_buckets` is a power of 2."""
     keys = (ids[:-1] * 2**20 + ids[1:]).view(np.uint64)
     keys *= np.uint64(_MULTIPLIER)
     keys >>= np.uint64(65 - num_buckets.bit_length())
@@ -50,7 +50,7 @@ def hashed_pairs(ids: Integers, num_buckets: int) -> Integers:
 
 
 def hashed_starts(ids: Integers, num_buckets: int) -> list[int]:
-    """Rows of the first three tokens, alone, in pairs and together [6], in a table as of `hashed_pairs`."""
+    """Table rows [6] of the first three tokens, single, in pairs and together; see `hashed_pairs`."""
     first, second, third = (*(ids[:3] + 1).tolist(), 0, 0, 0)[:3]
     second, third = second << 20, third << 40
     keys = (first, second, third, first + second, second + third, first + second + third)
@@ -59,15 +59,15 @@ def hashed_starts(ids: Integers, num_buckets: int) -> list[int]:
 
 
 def length_features(num_tokens: Any) -> list[Any]:
-    """A prompt's number of tokens (a number or an array) as three inputs of the network."""
+    """Three features of the number of tokens of a prompt (a number or an array)."""
     log = np.log1p(num_tokens) - 4
     return [log, np.maximum(log, 0), np.maximum(log - 1.5, 0)]
 
 
 class TinyModel:
-    """Token ids to mu and sigma; its calls may come from several threads at a time.
+    """Network from token ids to mu and sigma; thread-safe. InputError for an invalid file.
 
-    The file has `TABLES` as int8 with a scale for each row, `LAYERS` as weight and bias in float16; InputError for another.
+    The file has `TABLES` as int8 with a scale per row, `LAYERS` as weight and bias in float16.
     """
 
     def __init__(self, path: Path) -> None:
@@ -80,13 +80,13 @@ class TinyModel:
                 (content[f"{name}_weight"].astype(np.float32), content[f"{name}_bias"].astype(np.float32))
                 for name in LAYERS
             )
-            self(np.arange(3), len(self._output[1]) - 1)  # do their shapes fit each other?
+            self(np.arange(3), len(self._output[1]) - 1)  # verify that the shapes match
         except (OSError, EOFError, KeyError, ValueError, TypeError, IndexError, BadZipFile) as error:
-            allowed = f"a whole file of the weights of a tiny predictor ({type(error).__name__}: {error})"
+            allowed = f"a complete weights file of a tiny predictor ({type(error).__name__}: {error})"
             raise InputError(f"artifact file {path.name}", str(path), allowed) from error
 
     def __call__(self, ids: Integers, served_model: int) -> tuple[float, float]:
-        """mu and sigma in log tokens of token ids [n], n >= 0; a served model is 1 + its position in the manifest, 0 = unknown."""
+        """mu and sigma in log tokens from token ids [n]; served_model is 1 + its index, 0 = unknown."""
         num_tokens = len(ids)
         pairs, starts = hashed_pairs(ids, len(self._pair)), hashed_starts(ids, len(self._start))
         features = np.concatenate((
@@ -110,11 +110,11 @@ class TinySession:
         self._model = TinyModel(path)
 
     def get_providers(self) -> list[str]:
-        """Where it runs, by ONNX Runtime's name."""
+        """Execution provider, with ONNX Runtime's name."""
         return ["CPUExecutionProvider"]
 
     def run(self, names: Sequence[str], feed: Mapping[str, NDArray[Any]]) -> list[Floats]:
-        """The outputs mu and sigma [B] of B prompts; arguments as of an ONNX Runtime session."""
+        """Outputs mu and sigma [B]; arguments as in an ONNX Runtime session."""
         rows = zip(feed["input_ids"], feed["attention_mask"], feed["served_model"].tolist(), strict=True)
         outputs = [self._model(ids[mask > 0], served_model) for ids, mask, served_model in rows]
         columns = dict(zip(("mu", "sigma"), np.array(outputs, dtype=np.float32).T, strict=True))
@@ -122,9 +122,9 @@ class TinySession:
 
 
 class TinyPredictor:
-    """A `scheduler_core.predictor.Predictor` that calculates where it is called; `length` is the same without an event loop.
+    """A `scheduler_core.predictor.Predictor` in the calling thread; `length` is its blocking method.
 
-    InputError if a file of the artifact folder is missing, or differs from the manifest in its SHA-256.
+    InputError if a file of the artifact folder is missing or differs from its SHA-256 in the manifest.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -148,21 +148,21 @@ class TinyPredictor:
         self._artifact = (manifest["artifact_id"], manifest["artifact_version"])
 
     def length(self, prompt: str, served_model: str = "") -> LengthPrediction:
-        """The predicted length of a response; a served model that is not in the manifest is unknown. TailcastError if the
-        prompt is no text, or the numbers are none that a scheduler can use."""
+        """The predicted output length; a served model that is not in the manifest counts as unknown.
+        TailcastError if the prompt is not valid text or the prediction is out of range."""
         [tokens] = self._tokenizer([prompt])
         mu, sigma = self._model(tokens.ids, self._numbers.get(served_model, 0))
         return LengthPrediction(mu, sigma, self._nu, *self._artifact)
 
     async def predict(self, requests: Sequence[PredictionRequest]) -> list[Prediction]:
-        """One prediction for each request, in their order; raises as `length`."""
+        """One prediction per request, in order; raises as `length`."""
         texts = [(valid_unicode(request.prompt), request.served_model) for request in requests]
         return [Prediction(length=self.length(*text)) for text in texts]
 
     async def close(self) -> None:
-        """Does nothing: there is nothing to close."""
+        """Does nothing; part of the `Predictor` protocol."""
 
 
 def load(predictor: str = TINY) -> TinyPredictor:
-    """The tiny predictor that comes with tailcast; raises as `TinyPredictor` and `shipped_folder`."""
+    """The tiny predictor shipped with tailcast; raises as `TinyPredictor` and `shipped_folder`."""
     return TinyPredictor(shipped_folder(predictor))

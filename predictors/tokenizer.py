@@ -1,4 +1,4 @@
-"""Prompt or conversation to token ids, exactly as in training, in bounded time for texts of any length."""
+"""Tokenization of prompts and conversations as in training, in bounded time for texts of any length."""
 
 from __future__ import annotations
 
@@ -17,28 +17,27 @@ if TYPE_CHECKING:
 
     from predictors.manifest import TruncationSide
 
-# A prompt is first clipped to this many characters per token of the model's input (English has about 4) ...
+# A prompt is first clipped to this many characters per token of max_length; English has about 4.
 FIRST_CHARS_PER_TOKEN = 16
-# ... and the limit is doubled while it yields too few tokens, up to this: characters beyond are never looked at.
+# The limit is doubled while the text has too few tokens, up to this value; further characters are ignored.
 MAX_CHARS_PER_TOKEN = 64
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
-    """Token ids of a prompt, int64 [tokens], special tokens included; `truncated`: it had more of them."""
+    """Token ids of a prompt, int64 [tokens], including special tokens, and whether it was truncated."""
 
     ids: NDArray[np.int64]
     truncated: bool
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens."""
         return len(self.ids)
 
 
 def conversation_text(messages: Iterable[tuple[str, str]]) -> str:
-    """The messages (role and content of each) one after another, each behind its role; a lone user message as it stands. With
-    truncation in the middle a long one keeps the system prompt and the end of the last message."""
+    """The text of a conversation of (role, content): messages with their roles, or the content of a single
+    user message. Truncation in the middle keeps the system prompt and the end."""
     turns = list(messages)
     if len(turns) == 1 and turns[0][0] == "user":
         return turns[0][1]
@@ -46,7 +45,7 @@ def conversation_text(messages: Iterable[tuple[str, str]]) -> str:
 
 
 def content_text(content: object) -> str:
-    """The text of a message's content: a text, or a list of OpenAI's text parts; InputError for others, such as images."""
+    """The text of a message content: a text, or OpenAI text parts; InputError for others, such as images."""
     if isinstance(content, str):
         return content
     parts: list[Any] = content if isinstance(content, list) else [content]
@@ -57,7 +56,7 @@ def content_text(content: object) -> str:
 
 
 def keep_ends(ids: NDArray[Any], max_length: int) -> NDArray[Any]:
-    """Token ids [n] without their middle: at most `max_length`, the first half (rounded up) and the last half."""
+    """Truncates token ids [n] in the middle; keeps the first half (rounded up) and the last half."""
     if len(ids) <= max_length:
         return ids
     last = max_length // 2
@@ -65,10 +64,10 @@ def keep_ends(ids: NDArray[Any], max_length: int) -> NDArray[Any]:
 
 
 class PromptTokenizer:
-    """Truncating tokenizer of one artifact; thread-safe, and other Python threads run while it works.
+    """Truncating tokenizer of one artifact; thread-safe, and releases the GIL.
 
-    `path` is a tokenizer.json. Of a prompt of more than `max_length` tokens, special ones included (InputError if it leaves no
-    others), the left or right end or the middle is dropped. All token ids are below `vocabulary_size`.
+    `path` is a tokenizer.json. Prompts of more than `max_length` tokens, including special ones, are
+    truncated on the left, right or in the middle. InputError if only special tokens remain.
     """
 
     def __init__(self, path: Path, *, max_length: int, truncation_side: TruncationSide) -> None:
@@ -76,10 +75,10 @@ class PromptTokenizer:
 
         try:
             self._tokenizer: Tokenizer = Tokenizer.from_file(str(path))
-        except BaseException as error:  # plain Exception for a malformed file, or pyo3's PanicException
+        except BaseException as error:  # Exception for a malformed file, or pyo3's PanicException
             if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
                 raise
-            allowed = f"a tokenizer of the package tokenizers ({' '.join(str(error).split())})"
+            allowed = f"a tokenizer file of the package tokenizers ({' '.join(str(error).split())})"
             raise InputError(f"artifact file {path.name}", str(path), allowed) from error
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocabulary_size: int = max(ids, default=-1) + 1
@@ -95,9 +94,8 @@ class PromptTokenizer:
             self._tokenizer.enable_truncation(max_length, direction=truncation_side)
 
     def __call__(self, prompts: Sequence[str]) -> list[TokenizedPrompt]:
-        """Token ids of each prompt; TailcastError if the tokenizer fails on a text. Equal to tokenizing the whole text and
-        truncating, as long as the tokenizer splits at white space; a text with more than 64 characters per token over its
-        whole length is read only that far."""
+        """Token ids of each prompt; TailcastError if the tokenizer fails on a text. Equals truncation of the
+        tokenized text if the tokenizer splits at white space; at most 64 characters per token are used."""
         encode = self._encode_ends if self.truncation_side == "middle" else self._encode
         try:
             return [encode(prompt) for prompt in prompts]
@@ -109,7 +107,7 @@ class PromptTokenizer:
         last = MAX_CHARS_PER_TOKEN * self.max_length
         while True:
             text = _clip(prompt, limit, self.truncation_side)
-            # encode() holds the interpreter lock, the batch form releases it.
+            # encode() holds the GIL; encode_batch_fast() releases it.
             [encoding] = self._tokenizer.encode_batch_fast([text])
             is_clipped = len(text) < len(prompt)
             if not is_clipped or len(encoding.ids) >= self.max_length or limit >= last:
@@ -124,7 +122,7 @@ class PromptTokenizer:
         while len(prompt) > 2 * limit:
             ends = [_clip(prompt, limit, "right"), _clip(prompt, limit, "left")]
             head, tail = (encoding.ids for encoding in self._tokenizer.encode_batch_fast(ends))
-            # Special tokens at the inner ends are not the prompt's, nor are pieces of a split word.
+            # Special tokens and parts of split words at the inner ends must not be kept.
             if min(len(head), len(tail)) > self.max_length and max(map(len, ends)) < limit:
                 return TokenizedPrompt(np.asarray([*head[:first], *tail[-last:]], dtype=np.int64), True)
             if limit >= MAX_CHARS_PER_TOKEN * first:
@@ -138,13 +136,13 @@ class PromptTokenizer:
 
 
 def _clip(prompt: str, limit: int, dropped: TruncationSide) -> str:
-    """At most `limit` characters of the end that is not dropped, split between words where there is a gap."""
+    """At most `limit` characters of the end that is not dropped, split between words if possible."""
     if len(prompt) <= limit:
         return prompt
     if dropped == "right":
         text = prompt[:limit]
-        at = max(text.rfind(" "), text.rfind("\n"))
-        return text[:at] if at > limit // 2 else text
+        gap = max(text.rfind(" "), text.rfind("\n"))
+        return text[:gap] if gap > limit // 2 else text
     text = prompt[-limit:]
-    gaps = [at for at in (text.find(" "), text.find("\n")) if at >= 0]
+    gaps = [gap for gap in (text.find(" "), text.find("\n")) if gap >= 0]
     return text[min(gaps) :] if gaps and min(gaps) < limit // 2 else text

@@ -1,13 +1,12 @@
-"""Output lengths of LLM requests before the first token, and scheduling with them.
+"""Prediction of LLM output lengths, and scheduling with the predictions.
 
     import tailcast
 
     length = tailcast.predict("Write a haiku about rivers.", max_tokens=512)
     length.median, length.quantile(0.9), length.expected_tokens, length.probability_longer_than(100)
 
-Importing this package imports nothing else; every name is imported when it is first used. `LogT`, `Scheduler`, `simulate`
-and `read_trace` need numpy alone; `predict` and `load` the extra `predict`, `connect` the extra `client`, `fit` the extra
-`train`.
+Names are imported at their first use. `LogT`, `Scheduler`, `simulate` and `read_trace` need only numpy;
+`predict` and `load` need the extra `predict`, `connect` the extra `client`, `fit` the extra `train`.
 """
 
 from __future__ import annotations

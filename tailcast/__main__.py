@@ -1,4 +1,4 @@
-"""`python -m tailcast`: the command `tailcast`."""
+"""Runs the command `tailcast` for `python -m tailcast`."""
 
 from tailcast.cli import main
 

@@ -1,4 +1,4 @@
-"""The command `tailcast`: every command of the project as a sub-command, imported when it is called."""
+"""Command `tailcast`: all commands of the project as subcommands, which are imported lazily."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Sequence
 
 from scheduler_core.command import chosen_command, entry_point, imported
 
-#: Name -> module and function, what it does. Those of [project.scripts] are the same functions.
+#: Name -> (module and function, description); [project.scripts] has the same functions.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "predict": ("tailcast.cli_predict:main", "output lengths of a prompt, or of a file of prompts"),
-    "serve": ("predictors.cli:main", "predictions over gRPC and HTTP (serve-predictor)"),
-    "proxy": ("predictors.cli_proxy:main", "the OpenAI API in front of an engine (tailcast-proxy)"),
-    "adapt": ("training.cli_adapt:main", "a better artifact from the logs of your own requests"),
-    "simulate": ("scheduler_core.simulator.commands.simulate:main", "policies on a trace: run, sweep, ..."),
-    "gen-samples": ("data_gen.cli_gen_samples:main", "repeated outputs of an LLM for prompts"),
-    "import-lengths": ("data_gen.cli_import_lengths:main", "lengths from logs, traces and public data"),
-    "import-urgency": ("data_gen.cli_import_urgency:main", "texts with urgency levels from public data"),
-    "fit-dist": ("training.cli_fit_dist:main", "one length distribution for each prompt"),
-    "train": ("training.cli_train:main", "a predictor of lengths or urgency"),
-    "evaluate": ("training.evaluating.cli:main", "a predictor against held-out lengths and baselines"),
-    "evaluate-urgency": ("training.urgency.cli:main", "an urgency predictor against labels"),
-    "evaluate-stream": ("training.drift:main", "a stream of finished requests, for drift"),
-    "calibrate": ("training.calibrating.cli:main", "a checkpoint, corrected on held-out data"),
-    "export-onnx": ("export.cli:main", "an artifact from a checkpoint"),
-    "export-variants": ("tailcast.cli_variants:main", "faster variants of an artifact, compared"),
-    "package-artifact": ("export.cli_package:main", "a Triton or KServe package of an artifact"),
-    "read-feedback": ("training.cli_read_feedback:main", "what the proxy has logged"),
+    "predict": ("tailcast.cli_predict:main", "predict output lengths of a prompt or a file of prompts"),
+    "serve": ("predictors.cli:main", "serve predictions over gRPC and HTTP (serve-predictor)"),
+    "proxy": ("predictors.cli_proxy:main", "run a proxy in front of an engine (tailcast-proxy)"),
+    "adapt": ("training.cli_adapt:main", "adapt an artifact to the logs of your requests"),
+    "simulate": ("scheduler_core.simulator.commands.simulate:main", "simulate policies: run, sweep, ..."),
+    "gen-samples": ("data_gen.cli_gen_samples:main", "sample outputs of an LLM for prompts"),
+    "import-lengths": ("data_gen.cli_import_lengths:main", "import lengths from logs, traces, public data"),
+    "import-urgency": ("data_gen.cli_import_urgency:main", "import texts with urgency from public data"),
+    "fit-dist": ("training.cli_fit_dist:main", "fit a length distribution per prompt"),
+    "train": ("training.cli_train:main", "train a predictor of lengths or urgency"),
+    "evaluate": ("training.evaluating.cli:main", "evaluate a predictor on held-out lengths"),
+    "evaluate-urgency": ("training.urgency.cli:main", "evaluate an urgency predictor on labels"),
+    "evaluate-stream": ("training.drift:main", "detect drift in finished requests"),
+    "calibrate": ("training.calibrating.cli:main", "calibrate a checkpoint on held-out data"),
+    "export-onnx": ("export.cli:main", "export a checkpoint as an artifact"),
+    "export-variants": ("tailcast.cli_variants:main", "build and compare faster variants of an artifact"),
+    "package-artifact": ("export.cli_package:main", "package an artifact for Triton or KServe"),
+    "read-feedback": ("training.cli_read_feedback:main", "read the feedback log of the proxy"),
 }
 
 

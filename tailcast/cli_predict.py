@@ -1,4 +1,4 @@
-"""The command `tailcast predict`: the output length of a prompt as text, or of a file of prompts as a table."""
+"""Command `tailcast predict`: predicts output lengths, of a prompt as text or of a file as a table."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from scheduler_core.ranges import FINITE, INTEGERS, check_ranges
 
 @dataclass(frozen=True, kw_only=True)
 class PredictConfig:
-    """Predicts the output length of a prompt before an LLM runs: prints its distribution, or writes those of a file."""
+    """Predict the output length of a prompt, or of each prompt of a file, without running an LLM."""
 
     INPUTS = ("data", "predictor")
     OUTPUTS = ("out",)
 
     prompt: str | None = None
-    """The text sent to the LLM. Instead of data."""
+    """Prompt text; set either this or data."""
     predictor: str = "pretrained"
-    """pretrained or tiny (they come with tailcast), an artifact folder, or grpc://HOST:PORT of a running serve-predictor."""
+    """pretrained or tiny (shipped), an artifact folder, or grpc://HOST:PORT of serve-predictor."""
     model: str | None = None
-    """Name of the LLM; unset: unknown. A row of data may have its own."""
+    """Name of the LLM; default: unknown. Rows of data can override it."""
     max_tokens: int | None = None
-    """Limit on output tokens; unset: 32768. A row of data may have its own."""
+    """Maximum number of output tokens; default: 32768. Rows of data can override it."""
     temperature: float | None = None
-    """Sampling temperature of the LLM; unset: unknown. A row of data may have its own."""
+    """Sampling temperature of the LLM; default: unknown. Rows of data can override it."""
     data: str | None = None
-    """File of prompts: JSON lines, CSV, Parquet, or text with a prompt on each line; with a column prompt, or messages as OpenAI has them; a row may also be an
-    object with such a request in `body` or `request`. Optional columns: model, max_tokens, temperature, request_id."""
+    """File of prompts: JSON lines, CSV or Parquet with a column prompt or messages (OpenAI), also in body or
+    request; or one prompt per line. Optional columns: model, max_tokens, temperature, request_id."""
     out: str | None = None
-    """Table to write for data, .parquet, .csv or .jsonl: a row for each row that could be used, with its number as an editor counts lines."""
+    """Table to write for data (.parquet, .csv or .jsonl), one row per valid row, with its line number."""
     on_error: Literal["skip", "stop"] = "skip"
-    """A row of data that cannot be used: skipped and counted, or the end of the command."""
+    """Invalid rows of data: skip and count them, or stop the command."""
     overwrite: bool = False
     """Replace an existing file at out."""
     progress: bool = True
-    """Show a progress bar for data."""
+    """Show a progress bar (only for data)."""
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.data is None):
-            allowed = "one of them: tailcast predict 'Write a haiku'"
+            allowed = "exactly one of them, as in: tailcast predict 'Write a haiku'"
             raise InputError("PROMPT, data", (self.prompt, self.data), allowed)
         if (self.data is None) != (self.out is None):
-            raise InputError("data, out", (self.data, self.out), "both or none of them")
+            raise InputError("data, out", (self.data, self.out), "both or neither")
         check_ranges(self, max_tokens=(1, INTEGERS), temperature=(0.0, FINITE))
 
 
 def predict(config: PredictConfig) -> None:
-    """Prints the prediction of the prompt, or writes those of the file."""
+    """Prints the prediction of the prompt, or writes the predictions of the file."""
     import sys
 
     from tailcast.prediction import open_length_predictor

@@ -1,4 +1,4 @@
-"""The command `export-variants`: variants by `export`, evaluated by `training`."""
+"""Command `export-variants`: builds variants with `export` and evaluates them with `training`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A log-t distribution fitted to output lengths."""
+"""Fit of a log-t distribution to output lengths."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 
 def fit(output_tokens: ArrayLike, *, finished: Sequence[bool] | None = None, nu: float | None = 3.5) -> LogT:
-    """The log-t distribution of maximum likelihood; needs the extra `train`. `fit-dist` does so for many prompts.
+    """Fits a log-t distribution by maximum likelihood; needs the extra `train`. `fit-dist` fits many prompts.
 
     Args:
-        output_tokens: Lengths [N] of samples of one prompt (or of whatever has one distribution), integers >= 1.
-        finished: Whether each output ended by itself [N]; False: it was truncated at its max_tokens and counts as at
-            least as long. None: all.
-        nu: Degrees of freedom; None: estimated too, inf: the log-normal.
+        output_tokens: Lengths [N] of samples of one distribution, for example of one prompt; integers >= 1.
+        finished: Whether each output [N] is complete; False: it was truncated at max_tokens, and its length
+            is censored. None: all outputs are complete.
+        nu: Degrees of freedom; None: also estimated, inf: log-normal.
 
     Raises:
-        InputError: A length is not an integer >= 1, there are fewer than 3 or all are truncated, or `nu` is not > 0.
+        InputError: Lengths are not integers >= 1, there are fewer than 3, all are truncated, or `nu` <= 0.
         MissingExtraError: The extra is not installed.
     """
     from scheduler_core.lengths import LogT
@@ -42,9 +42,9 @@ def fit(output_tokens: ArrayLike, *, finished: Sequence[bool] | None = None, nu:
     if lengths.dtype.kind not in "iu" or lengths.min() < 1:
         raise InputError("output_tokens", lengths.min().item(), "integers >= 1")
     if ended.shape != lengths.shape:
-        raise InputError("finished", f"shape {ended.shape}", f"shape {lengths.shape}, that of output_tokens")
+        raise InputError("finished", f"shape {ended.shape}", f"shape {lengths.shape}, as output_tokens")
     if not ended.any():
-        raise InputError("finished", "no output that ended by itself", "at least one")
+        raise InputError("finished", "no complete output", "at least one")
     sample = SortedLengths.of(lengths, ended, np.array([0, len(lengths)]))
     solution = estimate(sample, family_of("log-t", nu)).solution
     return LogT(float(solution.m[0]), float(np.exp(solution.s[0])), float(solution.nu[0]))

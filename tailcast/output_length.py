@@ -1,4 +1,4 @@
-"""The predicted output length of one prompt, for people: numbers, a chart, a figure."""
+"""The predicted output length of one prompt: statistics, a text chart, a figure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scheduler_core.predictions import DEFAULT_MAX_TOKENS, LengthPrediction
 
 _NUM_BARS = 8
 _BAR_CHARS = 32
-#: Levels between which the chart has bars of their own; the rest is in the first and the last one.
+#: Quantile levels of the range of the chart; the first and the last bar include the tails.
 _CHART_LEVELS = (0.02, 0.98)
 
 
@@ -24,8 +24,8 @@ class OutputLength:
     """Predicted distribution of min(X, max_tokens), the output length of a prompt in tokens.
 
     Attributes:
-        prediction: Parameters of the log-t distribution of X, and the artifact they come from.
-        max_tokens: Limit of the output, >= 1. The expectation needs one: without a finite limit it is infinite.
+        prediction: Parameters of the log-t distribution of X, and their artifact.
+        max_tokens: Maximum number of output tokens, >= 1; without a limit the expectation is infinite.
     """
 
     prediction: LengthPrediction
@@ -37,7 +37,7 @@ class OutputLength:
 
     @property
     def median(self) -> float:
-        """The length that is exceeded with probability 1/2, in tokens."""
+        """Median length in tokens."""
         return self.quantile(0.5)
 
     @property
@@ -46,15 +46,15 @@ class OutputLength:
         return float(self.prediction.distribution().expected(self.max_tokens))
 
     def quantile(self, level: float) -> float:
-        """The length that is exceeded with probability 1 - level, in tokens; InputError unless 0 <= level <= 1."""
+        """Quantile of the length in tokens; InputError unless 0 <= level <= 1."""
         return min(float(self.prediction.distribution().ppf(level)), float(self.max_tokens))
 
     def probability_longer_than(self, tokens: float) -> float:
-        """Probability of more than so many tokens; 0 from max_tokens on."""
+        """Probability of a length > `tokens`; 0 if `tokens` >= max_tokens."""
         return float(self.prediction.distribution().sf(tokens)) if tokens < self.max_tokens else 0.0
 
     def plot(self) -> Any:
-        """A figure of the density with median and 90 % quantile, as `matplotlib.figure.Figure`; needs matplotlib."""
+        """A `matplotlib.figure.Figure` of the density with median and 90 % quantile; needs matplotlib."""
         from scheduler_core.report.plotting import COLORS, new_figure
 
         figure, [axis] = new_figure(6.0, 3.0)
@@ -72,7 +72,7 @@ class OutputLength:
         return figure
 
     def bins(self) -> list[tuple[str, float]]:
-        """Ranges of lengths, ascending, as text with their probabilities; their sum is 1."""
+        """Ascending ranges of lengths as text, with their probabilities, which sum to 1."""
         low, high = (max(1.0, self.quantile(level)) for level in _CHART_LEVELS)
         edges = sorted({_rounded(edge) for edge in np.geomspace(low, high, _NUM_BARS + 1)[1:-1]})
         edges = [edge for edge in edges if edge < self.max_tokens] or [max(1, self.max_tokens // 2)]
@@ -107,5 +107,5 @@ class OutputLength:
 
 
 def _rounded(value: float) -> int:
-    """A number >= 1 to two significant digits."""
+    """Rounds a number >= 1 to two significant digits."""
     return int(round(value, min(0, 1 - math.floor(math.log10(value)))))

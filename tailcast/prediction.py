@@ -1,4 +1,4 @@
-"""Output lengths of prompts from Python, without an event loop: an artifact in this process, or a running service."""
+"""Blocking Python API for output lengths, with an artifact in this process or a running service."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from predictors.client import ClientSettings, SyncPredictor
     from predictors.runtime import ArtifactRuntime
 
-#: A text, or OpenAI's messages: role and content of each, the last one the user's.
+#: A text, or OpenAI messages with role and content, the last one of role user.
 Prompt = str | Sequence[Mapping[str, object]]
 
 
 class LengthPredictor(ABC):
-    """A predictor of output lengths; `load` and `connect` make one. May be used as a context manager."""
+    """A predictor of output lengths, created by `load` or `connect`; can be used as a context manager."""
 
-    #: Of a conversation all messages are the prompt, not the last one alone.
+    #: Whether all messages of a conversation are the prompt, not only the last one.
     conversations = False
 
     def predict(
@@ -34,37 +34,37 @@ class LengthPredictor(ABC):
         model: str | None = None,
         temperature: float | None = None,
     ) -> OutputLength:
-        """The output length of a prompt; arguments and errors as of `tailcast.predict`."""
+        """The output length of a prompt; arguments and errors as in `tailcast.predict`."""
         [prediction] = self.predictions([self.text(prompt)], [model], [temperature])
         return OutputLength(prediction, DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens)
 
     def text(self, prompt: Prompt) -> str:
-        """The part of a prompt that the prediction is made from; InputError if there is none."""
+        """The text of a prompt to predict from; InputError if it is empty or invalid."""
         from predictors.tokenizer import content_text, conversation_text
 
         if isinstance(prompt, str):
             text = prompt
         else:
             messages: Any = prompt
-            if not isinstance(messages, Sequence) or not all(isinstance(one, Mapping) for one in messages):
+            if not isinstance(messages, Sequence) or not all(isinstance(item, Mapping) for item in messages):
                 raise InputError("prompt", prompt, "a text, or a list of messages with role and content")
             turns = [(str(message.get("role")), content_text(message.get("content"))) for message in messages]
             last = turns[-1][0] if turns else None
             if last != "user":
-                raise InputError("messages", last, "a last message of the role user")
+                raise InputError("messages", last, "a last message of role user")
             text = conversation_text(turns) if self.conversations else turns[-1][1]
         if not text.strip():
-            raise InputError("prompt", text[:20], "a text that is not empty")
+            raise InputError("prompt", text[:20], "a non-empty text")
         return text
 
     @abstractmethod
     def predictions(
         self, texts: Sequence[str], models: Sequence[str | None], temperatures: Sequence[float | None]
     ) -> list[LengthPrediction]:
-        """Predictions of N texts, each with its model and temperature; errors as of `predict`."""
+        """Predictions of N texts with their models and temperatures; errors as in `predict`."""
 
-    def close(self) -> None:  # noqa: B027  # an artifact has nothing to close
-        """Closes connections."""
+    def close(self) -> None:  # noqa: B027  # no abstract method: artifacts need no cleanup
+        """Closes connections, if any."""
 
     def __enter__(self) -> Self:
         return self
@@ -74,7 +74,7 @@ class LengthPredictor(ABC):
 
 
 class _ArtifactPredictor(LengthPredictor):
-    """The artifact runs in the calling thread."""
+    """Runs an artifact in the calling thread."""
 
     def __init__(self, runtime: ArtifactRuntime) -> None:
         manifest = runtime.artifact.manifest
@@ -96,7 +96,7 @@ class _ArtifactPredictor(LengthPredictor):
 
 
 class _ServicePredictor(LengthPredictor):
-    """A `SyncPredictor` behind it; of a conversation the last message is sent."""
+    """Uses a `SyncPredictor`; sends only the last message of a conversation."""
 
     def __init__(self, client: SyncPredictor) -> None:
         self._client = client
@@ -124,13 +124,13 @@ class _ServicePredictor(LengthPredictor):
 
 
 def load(artifact: str | Path = "pretrained") -> LengthPredictor:
-    """A predictor that runs an artifact in this process; needs the extra `predict`.
+    """Returns a predictor that runs an artifact in this process; needs the extra `predict`.
 
     Args:
-        artifact: "pretrained" or "tiny", which come with tailcast; or an artifact folder.
+        artifact: "pretrained" or "tiny" (shipped with tailcast), or an artifact folder.
 
     Raises:
-        InputError: The artifact is missing or refused, or predicts no length.
+        InputError: The artifact is missing or invalid, or has no length head.
     """
     try:
         from predictors.runtime import open_runtime
@@ -141,11 +141,11 @@ def load(artifact: str | Path = "pretrained") -> LengthPredictor:
 
 
 def connect(address: str, settings: ClientSettings | None = None) -> LengthPredictor:
-    """A client of a running `serve-predictor`, over gRPC; it connects at the first prediction. Needs the extra `client`.
+    """Returns a client of `serve-predictor` that connects at the first call; needs the extra `client`.
 
     Args:
-        address: "host:port", or with grpc:// before it; InputError for another form.
-        settings: Deadline, retries, encryption, token.
+        address: "host:port" or "grpc://host:port"; InputError for other formats.
+        settings: Deadline, retries, encryption and token.
     """
     from predictors.client import SyncPredictor
 
@@ -153,7 +153,7 @@ def connect(address: str, settings: ClientSettings | None = None) -> LengthPredi
 
 
 def open_length_predictor(predictor: str) -> LengthPredictor:
-    """The predictor of a spelling: "pretrained", "tiny", an artifact folder, or grpc://HOST:PORT."""
+    """Opens a predictor: "pretrained", "tiny", an artifact folder, or grpc://HOST:PORT."""
     return connect(predictor) if predictor.startswith("grpc://") else load(predictor)
 
 
@@ -168,17 +168,17 @@ def predict(
     temperature: float | None = None,
     predictor: str = "pretrained",
 ) -> OutputLength:
-    """The output length of a prompt, before its first token.
+    """Predicts the output length of a prompt, without running the LLM.
 
     Args:
-        prompt: The text sent to the LLM, or a list of OpenAI's messages.
-        max_tokens: Limit of the output; None: `scheduler_core.predictions.DEFAULT_MAX_TOKENS`.
+        prompt: Prompt text, or a list of OpenAI messages.
+        max_tokens: Maximum number of output tokens; None: `scheduler_core.predictions.DEFAULT_MAX_TOKENS`.
         model: Name of the LLM; None: unknown.
-        temperature: Its sampling temperature, >= 0; None: unknown.
-        predictor: "pretrained", "tiny", an artifact folder, or grpc://HOST:PORT; it stays open for further calls.
+        temperature: Sampling temperature of the LLM, >= 0; None: unknown.
+        predictor: "pretrained", "tiny", an artifact folder, or grpc://HOST:PORT; stays open for later calls.
 
     Raises:
-        InputError: The prompt is empty or no text, or the predictor refuses the model or the temperature.
-        TailcastError: The predictor fails, or cannot be opened or reached.
+        InputError: The prompt is empty or invalid, or the model or temperature is not supported.
+        TailcastError: The predictor fails or cannot be opened or reached.
     """
     return _opened(predictor).predict(prompt, max_tokens=max_tokens, model=model, temperature=temperature)

@@ -1,4 +1,4 @@
-"""Predictions for a file of prompts, row by row: a row that cannot be used is counted, or stops the command."""
+"""Predictions for a file of prompts; invalid rows are counted, or stop the command."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SCHEMA = "predictions/1"
-#: Columns with a request as the OpenAI API has it, of its Batch API and of logs.
+#: Columns with a nested OpenAI API request, as in its Batch API and in logs.
 _NESTED = ("body", "request")
 _OF_REQUEST = ("prompt", "messages", "model", "max_tokens", "max_completion_tokens", "temperature")
 _NAMES = ("request_id", "custom_id")
@@ -37,7 +37,7 @@ _BATCH_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class _PromptRow:
-    """One usable row: its number in the file as an editor counts, and what the predictor is asked with."""
+    """One valid row: its row number (line number in text files) and the arguments of the prediction."""
 
     number: int
     request_id: str | None
@@ -49,14 +49,14 @@ class _PromptRow:
 
 @dataclass(slots=True)
 class _BadRows:
-    """Rows that could not be used, by reason."""
+    """Number of invalid rows by reason."""
 
     stop: bool
     name: str
     counts: dict[str, int] = field(default_factory=dict)
 
     def add(self, number: int, error: TailcastError, reason: str | None = None) -> None:
-        """Counts a row by a reason (None: its error's field); raises its error if the command shall stop."""
+        """Counts an invalid row by reason (None: the field of the error); raises TailcastError if `stop`."""
         if self.stop:
             raise TailcastError(f"{self.name} row {number}: {error}") from error
         if reason is None:
@@ -70,10 +70,10 @@ class _BadRows:
 
 
 def predict_file(predictor: LengthPredictor, config: PredictConfig) -> None:
-    """Writes `config.out`, one row for each usable row of `config.data`.
+    """Writes predictions to `config.out`, one row per valid row of `config.data`.
 
-    Columns: row, request_id, model, mu, sigma, nu, max_tokens, median_tokens, p90_tokens, p99_tokens, expected_tokens (of
-    lengths truncated at max_tokens), artifact_id, artifact_version. InputError if no row can be used.
+    Columns: row, request_id, model, mu, sigma, nu, max_tokens, median_tokens, p90_tokens, p99_tokens,
+    expected_tokens (truncated at max_tokens), artifact_id, artifact_version. InputError if no row is valid.
     """
     assert config.data is not None
     assert config.out is not None
@@ -86,7 +86,7 @@ def predict_file(predictor: LengthPredictor, config: PredictConfig) -> None:
     while batch := list(islice(rows, _BATCH_ROWS)):
         table += [_columns(row, length) for row, length in _predictions(predictor, batch, bad)]
     if not table:
-        raise InputError("data", config.data, f"a file with usable rows (skipped: {bad})")
+        raise InputError("data", config.data, f"a file with valid rows (skipped: {bad})")
     write_table(columns_of(table), target, SCHEMA, "out")
     log.info("%s: %d predictions; rows skipped: %s", target, len(table), bad)
 
@@ -116,7 +116,7 @@ def _prompt_row(
         except ValueError as error:
             raise InputError("messages", messages, f"a JSON list ({error})") from error
     if prompt is None and messages is None:
-        raise InputError("prompt", None, "a text, or a column messages")
+        raise InputError("prompt", None, "a text, unless there is a column messages")
     max_tokens = _number(request, ("max_completion_tokens", "max_tokens"), 1)
     temperature = _number(request, ("temperature",), 0)
     request_id = next((values[name] for name in _NAMES if values.get(name) is not None), None)
@@ -134,7 +134,7 @@ def _prompt_row(
 
 
 def _number(request: Mapping[str, Any], names: tuple[str, ...], low: float) -> float | None:
-    """The first of the columns that has a value."""
+    """Value of the first column that has one; InputError unless it is a finite number >= `low`."""
     name, value = next(((name, request[name]) for name in names if request.get(name) is not None), ("", None))
     if value is None:
         return None
@@ -150,13 +150,13 @@ def _number(request: Mapping[str, Any], names: tuple[str, ...], low: float) -> f
 def _predictions(
     predictor: LengthPredictor, rows: list[_PromptRow], bad: _BadRows
 ) -> Iterator[tuple[_PromptRow, OutputLength]]:
-    """Predictions of the rows that the predictor accepts; if it refuses a batch, one row at a time."""
+    """Predictions of the valid rows; if the predictor rejects a batch, predicts its rows one by one."""
     try:
         texts, models = [row.text for row in rows], [row.model for row in rows]
         lengths = predictor.predictions(texts, models, [row.temperature for row in rows])
     except TailcastError as error:
         if getattr(error, "code", None) not in (None, "INVALID_ARGUMENT"):
-            raise  # the service, not a row
+            raise  # a failure of the service, not of a row
         if len(rows) > 1:
             for row in rows:
                 yield from _predictions(predictor, [row], bad)

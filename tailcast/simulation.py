@@ -1,4 +1,4 @@
-"""One simulated run, from Python."""
+"""Python API of the simulator."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ def simulate(trace: Trace | str | Path, policy: str, **options: Any) -> Simulati
     """Simulates a policy on a trace until every request has finished; see `simulate run --help`.
 
     Args:
-        trace: As `read_trace` gives it, used as it is; or the path of one, with `rate` or `load` among the options for other
-            arrivals.
+        trace: A trace of `read_trace`, or the path of a trace. For a path, the options `rate` or `load`
+            replace the arrivals.
         policy: Name of a policy, or package.module:Class.
-        options: Further fields of `SimulationConfig`, such as predictor, scheduler, cluster, seed.
+        options: Other fields of `SimulationConfig`, such as predictor, scheduler, cluster, seed.
 
     Raises:
-        InputError: The trace or an option cannot be used.
+        InputError: The trace or an option is invalid.
     """
     if not isinstance(trace, Trace):
         return run_simulation(SimulationConfig(trace=str(trace), policy=policy, **options))
     for name in ("rate", "load"):
         if options.get(name) is not None:
-            allowed = "unset for a trace that was read; see Trace.with_poisson_arrivals"
+            allowed = "unset for a trace that is already loaded; see Trace.with_poisson_arrivals"
             raise InputError(name, options[name], allowed)
     return run_simulation(SimulationConfig(trace=trace.source, policy=policy, **options), trace=trace)

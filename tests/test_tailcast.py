@@ -312,8 +312,8 @@ def test_tables_of_prompts(
 @pytest.mark.parametrize(
     ("text", "predictor", "message"),
     [
-        ("text\nhello\n", None, "a file with usable rows (skipped: 1 for prompt)"),
-        ("prompt,model\nhello\n", None, "a file with usable rows (skipped: 1 for format)"),
+        ("text\nhello\n", None, "a file with valid rows (skipped: 1 for prompt)"),
+        ("prompt,model\nhello\n", None, "a file with valid rows (skipped: 1 for format)"),
         ("prompt\nhello\n", "grpc://127.0.0.1:1", "UNAVAILABLE"),
     ],
 )

@@ -1,11 +1,11 @@
-"""Attention of a graph, verified on numbers, as one operator.
+"""Fusion of the attention of a graph into one operator, verified numerically.
 
-What the exporters write as a dozen nodes per layer (projections split into heads, scores, mask, softmax, context, heads
-joined) becomes one `MultiHeadAttention` of ONNX Runtime, which needs no copies between them. Relative positions as DeBERTa
-has them are added by `disentangled`.
+The exporters write about a dozen nodes per layer: projections split into heads, scores, mask, softmax,
+context, joined heads. They become one `MultiHeadAttention` of ONNX Runtime, which needs no copies between
+them. `disentangled` adds the relative positions of DeBERTa.
 
-A softmax is taken for attention if its surroundings can be read as softmax(scale q k^T + positions + mask) v; whether
-that reading is right is then checked by calculating it in numpy on a random batch and comparing.
+A softmax is a candidate if the nodes around it match softmax(scale q k^T + positions + mask) v. The match is
+then verified: the formula is computed in numpy on a random batch and compared with the graph.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from export.passes.disentangled import PositionTerm, RelativeBias, Scale, positi
 from export.passes.graph import MICROSOFT, Array, add, finish, probe, random_feed, replace_uses, stored
 
 LAYOUT = ("Reshape", "Transpose", "Identity", "Squeeze", "Unsqueeze", "Flatten")
-#: What is added to a score to forbid it: no probability is left, and half precision can hold it.
+#: Added to a masked score: its probability becomes zero, and half precision can represent it.
 BLOCKED = -1e4
-#: Differences of probabilities and of context (relative) that still count as equal.
+#: Maximum difference of probabilities (absolute) and of the context (relative).
 TOLERANCE = 1e-4
 
 
 @dataclass(slots=True)
 class Reading:
-    """How the surroundings of one softmax read.
+    """The tensors of one attention, matched by the nodes around a softmax.
 
     Attributes:
-        probabilities: What the softmax gives.
-        query, key, value: Projections [B, S, H D] that the heads are cut from.
-        context: The tensor [B, S, H D] that joins the heads.
+        probabilities: Output of the softmax.
+        query, key, value: Projections [B, S, H D] before they are split into heads.
+        context: The tensor [B, S, H D] of the joined heads.
         scales: Factors on query times key.
-        mask: Tensor that is added or, with `keep` (it is boolean, True = keep), chosen by.
+        mask: Tensor added to the scores or, with `keep`, a boolean tensor that is True for scores to keep.
     """
 
     probabilities: ir.Value
@@ -49,7 +49,7 @@ class Reading:
     keep: bool = False
 
     def tensors(self) -> list[ir.Value]:
-        """All that has to be looked at to prove the reading."""
+        """All tensors whose values are needed to verify the match."""
         values = [self.query, self.key, self.value, self.context, self.mask, self.probabilities]
         values += [scale.value for scale in self.scales]
         values += [scale.value for term in self.positions for scale in term.scales]
@@ -57,8 +57,8 @@ class Reading:
 
 
 def fuse_attention(model: ir.Model, *, max_length: int, vocabulary: int) -> int:
-    """Puts every attention of a simplified graph that can be proved into one operator, in place; returns how many. The graph
-    reads at most `max_length` tokens, of a vocabulary of so many ids."""
+    """Replaces every verified attention of a simplified graph by one operator, in place; returns their
+    number. The inputs of the graph have at most `max_length` tokens with ids below `vocabulary`."""
     graph = model.graph
     softmaxes = [node for node in graph if node.op_type == "Softmax"]
     readings = [reading for node in softmaxes if (reading := read_attention(node)) is not None]
@@ -69,7 +69,7 @@ def fuse_attention(model: ir.Model, *, max_length: int, vocabulary: int) -> int:
     values = probe(model, [value for reading in readings for value in reading.tensors()], feed)
     terms = [term for reading in readings for term in reading.positions]
     tables = position_tables(model, terms, max_length, rng, vocabulary) if terms else {}
-    done = 0
+    num_fused = 0
     [mask] = [value for value in graph.inputs if value.name == "attention_mask"]
     key_mask: ir.Value | None = None
     relative = RelativeBias(graph, max_length)
@@ -81,14 +81,14 @@ def fuse_attention(model: ir.Model, *, max_length: int, vocabulary: int) -> int:
         if proof is not None:
             key_mask = key_mask or add(graph, "Cast", mask, to=ir.DataType.INT32)
             _rewrite(graph, reading, proof, key_mask, relative)
-            done += 1
-    if done:
+            num_fused += 1
+    if num_fused:
         finish(model)
-    return done
+    return num_fused
 
 
 def read_attention(softmax: ir.Node) -> Reading | None:
-    """What the surroundings of a softmax say; None if they cannot be attention."""
+    """Matches the nodes around a softmax; None if they are not attention."""
     reading = Reading(softmax.outputs[0])
     if not _read_scores(softmax.inputs[0], reading, [], swapped=False) or reading.query is None:
         return None
@@ -113,7 +113,7 @@ def read_attention(softmax: ir.Node) -> Reading | None:
 
 
 def _read_scores(value: ir.Value | None, reading: Reading, scales: Sequence[Scale], *, swapped: bool) -> bool:
-    """Reads the sum in front of a softmax, term by term."""
+    """Matches the sum before a softmax term by term; False if a term is not part of attention."""
     node = _producer(value)
     if node is None:
         return False
@@ -129,17 +129,17 @@ def _read_scores(value: ir.Value | None, reading: Reading, scales: Sequence[Scal
     if node.op_type == "Transpose" and _makes_products(node.inputs[0]):
         return _read_scores(node.inputs[0], reading, scales, swapped=not swapped)
     if node.op_type == "MatMul" and reading.query is None and not swapped:
-        reading.query, more = _walk_back(node.inputs[0])
-        reading.key, most = _walk_back(node.inputs[1])
-        reading.scales = [*scales, *more, *most]
+        reading.query, query_scales = _walk_back(node.inputs[0])
+        reading.key, key_scales = _walk_back(node.inputs[1])
+        reading.scales = [*scales, *query_scales, *key_scales]
         return True
     if node.op_type == "GatherElements":
         product = _producer(node.inputs[0])
         if product is None or product.op_type != "MatMul":
             return False
-        source, more = _walk_back(product.inputs[0])
-        source, table, index = map(_known, (source, product.inputs[1], node.inputs[1]))
-        reading.positions.append(PositionTerm(source, table, index, (*scales, *more), by_key=swapped))
+        source, factors = _walk_back(product.inputs[0])
+        source, table, index = map(_not_none, (source, product.inputs[1], node.inputs[1]))
+        reading.positions.append(PositionTerm(source, table, index, (*scales, *factors), by_key=swapped))
         return True
     if reading.mask is None and not swapped and not scales:
         reading.mask = value
@@ -151,17 +151,17 @@ def _producer(value: ir.Value | None) -> ir.Node | None:
     return None if value is None else value.producer()
 
 
-def _known(value: ir.Value | None) -> ir.Value:
+def _not_none(value: ir.Value | None) -> ir.Value:
     assert value is not None
     return value
 
 
 def _scale_of(node: ir.Node) -> Scale:
-    return Scale(_known(node.inputs[1]), node.op_type == "Div")
+    return Scale(_not_none(node.inputs[1]), node.op_type == "Div")
 
 
 def _makes_products(value: ir.Value | None) -> bool:
-    """Whether a tensor is made from a product of two computed matrices, by sums, factors and new layouts alone."""
+    """Whether a tensor is a product of two computed matrices, apart from sums, factors and layout changes."""
     node = _producer(value)
     if node is None:
         return False
@@ -175,7 +175,7 @@ def _makes_products(value: ir.Value | None) -> bool:
 
 
 def _walk_back(value: ir.Value | None) -> tuple[ir.Value | None, list[Scale]]:
-    """Where a tensor comes from before new layouts and factors; the factors."""
+    """The source of a tensor, without layout changes and factors, and these factors."""
     scales: list[Scale] = []
     while (node := _producer(value)) is not None:
         if node.op_type in ("Mul", "Div") and _feeds_layout(node.inputs[0]):
@@ -196,8 +196,8 @@ def _only_reader(value: ir.Value, ignored: Collection[str]) -> ir.Node | None:
     return readers[0] if len(readers) == 1 else None
 
 
-#: Of a reading that is right: number of heads, factor on query times key, whether a token sees only those before it, and
-#: for each term of positions keys or queries by distance [H, D, 2 P], scaled.
+#: Parameters of a verified attention: number of heads, factor on query times key, whether the mask is causal,
+#: and the scaled table of each position term, keys or queries by distance [H, D, 2 P].
 Proof = tuple[int, float, bool, list[Array]]
 
 
@@ -208,12 +208,12 @@ def _prove(
     tables: Mapping[PositionTerm, Array],
     max_length: int,
 ) -> Proof | None:
-    """Calculates the attention in numpy from the reading and compares; None if it differs, ValueError if shapes do not fit."""
+    """Computes the attention in numpy and compares; None if it differs, ValueError if shapes do not match."""
     batch, seq = tokens.shape
     probabilities = values[reading.probabilities].reshape(batch, -1, seq, seq)
     num_heads = probabilities.shape[1]
     query, key, value = (
-        values[_known(tensor)].reshape(batch, seq, num_heads, -1).swapaxes(1, 2)
+        values[_not_none(tensor)].reshape(batch, seq, num_heads, -1).swapaxes(1, 2)
         for tensor in (reading.query, reading.key, reading.value)
     )
     scale, causal = product_of(reading.scales, values), _mask_kind(reading, values, tokens)
@@ -230,22 +230,22 @@ def _prove(
         table = tables[term] * np.float32(factor)
         distance = np.arange(seq)[:, None] - np.arange(seq)
         columns = np.broadcast_to(max_length - distance, (batch, num_heads, seq, seq))
-        one = np.take_along_axis((key if term.by_key else query) @ table, columns, axis=-1)
-        scores = scores + (one.swapaxes(-1, -2) if term.by_key else one)
+        bias = np.take_along_axis((key if term.by_key else query) @ table, columns, axis=-1)
+        scores = scores + (bias.swapaxes(-1, -2) if term.by_key else bias)
         scaled_tables.append(table)
     visible = tokens[:, None, None, :] & (np.tri(seq, dtype=bool) if causal else True)
     scores = np.where(visible, scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     context = (weights @ value).swapaxes(1, 2).reshape(batch, seq, -1)[tokens]
-    expected = values[_known(reading.context)].reshape(batch, seq, -1)[tokens]
+    expected = values[_not_none(reading.context)].reshape(batch, seq, -1)[tokens]
     error = np.abs(weights - probabilities).swapaxes(1, 2)[tokens].max()
     error = max(error, np.abs(context - expected).max() / (np.abs(expected).max() + 1e-6))
     return (num_heads, scale, causal, scaled_tables) if error <= TOLERANCE else None
 
 
 def _mask_kind(reading: Reading, values: Mapping[ir.Value, Array], tokens: Array) -> bool | None:
-    """False if a token sees all tokens of its row, True if all up to itself, None for any other mask."""
+    """True for a causal mask, False for one that hides only padding, None for any other mask."""
     if reading.mask is None:
         return None
     batch, seq = tokens.shape
@@ -267,7 +267,7 @@ def _rewrite(
     graph: ir.Graph, reading: Reading, proof: Proof, key_mask: ir.Value, relative: RelativeBias
 ) -> None:
     num_heads, scale, causal, tables = proof
-    query, key, context = _known(reading.query), _known(reading.key), _known(reading.context)
+    query, key, context = map(_not_none, (reading.query, reading.key, reading.context))
     bias = relative.add(query, key, reading.positions, tables, num_heads) if reading.positions else None
     inputs = (query, key, reading.value, None, key_mask, bias)
     options = {"num_heads": num_heads, "scale": scale, "mask_filter_value": BLOCKED}

@@ -1,10 +1,11 @@
 """DeBERTa's relative positions without copies of tables and without gathering.
 
-A layer adds q_i . K[b(i - j)] and k_j . Q[b(j - i)] to the score of tokens i and j, where b puts distances into buckets and K
-and Q, projections of the position embeddings, depend on weights alone. An exported graph repeats K and Q for each prompt,
-multiplies with all buckets and gathers one number per pair of tokens. Here the tables are stored by distance, so that at S
-tokens only the 2 S columns around distance 0 are read, and the numbers of row i lie in a row, shifted by i: which a flat
-view of the rows, one element shorter, puts in place.
+A layer adds q_i . K[b(i - j)] and k_j . Q[b(j - i)] to the score of tokens i and j. b maps distances to
+buckets. K and Q are projections of the position embeddings and depend only on weights. An exported graph
+repeats K and Q for each prompt, multiplies with all buckets and gathers one number per pair of tokens. Here
+the tables are stored by distance, so that at S tokens only the 2 S columns around distance 0 are used. The
+numbers of row i are then consecutive but shifted by i; a flat view with rows one element shorter removes the
+shift.
 
 Source: He et al., DeBERTa: Decoding-enhanced BERT with Disentangled Attention, ICLR 2021, equation 4; the flat view is the
 "relative shift" of Dai et al., Transformer-XL, ACL 2019, appendix B.
@@ -24,14 +25,14 @@ from export.passes.graph import Array, add, add_constant, probe, random_feed
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A scalar factor in the graph: a tensor, which divides or multiplies."""
+    """A scalar tensor of the graph that divides or multiplies."""
 
     value: ir.Value
     divides: bool
 
 
 def product_of(scales: Sequence[Scale], values: Mapping[ir.Value, Array]) -> float | None:
-    """Product of some factors, by values of tensors; None if one is no scalar."""
+    """Product of the scales, computed from the values of the tensors; None if one is not a scalar."""
     factors = [values[scale.value] for scale in scales]
     if any(factor.size != 1 for factor in factors):
         return None
@@ -45,7 +46,7 @@ class PositionTerm:
 
     Attributes:
         source: Queries or keys [B, S, H D].
-        table: What they are multiplied with, [B H, D, buckets] or [B, H, D, buckets].
+        table: Second factor of the product with them, [B H, D, buckets] or [B, H, D, buckets].
         index: Bucket of each pair of tokens, in the shape of the scores.
         scales: Factors on the product.
         by_key: Rows are keys and columns queries; the term is transposed before it is added.
@@ -61,9 +62,9 @@ class PositionTerm:
 def position_tables(
     model: ir.Model, terms: Sequence[PositionTerm], max_length: int, rng: np.random.Generator, vocabulary: int
 ) -> dict[PositionTerm, Array]:
-    """Tables of terms by distance, [H, D, 2 P] of each, where `max_length` P is the most tokens that the graph reads; column c is
-    for the distance (row less column) P - c. Left out are terms whose tables depend on the prompt, or whose buckets depend on
-    more than the distance."""
+    """Table of each term by distance [H, D, 2 P], where P = `max_length` is the maximum number of tokens.
+    Column c is for the distance (row - column) P - c. Terms are omitted if their tables depend on the prompt,
+    or their buckets depend on anything but the distance."""
     values = [value for term in terms for value in (term.table, term.index)]
     longest = probe(model, values, random_feed(model, 1, max_length, rng, vocabulary))
     shorter = probe(model, values, random_feed(model, 1, max(1, max_length // 3), rng, vocabulary))
@@ -80,7 +81,7 @@ def position_tables(
 
 
 def _agrees(line: Array, index: Array) -> bool:
-    """Whether buckets [.., S, S] are those by distance from 1 - S to S - 1 in the middle of `line`."""
+    """Whether buckets [.., S, S] equal the middle of `line`, which has the bucket of each distance."""
     size = index.shape[-1]
     middle = len(line) // 2
     distance = np.arange(size)[:, None] - np.arange(size)
@@ -88,7 +89,7 @@ def _agrees(line: Array, index: Array) -> bool:
 
 
 class RelativeBias:
-    """Adds the nodes that calculate terms of relative positions; what depends on S alone is calculated once for all layers."""
+    """Adds nodes that compute relative position terms; all layers share the tensors that depend only on S."""
 
     def __init__(self, graph: ir.Graph, max_length: int) -> None:
         self._graph = graph
@@ -103,8 +104,8 @@ class RelativeBias:
         tables: Sequence[Array],
         num_heads: int,
     ) -> ir.Value:
-        """Adds nodes for the sum of some terms (at least one) of the projections [B, S, H D], with a table of each by distance
-        [H, D, 2 P], scaled; returns the bias [B, H, S, S]."""
+        """Adds nodes for the sum of one or more terms, and returns this bias [B, H, S, S]. `query` and `key`
+        are projections [B, S, H D]; `tables` has the scaled table by distance [H, D, 2 P] of each term."""
         graph = self._graph
         sizes = self._sizes = self._sizes or self._add_sizes()
         parts = []

@@ -24,14 +24,15 @@ from export.passes.graph import (
 )
 from scheduler_core.errors import TailcastError
 
-#: Replaces minus infinity in half precision; something may still be added to it.
+#: Replaces minus infinity in half precision; leaves some range for later additions.
 LOWEST = -6e4
 
 
 def to_half(model: ir.Model, last_states: ir.Value, feed: Feed) -> int:
-    """Converts the encoder of a simplified graph to half precision, in place; returns the number of its nodes. Inputs and
-    outputs of the graph keep their types. `last_states` are the encoder's last hidden states (TailcastError if they do not
-    depend on word embeddings); `feed` are inputs to run the graph with, which gives the types of tensors."""
+    """Converts the encoder of a simplified graph to half precision, in place; returns the number of converted
+    nodes. Inputs and outputs of the graph keep their types. `last_states` are the encoder's last hidden
+    states; TailcastError if they do not depend on word embeddings. A run with the inputs `feed` determines
+    the types of tensors."""
     graph = model.graph
     halved = _between(graph, last_states)
     if not halved:

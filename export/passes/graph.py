@@ -1,4 +1,4 @@
-"""Graphs to rewrite with onnx_ir: what their nodes need, and values inside of a graph that is run."""
+"""Helper functions to rewrite graphs with onnx_ir, and to compute the values of tensors inside a graph."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from scheduler_core.errors import TailcastError
 MICROSOFT = "com.microsoft"
 Array = NDArray[Any]
 Feed = Mapping[str, Array]
-#: A graph with its weights inside one message may not be larger than this.
+#: Maximum size in bytes of a graph with its weights in one protobuf message.
 _LARGEST = 2_000_000_000
 
 
 def stored(value: ir.Value | None) -> Array | None:
-    """Value of a tensor that is stored in the model; None for any other."""
+    """Value of a tensor that is stored in the model; None for other tensors."""
     tensor = None if value is None else value.const_value
     return None if tensor is None else tensor.numpy()
 
 
 def stored_shape(value: ir.Value | None) -> tuple[int, ...]:
-    """Shape of a tensor that is stored in the model, without reading it; empty for any other."""
+    """Shape of a tensor that is stored in the model, without loading it; empty for other tensors."""
     tensor = None if value is None else value.const_value
     return () if tensor is None else tuple(tensor.shape.numpy())
 
@@ -41,14 +41,14 @@ def add_constant(graph: ir.Graph, hint: str, values: ArrayLike) -> ir.Value:
 def add(
     graph: ir.Graph, op_type: str, *inputs: ir.Value | None, domain: str = "", **attributes: Any
 ) -> ir.Value:
-    """Adds a node with one output, which is returned; None leaves an input out."""
+    """Adds a node and returns its only output; an input of None is omitted."""
     node = ir.node(op_type, inputs, attributes, domain=domain)
     graph.append(node)
     return node.outputs[0]
 
 
 def replace_uses(old: ir.Value, new: ir.Value, among: Iterable[ir.Node] | None = None) -> None:
-    """Lets the readers of `old`, or some of them, read `new`."""
+    """Replaces `old` by `new` in all nodes that use it, or only in the nodes `among`."""
     chosen = old.consumers() if among is None else list(among)
     for node, position in tuple(old.uses()):
         if node in chosen:
@@ -56,19 +56,19 @@ def replace_uses(old: ir.Value, new: ir.Value, among: Iterable[ir.Node] | None =
 
 
 def finish(model: ir.Model) -> None:
-    """Sorts the nodes, and drops those and the constants that nothing reads any more."""
+    """Sorts the nodes, and removes unused nodes and constants."""
     model.graph.opset_imports.setdefault(MICROSOFT, 1)
     model.graph.sort()
     ir.passes.Sequential(RemoveUnusedNodesPass(), RemoveUnusedOpsetsPass())(model)
 
 
 def session(model: ir.Model, *, optimize: bool = True) -> Any:
-    """An ONNX Runtime session on the CPU with one thread; TailcastError if the graph is refused or too large."""
+    """An ONNX Runtime session on the CPU with one thread; TailcastError for an invalid or too large graph."""
     import onnxruntime as ort
 
     message = ir.to_proto(model)
     if message.ByteSize() > _LARGEST:
-        raise TailcastError("the graph is beyond 2 GB: variants must fit into one message")
+        raise TailcastError("the graph is larger than 2 GB; variants must fit into one protobuf message")
     options: Any = ort.SessionOptions()
     options.intra_op_num_threads = 1
     options.inter_op_num_threads = 1
@@ -78,14 +78,14 @@ def session(model: ir.Model, *, optimize: bool = True) -> Any:
     try:
         return ort.InferenceSession(message.SerializeToString(), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime's exceptions share no base class
-        raise TailcastError(f"ONNX Runtime refuses the rewritten graph: {error}") from error
+        raise TailcastError(f"ONNX Runtime rejects the rewritten graph: {error}") from error
 
 
 def random_feed(
     model: ir.Model, batch: int, seq: int, rng: np.random.Generator, vocabulary: int
 ) -> dict[str, Array]:
-    """Inputs for a graph of token ids, with the axes batch and seq: random tokens, rows padded on the right from the second on,
-    zeros for the rest."""
+    """Inputs [batch, seq] or [batch] for a graph: random tokens, padded on the right in all rows but the
+    first; all other inputs are zero."""
     feed: dict[str, Array] = {}
     lengths = np.array([seq, *rng.integers(1, seq + 1, size=batch - 1)])
     for value in model.graph.inputs:
@@ -101,7 +101,7 @@ def random_feed(
 
 
 def probe(model: ir.Model, values: Iterable[ir.Value], feed: Feed) -> dict[ir.Value, Array]:
-    """Values of tensors inside a graph, inputs and constants included; nothing is optimized away."""
+    """Values of any tensors of a graph, including inputs and constants, run without graph optimizations."""
     values = list(dict.fromkeys(values))
     tensors = {value: array for value in values if (array := stored(value)) is not None}
     tensors |= {value: feed[str(value.name)] for value in values if value.is_graph_input()}
@@ -113,6 +113,6 @@ def probe(model: ir.Model, values: Iterable[ir.Value], feed: Feed) -> dict[ir.Va
 
 
 def part(model: ir.Model, outputs: Iterable[ir.Value]) -> ir.Model:
-    """The part of a graph that some of its tensors need, with all inputs of the graph."""
+    """The part of a graph that computes `outputs`, with all inputs of the graph."""
     graph = ir.convenience.extract(model.graph, model.graph.inputs, list(outputs))
     return ir.Model(graph, ir_version=model.ir_version)

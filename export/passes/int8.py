@@ -1,22 +1,23 @@
-"""Products of an encoder in 8-bit integers whose results depend neither on batch mates nor on the processor.
+"""Quantization of an encoder to int8, with results that do not depend on batch mates or the processor.
 
-`find_products` finds products of computed states with stored weights, where nearly all time of an encoder goes.
-`measure_ranges` measures their inputs on calibration prompts. `smooth` moves outlying channels of activations into the
-weights, exactly, so that eight bits per tensor suffice. `quantize` then replaces the products.
+`find_products` finds matrix products of states with stored weights, which take nearly all the time of an
+encoder. `measure_ranges` measures their inputs on calibration prompts. `smooth` moves the scale of outlier
+channels into the weights, so that eight bits per tensor suffice. `quantize` replaces the products.
 
-Activations: one scale and zero point per tensor. A scale taken from each batch (ONNX Runtime's dynamic quantization)
-lets one prompt change the rounding of all others; scales per row cost as much time as they save. Weights: one scale per
-output channel.
+Activations: one scale and zero point per tensor. With a scale per batch (ONNX Runtime's dynamic quantization)
+one prompt changes the rounding of all others. Scales per row cost as much time as they save. Weights: one
+scale per output channel.
 
-Smoothing: one scale for a whole tensor is what the fast integer product needs; a few channels far from zero leave few
-steps for the others. Channel k of the states is shifted by c_k and divided by s_k, and the weights take it back:
-x W + b = ((x - c) / s) (s W) + (b + c W). Where x comes from a layer normalization, a second one with other gains gives
-(x - c) / s; where it is the context of attention, the value projection does, because attention weights sum to 1.
+Smoothing: the fast integer product needs one scale for the whole tensor. A few channels far from zero then
+leave few steps for the others. Channel k of the states is shifted by c_k and divided by s_k, and the weights
+compensate for it: x W + b = ((x - c) / s) (s W) + (b + c W). If x is the output of a layer normalization, a
+second one with other gains computes (x - c) / s. If x is the context of attention, the value projection does,
+as attention weights sum to 1.
 
-Processors without VNNI multiply unsigned by signed bytes in pairs and saturate the sum of a pair at 32,767 (16 bits).
-Weights of 7 bits avoid that at the price of half of the precision. Here the scale of a channel is such that no pair can
-saturate with any activation: positive weights of neighbors sum to at most 128, and so do negative ones. That costs about
-a third of a bit, and all processors give the same integers.
+Processors without VNNI multiply unsigned by signed bytes in pairs and saturate the sum of a pair at 32,767
+(16 bits). Weights of 7 bits avoid that but halve the precision. Here the scale of a channel is chosen so that
+no pair can saturate with any activation: two neighboring weights of the same sign sum to at most 128 in
+magnitude. That costs about a third of a bit, and all processors compute the same integers.
 
 Sources: Xiao et al., SmoothQuant, ICML 2023, equation 4, with the shift of Wei et al., Outlier Suppression+, EMNLP 2023;
 Intel 64 manual, VPMADDUBSW; ONNX Runtime, "Quantize ONNX models", when and why reduce_range.
@@ -48,7 +49,7 @@ from export.passes.graph import (
 )
 
 Array = NDArray[np.float32]
-#: Smaller products cost next to nothing.
+#: Minimum number of weights of a product to quantize; smaller products take little time.
 SMALLEST_WEIGHT = 64 * 64
 
 
@@ -57,7 +58,7 @@ class Product:
     """`source @ weight + bias`."""
 
     node: ir.Node  # the MatMul
-    source: ir.Value  # states [B, S, K] that were measured; rewrites can put others in their place
+    source: ir.Value  # measured states [B, S, K]; rewrites can replace the input of the MatMul
     add: ir.Node | None = None  # the Add of a stored bias [N]
 
     @property
@@ -69,7 +70,7 @@ class Product:
 
     @property
     def bias(self) -> ir.Value | None:
-        """The stored bias; None if there is none."""
+        """The stored bias [N], if any."""
         values = [] if self.add is None else self.add.inputs
         return next((value for value in values if value is not self.node.outputs[0]), None)
 
@@ -80,8 +81,8 @@ class Product:
 
 
 def find_products(model: ir.Model, feed: Feed) -> list[Product]:
-    """Products worth quantizing, in the order of the graph: those with one row per token, as a run on `feed` shows; the small
-    ones behind the pooling stay exact."""
+    """Products to quantize, in the order of the graph: those with one row per token, determined by a run on
+    `feed`. The small products after the pooling stay exact."""
     products = [
         Product(node, source)
         for node in model.graph
@@ -111,7 +112,7 @@ def _with_bias(product: Product) -> Product:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """What a tensor [.., K] held over the calibration prompts, for each of the K channels."""
+    """Minimum and maximum of each channel [K] of a tensor [.., K] over the calibration prompts."""
 
     low: Array
     high: Array
@@ -120,7 +121,7 @@ class Range:
 def measure_ranges(
     model: ir.Model, values: Iterable[ir.Value], feeds: Iterable[Feed]
 ) -> Mapping[ir.Value, Range]:
-    """Smallest and largest value of each channel of some tensors [B, S, K] over inputs without padding."""
+    """Range of each channel of the tensors `values` [B, S, K] over inputs without padding."""
     values = list(dict.fromkeys(values))
     runner = session(part(model, values))
     ranges: dict[ir.Value, Range] = {}
@@ -134,20 +135,20 @@ def measure_ranges(
     return ranges
 
 
-#: How much of a channel's spread goes into the weights.
+#: Fraction of a channel's scale that moves into the weights, the alpha of SmoothQuant.
 STRENGTH = 0.5
-#: Channels narrower than this do not vary.
+#: Minimum half-width of a channel; narrower channels count as constant.
 _NARROW = 1e-5
 
 
 def smooth(model: ir.Model, products: Sequence[Product], ranges: Mapping[ir.Value, Range]) -> int:
-    """Rewrites a graph in place, with the same numbers; returns how many of the products' sources were smoothed."""
+    """Smooths a graph in place, without changing its outputs; returns the number of smoothed tensors."""
     graph = model.graph
     groups: dict[ir.Value, list[Product]] = defaultdict(list)
     for product in products:
         groups[product.source].append(product)
     by_output = {product.output: product for product in products}
-    done = 0
+    num_smoothed = 0
     for source, group in groups.items():
         node = source.producer()
         if node is None or any(product.add is None for product in group):
@@ -173,9 +174,9 @@ def smooth(model: ir.Model, products: Sequence[Product], ranges: Mapping[ir.Valu
         for product in group:
             weight, bias = _array(product.weight), _array(product.bias)
             _replace(graph, product, weight * scale[:, None], bias + shift @ weight)
-        done += 1
+        num_smoothed += 1
     finish(model)
-    return done
+    return num_smoothed
 
 
 def _array(value: ir.Value | None) -> Array:
@@ -189,7 +190,7 @@ def _shift_and_scale(range_: Range, weights: Sequence[Array]) -> tuple[Array, Ar
     half_width = np.maximum((range_.high - range_.low) / 2, _NARROW)
     height = np.maximum(np.max([np.abs(weight).max(axis=1) for weight in weights], axis=0), _NARROW)
     scale = half_width**STRENGTH / height ** (1 - STRENGTH)
-    # The whole tensor keeps its size; only the channels change relative to each other.
+    # The geometric mean of the scales is 1: channels change only relative to each other.
     scale = scale / np.exp(np.log(scale).mean())
     return shift.astype(np.float32), scale.astype(np.float32)
 
@@ -202,12 +203,12 @@ def _replace(graph: ir.Graph, product: Product, weight: Array, bias: Array) -> N
 
 #: Largest sum of two neighboring weights of the same sign: 255 x 128 fits into 16 bits with a sign.
 LARGEST_PAIR = 128
-#: Calibration prompts do not show everything: so much beyond their range is still represented.
+#: Factor on the calibration range, because other prompts can exceed it.
 MARGIN = 1.05
 
 
 def quantize(model: ir.Model, products: Sequence[Product], ranges: Mapping[ir.Value, Range]) -> int:
-    """Puts products into 8-bit integers, in place, by the ranges of their sources; returns how many."""
+    """Quantizes products to int8 in place, with the ranges of their sources; returns their number."""
     graph = model.graph
     quantized: dict[ir.Value, tuple[ir.Value, ir.Value, ir.Value]] = {}
     for product in products:
@@ -228,18 +229,18 @@ def quantize(model: ir.Model, products: Sequence[Product], ranges: Mapping[ir.Va
 
 
 def activation_scale(range_: Range) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
-    """Scale and zero point of unsigned bytes for a tensor; 0 is always represented exactly."""
+    """Scale and zero point of a tensor in uint8; 0 is always represented exactly."""
     low, high = min(float(range_.low.min()), 0.0) * MARGIN, max(float(range_.high.max()), 0.0) * MARGIN
     scale = max(high - low, 1e-8) / 255
     return np.float32(scale), np.array(np.clip(round(-low / scale), 0, 255), dtype=np.uint8)  # type: ignore[return-value]
 
 
 def quantize_weight(weight: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """Integers [K, N] and a scale per output channel [N], such that weight is about integers * scale."""
+    """Integers [K, N] and a scale per output channel [N]; weight is approximately integers * scale."""
     largest = np.abs(weight).max(axis=0)
     scale = np.maximum(np.maximum(largest / 127, _largest_pairs(weight) / LARGEST_PAIR), 1e-12)
     rounded = np.rint(weight / scale)
-    # Rounding can lift a pair by one; a slightly larger scale takes that back.
+    # Rounding can raise the sum of a pair by one; a slightly larger scale corrects that.
     for _ in range(8):
         over = _largest_pairs(rounded) > LARGEST_PAIR
         if not over.any():
@@ -250,7 +251,7 @@ def quantize_weight(weight: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDAr
 
 
 def _largest_pairs(weight: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Largest sum of the same sign of two neighbors (0 and 1, 2 and 3, ...) in each column."""
+    """Largest magnitude, per column, of the sum of two neighbors (0 and 1, 2 and 3, ...) of the same sign."""
     if len(weight) % 2:
         weight = np.concatenate([weight, np.zeros((1, weight.shape[1]), dtype=weight.dtype)])
     pairs = weight.reshape(-1, 2, weight.shape[1])
@@ -260,11 +261,11 @@ def _largest_pairs(weight: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def quantize_tables(model: ir.Model, *, least_rows: int = 1000) -> int:
-    """Stores embedding tables (of at least `least_rows`) in bytes with a scale per row, in place; returns how many. A row is
-    turned back into floats when it is looked up: that makes the file smaller and no prediction slower, at a rounding error
-    far below that of the products."""
+    """Stores embedding tables with at least `least_rows` rows as int8 with a scale per row, in place; returns
+    their number. A row is converted back to floats when it is looked up. The file gets smaller and
+    predictions do not get slower; the rounding error is far below that of the products."""
     graph = model.graph
-    done = 0
+    num_tables = 0
     for node in [node for node in graph if node.op_type == "Gather"]:
         table = stored(node.inputs[0])
         if table is None or table.ndim != 2 or len(table) < least_rows or table.dtype != np.float32:
@@ -277,6 +278,6 @@ def quantize_tables(model: ir.Model, *, least_rows: int = 1000) -> int:
         scales = add(graph, "Gather", add_constant(graph, "table_scale", scale), node.inputs[1])
         floats = add(graph, "Mul", add(graph, "Cast", rows, to=ir.DataType.FLOAT), scales)
         replace_uses(node.outputs[0], floats)
-        done += 1
+        num_tables += 1
     finish(model)
-    return done
+    return num_tables

@@ -1,1 +1,1 @@
-"""Faster variants of an artifact: their graphs, quality and latency, and the report."""
+"""Faster variants of an artifact: graphs, quality, latency and report."""

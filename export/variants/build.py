@@ -1,4 +1,4 @@
-"""Graphs of the variants, and artifact folders of them."""
+"""Builds the graphs and the artifact folders of variants."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ def build_variant(
     vocabulary: int,
     seed: int,
 ) -> tuple[ir.Model, dict[str, int]]:
-    """The graph of a variant (`kind` is a key of `PRECISION`), made from the graph at `path` in single precision, and the number
-    of rewrites by name; TailcastError if the graph does not allow it. `calibration` has token ids of prompts to calibrate int8
-    with, `seed` is that of random tokens."""
+    """The graph of a variant and the number of rewrites by name; TailcastError if it cannot be built.
+
+    `path` is the graph in single precision and `kind` a key of `PRECISION`. `calibration` has the token ids
+    of the prompts that calibrate int8; `seed` is the seed of random tokens."""
     model = simplified(path)
     feed = random_feed(model, 2, min(5, max_length), np.random.default_rng(seed), vocabulary)
     steps: dict[str, int] = {}
@@ -63,9 +64,9 @@ def build_variant(
 
 
 def simplified(path: str | Path) -> ir.Model:
-    """The graph of a file with its constants folded and its duplicates removed (ONNX Runtime's basic level); TailcastError if
-    ONNX Runtime rejects the file, or a node has a subgraph. This turns `MatMul(x, Transpose(weight))` into a product with a
-    constant weight, which the other passes require, and leaves only standard operators."""
+    """The graph of a file with folded constants and without duplicates (ONNX Runtime's basic level), in
+    standard operators; TailcastError if ONNX Runtime rejects the file, or a node has a subgraph. `MatMul(x,
+    Transpose(weight))` becomes a product with a constant weight, as the passes require."""
     import onnxruntime as ort
 
     with tempfile.TemporaryDirectory() as folder:
@@ -94,7 +95,7 @@ def _feed_of(model: ir.Model, tokens: NDArray[np.int64]) -> Feed:
 
 
 def write_variant(artifact: Artifact, model: ir.Model, folder: Path, run: Mapping[str, Any]) -> None:
-    """Writes an artifact folder, named like the variant; all files but the graph and run.json are copies."""
+    """Writes an artifact folder named after the variant; copies all files but the graph and run.json."""
     folder.mkdir(parents=True)
     for file in artifact.manifest.files:
         if not file.startswith(MODEL) and file != "run.json":

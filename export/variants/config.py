@@ -14,19 +14,19 @@ KINDS = ("fused", "int8", "fp16", "fp16-fused")
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptanceLimits:
-    """Maximum losses of a variant against the artifact."""
+    """Maximum losses of quality of a variant compared with the artifact."""
 
     r2_drop: float = 0.01
-    """Drop of R2 of mu."""
+    """Maximum drop of R2 of mu."""
     tau_drop: float = 0.01
-    """Drop of Kendall's tau between the predicted order and the fitted medians."""
+    """Maximum drop of Kendall's tau between predicted and fitted medians."""
     coverage_shift: float = 0.01
-    """Change of the coverage of P50, P90 or P99, as a fraction (0.01 is one point)."""
+    """Maximum change of the coverage of P50, P90 or P99, as a fraction (0.01 is one percentage point)."""
     probability_shift: float = 0.01
-    """Mean absolute change of urgency and bucket probabilities."""
+    """Maximum of the mean absolute change of urgency and bucket probabilities."""
     batch_mates: float = 0.01
-    """Largest change of an output by other prompts in its batch, relative to its standard deviation; 1e-5 for variants
-    in single precision."""
+    """Maximum change of an output due to other prompts in the batch, relative to the standard deviation of
+    the output; at most 1e-5 for variants in single precision."""
 
     def __post_init__(self) -> None:
         check_ranges(self, **dict.fromkeys(self.__dataclass_fields__, (0.0, 1.0)))
@@ -34,47 +34,47 @@ class AcceptanceLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class VariantsConfig:
-    """Make faster variants of an artifact, keep those whose quality holds, and choose the fastest on this machine."""
+    """Build faster variants of an artifact, reject those that lose quality, and measure their latency."""
 
     INPUTS = ("artifact", "data", "public_key", "sign")
     OUTPUTS = ("out",)
 
     artifact: str
-    """Artifact folder of export-onnx, with an encoder."""
+    """Artifact folder written by export-onnx; it must have an encoder."""
     data: str
-    """Parquet file of output lengths, as evaluate takes it (samples/2), with prompts the artifact was not trained on.
-    Up to a third of its prompts calibrate int8; the others evaluate all variants."""
+    """Parquet file of output lengths (samples/2, the input of evaluate) with prompts that were not used for
+    training. Up to a third of the prompts calibrate int8; the others are used to evaluate all variants."""
     out: str
-    """Folder to write: an artifact folder for each accepted variant, report.json and report.md."""
+    """Folder to write: an artifact folder per accepted variant, report.json and report.md."""
     overwrite: bool = False
-    """Replace an earlier set of variants at `out`, if it holds nothing else; anything else there is never replaced."""
+    """Replace an existing set of variants at `out`; a folder with other content is kept."""
     public_key: str | None = None
-    """PEM file of an Ed25519 public key that the artifact has to be signed with."""
+    """PEM file of an Ed25519 public key; the artifact must be signed with the matching private key."""
     sign: str | None = None
-    """PEM file with an Ed25519 private key: sign the variants. The key's password, if it has one, is read from the
-    environment variable TAILCAST_SIGNING_PASSWORD."""
+    """PEM file with an Ed25519 private key that signs the variants. The password of the key, if any, is read
+    from the environment variable TAILCAST_SIGNING_PASSWORD."""
     variants: list[str] = field(default_factory=lambda: list(KINDS))
-    """Variants to make: fused (attention in one operator), int8 (for the CPU), fp16 and fp16-fused (for a GPU)."""
+    """Variants to build: fused (attention as one operator), int8 (CPU), fp16 and fp16-fused (GPU)."""
     calibration_prompts: int = 128
-    """Maximum number of prompts that calibrate the ranges of int8."""
+    """Maximum number of prompts that calibrate int8."""
     max_groups: int | None = None
-    """Maximum number of (prompt, served model) groups of the evaluation; unset: all."""
+    """Maximum number of (prompt, served model) groups to evaluate; default: all."""
     group_by: str = "prompt_id,model"
-    """Columns that name a group, as in evaluate."""
+    """Columns that identify a group, as in evaluate."""
     max_tokens: int | None = None
-    """Limit of all outputs, as in evaluate."""
+    """max_tokens of all outputs, as in evaluate."""
     shapes: list[str] = field(default_factory=lambda: ["1x32", "8x128"])
-    """Batches to measure, each BATCHxTOKENS; those beyond the max_length of the artifact are skipped."""
+    """Batch shapes to measure, each BATCHxTOKENS; shapes above the max_length of the artifact are skipped."""
     repetitions: int = 5
-    """Calls of each variant at each shape, interleaved with the others."""
+    """Number of calls of each variant at each shape; calls of the variants are interleaved."""
     threads: int = 1
-    """Threads of a model call."""
+    """Number of threads of a model call."""
     limits: AcceptanceLimits = field(default_factory=AcceptanceLimits)
-    """Maximum losses of a variant."""
+    """Maximum losses of quality of a variant."""
     seed: int = 0
-    """Seed of the prompts that calibrate and of random tokens."""
+    """Seed of the choice of calibration prompts and of random tokens."""
     progress: bool = True
-    """Show progress bars on a terminal, a line now and then elsewhere."""
+    """Show progress bars on a terminal, or log lines elsewhere."""
 
     def __post_init__(self) -> None:
         for name in ("artifact", "data", "out"):

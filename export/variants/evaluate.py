@@ -1,4 +1,4 @@
-"""Prompts that calibrate and those that evaluate, differences between variants, acceptance and choice of the fastest."""
+"""Split into calibration and evaluation prompts, comparison and acceptance of variants."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from predictors.runtime import ArtifactRuntime
 from scheduler_core.errors import InputError
 from scheduler_core.table_files import open_parquet, readable
 
-#: Name of the artifact itself among its variants.
+#: Name of the artifact itself in the results of the variants.
 PLAIN = "fp32"
 #: Limit of `batch_mates` for variants in single precision.
 EXACT = 1e-5
@@ -27,9 +27,9 @@ LEVELS = ("p50", "p90", "p99")
 Metrics = Mapping[str, float | None]
 #: Outputs of the graph that are probabilities.
 PROBABILITIES = ("urgency", "bucket")
-#: Upper limit of the fraction of the prompts that calibrates.
+#: Maximum fraction of the prompts used for calibration.
 CALIBRATION_FRACTION = 1 / 3
-#: Rows of a batch, where outputs of single rows and of batches are compared.
+#: Batch size in the comparison of single rows with batches.
 BATCH = 8
 
 #: Prompt, served model, temperature.
@@ -39,15 +39,15 @@ PromptRow = tuple[str, str | None, float | None]
 def split_prompts(
     path: str, target: Path, num_calibration: int, rng: np.random.Generator
 ) -> tuple[list[str], list[PromptRow]]:
-    """Splits a data file by prompt (InputError if it has fewer than three): at most `num_calibration` distinct prompts that
-    calibrate, and rows with others, one per prompt, which are all written to `target` for the evaluation."""
+    """Splits a data file into at most `num_calibration` distinct prompts for calibration, and one row of each
+    other prompt. All rows of the others are written to `target`. InputError for fewer than three prompts."""
     with open_parquet(path, "data") as file, readable(path, "data", "Parquet"):
         table = file.read()
     if "prompt" not in table.column_names or table["prompt"].null_count == len(table):
         raise InputError("data, columns", table.column_names, "also prompt, with text")
     prompts = sorted(table["prompt"].drop_null().unique().to_pylist())
     if len(prompts) < 3:
-        allowed = "at least 3: some calibrate, others evaluate"
+        allowed = "at least 3, for calibration and evaluation"
         raise InputError("data", f"{len(prompts)} distinct prompts", allowed)
     count = max(1, min(num_calibration, int(len(prompts) * CALIBRATION_FRACTION)))
     calibration = [prompts[number] for number in rng.choice(len(prompts), count, replace=False)]
@@ -60,7 +60,7 @@ def split_prompts(
             finite = temperature is not None and np.isfinite(temperature)
             condition = (prompt, row.get("model"), float(temperature) if finite else None)
             rows.setdefault(prompt, []).append(condition)
-    # The served model changes from prompt to prompt, so that all of them take part.
+    # The served model changes from prompt to prompt, so that all served models are used.
     varied = [candidates[number % len(candidates)] for number, candidates in enumerate(rows.values())]
     return calibration, varied
 
@@ -71,9 +71,9 @@ def compare_outputs(
     """Differences of the outputs of `runtime` from those of `reference`, by output of the graph.
 
     Returns:
-        rms_to_artifact: Root mean squared difference from the artifact's outputs, relative to their standard deviation
-            (largest of all columns). probability_shift: Of probabilities, mean absolute difference. batch_mates: Largest
-            change of an output by other rows in its batch, relative to the standard deviation.
+        rms_to_artifact: Root mean squared difference, relative to the standard deviation of the reference
+            outputs (maximum over columns). probability_shift: Mean absolute difference of probabilities.
+            batch_mates: Largest relative change due to other rows in the batch.
     """
     expected, single = _outputs(reference, rows, 1), _outputs(runtime, rows, 1)
     # In the file's order, so that short and long prompts share batches and most rows are padded.
@@ -101,7 +101,7 @@ def _outputs(
 
 
 def select_metrics(metrics: Mapping[str, Any]) -> dict[str, float | None]:
-    """r2, tau, p50, p90, p99 and crps_tokens of a predictor's metrics; None where unknown."""
+    """r2, tau, p50, p90, p99 and crps_tokens from a predictor's metrics; None if unknown."""
     coverage = metrics["coverage"]
     return {
         "r2": metrics["mu"]["r2"],
@@ -112,8 +112,8 @@ def select_metrics(metrics: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def rejection_reasons(plain: Metrics, result: Mapping[str, Any], limits: AcceptanceLimits) -> Iterator[str]:
-    """Limits that a variant exceeds; batch mates may change next to nothing in single precision. `plain` are the metrics of
-    the artifact; `result` has precision, metrics (on the same rows), probability_shift and batch_mates of the variant."""
+    """Descriptions of the limits that a variant exceeds. `plain` are the metrics of the artifact; `result`
+    has precision, metrics (on the same rows), probability_shift and batch_mates of the variant."""
     checks = [("r2", "R2 of mu", limits.r2_drop), ("tau", "Kendall's tau", limits.tau_drop)]
     checks += [(level, f"coverage of {level.upper()}", limits.coverage_shift) for level in LEVELS]
     for name, label, limit in checks:
@@ -136,6 +136,6 @@ def rejection_reasons(plain: Metrics, result: Mapping[str, Any], limits: Accepta
 
 
 def fastest(variants: Mapping[str, Mapping[str, Any]], latency_ms: Mapping[str, Mapping[str, float]]) -> str:
-    """The accepted variant with the smallest geometric mean of times over all shapes."""
+    """Name of the accepted variant with the smallest geometric mean latency over all shapes."""
     accepted = [name for name, variant in variants.items() if variant["accepted"]]
     return min(accepted, key=lambda name: math.prod(times[name] for times in latency_ms.values()))

@@ -1,6 +1,6 @@
-"""The run of `export-variants`: build, evaluate, measure, report.
+"""Implementation of `export-variants`: build, evaluate, measure and report.
 
-`training` and `export` do not import each other: the command passes `training`'s evaluation in as a function.
+`training` and `export` do not import each other: the command passes the evaluation as a function.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ from scheduler_core.files import atomic_directory, existing_file, folder_target,
 
 logger = logging.getLogger(__name__)
 
-#: Of the folder's record, see `scheduler_core.files.atomic_directory`.
+#: Kind of the output folder, see `scheduler_core.files.atomic_directory`.
 KIND = "variants"
-#: Prompts on which outputs are compared one by one.
+#: Number of prompts whose outputs are compared.
 NUM_COMPARED = 64
-#: Every vocabulary has these; which tokens they are changes no time.
+#: Token ids below this exist in every vocabulary; latency does not depend on the tokens.
 LOWEST_IDS = 16
 
-#: Folders of variants by name, Parquet file -> content of an evaluation (docs/evaluation-format.md) of the artifact and of
+#: (folders of variants by name, Parquet file) -> evaluation (docs/evaluation-format.md) of the artifact and
 #: its variants on the same rows, variants under `compared`.
 Evaluate = Callable[[Mapping[str, Path], Path], Mapping[str, Any]]
 
 
 def export_variants(config: VariantsConfig, evaluate: Evaluate) -> dict[str, Any]:
-    """Makes the variants; returns the content of report.json. InputError if artifact, data or options cannot be used together."""
+    """Builds the variants and returns the content of report.json; InputError for unusable options."""
     out = folder_target(config.out, KIND, overwrite=config.overwrite)
     existing_file(config.data, "data")
     artifact = open_artifact(config.artifact, public_key=config.public_key)
     if artifact.manifest.precision != "fp32" or artifact.manifest.variant:
-        raise InputError("artifact", config.artifact, "an artifact as export-onnx writes it, no variant")
+        raise InputError("artifact", config.artifact, "an artifact of export-onnx that is not a variant")
     key = None if config.sign is None else signing_key(config.sign)
     rng = np.random.default_rng(config.seed)
     with (
@@ -129,24 +129,23 @@ def _open(config: VariantsConfig, folder: Path, provider: ProviderChoice = "cpu"
 def _build(
     config: VariantsConfig, plain: ArtifactRuntime, tokens: Sequence[NDArray[np.int64]], folder: Path
 ) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, Any]]]:
-    """Writes the variants into `folder`; their rewrites, and the results of those that cannot be made."""
+    """Writes the variants to `folder`; returns the rewrites of each, and the results of those that failed."""
     run = {"command": "export-variants", "config": dataclasses.asdict(config)}
-    tokenizer = plain.tokenizer
+    graph, tokenizer = plain.artifact.path / MODEL, plain.tokenizer
     limits = {"max_length": tokenizer.max_length, "vocabulary": tokenizer.vocabulary_size}
     steps: dict[str, dict[str, int]] = {}
     failed: dict[str, dict[str, Any]] = {}
     for kind in config.variants:
         logger.info("building %s", kind)
         try:
-            model, done = build_variant(plain.artifact.path / MODEL, kind, tokens, **limits, seed=config.seed)
+            model, steps[kind] = build_variant(graph, kind, tokens, **limits, seed=config.seed)
         except TailcastError as error:
-            logger.warning("%s cannot be made: %s", kind, error)
+            logger.warning("%s cannot be built: %s", kind, error)
             empty = ("steps", "metrics", "rms_to_artifact", "probability_shift", "batch_mates")
-            result = {"accepted": False, "reasons": [f"cannot be made: {error}"], "bytes": 0}
+            result = {"accepted": False, "reasons": [f"cannot be built: {error}"], "bytes": 0}
             failed[kind] = result | {"precision": PRECISION[kind]} | {name: {} for name in empty}
             continue
         write_variant(plain.artifact, model, folder / kind, run)
-        steps[kind] = done
     return steps, failed
 
 
@@ -157,7 +156,7 @@ def _compare(
     folders: Mapping[str, Path],
     evaluation: Mapping[str, Any],
 ) -> dict[str, dict[str, Any]]:
-    """Quality of the artifact and its variants, and whether they are accepted."""
+    """Quality and acceptance of the artifact and its variants, by name."""
     reference = select_metrics(evaluation["model"])
     results = {}
     for name, folder in folders.items():
@@ -180,8 +179,8 @@ def _compare(
 def _measure(
     config: VariantsConfig, folders: Mapping[str, Path], max_length: int
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Minimum time of a call, variants interleaved: provider -> "batch x tokens" -> name -> milliseconds. Full batches
-    without padding; CUDA where there is a GPU. On the CPU it is CPU time of the process."""
+    """Minimum time of a call: provider -> "batch x tokens" -> variant -> milliseconds. Full batches, variants
+    interleaved; CPU time for "cpu"; "cuda" only if a GPU is usable."""
     sizes = [tuple(map(int, shape.split("x"))) for shape in config.shapes]
     shapes = [(batch, tokens) for batch, tokens in sizes if tokens <= max_length]
     if not shapes:
@@ -213,7 +212,7 @@ def _measure(
 
 
 def _processor() -> str:
-    """Name of the processor, from /proc/cpuinfo where there is one."""
+    """Name of the processor, from /proc/cpuinfo if that exists."""
     file = Path("/proc/cpuinfo")
     text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
     match = re.search(r"^model name\s*:\s*(.+)$", text, flags=re.MULTILINE)

@@ -1,8 +1,8 @@
 """Clients of the prediction service.
 
-`connect("host:port")` gives the asynchronous client of schedulers and simulators (the `Predictor` protocol of scheduler_core),
-`SyncPredictor` is for programs without an event loop. Both open their connections at the first call. `InProcessPredictor` runs
-the artifact in this process instead; without an event loop that is `predictors.runtime.open_runtime`.
+`connect("host:port")` returns the asynchronous client (the `Predictor` protocol of scheduler_core);
+`SyncPredictor` is the blocking client. Both connect at the first call. `InProcessPredictor` runs the artifact
+in this process; its blocking counterpart is `predictors.runtime.open_runtime`.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ __all__ = [
 
 
 def connect(address: str) -> GrpcPredictor:
-    """A client for "host:port", as `open_predictor("grpc://host:port")` makes it; connects at the first call."""
+    """Returns a client of the service at "host:port"; it connects at the first call."""
     return GrpcPredictor(address)
 
 
 def load(artifact: str, field: str = "predictor") -> InProcessPredictor:
-    """A client for an artifact run in this process, loaded at the first call, as `open_predictor(artifact)` makes it. The
-    artifact is "pretrained", "tiny", or a folder; InputError, about the option `field`, if there is none."""
+    """Returns a client that runs an artifact in this process and loads it at the first call. `artifact` is
+    "pretrained", "tiny" or a folder; InputError about the option `field` if it does not exist."""
     folder = artifact_folder(artifact)
     if not folder.is_dir():
         raise InputError(field, artifact, PREDICTORS)
@@ -54,7 +54,7 @@ def load(artifact: str, field: str = "predictor") -> InProcessPredictor:
 
 
 def open_client(predictor: str, field: str = "predictor") -> AsyncClient:
-    """The client of a spelling: "pretrained", "tiny", an artifact folder, or grpc://HOST:PORT; raises as `load`."""
+    """Returns the client of "pretrained", "tiny", a folder, or grpc://HOST:PORT; raises as `load`."""
     scheme, separator, address = predictor.partition("://")
     if not separator or scheme not in ("grpc", "local"):
         return load(predictor, field)

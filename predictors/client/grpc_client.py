@@ -1,4 +1,4 @@
-"""The clients over gRPC: asynchronous for schedulers and simulators, blocking for programs without an event loop."""
+"""gRPC clients: asynchronous for schedulers and simulators, blocking for programs without an event loop."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from scheduler_core.predictions import Prediction
 from scheduler_core.predictor import PredictionRequest
 from scheduler_core.ranges import INTEGERS, check_ranges
 
-# Largest message of a call: far above the service's own limit.
+# Maximum message size of a call, far above the default limit of the service.
 MAX_MESSAGE_BYTES = 16 * 2**20
-# gRPC's retry policy and throttling (https://grpc.io/docs/guides/retry). Retried are calls that no server answered:
-# UNAVAILABLE, and CANCELLED, the status of a call that reaches a server in the moment of its shutdown. A prediction
-# changes nothing, so that a second attempt does no harm. RESOURCE_EXHAUSTED is not retried: more calls are the last thing
-# a full server needs. While the failed attempts of a channel (minus a fifth of its successes) are more than 50, nothing is
-# retried, so that retries never turn a fault into an overload.
+# gRPC's retry policy and throttling (https://grpc.io/docs/guides/retry). A call is retried if no server
+# processed it: UNAVAILABLE, and CANCELLED, the status of calls that reach a server during its shutdown.
+# Predictions are idempotent, so retries are safe. RESOURCE_EXHAUSTED is not retried, as that would add load
+# to a full server. To avoid overload, retries stop while the failures of a channel exceed a fifth of its
+# successes by more than 50.
 RETRY_POLICY = {
     "initialBackoff": "0.1s",
     "maxBackoff": "2s",
@@ -50,8 +50,8 @@ RETRY_THROTTLING = {"maxTokens": 100, "tokenRatio": 0.2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsSettings:
-    """Encryption, by paths of PEM files: certificates that the server's is checked against (unset: the system's), and the
-    client's own certificate and key, for mutual TLS (both or neither)."""
+    """TLS encryption. `ca` is a PEM file with the certificates that verify the server (None: those of the
+    system); `certificate` and `key` are PEM files of the client for mutual TLS (both or neither)."""
 
     ca: str | None = None
     certificate: str | None = None
@@ -63,7 +63,7 @@ class TlsSettings:
             raise InputError("certificate", self.certificate, allowed)
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Reads the files; raises InputError naming the one that is missing."""
+        """Reads the files; InputError if one is missing."""
         ca, key, certificate = (
             None if path is None else existing_file(path, f"tls {name}").read_bytes()
             for name, path in (("ca", self.ca), ("key", self.key), ("certificate", self.certificate))
@@ -76,13 +76,13 @@ class ClientSettings:
     """Limits of a client.
 
     Attributes:
-        timeout_s: Deadline of `predict`, retries included; a call may name a shorter or longer one.
-        num_connections: Channels with a connection each, used in turn: several workers may listen on one address.
-        wait_for_ready: Whether a call waits, up to its deadline, for a service that cannot be reached; otherwise it fails
-            as soon as its attempts have.
-        max_attempts: Attempts of one call, the first included, 1 to 5 (gRPC's limit); 1: no retries.
-        tls: Encryption; None: none.
-        token: Bearer token that every call carries; None: none.
+        timeout_s: Default deadline of `predict`, including retries.
+        num_connections: Number of channels used in turn, to reach several workers at one address.
+        wait_for_ready: Whether a call waits until its deadline for an unreachable service, instead of failing
+            after its attempts.
+        max_attempts: Attempts per call, including the first, 1 to 5 (gRPC's limit); 1: no retries.
+        tls: TLS settings; None: no encryption.
+        token: Bearer token sent with every call; None: no token.
     """
 
     timeout_s: float = 10.0
@@ -99,12 +99,12 @@ class ClientSettings:
             raise InputError("token", "...", "printable ASCII characters, at least one")
 
     def call_options(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """Deadline (default: the client's) and metadata of a call."""
+        """Deadline (default: `self.timeout_s`) and metadata of a call."""
         metadata = () if self.token is None else (("authorization", f"Bearer {self.token}"),)
         return {"timeout": timeout_s or self.timeout_s, "metadata": metadata}
 
     def channels(self, package: Any, address: str) -> list[Any]:
-        """New channels of `grpc` or `grpc.aio`."""
+        """New channels; `package` is `grpc` or `grpc.aio`."""
         options, count = self._channel_options(), range(self.num_connections)
         if self.tls is None:
             return [package.insecure_channel(address, options=options) for _ in count]
@@ -127,19 +127,19 @@ class ClientSettings:
             # Reconnect quickly: a restarted server is back in about a second.
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", 1000),
-            # In spite of its name the limit of setting up a connection: a busy server, or a far one with TLS, needs some.
+            # Despite its name, the timeout of a connection attempt; a busy or distant server needs seconds.
             ("grpc.min_reconnect_backoff_ms", 10_000),
-            # A connection that died without a close is detected within half a minute; servers allow such pings.
+            # Pings detect a dead connection within half a minute; the service permits them at this rate.
             ("grpc.keepalive_time_ms", 20_000),
             ("grpc.keepalive_timeout_ms", 10_000),
             ("grpc.http2.max_pings_without_data", 0),
-            # Otherwise channels to the same address share one connection.
+            # By default, channels to the same address share one connection.
             ("grpc.use_local_subchannel_pool", 1),
         ]
 
 
 def checked_address(address: str) -> str:
-    """The address itself if it is "host:port" or "unix:PATH"; raises InputError otherwise."""
+    """Returns `address` if it is "host:port" or "unix:PATH"; otherwise raises InputError."""
     if re.fullmatch(r"unix:.+", address):
         return address
     match = re.fullmatch(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})", address)
@@ -149,14 +149,14 @@ def checked_address(address: str) -> str:
 
 
 def _failure(error: Any, address: str, message: pb.PredictRequest | None = None) -> PredictorError:
-    """The error of a call that ended with a status, about a request if it is about one."""
+    """The client error for a gRPC error; `message` is the request that it refers to, if any."""
     return PredictorError.about(message, error.code().name, error.details(), address)
 
 
 class GrpcPredictor(AsyncClient):
-    """Asynchronous client of "host:port" or "unix:PATH" (else InputError); nothing is connected yet.
+    """Asynchronous client for "host:port" or "unix:PATH" (else InputError); connects at the first call.
 
-    It never blocks the event loop: connecting, name look-ups, waits and retries happen beside the caller.
+    The event loop is never blocked by connecting, name resolution, waiting or retries.
     """
 
     def __init__(self, address: str, settings: ClientSettings | None = None) -> None:
@@ -182,12 +182,12 @@ class GrpcPredictor(AsyncClient):
     async def close(self) -> None:
         channels, self._channels = self._channels, []
         if asyncio.get_running_loop() is not self._loop:
-            return  # their loop has ended, and with it all that could be waited for
+            return  # the channels belong to another event loop, which has ended
         for channel in channels:
             await channel.close(None)
 
     def _stub(self) -> Any:
-        """That of the next connection of this event loop: connections cannot move from one loop to another."""
+        """Stub of the next channel; channels cannot move between event loops, so a new loop gets new ones."""
         loop = asyncio.get_running_loop()
         if not self._channels or self._loop is not loop:
             self._loop = loop
@@ -209,8 +209,8 @@ class GrpcPredictor(AsyncClient):
 
 
 class SyncPredictor:
-    """Blocking client with the same limits and errors; thread-safe, and without an event loop, so that it works in a process that
-    runs loops of its own."""
+    """Blocking client with the settings and errors of `GrpcPredictor`; thread-safe. It does not use an event
+    loop, so it also works in a process that runs one."""
 
     def __init__(self, address: str, settings: ClientSettings | None = None) -> None:
         self.address = checked_address(address)
@@ -222,7 +222,7 @@ class SyncPredictor:
     def predict(
         self, requests: Sequence[PredictionRequest], *, timeout_s: float | None = None
     ) -> list[Prediction]:
-        """Predictions in the order of `requests`; arguments and errors as of `GrpcPredictor.predict`."""
+        """Predictions in the order of `requests`; arguments and errors as in `GrpcPredictor.predict`."""
         return predictions(self.responses(requests, timeout_s=timeout_s), self.address)
 
     def responses(
@@ -232,7 +232,7 @@ class SyncPredictor:
         timeout_s: float | None = None,
         truncated_length: bool = False,
     ) -> list[pb.PredictResponse]:
-        """The service's responses, in the order of `requests`; arguments as of `GrpcPredictor.responses`."""
+        """Responses in the order of `requests`; arguments and errors as in `GrpcPredictor.responses`."""
         options = self.settings.call_options(None if timeout_s is None else checked_timeout(timeout_s))
         messages = [request_message(request, truncated_length) for request in requests]
         results: list[pb.PredictResponse] = []
@@ -263,7 +263,7 @@ class SyncPredictor:
         return response
 
     def close(self) -> None:
-        """Ends the connections; the client can be used again and then opens new ones."""
+        """Closes the connections; a later call opens new ones."""
         with self._lock:
             channels, self._channels = self._channels, []
         for channel in channels:
@@ -276,7 +276,7 @@ class SyncPredictor:
         self.close()
 
     def _stub(self) -> Any:
-        """The next connection's stub."""
+        """Stub of the next channel."""
         with self._lock:
             if not self._channels:
                 self._channels = self.settings.channels(grpc, self.address)

@@ -1,4 +1,4 @@
-"""The client without a network: the artifact runs in this process, behind the same interface."""
+"""Client without a network: runs the artifact in this process behind the same interface."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from predictors.service.batcher import BatchingSettings
     from predictors.service.calls import PredictorCalls
 
-MAX_MESSAGE_BYTES = 2**31 - 1  # nothing is transported
+MAX_MESSAGE_BYTES = 2**31 - 1  # messages are not sent over a network
 
 
 class InProcessPredictor(AsyncClient):
-    """Runs an artifact in threads of this process, with the service's batching and checks. Needs extra `serve`.
+    """Runs an artifact in threads, with the batching and checks of the service; requires extra `serve`.
 
     The event loop is never blocked: loading (at the first call), tokenizing and the model run in threads.
 
     Args:
         artifact, public_key: As in `open_artifact`.
-        batching: How requests are grouped; default: the service's for a CPU with one worker.
+        batching: Batching settings; default: those of the service for a CPU with one worker.
     """
 
     timeout_s = 10.0
@@ -46,7 +46,7 @@ class InProcessPredictor(AsyncClient):
         if not messages:
             return []
         calls = await self.calls()
-        return await gathered([self._one(calls, message, timeout_s) for message in messages])
+        return await gathered([self._call(calls, message, timeout_s) for message in messages])
 
     async def metadata(self) -> pb.GetMetadataResponse:
         return (await self.calls()).metadata(pb.GetMetadataRequest())
@@ -60,7 +60,7 @@ class InProcessPredictor(AsyncClient):
             await calls.artifacts.close()
 
     async def calls(self) -> PredictorCalls:
-        """The service's methods, of this event loop; loaded once. InputError if the artifact is refused."""
+        """The methods of the service in this event loop; loads the artifact once. InputError if invalid."""
         loop, started = asyncio.get_running_loop(), self._started
         if started is None or started[0] is not loop:
             started = self._started = (loop, asyncio.ensure_future(self._start()))
@@ -86,7 +86,7 @@ class InProcessPredictor(AsyncClient):
             raise
         return PredictorCalls(table, MAX_MESSAGE_BYTES)
 
-    async def _one(
+    async def _call(
         self, calls: PredictorCalls, message: pb.PredictRequest, seconds: float
     ) -> pb.PredictResponse:
         try:

@@ -1,4 +1,4 @@
-"""Conversion between the scheduler's types and the messages of the interface, for every client."""
+"""Conversion between the types of the scheduler and protobuf messages, used by all clients."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from scheduler_core.predictor import PredictionRequest
 
 T = TypeVar("T")
 
-# Most requests of one call, and largest sum of their prompts' bytes; more are sent in several calls at the same time.
+# Maximum number of requests and of prompt bytes per call; larger batches are split into concurrent calls.
 MAX_BATCH_REQUESTS = 64
 MAX_BATCH_BYTES = 2 * 2**20
 
 
 class PredictorError(TailcastError):
-    """The service could not be reached, refused a request (`request_id` where it is about one) or failed; `code` is the name
-    of the gRPC status, for example "RESOURCE_EXHAUSTED"."""
+    """The service is unreachable, rejected a request or failed. `code` is the name of the gRPC status, for
+    example "RESOURCE_EXHAUSTED"; `request_id` is None if the error does not refer to a request."""
 
     def __init__(self, message: str, code: str, request_id: str | None = None) -> None:
         super().__init__(message)
@@ -43,14 +43,14 @@ class PredictorError(TailcastError):
 
     @classmethod
     def about(cls, message: pb.PredictRequest | None, code: str, details: str | None, address: str) -> Self:
-        """The error about a request, if it is about one."""
+        """An error that refers to the request `message`, or to none (None)."""
         request_id = None if message is None else message.request_id
         request = "" if message is None else f"request {request_id!r}: "
         return cls(f"predictor {address}: {request}{code}: {details}", code, request_id)
 
 
 class AsyncClient(ABC):
-    """What the asynchronous clients have in common; implements `scheduler_core.predictor.Predictor`."""
+    """Base class of the asynchronous clients; implements `scheduler_core.predictor.Predictor`."""
 
     address: str
     timeout_s: float
@@ -58,11 +58,11 @@ class AsyncClient(ABC):
     async def predict(
         self, requests: Sequence[PredictionRequest], *, timeout_s: float | None = None
     ) -> list[Prediction]:
-        """Predictions of all heads of the artifact, in the order of `requests`, by the deadline of this call (None: the client's).
+        """Predictions of all heads, in the order of `requests`; `timeout_s` overrides the client's deadline.
 
         Raises:
-            PredictorError: The service could not be reached in time, or refused or failed one of the requests.
-            InputError: A prompt cannot be sent, the deadline is not allowed, or the artifact is refused.
+            PredictorError: The service cannot be reached in time, or a request was rejected or failed.
+            InputError: A prompt is not valid text, the deadline is out of range, or the artifact is invalid.
         """
         return predictions(await self.responses(requests, timeout_s=timeout_s), self.address)
 
@@ -73,14 +73,14 @@ class AsyncClient(ABC):
         timeout_s: float | None = None,
         truncated_length: bool = False,
     ) -> list[pb.PredictResponse]:
-        """The service's responses, as `predict`; with `truncated_length` they have the statistics of the length truncated at
-        each request's max_tokens too."""
+        """Responses of the service; arguments and errors as in `predict`. With `truncated_length` they also
+        have the statistics of the length truncated at max_tokens of each request."""
         messages = [request_message(request, truncated_length) for request in requests]
         return await self.send(messages, self.timeout_s if timeout_s is None else checked_timeout(timeout_s))
 
     @abstractmethod
     async def send(self, messages: Sequence[pb.PredictRequest], timeout_s: float) -> list[pb.PredictResponse]:
-        """The service's responses to any number of messages, in their order; raises as `predict`."""
+        """Responses of the service to any number of messages, in their order; raises as `predict`."""
 
     @abstractmethod
     async def metadata(self) -> pb.GetMetadataResponse:
@@ -88,7 +88,7 @@ class AsyncClient(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Ends connections or threads; the client can be used again."""
+        """Closes connections or stops threads; the client can be used again."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -98,7 +98,7 @@ class AsyncClient(ABC):
 
 
 def request_message(request: PredictionRequest, truncated_length: bool) -> pb.PredictRequest:
-    """The message of a request; with `truncated_length` its max_tokens are sent too."""
+    """The message of a request; with `truncated_length` it includes max_tokens."""
     try:
         return pb.PredictRequest(
             request_id=request.request_id,
@@ -113,11 +113,11 @@ def request_message(request: PredictionRequest, truncated_length: bool) -> pb.Pr
 
 
 def chunks(messages: Sequence[pb.PredictRequest]) -> Iterator[list[pb.PredictRequest]]:
-    """Consecutive parts within the limits of one call; a prompt over the byte limit has its own."""
+    """Splits messages into chunks within the limits of a call; a prompt above the byte limit is one chunk."""
     chunk: list[pb.PredictRequest] = []
     num_bytes = 0
     for message in messages:
-        size = len(message.prompt) * 4  # bytes of a character in UTF-8: at most 4
+        size = len(message.prompt) * 4  # upper bound: a character has at most 4 bytes in UTF-8
         if chunk and (len(chunk) >= MAX_BATCH_REQUESTS or num_bytes + size > MAX_BATCH_BYTES):
             yield chunk
             chunk, num_bytes = [], 0
@@ -128,7 +128,7 @@ def chunks(messages: Sequence[pb.PredictRequest]) -> Iterator[list[pb.PredictReq
 
 
 async def gathered(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results; when this is canceled or one fails, the others are canceled too."""
+    """Results of all calls; if one fails or this coroutine is canceled, the other calls are canceled."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)
@@ -140,7 +140,7 @@ async def gathered(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 def batch_responses(
     batch: pb.PredictBatchResponse, messages: Sequence[pb.PredictRequest], address: str
 ) -> list[pb.PredictResponse]:
-    """The responses to a batch; raises the first error there is."""
+    """The responses of a batch; raises PredictorError for the first failed request."""
     if len(batch.outcomes) != len(messages):
         details = f"{len(batch.outcomes)} outcomes for {len(messages)} requests"
         raise PredictorError.about(messages[0], "INTERNAL", details, address)
@@ -148,7 +148,7 @@ def batch_responses(
 
 
 def response(outcome: pb.Outcome, message: pb.PredictRequest, address: str) -> pb.PredictResponse:
-    """The response to a message; raises PredictorError if the outcome is one."""
+    """The response to a message; raises PredictorError if the outcome is an error."""
     if outcome.WhichOneof("outcome") == "prediction":
         return outcome.prediction
     number = outcome.error.code
@@ -157,18 +157,18 @@ def response(outcome: pb.Outcome, message: pb.PredictRequest, address: str) -> p
 
 
 def predictions(responses: Sequence[pb.PredictResponse], address: str) -> list[Prediction]:
-    """Responses as the scheduler's predictions; raises PredictorError for numbers that no scheduler can use."""
+    """Converts responses to predictions; raises PredictorError for values out of range."""
     result = []
-    for one in responses:
+    for message in responses:
         try:
-            result.append(prediction(one))
+            result.append(prediction(message))
         except InputError as error:
-            raise PredictorError(f"predictor {address}: {error}", "INTERNAL", one.request_id) from error
+            raise PredictorError(f"predictor {address}: {error}", "INTERNAL", message.request_id) from error
     return result
 
 
 def prediction(response: pb.PredictResponse) -> Prediction:
-    """A response as the scheduler's prediction, with all of its heads; raises InputError for impossible numbers."""
+    """Converts a response to a prediction with all of its heads; InputError for values out of range."""
     length = urgency = bucket = rank = point = None
     if response.HasField("mu"):
         artifact = (response.artifact_id, response.artifact_version)
@@ -185,12 +185,12 @@ def prediction(response: pb.PredictResponse) -> Prediction:
     if response.HasField("rank"):
         rank = RankPrediction(response.rank)
     if response.HasField("regression_tokens"):
-        point = PointPrediction(max(response.regression_tokens, 1.0))  # an output has a token at least
+        point = PointPrediction(max(response.regression_tokens, 1.0))  # an output has at least one token
     return Prediction(length=length, urgency=urgency, bucket=bucket, rank=rank, point=point)
 
 
 def checked_timeout(timeout_s: float) -> float:
-    """`timeout_s` itself, if it is one; otherwise raises InputError."""
+    """Returns `timeout_s`; raises InputError unless it is finite and > 0."""
     if not 0 < timeout_s < math.inf:
         raise InputError("timeout_s", timeout_s, "a finite number of seconds > 0")
     return timeout_s

@@ -1,1 +1,1 @@
-"""The torch side of a predictor: encoder, heads, calibration, checkpoint folder; serving runs the exported graph."""
+"""Predictors in torch: encoder, heads, calibration, checkpoints. Serving runs the exported graph instead."""

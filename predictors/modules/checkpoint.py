@@ -3,12 +3,12 @@
 | file | content |
 |---|---|
 | config.json | format_version, the `PredictorConfig`, the calibration, the encoder's transformers configuration |
-| model.safetensors | all weights, encoder included |
+| model.safetensors | all weights, including the encoder |
 | normalization.json | means and standard deviations of the targets |
 | tokenizer.json, tokenizer_config.json | tokenizer, without truncation or padding |
 | training.json | record of the training: split, data, metrics, versions |
 
-Loading needs neither the network nor the folder the encoder came from, and runs no code out of the folder.
+Loading needs no network and no encoder folder, and runs no code from the checkpoint folder.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FORMAT_VERSION = 5
-#: Of the folder's record, see `scheduler_core.files.atomic_directory`.
+#: Kind of the output folder, see `scheduler_core.files.atomic_directory`.
 KIND = "checkpoint"
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -61,8 +61,8 @@ def save_checkpoint(
     extra_files: Mapping[str, Path] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Writes a checkpoint folder atomically, weights in float32; InputError if it holds a checkpoint and `overwrite` is false,
-    or something else. `extra_files` are copied: name in the folder -> file."""
+    """Writes a checkpoint folder atomically, with weights in float32; InputError if `path` has other content,
+    or has a checkpoint and `overwrite` is false. `extra_files` (name -> file) are copied."""
     from safetensors.torch import save_file
 
     config = {
@@ -78,9 +78,9 @@ def save_checkpoint(
         write_json(folder / CONFIG, config)
         write_json(folder / NORMALIZATION, dataclasses.asdict(model.normalization))
         write_json(folder / TRAINING, dict(training_info))
-        with atomic_file(folder / WEIGHTS) as temporary:  # safetensors writes for the owner alone
+        with atomic_file(folder / WEIGHTS) as temporary:  # safetensors sets mode 0600
             save_file(weights, str(temporary), metadata={"format": "pt"})
-        # Truncation and padding of the last call live in the tokenizer's state and would be saved with it.
+        # The tokenizer would also save the truncation and padding settings of its last call.
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
         tokenizer.save_pretrained(str(folder))
@@ -89,11 +89,11 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: str | Path) -> Checkpoint:
-    """Reads a checkpoint folder; InputError if it or a file is missing or broken, its format is of another version, or the
-    weights do not fit the configuration."""
+    """Loads a checkpoint folder; InputError if the folder or a file is missing or invalid, the format version
+    differs, or the weights do not match the configuration."""
     folder = Path(path)
     if not folder.is_dir():
-        raise InputError("checkpoint", str(path), "an existing checkpoint folder of train")
+        raise InputError("checkpoint", str(path), "an existing checkpoint folder, written by train")
     content = read_json_object(folder / CONFIG, "checkpoint")
     version = content.get("format_version")
     check_format(f"checkpoint {CONFIG}, format_version", version, FORMAT_VERSION, "train it again")
@@ -121,6 +121,6 @@ def _load_weights(model: PromptPredictor, path: Path) -> None:
     try:
         model.load_state_dict(load_file(str(path)), strict=True)
     except (SafetensorError, RuntimeError) as error:
-        reason = str(error).splitlines()[:2][-1].strip()  # the first line of torch names the class alone
-        allowed = f"a complete safetensors file with weights that fit {CONFIG} ({reason})"
+        reason = str(error).splitlines()[:2][-1].strip()  # line 1 has only the class name
+        allowed = f"a complete safetensors file with weights that match {CONFIG} ({reason})"
         raise InputError("checkpoint", str(path), allowed) from error

@@ -1,4 +1,4 @@
-"""Configuration of a predictor: encoder, pooling, heads, the conditions of the heads, and calibration."""
+"""Configuration of a predictor: encoder, pooling, heads, conditioning and calibration."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from scheduler_core.ranges import INTEGERS, check_choice, check_ranges
 
 @dataclass(frozen=True, slots=True)
 class Conditioning:
-    """Input of the length, bucket, regression and rank heads in addition to the prompt.
+    """Inputs of the length, bucket, regression and rank heads in addition to the prompt.
 
     Attributes:
-        served_models: Names of the LLMs; number i + 1 is served_models[i], number 0 any other one.
-        width: Width of the embedding of a served model.
-        unknown: Number 0 was trained, by hiding the served model at random; without it a predictor refuses LLMs that
-            are not in the list.
-        unknown_is_mean: Predict for number 0 the mean over all others, in place of what was trained for it.
+        served_models: Names of the LLMs. Number i + 1 is served_models[i]; number 0 is any other LLM.
+        width: Width of the served model embedding.
+        temperature: Whether the temperature is an input.
+        unknown: Whether number 0 is trained (by random masking); otherwise other LLMs are rejected.
+        unknown_is_mean: Whether number 0 predicts the mean over all served models.
     """
 
     served_models: tuple[str, ...]
@@ -37,26 +37,26 @@ class Conditioning:
     def __post_init__(self) -> None:
         names = self.served_models
         if not names or len(set(names)) < len(names) or not all(names):
-            raise InputError("served_models", names, "one or more different names")
+            raise InputError("served_models", names, "one or more distinct names")
         check_ranges(self, width=(1, INTEGERS))
 
     def number_of(self, served_model: str | None) -> int:
-        """Number of a served model by name; 0 for one that is not in the list, and for None."""
+        """Number of a served model by name; 0 for None and for names that are not in the list."""
         return 0 if served_model not in self.served_models else self.served_models.index(served_model) + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictorConfig:
-    """All that defines a predictor except its weights.
+    """Definition of a predictor without its weights.
 
     Attributes:
-        encoder: Where the encoder came from, as the user named it (for the record; a checkpoint does not need it).
-        max_length: Maximum number of tokens of a prompt, special tokens included; the rest is truncated.
-        truncation_side: Which part of a longer prompt is dropped: its left or right end, or its middle.
-        pooling: Poolings whose features are concatenated, out of cls, mean, max, last.
-        prompt_length: Append ln(number of tokens) / 5 to the features.
-        conversations: Encodes whole conversations (`predictors.tokenizer.conversation_text`), not the last user message alone.
-        served_models: LLMs whose lengths it was trained on, where the heads are not conditioned on them; for the record.
+        encoder: Folder or hub name of the pretrained encoder; only for information in a checkpoint.
+        max_length: Maximum number of tokens of a prompt, including special tokens.
+        truncation_side: Part of a longer prompt that is dropped: left, right or middle.
+        pooling: Poolings whose features are concatenated; any of cls, mean, max, last.
+        prompt_length: Whether to append ln(number of tokens) / 5 to the features.
+        conversations: Whether to encode the whole `conversation_text`, not only the last user message.
+        served_models: LLMs in the training data, if the heads are not conditioned on them.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
@@ -78,13 +78,13 @@ class PredictorConfig:
         check_ranges(self, max_length=(3, INTEGERS))
         check_choice("truncation_side", self.truncation_side, TRUNCATION_SIDES)
         if self.conditioning is not None and self.served_models:
-            raise InputError("served_models", self.served_models, "unset, because conditioning names them")
+            raise InputError("served_models", self.served_models, "unset, because conditioning has them")
         if self.conditioning is not None and not any(head.is_conditioned for _, head in self.heads.items()):
             raise InputError("conditioning", self.conditioning, "None, because no head is conditioned")
 
     @property
     def known_models(self) -> tuple[str, ...]:
-        """LLMs whose lengths it was trained on, whether the heads are conditioned on them or not."""
+        """LLMs in the training data, whether or not the heads are conditioned on them."""
         return self.served_models if self.conditioning is None else self.conditioning.served_models
 
 
@@ -93,9 +93,9 @@ class Calibration:
     """Post-hoc calibration: mu' = mu + mu_shift[m] sigma, sigma' = sigma sigma_scale[m], m the served model's number.
 
     Attributes:
-        sigma_scale: Above 0 [num_models + 1]; entry 0 is for an unknown served model (unused where that is the mean over
-            the known ones), and for predictors that are not conditioned on it.
-        mu_shift: In units of the uncalibrated sigma [num_models + 1].
+        sigma_scale: Factors > 0 [num_models + 1]. Entry 0 is for an unknown served model (unused with
+            `unknown_is_mean`) and for predictors without conditioning.
+        mu_shift: Shifts in units of the uncalibrated sigma [num_models + 1].
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
@@ -113,17 +113,17 @@ class Calibration:
 
     @classmethod
     def identity(cls, num_models: int = 0) -> Calibration:
-        """No shift, scale 1."""
+        """The calibration that changes nothing: shift 0 and scale 1."""
         return cls((1.0,) * (num_models + 1), (0.0,) * (num_models + 1))
 
     @property
     def num_models(self) -> int:
-        """Served models without the unknown one."""
+        """Number of served models, without the unknown one."""
         return len(self.sigma_scale) - 1
 
     @property
     def is_identity(self) -> bool:
-        """Whether it changes nothing."""
+        """Whether the shifts are 0 and the scales 1."""
         return self == Calibration.identity(self.num_models)
 
 
@@ -131,10 +131,10 @@ Config = TypeVar("Config")
 
 
 def read_config(kind: type[Config], content: object, field: str) -> Config:
-    """A configuration from the JSON of its `dataclasses.asdict`; InputError for a missing, unknown or wrong field, whose name
-    begins with `field`."""
+    """A configuration from the JSON of its `dataclasses.asdict`; InputError for a missing, unknown or wrong
+    field. `field` is the prefix of field names in errors."""
     try:
-        # Of JSON text, for which pydantic's strict mode takes an array for a tuple.
+        # From JSON text, because in strict mode pydantic accepts a list as a tuple only there.
         return TypeAdapter(kind).validate_json(json.dumps(content))
     except ValidationError as invalid:
         error = invalid.errors(include_url=False)[0]

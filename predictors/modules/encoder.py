@@ -1,4 +1,4 @@
-"""Text encoders of every architecture: loading, tokenizing, pooling of their states."""
+"""Text encoders: loading, tokenization, and pooling of their hidden states."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ ALLOWED = (
     "a local model folder, package:NAME/PATH for a folder inside an installed package, "
     "or the name of a model on the Hugging Face hub (network or local cache needed)"
 )
-# Weights that an encoder may lack, because nothing here uses them.
+# Prefixes of weights that are not used, so an encoder may lack them.
 UNUSED_WEIGHTS = ("pooler.",)
-# These number their positions from the padding token's id + 1.
+# Architectures whose positions start at pad_token_id + 1.
 OFFSET_POSITIONS = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "longformer")
 
 
 def resolve_encoder(encoder: str) -> str:
-    """Local folder or hub name of an encoder; `package:NAME/PATH` is a folder inside an installed package. InputError if
-    there is none."""
+    """Local folder or hub name of an encoder; `package:NAME/PATH` is a folder inside an installed package.
+    InputError if it does not exist."""
     if encoder.startswith(PACKAGE_SCHEME):
         path = inside_package(encoder, "encoder")
     else:
@@ -46,8 +46,8 @@ def resolve_encoder(encoder: str) -> str:
 
 
 def load_encoder(encoder: str) -> nn.Module:
-    """A pretrained encoder, spelled as in `resolve_encoder`, in float32 without its pooling layer, in eval mode; InputError
-    if it cannot be found or read, or its folder lacks weights of the encoder."""
+    """Loads a pretrained encoder (see `resolve_encoder`) in float32 and eval mode, without its pooling layer.
+    InputError if it cannot be found or loaded, or if weights are missing."""
     source = resolve_encoder(encoder)
     import transformers
 
@@ -64,29 +64,29 @@ def load_encoder(encoder: str) -> nn.Module:
 
 
 def build_encoder(config: Any) -> nn.Module:
-    """An encoder with random weights from the content of a transformers `config.json`; InputError for an unknown one."""
+    """An encoder with random weights from a transformers configuration; InputError if that is invalid."""
     import transformers
 
     try:
         model_class = transformers.CONFIG_MAPPING[config["model_type"]]
         auto: Any = transformers.AutoModel
         model = auto.from_config(model_class.from_dict(dict(config)), dtype=torch.float32)
-    except Exception as error:  # KeyError for an unknown type; configurations raise what they like
+    except Exception as error:  # KeyError for an unknown type; configurations raise any type
         reason = f"the configuration of a transformers encoder ({first_line(error)})"
         raise InputError("encoder_config", config, reason) from error
     return _as_text_encoder(model).eval()
 
 
 def load_tokenizer(encoder: str, *, truncation_side: str = "right") -> PreTrainedTokenizerBase:
-    """The tokenizer of an encoder; it pads on the right, because CLS pooling reads position 0. InputError if it cannot be
-    found or read, or it has no padding token."""
+    """The tokenizer of an encoder, with padding on the right, because CLS pooling uses position 0. InputError
+    if it cannot be found or loaded, or has no padding token."""
     source = resolve_encoder(encoder)
     import transformers
 
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             source,
-            # A tokenizer has no side "middle"; `tokenize` drops it.
+            # Tokenizers do not support "middle"; `tokenize` implements it.
             truncation_side="right" if truncation_side == "middle" else truncation_side,
             padding_side="right",
         )
@@ -105,8 +105,8 @@ def tokenize(
     max_length: int,
     truncation_side: str = "right",
 ) -> list[NDArray[np.int32]]:
-    """Token ids of each prompt, at most `max_length`, special tokens included; `tokenizer` is that of `load_tokenizer` for the
-    same truncation side (left, right or middle: the part of a longer prompt that is dropped)."""
+    """Token ids of each prompt, truncated to `max_length` including special tokens. `truncation_side` is the
+    dropped part, left, right or middle; `tokenizer` must come from `load_tokenizer` with the same side."""
     if not prompts:
         return []
     is_middle = truncation_side == "middle"
@@ -123,7 +123,7 @@ def tokenize(
 
 
 def config_of(encoder: nn.Module) -> dict[str, Any]:
-    """The encoder's configuration as JSON, without the path it was loaded from."""
+    """The configuration of the encoder as JSON, without the path and the transformers version."""
     config = dict(encoder.config.to_dict())  # type: ignore[operator,union-attr]
     for name in ("_name_or_path", "transformers_version"):
         config.pop(name, None)
@@ -133,12 +133,12 @@ def config_of(encoder: nn.Module) -> dict[str, Any]:
 def state_width(encoder: nn.Module) -> int:
     """Width H of the encoder's last hidden states."""
     config: Any = encoder.config
-    # OPT-350m projects its states back to the width of its word embeddings.
+    # OPT-350m projects its hidden states to the width of its word embeddings.
     return int(getattr(config, "word_embed_proj_dim", None) or config.hidden_size)
 
 
 def num_positions(encoder: nn.Module) -> int | None:
-    """Most tokens the encoder can read; None where its positions have no end."""
+    """Maximum number of tokens of the encoder; None if its positions are not limited."""
     config: Any = encoder.config
     positions: int | None = getattr(config, "max_position_embeddings", None)
     if positions is not None and config.model_type in OFFSET_POSITIONS:
@@ -147,20 +147,20 @@ def num_positions(encoder: nn.Module) -> int | None:
 
 
 def mean_pool(states: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the positions in the mask; [B, S, H], bool [B, S] -> [B, H]."""
-    # masked_fill and not a product: what stands at padding may be anything, infinities included.
+    """Mean over the unmasked positions; [B, S, H], bool [B, S] -> [B, H]."""
+    # masked_fill instead of a product, because states at padding can be infinite or NaN.
     total = states.masked_fill(~mask.unsqueeze(-1), 0.0).sum(dim=1)
     return total / mask.sum(dim=1, keepdim=True).to(states.dtype)
 
 
 def max_pool(states: Tensor, mask: Tensor) -> Tensor:
-    """Largest value over the positions in the mask; [B, S, H], bool [B, S] -> [B, H]."""
+    """Maximum over the unmasked positions; [B, S, H], bool [B, S] -> [B, H]."""
     return states.masked_fill(~mask.unsqueeze(-1), torch.finfo(states.dtype).min).amax(dim=1)
 
 
 def last_pool(states: Tensor, mask: Tensor) -> Tensor:
-    """State of the last position in the mask, where a decoder has seen all of the text; [B, S, H], bool [B, S] -> [B, H]."""
-    last = mask.sum(dim=1, keepdim=True).to(torch.int64) - 1  # padding stands on the right
+    """State of the last unmasked position, for decoders; [B, S, H], bool [B, S] -> [B, H]."""
+    last = mask.sum(dim=1, keepdim=True).to(torch.int64) - 1  # padding is on the right
     return states.gather(1, last.unsqueeze(-1).expand(-1, -1, states.shape[-1])).squeeze(1)
 
 
@@ -173,17 +173,17 @@ POOLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def pool(states: Tensor, attention_mask: Tensor, poolings: Sequence[str]) -> Tensor:
-    """The named poolings of the last hidden states [B, S, H], concatenated: [B, len(poolings) * H]; the mask [B, S] is 1 at
-    tokens, of which each row has at least one, and 0 at padding on the right."""
+    """Concatenated poolings [B, len(poolings) * H] of the last hidden states [B, S, H]. The mask [B, S] is 1
+    at tokens, at least one per row, and 0 at padding on the right."""
     mask = attention_mask.to(torch.bool)
     return torch.cat([POOLINGS[name](states, mask) for name in poolings], dim=-1)
 
 
 def _as_text_encoder(model: Any) -> nn.Module:
-    # BERT-likes bring a tanh layer on CLS; we pool ourselves, and an unused layer would only be exported.
+    # BERT has a tanh layer on CLS; it is not used here, but would be exported.
     if getattr(model, "pooler", None) is not None:
         model.pooler = None
-    # Decoders would also give their keys and values, for tokens that never come.
+    # Decoders would also return their KV cache, which is not needed without generation.
     if getattr(model.config, "use_cache", None):
         model.config.use_cache = False
     return model  # type: ignore[no-any-return]

@@ -1,7 +1,6 @@
 """Prediction heads: the options, network and outputs of each, and their registry `Heads`.
 
-A head maps the prompt's features to scores, which training compares with its targets, and scores to outputs in the
-natural units that a scheduler uses.
+A head maps the features of a prompt to scores (for losses), and scores to outputs in natural units.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from scheduler_core.lengths.student_t import student_t_quantile
 from scheduler_core.ranges import check_choice
 
 URGENCY_LEVELS = ("emergency", "interactive", "standard", "batch", "background")
-# A learned number of degrees of freedom stays between these: below 1 not even the median is well determined, above 100
-# the distribution is a log-normal.
+# Range of learned degrees of freedom: below 1 the median is poorly determined, above 100 the distribution is
+# nearly log-normal.
 NU_RANGE = (1.0, 100.0)
-# Minimum sigma, log tokens: the inverse of log(1 + sigma) may be negative.
+# Minimum sigma in log tokens, because expm1 of a predicted log(1 + sigma) can be negative.
 SIGMA_FLOOR = 1e-6
-# Minimum gap between quantiles, log tokens.
+# Minimum gap between quantiles in log tokens.
 MIN_GAP = 1e-4
 MEDIAN = LEVELS.index(0.5)
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Options of a head, what they build, and what its scores mean.
+    """Options of a head, its network and its outputs.
 
-    One that `is_conditioned` also sees the served model and the temperature, a row per (prompt, served model, temperature).
+    If `is_conditioned`, rows are (prompt, served model, temperature); otherwise they are prompts.
     """
 
     is_conditioned: ClassVar[bool] = True
@@ -43,31 +42,31 @@ class Head:
 
     @property
     def num_scores(self) -> int | None:
-        """Scores of each row; None: one, without an axis of its own."""
+        """Number of scores of each row; None: one, without a score axis."""
         return None
 
     def build(self, num_features: int, num_conditions: int, generator: torch.Generator | None) -> nn.Module:
-        """The network: features [P, F] and, if conditioned, conditions [R, C] or None and row_prompt, to scores [R, ...]."""
+        """The network: features [P, F] (and conditions [R, C], row_prompt) -> scores [R, ...]."""
         return ConditionedTower(num_features, num_conditions, self.tower, self.num_scores, generator)
 
     def outputs(self, scores: Tensor, statistics: Normalization) -> dict[str, Tensor]:
-        """Scores [B, ...] in natural units, by name of the output."""
+        """Outputs in natural units by name, from scores [B, ...]."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class LengthHead(Head):
-    """Parameters of the log-t distribution of the length; a tower each for mu, sigma (nu, sigma_within). Source: TIE.
+    """Parameters of the log-t distribution of the length, with one tower per parameter. Source: TIE.
 
-    sigma is the scale of the length given all that is known before decoding, the predictor's own error in mu included;
-    sigma_within that of samples of one prompt. For a predictor without error in mu they would be equal.
+    sigma is the scale of the length given the inputs, so it includes the error of the predictor in mu.
+    sigma_within is the scale of samples of one prompt. They are equal if mu has no error.
 
     Attributes:
-        nu: Degrees of freedom; with `learn_nu` the output of an untrained head, inside (1, 100).
-        learn_nu: Predict nu, between 1 and 100, instead of keeping it fixed.
-        within: Also predict sigma_within.
-        quantiles: Predict mu, which is the median, and the gaps between the quantiles at `LEVELS`; sigma is then that of the
-            log-t closest to these. Untrained, they are those of a log-t.
+        nu: Degrees of freedom; with `learn_nu` the initial value, between 1 and 100.
+        learn_nu: Whether to predict nu, between 1 and 100, instead of using a fixed value.
+        within: Whether to predict sigma_within.
+        quantiles: Whether to predict the median mu and the gaps between the quantiles at `LEVELS`, initially
+            those of a log-t; sigma is then that of the closest log-t.
     """
 
     nu: float = 3.5
@@ -78,27 +77,26 @@ class LengthHead(Head):
     def __post_init__(self) -> None:
         low, high = NU_RANGE
         if self.learn_nu and not low < self.nu < high:
-            raise InputError("nu", self.nu, f"numbers between {low:g} and {high:g} where nu is learned")
+            raise InputError("nu", self.nu, f"numbers between {low:g} and {high:g} if learn_nu is true")
         if not 0 < self.nu < math.inf:
             raise InputError("nu", self.nu, "finite numbers > 0")
         if self.learn_nu and self.quantiles:
-            raise InputError("learn_nu", True, "false, with quantiles")
+            raise InputError("learn_nu", True, "false if quantiles is true")
 
     def build(self, num_features: int, num_conditions: int, generator: torch.Generator | None) -> nn.Module:
-        """z-scores of mu and log(1 + sigma)(, raw nu)(, z-score of log(1 + sigma_within)) [B, 2 to 4]; with quantiles raw gaps
-        in place of sigma."""
+        """Network with the scores [B, 2 to 4]: z-scores of mu and log(1 + sigma), optionally raw nu and the
+        z-score of log(1 + sigma_within). With quantiles, raw gaps replace the score of sigma."""
         return LengthTowers(num_features, num_conditions, self, generator)
 
     def parameters(
         self, scores: Tensor, statistics: Normalization, *, differentiable_floor: bool = False
     ) -> dict[str, Tensor]:
-        """Uncalibrated mu and sigma in log tokens [B]; nu [B] where it is learned, sigma_within [B] and quantiles [B, K] where
-        they are predicted.
+        """Uncalibrated mu, sigma [B] (log tokens); if predicted, nu, sigma_within [B] and quantiles [B, K].
 
-        The scores are those of `build`; through a `differentiable_floor` of sigma the gradient passes, so that training can
-        leave it again.
+        The scores are those of `build`. With `differentiable_floor` the floor of sigma passes gradients, so
+        that training does not get stuck at the floor.
         """
-        scores = scores.float()  # expm1 of a half-precision number has no digits to spare
+        scores = scores.float()  # half precision is too low for expm1
         parameters = {"mu": scores[:, 0] * statistics.mu_std + statistics.mu_mean}
         if self.quantiles:
             parameters |= self._quantiles(parameters["mu"], scores[:, 1 : len(LEVELS)], statistics)
@@ -119,9 +117,9 @@ class LengthHead(Head):
         return self.parameters(scores, statistics)
 
     def _quantiles(self, mu: Tensor, raw: Tensor, statistics: Normalization) -> dict[str, Tensor]:
-        """sigma and quantiles, ascending in any precision: a sum of positive gaps, moved so that mu is the median.
+        """sigma [B] and quantiles [B, K]. Quantiles ascend as sums of positive gaps; mu is the median.
 
-        sigma: least squares over the quantiles of Student's t, each weighted by the precision of a sample quantile.
+        sigma is a least-squares fit to Student's t, weighted by the precision of sample quantiles.
         """
         levels = torch.tensor(LEVELS, dtype=torch.float64)
         t = torch.tensor([student_t_quantile(level, self.nu) for level in LEVELS], dtype=torch.float64)
@@ -134,7 +132,7 @@ class LengthHead(Head):
         return {"sigma": sigma, "quantiles": mu.unsqueeze(-1) + distances}
 
     def _nu(self, raw: Tensor) -> Tensor:
-        """ln nu = ln 100 * sigmoid(raw + offset): smooth, so that training can come back from either end."""
+        """ln nu = ln 100 * sigmoid(raw + offset), which has a gradient at both ends of the range."""
         low, high = (math.log(bound) for bound in NU_RANGE)
         initial = (math.log(self.nu) - low) / (high - low)
         offset = math.log(initial / (1 - initial))
@@ -159,19 +157,19 @@ class LengthTowers(nn.Module):
     def forward(
         self, features: Tensor, conditions: Tensor | None, row_prompt: Tensor | None = None
     ) -> Tensor:
-        """As `ConditionedTower.forward`; scores as of `LengthHead.build`."""
+        """Arguments as in `ConditionedTower.forward`; scores as in `LengthHead.build`."""
         towers = [tower for tower in (self.mu, self.sigma, self.nu, self.within) if tower is not None]
         return torch.cat([tower(features, conditions, row_prompt) for tower in towers], dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
 class UrgencyHead(Head):
-    """Probabilities of ordered urgency levels, level 0 the most urgent; sees the prompt alone.
+    """Probabilities of ordered urgency levels, level 0 the most urgent. The prompt is the only input.
 
-    Odds "proportional" (McCullagh 1980): logit P(level > k) = f(prompt) - theta_k with ascending thresholds theta. Odds
-    "free": a score for each level, P(level) their softmax; levels that are different kinds of text do not lie on a line.
-
-    `levels` are their names, the most urgent first.
+    Attributes:
+        levels: Names of the levels, most urgent first.
+        odds: "proportional" (McCullagh 1980): logit P(level > k) = f(prompt) - theta_k with ascending
+            thresholds theta. "free": P(level) is the softmax of one score per level.
     """
 
     is_conditioned: ClassVar[bool] = False
@@ -181,10 +179,10 @@ class UrgencyHead(Head):
     def __post_init__(self) -> None:
         check_choice("urgency.odds", self.odds, ("proportional", "free"))
         if len(self.levels) < 2 or len(set(self.levels)) < len(self.levels) or not all(self.levels):
-            raise InputError("levels", self.levels, "two or more different names, the most urgent first")
+            raise InputError("levels", self.levels, "two or more distinct names, most urgent first")
 
     def build(self, num_features: int, num_conditions: int, generator: torch.Generator | None) -> nn.Module:
-        """Logits of P(level > k) [B, K-1], descending in k."""
+        """Network with the logits of P(level > k) [B, K-1], descending in k, as scores."""
         module = ProportionalOdds if self.odds == "proportional" else FreeOdds
         return module(num_features, self, generator)
 
@@ -193,7 +191,7 @@ class UrgencyHead(Head):
 
 
 class ProportionalOdds(nn.Module):
-    """One number per prompt against K - 1 ascending thresholds, at first with all levels equally likely at f = 0."""
+    """One score f per prompt and K - 1 ascending thresholds; initially f = 0 has equally likely levels."""
 
     def __init__(self, num_features: int, head: UrgencyHead, generator: torch.Generator | None) -> None:
         super().__init__()
@@ -201,11 +199,11 @@ class ProportionalOdds(nn.Module):
         cumulative = torch.arange(1, len(head.levels)) / len(head.levels)
         thresholds = torch.logit(cumulative)
         self.first = nn.Parameter(thresholds[:1].clone())
-        # softplus of these are the gaps: ascending whatever training does.
+        # The gaps are softplus of these parameters, so the thresholds always ascend.
         self.gaps = nn.Parameter(torch.log(torch.expm1(thresholds.diff())))
 
     def set_thresholds(self, thresholds: Tensor) -> None:
-        """Sets the thresholds: K - 1 finite ascending numbers, such as the logits of the levels' cumulative frequencies."""
+        """Sets the K - 1 thresholds, for example logits of the cumulative frequencies of the levels."""
         gaps = thresholds.diff()
         count = len(self.gaps) + 1
         if len(thresholds) != count or not (torch.isfinite(thresholds).all() and (gaps > 0).all()):
@@ -215,7 +213,7 @@ class ProportionalOdds(nn.Module):
             self.gaps.copy_(gaps + torch.log(-torch.expm1(-gaps)))
 
     def thresholds(self) -> Tensor:
-        """theta [K-1], ascending."""
+        """Ascending thresholds theta [K-1]."""
         gaps = nn.functional.softplus(self.gaps)
         return torch.cat([self.first, self.first + torch.cumsum(gaps, dim=0)])
 
@@ -226,7 +224,7 @@ class ProportionalOdds(nn.Module):
 
 
 class FreeOdds(nn.Module):
-    """A score for each of K levels; P(level) is their softmax, as the cumulative logits of `ProportionalOdds`."""
+    """One score per level, with P(level) their softmax; returns the same logits as `ProportionalOdds`."""
 
     def __init__(self, num_features: int, head: UrgencyHead, generator: torch.Generator | None) -> None:
         super().__init__()
@@ -235,7 +233,7 @@ class FreeOdds(nn.Module):
         self.bias = nn.Parameter(torch.zeros(self.num_levels))
 
     def set_thresholds(self, thresholds: Tensor) -> None:
-        """Sets the levels' frequencies by the logits of their cumulative sums [K-1], ascending."""
+        """Sets the bias to the frequencies of the levels, from the logits of their cumulative sums [K-1]."""
         cumulative = torch.sigmoid(thresholds.double())
         frequencies = torch.cat([cumulative, cumulative.new_ones(1)]).diff(prepend=cumulative.new_zeros(1))
         with torch.no_grad():
@@ -253,7 +251,7 @@ def level_probabilities(logits: Tensor) -> Tensor:
     """Logits of P(level > k) [B, K-1], descending in k -> probabilities of the levels [B, K]."""
     above = torch.sigmoid(logits)
     first, last = 1 - above[:, :1], above[:, -1:]
-    # Differences of a descending sequence; a rounding error must not make one negative.
+    # Differences of a descending sequence, clamped because rounding errors can make them negative.
     between = (above[:, :-1] - above[:, 1:]).clamp_min(0.0)
     return torch.cat([first, between, last], dim=-1)
 
@@ -262,7 +260,7 @@ def level_probabilities(logits: Tensor) -> Tensor:
 class BucketHead(Head):
     """Probabilities of length buckets. Source: S3 (equal buckets over the maximum length).
 
-    `edges` are bounds in tokens, ascending; bucket k holds edges[k-1] <= tokens < edges[k], so K = len(edges) + 1.
+    `edges` are ascending bounds; bucket k contains edges[k-1] <= tokens < edges[k], K = len(edges) + 1.
     """
 
     edges: tuple[float, ...] = ()
@@ -274,7 +272,7 @@ class BucketHead(Head):
 
     @property
     def num_scores(self) -> int:
-        """K."""
+        """Number of buckets K."""
         return len(self.edges) + 1
 
     def outputs(self, scores: Tensor, statistics: Normalization) -> dict[str, Tensor]:
@@ -283,7 +281,7 @@ class BucketHead(Head):
 
 @dataclass(frozen=True, slots=True)
 class RegressionHead(Head):
-    """One number of tokens: z-score of ln(1 + tokens). Source: SSJF."""
+    """Point prediction of the number of tokens; the score is the z-score of ln(1 + tokens). Source: SSJF."""
 
     def outputs(self, scores: Tensor, statistics: Normalization) -> dict[str, Tensor]:
         logs = scores.float() * statistics.regression_std + statistics.regression_mean
@@ -292,7 +290,7 @@ class RegressionHead(Head):
 
 @dataclass(frozen=True, slots=True)
 class RankHead(Head):
-    """A score that orders requests, larger = longer; its scale has no meaning. Source: LTR (learning to rank)."""
+    """A score for ranking, larger = longer, on an arbitrary scale. Source: LTR (learning to rank)."""
 
     def outputs(self, scores: Tensor, statistics: Normalization) -> dict[str, Tensor]:
         return {"rank": scores.float()}
@@ -300,8 +298,7 @@ class RankHead(Head):
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The heads on one encoder; at least one. The fields are the registry of heads; how each is trained:
-    `training.losses.head_loss`."""
+    """Registry of heads; at least one must be set. Losses: `training.losses.head_loss`."""
 
     length: LengthHead | None = None
     urgency: UrgencyHead | None = None
@@ -323,5 +320,5 @@ class Heads:
         return [(name, getattr(self, name)) for name in self.names]
 
 
-#: Name of each head -> its class.
+#: Name of the head -> class.
 HEADS: dict[str, type[Head]] = {name: get_args(kind)[0] for name, kind in get_type_hints(Heads).items()}

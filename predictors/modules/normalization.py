@@ -1,6 +1,6 @@
-"""Scaling of training targets, and back.
+"""Normalization of training targets.
 
-Source: TIE: z-scores of mu and of log(1 + sigma); SSJF: of ln(1 + tokens); all from the training split only.
+Source: TIE (z-scores of mu and log(1 + sigma)), SSJF (of ln(1 + tokens)). Only the training split is used.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from scheduler_core.errors import InputError
 
-# Below this standard deviation a target carries no signal and a z-score would only amplify rounding.
+# Minimum standard deviation of a target; with a smaller one, z-scores would only amplify rounding errors.
 MIN_STD = 1e-6
 
 
@@ -21,7 +21,7 @@ MIN_STD = 1e-6
 class Normalization:
     """Means and standard deviations of mu (log tokens), log(1 + sigma), log(1 + sigma_within) and ln(1 + tokens).
 
-    Those that no head of a predictor needs stay at 0 and 1.
+    Statistics that no head uses are 0 and 1.
     """
 
     mu_mean: float = 0.0
@@ -46,9 +46,9 @@ class Normalization:
         tokens: ArrayLike | None = None,
         within: ArrayLike | None = None,
     ) -> Normalization:
-        """Statistics of training targets; those of an unset one stay at 0 and 1. Targets are fitted mu and sigma [N] in log
-        tokens, tokens of the regression head [M], and fitted sigma as target of sigma_within [K]. InputError if there are
-        fewer than two, or all are alike, so that there is nothing to learn."""
+        """Statistics of training targets: fitted mu and sigma [N] in log tokens, tokens [M] of the regression
+        head, and fitted sigma [K] as target of sigma_within. For None they are 0 and 1. InputError if a
+        target has fewer than two values or all are equal."""
         targets = {
             "mu": ("mu", mu),
             "sigma": ("sigma_log", None if sigma is None else np.log1p(sigma)),
@@ -69,7 +69,7 @@ class Normalization:
         return cls(**statistics)
 
     def normalize(self, mu: ArrayLike, sigma: ArrayLike) -> tuple[NDArray[np.float64], ...]:
-        """Training targets: z-scores of mu, and of log(1 + sigma) as targets of sigma and of sigma_within, [N] each."""
+        """Targets [N] of mu, sigma and sigma_within: z-scores of mu, log(1 + sigma) and log(1 + sigma)."""
         mu, log = np.asarray(mu, dtype=np.float64), np.log1p(np.asarray(sigma, dtype=np.float64))
         return (
             (mu - self.mu_mean) / self.mu_std,

@@ -1,4 +1,4 @@
-"""The predictor: one encoder, its pooled features, and any set of heads.
+"""The predictor: one encoder, its pooled features, and one or more heads.
 
 Source: TIE, section on the predictor (DeBERTa-v3-base, [CLS; mean; max] features, separate towers).
 """
@@ -16,15 +16,15 @@ from predictors.modules.heads import SIGMA_FLOOR
 from predictors.modules.normalization import Normalization
 from scheduler_core.errors import InputError
 
-# ln(512) / 5 is about 1, the size of the other features.
+# ln(512) / 5 is about 1, the scale of the other features.
 PROMPT_LENGTH_SCALE = 5.0
-# Greedy decoding has temperature 0, which has no logarithm; below this, sampling is as good as greedy.
+# Minimum temperature in the logarithm, for greedy decoding (0); sampling below this is nearly greedy.
 GREEDY_TEMPERATURE = 0.05
 EMBEDDING_STD = 0.1
 
 
 class ConditionFeatures(nn.Module):
-    """Embedding of the served model (drawn from N(0, 0.1^2)), ln temperature, and whether the temperature is known."""
+    """Embedding of the served model (initially N(0, 0.1^2)), ln temperature, flag for known temperature."""
 
     def __init__(self, conditioning: Conditioning, generator: torch.Generator | None = None) -> None:
         super().__init__()
@@ -34,8 +34,8 @@ class ConditionFeatures(nn.Module):
         nn.init.normal_(self.served_model.weight, std=EMBEDDING_STD, generator=generator)
 
     def forward(self, features: Tensor, served_model: Tensor | None, temperature: Tensor | None) -> Tensor:
-        """The conditions of each row [B, num_features], in dtype and device of the prompts' features [B, F]. Numbers of
-        served models are int64 [B], 0 = unknown; temperatures at least 0 [B], NaN = unknown; None: all unknown."""
+        """Conditions [B, num_features], with dtype and device of the features [B, F]. `served_model` has
+        numbers, int64 [B], 0 = unknown; `temperature` is [B], NaN = unknown. None: all unknown."""
         if served_model is None:
             served_model = torch.zeros(features.shape[0], dtype=torch.int64, device=features.device)
         parts = [self.served_model(served_model).to(features.dtype)]
@@ -43,7 +43,7 @@ class ConditionFeatures(nn.Module):
             if temperature is None:
                 temperature = torch.full((features.shape[0],), torch.nan, device=features.device)
             is_set = ~torch.isnan(temperature)
-            # NaN is replaced before the logarithm, not after: its gradient would be NaN too.
+            # NaN is replaced before the logarithm, because otherwise the gradient would be NaN.
             filled = torch.where(is_set, temperature, torch.ones_like(temperature))
             logs = torch.log(filled.clamp_min(GREEDY_TEMPERATURE))
             parts.append(torch.stack([logs, is_set.to(logs.dtype)], dim=-1).to(features.dtype))
@@ -51,15 +51,15 @@ class ConditionFeatures(nn.Module):
 
 
 class PromptPredictor(nn.Module):
-    """Prompt tokens in; length distribution, urgency, bucket, length and rank out.
+    """Predicts the outputs of one or more heads from prompt tokens.
 
     Args:
-        encoder: A transformers encoder: called with input_ids and attention_mask, gives last_hidden_state.
+        encoder: A transformers encoder: input_ids, attention_mask -> last_hidden_state.
         calibration: Applied to mu and sigma by `outputs`; None: identity.
-        generator: Draws the heads' initial weights; unset, torch's global generator does.
+        generator: Random generator of initial weights; None: torch's global generator.
 
     Raises:
-        InputError: `max_length` is beyond the encoder's positions, or the calibration is for other served models.
+        InputError: `max_length` exceeds the encoder's positions, or the calibration has other served models.
     """
 
     sigma_scale: Tensor
@@ -94,29 +94,29 @@ class PromptPredictor(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return next(self.parameters()).device
 
     @property
     def num_models(self) -> int:
-        """Served models the heads can tell apart, the unknown one not counted."""
+        """Number of served models that the heads are conditioned on, without the unknown one."""
         return 0 if self.config.conditioning is None else len(self.config.conditioning.served_models)
 
     def set_calibration(self, calibration: Calibration | None) -> None:
-        """Replaces the calibration that `outputs` applies (None: identity); InputError for one of other served models."""
+        """Sets the calibration of `outputs` (None: identity); InputError if it has other served models."""
         calibration = calibration or Calibration.identity(self.num_models)
         if calibration.num_models != self.num_models:
-            allowed = f"{self.num_models} of them"
+            allowed = f"{self.num_models} served models"
             raise InputError("calibration", f"{calibration.num_models} served models", allowed)
         self.calibration = calibration
-        # Not in the weights file: config.json is the one place that holds them.
+        # Not saved with the weights, because config.json contains the calibration.
         for name in ("sigma_scale", "mu_shift"):
             table = torch.tensor(getattr(calibration, name), dtype=torch.float32, device=self.device)
             self.register_buffer(name, table, persistent=False)
 
     def features(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Features [B, F] of prompts' token ids [B, S], with a mask that is 1 at tokens and 0 at padding on the right [B, S].
-        They depend neither on the other rows of the batch nor on how far a row is padded."""
+        """Features [B, F] of token ids [B, S]; the mask [B, S] is 1 at tokens and 0 at padding on the right.
+        They do not depend on the other rows of the batch or on the amount of padding."""
         states = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         features = pool(states, attention_mask, self.config.pooling)
         if self.config.prompt_length:
@@ -132,11 +132,10 @@ class PromptPredictor(nn.Module):
         temperature: Tensor | None = None,
         row_prompt: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Scores of each head, which training compares with its targets (see the heads' `build`): [R, ...], of heads that are
-        not conditioned [P, ...]; of prompts' features [P, F].
+        """Scores [R, ...] ([P, ...] if not conditioned) of each head from features [P, F]; see its `build`.
 
-        Served models and temperatures, [R], are as in `ConditionFeatures.forward`; a predictor without conditioning ignores both.
-        `row_prompt` is the prompt of each row (prompt, served model, temperature), int64 [R]; None: one row per prompt.
+        Served models and temperatures [R] are as in `ConditionFeatures.forward`. `row_prompt` is the index of
+        the prompt of each row, int64 [R]; None: one row per prompt.
         """
         conditions = None
         if self.conditions is not None:
@@ -150,18 +149,18 @@ class PromptPredictor(nn.Module):
         }
 
     def length_parameters(self, scores: Tensor) -> dict[str, Tensor]:
-        """Uncalibrated parameters of the log-t distribution, for losses on raw samples; see `LengthHead.parameters`."""
+        """Uncalibrated log-t parameters for training losses; see `LengthHead.parameters`."""
         head = self.config.heads.length
         assert head is not None
         return head.parameters(scores, self.normalization, differentiable_floor=self.training)
 
     def outputs(self, scores: Mapping[str, Tensor], served_model: Tensor | None = None) -> dict[str, Tensor]:
-        """Scores, as `scores` returns them, in natural units, calibrated for the served models (numbers, int64 [B]; None: unknown).
+        """Outputs in natural units from `scores`, calibrated for served models, int64 [B] (None: unknown).
 
         Returns:
-            Of the heads that are there: mu [B], sigma [B] (log tokens), nu [B] where it is learned, sigma_within [B] (log
-            tokens, not calibrated) and quantiles [B, K] (log tokens) where they are predicted, urgency [B, K] and bucket [B,
-            K] (probabilities), regression_tokens [B] (tokens, at least 0), rank [B].
+            Depending on the heads: mu and sigma [B] (log tokens), nu [B], sigma_within [B] (log tokens, not
+            calibrated), quantiles [B, K] (log tokens), urgency and bucket [B, K] (probabilities),
+            regression_tokens [B] (tokens, at least 0), rank [B].
         """
         outputs: dict[str, Tensor] = {}
         for name, head in self.config.heads.items():
@@ -180,17 +179,17 @@ class PromptPredictor(nn.Module):
     def predict(
         self, features: Tensor, served_model: Tensor | None = None, temperature: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """As `outputs`, of prompts' features [B, F]; served_model and temperature as in `scores`, [B]. With
-        `Conditioning.unknown_is_mean` an unknown served model gets the means of the outputs for all known ones; for sigma^2,
-        the mean of sigma^2 and the variance of mu (law of total variance). Quantiles are scaled about mu like sigma."""
+        """The `outputs` for features [B, F]; served_model and temperature [B] are as in `scores`. With
+        `Conditioning.unknown_is_mean`, outputs for an unknown served model are means over the known ones; the
+        variance of mu adds to the mean of sigma^2, and quantiles are scaled like sigma."""
         conditioning = self.config.conditioning
         if conditioning is None or not conditioning.unknown_is_mean:
             return self.outputs(self.scores(features, served_model, temperature), served_model)
         if served_model is None:
             served_model = torch.zeros(features.shape[0], dtype=torch.int64, device=features.device)
-        # A known served model is predicted by itself, an unknown one by all of them.
-        numbers, of = torch.arange(1, self.num_models + 1, device=features.device), served_model[:, None]
-        row, member = torch.where((of == 0) | (of == numbers))
+        # One row per known served model; an unknown one has a row for each of them.
+        numbers = torch.arange(1, self.num_models + 1, device=features.device)
+        row, member = torch.where((served_model[:, None] == 0) | (served_model[:, None] == numbers))
         number = member + 1
         scores = self.scores(features, number, None if temperature is None else temperature[row], row)
         heads = self.config.heads.items()
@@ -215,12 +214,12 @@ class PromptPredictor(nn.Module):
         served_model: Tensor | None = None,
         temperature: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Outputs of all heads, float32, as `outputs`, of int64 token ids and mask [B, S] with at least one token in each row;
-        served_model and temperature as in `scores`, [B]."""
+        """The `outputs` in float32 for int64 token ids and mask [B, S], with at least one token in each row;
+        served_model and temperature [B] are as in `scores`."""
         return self.predict(self.features(input_ids, attention_mask), served_model, temperature)
 
 
-def _moved(quantiles: Tensor, before: Tensor, after: Tensor, factor: Tensor) -> Tensor:
-    """Quantiles [B, K] with their distances from mu [B] times `factor` [B], about another mu [B]."""
-    distances = quantiles - before.unsqueeze(-1)
-    return after.unsqueeze(-1) + distances * factor.unsqueeze(-1)
+def _moved(quantiles: Tensor, old_mu: Tensor, new_mu: Tensor, factor: Tensor) -> Tensor:
+    """Quantiles [B, K] moved from `old_mu` to `new_mu` [B], with distances from mu scaled by `factor` [B]."""
+    distances = quantiles - old_mu.unsqueeze(-1)
+    return new_mu.unsqueeze(-1) + distances * factor.unsqueeze(-1)

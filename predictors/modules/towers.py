@@ -1,4 +1,4 @@
-"""Towers: the small networks on the pooled features that heads are made of."""
+"""Towers: small networks on the pooled features, the building blocks of heads."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ XAVIER_GAIN = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Tower:
-    """Layers of a tower: widths of the hidden ones (none: one linear layer), dropout after each, activation (gelu or relu), and
-    whether a LayerNorm follows all hidden layers but the last. Defaults: TIE's."""
+    """Hyperparameters of a tower: widths and dropouts of hidden layers (none: one linear layer), activation
+    (gelu or relu), and LayerNorm after each hidden layer except the last. Defaults are those of TIE."""
 
     hidden_sizes: tuple[int, ...] = (256, 256, 128)
     dropouts: tuple[float, ...] = (0.2, 0.2, 0.1)
@@ -35,8 +35,8 @@ class Tower:
 def build_tower(
     num_features: int, tower: Tower, num_outputs: int = 1, generator: torch.Generator | None = None
 ) -> nn.Sequential:
-    """Features [B, num_features] -> [B, num_outputs], Xavier-uniform with gain 0.5, bias 0. Each hidden layer is Linear,
-    LayerNorm (optional, not in the last), activation, dropout; then Linear."""
+    """A tower: features [B, num_features] -> [B, num_outputs]. Each hidden layer is Linear, optional
+    LayerNorm (except in the last), activation, dropout. Initialized Xavier-uniform, gain 0.5; biases 0."""
     layers: list[nn.Module] = []
     width = num_features
     for index, (size, rate) in enumerate(zip(tower.hidden_sizes, tower.dropouts, strict=True)):
@@ -56,9 +56,9 @@ def build_tower(
 class ConditionedTower(nn.Module):
     """A tower whose first hidden layer is scaled, and whose outputs are shifted, by linear functions of the conditions.
 
-    The effect of a served model differs by kind of prompt: a product learns that from fewer examples than layers on the
-    concatenation of features and conditions (FiLM: Perez et al. 2018). Both functions start at 0. Without conditions it
-    is a plain tower. With `num_outputs` None the result is one number without an axis of its own.
+    The effect of a served model depends on the prompt. Products learn that from fewer examples than layers on
+    the concatenation of features and conditions (FiLM: Perez et al. 2018). Both functions start at 0. Without
+    conditions it is a plain tower. `num_outputs` None: one output, without an axis.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class ConditionedTower(nn.Module):
     def forward(
         self, features: Tensor, conditions: Tensor | None, row_prompt: Tensor | None = None
     ) -> Tensor:
-        """Scores of R rows, [R, num_outputs] or [R], from features of P prompts [P, F] and conditions of the rows [R, C] or None;
-        `row_prompt` is the prompt of each row, int64 [R] (None: R = P)."""
+        """Scores [R, num_outputs] or [R] from features of prompts [P, F] and conditions of rows [R, C] or
+        None. `row_prompt` is the index of the prompt of each row, int64 [R]; None: R = P."""
         if conditions is None or self.shift is None:
             scores: Tensor = self.rest(features if row_prompt is None else features[row_prompt])
         elif self.scale is None:
@@ -93,7 +93,7 @@ class ConditionedTower(nn.Module):
         else:
             if row_prompt is None:
                 hidden = self.first(torch.cat([features, conditions], dim=-1))
-            else:  # the first product, the largest one, of the features of each prompt only once
+            else:  # compute the first and largest product only once per prompt
                 linear, width = self.first[0], features.shape[-1]
                 assert isinstance(linear, nn.Linear)
                 hidden = functional.linear(features, linear.weight[:, :width], linear.bias)[row_prompt]

@@ -1,6 +1,6 @@
-"""The artifacts that come with tailcast: the predictors `pretrained` and `tiny` of every command.
+"""The artifacts shipped with tailcast: the predictors `pretrained` and `tiny` of all commands.
 
-`SHA256SUMS`, in the format of sha256sum, pins their manifests, which pin every other file.
+`SHA256SUMS`, in the format of sha256sum, pins their manifests, which pin all other files.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from scheduler_core.errors import InputError
 from scheduler_core.files import sha256_file
 from scheduler_core.predictor import SHIPPED
 
-#: The spellings of these artifacts wherever an artifact folder can stand.
+#: Names of these artifacts, accepted wherever an artifact folder is.
 PRETRAINED, TINY = SHIPPED
 FOLDERS = {
     PRETRAINED: Path(__file__).parent / "tailcast-minilm",
     TINY: Path(__file__).parent / "tailcast-tiny",
 }
 _MANIFEST, _SUMS = "manifest.json", "SHA256SUMS"
-#: What a checkpoint holds and an artifact does not.
+#: File of a checkpoint that an artifact does not have.
 _TRAINING = "training.json"
 
 
 def shipped_folder(predictor: str) -> Path:
-    """The folder of the artifact of a spelling in `FOLDERS`; InputError if it is not part of this installation, or its
-    manifest is not the pinned one."""
+    """The folder of an artifact named in `FOLDERS`; InputError if this installation does not include it, or
+    if its manifest differs from the pinned one."""
     folder = FOLDERS[predictor]
     manifest, sums = folder / _MANIFEST, folder.parent / _SUMS
     if not sums.is_file() or not manifest.is_file():
-        advice = "give an artifact folder or grpc://HOST:PORT"
-        raise InputError(f"predictor {predictor}: this installation comes without {folder}; {advice}")
+        advice = "use an artifact folder or grpc://HOST:PORT"
+        raise InputError(f"predictor {predictor}: this installation does not include {folder}; {advice}")
     digest, pinned = sha256_file(manifest), _pins(sums).get(f"{folder.name}/{_MANIFEST}")
     if digest != pinned:
         raise InputError(f"SHA-256 of {manifest}", digest, f"{pinned}, as in {_SUMS}")
@@ -37,7 +37,7 @@ def shipped_folder(predictor: str) -> Path:
 
 
 def pin(folder: Path) -> None:
-    """Writes the manifest of an artifact that is to ship into the `SHA256SUMS` beside it."""
+    """Adds the manifest of an artifact to the `SHA256SUMS` in its parent folder."""
     sums = folder.parent / _SUMS
     pins = _pins(sums) if sums.is_file() else {}
     pins[f"{folder.name}/{_MANIFEST}"] = sha256_file(folder / _MANIFEST)
@@ -45,18 +45,18 @@ def pin(folder: Path) -> None:
 
 
 def _pins(sums: Path) -> dict[str, str]:
-    """SHA-256 by file."""
+    """File -> SHA-256."""
     lines = sums.read_text(encoding="utf-8").splitlines()
     return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
 
 
 def predictor_folder(predictor: str | Path) -> Path:
-    """The folder of a predictor by its spelling: a key of `FOLDERS`, or a path; raises as `shipped_folder`."""
+    """The folder of a predictor, given a key of `FOLDERS` or a path; raises as `shipped_folder`."""
     return shipped_folder(str(predictor)) if predictor in FOLDERS else Path(predictor)
 
 
 def artifact_folder(artifact: str | Path) -> Path:
-    """As `predictor_folder`; InputError for a checkpoint of `train` too."""
+    """As `predictor_folder`, but also raises InputError for a checkpoint of `train`."""
     folder = predictor_folder(artifact)
     if (folder / _TRAINING).is_file() and not (folder / _MANIFEST).exists():
         raise InputError(f"artifact: {folder} is a checkpoint; run export-onnx {folder} --out ARTIFACT first")

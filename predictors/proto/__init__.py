@@ -1,1 +1,1 @@
-"""The gRPC interface: `predictor_v1.proto` and the code generated from it."""
+"""The gRPC interface: `predictor_v1.proto` and its generated code."""

@@ -1,6 +1,6 @@
-"""Generator of the checked-in gRPC code: `python -m predictors.proto.generate` writes it beside each .proto file.
+"""Generates the checked-in gRPC code next to each .proto file: `python -m predictors.proto.generate`.
 
-tritonclient registers the Open Inference Protocol's messages too: ours have a pool of their own, so that both can be imported.
+The Open Inference Protocol gets a separate descriptor pool, because tritonclient registers its messages too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def generate(out: Path) -> int:
-    """Writes messages (`_pb2.py`), their types (`_pb2.pyi`) and stubs (`_pb2_grpc.py`) under `out`; protoc's exit code."""
+    """Writes messages (`_pb2.py`, `.pyi`) and stubs (`_pb2_grpc.py`) to `out`; returns protoc's exit code."""
     from grpc_tools import protoc
 
     outputs = (f"--{kind}_out={out}" for kind in ("python", "pyi", "grpc_python"))

@@ -1,9 +1,7 @@
-"""Hints to engines: the order as each engine understands it (members of the body, or headers, that are added to a request),
-and the rules for what clients may declare.
+"""Scheduling hints for each engine (body members or headers added to a request), and the rules for clients.
 
-docs/proxy.md has the hints of each engine and the options it has to be started with. Dynamo's 32 bits last 24 days for
-`fcfs` (seconds since 2026 in thousandths): a lower resolution lasts longer. None of the engines ages priorities: that is in
-the key.
+docs/proxy.md lists the hints of each engine and its required options. With `fcfs` (ms since 2026), Dynamo's
+32 bits overflow after 24 days; a lower resolution lasts longer. Engines do not age priorities.
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ from scheduler_core.errors import InputError
 from scheduler_core.request import RequestState
 from scheduler_core.urgency import LEVELS
 
-#: Hints with which a client could set its own order, of all engines: behind a gateway of one kind there are engines of
-#: another. Members of the body by path, and beginnings of header names, in lower case.
+#: Hints that let a client set its own priority, for all engines, because a gateway can forward to other
+#: engines: paths of body members, and prefixes of header names in lower case.
 CLIENT_MEMBERS: tuple[tuple[str, ...], ...] = (
     ("priority",),
     ("parameters", "priority"),
@@ -33,27 +31,27 @@ CLIENT_MEMBERS: tuple[tuple[str, ...], ...] = (
 CLIENT_HEADERS = (
     *("x-smg-priority", "x-smg-tenant-id"),  # SGLang's gateway
     *("x-dynamo-request-priority", "x-dynamo-request-strict-priority"),
-    *("x-llm-d-", "x-gateway-inference-", "x-slo-"),  # llm-d's router, and its earlier names
+    *("x-llm-d-", "x-gateway-inference-", "x-slo-"),  # llm-d's router, including older names
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hint:
-    """Members of the body's outermost object and headers to add to a request."""
+    """Top-level body members and headers to add to a request."""
 
     members: Mapping[str, Any] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
 class PriorityEngine:
-    """An engine with member `priority`: +-round(resolution * key).
+    """An engine with the body member `priority`: +-round(resolution * key).
 
-    Like every engine it has `endpoints`, the paths whose bodies may carry the hint's members (None: the hint has headers
-    only, for all paths), here those given and the OpenAI API's, and `hint`.
+    Engines have a method `hint` and `endpoints`, the paths whose bodies accept the members of the hint; None:
+    the hint has only headers, for all paths. Here they are the endpoints of the OpenAI API and the arguments.
 
-    The order of keys is kept but for differences below 1 / resolution, which become ties (engines serve those by
-    arrival). Keys of different times are on one scale: their origin never moves. A number outside the engine's range is
-    refused, not clipped: clipped numbers would be equal and silently turn the order into that of arrival.
+    Keys that differ by less than 1 / resolution can become ties, which engines serve in order of arrival. The
+    origin of keys never moves, so keys of different times are comparable. Numbers outside the range of the
+    engine are rejected, because clipping would silently turn the order into that of arrival.
     """
 
     def __init__(self, *endpoints: str, bits: int = 64, lower_first: bool = False, resolution: float) -> None:
@@ -62,11 +60,11 @@ class PriorityEngine:
         self._factor = resolution if lower_first else -resolution
 
     def hint(self, content: Mapping[str, Any], key: float, state: RequestState) -> Hint:
-        """The hint of a request with a parsed body and the policy's key, smaller first; raises as `priority`."""
+        """The hint from the parsed body and the policy's key (smaller first); raises as `priority`."""
         return Hint(members={"priority": self.priority(key)})
 
     def priority(self, key: float) -> int:
-        """The priority of a key; InputError if it lies outside the engine's range, or the key is not finite."""
+        """The priority of a key; InputError if it is outside the engine's range or the key is not finite."""
         scaled = key * self._factor
         if not math.isfinite(scaled):
             raise InputError("policy key", key, f"finite numbers (times resolution {abs(self._factor):g})")
@@ -78,24 +76,24 @@ class PriorityEngine:
 
 
 class Dynamo(PriorityEngine):
-    """NVIDIA Dynamo: `osl` and `priority` in `nvext.agent_hints`; other members of the client's there stay."""
+    """NVIDIA Dynamo: adds `osl` and `priority` to the client's `nvext.agent_hints`."""
 
     def hint(self, content: Mapping[str, Any], key: float, state: RequestState) -> Hint:
         extension = content.get("nvext")
-        own = extension.get("agent_hints") if isinstance(extension, dict) else None
-        if not isinstance(extension, dict | None) or not isinstance(own, dict | None):
-            return Hint()  # malformed: the engine's to report
+        client_hints = extension.get("agent_hints") if isinstance(extension, dict) else None
+        if not isinstance(extension, dict | None) or not isinstance(client_hints, dict | None):
+            return Hint()  # malformed; the engine reports it
         hints: dict[str, Any] = {"priority": self.priority(key)}
         length = state.prediction
         if length is not None:
             mean, _ = length.expected_and_cvar(state.request.max_tokens)
             if mean < 2**32 - 1:
                 hints["osl"] = max(1, round(mean))
-        return Hint(members={"nvext": {**(extension or {}), "agent_hints": hints | (own or {})}})
+        return Hint(members={"nvext": {**(extension or {}), "agent_hints": hints | (client_hints or {})}})
 
 
 class LlmD:
-    """llm-d: headers for its router, which orders by objective, fairness and SLOs and takes no priority number."""
+    """llm-d: headers for its router, which uses objectives, fairness and SLOs instead of a priority."""
 
     endpoints = None
 
@@ -132,14 +130,14 @@ def make_engine(config: ProxyConfig) -> PriorityEngine | LlmD | None:
 
 
 class ClientRules:
-    """What clients may declare; `restricts` where their own hints are replaced, so that none may pass unread."""
+    """Rules for what clients may declare; `restricts` is true if their own hints are replaced."""
 
     def __init__(self, config: ProxyConfig) -> None:
         self._config = config
         self.restricts = config.client_priority == "replace" or config.most_urgent_tier > 0
 
     def tenant(self, headers: Mapping[str, str]) -> str:
-        """The header's value, else twelve digits of a hash of the API key (keys are in no log), else empty."""
+        """The value of the tenant header, or a hash of the API key (keys are never logged), or ""."""
         name = headers.get(self._config.tenant_header, "").strip()
         if name:
             return name
@@ -147,7 +145,7 @@ class ClientRules:
         return "key-" + hashlib.sha256(key.encode()).hexdigest()[:12] if key else ""
 
     def tier(self, headers: Mapping[str, str]) -> int:
-        """The declared level of urgency, or the default; InputError for one that clients may not declare."""
+        """The declared urgency tier, or the default; InputError if clients may not declare it."""
         config = self._config
         text = headers.get(config.tier_header)
         if text is None:
@@ -158,8 +156,8 @@ class ClientRules:
         return int(text)
 
     def check_headers(self, headers: CIMultiDictProxy[str]) -> None:
-        """Raises InputError for a value that is not UTF-8, and for a repeated header of the tenant or the tier: they could not
-        be passed on as they came, or be read in two ways."""
+        """Raises InputError for a value that is not UTF-8, which cannot be forwarded unchanged, and for a
+        repeated tenant or tier header, which is ambiguous."""
         for name, value in headers.items():
             if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
                 raise InputError(name, "other bytes", "UTF-8")
@@ -168,13 +166,13 @@ class ClientRules:
                 raise InputError(name, f"{count} times", "once")
 
     def allowed_content(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A body's members without the client's hints; `content` itself where there are none."""
+        """The body without the client's hints; `content` itself if it has none."""
         allowed = functools.reduce(_without, CLIENT_MEMBERS, content)
         return content if allowed == content else allowed
 
 
 def _without(node: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """The object without a member, whatever the case of its name."""
+    """The object without the member at `path`; names are case-insensitive."""
     others: dict[str, Any] = {}
     for name, value in node.items():
         if name.casefold() != path[0]:

@@ -1,4 +1,4 @@
-"""Errors of the proxy itself, in the form of the OpenAI API's."""
+"""Errors of the proxy itself, in the format of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from aiohttp import web
 
 from scheduler_core.errors import InputError, TailcastError
 
-#: `type` of the API's error by HTTP status; of all others it is invalid_request_error.
+#: HTTP status -> `type` of the API error; default: invalid_request_error.
 TYPES = {429: "rate_limit_exceeded", 502: "server_error", 504: "server_error"}
 
 
 class EngineLostError(TailcastError):
-    """The engine's response broke off."""
+    """The connection to the engine was lost during a response."""
 
 
 class Refusal(TailcastError):
-    """A request that gets an error instead of the engine's response: HTTP status, and fields of the API's error."""
+    """An error that the proxy returns itself: HTTP status and fields of the API error."""
 
     def __init__(self, status: int, message: str, code: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -23,11 +23,11 @@ class Refusal(TailcastError):
 
     @classmethod
     def of(cls, error: InputError) -> Refusal:
-        """400 for a field of the request."""
+        """Status 400 for a field of the request."""
         return cls(400, str(error), "invalid_value", error.field)
 
     def response(self, *, closes: bool) -> web.Response:
-        """The response to the client; `closes` the connection where the request has not been read to its end."""
+        """The response to the client; `closes` the connection, for a request that was not fully read."""
         kind = TYPES.get(self.status, "invalid_request_error")
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         response = web.json_response({"error": error}, status=self.status)
@@ -39,10 +39,10 @@ class Refusal(TailcastError):
 
 
 def bad_body(reason: str) -> Refusal:
-    """400 for a body that cannot be read as the engine reads it."""
+    """Status 400 for a body that cannot be parsed reliably."""
     return Refusal(400, f"the body is {reason}", "invalid_value", "body")
 
 
 def engine_failed(reason: str, *, late: bool = False) -> Refusal:
-    """502, or 504 where the engine did not respond in time."""
+    """Status 502, or 504 if the engine did not respond in time."""
     return Refusal(504 if late else 502, f"the engine {reason}", "engine_unavailable")

@@ -1,4 +1,4 @@
-"""Records of the feedback log: predicted and true length of each finished request."""
+"""Records of the feedback log: predicted and actual length of each finished request."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ FORMAT = "tailcast-feedback/1"
 #: Finish reasons of complete and of censored outputs.
 COMPLETE = frozenset({"stop", "tool_calls", "function_call", "eos", "stop_sequence", "end_turn"})
 CENSORED = frozenset({"length", "max_tokens", "abort"})
-#: Queries to the shadow predictor in flight; further ones are skipped.
+#: Maximum number of queries to the shadow predictor in flight; further queries are skipped.
 MAX_SHADOWS = 64
-#: Time for a response of the shadow predictor.
+#: Timeout of the shadow predictor in seconds.
 SHADOW_DEADLINE_S = 10.0
 
 
 @dataclass(slots=True, kw_only=True)
 class Exchange:
-    """One completion on its way through the proxy."""
+    """State of one completion request in the proxy."""
 
     parsed: ParsedRequest
     request: Request
     query: PredictionRequest
-    started_s: float  # time of its arrival, on `time.perf_counter`
-    waited_s: float = 0.0  # spent on the prediction, or in the proxy's own queue
-    forecast: Forecast | None = None  # as the predictor made it
-    prompt_tokens: int | None = None  # where they were counted with it
+    started_s: float  # arrival time, on `time.perf_counter`
+    waited_s: float = 0.0  # time spent on the prediction or in the queue of the proxy
+    forecast: Forecast | None = None  # before online calibration
+    prompt_tokens: int | None = None  # if the predictor counted them
     shadow: asyncio.Task[Forecast] | None = None
     stats: ResponseStats | None = None
     end: str = ""  # complete, error, engine_lost or client_gone
 
 
 class Recorder:
-    """Learns from finished completions and writes records of them, if that is on; never waits, never fails a request."""
+    """Updates calibration and feedback log with finished completions; never delays or fails a request."""
 
     def __init__(self, config: ProxyConfig, metrics: ProxyMetrics) -> None:
         self.shadow = Forecaster(config.shadow_predictor, "shadow_predictor", SHADOW_DEADLINE_S)
@@ -66,18 +66,18 @@ class Recorder:
 
     @property
     def is_on(self) -> bool:
-        """Whether lengths of outputs are used."""
+        """Whether output lengths are used for calibration or the log."""
         return self._log is not None or self.calibration is not None
 
     def requests_usage(self, parsed: ParsedRequest) -> bool:
-        """Whether the proxy should request the token counts of a stream that the client has not requested."""
+        """Whether the proxy should request the token counts of a stream because the client did not."""
         is_needed = self.is_on and self._config.feedback_usage and not parsed.include_usage
         is_single_stream = parsed.is_completion and parsed.stream and parsed.num_choices == 1
         options = parsed.content.get("stream_options")
         return is_needed and is_single_stream and isinstance(options, dict | None)
 
     def start_shadow(self, exchange: Exchange) -> None:
-        """Queries the shadow predictor, if there is one, without delaying the request."""
+        """Queries the shadow predictor, if any, without delaying the request."""
         if self._config.shadow_predictor is None:
             return
         if len(self._shadows) >= MAX_SHADOWS:
@@ -88,7 +88,7 @@ class Recorder:
         exchange.shadow.add_done_callback(self._shadows.discard)
 
     def finish(self, exchange: Exchange) -> None:
-        """A completion has ended; its record is written as soon as all of it is known."""
+        """Handles the end of a completion; its record is written when the shadow prediction is available."""
         is_output = exchange.end in ("complete", "client_gone") and exchange.parsed.num_choices == 1
         stats = exchange.stats
         if not is_output or stats is None:
@@ -101,7 +101,7 @@ class Recorder:
             task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Writes what is pending and ends the log."""
+        """Writes pending records and closes the log, the calibration and the shadow predictor."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for task in self._shadows:
             task.cancel()
@@ -112,8 +112,8 @@ class Recorder:
         await self.shadow.close()
 
     def _calibrate(self, calibration: LiveCalibration, exchange: Exchange, stats: ResponseStats) -> None:
-        """Learns from the length of an output. A stream that a client has left counts with what it had got, if its end would
-        have brought a count: else only the streams that end early would count."""
+        """Updates the calibration with an output length. A stream that the client aborted counts as censored,
+        but only if complete streams have token counts too; otherwise only aborted streams would count."""
         parsed = exchange.parsed
         length, reason = output_length(stats), stats.finish_reason
         if exchange.end == "client_gone":
@@ -175,7 +175,7 @@ class Recorder:
 
 
 def _length_fields(prediction: Prediction | None) -> dict[str, Any]:
-    """The predicted length as `evaluate-stream` reads it; empty without one."""
+    """Fields of the predicted length, the input of `evaluate-stream`; empty without a length."""
     if prediction is None or prediction.length is None:
         return {}
     return {name: value for name, value in asdict(prediction.length).items() if name != "quantiles"}

@@ -1,11 +1,11 @@
-"""Finished requests in segments of JSON lines, written in a thread of their own.
+"""Log of finished requests in segments of JSON lines, written in a background thread.
 
-Segments are FOLDER/feedback-<UTC time>-<process>-<number>.jsonl. A process begins a segment of its own, so a line torn
-by a crash is always the last of its file, and several proxies may share a folder. `evaluate-stream` and
-`import-lengths feedback` read them.
+Segments are FOLDER/feedback-<UTC time>-<process>-<number>.jsonl. Every process starts a new segment, so only
+the last line of a file can be incomplete after a crash, and several proxies can share a folder.
+`evaluate-stream` and `import-lengths feedback` read the segments.
 
-A record is held in memory until it is on the disk, in a file that still has its name. Where that fails the segment is
-closed and its unconfirmed records go to a new one; readers skip a record that is in both.
+Records stay in memory until they are synced to a file that still has its name. On failure the segment is
+closed and its unconfirmed records are written to a new one; readers skip duplicates.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from scheduler_core.errors import InputError
 from scheduler_core.json_text import valid_unicode
 
 logger = logging.getLogger(__name__)
-#: Records in memory that wait for the disk; further ones are dropped: a full disk must not stop requests.
+#: Maximum number of records in memory; further records are dropped, so that requests do not wait.
 MAX_PENDING = 10_000
-#: Seconds in which records are collected, to be forced to the disk together.
+#: Seconds to collect records before they are written and synced together.
 LINGER_S = 0.2
-#: Seconds between attempts to write where the disk refuses; doubled after each, up to the last.
+#: Initial and maximum seconds between attempts to write after an error; the delay doubles.
 RETRY_S = (1.0, 60.0)
 
 
 class FeedbackLog:
-    """Takes records without waiting for the disk; InputError if the folder cannot be written to.
+    """Accepts records without waiting for the disk; InputError if the folder is not writable.
 
-    Lines that come within `LINGER_S` are written and forced to the disk (fsync) together.
+    Records of the same `LINGER_S` are written and synced (fsync) together.
 
     Args:
-        folder: Made if it is not there, also when it is removed later.
-        segment_bytes: A segment that has reached this size is closed and the next one begun.
-        on_outcome: Called for each record with "written" (it is on the disk, and survives a crash), "dropped" (the disk is
-            too slow, or has refused for long) or "failed" (it is not JSON, or the disk still refused it at the end).
-        retry_s: Seconds until the first new attempt and longest time between attempts where the disk refuses.
+        folder: Folder of the segments; created if it does not exist, also if it is removed later.
+        segment_bytes: Size at which a segment is closed and the next one is started.
+        on_outcome: Called for each record with "written" (synced to disk), "dropped" (too many records in
+            memory) or "failed" (not valid JSON, or still not written at `close`).
+        retry_s: Initial and maximum seconds between attempts to write after an error.
     """
 
     def __init__(
@@ -62,19 +62,19 @@ class FeedbackLog:
         self._retry_s = retry_s
         self._queue: queue.Queue[bytes | None] = queue.Queue()
         self._closed = threading.Event()
-        self._lines: list[bytes] = []  # taken from the queue, and not yet confirmed
-        # The segment, and its size as far as it is confirmed.
+        self._lines: list[bytes] = []  # from the queue, not yet confirmed
+        # The current segment and its confirmed size.
         self._file, self._path, self._size = -1, self._folder, 0
         self._number = 0
         try:
             self._open_segment()
         except OSError as error:
-            raise InputError("feedback", str(folder), f"a folder to write to ({error.strerror})") from error
+            raise InputError("feedback", str(folder), f"a writable folder ({error.strerror})") from error
         self._thread = threading.Thread(target=self._run, name="tailcast-feedback", daemon=True)
         self._thread.start()
 
     def put(self, record: Mapping[str, Any]) -> None:
-        """Hands a record over and returns at once; lone surrogates in its strings become U+FFFD."""
+        """Enqueues a record and returns immediately; lone surrogates in its strings become U+FFFD."""
         if self._queue.qsize() + len(self._lines) >= MAX_PENDING:
             self._on_outcome("dropped")
             return
@@ -82,12 +82,12 @@ class FeedbackLog:
             line = json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         except (TypeError, ValueError, RecursionError) as error:
             self._on_outcome("failed")
-            logger.error("a feedback record is not JSON: %s", error)
+            logger.error("a feedback record is not valid JSON: %s", error)
             return
         self._queue.put(valid_unicode(line).encode() + b"\n")
 
     def close(self) -> None:
-        """Writes what was put and ends the thread."""
+        """Writes pending records and stops the thread."""
         self._closed.set()
         self._queue.put(None)
         self._thread.join()
@@ -100,22 +100,22 @@ class FeedbackLog:
             try:
                 self._write()
                 if delay_s is not None and not self._lines:
-                    logger.info("feedback is written again")
+                    logger.info("writing feedback works again")
                     delay_s = None
             except OSError as error:
                 self._close_segment()
                 if delay_s is None:
-                    logger.error("feedback cannot be written, requests go on: %s", error)
-                    delay_s = 0.0  # a removed folder needs no more than a new segment
+                    logger.error("cannot write feedback, requests continue: %s", error)
+                    delay_s = 0.0  # retry immediately: a new segment suffices for a removed folder
                 else:
                     delay_s = min(max(self._retry_s[0], 2 * delay_s), self._retry_s[1])
-                    self._closed.wait(delay_s)  # meanwhile records wait in the queue
+                    self._closed.wait(delay_s)  # records stay in the queue
         self._close_segment()
         for _ in self._lines:
             self._on_outcome("failed")
 
     def _take(self) -> bool:
-        """Moves records from the queue to `_lines`; waits for one unless some are left. False at the end."""
+        """Moves records from the queue to `_lines`; waits if `_lines` is empty. False after `close`."""
         try:
             line = self._queue.get(block=not self._lines)
             self._closed.wait(LINGER_S)
@@ -127,7 +127,7 @@ class FeedbackLog:
             return True
 
     def _write(self) -> None:
-        """Writes all lines and confirms them; OSError if some are not on the disk: they are still in `_lines`."""
+        """Writes and confirms all lines; on OSError the unconfirmed ones stay in `_lines`."""
         while self._lines:
             if self._size >= self._segment_bytes:
                 self._close_segment()
@@ -142,14 +142,14 @@ class FeedbackLog:
                     num_written += os.write(self._file, data[num_written:])
             except OSError as error:
                 failure = error
-                num_written = data.rfind(b"\n", 0, num_written) + 1  # a full disk has taken the lines before
+                num_written = data.rfind(b"\n", 0, num_written) + 1  # complete lines before the error
                 os.ftruncate(self._file, self._size + num_written)
             self._confirm(data[:num_written])
             if failure is not None:
                 raise failure
 
     def _confirm(self, data: bytes) -> None:
-        """Forces the first lines to the disk and counts them, if their file still has its name."""
+        """Syncs the written `data` to disk and removes it from `_lines`; OSError if the file was replaced."""
         if not data:
             return
         os.fsync(self._file)
@@ -171,7 +171,7 @@ class FeedbackLog:
         self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666)
 
     def _close_segment(self) -> None:
-        """Removes what is not confirmed of the segment, and the file if there is nothing else; lines go to the next one."""
+        """Truncates the segment to its confirmed size and closes it; removes it if it is empty."""
         if self._file < 0:
             return
         with contextlib.suppress(OSError):
@@ -185,7 +185,7 @@ class FeedbackLog:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes new names in a folder survive a power cut."""
+    """Syncs the directory entries of a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

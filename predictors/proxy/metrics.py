@@ -1,4 +1,4 @@
-"""Prometheus metrics of a proxy, in a registry of its own."""
+"""Prometheus metrics of a proxy, in a separate registry."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from predictors.service.metrics import SECONDS
 from scheduler_core.adapters.live_calibration import CalibrationGauges
 
-#: Up to responses of minutes.
+#: Buckets for responses that take minutes.
 LONG_SECONDS = (*SECONDS, 25.0, 50.0, 100.0, 250.0, 500.0)
-#: The cost of the proxy itself.
+#: Buckets for the overhead of the proxy.
 SHORT_SECONDS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1)
 
 
 class ProxyMetrics:
-    """Counters, gauges and histograms; all names begin with tailcast_proxy_."""
+    """Counters, gauges and histograms with the prefix tailcast_proxy_."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -26,16 +26,16 @@ class ProxyMetrics:
             return Histogram(f"tailcast_proxy_{name}_seconds", text, buckets=buckets, registry=registry)
 
         self.requests = counter("requests", "Requests, by kind and HTTP status sent.", "kind", "code")
-        self.refused = counter("refused", "Requests the proxy itself refused.", "code")
+        self.refused = counter("refused", "Requests refused by the proxy.", "code")
         self.predictions = counter("predictions", "Predictions, by outcome.", "outcome")
         self.shadows = counter("shadow_predictions", "Predictions of the second predictor.", "outcome")
-        self.hints = counter("hints", "Completions sent on, by their hint.", "outcome")
-        self.ends = counter("ends", "Responses, by how they ended.", "end")
+        self.hints = counter("hints", "Completions sent to the engine, by hint.", "outcome")
+        self.ends = counter("ends", "Responses, by the way they ended.", "end")
         self.records = counter("feedback_records", "Records of the feedback log, by outcome.", "outcome")
-        self.counts = counter("feedback_counts", "Lengths in the feedback log, by what counted.", "by")
+        self.counts = counter("feedback_counts", "Lengths in the feedback log, by source of the count.", "by")
         self.calibration = CalibrationGauges("tailcast_proxy_", registry)
-        overhead = "From a completion's arrival to the engine, without prediction and queue."
+        overhead = "Time from arrival to sending to the engine, without prediction and queue."
         self.overhead = seconds("overhead", overhead, SHORT_SECONDS)
-        self.prediction = seconds("prediction", "Waiting for a prediction.", SECONDS)
-        self.held = seconds("held", "Waiting in the proxy's own queue.", LONG_SECONDS)
-        self.request = seconds("request", "From a completion's arrival to its last byte.", LONG_SECONDS)
+        self.prediction = seconds("prediction", "Time waiting for a prediction.", SECONDS)
+        self.held = seconds("held", "Time waiting in the queue of the proxy.", LONG_SECONDS)
+        self.request = seconds("request", "Time from arrival to the last byte.", LONG_SECONDS)

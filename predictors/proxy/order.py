@@ -1,4 +1,4 @@
-"""Order of requests by a policy: keys for engines that order by themselves, or a queue for those that do not."""
+"""Order of requests by a policy: keys for engines with priorities, a queue for other engines."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from scheduler_core.request import Request, RequestState
 
 
 class AgingPolicy:
-    """key = the policy's key + aging_per_s * arrival, in the policy's own unit (tokens for `sept`, ln tokens for `tie`); all
-    else is the policy's. The term does not change while a request waits: a heap stays exact, and one number, sent to an engine
-    once, ages by itself."""
+    """Wraps a policy: key = the policy's key + aging_per_s * arrival, in units of the policy's key (tokens
+    for `sept`, ln tokens for `tie`). The added term is constant while a request waits, so heaps stay valid,
+    and a priority that was sent to an engine needs no update."""
 
     def __init__(self, policy: Policy, aging_per_s: float) -> None:
         self._policy = policy
@@ -32,12 +32,12 @@ class AgingPolicy:
 
 @dataclass
 class EngineOrder:
-    """Live requests of an engine, with the policy's hooks for what a proxy sees of them.
+    """Live requests of an engine; calls the hooks of the policy for the events that a proxy observes.
 
-    It sees a request's arrival, when it is let through, each piece of its output and its end. The first piece ends the
-    prefill. In one step of an engine each running request gets at most one token, so a step is taken to end where a request
-    gets its second piece; a response that comes as a whole ends one as well. The engine runs `max_num_seqs` requests at a
-    time; `num_running` were let through and have not left.
+    These are arrival, sending to the engine, output chunks and end. The first chunk ends the prefill. In one
+    engine step each running request gets at most one token, so a step is assumed to end when a request gets
+    its second chunk or a complete response. The engine runs at most `max_num_seqs` requests; `num_running`
+    are sent but not finished.
     """
 
     policy: Policy
@@ -54,13 +54,13 @@ class EngineOrder:
 
     @property
     def uses_outputs(self) -> bool:
-        """Whether the policy has a use for `on_output`."""
+        """Whether the policy needs calls of `on_output`."""
         return self.policy.progress != "unused" or self.policy.needs_queue
 
     def update(
         self, request_id: str, prediction: Prediction | None, prompt_tokens: int | None = None
     ) -> None:
-        """The prediction of a request, None without one, and the length of its prompt where that has been counted."""
+        """Sets the prediction of a request (None: unknown) and its prompt length, if known."""
         state = self._order.states.get(request_id)
         if state is not None and prompt_tokens is not None and state.first_scheduled_s is None:
             state.request = replace(state.request, prompt_tokens=prompt_tokens)
@@ -68,7 +68,7 @@ class EngineOrder:
         self._order.predict(request_id, prediction, self.clock())
 
     def on_output(self, request_id: str, num_tokens: int) -> None:
-        """A piece of a request's output has come, of one token in a stream."""
+        """Handles an output chunk of `num_tokens` tokens, in a stream usually one."""
         state, now = self._order.states.get(request_id), self.clock()
         if state is None or num_tokens < 1:
             return
@@ -86,7 +86,7 @@ class EngineOrder:
             self._end_step(now)
 
     def leave(self, request_id: str) -> None:
-        """The request has its response, or is aborted; nothing if it has left before."""
+        """Handles the end or abort of a request; does nothing if it has left before."""
         state = self._order.leave(request_id)
         self.num_running -= state is not None and state.first_scheduled_s is not None
 
@@ -104,15 +104,15 @@ class EngineOrder:
 
 
 class SentOrder(EngineOrder):
-    """Keys of requests that an engine orders by itself: each is computed once, when the request is sent. What is beyond
-    `max_num_seqs` waits in the engine, and is the queue length that TIE's beta depends on."""
+    """Keys for an engine with priorities; each key is computed once, when the request is sent. Requests above
+    `max_num_seqs` wait in the engine and are the queue length that TIE's beta depends on."""
 
     def enter(self, request: Request) -> RequestState:
-        """A request has arrived."""
+        """Handles the arrival of a request."""
         return self._order.arrive(request, request.arrival_s)
 
     def key(self, state: RequestState) -> float:
-        """Its key, smaller first. It counts as sent from here on."""
+        """The key of a request, smaller first; marks the request as sent."""
         now, num_in_flight = self.clock(), len(self._order.states)
         self.policy.on_pressure(max(0, num_in_flight - self.max_num_seqs), self.max_num_seqs)
         self.policy.take_changed(now)
@@ -123,11 +123,11 @@ class SentOrder(EngineOrder):
 
 @dataclass
 class HoldQueue(EngineOrder):
-    """Lets up to `max_num_seqs` requests through at a time, in a policy's order; refuses those beyond `max_waiting`.
+    """Admits up to `max_num_seqs` requests in the order of a policy; rejects requests above `max_waiting`.
 
-    A request is in the queue from its arrival on: until its prediction comes it has the policy's key for unknown lengths,
-    and with a free slot no request waits for a prediction. A request that is through is never taken back, so policies
-    that preempt act on the waiting requests only. Belongs to one event loop.
+    A request is queued at its arrival, with the policy's key for unknown lengths until its prediction is
+    available. It never waits for a prediction if a slot is free. Admitted requests are never preempted, so
+    preemptive policies affect only waiting requests. Must be used in one event loop.
     """
 
     max_waiting: int = 10_000
@@ -135,13 +135,13 @@ class HoldQueue(EngineOrder):
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are held."""
+        """Number of queued requests."""
         return len(self._order.waiting)
 
     async def enter(self, request: Request) -> None:
-        """Waits for the request's turn; a cancelled one has left. Refusal (429) if the queue is full."""
+        """Waits for admission of the request; cancellation removes it. Refusal (429) if the queue is full."""
         if self.num_running >= self.max_num_seqs and self.num_waiting >= self.max_waiting:
-            text = f"the queue of the proxy is full: {self.max_waiting} requests wait"
+            text = f"the queue of the proxy is full: {self.max_waiting} requests are waiting"
             raise Refusal(429, text, "queue_full")
         name, now = request.request_id, self.clock()
         turn = self._turns[name] = asyncio.get_running_loop().create_future()
@@ -155,7 +155,7 @@ class HoldQueue(EngineOrder):
             raise
 
     def leave(self, request_id: str) -> None:
-        """As of `EngineOrder`; the next request gets its slot."""
+        """As in `EngineOrder`, and admits the next request."""
         super().leave(request_id)
         if self._turns.pop(request_id, None) is not None:
             self._release()

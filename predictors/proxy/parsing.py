@@ -1,4 +1,4 @@
-"""Requests: bodies parsed strictly, and the fields that prediction and order need."""
+"""Requests: strict parsing of bodies, and the fields for prediction and scheduling."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from scheduler_core.json_text import RepeatedKeyError, parse_json
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 _OPEN = re.compile(rb"\s*\{\s*")
-# JSON in UTF-16 and UTF-32 has zero bytes around its first brace, and some parsers skip a byte order mark.
+# Bytes before the first brace in UTF-16 and UTF-32, or in a byte order mark, which some parsers skip.
 _BEFORE_OBJECT = b" \t\r\n\v\f\0\xef\xbb\xbf\xff\xfe"
 
 
 @dataclass(frozen=True, slots=True)
 class JsonBody:
-    """A JSON object that every parser reads alike: its bytes (None where they are written from `content`) and its members."""
+    """A JSON object that all parsers agree on: bytes (None: serialize `content`) and members."""
 
     data: bytes | None
     content: Mapping[str, Any]
 
     def with_members(self, added: Mapping[str, Any]) -> bytes:
-        """The bytes of the object with these members added or replaced. New ones are put right behind the opening brace and
-        every other byte stays; to replace one the object is written from its values."""
+        """The bytes of the object with members added or replaced. New members are inserted after the opening
+        brace, and all other bytes are unchanged; if a member is replaced, the object is serialized again."""
         if self.data is not None and not added:
             return self.data
         if self.data is None or any(name in self.content for name in added):
@@ -43,9 +43,9 @@ class JsonBody:
 
 
 def json_body(data: bytes) -> JsonBody:
-    """Parses a body; a Refusal if it is no JSON object, or parsers read it differently. That is other encodings than UTF-8,
-    byte order marks, NaN and Infinity, numbers out of range, lone surrogates. Of members with the same name the last one
-    counts, and only that one is sent on."""
+    """Parses a body; Refusal if it is not a JSON object, or if parsers differ on it: encodings other than
+    UTF-8, byte order marks, NaN, Infinity, numbers out of range, lone surrogates. If members have the same
+    name, only the last one is used and sent to the engine."""
     sent: bytes | None = data
     try:
         try:
@@ -57,12 +57,12 @@ def json_body(data: bytes) -> JsonBody:
     except ValueError as error:
         raise bad_body(f"not valid JSON: {error}") from None
     if not isinstance(content, dict):
-        raise bad_body("no JSON object")
+        raise bad_body("not a JSON object")
     return JsonBody(sent, content)
 
 
 def may_be_json_object(data: bytes) -> bool:
-    """Whether any parser could read a JSON object from a body."""
+    """Whether any parser could parse a body as a JSON object."""
     return data.lstrip(_BEFORE_OBJECT)[:1] == b"{"
 
 
@@ -75,14 +75,14 @@ def _dump(content: dict[str, Any]) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
-    """Fields of a request; None where a field is absent or malformed, which is the engine's to report.
+    """Fields of a request; None if a field is absent or malformed, which the engine reports.
 
     Attributes:
-        content: The parsed body; empty where it is no JSON object.
-        prompt: Text the prediction is made from; None where there is none (token ids, several prompts).
+        content: The parsed body; empty if it is not a JSON object.
+        prompt: Text to predict from; None for token ids and for several prompts.
         messages: Role and text of each message; None for a text completion.
-        num_choices: Completions of the request; their token counts come as one sum.
-        priority: The client's own, if it is an integer of 64 bits.
+        num_choices: Number of completions of the request; the engine reports the sum of their tokens.
+        priority: The client's own priority, if it is a 64-bit integer.
     """
 
     path: str
@@ -100,12 +100,12 @@ class ParsedRequest:
 
     @property
     def is_completion(self) -> bool:
-        """Whether it is a chat or text completion, whose response can be read."""
+        """Whether it is a chat or text completion, whose response can be parsed."""
         return self.path in (CHAT, TEXT)
 
     def prompt_tokens(self, counted: int | None = None) -> int:
-        """Length of the whole conversation, at least 1, at the tokens per character of `prompt`, of which `counted` are known;
-        None: at CHARS_PER_TOKEN."""
+        """Estimated tokens of the conversation, at least 1: by the tokens per character of `prompt` if it has
+        `counted` tokens, otherwise by CHARS_PER_TOKEN."""
         texts = [text for _, text in self.messages or ()] or [self.prompt or ""]
         num_chars = sum(map(len, texts))
         if counted is None or not self.prompt:
@@ -114,7 +114,7 @@ class ParsedRequest:
 
 
 def parse_request(content: Mapping[str, Any], path: str, prompt_text: PromptText) -> ParsedRequest:
-    """The fields of a request."""
+    """Parses the fields of a request to the endpoint `path`."""
     messages = _messages(content.get("messages")) if path == CHAT else None
     prompt = content.get("prompt") if path == TEXT else _prompt(messages, prompt_text)
     if isinstance(prompt, list) and len(prompt) == 1:

@@ -1,4 +1,4 @@
-"""Predictions of a request: within a deadline, and failing open."""
+"""Predictions within a deadline; a failure never fails the request."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Outcome of a query to a predictor, and the seconds spent on it.
+    """Outcome of a query to a predictor, and its duration in seconds.
 
-    The outcome is answered, late, failed (no service, an invalid response), refused (the service refuses this request),
-    no_text, or absent (no predictor); `prompt_tokens` are by the artifact's tokenizer, None where it did not read all of it.
+    The outcome is answered, late, failed (service unavailable, invalid response), refused (by the service),
+    no_text or absent (no predictor). `prompt_tokens` is None if the predictor truncated the prompt.
     """
 
     prediction: Prediction | None
@@ -30,8 +30,8 @@ class Forecast:
 
 
 class Forecaster:
-    """Queries one predictor, spelled as in `open_client` (None: every forecast is absent), about one request at a time; a
-    `Forecast` comes back by the deadline (seconds) in any case."""
+    """Queries one predictor (see `open_client`; None: every forecast is absent) for single requests, and
+    returns a `Forecast` within `deadline_s` seconds in any case."""
 
     def __init__(self, predictor: str | None, field: str, deadline_s: float) -> None:
         from predictors.client import open_client
@@ -41,17 +41,17 @@ class Forecaster:
         self._is_down = False
 
     async def warm_up(self, deadline_s: float) -> None:
-        """Loads or connects; without success the proxy serves all the same."""
+        """Loads the artifact or connects to the service; a failure is only logged."""
         if self._predictor is None:
             return
         try:
             async with asyncio.timeout(deadline_s):
                 await self._predictor.metadata()
         except (TimeoutError, TailcastError) as error:
-            logger.warning("no predictor yet: %s", error or "no response in time")
+            logger.warning("the predictor is not ready: %s", error or "no response in time")
 
     async def forecast(self, request: PredictionRequest) -> Forecast:
-        """The prediction of a request, or why there is none."""
+        """The prediction of a request, or the reason for its absence."""
         if self._predictor is None:
             return Forecast(None, "absent")
         if not request.prompt:
@@ -66,10 +66,10 @@ class Forecaster:
             prompt_tokens = None if response.truncated else response.prompt_tokens or None
         except TimeoutError:
             outcome = "late"
-        except Exception as error:  # no fault of a predictor, of whatever kind, may cost a request
+        except Exception as error:  # no failure of a predictor may fail a request
             outcome = _outcome(error) if isinstance(error, TailcastError) else "failed"
-            if not self._is_down:  # once for each outage
-                logger.warning("no prediction, requests go on without: %s", _public_text(error))
+            if not self._is_down:  # log once per outage
+                logger.warning("no prediction, requests continue without: %s", _public_text(error))
             self._is_down = True
         if prediction is not None and self._is_down:
             logger.info("the predictor responds again")
@@ -77,18 +77,18 @@ class Forecaster:
         return Forecast(prediction, outcome, time.perf_counter() - start, prompt_tokens)
 
     async def close(self) -> None:
-        """Closes connections."""
+        """Closes the client."""
         if self._predictor is not None:
             await self._predictor.close()
 
 
 def _public_text(error: Exception) -> str:
-    """The part of an error that may be logged: texts of other errors can quote a request."""
+    """The part of an error that can be logged; other parts can quote a request."""
     code = getattr(error, "code", None)
     if code in ("UNAVAILABLE", "UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"):
         return str(error)
     if _outcome(error) == "refused":
-        return "the request is refused; if it is for the name of its model, --served_model sets another"
+        return "the service rejects the request; if the name of its model is unknown, set --served_model"
     return str(code or type(error).__name__)
 
 

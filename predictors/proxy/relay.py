@@ -1,4 +1,4 @@
-"""Requests to the engine and its responses back, byte for byte."""
+"""Forwarding of requests to the engine and of responses to the client, byte for byte."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from predictors.proxy.config import ProxyConfig
 from predictors.proxy.errors import EngineLostError, Refusal, bad_body, engine_failed
 from predictors.proxy.responses import Reader
 
-#: Servers close idle connections after some seconds (uvicorn: 5); one that is about to be closed is better not used.
+#: Shorter than the keep-alive of servers (uvicorn: 5 s), so that connections about to be closed are not used.
 KEEPALIVE_S = 2.0
 LARGE_BYTES = 2**19
-#: Headers of one connection (RFC 9110, section 7.6.1).
+#: Hop-by-hop headers (RFC 9110, section 7.6.1).
 HOP_BY_HOP = frozenset(
     {"connection", "keep-alive", "proxy-connection", "proxy-authenticate", "proxy-authorization"}
     | {"te", "trailer", "transfer-encoding", "upgrade"}
@@ -38,8 +38,8 @@ _OWN_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 def end_to_end(
     headers: CIMultiDictProxy[str], *, without: frozenset[str] = frozenset(), prefixes: tuple[str, ...] = ()
 ) -> CIMultiDict[str]:
-    """The headers that pass, in their order; repeated ones stay repeated. `without` has further names to leave out,
-    `prefixes` beginnings of them, in lower case; there `_` counts as `-`, as some servers take it."""
+    """The headers to forward, in their order, including repeated ones. Hop-by-hop headers, the names
+    `without` and names with `prefixes` (lower case; `_` equals `-`, as in some servers) are dropped."""
     dropped = HOP_BY_HOP | without
     if "Connection" in headers:
         names = (name.strip().lower() for value in headers.getall("Connection") for name in value.split(","))
@@ -51,7 +51,7 @@ def end_to_end(
 
 
 def _as_utf8(value: str) -> str:
-    """A response's value in other bytes than UTF-8, which aiohttp leaves out, as Latin-1; requests are checked."""
+    """Decodes a header value of a response that is not UTF-8 as Latin-1; aiohttp would omit it."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -60,10 +60,10 @@ def _as_utf8(value: str) -> str:
 
 
 class LiveConnector(aiohttp.TCPConnector):
-    """Uses an idle connection again only if the engine has not ended it meanwhile.
+    """Reuses an idle connection only if the engine has not closed it.
 
-    A request is never sent twice, because the engine may have worked on one whose response is lost. So it must not be
-    sent on a connection that has ended.
+    A request is never sent twice, because the engine may have processed it even if its response is lost. So
+    it must not be sent over a closed connection.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -84,7 +84,7 @@ class LiveConnector(aiohttp.TCPConnector):
 
 
 def _has_input(transport: asyncio.Transport | None) -> bool:
-    """Whether an idle connection has something to read: its end, or bytes that respond to no request."""
+    """Whether an idle connection has input: its end, or bytes that belong to no request."""
     file = None if transport is None else transport.get_extra_info("socket")
     if file is None or file.fileno() < 0:
         return True
@@ -94,17 +94,17 @@ def _has_input(transport: asyncio.Transport | None) -> bool:
 
 
 async def _send_once(request: aiohttp.ClientRequest, handler: ClientHandlerType) -> aiohttp.ClientResponse:
-    """Hides errors from aiohttp, which sends GET, PUT and DELETE again after some of them."""
+    """Converts errors after which aiohttp would send GET, PUT and DELETE again."""
     try:
         return await handler(request)
     except aiohttp.ClientConnectorError:
-        raise  # nothing was sent, and aiohttp leaves it at that
+        raise  # nothing was sent, and aiohttp does not retry
     except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
         raise engine_failed("closed the connection without a response") from error
 
 
 class Relay:
-    """The connections to one engine."""
+    """Connections to one engine."""
 
     def __init__(self, config: ProxyConfig) -> None:
         self._config = config
@@ -113,7 +113,7 @@ class Relay:
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
-        """Makes the session; nothing is connected yet."""
+        """Creates the session, without connecting."""
         self._session = aiohttp.ClientSession(
             connector=LiveConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -131,7 +131,7 @@ class Relay:
             await self._session.close()
 
     async def read(self, request: web.Request) -> bytes:
-        """The body of a request; a Refusal if it is too large (413), late (408), or breaks the rules of HTTP (400)."""
+        """The body of a request; Refusal if it is too large (413), late (408) or not valid HTTP (400)."""
         limit = self._config.max_body_mib * 2**20
         if request.content_length is not None and request.content_length > limit:
             raise _too_large(f"{request.content_length} bytes", limit)
@@ -152,7 +152,7 @@ class Relay:
                 self._all_read.set()
 
     async def finish_reading(self) -> None:
-        """Waits until all bodies on their way are complete, or late."""
+        """Waits until all bodies that are being read are complete or late."""
         if self._num_reading:
             self._all_read.clear()
             with contextlib.suppress(TimeoutError):
@@ -162,16 +162,16 @@ class Relay:
     async def send(
         self, request: web.Request, body: bytes | None, headers: Mapping[str, str], without: tuple[str, ...]
     ) -> aiohttp.ClientResponse:
-        """Sends a request on, once, with method, path, query and headers; returns with the head of the response. Of `headers`
-        a client's own one wins, but for Accept-Encoding; `without` has beginnings of the client's to leave out. A Refusal if
-        the engine cannot be reached or breaks off before a response (502), or is too late (504)."""
+        """Forwards a request once, and returns after the head of the response. Headers of the client override
+        `headers`, except Accept-Encoding; those with the prefixes `without` are dropped. Refusal if the
+        engine cannot be reached or disconnects before a response (502), or does not respond in time (504)."""
         assert self._session is not None
         sent = end_to_end(request.headers, without=_NOT_SENT, prefixes=without)
         for name, value in headers.items():
             if name == "Accept-Encoding" or name not in sent:
                 sent[name] = value
         path = request.raw_path if request.raw_path.startswith("/") else request.rel_url.raw_path_qs
-        # A large body is written piece by piece, so that others get their turn.
+        # A large body is sent in chunks, so that it does not block the event loop.
         data = body if body is None or len(body) <= LARGE_BYTES else io.BytesIO(body)
         try:
             return await self._session.request(
@@ -184,16 +184,16 @@ class Relay:
         except TimeoutError as error:
             raise engine_failed("did not respond in time", late=True) from error
         except aiohttp.ClientResponseError as error:
-            raise engine_failed("sent no valid HTTP") from error
+            raise engine_failed("sent an invalid HTTP response") from error
         except (aiohttp.ClientError, OSError) as error:
             raise engine_failed(f"cannot be reached ({type(error).__name__})") from error
 
     async def respond(
         self, request: web.Request, upstream: aiohttp.ClientResponse, reader: Reader | None
     ) -> web.StreamResponse:
-        """Passes a response on, no faster than the client reads it; ConnectionError if the client is gone, EngineLostError if the
-        response broke off (the client's connection is closed where it broke)."""
-        shortens = reader is not None and reader.shortens  # the engine's Content-Length does not hold then
+        """Forwards a response, no faster than the client reads it. ConnectionError if the client disconnects;
+        EngineLostError, after closing the client's connection, if the engine disconnects."""
+        shortens = reader is not None and reader.shortens  # Content-Length of the engine would be wrong
         headers = end_to_end(upstream.headers, without=frozenset({"content-length"} if shortens else ()))
         response = web.StreamResponse(status=upstream.status, reason=upstream.reason, headers=headers)
         await response.prepare(request)
@@ -202,7 +202,7 @@ class Relay:
         while is_open:
             data = b""
             try:
-                data = await upstream.content.readany()  # one write for events that came together
+                data = await upstream.content.readany()  # one write for events that arrive together
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 failure = error
             is_open = bool(data)
@@ -212,7 +212,7 @@ class Relay:
                 await response.write(data)
         if failure is not None:
             if request.transport is not None:
-                request.transport.close()  # no end of the body: the client sees the break as it was
+                request.transport.close()  # without ending the body, so that the client detects the error
             raise EngineLostError(type(failure).__name__) from failure
         await response.write_eof()
         return response

@@ -1,4 +1,4 @@
-"""Responses of the engine on their way to the client: their bytes, statistics and token counts."""
+"""Statistics of the engine's responses, read while they are forwarded to the client."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from scheduler_core.json_text import parse_json
 
-#: A response or event beyond this is passed on without reading it.
+#: Larger responses and events are forwarded without parsing.
 MAX_READ_BYTES = 8 * 2**20
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\r?\n|\r\r")
 _FINISH_REASON = re.compile(rb'"finish_reason"\s*:\s*"([^"]*)"')
@@ -20,8 +20,8 @@ _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 
 @dataclass(slots=True)
 class ResponseStats:
-    """Statistics of one response: token counts of its `usage`, events with a piece of the output that is not empty, and the time
-    of the first of them on `time.perf_counter` (None where it is not streamed), and the finish reason of its last choice."""
+    """Statistics of one response: token counts of its `usage`, number of events with output and time of the
+    first one on `time.perf_counter` (None if not streamed), and the finish reason of its last choice."""
 
     output_tokens: int | None = None
     prompt_tokens: int | None = None
@@ -30,7 +30,7 @@ class ResponseStats:
     first_s: float | None = None
 
     def take_usage(self, usage: object) -> None:
-        """Counts of a `usage` object; anything else is ignored."""
+        """Sets the token counts from a `usage` object; ignores other values."""
         if not isinstance(usage, dict):
             return
         output, prompt = usage.get("completion_tokens"), usage.get("prompt_tokens")
@@ -39,7 +39,7 @@ class ResponseStats:
 
 
 class JsonReader:
-    """Reads a response that is one JSON object; its bytes pass unchanged. `on_tokens` gets its number of tokens at its end."""
+    """Reads a response of one JSON object, unchanged; calls `on_tokens` with its tokens at the end."""
 
     shortens = False
 
@@ -50,14 +50,14 @@ class JsonReader:
         self._size = 0
 
     def feed(self, data: bytes) -> bytes:
-        """The bytes for the client now."""
+        """Reads a chunk; returns the bytes to forward now."""
         self._size += len(data)
         if self._size <= MAX_READ_BYTES:
             self._parts.append(data)
         return data
 
     def end(self) -> bytes:
-        """The bytes that were held back, at the end of the response."""
+        """Handles the end of the response; returns bytes that were held back."""
         content = _json(b"".join(self._parts)) if self._size <= MAX_READ_BYTES else {}
         choices = content.get("choices")
         if isinstance(choices, list) and len(choices) == 1 and isinstance(choices[0], dict):
@@ -69,41 +69,41 @@ class JsonReader:
 
 
 class EventStreamReader:
-    """Reads server-sent events; `on_tokens` gets 1 for each event with a piece of the output.
+    """Reads server-sent events; calls `on_tokens(1)` for each event with output.
 
-    With `hides_usage` (the proxy requested the event with the counts and the client did not) that event, with no choices and a
-    usage object, is left out, and each event is passed on when it is complete; else every byte passes at once.
+    With `hides_usage` (only the proxy requested the usage event), the event with `usage` and no choices is
+    removed, and events are forwarded when complete. Otherwise all bytes are forwarded immediately.
     """
 
     def __init__(self, hides_usage: bool, on_tokens: Callable[[int], None] = lambda num_tokens: None) -> None:
         self.stats = ResponseStats()
         self._on_tokens = on_tokens
         self.shortens = hides_usage
-        self._rest = b""
+        self._buffer = b""
         self._is_reading = True
 
     def feed(self, data: bytes) -> bytes:
         if not self._is_reading:
             return data
-        buffer = self._rest + data
+        buffer = self._buffer + data
         passed: list[bytes] = []
         start = 0
-        # An end may straddle two pieces, and after "\r\n\r" only the next byte tells whether it is one.
+        # The end of an event can be split across chunks, and "\r\n\r" needs the next byte to be identified.
         for match in _EVENT_END.finditer(buffer):
             passed.append(self._read_event(buffer[start : match.end()]))
             start = match.end()
-        self._rest = buffer[start:]
-        if len(self._rest) > MAX_READ_BYTES:
+        self._buffer = buffer[start:]
+        if len(self._buffer) > MAX_READ_BYTES:
             self._is_reading = False
-            passed.append(self._rest)
-            self._rest = b""
+            passed.append(self._buffer)
+            self._buffer = b""
         return b"".join(passed) if self.shortens else data
 
     def end(self) -> bytes:
-        return self._rest if self.shortens else b""
+        return self._buffer if self.shortens else b""
 
     def _read_event(self, event: bytes) -> bytes:
-        """Reads a complete event; returns its bytes for the client."""
+        """Reads a complete event; returns its bytes to forward."""
         stats = self.stats
         if reason := _FINISH_REASON.search(event):
             stats.finish_reason = reason[1].decode("utf-8", "replace")
@@ -136,8 +136,8 @@ Reader = JsonReader | EventStreamReader
 
 
 def output_length(stats: ResponseStats) -> tuple[int, Literal["usage", "deltas"]] | None:
-    """Length in tokens, and what counted it; None where nothing was generated, or nothing is known. The number of events
-    ("deltas") is a lower bound where an engine puts several tokens in one."""
+    """Length in tokens and the source of the count; None if it is 0 or unknown. The number of events
+    ("deltas") is a lower bound if an engine sends several tokens per event."""
     if stats.output_tokens is not None:
         return (stats.output_tokens, "usage") if stats.output_tokens else None
     return (stats.num_deltas, "deltas") if stats.num_deltas else None

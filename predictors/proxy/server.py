@@ -1,4 +1,4 @@
-"""The proxy: from a request to its response (parsed, predicted, ordered, relayed, recorded), and its two ports."""
+"""The proxy server: parses, predicts, orders, relays and records requests; client port and admin port."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ from scheduler_core.predictor import PredictionRequest
 from scheduler_core.request import Request, RequestState
 
 logger = logging.getLogger(__name__)
-#: Methods of requests that no engine generates for.
+#: Methods that never generate output.
 READING = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
-#: Paths that no engine generates for, whatever the method: all others are held and limited, known or not.
+#: Paths that never generate output, for any method; all other paths are queued and limited.
 UNQUEUED = frozenset(
     {"/tokenize", "/detokenize", "/apply-template", "/v1/messages/count_tokens", "/ping"}
     | {f"/api/{name}" for name in ("show", "pull", "push", "create", "copy")}  # Ollama's
 )
-#: Arrivals count in seconds from here (2026-01-01 UTC), so that proxies, and a proxy and its successor, have one order.
+#: Origin of arrival times (2026-01-01 UTC), common to all proxies, so that their keys are comparable.
 ORIGIN_S = 1_767_225_600.0
 NO_HINT = Hint()
 
 
 class ProxyServer:
-    """Serves until it is stopped; nothing is bound or connected before `start`. `num_in_flight` counts requests whose responses
-    are not complete; `queue` has the held ones, None where the engine orders."""
+    """The proxy server; `start` binds and connects. `num_in_flight` counts requests without a complete
+    response; `queue` has the queued requests, None if the engine orders requests."""
 
     def __init__(self, config: ProxyConfig) -> None:
         self._config = config
         self._metrics = metrics = ProxyMetrics()
         self._relay = Relay(config)
-        # The system's time at the start, and from there on monotonic.
+        # System time at startup plus monotonic time.
         offset_s = time.time() - ORIGIN_S - time.monotonic()
         self._clock: Callable[[], float] = lambda: offset_s + time.monotonic()
         self._rules = ClientRules(config)
@@ -76,13 +76,13 @@ class ProxyServer:
         self.queue = queue = self._order if isinstance(self._order, HoldQueue) else None
         for name, text, value in (
             ("in_flight", "Requests in flight.", lambda: self.num_in_flight),
-            ("waiting", "Requests in the proxy's own queue.", lambda: queue.num_waiting if queue else 0),
-            ("released", "Requests the queue has let through.", lambda: queue.num_running if queue else 0),
+            ("waiting", "Requests in the queue of the proxy.", lambda: queue.num_waiting if queue else 0),
+            ("released", "Requests admitted by the queue.", lambda: queue.num_running if queue else 0),
         ):
             Gauge(f"tailcast_proxy_{name}", text, registry=metrics.registry).set_function(value)
 
     async def start(self) -> tuple[int, int | None]:
-        """Binds both ports and returns them; InputError for one that cannot be bound."""
+        """Binds both ports and returns them; InputError if a port cannot be bound."""
         config = self._config
         await self._relay.start()
         application = web.Application(client_max_size=config.max_body_mib * 2**20)
@@ -105,13 +105,13 @@ class ProxyServer:
         return port, admin
 
     async def stop(self) -> None:
-        """Takes no more requests, finishes those in flight, and closes everything."""
+        """Stops accepting requests, finishes those in flight, and closes all connections."""
         self._is_ready = False
         await asyncio.sleep(self._config.drain_delay_s)
         runners, self._runners = self._runners, []
         for site in list(runners[0].sites) if runners else ():
             await site.stop()
-        await self._relay.finish_reading()  # from here on aiohttp reads no more
+        await self._relay.finish_reading()  # aiohttp stops reading now
         for runner in runners:
             await runner.cleanup()
         await self._recorder.close()
@@ -133,7 +133,7 @@ class ProxyServer:
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         generates = request.method not in READING and request.raw_path not in UNQUEUED
         kind = "completion" if generates and request.path in (CHAT, TEXT) else "other"
-        start, code = time.perf_counter(), "499"  # the client hung up
+        start, code = time.perf_counter(), "499"  # the client disconnected
         self.num_in_flight += 1
         try:
             self._check(request)
@@ -146,7 +146,7 @@ class ProxyServer:
             return refusal.response(closes=not request.content.is_eof())
         except EngineLostError as error:
             code = "broken"
-            logger.warning("the engine's response to %s broke off: %s", request.rel_url.raw_path, error)
+            logger.warning("%s: the engine disconnected (%s)", request.rel_url.raw_path, error)
             return web.Response(status=502)  # not sent: the connection is closed
         except ConnectionError:
             return web.Response(status=499)
@@ -159,20 +159,20 @@ class ProxyServer:
                 logger.info("%s %s", request.method, path, extra=fields)
 
     def _check(self, request: web.Request) -> None:
-        """Refuses (400) a request that could not be passed on as it came."""
+        """Refusal (400) if a request cannot be forwarded unchanged."""
         target = request.raw_path
         try:
             self._rules.check_headers(request.headers)
             if request.method == "CONNECT" or not (target.startswith("/") or request.rel_url.absolute):
-                raise InputError("request target", "another form", "a path, or an absolute URL")
+                raise InputError("request target", "another form", "a path or an absolute URL")
             if not target.isascii():
-                raise InputError("request target", "other characters", "ASCII, others percent-encoded")
+                raise InputError("request target", "other characters", "ASCII and percent-encoding")
         except InputError as error:
             raise Refusal.of(error) from error
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        """The engine's response to a chat or text completion, or to whatever else may make it generate; raises as `_send`, and
-        a Refusal of the request itself."""
+        """The response to a completion, or to any other request that can generate output; raises as `_send`,
+        or Refusal for an invalid request."""
         if self.num_in_flight > (limit := self._config.max_in_flight):
             text = f"requests in flight: got {self.num_in_flight}; allowed: {limit}"
             raise Refusal(429, text, "proxy_full")
@@ -195,8 +195,8 @@ class ProxyServer:
             self._recorder.finish(exchange)
 
     def _body(self, request: web.Request, data: bytes) -> JsonBody | None:
-        """The body with the hints that its client may send; None where it is no JSON object and passes as it is. A Refusal, or
-        an InputError where it is compressed, if a completion's body cannot be read, or another one that could hold hints."""
+        """The body with the hints that the client may send, or None to forward the data unchanged. Raises
+        Refusal (InputError if compressed) for an invalid body that must be parsed."""
         is_completion = request.path in (CHAT, TEXT)
         try:
             for value in request.headers.getall("Content-Encoding", ()):
@@ -232,7 +232,7 @@ class ProxyServer:
 
     @asynccontextmanager
     async def _ordered(self, exchange: Exchange) -> AsyncIterator[Hint]:
-        """Holds a request until its turn, while its prediction comes; where the engine orders, until its prediction has."""
+        """Waits for admission by the queue or, if there is no queue, for the prediction."""
         start = time.perf_counter()
         forecasting = asyncio.create_task(self._forecast(exchange))
         try:
@@ -254,8 +254,8 @@ class ProxyServer:
 
     async def _forecast(self, exchange: Exchange) -> Forecast:
         forecast = exchange.forecast = await self._forecaster.forecast(exchange.query)
-        counted = forecast.prompt_tokens
-        prompt_tokens = None if counted is None else exchange.parsed.prompt_tokens(counted)
+        num_counted = forecast.prompt_tokens
+        prompt_tokens = None if num_counted is None else exchange.parsed.prompt_tokens(num_counted)
         exchange.prompt_tokens, prediction = prompt_tokens, forecast.prediction
         calibration = self._recorder.calibration
         if calibration is not None:
@@ -267,7 +267,7 @@ class ProxyServer:
         return forecast
 
     def _hint(self, exchange: Exchange, state: RequestState, key: float, forecast: Forecast) -> Hint:
-        """The hint for the engine; an empty one where there can be none, which never costs the request."""
+        """The hint for the engine; empty if no hint is possible. Never fails the request."""
         assert self._engine is not None
         parsed, is_predicted = exchange.parsed, forecast.prediction is not None
         endpoints = self._engine.endpoints
@@ -280,7 +280,7 @@ class ProxyServer:
             else:
                 hint = self._engine.hint(parsed.content, key, state)
         except InputError as error:
-            logger.warning("request %s goes on without hint: %s", state.request_id, error)
+            logger.warning("request %s continues without hint: %s", state.request_id, error)
             outcome = "impossible"
         if "priority" in hint.members and parsed.content.get("priority") is not None:
             hint, outcome = NO_HINT, "clients_own"
@@ -288,19 +288,19 @@ class ProxyServer:
         return hint
 
     def _with_usage(self, exchange: Exchange, hint: Hint) -> Hint:
-        """The hint, and a request for token counts where the recorder needs them and the client requests none."""
+        """The hint, with a request for token counts if only the recorder needs them."""
         if not self._recorder.requests_usage(exchange.parsed):
             return hint
         options = exchange.parsed.content.get("stream_options")
         members = {**hint.members, "stream_options": {**(options or {}), "include_usage": True}}
-        # A compressed stream could not be read.
+        # A compressed stream could not be parsed.
         return replace(hint, members=members, headers={**hint.headers, "Accept-Encoding": "identity"})
 
     async def _send(
         self, request: web.Request, body: bytes | None, hint: Hint = NO_HINT, exchange: Exchange | None = None
     ) -> web.StreamResponse:
-        """Sends a request, and passes the response on; a Refusal if the engine does not respond, EngineLostError if its
-        response breaks off."""
+        """Sends a request to the engine and forwards the response; Refusal if the engine does not respond,
+        EngineLostError if it disconnects during the response."""
         without = CLIENT_HEADERS if self._rules.restricts else ()
         upstream = await self._relay.send(request, body, hint.headers, without)
         hides_usage = "stream_options" in hint.members
@@ -317,13 +317,13 @@ class ProxyServer:
             if exchange is not None:
                 exchange.end, exchange.stats = end, None if reader is None else reader.stats
                 self._metrics.ends.labels(end).inc()
-            # Closes the connection unless the response was read to its end: the engine notices that the client is gone.
+            # An unfinished response closes the connection, so that the engine detects the abort.
             upstream.close() if end in ("client_gone", "engine_lost") else upstream.release()
 
     def _reader(
         self, upstream: aiohttp.ClientResponse, exchange: Exchange, hides_usage: bool
     ) -> Reader | None:
-        """The reader of a completion, where the recorder or the policy has a use for one."""
+        """The reader of a completion, if the recorder or the policy needs it."""
         is_used = self._recorder.is_on or self._order.uses_outputs
         is_plain = upstream.headers.get("Content-Encoding", "identity") == "identity"
         if not (is_used and is_plain and upstream.status == 200 and exchange.parsed.is_completion):

@@ -1,1 +1,1 @@
-"""The prediction service: queue -> batches -> ONNX session, behind gRPC."""
+"""The prediction service over gRPC and HTTP: queue, batches, ONNX session."""

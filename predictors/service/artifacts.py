@@ -1,4 +1,4 @@
-"""The artifacts in service: where they lie, and several at once, each replaceable while requests run."""
+"""Served artifacts: their sources, and a table of several artifacts that can be reloaded while serving."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ Reopen = Callable[[str], ArtifactRuntime]
 
 @dataclass(frozen=True, slots=True)
 class ArtifactSource:
-    """A folder, or a link to one, whose content may be replaced, and the options to load it with."""
+    """An artifact folder, or a link to one, that can be replaced, and the options to load it with."""
 
     path: str
     config: ServeConfig
 
     def open(self) -> ArtifactRuntime:
         """Verifies and loads the current content; raises as `open_runtime`."""
-        # Of a link that is moved meanwhile, all files come from the same folder.
+        # Resolve a link once, so that all files come from the same folder.
         folder = Path(self.path).resolve() if Path(self.path).exists() else Path(self.path)
         return open_runtime(
             folder,
@@ -46,7 +46,7 @@ class ArtifactSource:
         )
 
     def state(self) -> tuple[object, ...]:
-        """Changes when the manifest or its signature is replaced: a signature may come after its manifest."""
+        """A value that changes when the manifest or its signature is replaced."""
         return tuple(_file_state(Path(self.path) / name) for name in (MANIFEST, SIGNATURE))
 
 
@@ -59,9 +59,9 @@ def _file_state(file: Path) -> tuple[int, int, int] | None:
 
 
 def open_sources(config: ServeConfig) -> tuple[dict[str, ArtifactSource], list[ArtifactRuntime]]:
-    """Loads the artifacts of `config`: their sources by artifact id, and the runtimes in the same order."""
+    """Loads the artifacts of `config`; returns sources by artifact id, and runtimes in the same order."""
     if config.public_key is not None:
-        logger.info("artifacts must be signed with the key %s", config.public_key)
+        logger.info("the key %s verifies the signatures of artifacts", config.public_key)
     sources: dict[str, ArtifactSource] = {}
     runtimes = []
     for path in (config.artifact, *config.more_artifacts):
@@ -76,8 +76,8 @@ def open_sources(config: ServeConfig) -> tuple[dict[str, ArtifactSource], list[A
 
 
 class ArtifactTable:
-    """Artifacts in service by id, the first one is the default. `reopen` loads the artifact of an id again, in a thread; without
-    it nothing can be replaced."""
+    """Served artifacts by id; the first one is the default. `reopen` loads an artifact again by id, in a
+    thread; None: reloading is disabled."""
 
     def __init__(
         self,
@@ -98,19 +98,19 @@ class ArtifactTable:
         self._reloading = asyncio.Lock()
         self._leaving: set[asyncio.Task[None]] = set()
         self._closing = False
-        # Reports not ready, so that load balancers look away; requests are still taken.
+        # The service is reported as not ready for load balancers, but still accepts requests.
         self.is_ending = False
         self._served: dict[str, ServedArtifact] = {}
         metrics = metrics or ServiceMetrics()
         for runtime in runtimes:
             name = runtime.artifact.manifest.artifact_id
             if name in self._served:
-                raise InputError("artifact", name, "artifacts of different ids")
+                raise InputError("artifact", name, "artifacts with distinct ids")
             self._served[name] = self._serve(runtime, ArtifactMetrics(metrics, name))
 
     @property
     def names(self) -> list[str]:
-        """Ids of the artifacts, the default first."""
+        """Ids of the artifacts; the default is first."""
         return list(self._served)
 
     @property
@@ -120,44 +120,44 @@ class ArtifactTable:
 
     @property
     def num_in_flight(self) -> int:
-        """Requests accepted and not yet answered, of all artifacts."""
+        """Number of requests in flight, over all artifacts."""
         return sum(served.num_in_flight for served in self._served.values())
 
     @property
     def is_full(self) -> bool:
-        """Whether every artifact refuses any request now, because its queue is full."""
+        """Whether the queues of all artifacts are full."""
         return all(served.is_full for served in self._served.values())
 
     @property
     def is_ready(self) -> bool:
-        """Whether all artifacts take requests, and will go on to."""
+        """Whether all artifacts accept requests and the service is not stopping."""
         return all(self.is_artifact_ready(served) for served in self._served.values())
 
     def is_artifact_ready(self, served: ServedArtifact) -> bool:
-        """Whether one artifact takes requests, and will go on to."""
+        """Whether one artifact accepts requests and the service is not stopping."""
         return not self.is_ending and served.state == "ready"
 
     def get(self, name: str) -> ServedArtifact:
-        """The artifact of that id; the default if it is empty. Raises UnknownArtifactError if there is none."""
+        """The artifact with the id `name`, or the default if empty; UnknownArtifactError for other ids."""
         served = self._served.get(name) if name else self.default
         if served is None:
             raise UnknownArtifactError("artifact_id", name, f"one of {', '.join(self._served)}")
         return served
 
     async def start(self) -> None:
-        """Warms up and verifies all; requests are accepted from then on. Raises as `ArtifactRuntime.warm_up`."""
+        """Warms up and verifies all artifacts, then accepts requests. Raises as `ArtifactRuntime.warm_up`."""
         for served in self._served.values():
             await served.start()
             served.metrics.loaded(served.version, served.runtime.provider, None)
 
     async def reload(self, name: str) -> bool:
-        """Replaces an artifact by the current content of its source; True if it has changed. The new one is verified and warmed
-        up before a request meets it (ReloadError if anything is wrong: nothing changes); the old one answers those it has."""
+        """Replaces an artifact by the current content of its source; returns whether it changed. The new one
+        is verified and warmed up first; on ReloadError nothing changes. The old one finishes its requests."""
         served = self.get(name)
         if self._reopen is None:
-            raise ReloadError(f"artifact {served.name}: this server has no source to load it from")
+            raise ReloadError(f"artifact {served.name}: this server cannot reload it")
         async with self._reloading:
-            served = self.get(name)  # as the last reload left it
+            served = self.get(name)  # another reload may have replaced it
             try:
                 runtime = await asyncio.to_thread(self._reopen, served.name)
                 if runtime.artifact.manifest == served.manifest:
@@ -167,9 +167,9 @@ class ArtifactTable:
                 await successor.start()
                 if self._closing:
                     raise ClosedError
-            except Exception as error:  # whatever it is, what is in service must stay
+            except Exception as error:  # on any error, keep serving the old artifact
                 served.metrics.reload(False)
-                text = f"artifact {served.name}: a new version was refused, {served.version} stays: {error}"
+                text = f"artifact {served.name}: rejected a new version, kept {served.version}: {error}"
                 raise ReloadError(text) from error
             self._served[served.name] = successor
             served.metrics.reload(True)
@@ -181,7 +181,7 @@ class ArtifactTable:
             return True
 
     async def close(self) -> None:
-        """Refuses new requests, and ends all pipelines once they are empty, replaced ones too."""
+        """Rejects new requests, and closes all pipelines, including replaced ones, when they are empty."""
         self._closing = True
         await asyncio.gather(*(served.close() for served in self._served.values()), *self._leaving)
         self._threads.close()
@@ -191,4 +191,4 @@ def _check_successor(old: Manifest, new: Manifest) -> None:
     if new.artifact_id != old.artifact_id:
         raise InputError("artifact_id", new.artifact_id, f"{old.artifact_id}, as before")
     if set(old.heads) - set(new.heads):
-        raise InputError("heads", list(new.heads), f"all that are in service: {', '.join(old.heads)}")
+        raise InputError("heads", list(new.heads), f"all heads in service: {', '.join(old.heads)}")

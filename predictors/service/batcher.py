@@ -1,13 +1,13 @@
-"""The dynamic batcher: pure asyncio, no threads, no model, no clock of its own.
+"""The dynamic batcher: pure asyncio, independent of threads and models, with an injectable clock.
 
-Callers `submit` an item and wait; whenever a worker is free, the batcher takes a group, hands it to `work`, and gives
-every caller its own result. Canceled and expired items leave the queue before groups are formed. An error of a batch
-reaches every caller of that batch, and the batcher goes on. `work` reports by a callback and not by a future, which
-would cost every batch one more turn of the event loop.
+Callers `submit` an item and wait. When a worker is idle, the batcher forms a batch, passes it to `work`, and
+returns each caller its result. Canceled and expired items are removed from the queue first. An error of a
+batch is raised in every caller of the batch, and the batcher continues. `work` reports by a callback, because
+a future would cost one more iteration of the event loop per batch.
 
-On a CPU, padding is what batching costs and the matrix products gain almost nothing from it: a batch of 32 in order of
-arrival pads to about 3.5 times the real tokens of a usual prompt mix. So the oldest request is joined only by
-neighbors of nearly its own length, and nothing waits for company. On a GPU larger batches pay, and a short wait does.
+On a CPU, batching speeds up matrix products only slightly, but adds padding: a typical batch of 32 in order
+of arrival has about 3.5 times its real tokens. So the oldest request is batched only with requests of similar
+length, and no request waits for others. On a GPU, larger batches and a short wait are faster.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ I = TypeVar("I")  # noqa: E741  an item
 R = TypeVar("R")  # its result
 
 Callback = Callable[[Sequence[R] | None, BaseException | None], None]
-"""Takes the results of a batch, or the error instead."""
+"""Called with the results of a batch, or with the error."""
 Work = Callable[[Sequence[I], Callback[R]], None]
-"""Starts on a batch and returns; calls back once in the event loop, later."""
+"""Starts a batch and returns immediately; later calls the callback once, in the event loop."""
 
 
 class Clock:
-    """The system's monotonic clock (the `time()` of uvloop's event loop does not advance while callbacks run), and timers."""
+    """Monotonic system clock and timers. (`time()` of uvloop does not advance while callbacks run.)"""
 
     now = staticmethod(time.monotonic)
 
     def call_at(self, when: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
-        """Calls `callback` in the loop at second `when`."""
+        """Calls `callback` in the event loop at the time `when` in seconds."""
         return asyncio.get_running_loop().call_later(max(0.0, when - time.monotonic()), callback)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchingSettings:
-    """How requests are grouped and how many batches run at a time. Defaults: `cpu` and `gpu`.
+    """Settings of batching; defaults are `cpu` and `gpu`.
 
     Attributes:
         max_batch: Maximum number of requests in a batch.
-        max_wait_s: How long the oldest request waits for a full batch while a worker is free; 0 = not at all.
-        flush_when_idle: Nothing waits while no batch is running; a wait then only fills the second worker's batch.
-        max_padding: Largest ratio of padded to real tokens of a batch of more than one.
-        max_padded_tokens: Largest batch x longest of a batch of more than one.
-        max_queue: Maximum number of requests waiting; one more is refused.
-        num_workers: Batches that run at the same time.
-        num_ahead: Batches handed over beyond these: a worker that ends one goes on with the next without waiting for
-            the event loop.
+        max_wait_s: Maximum time the oldest request waits for a full batch while a worker is idle.
+        flush_when_idle: Whether requests wait only while another batch is running.
+        max_padding: Maximum ratio of padded to real tokens of a batch of more than one request.
+        max_padded_tokens: Maximum number of padded tokens of a batch of more than one request.
+        max_queue: Maximum number of waiting requests; further requests are rejected.
+        num_workers: Number of batches that run concurrently.
+        num_ahead: Number of further batches passed to the workers, so that a worker can start the next batch
+            without waiting for the event loop.
     """
 
     max_batch: int
@@ -76,32 +76,32 @@ class BatchingSettings:
 
     @classmethod
     def cpu(cls, num_workers: int) -> BatchingSettings:
-        """No wait, at most 4 requests of nearly the same length, single-threaded workers: one per core. From 256 tokens on a
-        batch costs as much for each prompt as one prompt alone; it only takes memory, and lets all wait for all."""
+        """No waiting, at most 4 requests of similar length, one single-threaded worker per core. Batches
+        above 256 tokens are not faster per prompt; they only increase memory and latency."""
         limits: dict[str, Any] = {"max_padding": 1.1, "max_padded_tokens": 256}
         return cls(max_batch=4, max_wait_s=0.0, num_workers=num_workers, num_ahead=1, **limits)
 
     @classmethod
     def gpu(cls) -> BatchingSettings:
-        """At once when nothing runs; beside a running batch up to 32 requests, or what has come 3 ms after the oldest. The second
-        worker prepares the next batch while the device works on the first."""
+        """No waiting while the GPU is idle; otherwise a batch has up to 32 requests or the oldest has waited
+        3 ms. The second worker prepares the next batch while the first one runs."""
         return cls(max_batch=32, max_wait_s=0.003, flush_when_idle=True, num_workers=2)
 
     @property
     def max_running(self) -> int:
-        """Batches handed over and not yet ended."""
+        """Maximum number of batches passed to the workers and not finished."""
         return self.num_workers + self.num_ahead
 
     def starts_at_once(self, num_running: int) -> bool:
-        """Whether a request that finds the queue empty is handed over in the same moment, alone."""
+        """Whether a request that arrives at an empty queue starts immediately, as a batch of one."""
         if num_running >= self.max_running:
             return False
         return self.max_wait_s == 0 or self.max_batch == 1 or (self.flush_when_idle and num_running == 0)
 
 
 def nearest_in_length(lengths: Sequence[int], start: int, settings: BatchingSettings) -> range:
-    """Positions of the batch around the request at `start`, out of lengths in ascending order, each >= 1: contiguous, grown by
-    the neighbor nearer in length (the longer one when equally near) as long as the limits on size and padding hold."""
+    """Range of positions of the batch around the request at `start`, given ascending lengths >= 1. The
+    nearest neighbor in length (the longer one for ties) is added within the limits on size and padding."""
     low, high = start, start + 1
     real, longest = lengths[start], lengths[start]
     while high - low < settings.max_batch:
@@ -121,7 +121,7 @@ def nearest_in_length(lengths: Sequence[int], start: int, settings: BatchingSett
 
 
 class BatchedResult(NamedTuple, Generic[R]):
-    """A result, seconds in the queue, seconds in `work`, and items in its batch."""
+    """A result, seconds in the queue, seconds in `work`, and number of items in the batch."""
 
     result: R
     queue_s: float
@@ -140,8 +140,8 @@ class _Entry(Generic[I, R]):
 
 
 class Batcher(Generic[I, R]):
-    """Groups concurrent `submit` calls into calls of `work`, at most `max_running` at a time, each of 1..max_batch items, which
-    calls back with one result for each, in order."""
+    """Groups concurrent `submit` calls into at most `max_running` concurrent calls of `work`, with 1 to
+    max_batch items each. The callback gets one result per item, in order."""
 
     def __init__(self, work: Work[I, R], settings: BatchingSettings, clock: Clock | None = None) -> None:
         self._work = work
@@ -151,19 +151,19 @@ class Batcher(Generic[I, R]):
         self._waiting: dict[int, _Entry[I, R]] = {}  # in order of arrival
         self._by_length: list[tuple[int, int]] = []  # (length, number), ascending
         self._num_running = 0
-        self._timer: asyncio.TimerHandle | None = None  # of the oldest item's wait
+        self._timer: asyncio.TimerHandle | None = None  # for max_wait_s of the oldest item
         self._closing = False
-        self._ended = asyncio.Event()  # closing, and nothing runs any more
+        self._ended = asyncio.Event()  # closing, and no batch is running
 
     @property
     def num_waiting(self) -> int:
-        """Items in the queue."""
+        """Number of items in the queue."""
         return len(self._waiting)
 
     async def submit(self, item: I, *, length: int, deadline: float | None = None) -> BatchedResult[R]:
-        """Waits for the item's result. Cancelling the caller takes the item out of the queue. The length, >= 1, is what
-        padding is counted in (tokens). An item that still waits at `deadline`, a time of the clock, is dropped: ExpiredError.
-        QueueFullError and ClosedError come at once; BatchError if the item's batch failed."""
+        """Waits for the result of an item; cancellation removes the item from the queue. `length` >= 1 is the
+        number of tokens, for padding. ExpiredError if the item is still queued at `deadline`, a time of the
+        clock; BatchError if its batch failed; QueueFullError and ClosedError are raised immediately."""
         if self._closing:
             raise ClosedError
         if len(self._waiting) >= self._settings.max_queue:
@@ -175,7 +175,7 @@ class Batcher(Generic[I, R]):
             next(self._numbers), item, length, now, asyncio.get_running_loop().create_future()
         )
         if not self._waiting and self._settings.starts_at_once(self._num_running):
-            self._start([entry], now)  # without the way through the queue
+            self._start([entry], now)  # bypass the queue
             return await entry.future
         self._waiting[entry.number] = entry
         bisect.insort(self._by_length, (length, entry.number))
@@ -188,7 +188,7 @@ class Batcher(Generic[I, R]):
             self._remove(entry)
 
     async def close(self) -> None:
-        """Refuses new items, works on those that wait, and waits for running batches."""
+        """Rejects new items, and finishes queued items and running batches."""
         self._closing = True
         self._pump()
         if self._num_running:
@@ -206,7 +206,7 @@ class Batcher(Generic[I, R]):
         self._pump()
 
     def _pump(self) -> None:
-        """Starts batches while there is a free worker and a group that need not wait."""
+        """Starts batches while a worker is idle and a batch is due."""
         now = self._clock.now()
         while self._waiting and self._num_running < self._settings.max_running and self._is_due(now):
             self._start(self._take(), now)
@@ -233,13 +233,13 @@ class Batcher(Generic[I, R]):
         return self._oldest.arrived + self._settings.max_wait_s
 
     def _take(self) -> list[_Entry[I, R]]:
-        """Removes the oldest request and its neighbors in length from the queue."""
+        """Removes the oldest request and its batch of nearest lengths from the queue."""
         oldest = self._oldest
-        # No batch reaches further than max_batch places from the oldest request.
-        at = bisect.bisect_left(self._by_length, (oldest.length, oldest.number))
-        first = max(0, at - self._settings.max_batch)
-        near = self._by_length[first : at + self._settings.max_batch]
-        chosen = nearest_in_length([length for length, _ in near], at - first, self._settings)
+        # A batch extends at most max_batch positions from the oldest request.
+        index = bisect.bisect_left(self._by_length, (oldest.length, oldest.number))
+        first = max(0, index - self._settings.max_batch)
+        near = self._by_length[first : index + self._settings.max_batch]
+        chosen = nearest_in_length([length for length, _ in near], index - first, self._settings)
         entries = [self._waiting[near[position][1]] for position in chosen]
         for entry in entries:
             self._remove(entry)
@@ -280,7 +280,7 @@ class Batcher(Generic[I, R]):
 
 
 def _fail(group: Sequence[_Entry[I, R]], error: Callable[[], TailcastError]) -> None:
-    """Every caller gets an error of its own."""
+    """Sets a separate error for every caller."""
     for entry in group:
         if not entry.future.done():
             entry.future.set_exception(error())

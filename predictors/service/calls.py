@@ -1,4 +1,4 @@
-"""The service's methods, independent of the transport: messages in, messages or errors out."""
+"""Methods of the service, independent of the transport: messages in, messages or errors out."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from predictors.service.tracing import Tracing
 from scheduler_core.errors import InputError
 
 T = TypeVar("T")
-# In one PredictBatch or ModelInfer.
+# Maximum number of prompts of one PredictBatch or ModelInfer.
 MAX_BATCH_REQUESTS = 256
-# Of requests, handled in one go.
+# Bytes of requests to start before other tasks run.
 CHUNK_BYTES = 2**15
-# Of the metadata, by their names in the manifest.
+# Fields of the metadata that have the same name in the manifest.
 MANIFEST_FIELDS = (
     *("artifact_id", "artifact_version", "format_version", "served_models", "accepts_unknown_models"),
     *("heads", "nu", "truncation_side", "urgency_levels", "abstain_threshold", "bucket_edges"),
@@ -34,7 +34,7 @@ MANIFEST_FIELDS = (
 
 
 class PredictorCalls:
-    """The methods; `max_message_bytes` is reported in the metadata."""
+    """Methods of the service; `max_message_bytes` is only reported in the metadata."""
 
     def __init__(
         self, artifacts: ArtifactTable, max_message_bytes: int, tracing: Tracing | None = None
@@ -44,8 +44,8 @@ class PredictorCalls:
         self._max_message_bytes = max_message_bytes
 
     def check_capacity(self, method: str) -> None:
-        """Raises QueueFullError, before a request is even parsed, where no artifact has a free slot."""
-        if self.artifacts.is_full and self.tracing is None:  # a traced refusal needs its span
+        """Raises QueueFullError if the queues of all artifacts are full, before a request is parsed."""
+        if self.artifacts.is_full and self.tracing is None:  # with tracing, rejected requests need a span
             served = self.artifacts.default
             error = QueueFullError(served.settings.max_queue)
             served.metrics.request(method, status_code(error).name, 0.0, None)
@@ -59,8 +59,8 @@ class PredictorCalls:
         method: str,
         trace: Mapping[str, str] | None = None,
     ) -> pb.PredictResponse:
-        """One prompt, for a caller who gives up after `timeout_s` (None: never); errors as in `errors.STATUS`. Metrics and
-        spans have the name `method`; `trace` is the caller's W3C trace context."""
+        """Predicts one prompt within `timeout_s` (None: no limit); errors are those in `errors.STATUS`.
+        `method` is the name for metrics and spans; `trace` is the W3C trace context of the caller."""
         served = self.artifacts.get(request.artifact_id)
         start = time.monotonic()
         result: PipelineResult | None = None
@@ -90,7 +90,7 @@ class PredictorCalls:
         prefix: str = "",
         trace: Mapping[str, str] | None = None,
     ) -> pb.Outcome:
-        """One prompt of several: its prediction or its error. `prefix` goes before names of wrong fields."""
+        """Predicts one prompt of a batch; returns the prediction or error. `prefix` is for field names."""
         try:
             return pb.Outcome(prediction=await self.predict(request, timeout_s, method=method, trace=trace))
         except Exception as error:
@@ -101,20 +101,20 @@ class PredictorCalls:
     async def predict_batch(
         self, request: pb.PredictBatchRequest, timeout_s: float | None, trace: Mapping[str, str] | None = None
     ) -> pb.PredictBatchResponse:
-        """Many prompts, each with its own outcome; InputError for too many or none, ClosedError (which gRPC clients retry) where
-        the service took none of them."""
+        """Predicts a batch of prompts, each with its own outcome. InputError for no or too many prompts;
+        ClosedError, which gRPC clients retry, if the service accepted none of them."""
         check_batch(len(request.requests))
         outcome = functools.partial(self.outcome, timeout_s=timeout_s, method="PredictBatch", trace=trace)
         outcomes = await gather_in_chunks(
-            (one.ByteSize(), outcome(one, prefix=f"requests[{index}]."))
-            for index, one in enumerate(request.requests)
+            (message.ByteSize(), outcome(message, prefix=f"requests[{index}]."))
+            for index, message in enumerate(request.requests)
         )
         if all(outcome.error.code == grpc.StatusCode.UNAVAILABLE.value[0] for outcome in outcomes):
             raise ClosedError
         return pb.PredictBatchResponse(outcomes=outcomes)
 
     def metadata(self, request: pb.GetMetadataRequest) -> pb.GetMetadataResponse:
-        """Artifact, heads and limits; raises UnknownArtifactError if no artifact has that id."""
+        """Artifact, heads and limits; UnknownArtifactError for an unknown artifact id."""
         served = self.artifacts.get(request.artifact_id)
         manifest, conditioning = served.manifest, served.manifest.conditioning
         return pb.GetMetadataResponse(
@@ -132,14 +132,14 @@ class PredictorCalls:
 
 
 def check_batch(num_requests: int) -> None:
-    """Raises InputError for more requests than one PredictBatch may have, or none."""
+    """Raises InputError unless the number of requests of a batch is allowed."""
     if not 1 <= num_requests <= MAX_BATCH_REQUESTS:
-        raise InputError("requests", f"{num_requests} requests", f"1 to {MAX_BATCH_REQUESTS} of them")
+        raise InputError("requests", f"{num_requests} requests", f"1 to {MAX_BATCH_REQUESTS} requests")
 
 
 async def gather_in_chunks(calls: Iterable[tuple[int, Coroutine[Any, Any, T]]]) -> list[T]:
-    """Results of concurrent coroutines, which must not raise; between starting ones whose inputs (sizes in bytes) are large,
-    other tasks get their turns."""
+    """Results of concurrent coroutines, which must not raise. `calls` has their input sizes in bytes; between
+    chunks of large inputs, other tasks can run."""
     tasks, size = [], 0
     async with asyncio.TaskGroup() as group:
         for num_bytes, call in calls:
@@ -152,6 +152,6 @@ async def gather_in_chunks(calls: Iterable[tuple[int, Coroutine[Any, Any, T]]]) 
 
 
 def _deadline(now: float, timeout_s: float | None, request: pb.PredictRequest) -> float | None:
-    own_s = request.timeout_s if request.HasField("timeout_s") else math.inf
-    seconds = min(own_s, math.inf if timeout_s is None else timeout_s)
+    request_s = request.timeout_s if request.HasField("timeout_s") else math.inf
+    seconds = min(request_s, math.inf if timeout_s is None else timeout_s)
     return None if seconds == math.inf else now + seconds

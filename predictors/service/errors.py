@@ -1,7 +1,7 @@
-"""What can go wrong with one request, and its status: one table from error to gRPC and HTTP status.
+"""Errors of a request, and the table from error to gRPC and HTTP status.
 
-Statuses carry the details of google.rpc (AIP-193) that clients can act on: ErrorInfo always, BadRequest where a field is
-wrong, RetryInfo where a retry helps.
+Statuses have the details of google.rpc (AIP-193): always ErrorInfo, BadRequest if a field is wrong, and
+RetryInfo if the request can be retried.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ logger.addFilter(RequestDataFilter())
 
 
 class QueueFullError(TailcastError):
-    """The queue is full; the request was refused at once and may be tried again later."""
+    """The queue is full; the request was rejected immediately and can be retried later."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"queue: {limit} requests are waiting; allowed: fewer than {limit}; try again later")
 
 
 class ExpiredError(TailcastError):
-    """The request's deadline passed in the queue; no work was done for it."""
+    """The deadline of the request passed while it was queued."""
 
     def __init__(self) -> None:
         super().__init__("the deadline passed while the request was waiting in the queue")
@@ -46,8 +46,8 @@ class ClosedError(TailcastError):
 
 
 class BatchError(TailcastError):
-    """The batch of the request failed; `__cause__` is the reason, whose text the message leaves out, as it can quote the prompt
-    of another request. Every request of the batch gets its own."""
+    """The batch of the request failed; every request of the batch gets its own instance. `__cause__` is the
+    reason; the message omits its text, which can quote the prompt of another request."""
 
     def __init__(self, cause: BaseException) -> None:
         super().__init__(f"the batch failed ({type(cause).__name__}); the server's log has the details")
@@ -55,7 +55,7 @@ class BatchError(TailcastError):
 
 
 class UnknownArtifactError(InputError):
-    """No artifact of that name is served."""
+    """No artifact with this id is served."""
 
 
 class UnauthenticatedError(TailcastError):
@@ -66,18 +66,18 @@ class UnauthenticatedError(TailcastError):
 
 
 class UnparsableError(InputError):
-    """Bytes that are not a message of the expected kind."""
+    """The request is not a serialized message of the expected type."""
 
     def __init__(self, kind: str, reason: object) -> None:
-        super().__init__("request", f"bytes that cannot be read ({reason})", f"a serialized {kind}")
+        super().__init__("request", f"bytes that cannot be parsed ({reason})", f"a serialized {kind}")
 
 
 class ReloadError(TailcastError):
-    """A new artifact was refused; the one before stays in service."""
+    """A new artifact was rejected; the old one stays in service."""
 
 
 def renamed(error: InputError, field: str) -> InputError:
-    """The same error about a field of another name; a plain sentence stays as it is."""
+    """The same error with another field name; an error without allowed values is returned unchanged."""
     if error.allowed is None:
         return error
     kind = UnknownArtifactError if isinstance(error, UnknownArtifactError) else InputError
@@ -96,7 +96,7 @@ STATUS: dict[type[Exception], tuple[grpc.StatusCode, int]] = {
 DETAILS_KEY = "grpc-status-details-bin"
 DOMAIN = "tailcast"
 MAX_MESSAGE_BYTES = 1000
-# A full queue drains in well under a second; a restarted server is back in about two.
+# A full queue drains in well under a second; a server restarts in about two seconds.
 RETRY_AFTER_S = {grpc.StatusCode.RESOURCE_EXHAUSTED: 0.1, grpc.StatusCode.UNAVAILABLE: 1.0}
 
 
@@ -107,7 +107,7 @@ def status_code(error: Exception) -> grpc.StatusCode:
 
 @dataclass(frozen=True, slots=True)
 class ErrorStatus:
-    """Status and message of a failed request, and the field that is wrong or empty."""
+    """Status, message and reason of a failed request; `field` is the wrong field, or empty."""
 
     code: grpc.StatusCode
     message: str
@@ -116,7 +116,7 @@ class ErrorStatus:
 
     @classmethod
     def of(cls, error: Exception) -> ErrorStatus:
-        """The status of an error; the text of one that is not tailcast's goes only to the log."""
+        """The status of an error; logs errors other than `TailcastError` and does not return their text."""
         if not isinstance(error, TailcastError):
             logger.error("a request failed", exc_info=error)
             message = "internal error; the server's log has the details"
@@ -124,7 +124,7 @@ class ErrorStatus:
         field = error.field if isinstance(error, InputError) and error.allowed is not None else ""
         name = type(error).__name__.removesuffix("Error")
         reason = re.sub(r"(?<!^)(?=[A-Z])", "_", name).upper()  # QueueFullError -> QUEUE_FULL
-        # UTF-8 can encode the message, and gRPC can send three copies of it in its trailing metadata.
+        # Valid UTF-8, and short enough that gRPC can send it three times in the trailing metadata.
         data = str(error).encode("utf-8", "replace")
         tail = "..." if len(data) > MAX_MESSAGE_BYTES else ""
         message = data[:MAX_MESSAGE_BYTES].decode("utf-8", "ignore") + tail
@@ -132,11 +132,11 @@ class ErrorStatus:
 
     @property
     def http_status(self) -> int:
-        """The HTTP status of the same meaning."""
+        """The corresponding HTTP status."""
         return next(http for code, http in STATUS.values() if code is self.code)
 
     def message_with_details(self) -> status_pb2.Status:
-        """The google.rpc.Status."""
+        """The google.rpc.Status with details."""
         status = status_pb2.Status(code=self.code.value[0], message=self.message)
         details: list[Message] = [error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN)]
         if self.field:
@@ -150,14 +150,14 @@ class ErrorStatus:
         return status
 
     def outcome(self, request_id: str) -> pb.Outcome:
-        """The outcome of one of several requests."""
+        """The outcome of one request of a batch."""
         code: int = self.code.value[0]
         return pb.Outcome(
             error=pb.PredictionError(request_id=request_id, code=code, message=self.message, field=self.field)
         )
 
 
-@functools.lru_cache(maxsize=16)  # those of a full server repeat
+@functools.lru_cache(maxsize=16)  # a full server repeats the same status
 def trailing_metadata(status: ErrorStatus) -> tuple[tuple[str, bytes], ...]:
     """The details of a status for gRPC clients."""
     return ((DETAILS_KEY, status.message_with_details().SerializeToString()),)

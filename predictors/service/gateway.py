@@ -1,4 +1,4 @@
-"""The HTTP side: the messages as protobuf's JSON, metrics, probes, and the Open Inference Protocol over REST."""
+"""HTTP gateway: messages in protobuf's JSON mapping, metrics, probes, Open Inference Protocol over REST."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 # Probes need no token.
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"})
 MAX_JSON_VALUES = 100_000
-"""Maximum number of brackets, commas and colons of a JSON body: parsing as many takes some 20 ms, in which nothing else runs."""
+"""Maximum number of brackets, commas and colons of a JSON body; parsing that many blocks for about 20 ms."""
 SYMBOLS = np.zeros(256, dtype=np.bool_)
 SYMBOLS[list(b"[{,:")] = True
 TEXT_FIELDS = {
@@ -43,8 +43,8 @@ TEXT_FIELDS = {
     if field.type == field.TYPE_STRING
     for key in (field.name, field.json_name)
 }
-"""Names of text fields in JSON -> in the message."""
-#: Of the binary tensor extension.
+"""Text fields: name in JSON -> name in the message."""
+#: Header of the binary tensor extension.
 HEADER_LENGTH = "Inference-Header-Content-Length"
 
 
@@ -56,8 +56,8 @@ async def start_gateway(
     *,
     shares_port: bool,
 ) -> web.AppRunner:
-    """Binds the HTTP port of a server (InputError if it cannot), in the same event loop, and answers; `cleanup` of the result
-    closes it. A body over the configured size gets 413; a caller that hangs up takes its request out of the queue."""
+    """Binds and serves the HTTP port of a server (InputError on failure); `cleanup` of the result closes it.
+    A body above the configured size gets 413; a disconnect removes the request from the queue."""
     routes = web.RouteTableDef()
 
     @routes.post("/v1/predict")
@@ -71,18 +71,18 @@ async def start_gateway(
         content = await json_object(await read_body(request))
         requests = content.pop("requests", [])
         if content or not isinstance(requests, list):
-            raise UnparsableError("PredictBatchRequest", "it is an object with a list of requests")
+            raise UnparsableError("PredictBatchRequest", "expected an object with a list of requests")
         check_batch(len(requests))
         batch = pb.PredictBatchRequest()
-        for one in requests:
-            batch.requests.append(request_message(one))
+        for request_content in requests:
+            batch.requests.append(request_message(request_content))
             await asyncio.sleep(0)
         response = await calls.predict_batch(batch, None, _trace(request))
         outcomes = []
         for outcome in response.outcomes:
             outcomes.append(json.dumps(message_json(outcome)))
             if len(outcomes) % 16 == 0:
-                await asyncio.sleep(0)  # those of many quantiles take a millisecond each
+                await asyncio.sleep(0)  # outcomes with many quantiles take a millisecond each
         return web.json_response(text=f'{{"outcomes": [{", ".join(outcomes)}]}}')
 
     @routes.get("/v1/metadata")
@@ -115,7 +115,7 @@ async def start_gateway(
 def _middleware(tokens: BearerTokens | None) -> Any:
     @web.middleware
     async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Checks the caller's token, and makes every error a response."""
+        """Checks the bearer token, and converts errors to responses."""
         try:
             if tokens is not None and request.path not in OPEN_PATHS:
                 tokens.check(request.headers.get("Authorization"))
@@ -133,17 +133,17 @@ def _middleware(tokens: BearerTokens | None) -> Any:
 
 
 def _trace(request: web.Request) -> dict[str, str]:
-    """The caller's trace context, without values that are not ASCII."""
+    """The trace context of the caller, without non-ASCII values."""
     return {key: request.headers[key] for key in TRACE_KEYS if request.headers.get(key, "é").isascii()}
 
 
 async def json_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in a body, in UTF-8; UnparsableError if there is none, or it has more than `MAX_JSON_VALUES` values."""
-    # A smaller body cannot have too many.
+    """The JSON object in a UTF-8 body; UnparsableError for other content or too many values."""
+    # A smaller body cannot have too many values.
     if len(body) > MAX_JSON_VALUES and await asyncio.to_thread(_num_symbols, body) > MAX_JSON_VALUES:
-        reason = f"more than {MAX_JSON_VALUES} values; larger requests go over gRPC or as binary tensors"
+        reason = f"more than {MAX_JSON_VALUES} values; use gRPC or binary tensors for larger requests"
         raise UnparsableError("JSON object", reason)
-    try:  # not `parse_json`, whose second pass over escaped surrogates would hold the loop
+    try:  # not `parse_json`, whose second pass over escaped surrogates would block the event loop
         text = body.decode("utf-8-sig")
         content = json.loads(text, object_pairs_hook=_unique_members)
     except (ValueError, RecursionError) as error:
@@ -155,7 +155,7 @@ async def json_object(body: bytes) -> dict[str, Any]:
 
 
 def _num_symbols(body: bytes) -> int:
-    """Number of brackets, commas and colons outside strings: they bound the time of parsing, which cannot be interrupted."""
+    """Number of brackets, commas and colons outside strings, a bound on the parsing time."""
     codes = np.frombuffer(body.replace(b"\\\\", b"").replace(b'\\"', b""), dtype=np.uint8)
     inside = np.logical_xor.accumulate(codes == ord('"'))
     return int(np.count_nonzero(SYMBOLS[codes] & ~inside))
@@ -164,18 +164,18 @@ def _num_symbols(body: bytes) -> int:
 def _unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) != len(pairs):
-        raise ValueError("a name that comes twice in one object")
+        raise ValueError("a repeated name in an object")
     return members
 
 
 def request_message(content: Any) -> pb.PredictRequest:
-    """The request of a JSON object: protobuf's mapping, with token_ids and messages as plain lists. The content of a message
-    may be a list of OpenAI's text parts. UnparsableError if a field is unknown or of another type, or a list is too long."""
+    """The request from a JSON object in protobuf's mapping, but token_ids and messages are lists. The content
+    of a message can be OpenAI text parts. UnparsableError for unknown fields, wrong types, long lists."""
     if not isinstance(content, dict):
-        raise UnparsableError("PredictRequest", f"an object, not {type(content).__name__}")
+        raise UnparsableError("PredictRequest", f"expected an object, not {type(content).__name__}")
     fields = dict(content)
     try:
-        # json_format takes 25 ms for a MiB of text and a microsecond for a value: texts go around it, counts are bounded.
+        # json_format takes 25 ms per MiB of text and 1 us per value: texts bypass it, values are limited.
         keys = [key for key in TEXT_FIELDS if isinstance(fields.get(key), str)]
         texts = {TEXT_FIELDS[key]: fields.pop(key) for key in keys}
         message = pb.PredictRequest(messages=_chat_messages(fields.pop("messages", None)), **texts)
@@ -186,9 +186,9 @@ def request_message(content: Any) -> pb.PredictRequest:
         names = ("messages", "prompt", "tokenIds", "token_ids")
         inputs = [name for name in names if content.get(name) is not None]
         if len(inputs) > 1:
-            raise ValueError(f"{' and '.join(inputs)} exclude each other")
+            raise ValueError(f"{' and '.join(inputs)} are mutually exclusive")
         ParseDict(fields, message, max_recursion_depth=10)
-    except Exception as error:  # a key that is half of a surrogate pair is even a SystemError
+    except Exception as error:  # a key with a lone surrogate raises SystemError
         raise UnparsableError("PredictRequest", error) from error
     return message
 
@@ -203,15 +203,15 @@ def _chat_messages(messages: object) -> pb.ChatMessages | None:
     if messages is None:
         return None
     if not isinstance(messages, list):
-        raise TypeError(f"messages is a list, not {type(messages).__name__}")
+        raise TypeError(f"messages must be a list, not {type(messages).__name__}")
     if len(messages) > MAX_MESSAGES:
-        raise ValueError(f"{len(messages)} messages; at most {MAX_MESSAGES}")
+        raise ValueError(f"{len(messages)} messages; allowed: at most {MAX_MESSAGES}")
     chat = pb.ChatMessages()
     for message in messages:
         if not isinstance(message, dict) or not message.keys() <= {"role", "content"}:
-            raise TypeError("a message is an object with role and content")
+            raise TypeError("a message must be an object with role and content")
         content = message.get("content")
-        text = content_text(content) if isinstance(content, list) else content  # others fail in protobuf
+        text = content_text(content) if isinstance(content, list) else content  # other types fail in protobuf
         chat.messages.add(role=message.get("role"), content=text)
     return chat
 
@@ -225,7 +225,7 @@ def message_json(message: Message) -> dict[str, Any]:
 
 
 def _open_inference_routes(calls: PredictorCalls) -> web.RouteTableDef:
-    """The paths under /v2, with the binary tensor extension that tritonclient uses by default."""
+    """Routes under /v2, with the binary tensor extension, the default of tritonclient."""
     routes = web.RouteTableDef()
 
     def model(request: web.Request) -> ServedArtifact:
@@ -288,7 +288,7 @@ def _open_inference_routes(calls: PredictorCalls) -> web.RouteTableDef:
 
 
 async def _split(body: bytes, header_length: str | None) -> tuple[dict[str, Any], bytes]:
-    """The JSON part of a body, and the tensors behind it."""
+    """The JSON part of a body, and the binary tensors after it."""
     if header_length is None:
         return await json_object(body), b""
     is_number = header_length.isascii() and header_length.isdigit() and len(header_length) < 20
@@ -299,7 +299,7 @@ async def _split(body: bytes, header_length: str | None) -> tuple[dict[str, Any]
 
 
 def _inputs(content: dict[str, Any], binary: bytes) -> Iterator[InputTensor]:
-    at = 0
+    offset = 0
     for tensor in _listed(content, "inputs"):
         name, datatype = (str(tensor.get(member, "")) for member in ("name", "datatype"))
         shape = tensor.get("shape")
@@ -309,22 +309,23 @@ def _inputs(content: dict[str, Any], binary: bytes) -> Iterator[InputTensor]:
         if size is None:
             yield name, datatype, shape, _flat(tensor.get("data"))
             continue
-        if type(size) is not int or not 0 <= size <= len(binary) - at:
-            raise InputError(f"inputs.{name}.parameters.binary_data_size", size, f"0 to {len(binary) - at}")
-        at += size
-        yield name, datatype, shape, binary[at - size : at]
-    if at != len(binary):
-        raise InputError("inputs", f"{len(binary)} bytes after the JSON part", f"{at}, as the inputs say")
+        remaining = len(binary) - offset
+        if type(size) is not int or not 0 <= size <= remaining:
+            raise InputError(f"inputs.{name}.parameters.binary_data_size", size, f"0 to {remaining}")
+        offset += size
+        yield name, datatype, shape, binary[offset - size : offset]
+    if offset != len(binary):
+        raise InputError("inputs", f"{len(binary)} bytes of binary data", f"{offset}, the sum of sizes")
 
 
 def _flat(values: Any) -> list[Any]:
     """The leaves of nested lists, in order."""
     leaves: list[Any] = []
-    rest = [values]
-    while rest:
-        value = rest.pop()
+    stack = [values]
+    while stack:
+        value = stack.pop()
         if isinstance(value, list):
-            rest.extend(reversed(value))
+            stack.extend(reversed(value))
         else:
             leaves.append(value)
     return leaves

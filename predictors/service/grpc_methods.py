@@ -1,6 +1,6 @@
-"""The gRPC methods of tailcast.predictor.v1.Predictor, from bytes to bytes.
+"""gRPC methods of tailcast.predictor.v1.Predictor.
 
-Handlers take and return bytes: malformed ones are then our INVALID_ARGUMENT, not the library's INTERNAL or UNKNOWN.
+Handlers take and return bytes, so that malformed requests get INVALID_ARGUMENT instead of INTERNAL.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from predictors.service.tracing import TRACE_KEYS
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Predictor"].full_name
 EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in the stubs
-# Of one stream in flight; the next one is read when an outcome has been sent.
+# Maximum number of requests in flight per stream; the next one is read when an outcome has been sent.
 MAX_STREAM_REQUESTS = 128
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 async def abort(context: Context, error: Exception) -> NoReturn:
-    """Ends a call with the status of an error and its details."""
+    """Ends a call with the status and details of an error."""
     status = ErrorStatus.of(error)
     await context.abort(status.code, status.message, trailing_metadata(status))
     raise AssertionError("abort raises")
@@ -35,7 +35,7 @@ async def abort(context: Context, error: Exception) -> NoReturn:
 def unary(
     method: Callable[[Any, Context], Awaitable[Message]], kind: type[Message] | None = None
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    """The gRPC handler of a method that takes bytes, or a message of `kind`, and may raise anything."""
+    """The gRPC handler of a method that takes bytes, or a message of type `kind`, and can raise."""
 
     async def handle(data: bytes, context: Context) -> bytes:
         try:
@@ -49,7 +49,7 @@ def unary(
 
 
 class PredictorMethods:
-    """The handlers."""
+    """Handlers of the gRPC methods."""
 
     def __init__(self, calls: PredictorCalls) -> None:
         self._calls = calls
@@ -66,7 +66,7 @@ class PredictorMethods:
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     def end_streams(self) -> None:
-        """Reads no more requests from streams; they end when those in flight are answered."""
+        """Stops reading from streams; they end after their requests in flight."""
         for reader in list(self._readers):
             reader.cancel()
 
@@ -84,7 +84,7 @@ class PredictorMethods:
         return self._calls.metadata(request)
 
     async def _predict_stream(self, requests: object, context: Context) -> None:
-        """Reads, predicts and writes at the same time, with bounded memory."""
+        """Reads, predicts and writes concurrently, with bounded memory."""
         slots, writing = asyncio.Semaphore(MAX_STREAM_REQUESTS), asyncio.Lock()
         trace = self._trace(context)
 
@@ -115,9 +115,9 @@ class PredictorMethods:
                 finally:
                     reader.cancel()
                 end = ClosedError() if reader.cancelled() else reader.exception()
-        except ExceptionGroup as errors:  # of writing
+        except ExceptionGroup as errors:  # from writing
             end = errors.exceptions[0]
-        if isinstance(end, Exception):  # once what was read has been answered
+        if isinstance(end, Exception):  # after the outcomes of all requests that were read
             await abort(context, end)
 
     def _trace(self, context: Context) -> dict[str, str] | None:

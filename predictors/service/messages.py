@@ -1,4 +1,4 @@
-"""Messages of the interface: bytes to checked requests with bounded work, and predictions to responses."""
+"""Conversion of bytes to validated requests, in bounded time, and of predictions to responses."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 M = TypeVar("M")
 
-# Elements of a message: as many take some milliseconds to parse.
+# Maximum number of elements of a message; parsing that many takes a few milliseconds.
 MAX_ELEMENTS = 20_000
-# Messages up to this size are parsed without counting: their parsing time is bounded anyway.
+# Messages up to this size are parsed without counting elements, because their parsing time is short anyway.
 UNCOUNTED_BYTES = 2**16
 
 MAX_QUANTILE_LEVELS = 100
 MAX_REQUEST_ID_CHARS = 1024
 MAX_MESSAGES = 4096
-MAX_TEMPERATURE = 100.0  # far above what any engine samples with; beyond it the model's numbers overflow
+MAX_TEMPERATURE = 100.0  # far above sampling temperatures in use; the model overflows above it
 DEFAULT_CVAR_LEVEL = 0.9
 DEFAULT_QUANTILE_LEVELS = (0.5, 0.9, 0.99)
 
 
 def parse(kind: type[M], data: bytes) -> M:
-    """The message of some bytes; UnparsableError for truncated ones, text that is not UTF-8, or too many elements."""
+    """Parses a message; UnparsableError for truncated bytes, text that is not UTF-8, or too many elements."""
     if len(data) > UNCOUNTED_BYTES:
         elements = _elements(kind.DESCRIPTOR, data, 0, len(data))  # type: ignore[attr-defined]
         if next(itertools.islice(elements, MAX_ELEMENTS, None), 1) is None:
@@ -50,31 +50,31 @@ def parse(kind: type[M], data: bytes) -> M:
         raise UnparsableError(kind.__name__, error) from error
 
 
-def _elements(message: Descriptor, data: bytes, at: int, end: int) -> Iterator[None]:
-    """One None for each field of a serialized message and of those in it, repeated ones one by one: they bound the time of
-    parsing, which cannot be interrupted. Fields in a group (which parsers skip) count as those around it. Malformed bytes end
-    the count: the parser will refuse them."""
+def _elements(message: Descriptor, data: bytes, start: int, end: int) -> Iterator[None]:
+    """Yields None for each field (or repeated element) of a serialized message and its nested messages,
+    because their number bounds the parsing time. Ends at malformed bytes, which the parser rejects."""
+    offset = start
     inner = _counted_messages(message)
-    while at < end:
+    while offset < end:
         yield None
-        tag, at = _varint(data, at, end)
+        tag, offset = _varint(data, offset, end)
         kind = tag & 7
         if kind == 0:
-            _, at = _varint(data, at, end)
+            _, offset = _varint(data, offset, end)
         elif kind == 2:
-            length, at = _varint(data, at, end)
+            length, offset = _varint(data, offset, end)
             if tag >> 3 in inner:
-                yield from _elements(inner[tag >> 3], data, at, min(end, at + length))
-            at += length
+                yield from _elements(inner[tag >> 3], data, offset, min(end, offset + length))
+            offset += length
         elif kind in (1, 5):
-            at += 8 if kind == 1 else 4
+            offset += 8 if kind == 1 else 4
         elif kind > 5:
             return
 
 
 @functools.cache
 def _counted_messages(message: Descriptor) -> dict[int, Descriptor]:
-    """Number -> message of the fields that hold messages in which again messages or texts are repeated."""
+    """Field number -> message type, for message fields whose type has messages or repeated texts."""
 
     texts = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
@@ -88,22 +88,22 @@ def _counted_messages(message: Descriptor) -> dict[int, Descriptor]:
     }
 
 
-def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
-    """A number and the position behind it."""
+def _varint(data: bytes, offset: int, end: int) -> tuple[int, int]:
+    """The varint at an offset, and the offset after it."""
     value = shift = 0
-    while at < end and shift < 70:
-        byte = data[at]
-        at += 1
+    while offset < end and shift < 70:
+        byte = data[offset]
+        offset += 1
         value |= (byte & 127) << shift
         if byte < 128:
             break
         shift += 7
-    return value, at
+    return value, offset
 
 
 class CheckedRequest(NamedTuple):
-    """The valid input of a request (the text, or at most max_length token ids of the artifact's vocabulary), the served model and
-    the sampling temperature (None: unknown), and whether the artifact was trained on outputs of that model."""
+    """Validated input of a request: a text or at most max_length valid token ids, served model and sampling
+    temperature (None: unknown), and whether the artifact was trained on outputs of that model."""
 
     prompt: str | TokenizedPrompt
     served_model: str | None = None
@@ -112,7 +112,7 @@ class CheckedRequest(NamedTuple):
 
 
 class RequestReader:
-    """Checks requests for one artifact."""
+    """Validates requests for one artifact."""
 
     def __init__(self, runtime: ArtifactRuntime, max_prompt_chars: int | None) -> None:
         self._runtime = runtime
@@ -120,7 +120,7 @@ class RequestReader:
         self.max_prompt_chars = max_prompt_chars
 
     def read(self, request: pb.PredictRequest) -> CheckedRequest:
-        """The request's input and conditions; raises InputError for the first wrong field."""
+        """Validates a request; InputError for the first wrong field."""
         if len(request.request_id) > MAX_REQUEST_ID_CHARS:
             raise _too_many("request_id", len(request.request_id), "characters", MAX_REQUEST_ID_CHARS)
         kind = request.WhichOneof("input")
@@ -140,19 +140,19 @@ class RequestReader:
 
     def _text(self, field: str, text: str) -> str:
         if not text or text.isspace():
-            raise InputError(field, text[:20], "a text that is not empty")
+            raise InputError(field, text[:20], "a non-empty text")
         if self.max_prompt_chars is not None and len(text) > self.max_prompt_chars:
             raise _too_many(field, len(text), "characters", self.max_prompt_chars)
         return text
 
     def _message_text(self, chat: pb.ChatMessages) -> str:
-        """The part of a conversation that the artifact was trained on: the last user message, or all of it."""
+        """The text of a conversation as in training: the last user message, or all messages."""
         messages = chat.messages
         if len(messages) > MAX_MESSAGES:
             raise _too_many("messages", len(messages), "messages", MAX_MESSAGES)
         role = messages[-1].role if messages else "no message"
         if role != "user":
-            raise InputError("messages", role, "a conversation whose last message has the role user")
+            raise InputError("messages", role, "a conversation with a last message of role user")
         if self._manifest.conversations:
             return conversation_text((message.role, message.content) for message in messages)
         content: str = messages[-1].content
@@ -162,7 +162,7 @@ class RequestReader:
         max_length = self._manifest.max_length
         size = self._runtime.tokenizer.vocabulary_size
         if not 1 <= len(token_ids.ids) <= max_length:
-            raise InputError("token_ids", f"{len(token_ids.ids)} ids", f"1 to {max_length} of them")
+            raise InputError("token_ids", f"{len(token_ids.ids)} ids", f"1 to {max_length} ids")
         ids = np.array(token_ids.ids, dtype=np.int64)
         wrong = ids[(ids < 0) | (ids >= size)]
         if len(wrong):
@@ -195,7 +195,7 @@ def _too_many(field: str, count: int, unit: str, maximum: int) -> InputError:
 def predict_response(
     request: pb.PredictRequest, result: PipelineResult, manifest: Manifest, is_trained_model: bool
 ) -> pb.PredictResponse:
-    """The response to a valid request with a prediction that the runtime has checked."""
+    """The response to a validated request, from a prediction within range."""
     prediction, bucket = result.prediction, result.prediction.bucket
     declared_tier = request.declared_tier if request.HasField("declared_tier") else None
     return pb.PredictResponse(
@@ -230,7 +230,7 @@ def predict_response(
 
 
 def _length_numbers(request: pb.PredictRequest, prediction: PredictedRow) -> dict[str, Any]:
-    """Statistics of the length truncated at the request's max_tokens or the default, by field of the response."""
+    """Response fields of the length truncated at max_tokens of the request or the default."""
     length = prediction.length()
     if length is None:
         return {}
@@ -254,9 +254,9 @@ def _length_numbers(request: pb.PredictRequest, prediction: PredictedRow) -> dic
 def urgency(
     probabilities: Sequence[float], abstain_threshold: float | None, declared_tier: int | None = None
 ) -> pb.Urgency:
-    """The likeliest level of those given, the most urgent first (the more urgent one of two equally likely ones); whether its
-    probability reaches `abstain_threshold` (None: any does; 1: none, even one that rounding made certain); and, with the client's
-    declared tier, the level to schedule at."""
+    """The most likely urgency level (level 0 is the most urgent; for ties the more urgent one), whether to
+    abstain, and with `declared_tier` the level to schedule at. Abstains if the highest probability is below
+    `abstain_threshold` (None: never), and always for a threshold of 1, regardless of rounding."""
     prediction = UrgencyPrediction(_distribution(probabilities), abstain_threshold)
     threshold = 0.0 if abstain_threshold is None else abstain_threshold
     return pb.Urgency(
@@ -269,21 +269,21 @@ def urgency(
 
 
 def _distribution(probabilities: Sequence[float]) -> tuple[float, ...]:
-    """The probabilities with a sum of 1, which a graph in half precision only nearly gives."""
+    """Normalizes probabilities to a sum of 1, which half precision only approximates."""
     total = math.fsum(probabilities)
     return tuple(probability / total for probability in probabilities)
 
 
 def most_likely(probabilities: Sequence[float]) -> int:
-    """Position of the highest probability, the first of equal ones."""
+    """Index of the highest probability, the first one for ties."""
     return max(range(len(probabilities)), key=probabilities.__getitem__)
 
 
 def truncated_length(
     length: LengthPrediction, *, max_tokens: int, cvar_level: float, levels: Sequence[float]
 ) -> pb.TruncatedLength:
-    """Expectation, CVaR and quantiles of min(X, max_tokens) in tokens, as its distribution gives them; what depends on the
-    level and nu alone is computed once."""
+    """Expectation, CVaR and quantiles of min(X, max_tokens) in tokens. Values that depend only on the level
+    and nu are cached."""
     if cvar_level >= 0.5:
         expected, cvar = length.expected_and_cvar(max_tokens, cvar_level)
     else:

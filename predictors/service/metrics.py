@@ -1,7 +1,7 @@
-"""Metrics of the service in Prometheus' format; names and labels are in the README.
+"""Prometheus metrics of the service; the README lists names and labels.
 
-One registry belongs to one server. With several worker processes, which count in the files of one folder
-(`DIRECTORY_VARIABLE`), every worker reports the sums over all of them.
+Each server has its own registry. Several worker processes count in files of a shared folder
+(`DIRECTORY_VARIABLE`), and each of them reports the sums.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 M = TypeVar("M")
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# From the half millisecond of a cached prediction to the seconds of an overloaded server.
+# From cached predictions (half a millisecond) to an overloaded server (seconds).
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
 
-DIRECTORY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's, evaluated when it is imported
+DIRECTORY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"  # read when prometheus_client is imported
 
 
 def count_as_worker(number: int) -> None:
-    """Makes this process count on in the files of that worker; to be called before any metric is made."""
+    """Makes this process continue the files of a worker number; must be called before metrics are created."""
     untyped: Any = values
     untyped.ValueClass = untyped.MultiProcessValue(process_identifier=lambda: number)
 
 
 class ServiceMetrics:
-    """The metrics of one server, in a registry of its own."""
+    """Metrics of one server, in a separate registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -51,10 +51,10 @@ class ServiceMetrics:
         histogram = functools.partial(metric, Histogram, buckets=SECONDS)
 
         self.requests = counter("requests", "Requested predictions, by outcome.", "method", "code")
-        self.seconds = histogram("request_seconds", "From a request's arrival to its response.", "method")
-        self.tokenize = histogram("tokenize_seconds", "Tokenizing the prompt.")
-        self.queue = histogram("queue_seconds", "Waiting for a batch.")
-        self.inference = histogram("inference_seconds", "Model calls.")
+        self.seconds = histogram("request_seconds", "Time from arrival to response.", "method")
+        self.tokenize = histogram("tokenize_seconds", "Time of tokenization.")
+        self.queue = histogram("queue_seconds", "Time waiting for a batch.")
+        self.inference = histogram("inference_seconds", "Time of model calls.")
         self.batch_size = histogram("batch_size", "Prompts in a model call.", buckets=SIZES)
         self.tokens = counter("tokens", "Prompt tokens in model calls.")
         self.padding = counter("padding_tokens", "Padding tokens in model calls.")
@@ -63,7 +63,7 @@ class ServiceMetrics:
         self.misses = counter("cache_misses", "Predictions not in the cache.")
         self.reloads = counter("reloads", "Artifact replacements, by outcome.", "outcome")
         sum_gauge = functools.partial(metric, Gauge, multiprocess_mode="livesum")
-        self.queue_length = sum_gauge("queue_length", "Requests accepted and not yet answered.")
+        self.queue_length = sum_gauge("queue_length", "Requests in flight.")
         max_gauge = functools.partial(metric, Gauge, multiprocess_mode="livemax")
         self.info = max_gauge("artifact_info", "1 for the version in service.", "version", "provider")
 
@@ -77,7 +77,7 @@ class ServiceMetrics:
 
 
 class ArtifactMetrics:
-    """The metrics of one artifact; `labels` takes a lock, so its results are kept."""
+    """Metrics of one artifact; results of `labels`, which takes a lock, are cached."""
 
     def __init__(self, metrics: ServiceMetrics, name: str) -> None:
         self._metrics, self._name = metrics, name
@@ -95,7 +95,7 @@ class ArtifactMetrics:
         self._seconds = functools.cache(functools.partial(metrics.seconds.labels, name))
 
     def batch(self, lengths: Sequence[int], seconds: float) -> None:
-        """Counts a batch of prompts of these lengths (tokens); called in threads."""
+        """Counts a batch of prompts with the given lengths (tokens); thread-safe."""
         num_tokens = sum(lengths)
         self._batch_size.observe(len(lengths))
         self._inference.observe(seconds)
@@ -103,21 +103,21 @@ class ArtifactMetrics:
         self._padding.inc(len(lengths) * max(lengths) - num_tokens)
 
     def cache(self, hit: bool) -> None:
-        """Counts a look into the cache."""
+        """Counts a cache lookup."""
         (self._hits if hit else self._misses).inc()
 
     def loaded(self, version: str, provider: str, previous: str | None) -> None:
-        """Notes the version in service, instead of the previous one."""
+        """Sets the version in service, and clears the previous one."""
         if previous is not None and previous != version:
             self._metrics.info.labels(self._name, previous, provider).set(0)
         self._metrics.info.labels(self._name, version, provider).set(1)
 
     def reload(self, succeeded: bool) -> None:
-        """Counts the end of a reload."""
+        """Counts a finished reload."""
         self._metrics.reloads.labels(self._name, "taken" if succeeded else "refused").inc()
 
     def request(self, method: str, code: str, seconds: float, result: PipelineResult | None) -> None:
-        """Counts the end of a request; one that was refused (`result` is None) or cached has no times of its parts."""
+        """Counts a finished request; `result` is None if it was rejected."""
         self._requests(method, code).inc()
         self._seconds(method).observe(seconds)
         if result is not None and not result.cached:

@@ -1,16 +1,16 @@
-"""The Open Inference Protocol (https://kserve.github.io): named tensors in, named tensors out, and its gRPC methods.
+"""The Open Inference Protocol (https://kserve.github.io): inference on named tensors, and its gRPC methods.
 
-A model is an artifact, its name the artifact's id. Inputs, N rows each, as [N] or [N, 1]:
+The model name is the artifact id. Inputs have N rows, shape [N] or [N, 1]:
 
 | input | type | |
 |---|---|---|
-| prompt | BYTES | the texts |
-| served_model | BYTES | optional; an empty name: unknown |
+| prompt | BYTES | text |
+| served_model | BYTES | optional; empty: unknown |
 | temperature | FP32 | optional; NaN: unknown |
 | max_tokens | INT64 | optional |
 
-Outputs are those of the artifact's graph, nu where it is fixed, and with max_tokens expected_tokens, cvar_tokens and
-quantile_tokens (0.5, 0.9, 0.99) of the truncated length.
+Outputs are those of the artifact's graph, nu if it is fixed, and with max_tokens also expected_tokens,
+cvar_tokens and quantile_tokens (0.5, 0.9, 0.99) of the truncated length.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PLATFORM = "onnxruntime_onnx"
 DTYPES: dict[str, Any] = {"BYTES": np.object_, "INT64": "<i8", "FP32": "<f4", "FP64": "<f8"}
 # Python types of values in JSON or protobuf; null is NaN.
 PYTHON_TYPES: dict[str, set[type]] = {"BYTES": {str, bytes}, "INT64": {int}, "FP32": {int, float, type(None)}}
-# Output of the graph -> field of the response, where their names differ.
+# Output -> field of the response, if their names differ.
 RESPONSE_FIELDS = {
     "urgency": "urgency.probabilities",
     "bucket": "bucket_probabilities",
@@ -59,7 +59,7 @@ RESPONSE_FIELDS = {
 
 
 class TensorType(NamedTuple):
-    """Name, datatype and shape of an input or output; -1 is any size."""
+    """Name, datatype and shape of an input or output; -1: any size."""
 
     name: str
     datatype: str
@@ -80,7 +80,7 @@ TRUNCATED_LENGTH_OUTPUTS = (
 
 
 def output_types(served: ServedArtifact) -> list[TensorType]:
-    """Outputs of a model; the last three only with max_tokens."""
+    """Outputs of a model; the last three require the input max_tokens."""
     manifest = served.manifest
     types = [
         TensorType(output.name, "FP32", (-1, *(size for size in output.shape[1:] if isinstance(size, int))))
@@ -94,14 +94,14 @@ def output_types(served: ServedArtifact) -> list[TensorType]:
 
 
 def model_metadata(served: ServedArtifact) -> dict[str, Any]:
-    """Name, version, inputs and outputs of a model, in the protocol's words."""
-    inputs, outputs = ([each._asdict() for each in types] for types in (INPUTS, output_types(served)))
+    """Model metadata of the protocol: name, versions, platform, inputs and outputs."""
+    inputs, outputs = ([tensor._asdict() for tensor in types] for types in (INPUTS, output_types(served)))
     tensors = {"inputs": inputs, "outputs": outputs}
     return {"name": served.name, "versions": [served.version], "platform": PLATFORM} | tensors
 
 
 def find(calls: PredictorCalls, name: str, version: str) -> ServedArtifact:
-    """The artifact of that id and version (empty: any); raises UnknownArtifactError if there is none."""
+    """The artifact with an id and a version (empty: any); UnknownArtifactError if there is none."""
     if not name:
         raise UnknownArtifactError("model name", name, f"one of {', '.join(calls.artifacts.names)}")
     served = calls.artifacts.get(name)
@@ -117,8 +117,8 @@ async def infer(
     names: Collection[str],
     timeout_s: float | None,
 ) -> list[tuple[TensorType, Tensor]]:
-    """Predicts N rows, for a caller who gives up after `timeout_s` (None: never); raises the TailcastError of the first row that
-    failed. `names` are those of the outputs, in order (empty: all)."""
+    """Predicts N rows within `timeout_s` (None: no limit) and returns the outputs `names` in order (empty:
+    all). Raises the TailcastError of the first failed row."""
     values = _input_values(inputs)
     available = {
         output.name: output
@@ -127,7 +127,7 @@ async def infer(
     }
     for name in names:
         if name not in available:
-            raise InputError("outputs", name, f"out of {', '.join(available)}")
+            raise InputError("outputs", name, f"any of {', '.join(available)}")
 
     async def outcome(request: pb.PredictRequest) -> pb.PredictResponse | Exception:
         try:
@@ -137,7 +137,7 @@ async def infer(
 
     requests = _requests(served, values)
     responses = []
-    for row, result in enumerate(await gather_in_chunks((one.ByteSize(), outcome(one)) for one in requests)):
+    for row, result in enumerate(await gather_in_chunks((r.ByteSize(), outcome(r)) for r in requests)):
         if isinstance(result, Exception):
             raise renamed(result, f"{result.field}[{row}]") if isinstance(result, InputError) else result
         responses.append(result)
@@ -150,45 +150,45 @@ async def infer(
 
 
 def _input_values(inputs: Iterable[InputTensor]) -> dict[str, list[Any]]:
-    """Values by name; name, type and shape are checked before values are converted."""
+    """Values by name; validates name, type and shape before it converts values."""
     types = {tensor.name: tensor.datatype for tensor in INPUTS}
     tensors: dict[str, list[Any]] = {}
     values: Any
     for name, datatype, shape, data in inputs:
         if name not in types or name in tensors:
-            raise InputError("inputs", name, f"out of {', '.join(types)}, every name once")
+            raise InputError("inputs", name, f"any of {', '.join(types)}, each at most once")
         if datatype != types[name]:
             raise InputError(f"inputs.{name}.datatype", datatype, types[name])
         if len(shape) not in (1, 2) or list(shape[1:]) not in ([], [1]) or shape[0] < 0:
             raise InputError(f"inputs.{name}.shape", list(shape[:3]), "[N] or [N, 1]")
         if not 1 <= shape[0] <= MAX_BATCH_REQUESTS:
-            raise InputError(f"inputs.{name}", f"{shape[0]} rows", f"1 to {MAX_BATCH_REQUESTS} of them")
+            raise InputError(f"inputs.{name}", f"{shape[0]} rows", f"1 to {MAX_BATCH_REQUESTS} rows")
         values = _raw_values(datatype, shape[0], data) if isinstance(data, bytes) else data
         try:
             if len(values) != shape[0] or not set(map(type, values)) <= PYTHON_TYPES[datatype]:
-                raise ValueError(f"{len(values)} values, or of another type")
+                raise ValueError(f"{len(values)} values, or wrong types")
             if datatype == "BYTES":
                 values = [value if isinstance(value, bytes) else value.encode() for value in values]
                 values = [value.decode() for value in values]
         except ValueError as error:
-            reason, allowed = f"values that do not fit ({error})", f"{datatype} [{shape[0]}], text in UTF-8"
+            reason, allowed = f"invalid values ({error})", f"{datatype} [{shape[0]}], text in UTF-8"
             raise InputError(f"inputs.{name}", reason, allowed) from error
         tensors[name] = values
     return tensors
 
 
 def _raw_values(datatype: str, count: int, raw: bytes) -> list[Any]:
-    """The values in little-endian bytes, each of BYTES after its length in 4 bytes; none where they do not fit."""
+    """Values from little-endian bytes (BYTES: 4-byte length, then the value); empty for a wrong size."""
     if datatype != "BYTES":
         dtype = np.dtype(DTYPES[datatype])
         return np.frombuffer(raw, dtype).tolist() if len(raw) == count * dtype.itemsize else []
     strings: list[bytes] = []
-    at = 0
-    while at < len(raw) and len(strings) < count:
-        (length,) = struct.unpack_from("<I", raw, at) if at + 4 <= len(raw) else (len(raw),)
-        at += 4 + length
-        strings.append(raw[at - length : at])
-    return strings if at == len(raw) else []
+    end = 0
+    while end < len(raw) and len(strings) < count:
+        (length,) = struct.unpack_from("<I", raw, end) if end + 4 <= len(raw) else (len(raw),)
+        end += 4 + length
+        strings.append(raw[end - length : end])
+    return strings if end == len(raw) else []
 
 
 def _requests(served: ServedArtifact, inputs: Mapping[str, list[Any]]) -> list[pb.PredictRequest]:
@@ -197,12 +197,12 @@ def _requests(served: ServedArtifact, inputs: Mapping[str, list[Any]]) -> list[p
     num_rows = len(inputs["prompt"])
     for name, values in inputs.items():
         if len(values) != num_rows:
-            raise InputError(f"inputs.{name}", f"{len(values)} rows", f"{num_rows}, as of the prompts")
+            raise InputError(f"inputs.{name}", f"{len(values)} rows", f"{num_rows}, as many as prompts")
     requests = []
     try:
         for row in range(num_rows):
             fields = {name: values[row] for name, values in inputs.items()}
-            # Null or NaN: unknown.
+            # Null and NaN mean unknown.
             is_set = {name: value for name, value in fields.items() if value is not None and value == value}
             requests.append(pb.PredictRequest(artifact_id=served.name, **is_set))
         return requests
@@ -217,7 +217,7 @@ def _output_value(response: pb.PredictResponse, name: str) -> Any:
 
 
 def open_inference_handler(calls: PredictorCalls) -> grpc.GenericRpcHandler[Any, Any]:
-    """The gRPC methods: inference.GRPCInferenceService."""
+    """gRPC handler of inference.GRPCInferenceService."""
 
     async def live(request: oip.ServerLiveRequest, context: Context) -> Message:
         return oip.ServerLiveResponse(live=True)

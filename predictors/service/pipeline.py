@@ -1,4 +1,4 @@
-"""Prompt in, prediction out: tokenize, queue, run. Model calls and the tokenizing of long texts happen in threads."""
+"""The pipeline from prompt to prediction: tokenize, queue, run. Long texts and model calls use threads."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 # Rows of different served models and temperatures share batches.
 _Row = tuple[TokenizedPrompt, CheckedRequest]
 
-# Up to so many characters a prompt is tokenized in the event loop: in less than a quarter of a millisecond, which is
-# less than what a thread on a busy machine waits for its turn.
+# Prompts up to this length are tokenized in the event loop, in less than 0.25 ms. Switching to a thread takes
+# longer on a busy machine.
 MAX_INLINE_CHARS = 1000
 
 
 class PipelineResult(NamedTuple):
-    """One prompt's prediction and its cost, 0 for one from the cache. A tuple, as everything created per request: a frozen
-    dataclass takes three times as long to make."""
+    """Prediction for one prompt and its cost, 0 if cached. A tuple, like all types created per request,
+    because creating a frozen dataclass takes three times as long."""
 
     prediction: PredictedRow
     prompt_tokens: int
@@ -49,32 +49,32 @@ class PipelineResult(NamedTuple):
 
 
 class ServiceThreads:
-    """The threads of one server, shared by its artifacts: one that tokenizes, and `num_workers` of the model calls, one on
-    each of `cores` (see `worker_cores`), if there are any."""
+    """Threads of one server, shared by its artifacts: one for tokenization, and `num_workers` for model
+    calls, each bound to one of `cores` (see `worker_cores`), if any."""
 
     def __init__(self, num_workers: int, cores: Sequence[int] = ()) -> None:
         numbers = itertools.count()
 
         def pin() -> None:
             if cores:
-                with contextlib.suppress(OSError):  # the core has been taken from the process since
+                with contextlib.suppress(OSError):  # the core is no longer available to the process
                     os.sched_setaffinity(0, {cores[next(numbers) % len(cores)]})
 
         self.tokenize = ThreadPoolExecutor(1, "tailcast-tokenize")
         self.run = ThreadPoolExecutor(num_workers, "tailcast-run", initializer=pin)
 
     def close(self) -> None:
-        """Ends them after the calls that wait, without waiting for that."""
+        """Stops the threads after pending calls, without waiting for them."""
         self.tokenize.shutdown(wait=False)
         self.run.shutdown(wait=False)
 
 
 def worker_cores(num_workers: int, process: int = 0, num_processes: int = 1) -> list[int]:
-    """Cores for the `num_workers` single-threaded model calls of each process; none where the threads of all processes are
-    not as many as the cores, or threads cannot be bound.
+    """Cores for the `num_workers` single-threaded model calls of each process; empty if the number of threads
+    of all processes differs from the number of cores, or threads cannot be bound.
 
-    Linux often lets two busy threads share a core for tens of milliseconds while another core is almost idle; at 70 %
-    load this doubled the latency. With fewer threads than cores, binding could put those of several services on one.
+    Linux often runs two busy threads on one core for tens of milliseconds while another core is almost idle;
+    at 70 % load this doubled the latency. With fewer threads than cores, services could share a core.
     """
     if not hasattr(os, "sched_getaffinity"):
         return []
@@ -85,8 +85,8 @@ def worker_cores(num_workers: int, process: int = 0, num_processes: int = 1) -> 
 
 
 class ServedArtifact:
-    """One artifact in service, at one version: batched predictions, of at most `max_queue` requests in flight (tokenizing
-    ones included), and a cache of `cache_entries` of them."""
+    """One version of an artifact in service: batched predictions with at most `max_queue` requests in flight
+    (including tokenization), and a cache of `cache_entries` predictions."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class ServedArtifact:
         self.reader = RequestReader(runtime, max_prompt_chars)
         self.metrics = metrics
         self.settings = settings
-        self.num_in_flight = 0  # requests accepted and not yet answered
+        self.num_in_flight = 0
         self._empty = asyncio.Event()
         self._empty.set()
         self.state: Literal["starting", "ready", "shutting down"] = "starting"
@@ -113,17 +113,17 @@ class ServedArtifact:
 
     @property
     def is_full(self) -> bool:
-        """Whether any request is refused now: there is no cache, and the queue is full."""
+        """Whether all requests are rejected now, because the queue is full and there is no cache."""
         return self._cache is None and self.state == "ready" and self.num_in_flight >= self.settings.max_queue
 
     async def start(self) -> None:
-        """Warms the session up and verifies it; requests are accepted from then on. Raises as `ArtifactRuntime.warm_up`."""
+        """Warms up and verifies the session, then accepts requests. Raises as `ArtifactRuntime.warm_up`."""
         await asyncio.get_running_loop().run_in_executor(self._threads.run, self.runtime.warm_up)
         self.state = "ready"
 
     async def predict(self, request: CheckedRequest, *, deadline: float | None = None) -> PipelineResult:
-        """Predicts one prompt, checked by the artifact's reader; after `deadline`, a time of the clock, no more work is done for it.
-        Errors are those of `errors`, InputError for a text without tokens, and TailcastError for numbers that no scheduler can use."""
+        """Predicts one validated prompt, which is dropped if it is still queued at the time `deadline`.
+        Raises as `errors`; InputError for a text without tokens, TailcastError for bad predictions."""
         if self.state != "ready":
             raise ClosedError(self.state)
         key = b""
@@ -152,16 +152,16 @@ class ServedArtifact:
         return result
 
     async def close(self) -> None:
-        """Refuses new requests with `ClosedError`, and ends it once those in flight are answered."""
+        """Rejects new requests with `ClosedError`, and closes after the requests in flight."""
         self.state = "shutting down"
         await self._empty.wait()
         await self._batcher.close()
 
     async def _predict(self, request: CheckedRequest, deadline: float | None) -> PipelineResult:
         prompt = request.prompt
-        begin = time.perf_counter()
+        start = time.perf_counter()
         tokens = prompt if isinstance(prompt, TokenizedPrompt) else await self._tokenized(prompt)
-        tokenize_s = time.perf_counter() - begin
+        tokenize_s = time.perf_counter() - start
         if len(tokens.ids) == 0:
             raise InputError("prompt", "a text without tokens", "a text with at least one token")
         batched = await self._batcher.submit(
@@ -174,7 +174,7 @@ class ServedArtifact:
             prompt_tokens=tokens.num_tokens,
             truncated=tokens.truncated,
             tokenize_s=tokenize_s,
-            # A batch that was handed over still waits until a worker is free.
+            # A batch passed to the workers still waits for an idle one.
             queue_s=batched.queue_s + max(0.0, batched.work_s - inference_s),
             inference_s=inference_s,
             batch_size=batched.batch_size,
@@ -191,20 +191,20 @@ class ServedArtifact:
             raise BatchError(error) from error
 
     def _run(self, rows: Sequence[_Row], callback: Callback[tuple[PredictedRow, float]]) -> None:
-        """Predicts in a thread, then calls back in the event loop; `loop.run_in_executor` would make a second future and two
-        more turns of the loop for each call."""
+        """Predicts in a thread, then calls the callback in the event loop; `loop.run_in_executor` would add a
+        future and two iterations of the loop per call."""
         loop = asyncio.get_running_loop()
 
         def on_done(future: Future[list[tuple[PredictedRow, float]]]) -> None:
             error = future.exception()
-            with contextlib.suppress(RuntimeError):  # the loop has been closed: nothing waits for the result
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and the result is not needed
                 loop.call_soon_threadsafe(callback, None if error is not None else future.result(), error)
 
         self._threads.run.submit(self._run_rows, rows).add_done_callback(on_done)
 
     def _run_rows(self, rows: Sequence[_Row]) -> list[tuple[PredictedRow, float]]:
         """Predictions and the seconds of the model call; runs in a thread."""
-        begin = time.perf_counter()
+        start = time.perf_counter()
         try:
             predictions = self.runtime.run(
                 [tokens.ids for tokens, _ in rows],
@@ -215,13 +215,13 @@ class ServedArtifact:
             self.metrics.failed_batches.inc()
             logger.exception("a batch of %d prompts failed", len(rows))
             raise
-        inference_s = time.perf_counter() - begin
+        inference_s = time.perf_counter() - start
         self.metrics.batch([max(1, tokens.num_tokens) for tokens, _ in rows], inference_s)
         return [(prediction, inference_s) for prediction in predictions]
 
 
 def cache_key(prompt: str | TokenizedPrompt, served_model: str | None, temperature: float | None) -> bytes:
-    """128 bits that two requests share only if they get the same prediction of the same artifact."""
+    """128-bit hash of all inputs of a prediction."""
     parts = (prompt if isinstance(prompt, str) else prompt.ids.tobytes(), served_model or "", temperature)
-    # Version 0 knows no shared or interned objects: equal parts have equal bytes.
+    # Version 0 does not encode shared or interned objects, so equal parts have equal bytes.
     return hashlib.blake2b(marshal.dumps(parts, 0), digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""Access: TLS, mutual TLS, bearer tokens."""
+"""Access control: TLS, mutual TLS, bearer tokens."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ OPEN_METHODS = frozenset(
 
 
 def grpc_credentials(config: ServeConfig) -> grpc.ServerCredentials | None:
-    """TLS of a gRPC port, None without; raises InputError for a file that is missing or not what it should be."""
-    if http_context(config) is None:  # gRPC itself reports bad files only in its log
+    """TLS credentials of a gRPC port, None without TLS; InputError for a missing or invalid file."""
+    if http_context(config) is None:  # gRPC reports invalid files only in its log
         return None
     key, certificate, authority = (
         None if path is None else Path(path).read_bytes()
         for path in (config.tls_key, config.tls_cert, config.tls_client_ca)
     )
     return grpc.ssl_server_credentials(
-        [(key, certificate)],  # type: ignore[list-item]  # both are there
+        [(key, certificate)],  # type: ignore[list-item]  # both are not None
         root_certificates=authority,
         require_client_auth=authority is not None,
     )
 
 
 def http_context(config: ServeConfig) -> ssl.SSLContext | None:
-    """TLS of an HTTP port; as `grpc_credentials`."""
+    """TLS context of an HTTP port; as `grpc_credentials`."""
     if config.tls_cert is None or config.tls_key is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -65,28 +65,28 @@ def http_context(config: ServeConfig) -> ssl.SSLContext | None:
 
 
 class BearerTokens:
-    """The valid tokens of a file, stored as hashes: one a line; empty lines and lines that begin with # are skipped."""
+    """Hashes of the valid tokens of a file, one per line; empty lines and comments (#) are ignored."""
 
     def __init__(self, path: str) -> None:
         lines = map(str.strip, existing_file(path, "token_file").read_text(encoding="utf-8").splitlines())
         self._digests = [_digest(line) for line in lines if line and not line.startswith("#")]
         if not self._digests:
-            raise InputError("token_file", "no token", "at least one, one a line")
+            raise InputError("token_file", "no token", "at least one token, one per line")
 
     def check(self, authorization: str | bytes | None) -> None:
-        """Raises UnauthenticatedError unless the header is `Bearer` and one of the tokens; takes the same time for all."""
+        """Raises UnauthenticatedError unless the header has a valid bearer token; constant time."""
         if isinstance(authorization, bytes):
             authorization = authorization.decode("utf-8", "surrogateescape")
         scheme, _, token = (authorization or "").partition(" ")
         presented = _digest(token.strip())
-        # All are compared, so that the time does not depend on the token.
+        # Compare all tokens, so that the time does not depend on the position of the match.
         matches = [hmac.compare_digest(presented, digest) for digest in self._digests]
         if scheme.lower() != "bearer" or not any(matches):
             raise UnauthenticatedError
 
 
-class BearerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic when it runs
-    """Lets only calls with a valid token through, probes excepted."""
+class BearerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at runtime
+    """Rejects calls without a valid token, except probes."""
 
     def __init__(self, tokens: BearerTokens) -> None:
         self._tokens = tokens
@@ -96,7 +96,7 @@ class BearerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """The method's own handler, or one that refuses before the first message."""
+        """The handler of the method, or one that rejects the call before the first message."""
         handler = await continuation(handler_call_details)
         if handler is None or handler_call_details.method in OPEN_METHODS:
             return handler
@@ -104,7 +104,7 @@ class BearerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         try:
             self._tokens.check(next((value for key, value in metadata if key == "authorization"), None))
         except UnauthenticatedError:
-            return grpc.stream_stream_rpc_method_handler(_refuse)  # unary calls as well
+            return grpc.stream_stream_rpc_method_handler(_refuse)  # also works for unary calls
         return handler
 
 

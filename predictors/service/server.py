@@ -1,4 +1,4 @@
-"""The server: bind, warm up, serve, replace artifacts, drain."""
+"""The prediction server: bind, warm up, serve, reload artifacts, drain."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# For streams that never end by themselves (health watchers) once all predictions are answered.
+# Grace period for streams without an end (health watchers) after all predictions.
 STREAM_GRACE_S = 0.5
 
 
 class PredictionServer:
-    """Artifacts behind one gRPC port and, on request, one HTTP port.
+    """Serves artifacts on a gRPC port and optionally an HTTP port.
 
     Args:
-        runtimes: The loaded artifacts, of different ids, the default first.
-        batching: How requests are grouped.
-        config: Addresses, limits and access; `artifact`, `workers` and options of batching are not used.
-        reopen, worker_cores: As of `ArtifactTable` and `ServiceThreads`.
-        shares_ports: Other processes may listen on the same ports and share their connections.
-        num_listeners: gRPC servers on the port, which share its connections. One takes in one call after the other, with
-            two changes of thread for each, so that on a busy machine calls wait in the library before they can be refused
-            (`benchmarks/refusals.py`). Where ports cannot be shared (Windows) there is one.
+        runtimes: Loaded artifacts with distinct ids, the default first.
+        batching: Batching settings.
+        config: Addresses, limits and access; `artifact`, `workers` and batching options are ignored.
+        reopen, worker_cores: As in `ArtifactTable` and `ServiceThreads`.
+        shares_ports: Whether other processes listen on the same ports and share their connections.
+        num_listeners: Number of gRPC servers on the port, which share its connections. A single server
+            accepts calls one by one with two thread switches each, so that on a busy machine calls wait
+            before they can be rejected (`benchmarks/refusals.py`). Without SO_REUSEPORT (Windows) it is 1.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class PredictionServer:
         self._gateway: AppRunner | None = None
 
     async def start(self) -> int:
-        """Binds, answers, warms up, then reports SERVING; returns the gRPC port. InputError for a port that cannot be bound, or
-        a certificate that cannot be read."""
+        """Binds the ports, warms up, then reports SERVING; returns the gRPC port. InputError if a port cannot
+        be bound, or a certificate is invalid."""
         port = self.config.port
         if not self._shares_ports:
             bound_socket(self.config.host, port, "port", socket.SO_REUSEADDR).close()
-        # From here on clients can connect; until `server.start` they wait for the first bytes.
+        # Clients can connect now; they wait for the first bytes until `server.start`.
         servers = [self._new_server() for _ in range(self._num_listeners)]
         for server in servers:
             port = self._bind(server, port)
@@ -111,16 +111,16 @@ class PredictionServer:
         return port
 
     async def reload(self) -> None:
-        """Replaces every artifact whose files have changed; a refused one stays as it is, with its reason in the log."""
+        """Replaces every artifact whose files have changed; on failure, logs it and keeps the old one."""
         for name in self.artifacts.names:
             try:
                 if not await self.artifacts.reload(name):
-                    logger.info("artifact %s: nothing has changed", name)
+                    logger.info("artifact %s: no change", name)
             except ReloadError as error:
                 logger.error("%s", error)
 
     async def stop(self) -> None:
-        """Refuses new requests, answers those in flight (for `drain_timeout_s`), then closes."""
+        """Rejects new requests, finishes those in flight (up to `drain_timeout_s`), then closes."""
         if not self._servers:
             if self._gateway is not None:
                 await self._gateway.cleanup()
@@ -130,8 +130,8 @@ class PredictionServer:
         await asyncio.sleep(self.config.drain_delay_s)
         draining = asyncio.create_task(self.artifacts.close())
         self._methods.end_streams()
-        # gRPC's own grace period would answer new calls with CANCELLED; until all predictions are made (or the time is up)
-        # the pipeline answers them with UNAVAILABLE, which clients retry.
+        # During gRPC's grace period new calls would get CANCELLED. Until all predictions are finished (or the
+        # timeout), the pipeline returns UNAVAILABLE, which clients retry.
         await asyncio.wait({draining}, timeout=self.config.drain_timeout_s)
         if self._gateway is not None:
             await self._gateway.cleanup()
@@ -140,14 +140,14 @@ class PredictionServer:
         self._servers = []
 
     def _new_server(self) -> grpc.aio.Server:
-        """A server with all methods, not bound."""
+        """An unbound server with all methods."""
         server = grpc.aio.server(
             interceptors=[] if self._tokens is None else [BearerInterceptor(self._tokens)],
             options=[
                 ("grpc.so_reuseport", int(self._shares_ports or self._num_listeners > 1)),
                 ("grpc.max_receive_message_length", self.config.max_message_bytes),
                 ("grpc.max_send_message_length", self.config.max_message_bytes),
-                # Clients may ping their connection every ten seconds.
+                # Clients may send a keepalive ping every ten seconds.
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
                 ("grpc.keepalive_permit_without_calls", 1),
             ],
@@ -173,7 +173,7 @@ class PredictionServer:
 
 
 def _descriptions() -> DescriptorPool:
-    """The messages of all services in one pool, for reflection."""
+    """One pool with the messages of all services, for reflection."""
     pool = DescriptorPool()
     for file in (predictor_v1_pb2, open_inference_pb2, health_pb2, reflection_pb2):
         pool.AddSerializedFile(file.DESCRIPTOR.serialized_pb)
@@ -181,7 +181,7 @@ def _descriptions() -> DescriptorPool:
 
 
 def bound_socket(host: str, port: int, field: str, option: int) -> socket.socket:
-    """A socket with an option, bound to a port but not listening: gRPC would hide the reason of a failure, InputError tells it."""
+    """A bound socket that does not listen; InputError with the reason of a failure, unlike gRPC."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         result = socket.socket(family, kind, protocol)

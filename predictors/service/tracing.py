@@ -1,6 +1,6 @@
-"""Traces with OpenTelemetry: one span a prediction, a child of the caller's.
+"""OpenTelemetry traces: one span per prediction, a child of the caller's span.
 
-Own, because opentelemetry-instrumentation-grpc is beta, makes one span of a whole stream, and covers gRPC alone.
+opentelemetry-instrumentation-grpc is not used: it is beta, makes one span per stream, and only supports gRPC.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_
 
 
 class Tracing:
-    """Spans of the process's tracer provider, named as the method."""
+    """Spans of the global tracer provider, named after the method."""
 
     def __init__(self) -> None:
         try:
@@ -31,12 +31,12 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def start(self, method: str, carrier: Mapping[str, str] | None) -> Any:
-        """Starts a span, as a child of the one in `carrier` (W3C trace context)."""
+        """Starts a span as a child of the span in `carrier` (W3C trace context)."""
         context = self._propagator.extract(carrier) if carrier else None
         return self._tracer.start_span(method, context=context, kind=self._trace.SpanKind.SERVER)
 
     def end(self, span: Any, artifact: str, version: str, code: str, result: PipelineResult | None) -> None:
-        """Ends a span, with artifact, status code and the times of the parts as attributes."""
+        """Ends a span; its attributes are the artifact, the status code and the durations of the parts."""
         span.set_attributes(
             {"tailcast.artifact_id": artifact, "tailcast.artifact_version": version, "rpc.status": code}
         )
@@ -49,7 +49,7 @@ class Tracing:
 
 
 def set_up_exporting() -> None:
-    """Makes the process's tracer provider export spans over OTLP, configured by the OTEL_* environment variables."""
+    """Sets a global tracer provider that exports over OTLP, configured by OTEL_* environment variables."""
     name = next((name for name in PROTOCOL_VARIABLES if name in os.environ), PROTOCOL_VARIABLES[-1])
     protocol = os.environ.get(name, "http/protobuf")
     package = {"http/protobuf": "http", "grpc": "grpc"}.get(protocol)

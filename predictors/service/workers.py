@@ -1,7 +1,7 @@
-"""Several worker processes behind the same ports: started together, replaced when they die, drained together.
+"""Several worker processes that share ports: started together, restarted when they die, drained together.
 
-The kernel distributes new connections over the workers (SO_REUSEPORT). A worker ends when its supervisor does.
-`python -m predictors.service.workers CONFIG NUMBER` is a worker of `serve-predictor --workers N`.
+The kernel distributes new connections over the workers (SO_REUSEPORT). A worker stops when its supervisor
+exits. `python -m predictors.service.workers CONFIG NUMBER` is a worker of `serve-predictor --workers N`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
-STEADY_S = 30.0  # a worker that lived this long is restarted without further delay
-# Workers killed before any was ever ready; after so many they are taken to be the cause themselves.
+STEADY_S = 30.0  # a worker that ran this long is restarted with the initial backoff
+# Maximum number of workers killed before any worker was ready.
 MAX_EARLY_ENDS = 5
 
 
@@ -34,13 +34,13 @@ MAX_EARLY_ENDS = 5
 class _Worker:
     number: int
     process: asyncio.subprocess.Process | None = None
-    is_ready: bool = False  # the current process
-    was_ready: asyncio.Event = field(default_factory=asyncio.Event)  # it, or one before it
+    is_ready: bool = False  # current process
+    was_ready: asyncio.Event = field(default_factory=asyncio.Event)  # current or an earlier process
 
 
 def reserved_port(stack: contextlib.ExitStack, host: str, port: int, name: str) -> int:
-    """Holds a port for the workers without listening on it; 0 takes a free one. InputError if it cannot be bound."""
-    bound_socket(host, port, name, socket.SO_REUSEADDR).close()  # nobody else listens on it
+    """Reserves a port for the workers, 0: a free one, without listening on it. InputError on failure."""
+    bound_socket(host, port, name, socket.SO_REUSEADDR).close()  # fails if another process listens on it
     holder = stack.enter_context(bound_socket(host, port, name, socket.SO_REUSEPORT))
     bound: int = holder.getsockname()[1]
     return bound
@@ -50,10 +50,10 @@ class Supervisor:
     """Runs `count` workers until it is stopped.
 
     Args:
-        command: Command line of a worker; its number is appended. When it is ready, it writes a byte to its standard output.
-        stop_timeout_s: Seconds after `stop` at which workers that still run are killed.
-        environment: Environment variables of the workers, added to the supervisor's own.
-        on_end: Called with a worker's number after its process ended and before the next one starts.
+        command: Command line of a worker; its number is appended. A ready worker writes one byte to stdout.
+        stop_timeout_s: Seconds after `stop` until workers that are still running are killed.
+        environment: Additional environment variables of the workers.
+        on_end: Called with the number of a worker when its process has ended, before a restart.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class Supervisor:
         self._on_end = on_end
         self._workers = [_Worker(number) for number in range(count)]
         self._stopping = asyncio.Event()
-        self._failed: int | None = None  # exit code of a worker that never came up
+        self._failed: int | None = None  # exit code of a worker that could not start
         self._num_early_ends = 0
 
     async def run(self, on_ready: Callable[[], None]) -> int:
-        """Starts the workers, calls `on_ready` when all of them are ready, and keeps them alive until `stop`; returns 0 if
-        every worker drained, else the exit code of one that could not start, or 1."""
+        """Starts the workers, calls `on_ready` when all of them are ready, and restarts them until `stop`.
+        Returns 0 if every worker drained, otherwise the exit code of a worker that could not start, or 1."""
         tasks = [asyncio.create_task(self._keep(worker)) for worker in self._workers]
         all_ready = asyncio.gather(*(worker.was_ready.wait() for worker in self._workers))
         stopping = asyncio.ensure_future(self._stopping.wait())
@@ -89,7 +89,7 @@ class Supervisor:
         self._signal(signal.SIGTERM)
         _, running = await asyncio.wait(tasks, timeout=self._stop_timeout_s)
         if running:
-            text = "%d workers still run %g s after the signal to stop: killed"
+            text = "killing %d workers that still run %g s after SIGTERM"
             logger.error(text, len(running), self._stop_timeout_s)
             self._signal(signal.SIGKILL)
         codes = await asyncio.gather(*tasks)
@@ -98,11 +98,11 @@ class Supervisor:
         return 0 if all(code == 0 for code in codes) else 1
 
     def stop(self) -> None:
-        """Lets all workers drain and end."""
+        """Makes all workers drain and exit."""
         self._stopping.set()
 
     def reload(self) -> None:
-        """Lets all workers look for new artifacts."""
+        """Makes all workers reload their artifacts."""
         self._signal(signal.SIGHUP)
 
     def _signal(self, number: int) -> None:
@@ -111,8 +111,8 @@ class Supervisor:
                 worker.process.send_signal(number)
 
     async def _keep(self, worker: _Worker) -> int:
-        """Starts a worker again whenever it ends; returns the exit code of the last process, or 0 where it was not ready yet
-        or still to be started when all were stopped: there was nothing to drain."""
+        """Restarts a worker whenever it ends. Returns the exit code of its last process, or 0 if it was not
+        ready at `stop`, and so had no requests to drain."""
         loop = asyncio.get_running_loop()
         backoff_s = FIRST_BACKOFF_S
         while True:
@@ -126,7 +126,7 @@ class Supervisor:
                 self._failed = code if code > 0 else 1
                 self.stop()
                 return code
-            logger.error("worker %d ended with code %d; it is started again", worker.number, code)
+            logger.error("worker %d exited with code %d; restarting it", worker.number, code)
             is_steady = loop.time() - started > STEADY_S
             backoff_s = FIRST_BACKOFF_S if is_steady else min(backoff_s * 2, MAX_BACKOFF_S)
             with contextlib.suppress(TimeoutError):
@@ -135,22 +135,22 @@ class Supervisor:
                 return 0
 
     async def _run_once(self, worker: _Worker) -> int:
-        """One process of a worker, from its start to its exit code."""
+        """Runs one process of a worker; returns its exit code."""
         worker.is_ready = False
         pipes: Any = dict.fromkeys(("stdin", "stdout"), asyncio.subprocess.PIPE)
-        words = (*self._command, str(worker.number))
-        worker.process = await asyncio.create_subprocess_exec(*words, env=self._environment, **pipes)
-        if self._stopping.is_set():  # since before there was a process to send the signal to
+        arguments = (*self._command, str(worker.number))
+        worker.process = await asyncio.create_subprocess_exec(*arguments, env=self._environment, **pipes)
+        if self._stopping.is_set():  # stopped before the process could get the signal
             worker.process.terminate()
         assert worker.process.stdout is not None
-        if await worker.process.stdout.read(1):  # nothing at the end of a process that never was ready
+        if await worker.process.stdout.read(1):  # empty if the process ended before it was ready
             worker.is_ready = True
             worker.was_ready.set()
         return await worker.process.wait()
 
     def _is_hopeless(self, code: int) -> bool:
-        """Whether another start is useless: no worker was ever ready, and this one ended by itself, as it does where
-        the artifact or an option is wrong. A killed one (by the kernel for its memory, by a person) may be an exception."""
+        """Whether a restart is useless, because no worker was ever ready and this one exited by itself, for
+        example for a wrong option. Workers killed by a signal (OOM killer) are restarted a few times."""
         if any(worker.was_ready.is_set() for worker in self._workers):
             return False
         self._num_early_ends += 1
@@ -158,8 +158,8 @@ class Supervisor:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serves as a worker until SIGTERM or until its supervisor ends, with the JSON of a ServeConfig and the worker's number;
-    returns the exit code."""
+    """Runs a worker until SIGTERM or the exit of its supervisor; returns the exit code. The arguments are the
+    JSON of a ServeConfig and the number of the worker."""
     from predictors.cli import ServeConfig, serve_worker
 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")

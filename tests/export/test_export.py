@@ -171,7 +171,7 @@ def test_the_mean_over_known_served_models_is_in_the_graph(tmp_path: Path, *, le
 def test_abstain_threshold_is_the_users_or_the_checkpoints(checkpoints: Folders, tmp_path: Path) -> None:
     options = {"abstain_threshold": 0.5, "parity_tokens": 64, "parity_shapes": 0}
     assert export(checkpoints["bert"], tmp_path / "a", **options).abstain_threshold == 0.5
-    with pytest.raises(InputError, match="abstain_threshold: got 0.5; .*no urgency is predicted"):
+    with pytest.raises(InputError, match="abstain_threshold: got 0.5; .*there is no urgency head"):
         export(checkpoints["plain"], tmp_path / "b", **options)
 
 

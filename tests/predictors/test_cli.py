@@ -165,7 +165,7 @@ def test_port_in_use_is_one_line(artifact_folder: Path, capsys: pytest.CaptureFi
     [
         (shutil.rmtree, "existing artifact folder"),
         (lambda folder: (folder / "manifest.json").write_text("{"), "valid JSON"),
-        (without_numbers, "the model gave mu = nan"),
+        (without_numbers, "the model returned mu = nan"),
     ],
     ids=["folder", "bad manifest", "no numbers"],
 )
@@ -441,7 +441,7 @@ async def test_workers_that_end_too_late_are_killed(tmp_path: Path, caplog: pyte
     # A suspended process does not get SIGTERM; the other one ends as it should.
     code, lives, was_ready = await supervised(tmp_path, "else:serve", suspended=0)
     assert (code, lives, was_ready) == (1, ["0-0", "1-0"], True)
-    assert "1 workers still run 1 s after the signal to stop: killed" in caplog.text
+    assert "killing 1 workers that still run 1 s after SIGTERM" in caplog.text
 
 
 ROOT = Path(__file__).parents[2]

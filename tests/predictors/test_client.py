@@ -389,7 +389,7 @@ async def test_an_artifact_that_cannot_predict_is_refused_and_leaves_no_thread(t
     before = set(threading.enumerate())
     async with InProcessPredictor(folder) as predictor:
         for _ in range(3):
-            with pytest.raises(TailcastError, match="the model gave mu = nan"):
+            with pytest.raises(TailcastError, match="the model returned mu = nan"):
                 await predictor.predict(requests(["sea"]))
 
     def num_threads() -> int:

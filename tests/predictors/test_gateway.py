@@ -204,14 +204,14 @@ def test_json_may_be_that_of_protobuf(content: dict[str, Any], expected: pb.Pred
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ({"prompt": "sea", "token_ids": [1]}, "prompt and token_ids exclude each other"),
-        ({"prompt": "sea", "messages": []}, "messages and prompt exclude each other"),
+        ({"prompt": "sea", "token_ids": [1]}, "prompt and token_ids are mutually exclusive"),
+        ({"prompt": "sea", "messages": []}, "messages and prompt are mutually exclusive"),
         ({"max_tokens": 2**63}, "out of range: 9223372036854775808"),
         ({"max_tokens": 1.5}, "parse integer: 1.5"),
         ({"prompt": ["sea"]}, "prompt.*list"),
         ({"quantile_levels": [0.5] * 20_001}, "a list of more than 20000 values"),
-        ({"messages": [{"role": "user"}] * 4097}, "4097 messages; at most 4096"),
-        ({"messages": {}}, "messages is a list, not dict"),
+        ({"messages": [{"role": "user"}] * 4097}, "4097 messages; allowed: at most 4096"),
+        ({"messages": {}}, "messages must be a list, not dict"),
         ({"messages": [{"role": "user", "name": "x"}]}, "an object with role and content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content: got "),
         ({"promt": "sea"}, 'has no field named "promt"'),

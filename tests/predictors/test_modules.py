@@ -436,7 +436,7 @@ def widen(folder: Path) -> None:
         (removed("model.safetensors"), "model.safetensors"),
         (replaced("model.safetensors", "12345678910"), "complete safetensors file"),
         (replaced("config.json", "{"), "checkpoint: got .*config.json'; allowed: a file with valid JSON"),
-        (edited(format_version=4), "format_version: got 4; .*an older tailcast wrote it: train it again"),
+        (edited(format_version=4), "format_version: got 4; .*from an older tailcast: train it again"),
         (edited(format_version="5"), "format_version: got '5'; allowed: 5$"),
         (edited(predictor={"nope": 1}), "predictor"),
         (edited(calibration={"sigma_scale": [0.0], "mu_shift": [0.0]}), "sigma_scale"),
@@ -445,7 +445,7 @@ def widen(folder: Path) -> None:
         (replaced("normalization.json", '{"mu_std": 1}'), "normalization.json: got .*; allowed: also"),
         (removed("tokenizer.json"), "tokenizer.json"),
         (shutil.rmtree, "existing checkpoint folder"),
-        (widen, r"weights that fit config\.json"),
+        (widen, r"weights that match config\.json"),
     ],
 )
 def test_broken_checkpoints_are_named(break_it, message, saved, tmp_path):

@@ -192,7 +192,7 @@ def test_every_head_and_served_model_is_verified(tmp_path: Path, broken: str) ->
         f"condition = {'Unsqueeze (is_second, one)' if is_vector else 'Identity (is_second)'}",
         f"{broken} = Where (condition, bad, plain)",
     )
-    with pytest.raises(TailcastError, match=rf"the model gave .*{broken} = "):
+    with pytest.raises(TailcastError, match=rf"the model returned .*{broken} = "):
         open_runtime(folder).warm_up()
 
 

@@ -596,7 +596,7 @@ async def test_an_artifact_without_a_length_predicts_what_it_has(tmp_path: Path)
     async with running_server(open_runtime(folder)) as (_, address), connect(address) as predictor:
         [response] = await predictor.responses([PredictionRequest("r", "sea", 100)], truncated_length=True)
         [prediction] = await predictor.predict([PredictionRequest("r", "sea", 100)])
-        with pytest.raises(PredictorError, match="the model gave rank = nan") as caught:
+        with pytest.raises(PredictorError, match="the model returned rank = nan") as caught:
             await predictor.predict([PredictionRequest("r", "nan", 100)])
     assert caught.value.code == "INTERNAL"
     absent = ["mu", "sigma", "nu", "truncated_length", "regression_tokens", "bucket"]

@@ -101,8 +101,8 @@ def test_a_changed_or_missing_one_is_refused(
         shipped_folder(PRETRAINED)
     monkeypatch.setitem(FOLDERS, PRETRAINED, tmp_path / "tailcast-minilm")
     assert serve([]) == 2
-    assert "this installation comes without" in capsys.readouterr().err
-    with pytest.raises(InputError, match="this installation comes without"):
+    assert "this installation does not include" in capsys.readouterr().err
+    with pytest.raises(InputError, match="this installation does not include"):
         open_predictor("pretrained")
 
 
@@ -191,7 +191,7 @@ def test_a_changed_or_truncated_file_is_named(tmp_path: Path) -> None:
     whole = (folder / WEIGHTS).read_bytes()
     for size in (100, len(whole) // 2, len(whole) - 1):
         (folder / WEIGHTS).write_bytes(whole[:size])
-        message = r"artifact file model\.npz: got .*allowed: a whole file of the weights"
+        message = r"artifact file model\.npz: got .*allowed: a complete weights file"
         with pytest.raises(InputError, match=message):
             TinyModel(folder / WEIGHTS)
         for opened in (TinyPredictor, open_runtime):
@@ -207,7 +207,7 @@ def test_weights_that_do_not_fit_each_other_are_refused(tmp_path: Path) -> None:
         content = dict(file)
     for name, change in (("hidden_2_bias", lambda one: one[:-1]), ("token_scale", lambda one: one[:3])):
         np.savez(tmp_path / WEIGHTS, **content | {name: change(content[name])})
-        with pytest.raises(InputError, match="a whole file of the weights"):
+        with pytest.raises(InputError, match="a complete weights file"):
             TinyModel(tmp_path / WEIGHTS)
 
 

@@ -188,7 +188,7 @@ def test_segments_rotate_and_a_torn_line_is_passed_over(tmp_path: Path) -> None:
     assert len(records(tmp_path)) == 19
     with pytest.raises(InputError, match="feedback log"):
         records(tmp_path / "nothing")
-    with pytest.raises(InputError, match="a folder to write to"):
+    with pytest.raises(InputError, match="a writable folder"):
         FeedbackLog(segments[0] / "log")
     (tmp_path / "bad.jsonl").write_bytes(b"no record\n")
     with pytest.raises(InputError, match="skipped 1 of 1 lines: 1 x line .allowed: a JSON object"):

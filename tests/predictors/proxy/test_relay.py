@@ -118,7 +118,7 @@ async def test_a_completion_that_cannot_be_read_is_refused() -> None:
     async with running_engine() as fake, running_proxy(fake.url, engine="vllm") as proxy:
         for body, headers, reason in (
             (b"{", {}, "the body is not valid JSON: Expecting property name enclosed in double quotes"),
-            (b"[1]", {}, "the body is no JSON object"),
+            (b"[1]", {}, "the body is not a JSON object"),
             (packed, {"Content-Encoding": "gzip"}, "Content-Encoding: got 'gzip'; allowed: identity"),
         ):
             status, data = await proxy.post(body, headers)
