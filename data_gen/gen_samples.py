@@ -127,7 +127,7 @@ class _Prompts:
     """The selected prompts; every iteration reopens the source."""
 
     config: GenSamplesConfig
-    skipped: dict[str, int] = field(default_factory=dict)  # number by reason, from the last complete iteration
+    skipped: dict[str, int] = field(default_factory=dict)  # by reason, from the last full iteration
 
     def __iter__(self) -> Iterator[Prompt]:
         from data_gen.filters import filtered

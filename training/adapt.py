@@ -286,7 +286,7 @@ def _check_graph(
             fitted, part = before.take(rows).corrected(correction), after.take(rows)
             gap = np.abs([fitted.mu - part.mu, np.log(fitted.sigma / part.sigma)]).max(initial=0.0)
             if gap > _TOLERANCE:
-                raise TailcastError(f"{name}: the new graph differs by {gap:g} log tokens from the fitted predictions")
+                raise TailcastError(f"{name}: the graph is {gap:g} log tokens off the fitted predictions")
 
 
 class IntervalEstimate(NamedTuple):

@@ -154,7 +154,7 @@ def _read(path: str, weight: float, config: TrainConfig, field: str) -> tuple[Ro
         conversations=config.conversations,
     )
     if fits.nu != config.length.nu:
-        raise InputError(f"{Path(path).name}, column nu", fits.nu, f"{config.length.nu:g}, the value of length.nu")
+        raise InputError(f"{Path(path).name}, column nu", fits.nu, f"{config.length.nu:g}, as in length.nu")
     usable = np.flatnonzero(~fits.has_flag(*NOT_FITTED))
     num_excluded = len(fits) - len(usable)
     if len(usable) == 0:

@@ -184,9 +184,7 @@ def _time(value: Any) -> Fraction:
         return Fraction(since_epoch // timedelta(microseconds=1), 1_000_000)
     seconds = _number(value)
     if seconds is None or abs(seconds) > MAX_TIME_S:
-        raise ValueError(
-            f"seconds from -{MAX_TIME_S:g} to {MAX_TIME_S:g}, or an ISO 8601 date and time"
-        )
+        raise ValueError(f"seconds from -{MAX_TIME_S:g} to {MAX_TIME_S:g}, or an ISO 8601 date and time")
     return Fraction(seconds)
 
 

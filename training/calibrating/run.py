@@ -194,5 +194,5 @@ def _write_report(path: str | Path, summary: Mapping[str, Any]) -> None:
         for number in sides[0]
     ]
     page.table(header, rows)
-    page.note("Fraction of samples below the predicted quantile, over rows whose quantile is below max_tokens.")
+    page.note("Fraction of samples below the predicted quantile, for quantiles below max_tokens.")
     page.write(path)

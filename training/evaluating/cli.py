@@ -82,7 +82,7 @@ class EvaluateConfig:
             if not name.strip() or not equals or not folder or name.strip() in folders:
                 raise InputError("compare", entry, "NAME=FOLDER with a unique name")
             if name.strip() == "predictor":
-                raise InputError("compare", entry, "another name: this one is reserved for the evaluated predictor")
+                raise InputError("compare", entry, "another name, because this one is reserved")
             folders[name.strip()] = folder
         return folders
 

@@ -179,7 +179,7 @@ class _Parts:
                 )
             return False
         if MANIFEST not in names and not all(name.startswith(f".{MANIFEST}.") for name in names):
-            raise InputError("out", str(self.folder), "an unused name, because fit-dist stores its state there")
+            raise InputError("out", str(self.folder), "an unused name; fit-dist stores its state there")
         with self._writing():
             self.clear()
             write_json(self.folder / MANIFEST, manifest)

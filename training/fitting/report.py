@@ -207,7 +207,7 @@ def draw_fits(path: str | Path, family: str) -> Any:
     if not rows:
         figure, axes = new_figure(6, 1)
         axes[0].set_axis_off()
-        figure.text(0.5, 0.5, "no group has enough uncensored samples of different length", ha="center", va="center")
+        figure.text(0.5, 0.5, "no group has enough samples of different length", ha="center", va="center")
         return figure
     lines = -(-len(rows) // 3)
     figure, axes = new_figure(12, 0.6 + 3.4 * lines, rows=lines, columns=3)
