@@ -91,7 +91,7 @@ def test_flags_or_limits_censor_lists(rows, columns, max_tokens, lengths, finish
         ([[5, 6, 7]], {"max_tokens": [8.0]}, "column max_tokens: got 'double'"),
         ([["a", "b", "c"]], {}, "column output_tokens: got 'list<.*string>'"),
         ([[5, 6, 7]], {"w": [[1.0, 2.0, 0.0]]}, "row 0, column w: got 0.0; allowed: finite numbers above 0"),
-        ([[5, 6, 7]], {"w": [[1.0, 2.0]]}, "row 0, column w: got .* the same number of values as output_tokens"),
+        ([[5, 6, 7]], {"w": [[1.0, 2.0]]}, "row 0, column w: got .* the same number of values"),
         ([[5, 6, 7]], {"w": [1.0]}, "column w: got 'double'; allowed: lists of numbers"),
     ],
 )

@@ -286,7 +286,7 @@ def test_some_group_must_have_three_samples_which_are_never_overwritten(tmp_path
 def test_a_full_disk_leaves_nothing_half_written(limit, tmp_path):
     """A limit on the size of files stands in for the full disk: writes fail in the same way."""
     path, out = write(samples(3000, longest=5), tmp_path / "samples.parquet"), tmp_path / "out.parquet"
-    message = "out: cannot write .*the same command resumes"
+    message = "out: cannot write .*run the same command again"
     with largest_file(limit), pytest.raises(TailcastError, match=message):
         fit(path, out, block_groups=500)
     assert not out.exists()
