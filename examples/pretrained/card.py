@@ -110,9 +110,7 @@ def card(
         "(unknown: the mean over all known names), as the mean of mu over the other known names, and by name. These served models are in the training data.\n\n"
     )
     text += markdown([withheld])
-    text += (
-        "\n## Unseen sources\n\nMeans over the served models of a source with at least 20 prompts; columns as above.\n\n"
-    )
+    text += "\n## Unseen sources\n\nMeans over the served models of a source with at least 20 prompts; columns as above.\n\n"
     text += markdown(scores)
     ratios = [each.unknown / each.ceiling for each in scores if each.ceiling and each.unknown is not None]
     text += f"\nMean ratio of tau as an unknown served model to tau of another model's length: {np.mean(ratios):.2f}.\n"
