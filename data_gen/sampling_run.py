@@ -80,7 +80,7 @@ def run_sampling(
 
     Raises:
         InputError: The target cannot be written, is already finished, belongs to another run, or is in use by another
-            process; an id repeats; no prompt got an output.
+            process; an id is repeated; no prompt has an output.
         RunStoppedError: The disk is full, or the engine keeps failing. The store is kept.
     """
     out = writable_target(out, "out")
@@ -226,8 +226,8 @@ class _Session:
         if self.start is not None:
             self.seconds = round(time.monotonic() - self.start, 3)
         if not self.store.count(f"NOT {FAILED}"):
-            prompt_id, reason = self.first_failure or ("", "there is no output")
-            raise InputError("prompts", prompt_id, f"at least one prompt that gets an output ({reason})")
+            prompt_id, reason = self.first_failure or ("", "no output")
+            raise InputError("prompts", prompt_id, f"at least one prompt with an output ({reason})")
 
     def _round(self) -> None:
         self.pending.clear()
@@ -264,7 +264,7 @@ class _Session:
         num_prompts = self.num_samples // self.settings.num_samples
         if position + 1 != num_prompts:
             raise RunStoppedError(
-                f"the prompts changed during the run: {position + 1} of {num_prompts} are left"
+                f"the prompts changed during the run: {position + 1} instead of {num_prompts}"
             )
 
     def _take(self, result: WorkResult) -> int:

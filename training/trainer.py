@@ -303,7 +303,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Writes to a temporary file beside `path` and renames it."""
+        """Writes to a temporary file next to `path` and renames it."""
         content = io.BytesIO()
         torch.save(checkpoint, content)
         with atomic_file(Path(path)) as temporary:

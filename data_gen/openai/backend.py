@@ -377,7 +377,7 @@ class _Dispatcher:
     def _accept(
         self, request: _Request, indices: Sequence[int], response: ServerResponse, sent_at: float
     ) -> ResponseError | None:
-        """Delivers the outputs of a response and leaves the rest in the request; returns why a choice is of no use."""
+        """Delivers the outputs of a response; missing indices stay in the request. Returns the last retryable problem."""
         ended_at = self._loop.time()
         num_choices = len(response.choices)
         if num_choices > len(indices):

@@ -197,6 +197,6 @@ def allow_descriptors(num_connections: int) -> None:
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
-        allowed = f"at most {hard - _SPARE_DESCRIPTORS} over all servers: this process may open {hard} files"
+        allowed = f"at most {hard - _SPARE_DESCRIPTORS} over all servers (limit of open files: {hard})"
         raise InputError("concurrency", num_connections, allowed)
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
