@@ -1,1 +1,1 @@
-"""Prompts in, repeated samples out: templates, sampling backends, the sample schema and its durable files."""
+"""Sampling of many outputs for each prompt: prompt sources, sampling backends, sample schema, and resumable runs."""

@@ -1,4 +1,4 @@
-"""The interface of a sampling engine: it gets missing samples and yields finished ones, in any order."""
+"""Interface of sampling engines, which take requests for missing samples and yield results in any order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """How outputs are drawn; the units are the served model's own tokens."""
+    """Sampling settings; lengths are in tokens of the served model."""
 
     num_samples: int
     max_tokens: int
@@ -49,16 +49,16 @@ class SampledOutput:
 
 @dataclass(frozen=True, slots=True)
 class SampleFailure:
-    """A sample that the engine did not return, after its own retries."""
+    """A sample that the engine failed to return, after its internal retries."""
 
     sample_index: int
-    reason: str  # one line for people
-    kind: str  # a short stable word that failures are counted by: timeout, http_429, malformed, too_long, ...
+    reason: str  # human-readable, one line
+    kind: str  # short, stable identifier for counts: timeout, http_429, malformed, too_long, ...
 
 
 @dataclass(frozen=True, slots=True)
 class WorkResult:
-    """What came of some or all indices of a `Work`; `prompt_tokens` is None if the engine does not report it."""
+    """Results of some or all indices of a `Work`; `prompt_tokens` is None if the engine does not report it."""
 
     prompt: Prompt
     prompt_tokens: int | None
@@ -75,7 +75,7 @@ class Backend(Protocol):
 
     @property
     def version(self) -> str:
-        """Version of the engine; may be "" until the first result is there, if only the engine can tell."""
+        """Version of the engine; may be "" until the first result, if it is not known earlier."""
 
     @property
     def served_model(self) -> str:
@@ -83,34 +83,33 @@ class Backend(Protocol):
 
     @property
     def seeded(self) -> bool:
-        """Whether the same (settings, prompt id, sample index) gives the same output.
+        """Whether the output is determined by (settings, prompt id, sample index).
 
-        Up to floating-point differences between batch shapes, where the engine computes in batches.
+        Batched engines may deviate by floating-point differences between batch shapes.
         """
 
     def sample(self, work: Iterable[Work], settings: SamplingSettings) -> Generator[WorkResult, None, None]:
-        """Samples `work`, in any order; every index of every `Work` comes back exactly once.
+        """Samples `work`, in any order; every index of every `Work` is returned exactly once.
 
-        The indices of one `Work` may be spread over several results. `work` is consumed lazily, with a look-ahead
-        that does not grow with its length. Closing the iterator stops everything that is in flight; a second
-        iterator may be requested afterwards.
+        The indices of one `Work` may be spread over several results. `work` is consumed lazily, with a bounded
+        look-ahead. Closing the iterator cancels all samples in flight; another iterator may be requested afterwards.
         """
 
     def close(self) -> None:
-        """Frees what the engine holds; it is not used afterwards."""
+        """Releases the resources of the engine, which must not be used afterwards."""
 
 
 def uniforms(seed: int, prompt_id: str, sample_index: int, count: int) -> NDArray[np.float64]:
-    """The uniform numbers in [0, 1) that draw one output, token by token; shape [count].
+    """Uniform random numbers in [0, 1) to sample the tokens of one output; shape [count].
 
-    They depend on the arguments alone, so an output does not depend on its batch and a run can be resumed.
+    They depend only on the arguments, so an output is independent of its batch and a run can be resumed.
     """
     key = np.frombuffer(_digest(seed, prompt_id, sample_index)[:16], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key)).random(count)
 
 
 def sample_seed(seed: int, prompt_id: str, sample_index: int) -> int:
-    """A seed for an engine that draws one output by itself, from 0 to 2**31 - 1."""
+    """Seed of a request for one output, from 0 to 2**31 - 1."""
     return int.from_bytes(_digest(seed, prompt_id, sample_index)[:4], "big") >> 1
 
 

@@ -1,4 +1,4 @@
-"""Data card: a summary of a samples file, as JSON and as a page with a table of lengths and a figure."""
+"""Data card: a summary of a samples file, as JSON and as a Markdown page with a table of lengths and a figure."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ FloatArray = NDArray[np.float64]
 
 
 def write_card(samples_path: str | Path, folder: str | Path) -> dict[str, Any]:
-    """Writes card.json, card.md and survival.png of a samples file into a folder, next to other files, and returns the card.
-    InputError if the file cannot be read, lacks a column or has no output; TailcastError if one of these files exists and is
-    not from an earlier card."""
+    """Writes card.json, card.md and survival.png for a samples file to a folder and returns the card.
+
+    InputError if the file cannot be read, lacks a column or has no output; TailcastError if one of the files to write exists
+    and is not from an earlier card."""
     rows = read_samples(samples_path, _COLUMNS)
     has_output = pc.not_equal(rows.column("finish_reason"), "error")
     outputs = rows.filter(has_output).sort_by("output_tokens")
@@ -77,14 +78,14 @@ def _counts(column: pa.ChunkedArray) -> list[dict[str, Any]]:
 
 
 def _grouped(outputs: pa.Table, names: Sequence[str]) -> tuple[list[dict[str, Any]], pa.Table]:
-    """Values of the named columns by group, and each group's lists of lengths (ascending) and finish reasons."""
+    """Groups the outputs by the named columns; returns the keys, and a table with lists of lengths (ascending) and finish reasons."""
     lists = [("output_tokens", "list"), ("finish_reason", "list")]
     groups = outputs.group_by(list(names), use_threads=False).aggregate(lists)
     return groups.select(list(names)).to_pylist(), groups
 
 
 def _lengths(outputs: pa.Table, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Number of outputs, truncated fraction and lengths by values of the named columns, the largest group first."""
+    """Number of outputs, truncated fraction and length statistics by group, the largest group first."""
     keys, groups = _grouped(outputs, names)
     table = []
     for number, key in enumerate(keys):
@@ -98,9 +99,9 @@ def _lengths(outputs: pa.Table, names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def dispersion_of(outputs: pa.Table) -> dict[str, Any]:
-    """The dispersion within each (prompt, model, run, temperature, top_p) of at least `MIN_SAMPLES` outputs.
+    """Dispersion of lengths within groups (prompt, model, run, temperature, top_p) of at least `MIN_SAMPLES` outputs.
 
-    Truncated outputs count with their observed length, which makes the dispersion of prompts with many of them too small.
+    Truncated outputs count with their observed length, which underestimates the dispersion of groups with many of them.
     `outputs` are rows without failures, by increasing length. "measures" has mean and quantiles over the groups.
     """
     _, groups = _grouped(outputs, _GROUP)
@@ -120,10 +121,10 @@ def dispersion_of(outputs: pa.Table) -> dict[str, Any]:
 
 
 def _measures(lengths: FloatArray) -> tuple[float, ...]:
-    """Measures of the ascending lengths of one group, in the order of `PAPER`.
+    """Dispersion measures of the ascending lengths of one group, in the order of `PAPER`.
 
-    cv (standard deviation (n - 1) over mean), P90 / P50 and P99 / P50 (interpolated quantiles), fraction of all tokens in the
-    longest tenth of the outputs, skewness (third central moment over the 3/2 power of the second; NaN for equal lengths).
+    cv (sample standard deviation / mean), P90 / P50 and P99 / P50 (interpolated quantiles), fraction of all tokens in the
+    longest tenth of the outputs, skewness (third central moment / second one ** 1.5; NaN for equal lengths).
     """
     p50, p90, p99 = np.percentile(lengths, (50, 90, 99))
     # The last output of the longest tenth counts fractionally.
@@ -140,7 +141,7 @@ def _measures(lengths: FloatArray) -> tuple[float, ...]:
 
 
 def _summary(values: FloatArray) -> dict[str, float]:
-    """Mean and quantiles of the finite values; empty without any."""
+    """Mean and quantiles of the finite values; empty if there are none."""
     finite = values[np.isfinite(values)]
     if not len(finite):
         return {}

@@ -1,4 +1,4 @@
-"""The command `import-lengths`: logs, traces and public data sets to samples or a trace."""
+"""The command `import-lengths`: convert logs, traces and public data sets to samples or a trace."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ class ImportLengthsConfig:
     max_tokens: int | None = None
     """Maximum number of output tokens of all requests, if the file has none; an output of that length counts as truncated."""
     unknown: Literal["keep", "stop", "length", "drop"] = "keep"
-    """Outputs whose finish reason is unknown: keep them as "unknown", take them as stop (finished) or length (truncated), or drop them."""
+    """Treatment of outputs with an unknown finish reason: keep them as "unknown", import them as stop (finished) or length (truncated), or drop them."""
     on_error: Literal["skip", "stop"] = "skip"
-    """Rows that cannot be used: skip them and report their number and reasons, or stop at the first."""
+    """Treatment of invalid rows: skip them and report their number and reasons, or stop at the first."""
     columns: str = ""
     """For kind log: mapping to the columns of the log, NAME=COLUMN separated by commas, e.g. output_tokens=usage.completion_tokens,prompt=question,finish_reason=end; empty: the columns with canonical names."""
     tokens: str = ""
-    """Unit of the lengths, if the kind does not determine it; only recorded."""
+    """Unit of the lengths, if the kind does not determine it; stored as metadata only."""
     tokenizer: str = ""
     """For kind sharegpt: tokenizer.json to count tokens with, or a folder with one."""
     arrivals: Arrivals | None = None
-    """Draw the arrivals of a trace, in the order of the source, as the simulator's workloads do; unset: the arrivals of the source, if it has any."""
+    """Arrival process to draw the arrival times of a trace from, as in the simulator's workloads; unset: the times of the source, if any."""
     seed: int = 0
     """Seed of the drawn arrivals."""
 
     def __post_init__(self) -> None:
         check_ranges(self, max_tokens=(1, 2**31 - 1), seed=(0, INTEGERS))
         if self.columns and self.kind != "log":
-            raise InputError("columns", self.columns, "unset: only kind log has a mapping of columns")
+            raise InputError("columns", self.columns, "unset: only kind log supports a column mapping")
         if self.arrivals is not None and self.arrivals.process == "trace":
             allowed = "another process; leave arrivals unset to keep those of the source"
             raise InputError("arrivals.process", "trace", allowed)

@@ -1,4 +1,4 @@
-"""The command `import-urgency`: labeled texts for the urgency head, from the seed set and files of labels."""
+"""The command `import-urgency`: collect labeled texts for the urgency head from the seed set and label files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ImportUrgencyConfig:
-    """Write texts with urgency levels (schema urgency/1), from the built-in seed set and files of labels."""
+    """Write texts with urgency levels (schema urgency/1) from the built-in seed set and label files."""
 
     INPUTS = ("sources",)
     OUTPUTS = ("out", "{out}.run.json")
@@ -23,21 +23,21 @@ class ImportUrgencyConfig:
     overwrite: bool = False
     """Replace files at the outputs."""
     sources: str = "llm,quiet"
-    """What to take, separated by commas: llm, quiet and triage (built in), labels=FILE (Parquet with columns text and level, or text and label with --levels). Of a text in several sources the first one's label counts."""
+    """Sources, separated by commas: llm, quiet and triage (built in), labels=FILE (Parquet with columns text and level, or text and label with --levels). If several sources have the same text, the label of the first one is used."""
     splits: str = "train,validation,test"
-    """Splits to write, separated by commas; a text's split is decided by its hash."""
+    """Splits to write, separated by commas; the split of a text is determined by its hash."""
     levels: str = ""
-    """Levels of the values of a column label, LABEL=LEVEL separated by commas, e.g. critical=interactive,low=batch."""
+    """Mapping of the values of a column label to levels, LABEL=LEVEL separated by commas, e.g. critical=interactive,low=batch."""
     weights: str = ""
     """Weights of sources, KIND=WEIGHT separated by commas, e.g. labels=0.1; default 1, and for labels the column weight."""
     limit: int | None = None
-    """Maximum number of texts of each source that is a file; unset: all."""
+    """Maximum number of texts from each label file; unset: all."""
     augment_claims: int = 0
-    """Copies of each training text with a claim of urgency and the same level, so that a predictor learns to ignore claims."""
+    """Number of copies of each training text with an added claim of urgency and the same level, so that a predictor learns to ignore claims."""
     augment_openers: int = 0
-    """Copies of each training text with a greeting, thanks or the like, so that a predictor learns to ignore these."""
+    """Number of copies of each training text with an added greeting, thanks or similar phrase, so that a predictor learns to ignore these."""
     seed: int = 0
-    """Decides which phrases are added."""
+    """Seed of the choice of added phrases."""
 
     def __post_init__(self) -> None:
         counts = dict.fromkeys(("augment_claims", "augment_openers", "seed"), (0, INTEGERS))

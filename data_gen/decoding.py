@@ -1,8 +1,8 @@
-"""Continuous-batch decoding with a transformers causal model, made for many repeats of each prompt.
+"""Continuous-batch decoding with a transformers causal model, optimized for many samples of each prompt.
 
-What differs from `generate` (`benchmarks/sampling.py` measures both): a prompt is prefilled once and its KV shared by
-all its repeats; finished rows leave the batch at once and the repeats of the next prompt take their places; attention
-of one new token works on grouped heads without copying the cache.
+Differences from `generate` (both are measured by `benchmarks/sampling.py`): a prompt is prefilled once, and its KV cache
+is shared by all samples; finished rows leave the batch immediately and are replaced by samples of the next prompt;
+attention of one new token uses grouped heads without copying the cache.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ def grouped_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention that, for one new token per row, never repeats the KV heads; otherwise torch's SDPA.
+    """Attention that does not repeat the KV heads for a single new token per row; otherwise torch's SDPA.
 
     Args:
         module: The attention layer.
         query: [rows, heads, new tokens, head size].
         key, value: [rows, kv heads, tokens, head size].
         attention_mask: Boolean, broadcastable to [rows, heads, new tokens, tokens]; True is attended.
-        scaling: Factor on the scores, default 1/sqrt(head size).
-        dropout, kwargs: Passed on to SDPA.
+        scaling: Factor of the scores, default 1/sqrt(head size).
+        dropout, kwargs: Passed to SDPA.
 
     Returns:
         Output [rows, new tokens, heads, head size], and None for the attention weights.
@@ -61,7 +61,7 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 class _GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """KV of one layer in a buffer with room to grow, so that a step writes one column instead of copying all."""
+    """KV cache of one layer in a preallocated buffer, so that a step writes one column instead of copying everything."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -116,10 +116,10 @@ def _left_padded(states: torch.Tensor, length: int) -> torch.Tensor:
 
 
 class DecodingBatch:
-    """Rows that decode together, right-aligned; rows join by prompt and leave when the caller removes them.
+    """Right-aligned batch of rows; `join` adds the rows of a prompt, `keep` removes rows.
 
-    Not tied to any sampling rule: `logits` holds the next-token scores of every row, and `advance` takes the
-    tokens chosen for them.
+    Independent of the sampling method: `logits` holds the next-token scores of every row, and `advance` takes the
+    sampled tokens.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -134,7 +134,7 @@ class DecodingBatch:
 
     @torch.inference_mode()
     def join(self, prompt_tokens: list[int], repeats: int) -> None:
-        """Prefills a prompt once and adds `repeats` rows that continue it, after the present rows."""
+        """Prefills a prompt once and appends `repeats` rows that continue it."""
         ids = torch.tensor([prompt_tokens], device=self._model.device)
         cache, layers = self._new_cache()
         logits = self._model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
@@ -158,7 +158,7 @@ class DecodingBatch:
         self.logits = torch.cat([self.logits.to(logits), logits.repeat(repeats, 1)])
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Keeps the rows with these indices (int64, increasing) and drops columns that no row attends to."""
+        """Keeps only the rows with these indices (int64, increasing), and drops columns that no row attends to."""
         self._mask, self._positions, self.logits = self._mask[rows], self._positions[rows], self.logits[rows]
         first = int(self._mask.any(0).int().argmax()) if len(rows) else self._mask.shape[1]
         self._mask = self._mask[:, first:]

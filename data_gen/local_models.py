@@ -1,4 +1,4 @@
-"""Names of models that run in this process, and tokenization of prompts for them."""
+"""Name resolution and prompt tokenization for models that run in this process."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from scheduler_core.files import PACKAGE_SCHEME, inside_package
 
 
 def resolve_model(model: str) -> str:
-    """Path or hub name of a model; `package:NAME/PATH` is a file or folder inside an installed package, InputError if there
-    is none."""
+    """Path or hub name of a model; `package:NAME/PATH` is a file or folder inside an installed package, InputError if it
+    does not exist."""
     return str(inside_package(model, "model")) if model.startswith(PACKAGE_SCHEME) else model
 
 
 def model_name(model: str) -> str:
-    """The name that samples are recorded with by default: the last part of `model`."""
+    """Default name of the served model in samples: the last part of `model`."""
     return Path(model.rstrip("/")).name.removesuffix(".gguf")
 
 
 def tokenize_within(
     tokenizer: Any, work: Work, settings: SamplingSettings, context_tokens: int
 ) -> tuple[list[int], WorkResult | None]:
-    """Token ids of a prompt, and its failures, if the chat template rejects it or it exceeds the context with max_tokens.
+    """Tokenizes a prompt with the chat template of the tokenizer, or without one, joined by blank lines.
 
-    Applies the chat template of a transformers tokenizer if it has one, else joins the texts with blank lines.
+    Returns the token ids, and failures if the chat template rejects the prompt or prompt and max_tokens exceed the context.
     """
     import jinja2
 

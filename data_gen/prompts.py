@@ -1,4 +1,4 @@
-"""A prompt: one user message, or a conversation that ends with one."""
+"""Prompts: a single user message, or a conversation that ends with one."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Message:
 class Prompt:
     """One input of a model."""
 
-    # Unique in a source. Ids of the turns of one conversation end in `#turn-N` (see `data_gen.splits`).
+    # Unique within a source. Ids of the turns of a conversation end in `#turn-N` (see `data_gen.splits`).
     prompt_id: str
-    text: str  # the user's text; for a conversation the last user message
+    text: str  # the user message; for a conversation, the last one
     category: str = ""
-    # The whole conversation, ending with a user message, if it has a system prompt or several user turns; else empty.
+    # The whole conversation, ending with a user message, if it has more than this message; else empty.
     messages: tuple[Message, ...] = ()
-    dataset: str = ""  # public data set of the prompt
+    dataset: str = ""  # public data set that the prompt comes from
 
     @property
     def chat(self) -> tuple[Message, ...]:
@@ -37,12 +37,12 @@ class Prompt:
 
 
 def prompt_id_of(text: str) -> str:
-    """Id for a prompt without one: the first 16 hex digits of the SHA-256 of its text."""
+    """Default id of a prompt: the first 16 hex digits of the SHA-256 of its text."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def conversation_id_of(messages: Sequence[Message]) -> str:
-    """Id for a conversation without one; `prompt_id_of` its text if it is a single user message."""
+    """Default id of a conversation; for a single user message, `prompt_id_of` its text."""
     if len(messages) == 1 and messages[0].role == "user":
         return prompt_id_of(messages[0].content)
     return prompt_id_of(json.dumps([[m.role, m.content] for m in messages], ensure_ascii=False))

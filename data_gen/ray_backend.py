@@ -1,4 +1,4 @@
-"""Sampling on a Ray cluster: every worker has an engine and takes prompts from a shared queue."""
+"""Sampling on a Ray cluster, with one engine per worker and a shared queue of prompts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: A worker sends its results after so many of them, or after so many seconds.
+#: Maximum number of results, and maximum time in seconds, before a worker sends its results.
 _BATCH_RESULTS = 64
 _BATCH_S = 0.2
 
@@ -38,7 +38,7 @@ class _Worker:
         return metadata.version("tailcast"), self._backend.version
 
     def sample(self, queue: Any, settings: SamplingSettings) -> Iterator[list[WorkResult]]:
-        """Results of the work in the queue, until the first None."""
+        """Samples the work in the queue until it gets None; yields batches of results."""
         results: list[WorkResult] = []
         sent_at = time.monotonic()
         for result in self._backend.sample(iter(queue.get, None), settings):
@@ -50,9 +50,9 @@ class _Worker:
 
 
 class RayBackend:
-    """Samples with the engines of many workers; the samples are recorded with that engine's name and version.
+    """Samples with the engines of many workers; samples are recorded with the name and version of the engine.
 
-    A lost worker's samples in flight are lost, and requested again by the run; the other workers continue.
+    If a worker is lost, its samples in flight are requested again by the run, and the other workers continue.
 
     Args:
         config: Options of the engine, `ray` (address of the cluster) and `ray_workers`.
@@ -78,7 +78,7 @@ class RayBackend:
             InputError: There is no cluster at the address, or it is too small.
             MissingExtraError: Ray is not installed.
             RunStoppedError: All workers were lost.
-            TailcastError: A node has another version of tailcast or of the engine; or a worker raised it.
+            TailcastError: A node has another version of tailcast or of the engine, or a worker failed.
         """
         self._start()
         ray = self._ray
@@ -110,19 +110,19 @@ class RayBackend:
                         log.warning("a worker was lost: %s", str(error).strip().splitlines()[0])
                         self._workers.remove(streams.pop(stream))
             if has_more or not self._workers:
-                raise RunStoppedError("all workers on the Ray cluster were lost; the same command resumes")
+                raise RunStoppedError("all Ray workers were lost; run the same command again to resume")
         finally:
             if streams:  # stopped early: abandon the work in flight
                 self._end_workers()
             queue.shutdown(force=True)
 
     def _look_ahead(self, settings: SamplingSettings) -> int:
-        """Number of queued prompts per worker, so that no worker waits for this process."""
+        """Number of queued prompts per worker, sufficient to keep all workers busy."""
         rows = {"transformers": self._config.transformers.max_rows, "vllm": self._config.vllm.max_num_seqs}
         return max(4, 2 * rows.get(self._config.backend, 64) // settings.num_samples)
 
     def _start(self) -> None:
-        """Connects to the cluster and starts the workers that are missing."""
+        """Connects to the cluster and starts missing workers."""
         config = self._config
         assert config.ray is not None
         if self._ray is None:
@@ -161,7 +161,7 @@ class RayBackend:
         self._workers.clear()
 
     def close(self) -> None:
-        """Stops the workers, and a local cluster if there is one."""
+        """Stops the workers, and the local cluster if one was started."""
         self._end_workers()
         self._stack.close()
         self._engine.close()

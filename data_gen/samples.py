@@ -1,4 +1,4 @@
-"""The schemas `samples/2`, one row per sample, and `trace/1`, requests for the simulator; files of samples."""
+"""The schemas `samples/2` (one row per sample) and `trace/1` (requests for the simulator), and files of samples."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ SCHEMA_NAME = "samples/2"
 MESSAGES = pa.list_(pa.struct([pa.field("role", pa.string()), pa.field("content", pa.string())]))
 SCHEMA = pa.schema(
     [
-        # (prompt_id, model, sample_index) is unique. Null is unknown, as in imported sets.
+        # (prompt_id, model, sample_index) is unique. Null: unknown, as in imported data sets.
         pa.field("prompt_id", pa.string(), nullable=False),
-        pa.field("prompt", pa.string()),  # the user's text, the last of a conversation; null if only hashed
-        pa.field("prompt_sha256", pa.string()),  # hex SHA-256 of what was sent (`prompt_sha256`)
+        pa.field("prompt", pa.string()),  # the last user message; null if only hashed
+        pa.field("prompt_sha256", pa.string()),  # see `prompt_sha256`
         pa.field("messages", MESSAGES),  # the whole conversation; null if one user message, or only hashed
         pa.field("category", pa.string(), nullable=False),  # kind of prompt; may be empty
-        pa.field("dataset", pa.string(), nullable=False),  # public set it comes from; may be empty
+        pa.field("dataset", pa.string(), nullable=False),  # public data set of the prompt; may be empty
         pa.field("model", pa.string(), nullable=False),  # the served model
         pa.field("temperature", pa.float64()),
         pa.field("top_p", pa.float64()),
         pa.field("seed", pa.int64()),  # of the run
-        pa.field("sample_index", pa.int32(), nullable=False),  # among the prompt's repeats, from 0
+        pa.field("sample_index", pa.int32(), nullable=False),  # index among the samples of the prompt, from 0
         pa.field("max_tokens", pa.int32()),  # maximum number of output tokens
         pa.field("prompt_tokens", pa.int32()),  # with the chat template, in the model's tokens
-        pa.field("output_tokens", pa.int32(), nullable=False),  # end marker included; 0 only of an error
-        # "stop", "length" (right-censored at output_tokens), "error", or "unknown" (a run never writes it).
+        pa.field("output_tokens", pa.int32(), nullable=False),  # including EOS; 0 only for errors
+        # "stop", "length" (right-censored at output_tokens), "error", or "unknown" (imported samples only).
         pa.field("finish_reason", pa.string(), nullable=False),
-        pa.field("error", pa.string()),  # why there is no output, "KIND: reason"; null without an error
-        pa.field("queue_s", pa.float64()),  # seconds that the request waited before the engine took it
-        pa.field("ttft_s", pa.float64()),  # seconds from sending it to its first token
-        pa.field("total_s", pa.float64()),  # seconds from sending it to its last token
-        pa.field("text", pa.string()),  # the output; null unless it is kept
-        pa.field("engine", pa.string(), nullable=False),  # "synthetic" is no language model
+        pa.field("error", pa.string()),  # reason for a missing output, "KIND: reason"; null without an error
+        pa.field("queue_s", pa.float64()),  # seconds that the request waited before the engine accepted it
+        pa.field("ttft_s", pa.float64()),  # seconds from sending the request to its first token
+        pa.field("total_s", pa.float64()),  # seconds from sending the request to its last token
+        pa.field("text", pa.string()),  # the output; null unless texts are stored
+        pa.field("engine", pa.string(), nullable=False),  # "synthetic": no language model
         pa.field("engine_version", pa.string(), nullable=False),
         pa.field("run_id", pa.string(), nullable=False),  # the run that wrote the row
     ],
     metadata={"tailcast.schema": SCHEMA_NAME},
 )
-# Null is unknown. The simulator (`scheduler_core.simulator.trace.load_trace`) needs the first five columns known: arrival_s may
-# be null only where it draws arrivals itself. The tokens' unit is in the file's metadata under `tailcast.tokens`.
+# Null: unknown. The simulator (`scheduler_core.simulator.trace.load_trace`) needs values in the first five columns;
+# arrival_s may be null if arrivals are drawn. The unit of tokens is in the file's metadata under `tailcast.tokens`.
 TRACE_SCHEMA = pa.schema(
     [
         pa.field("request_id", pa.string(), nullable=False),  # unique in the trace
-        pa.field("arrival_s", pa.float64()),  # from the first request
+        pa.field("arrival_s", pa.float64()),  # seconds since the first request
         pa.field("prompt_tokens", pa.int32()),
         pa.field("output_tokens", pa.int32(), nullable=False),  # at least 1
         pa.field("max_tokens", pa.int32()),
@@ -68,10 +68,9 @@ TRACE_SCHEMA = pa.schema(
 
 
 def prompt_sha256(prompt: Prompt) -> str:
-    """Hex SHA-256 of what a prompt sends.
+    """Hex SHA-256 of a prompt's UTF-8 text, or of a conversation as JSON.
 
-    Of the UTF-8 text, or of a conversation's JSON `[[role, content], ...]` as Python's json writes it with
-    `ensure_ascii=False`.
+    The JSON of a conversation is `[[role, content], ...]` as written by Python's json with `ensure_ascii=False`.
     """
     sent = prompt.text
     if prompt.messages:
@@ -82,14 +81,14 @@ def prompt_sha256(prompt: Prompt) -> str:
 
 
 def write_samples(path: str | Path, table: pa.Table) -> None:
-    """Writes a table of samples as Parquet (zstd), atomically and synced to disk."""
+    """Writes a table of samples as Parquet (zstd), atomically, and syncs it to disk."""
     with atomic_file(path) as temporary:
         pq.write_table(table.select(SCHEMA.names).cast(SCHEMA), temporary, compression="zstd")
 
 
 def read_samples(path: str | Path, columns: Sequence[str] = tuple(SCHEMA.names)) -> pa.Table:
-    """Reads a `samples/2` file, all columns or some; InputError if it is missing, empty, truncated, of another schema, or
-    lacks a column."""
+    """Reads all or selected columns of a `samples/2` file; InputError if it is missing, empty or truncated, has another
+    schema, or lacks a column."""
     location = Path(path).name
     with open_parquet(path, "samples") as file, readable(path, "samples", "Parquet"):
         require_columns(file.schema_arrow.empty_table(), SCHEMA.names, f"{location}: columns")

@@ -38,7 +38,7 @@ PERMANENT_FAILURES = PROMPT_FAILURES | {"no_token_count", "finish_reason", "too_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRunOptions:
-    """Storage options of a run; `gen-samples --help` explains them."""
+    """Storage options of a run; see `gen-samples --help`."""
 
     keep_text: bool = False
     hash_prompts: bool = False
@@ -46,7 +46,7 @@ class SamplingRunOptions:
     max_failures_in_a_row: int = 1000
     overwrite: bool = False
     progress: bool = False
-    sync_interval_s: float = 5.0  # maximum time until a result survives a power cut
+    sync_interval_s: float = 5.0  # maximum time until a result is synced to disk
 
 
 def run_sampling(
@@ -61,26 +61,26 @@ def run_sampling(
 ) -> dict[str, Any]:
     """Samples all prompts and writes `out` (Parquet, schema `samples/2`) and `OUT.run.json`.
 
-    Every result is stored in `OUT.partial` on arrival. After any interruption, a call with the same settings resumes the
+    Every result is stored in `OUT.partial` on arrival. After an interruption, a call with the same settings resumes the
     run without repeating or skipping a sample, and retries failed ones. The file has one row for each (prompt, sample
     index), in the order of the prompts. If failures remain that a retry may fix, the store is kept next to the finished
     file, and the same call retries only these.
 
     Args:
         backend: Engine; closed by the caller.
-        prompts: Prompts with unique ids, iterable more than once in the same order. A resumed run may have fewer,
-            others, or another order.
+        prompts: Prompts with unique ids, iterable more than once in the same order. A resumed run may have fewer or
+            other prompts, or another order.
         settings, out, options: Sampling settings, the file to write, and storage options.
         engine_options: Options of the engine other than `settings`, as JSON; a run resumes only with equal ones.
         notes: Other facts to record, e.g. the origin of the prompts, as JSON.
 
     Returns:
         The content of `OUT.run.json`: the manifest of the run, and counts of the file and of this process;
-        resume_reason is why the store is kept, None if it was removed.
+        resume_reason is the reason for keeping the store, None if it was removed.
 
     Raises:
         InputError: The target cannot be written, is already finished, belongs to another run, or is in use by another
-            process; an id repeats; no prompt got an output.
+            process; an id is repeated; no prompt has an output.
         RunStoppedError: The disk is full, or the engine keeps failing. The store is kept.
     """
     out = writable_target(out, "out")
@@ -92,7 +92,7 @@ def run_sampling(
         raise InputError("out", str(out), "a new file, or overwrite true to replace this one")
     with locked_folder(partial, "out"):
         if any(partial.iterdir()) and not path.exists():
-            allowed = "the state of an interrupted run, or no folder of that name"
+            allowed = "the state of an interrupted run, or an unused name"
             raise InputError("out", str(partial), allowed)
         with _opened_store(path, options) as store:
             with store.transaction():
@@ -125,7 +125,7 @@ def _opened_store(path: Path, options: SamplingRunOptions) -> Iterator[SampleSto
                 store.remove()
             else:
                 num_outputs = store.count(f"NOT {FAILED}")
-                message = "stopped: %d samples are stored in %s; the same command resumes the run"
+                message = "stopped: %d samples are stored in %s; run the same command again to resume"
                 log.warning(message, num_outputs, path.parent)
         raise
     finally:
@@ -140,10 +140,10 @@ def _manifest_of(
     engine_options: Mapping[str, object],
     notes: Mapping[str, object],
 ) -> dict[str, Any]:
-    """The stored manifest, or a new one that is stored; InputError if the store has samples of a run with other options.
+    """Returns the stored manifest, or stores a new one; InputError if the store has samples of a run with other options.
 
-    With a seeded engine a repeated run has the same id, so that its files are identical; otherwise every run has a new id.
-    """
+    With a seeded engine, the run id is derived from the options, so that repeated runs write identical files; otherwise
+    every run has a new id."""
     # A run resumes only if these are equal.
     identity: dict[str, Any] = {
         "format": "run/2",
@@ -155,7 +155,7 @@ def _manifest_of(
         "keep_text": options.keep_text,
         "hash_prompts": options.hash_prompts,
     }
-    identity = json.loads(json.dumps(identity))  # with the types of the stored one
+    identity = json.loads(json.dumps(identity))  # same types as the stored one
     salt = "" if backend.seeded else uuid.uuid4().hex
     text = json.dumps([identity, notes], sort_keys=True) + salt
     manifest = {
@@ -192,7 +192,7 @@ def _differences(stored: object, new: object) -> str:
 
 @dataclass(slots=True)
 class _Session:
-    """One process's part of a run."""
+    """The part of a run that is executed by this process."""
 
     backend: Backend
     prompts: Iterable[Prompt]
@@ -204,7 +204,7 @@ class _Session:
     # Prompt id -> prompt and sample indices in flight.
     pending: dict[str, tuple[Prompt, set[int]]] = field(default_factory=dict)
     failed_attempts: Counter[str] = field(default_factory=Counter)
-    # When the engine took its first prompt, which excludes the loading of the model.
+    # Time at which the engine requested its first prompt; excludes loading of the model.
     start: float | None = None
     seconds: float = 0.0
     output_tokens: int = 0
@@ -226,8 +226,8 @@ class _Session:
         if self.start is not None:
             self.seconds = round(time.monotonic() - self.start, 3)
         if not self.store.count(f"NOT {FAILED}"):
-            prompt_id, reason = self.first_failure or ("", "there is no output")
-            raise InputError("prompts", prompt_id, f"at least one prompt that gets an output ({reason})")
+            prompt_id, reason = self.first_failure or ("", "no output")
+            raise InputError("prompts", prompt_id, f"at least one prompt with an output ({reason})")
 
     def _round(self) -> None:
         self.pending.clear()
@@ -247,7 +247,7 @@ class _Session:
         # Samples without a result are failures.
         for prompt, indices in list(self.pending.values()):
             lost = [
-                SampleFailure(index, "the engine returned nothing", "no_output") for index in sorted(indices)
+                SampleFailure(index, "no result from the engine", "no_output") for index in sorted(indices)
             ]
             self._take(WorkResult(prompt, None, (), tuple(lost)))
 
@@ -264,7 +264,7 @@ class _Session:
         num_prompts = self.num_samples // self.settings.num_samples
         if position + 1 != num_prompts:
             raise RunStoppedError(
-                f"the prompts changed during the run: {position + 1} of {num_prompts} are left"
+                f"the prompts changed during the run: {position + 1} instead of {num_prompts}"
             )
 
     def _take(self, result: WorkResult) -> int:
@@ -291,7 +291,7 @@ class _Session:
             self.failures_in_a_row = 0
         for failure in failures:
             if failure.kind not in self.failed_attempts:
-                message = "prompt %s, sample %d failed (%s): %s; further ones are counted"
+                message = "prompt %s, sample %d failed (%s): %s; more of this kind are only counted"
                 log.warning(message, prompt_id, failure.sample_index, failure.kind, failure.reason)
             self.failed_attempts[failure.kind] += 1
             self.failures_in_a_row += failure.kind not in PROMPT_FAILURES
@@ -299,12 +299,12 @@ class _Session:
         if self.failures_in_a_row >= self.options.max_failures_in_a_row:
             last = failures[-1]
             raise RunStoppedError(
-                f"{self.failures_in_a_row} failures in a row, the last: {last.kind}, {last.reason}"
+                f"{self.failures_in_a_row} consecutive failures, the last one: {last.kind}, {last.reason}"
             )
         return len(outputs)
 
     def finish(self, out: Path, num_prompts: int, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Writes the file and its summary, and returns the summary."""
+        """Writes the samples file and its summary; returns the summary."""
         settings = asdict(self.settings)
         del settings["num_samples"]
         constants = {
@@ -318,7 +318,7 @@ class _Session:
             kind, _, reason = error.partition(": ")
             example = f"prompt {prompt_id} sample {sample_index}: {reason}"
             failures.setdefault(kind, {"count": 0, "example": example})["count"] += 1
-        # Why to keep the store next to the finished file; None: remove it.
+        # Reason for keeping the store next to the finished file; None: it is removed.
         resume_reason = (
             "the same command retries the failed samples" if self.store.count("NOT final") else None
         )
@@ -372,5 +372,5 @@ def summary_lines(content: Mapping[str, Any], out: str | Path) -> list[str]:
             f"{process['num_resumed']} samples were already stored"
         )
     if content["resume_reason"] is not None:
-        lines.append(f"{out}.partial is kept: {content['resume_reason']}; remove it if you do not need that")
+        lines.append(f"{out}.partial is kept: {content['resume_reason']}; remove it if this is not needed")
     return lines

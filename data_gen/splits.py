@@ -1,7 +1,7 @@
-"""Stable hashes of texts, and the split of a prompt, which depends on its id alone, so it never changes or leaks samples.
+"""Stable hashes of texts, and splits of prompts, which depend only on the prompt id.
 
-All samples of a prompt share its id and so its split. The turns of one conversation share a prefix, so they form one
-family: their ids end in `#turn-N` (see `turn_id`), and the part before that determines the split.
+All samples of a prompt have the same id and thus the same split. The turns of a conversation share a prefix and form a
+family: their ids end in `#turn-N` (see `turn_id`), and the part before it determines the split.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _TURN = re.compile(r"#turn-\d+(-[0-9a-f]+)?\Z")
 
 
 def turn_id(conversation_id: str, turn: int, history: str = "") -> str:
-    """Id of the prompt that ends with user turn number `turn` (from 1) of the conversation.
+    """Id of the prompt that ends with user turn number `turn` (from 1) of a conversation.
 
-    `history`: hex digits that distinguish conversations with the same id, may be empty.
+    `history`: hex digits that distinguish conversations with the same id; may be empty.
     """
     return f"{conversation_id}#turn-{turn}" + (f"-{history}" if history else "")
 
@@ -33,7 +33,7 @@ def family_of(prompt_id: str) -> str:
 
 
 def split_of(prompt_id: str, seed: int, fractions: tuple[float, float, float] = (0.6, 0.2, 0.2)) -> Split:
-    """The split of a prompt, by a stable hash of (seed, family of the prompt id); another seed gives an independent split.
+    """The split of a prompt, by a stable hash of (seed, family of the prompt id); splits of different seeds are independent.
 
     `fractions` are the expected fractions of (train, validation, test); InputError if they are negative or do not sum to 1.
     """
@@ -56,14 +56,14 @@ def smallest_hashes(texts: Iterable[str], count: int = 200) -> list[int]:
 
 
 def overlap(texts: Iterable[str], hashes: Sequence[int]) -> float:
-    """Estimated fraction of distinct texts that were among the texts of `smallest_hashes` (bottom-k sketch: Broder 1997).
+    """Estimated fraction of distinct texts that are among the texts of `smallest_hashes` (bottom-k sketch: Broder 1997).
 
-    Only texts whose hash is at most the largest of `hashes` are compared; 0 if there are none.
+    Only texts whose hash is at most the largest of `hashes` are compared; 0 without such texts.
     """
     below = {digest for text in texts if (digest := digest64(text)) <= max(hashes, default=-1)}
     return len(below & set(hashes)) / len(below) if below else 0.0
 
 
 def digest64(text: str) -> int:
-    """First eight bytes of the SHA-256 of a text; among ten million texts two share them with probability 3e-6."""
+    """First eight bytes of the SHA-256 of a text; ten million texts have a collision with probability 3e-6."""
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big")

@@ -1,7 +1,7 @@
-"""The store of an unfinished sampling run: an SQLite file in WAL mode with (prompt, sample index) as key.
+"""Store of an unfinished sampling run: an SQLite file in WAL mode with (prompt, sample index) as key.
 
-A result is committed on arrival, so it survives a killed process. The write-ahead log is synced to the disk at most
-`sync_interval_s` later, so a power cut loses at most the results of that time. `export` writes the Parquet file.
+A result is committed on arrival, so it is not lost if the process is killed. The write-ahead log is synced to disk within
+`sync_interval_s`, so a power failure loses at most the results of that time. `export` writes the Parquet file.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class RunStoppedError(TailcastError):
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turns the errors of a full or failing disk into a `RunStoppedError` with advice."""
+    """Converts errors of a full or failing disk to a `RunStoppedError` with advice."""
     try:
         yield
     except (sqlite3.Error, OSError) as error:
         name = getattr(error, "sqlite_errorname", "")
         if name in ("SQLITE_CORRUPT", "SQLITE_NOTADB"):
             raise RunStoppedError(
-                f"{path} is damaged ({error}); `sqlite3 {path} .recover` may save what is in it, removing it starts over"
+                f"{path} is damaged ({error}); `sqlite3 {path} .recover` may recover its content; remove it to start over"
             ) from error
         if isinstance(error, sqlite3.Error) and not isinstance(error, sqlite3.OperationalError):
             raise
@@ -64,16 +64,16 @@ def disk_errors(path: Path) -> Iterator[None]:
             "no space left on device" if name == "SQLITE_FULL" else getattr(error, "strerror", None) or error
         )
         raise RunStoppedError(
-            f"{path}: cannot write ({reason}); finished samples are kept: once this is fixed, the same command resumes "
-            "the run"
+            f"{path}: cannot write ({reason}); finished samples are kept: fix this, then run the same command again to "
+            "resume"
         ) from error
 
 
 class SampleStore:
-    """Prompts and samples of one run; the caller holds the folder's lock. RunStoppedError if the disk is full or the file
-    damaged.
+    """Prompts and samples of one run; the caller must hold the lock of the folder. RunStoppedError if the disk is full, or
+    the file is damaged.
 
-    A committed result is synced within `sync_interval_s`; 0 syncs every result at once.
+    A committed result is synced within `sync_interval_s`; 0: every result is synced immediately.
     """
 
     def __init__(self, path: Path, *, sync_interval_s: float) -> None:
@@ -105,7 +105,7 @@ class SampleStore:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """Commits all changes of the block, or none if it raises."""
+        """Commits all changes of the block, or rolls them back if it raises."""
         with disk_errors(self.path):
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -132,9 +132,9 @@ class SampleStore:
         self._db.execute("INSERT INTO run VALUES (?)", [json.dumps(manifest)])
 
     def register(self, prompts: Iterable[Prompt], *, hash_only: bool) -> int:
-        """Reads all prompts of the source once and returns their number; with `hash_only` no text is stored.
+        """Stores all prompts of the source and returns their number; with `hash_only` no texts are stored.
 
-        InputError if there is no prompt, an id repeats, or the stored run has another text for an id.
+        InputError if there is no prompt, an id is repeated, or the stored run has another text for an id.
         """
         count = 0
         for count, prompt in enumerate(prompts, start=1):
@@ -151,7 +151,7 @@ class SampleStore:
             columns = (key, digest, *texts, valid_unicode(prompt.category), valid_unicode(prompt.dataset))
             self._db.execute("INSERT OR IGNORE INTO prompts VALUES (?, ?, ?, ?, ?, ?)", columns)
             if self._value("SELECT prompt_sha256 FROM prompts WHERE prompt_id = ?", [key]) != digest:
-                allowed = "the text that this id has in the interrupted run; or another --out"
+                allowed = "the text of this id in the interrupted run, or another --out"
                 raise InputError("prompts", f"another text of {prompt.prompt_id!r}", allowed)
         if not count:
             raise InputError("prompts", "none", "at least one prompt")
@@ -164,7 +164,7 @@ class SampleStore:
         return bool(digest == prompt_sha256(prompt))
 
     def open_indices(self, prompt_id: str, num_samples: int) -> tuple[int, ...]:
-        """The sample indices of a prompt that are missing or may be retried, in increasing order."""
+        """Sample indices of a prompt that are missing or may be retried, in increasing order."""
         query = "SELECT sample_index FROM samples WHERE prompt_id = ? AND final"
         closed = {index for (index,) in self._db.execute(query, [valid_unicode(prompt_id)])}
         return tuple(index for index in range(num_samples) if index not in closed)
@@ -179,7 +179,7 @@ class SampleStore:
         engine_version: str,
         keep_text: bool,
     ) -> None:
-        """Commits a result, replacing earlier failures; `failures` maps each failure to whether it is permanent."""
+        """Commits a result and replaces earlier failures; `failures` maps each failure to whether it is permanent."""
         key = valid_unicode(prompt_id)
         rows: list[tuple[object, ...]] = []
         for output in outputs:
@@ -203,7 +203,7 @@ class SampleStore:
                 self._timer.start()
 
     def _raise_sync_error(self) -> None:
-        """Raises the error of the timer's sync: after a failed sync, a later one may succeed although data are lost."""
+        """Raises the error of a failed background sync, because a later sync may succeed although data were lost."""
         error, self._sync_error = self._sync_error, None
         if error is not None:
             raise error
@@ -221,11 +221,11 @@ class SampleStore:
             sync_path(self.path.with_name(f"{self.path.name}-wal"))
 
     def count(self, condition: str) -> int:
-        """Number of the source's samples for which an SQL condition holds."""
+        """Number of samples of the source that satisfy an SQL condition."""
         return int(self._value(f"SELECT COUNT(*) {_OF_SOURCE} WHERE {condition}"))
 
     def output_tokens(self) -> int:
-        """Sum over all samples of the source."""
+        """Total number of output tokens of the samples of the source."""
         return int(self._value(f"SELECT SUM(output_tokens) {_OF_SOURCE}"))
 
     def num_surplus(self) -> int:
@@ -243,9 +243,9 @@ class SampleStore:
         yield from self._db.execute(f"{query} ORDER BY position, sample_index")
 
     def export(self, target: Path, constants: Mapping[str, object]) -> None:
-        """Writes all samples of the source's prompts as Parquet (`samples/2`), atomically, in the source's order.
+        """Writes the samples of all prompts of the source, in its order, as Parquet (`samples/2`), atomically.
 
-        `constants` are columns that are the same in all rows.
+        `constants` are columns with the same value in all rows.
         """
         own = {"prompt_sha256", "prompt", "messages", "category", "dataset"}
         columns = [
@@ -281,7 +281,7 @@ class SampleStore:
                 self._db.close()
 
     def remove(self) -> None:
-        """Removes the file in one step, so that a crash cannot leave a part of it that looks like a run."""
+        """Removes the file so that a crash in between cannot leave a part of it that looks like a run."""
         with self._lock:
             self._stop_timer()
             with contextlib.suppress(sqlite3.Error):

@@ -1,12 +1,12 @@
-"""Lengths without a language model: the termination-rate mixture of TIE's theorem 3.2, for tests and demos.
+"""Synthetic output lengths without a language model: the mixture of TIE's theorem 3.2, for tests and demos.
 
-Each output ends after every token with a probability p that is drawn from the density alpha p^(alpha-1) / p_max^alpha on
-(0, p_max] (assumption 3.1: c p^(alpha-1) near 0); its length N is geometric given p. So, with the incomplete beta
-function B,
+An output ends after each token with probability p, which is drawn once per output from the density
+alpha p^(alpha-1) / p_max^alpha on (0, p_max] (assumption 3.1: c p^(alpha-1) near 0). Its length N is geometric given p, so
+with the incomplete beta function B,
 
     P(N > n) = E[(1-p)^n] = alpha p_max^-alpha B(p_max; alpha, n+1)  ~  Gamma(alpha+1) p_max^-alpha n^-alpha,
 
-a power-law tail of index alpha (theorem 3.2). alpha and p_max of a prompt follow from a hash of its id.
+a power-law tail of index alpha (theorem 3.2). alpha and p_max of a prompt are determined by a hash of its id.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticOptions:
-    """No language model: output lengths of a power-law mixture, whose parameters follow from the prompt id."""
+    """Synthetic output lengths of a power-law mixture, whose parameters are determined by the prompt id."""
 
     min_alpha: float = 1.5
-    """Smallest tail index of a prompt; the mean length is finite above 1, the variance above 2."""
+    """Minimum tail index of a prompt; the mean length is finite above 1, the variance above 2."""
     max_alpha: float = 4.0
-    """Largest tail index of a prompt."""
+    """Maximum tail index of a prompt."""
     min_typical_tokens: float = 10.0
-    """Smallest typical length of a prompt, which is 1 / p_max, the inverse of its largest termination rate; at least 1."""
+    """Minimum typical length of a prompt, defined as 1 / p_max, the inverse of its maximum termination rate; at least 1."""
     max_typical_tokens: float = 300.0
-    """Largest typical length of a prompt."""
+    """Maximum typical length of a prompt."""
     samples_per_s: float | None = None
-    """Limit of the sampling rate, for demos; unset: no limit."""
+    """Maximum sampling rate, for demos; unset: unlimited."""
 
     def __post_init__(self) -> None:
         positive = (POSITIVE, FINITE)
@@ -52,7 +52,7 @@ class TerminationMixture:
 
     @classmethod
     def of(cls, prompt_id: str, options: SyntheticOptions) -> TerminationMixture:
-        """The mixture of a prompt: alpha uniform, 1/p_max log-uniform between their limits, by a hash of its id."""
+        """The mixture of a prompt, from a hash of its id: alpha is uniform, 1/p_max log-uniform between the limits."""
         digest = hashlib.sha256(f"synthetic\x00{prompt_id}".encode()).digest()
         first, second = (int.from_bytes(digest[i : i + 8], "big") / 2**64 for i in (0, 8))
         alpha = options.min_alpha + first * (options.max_alpha - options.min_alpha)
@@ -62,7 +62,7 @@ class TerminationMixture:
         return cls(alpha, 1 / tokens)
 
     def length(self, first: float, second: float) -> float:
-        """The length drawn by two uniform numbers in [0, 1): an integer > 0, or infinity."""
+        """Converts two uniform random numbers in [0, 1) to a length: an integer > 0, or infinity."""
         rate = self.p_max * (1 - first) ** (1 / self.alpha)
         if rate >= 1:
             return 1.0
@@ -73,8 +73,8 @@ class TerminationMixture:
 class SyntheticBackend:
     """Outputs with lengths of `TerminationMixture` and no text; recorded as engine and model "synthetic".
 
-    An output depends on (options, seed, prompt id, sample index); temperature and top_p are
-    ignored. The prompt's tokens are its words.
+    An output depends only on (options, seed, prompt id, sample index); temperature and top_p are ignored. prompt_tokens is
+    the number of words.
     """
 
     name = "synthetic"
@@ -102,4 +102,4 @@ class SyntheticBackend:
                 yield WorkResult(item.prompt, words, (output,))
 
     def close(self) -> None:
-        """Does nothing: there are no resources."""
+        """Does nothing; there are no resources to release."""

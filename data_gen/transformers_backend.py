@@ -1,4 +1,4 @@
-"""Sampling on this machine with transformers: a local folder, a GGUF file, a packaged model or a hub model."""
+"""Sampling in this process with transformers, from a local folder, a GGUF file, a packaged model or a hub model."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class TransformersOptions:
     """A model that runs in this process with transformers."""
 
     max_rows: int = 256
-    """Maximum number of outputs that decode together."""
+    """Maximum number of outputs in the decoding batch."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of the weights."""
     device: str = "auto"
-    """Torch device; auto: a GPU if there is one."""
+    """Torch device; auto: a GPU if available."""
     threads: int | None = None
-    """Torch threads; unset: torch's own choice."""
+    """Torch threads; unset: torch's default."""
 
     def __post_init__(self) -> None:
         check_ranges(self, max_rows=(1, INTEGERS))
@@ -40,7 +40,7 @@ class TransformersOptions:
 
 @dataclass(slots=True)
 class _Row:
-    """One growing output; `started` is when its prompt joined the batch, on the clock of `time.perf_counter`."""
+    """An unfinished output; `started` is the `time.perf_counter` value at which its prompt joined the batch."""
 
     prompt: Prompt
     prompt_tokens: int
@@ -54,7 +54,7 @@ class _Row:
 class TransformersBackend:
     """Continuous-batch sampling of a causal language model in this process.
 
-    `model` is a local folder, `.gguf` file, hub name or `package:NAME/PATH`; `served_model` is the name recorded with the
+    `model` is a local folder, `.gguf` file, hub name or `package:NAME/PATH`; `served_model` is the name stored with the
     samples, by default the last part of `model`.
     """
 
@@ -77,7 +77,7 @@ class TransformersBackend:
         return f"{version('transformers')}+torch-{version('torch')}"
 
     def load(self) -> tuple[Any, Any]:
-        """The model, in evaluation mode on its device, and its tokenizer, loaded once; InputError if it cannot be loaded."""
+        """Loads the model in eval mode, and its tokenizer, on the first call; InputError if they cannot be loaded."""
         if self._loaded is not None:
             return self._loaded
         import torch
@@ -97,7 +97,7 @@ class TransformersBackend:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
-            # Loading a GGUF file draws progress bars that no logging setting disables.
+            # Loading a GGUF file shows progress bars that cannot be disabled by logging settings.
             with contextlib.redirect_stderr(io.StringIO()):
                 tokenizer = transformers.AutoTokenizer.from_pretrained(path, **gguf)
                 if gguf:
@@ -117,7 +117,7 @@ class TransformersBackend:
     def sample(self, work: Iterable[Work], settings: SamplingSettings) -> Generator[WorkResult, None, None]:
         """See `Backend.sample`; one result for each output.
 
-        At most `max_rows` outputs decode at a time, or all missing samples of one prompt if these are more.
+        The batch has at most `max_rows` outputs, or all missing samples of a single prompt if these are more.
         """
         model, tokenizer = self.load()
         sampler = _Sampler(model, tokenizer, settings)
@@ -140,7 +140,7 @@ class TransformersBackend:
 
 
 class _Sampler:
-    """The outputs in flight and the batch that decodes them."""
+    """Outputs in flight and their decoding batch."""
 
     def __init__(self, model: Any, tokenizer: Any, settings: SamplingSettings) -> None:
         from data_gen.decoding import DecodingBatch
@@ -155,7 +155,7 @@ class _Sampler:
         self.rows: list[_Row] = []
 
     def start(self, work: Work) -> WorkResult | None:
-        """Adds the missing samples of a prompt to the batch; returns the failures of a prompt that does not fit."""
+        """Adds the missing samples of a prompt to the batch; returns failures if the prompt is too long or invalid."""
         started = time.perf_counter()
         ids, failure = tokenize_within(self._tokenizer, work, self._settings, self._context)
         if failure is not None:
@@ -202,7 +202,7 @@ class _Sampler:
             self._batch.advance(tokens)
 
     def _choose(self) -> Any:
-        """Inverse-CDF sampling of one token per row, from each row's own stream of uniforms."""
+        """Samples one token per row by the inverse CDF, with the uniform random numbers of each row."""
         import torch
 
         settings = self._settings
@@ -217,6 +217,6 @@ class _Sampler:
         cumulative = weights.cumsum(-1)
         drawn = torch.tensor([row.uniforms[len(row.tokens)] for row in self.rows], dtype=cumulative.dtype)
         target = drawn.to(cumulative.device)[:, None] * cumulative[:, -1:]
-        # Rounding may put the target at the end of the CDF; then take the last token with nonzero probability.
+        # If rounding puts the target at the end of the CDF, the last token with nonzero probability is used.
         last = cumulative.shape[1] - 1 - (weights.flip(-1) > 0).int().argmax(-1)
         return torch.minimum(torch.searchsorted(cumulative, target, right=True)[:, 0], last).cpu()

@@ -1,4 +1,4 @@
-"""Sampling with a vLLM engine in this process: no server, all of the GPU for sampling."""
+"""Sampling with a vLLM engine in this process, without a server."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class VllmOptions:
     """A vLLM engine in this process."""
 
     dtype: str = "auto"
-    """Precision of the weights, as vLLM names it: auto, float32, bfloat16, float16."""
+    """Precision of the weights, as in vLLM: auto, float32, bfloat16, float16."""
     tensor_parallel_size: int = 1
-    """GPUs that share the model."""
+    """Number of GPUs for tensor parallelism."""
     gpu_memory_utilization: float = 0.9
     """Fraction of the GPU's memory for weights and KV cache."""
     max_model_len: int | None = None
-    """Longest prompt and output together; unset: the model's own limit."""
+    """Maximum number of tokens of prompt and output together; unset: the limit of the model."""
     max_num_seqs: int = 256
-    """Outputs that decode together; as many again wait in the engine."""
+    """Maximum number of outputs in the decoding batch; the same number of requests is queued in the engine."""
     enforce_eager: bool = False
-    """Do not compile or capture graphs: starts faster, runs slower."""
+    """Disable compilation and CUDA graphs: faster start, slower decoding."""
     engine_args: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of vllm.LLM, e.g. {"quantization": "fp8"}."""
+    """Additional arguments of vllm.LLM, e.g. {"quantization": "fp8"}."""
 
     def __post_init__(self) -> None:
         check_ranges(self, tensor_parallel_size=(1, INTEGERS), max_num_seqs=(1, INTEGERS))
@@ -40,13 +40,12 @@ class VllmOptions:
 class VllmBackend:
     """Samples from `vllm.LLM`.
 
-    Every sample is a request of its own with its own seed, because only then does it depend on (settings, prompt id,
-    sample index) alone: a resumed run requests the missing ones of a prompt and gets what it would have got. vLLM makes
-    n requests out of n=N too, and its prefix cache lets them share the prompt.
+    Every sample is a separate request with its own seed, so that it depends only on (settings, prompt id, sample index) and
+    a resumed run gets the same samples. This is not slower than n=N, which vLLM also splits into N requests: its prefix
+    cache shares the prompt between them.
 
-    `model` is a local folder, `.gguf` file, hub name or `package:NAME/PATH`; `served_model` the name recorded with the samples,
-    by default its last part.
-    """
+    `model` is a local folder, `.gguf` file, hub name or `package:NAME/PATH`; `served_model` is the name stored with the
+    samples, by default the last part of `model`."""
 
     name = "vllm"
     seeded = True
@@ -63,11 +62,11 @@ class VllmBackend:
         return str(_vllm().__version__)
 
     def load(self) -> Any:
-        """The engine, started once; InputError if it cannot load the model, MissingExtraError if vLLM is not installed."""
+        """Starts the engine on the first call; InputError if it cannot load the model, MissingExtraError without vLLM."""
         if self._llm is None:
             options = {name: value for name, value in asdict(self._options).items() if value is not None}
             engine_args = options.pop("engine_args")
-            # The timings of an output come with the engine's own statistics.
+            # The timings of an output are part of the engine's statistics.
             common = {"model": resolve_model(self._source), "disable_log_stats": False}
             arguments = common | options | engine_args
             vllm = _vllm()
@@ -79,7 +78,7 @@ class VllmBackend:
         return self._llm
 
     def sample(self, work: Iterable[Work], settings: SamplingSettings) -> Generator[WorkResult, None, None]:
-        """See `Backend.sample`; one result for each output. Closing the iterator aborts what the engine has."""
+        """See `Backend.sample`; one result for each output. Closing the iterator aborts all unfinished requests."""
         llm = self.load()
         engine, tokenizer = llm.llm_engine, llm.get_tokenizer()
         limit = int(engine.model_config.max_model_len)
@@ -131,9 +130,9 @@ def _result(prompt: Prompt, index: int, prompt_tokens: int, output: Any) -> Work
     completion = output.outputs[0]
     reason = completion.finish_reason
     if reason not in ("stop", "length"):
-        failure = SampleFailure(index, f"the engine ended it with {reason!r}", "aborted")
+        failure = SampleFailure(index, f"the engine finished with reason {reason!r}", "aborted")
         return WorkResult(prompt, prompt_tokens, (), (failure,))
-    # Seconds since the engine got the request; vLLM's clock is monotonic.
+    # Seconds since the engine received the request; vLLM uses a monotonic clock.
     names = {"queue_s": "scheduled_ts", "ttft_s": "first_token_ts", "total_s": "last_token_ts"}
     start = getattr(output.metrics, "queued_ts", None)
     stamps = {name: getattr(output.metrics, stamp, None) for name, stamp in names.items()}

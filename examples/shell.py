@@ -1,4 +1,4 @@
-"""Running commands as a user would: their output goes to a log, the terminal sees one line per step."""
+"""Running the commands of an example: their output is written to log files, and the terminal shows one line per step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StepFailedError(TailcastError):
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A finished step: its letter and title, the command as typed, wall seconds, one line of result."""
+    """A finished step: letter, title, command line, wall-clock seconds, and one-line result."""
 
     letter: str
     title: str
@@ -35,17 +35,17 @@ class StepRecord:
 
 @dataclass(slots=True)
 class Shell:
-    """Runs commands of this environment and keeps a record of the steps."""
+    """Runs commands of this environment and records the steps."""
 
     logs: Path
     terminal: IO[str] = sys.stdout
     records: list[StepRecord] = field(default_factory=list)
 
     def run(self, letter: str, command: Sequence[str | Path], allowed: Sequence[int] = (0,)) -> None:
-        """Runs a command to its end; its output goes to `LETTER-NAME.log`.
+        """Runs a command until it exits; its output is appended to `LETTER-NAME.log`.
 
         Raises:
-            StepFailedError: If it exits with a code that is not allowed.
+            StepFailedError: It exits with a code that is not allowed.
         """
         log = self._log(letter, command)
         with open(log, "ab") as stream:
@@ -62,7 +62,7 @@ class Shell:
             )
 
     def _wait(self, process: subprocess.Popen[bytes], letter: str, log: Path) -> None:
-        """Waits; on a terminal, shows the command's latest line meanwhile."""
+        """Waits for the process; a terminal shows the last line of its log meanwhile."""
         while True:
             try:
                 process.wait(timeout=1.0)
@@ -75,10 +75,10 @@ class Shell:
 
     @contextmanager
     def serving(self, letter: str, command: Sequence[str | Path], port_file: Path) -> Iterator[int]:
-        """Starts a server, yields its port once it has written `port_file`, stops it with SIGTERM at the end.
+        """Starts a server, yields its port when it has written `port_file`, and stops it with SIGTERM at the end.
 
         Raises:
-            StepFailedError: If it dies, is not up within two minutes, or does not exit with 0.
+            StepFailedError: It dies, does not start within two minutes, or does not exit with 0.
         """
         log = self._log(letter, command)
         with open(log, "ab") as stream:
@@ -102,9 +102,9 @@ class Shell:
                     process.kill()
                     process.wait()
 
-    def finished(self, letter: str, title: str, command: str, since: float, result: str) -> None:
-        """Records a step begun at `time.monotonic()` value `since` and prints its line."""
-        record = StepRecord(letter, title, command, time.monotonic() - since, result)
+    def finished(self, letter: str, title: str, command: str, start: float, result: str) -> None:
+        """Records a step that started at the `time.monotonic()` value `start`, and prints its line."""
+        record = StepRecord(letter, title, command, time.monotonic() - start, result)
         self.records.append(record)
         clear = "\r\x1b[K" if self.terminal.isatty() else ""
         self.terminal.write(
@@ -121,12 +121,12 @@ def executable(command: Sequence[str | Path]) -> list[str]:
     """The command with its program taken from the environment that runs this interpreter."""
     program = Path(sys.executable).parent / command[0]
     if not program.exists():
-        raise StepFailedError(f"{command[0]} is not installed beside {Path(sys.executable).name}; run make")
+        raise StepFailedError(f"{command[0]} is not installed next to {Path(sys.executable).name}; run make")
     return [os.fspath(program), *(os.fspath(word) for word in command[1:])]
 
 
 def last_lines(log: Path, count: int = 3) -> str:
-    """The last non-empty lines of a log, joined; progress bars count as lines."""
+    """The last non-empty lines of a log, joined; updates of progress bars count as lines."""
     with open(log, "rb") as stream:
         stream.seek(0, os.SEEK_END)
         stream.seek(max(0, stream.tell() - 4000))

@@ -1,4 +1,4 @@
-"""`adapt`: an artifact, corrected for each served model by the lengths in a log, compared with the old one, and written if better."""
+"""`adapt`: correct an artifact for each served model from logged output lengths, and write it if it scores better."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 FloatArray = NDArray[np.float64]
-#: A served model with requests of fewer prompts to fit to keeps its predictions.
+#: Minimum number of distinct prompts to fit a correction; served models with fewer keep their predictions.
 MIN_PROMPTS = 20
-#: Requests that decide which known served model a new one is based on: the artifact predicts them once for each.
+#: Number of requests that select the base of a new served model; the artifact predicts them once per known model.
 _BASE_REQUESTS = 100
 _RESAMPLES = 400
 _COLUMNS = ("prompt_id", "prompt", "messages", "model", "temperature", "max_tokens", "output_tokens", "finish_reason")  # fmt: skip
-#: Largest difference between the graph's predictions and the fitted ones, in log tokens.
+#: Largest allowed difference between the graph's predictions and the fitted ones, in log tokens.
 _TOLERANCE = 1e-3
-#: Of a comparison; the first one decides.
+#: Metrics of a comparison; the new artifact is written if the first one improves.
 DECIDING = "CRPS, ln tokens"
 METRICS = (DECIDING, "CRPS, tokens", "tau", "P50", "P90", "P99")
 SIDES = ("old", "new", "new - old")
@@ -69,25 +69,25 @@ class AdaptConfig:
     report: str | None = None
     """HTML page to write, with the comparison; unset: OUT.html."""
     kind: Literal["auto", "openai-log", "feedback", "log", "samples"] = "auto"
-    """Kind of the log, as of import-lengths; samples: a file that it has written. auto: by the content."""
+    """Kind of the log, as in import-lengths; samples: a file written by import-lengths; auto: detected from the content."""
     columns: str = ""
-    """Of kind log: columns of the values, as of import-lengths."""
+    """Column mapping for kind log, as in import-lengths."""
     model: str = ""
-    """Name of the served model where the log has none."""
+    """Name of the served model for requests without one."""
     on_error: Literal["skip", "stop"] = "skip"
     """Rows that cannot be used: skip them and report their number and reasons, or stop at the first."""
     max_tokens: int | None = None
-    """Maximum number of output tokens of all requests, where the log does not have it."""
+    """Maximum number of output tokens of each request, for logs that do not record it."""
     held_back: float = 0.3
-    """Fraction of the prompts that nothing is fitted to: old and new artifact are compared on their requests."""
+    """Fraction of the prompts excluded from fitting; the old and the new artifact are compared on their requests."""
     max_requests: int = 5000
-    """Use only so many requests, the last of the log."""
+    """Maximum number of requests; only the last ones of the log are used."""
     seed: int = 0
-    """Seed of the split and of the intervals."""
+    """Seed of the split and of the bootstrap intervals."""
     threads: int = 2
     """Threads of the model."""
     progress: bool = True
-    """Show progress bars on a terminal, a line now and then elsewhere."""
+    """Show progress bars on a terminal, or a line every ten seconds elsewhere."""
 
     def __post_init__(self) -> None:
         check_ranges(self, max_tokens=(1, INTEGERS), max_requests=(50, INTEGERS), seed=(0, INTEGERS))
@@ -96,7 +96,7 @@ class AdaptConfig:
 
 
 def adapt(config: AdaptConfig) -> int:
-    """Runs the command; 3 where the corrected artifact is not better on the requests held back, and nothing is written, else 0."""
+    """Runs the command; returns 3, and writes nothing, if the new artifact is not better on the held-back requests, else 0."""
     from predictors.runtime import open_runtime
     from training.corrected_graph import FeatureRuntime
 
@@ -132,7 +132,7 @@ def adapt(config: AdaptConfig) -> int:
 
 
 def _read_log(config: AdaptConfig, *, conversations: bool) -> Requests:
-    """The last requests of the log that have a prompt's text and an output; predictions are left empty."""
+    """Reads the last requests of the log that have the text of a prompt and an output; predictions are left empty."""
     from data_gen.cli_import_lengths import ImportLengthsConfig
     from data_gen.importers.import_lengths import import_lengths
     from data_gen.samples import read_samples
@@ -167,7 +167,7 @@ def _read_log(config: AdaptConfig, *, conversations: bool) -> Requests:
 
 
 def _kind_of(path: Path) -> str:
-    """Kind of a log by its content: feedback of the proxy, OpenAI-style requests and responses, samples, or any table."""
+    """Detects the kind of a log: feedback of the proxy, OpenAI-style requests and responses, samples, or any table."""
     from data_gen.importers.logs import SEGMENTS
     from scheduler_core.table_files import file_rows
 
@@ -182,7 +182,7 @@ def _kind_of(path: Path) -> str:
 
 
 def _default_bases(manifest: Manifest, served_models: NDArray[np.object_]) -> NDArray[np.object_]:
-    """Served models as the artifact knows them: others are unknown ones, or the first of an artifact without those."""
+    """Served model of the artifact for each name; for a new name the unknown model, or else the artifact's first one."""
     other = "" if manifest.accepts_unknown_models else manifest.served_models[0]
     return np.array(
         [name if name in manifest.served_models else other for name in served_models], dtype=object
@@ -190,7 +190,7 @@ def _default_bases(manifest: Manifest, served_models: NDArray[np.object_]) -> ND
 
 
 def _predicted(runtime: ArtifactRuntime, requests: Requests) -> Requests:
-    """The requests with the artifact's predictions."""
+    """Returns the requests with the artifact's predictions."""
     columns = (list(requests.prompts), list(requests.served_models), list(requests.temperatures))
     parts = runtime.predict(*columns, batch_size=8)
     assert parts.mu is not None and parts.sigma is not None and parts.nu is not None  # noqa: PT018
@@ -198,7 +198,7 @@ def _predicted(runtime: ArtifactRuntime, requests: Requests) -> Requests:
 
 
 def _held_back(requests: Requests, config: AdaptConfig) -> NDArray[np.bool_]:
-    """Requests that nothing is fitted to, by a hash of the prompt; equal texts and turns of one conversation stay together."""
+    """Mask of the requests held back from fitting, by a hash of the prompt; equal texts and turns of a conversation stay together."""
     hashes = [unit_hash(f"held back\x00{config.seed}\x00{family_of(name)}") for name in requests.prompt_ids]
     texts = set(requests.prompts[np.array(hashes) < config.held_back])
     is_held_back = np.array([text in texts for text in requests.prompts])
@@ -212,7 +212,7 @@ def _held_back(requests: Requests, config: AdaptConfig) -> NDArray[np.bool_]:
 def _corrections(
     artifact: FeatureRuntime, manifest: Manifest, requests: Requests, config: AdaptConfig
 ) -> tuple[dict[str, Correction], dict[str, Any]]:
-    """The corrections of all served models with enough requests, and how each was selected."""
+    """Fits a correction for each served model with enough prompts; also returns how each was selected."""
     from training.corrections import select_correction
 
     corrections, fits = {}, {}
@@ -244,13 +244,13 @@ def _write(
     features: str | None,
     config: AdaptConfig,
 ) -> ArtifactRuntime:
-    """The corrected artifact, opened as any consumer opens it."""
+    """Writes the corrected artifact and opens it in the runtime."""
     import onnx
 
     from predictors.runtime import open_runtime
     from training.corrected_graph import with_corrections
 
-    # Conformal quantiles were made for the old predictions.
+    # Conformal quantiles are valid for the old predictions only.
     for name in old.manifest.files.keys() - {MODEL, CONFORMAL, "run.json"}:
         shutil.copyfile(old.path / name, folder / name)
     model = onnx.load(old.path / MODEL, load_external_data=False)
@@ -279,18 +279,18 @@ def _write(
 def _check_graph(
     before: Requests, after: Requests, corrections: Mapping[str, Correction], manifest: Manifest
 ) -> None:
-    """Raises TailcastError where the new graph does not predict what was fitted."""
+    """Raises TailcastError if the new graph's predictions differ from the fitted ones."""
     for name, correction in corrections.items():
         rows = before.served_models == name
         if set(_default_bases(manifest, before.served_models[rows])) == {correction.base}:
             fitted, part = before.take(rows).corrected(correction), after.take(rows)
             gap = np.abs([fitted.mu - part.mu, np.log(fitted.sigma / part.sigma)]).max(initial=0.0)
             if gap > _TOLERANCE:
-                raise TailcastError(f"{name}: the new graph is {gap:g} log tokens off what was fitted")
+                raise TailcastError(f"{name}: the graph is {gap:g} log tokens off the fitted predictions")
 
 
 class IntervalEstimate(NamedTuple):
-    """An estimate and its 95 % interval; NaN where there is none."""
+    """An estimate and its 95 % interval; NaN where undefined."""
 
     estimate: float
     low: float
@@ -301,7 +301,7 @@ class IntervalEstimate(NamedTuple):
 
 
 def compare(before: Requests, after: Requests, seed: int) -> dict[str, list[IntervalEstimate]]:
-    """Metrics of the old and the new artifact's predictions of the same requests, in the order of `SIDES`; intervals are of a bootstrap over prompts."""
+    """Metrics of both artifacts on the same requests, in the order of `SIDES`, with intervals of a bootstrap over prompts."""
     sides = [(requests, requests.scores()) for requests in (before, after)]
     _, prompt = np.unique(before.prompts.astype(str), return_inverse=True)
     order = np.argsort(prompt, kind="stable")
@@ -323,7 +323,7 @@ def compare(before: Requests, after: Requests, seed: int) -> dict[str, list[Inte
 
 
 def _metrics(requests: Requests, scores: OutputScores, rows: NDArray[np.intp]) -> list[float]:
-    """Values of METRICS on some rows."""
+    """Values of METRICS on the selected rows."""
     tau = kendall_tau(requests.mu[rows], requests.lengths[rows])
     coverage = [scores.coverage(level, rows)["estimate"] for level in COVERAGE_LEVELS]
     numbers = [scores.crps_log[rows].mean(), scores.crps_tokens[rows].mean(), tau, *coverage]
@@ -331,7 +331,7 @@ def _metrics(requests: Requests, scores: OutputScores, rows: NDArray[np.intp]) -
 
 
 def _interval(values: FloatArray) -> IntervalEstimate:
-    """Of the estimate and its resamples."""
+    """Estimate (the first value) with the 95 % interval of its resamples (the remaining values)."""
     resamples = values[1:][~np.isnan(values[1:])]
     low, high = np.quantile(resamples, (0.025, 0.975)) if len(resamples) else (np.nan, np.nan)
     return IntervalEstimate(float(values[0]), float(low), float(high))
@@ -346,16 +346,16 @@ def _page(
     *,
     num_fitted: int,
 ) -> Page:
-    """The page of a better artifact."""
+    """Report on an accepted artifact."""
     page = Page(
         "Adapted artifact",
-        f"{Path(config.artifact).name} corrected by {num_fitted} requests of {Path(config.log).name}, and compared with "
-        f"it on {len(before)} requests whose prompts nothing was fitted to.",
+        f"{Path(config.artifact).name} corrected from {num_fitted} requests of {Path(config.log).name}. Old and new "
+        f"artifact are compared on {len(before)} requests whose prompts were held back from fitting.",
     )
     page.heading("Old and new artifact on the requests held back")
     page.table(("metric", *SIDES), [(name, *map(str, sides)) for name, sides in comparison.items()])
     page.note(
-        "In brackets the 95 % interval of a bootstrap over prompts. CRPS: smaller is better; tau: Kendall's tau-b of "
+        "In brackets: 95 % interval of a bootstrap over prompts. CRPS: smaller is better; tau: Kendall's tau-b of "
         "predicted median and length; P50, P90, P99: fraction of outputs at most as long as that predicted quantile."
     )
     page.heading("By served model")

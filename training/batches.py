@@ -1,4 +1,4 @@
-"""Plans of batches: prompts by length under a budget of tokens, in an order that follows from seed and epoch."""
+"""Batch plans: prompts grouped by length under a token budget, in an order determined by seed and epoch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.utils.data import Sampler
 
 IntArray = NDArray[np.int64]
 
-# Prompts are sorted by length inside pools of this many batches, so that batches still differ between epochs.
+# Prompts are sorted by length within pools of this many batches, so that batches still differ between epochs.
 POOL_BATCHES = 64
-# Batches are padded to a multiple of this many tokens: kernels keep memory for each shape that they have seen.
+# Batches are padded to a multiple of this many tokens, because kernels cache memory for each input shape.
 WIDTH_STEP = 16
 
 
 def padded_widths(num_tokens: IntArray, max_length: int) -> IntArray:
-    """Widths of the batches whose longest prompts have so many tokens, at most `max_length`."""
+    """Padded width of a batch for the number of tokens of its longest prompt; at most `max_length`."""
     return np.minimum(-(-num_tokens // WIDTH_STEP) * WIDTH_STEP, max_length)
 
 
@@ -38,10 +38,10 @@ class Batching:
 
     Attributes:
         batch_size: Maximum number of prompts.
-        batch_tokens: Maximum number of tokens with padding; None: no limit. A longer prompt is a batch by itself.
-        by_length: Prompts of similar length together.
-        shuffled: Another order in each epoch; else shortest first, or the given order.
-        rows_per_prompt: Maximum number of rows of a prompt; None: all.
+        batch_tokens: Maximum number of tokens with padding; None: no limit. A longer prompt forms its own batch.
+        by_length: Group prompts of similar length.
+        shuffled: Use a different order in each epoch; otherwise shortest first, or the given order.
+        rows_per_prompt: Maximum number of rows per prompt; None: all.
     """
 
     batch_size: int
@@ -52,7 +52,7 @@ class Batching:
 
 
 def batch_ends(num_tokens: IntArray, batching: Batching) -> list[int]:
-    """Ends of the batches of prompts in this order."""
+    """End index of each batch when prompts are taken in the given order."""
     if batching.batch_tokens is None:
         size = batching.batch_size
         return [*range(size, len(num_tokens), size), len(num_tokens)] if len(num_tokens) else []
@@ -70,15 +70,15 @@ def batch_ends(num_tokens: IntArray, batching: Batching) -> list[int]:
 
 
 class EpochPlans(Sampler[BatchPlan]):
-    """The plans of an epoch; they follow from seed and epoch alone, and every epoch has the same number of them.
+    """Batch plans of an epoch, determined by seed and epoch; every epoch has the same number of batches.
 
     Args:
-        num_tokens: Of each prompt [P].
+        num_tokens: Number of tokens of each prompt [P].
         row_offsets: Rows of prompt p are row_offsets[p] to row_offsets[p + 1] [P + 1].
-        batching, seed: The trainer sets the epoch.
-        num_epochs: Epochs for which the number of batches must be the same.
-        weights: Draws P prompts with replacement, by weight [P]; None: each prompt once.
-        distributed: Several processes, where there are some, take the same number of batches each.
+        batching, seed: Batching options and random seed.
+        num_epochs: Number of epochs that must have the same number of batches.
+        weights: Sampling weights [P] with which P prompts are drawn with replacement; None: each prompt once.
+        distributed: Split the batches evenly over the processes of a distributed run.
     """
 
     def __init__(
@@ -99,26 +99,26 @@ class EpochPlans(Sampler[BatchPlan]):
         self._p = None if weights is None else weights / weights.sum()
         self._epoch = 0
         self._distributed = distributed
-        # A budget of tokens gives some epochs more batches than others; the trainer counts them once.
+        # With a token budget the number of batches varies by epoch, but the trainer reads it only once.
         varies = batching.shuffled and batching.batch_tokens is not None
         self._num_batches = max(len(self._batches(epoch)) for epoch in range(num_epochs if varies else 1))
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by the trainer before each epoch."""
+        """Sets the epoch; the trainer calls this before each one."""
         self._epoch = epoch
 
     def __len__(self) -> int:
         return -(-self._num_batches // self._rank()[1])
 
     def _rank(self) -> tuple[int, int]:
-        """Rank of this process and number of processes, once they are connected."""
+        """Rank of this process and number of processes; (0, 1) before the process group is initialized."""
         if self._distributed and dist.is_available() and dist.is_initialized():
             return dist.get_rank(), dist.get_world_size()
         return 0, 1
 
     def __iter__(self) -> Iterator[BatchPlan]:
         batches = self._batches(self._epoch)
-        # Largest batches are halved until there are as many as in the other epochs.
+        # The largest batches are halved until the epoch has as many as the others.
         while len(batches) < self._num_batches:
             largest = max(range(len(batches)), key=lambda number: len(batches[number]))
             prompts = batches.pop(largest)
@@ -129,7 +129,7 @@ class EpochPlans(Sampler[BatchPlan]):
         rng = np.random.default_rng([self._seed, self._epoch, 1])
         if self._batching.shuffled:
             batches = [batches[number] for number in rng.permutation(len(batches)).tolist()]
-        # The last round of several processes repeats batches, so that none waits for another for ever.
+        # Batches are repeated until all processes have the same number; otherwise collective operations would hang.
         rank, num_ranks = self._rank()
         missing = len(self) * num_ranks - len(batches)
         batches += [batches[number % len(batches)] for number in range(missing)]

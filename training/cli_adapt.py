@@ -1,10 +1,10 @@
-"""The command `adapt`: a better artifact out of a log of finished requests."""
+"""The command `adapt`: correct an artifact from a log of finished requests."""
 
 from __future__ import annotations
 
 from scheduler_core.command import command
 
-# Beside `train` it needs onnx and onnxruntime.
+# Needs onnx and onnxruntime in addition to the extra `train`.
 main = command(
     "adapt",
     "training.adapt:AdaptConfig",

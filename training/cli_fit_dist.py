@@ -30,43 +30,43 @@ class FitDistConfig:
     family: Literal["log-t", "log-normal", "gamma", "weibull", "exponential"] = "log-t"
     """Family of the distributions."""
     nu: float | Literal["free"] = 3.5
-    """Degrees of freedom of the log-t distribution, or free: fitted too, for each group."""
+    """Degrees of freedom of the log-t distribution, or free to fit them for each group."""
     censoring: Literal["right", "none"] = "right"
-    """Meaning of a sample truncated at max_tokens: right = at least that long; none = just that long (the TIE paper's way, biased low)."""
+    """Treatment of a sample truncated at max_tokens: right = right-censored; none = as if finished (as in the TIE paper; biased low)."""
     max_tokens: int | None = None
-    """Limit of all samples: longer ones count as censored there. Needed for lists without a column `finished`, where samples of that length or more count as censored."""
+    """Limit of all samples: longer ones are censored at this length. Needed for lists without a column `finished`, where samples of at least this length are censored."""
     group_by: str = "prompt_id,model"
-    """Columns that name a group, separated by commas."""
+    """Columns that identify a group, separated by commas."""
     solver: Literal["batched", "lbfgsb"] = "batched"
-    """batched = all groups at once with Newton's method; lbfgsb = one by one with scipy's L-BFGS-B (the paper's)."""
+    """batched = all groups at once with Newton's method; lbfgsb = one by one with scipy's L-BFGS-B (as in the TIE paper)."""
     integers: bool = False
-    """Take a length x for the interval [x - 1/2, x + 1/2], whose probability is its likelihood."""
+    """Use the probability of the interval [x - 1/2, x + 1/2] as likelihood of a length x, instead of the density at x."""
     weights: str | None = None
-    """Column of how many samples each one counts as: a number above 0, or a list of them in the form of lists."""
+    """Column of sample weights: a number above 0 for each sample, or a list of numbers for each group."""
     alternatives: bool = True
-    """Fit the other families too, to compare them."""
+    """Also fit the other families, for comparison."""
     bootstrap: int = 0
     """Replicates of the parametric bootstrap for each group, for p-values and confidence intervals; 0 = none."""
     confidence: float = 0.9
-    """Confidence of the bootstrap's intervals."""
+    """Confidence level of the bootstrap intervals."""
     seed: int = 0
     """Seed of the bootstrap."""
     processes: int | None = None
-    """Number of processes; unset = one, and one for each core where a fit is slow: with --bootstrap, --nu free or --solver lbfgsb. The result does not depend on it."""
+    """Number of processes; unset = one, or one per core for slow fits (--bootstrap, --nu free or --solver lbfgsb). The result does not depend on it."""
     ray: str | None = None
-    """Fit on a Ray cluster: its address (HOST:PORT, ray://HOST:PORT or auto), or local to start one on this machine with --processes processors. Every node needs this version of tailcast."""
+    """Address of a Ray cluster to fit on (HOST:PORT, ray://HOST:PORT or auto), or local to start one on this machine with --processes CPUs. Every node needs this version of tailcast."""
     block_groups: int = 16_384
-    """Maximum number of groups fitted at a time by one process; fewer need less memory."""
+    """Maximum number of groups that one process fits at a time; a smaller number needs less memory."""
     resume: bool = True
     """Resume an interrupted run of the same command; false = start over."""
     json: str | None = None
-    """JSON file to write: counts, flags, and how well each family fits."""
+    """JSON file to write: counts, flags, and goodness of fit of each family."""
     figure: str | None = None
     """PNG file to write: histograms of some prompts with the fitted curves."""
     report: str | None = None
     """HTML file to write: a report on the fits."""
     progress: bool = True
-    """Show a progress bar on a terminal, a line now and then elsewhere."""
+    """Show a progress bar on a terminal, or a line every ten seconds elsewhere."""
 
     def __post_init__(self) -> None:
         if self.nu != "free" and not 0 < self.nu < float("inf"):
@@ -81,7 +81,7 @@ class FitDistConfig:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Columns that name a group."""
+        """Columns that identify a group."""
         return tuple(name.strip() for name in self.group_by.split(","))
 
 
@@ -103,7 +103,7 @@ def fit_dist(config: FitDistConfig) -> dict[str, Any]:
         **{option.name: getattr(config, option.name) for option in fields(FitOptions)}
         | {"nu": None if config.nu == "free" else config.nu}
     )
-    # A fit of microseconds costs less than bringing its samples to another process.
+    # Sending samples to another process costs more than a fast fit, which takes microseconds.
     is_slow = config.bootstrap > 0 or config.nu == "free" or config.solver == "lbfgsb"
     processes = config.processes or (len(os.sched_getaffinity(0)) if is_slow else 1)
     versions = versions_of(("numpy", "scipy", "pyarrow", "numba", "duckdb"))
@@ -119,8 +119,8 @@ def fit_dist(config: FitDistConfig) -> dict[str, Any]:
     if "report" in others:
         write_report(out, others["report"], summary)
     message = (
-        "%(num_groups)d groups, %(num_samples)d samples, %(num_censored)d of them censored, %(num_errors_left_out)d failed "
-        "ones left out; flags %(flags)s; %(num_not_converged)d not converged"
+        "%(num_groups)d groups, %(num_samples)d samples (%(num_censored)d censored); %(num_errors_left_out)d failed "
+        "samples left out; %(num_not_converged)d groups not converged; flags %(flags)s"
     )
     log.info(message, summary)
     for row in families_rows(summary):

@@ -1,4 +1,4 @@
-"""The command `read-feedback`: a summary of the proxy's log, with its two predictors compared, or pairs for `evaluate-stream`."""
+"""The command `read-feedback`: summarize the proxy's log and compare its two predictors, or write pairs for `evaluate-stream`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class FeedbackConfig:
     log: str
     """Folder of the log, or one of its segments."""
     pairs: str | None = None
-    """Write pairs for `evaluate-stream` to this file instead of a summary; - for standard output."""
+    """File to write pairs for `evaluate-stream` to, instead of a summary; - for standard output."""
     overwrite: bool = False
     """Replace files at the outputs."""
     side: Literal["main", "shadow"] = "main"
-    """Predictor of the pairs: main, or the shadow predictor."""
+    """Predictor whose pairs are written: main or shadow."""
     json: str | None = None
-    """Write the summary to this file too."""
+    """JSON file to also write the summary to."""
 
 
 def read(config: FeedbackConfig) -> None:

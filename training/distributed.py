@@ -1,4 +1,4 @@
-"""One process for each device, on one machine or on several that run the same command."""
+"""Distributed training: one process per device, on one or more machines that run the same command."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from scheduler_core.errors import InputError, TailcastError
 from training.config import TrainConfig
 
-# Longest wait of a process for the others: the first one computes the features of stage 2 alone.
+# Timeout of collective operations; long, because all processes wait while the first computes the features of stage 2.
 TIMEOUT = timedelta(hours=4)
 
 
 def node_rank(config: TrainConfig) -> int:
-    """Number of this machine among several; InputError if the environment does not name it."""
+    """Rank of this machine from the environment variable NODE_RANK; InputError if it is missing or out of range."""
     rank = os.environ.get("NODE_RANK", "") if config.num_nodes > 1 else "0"
     if not (rank.isdigit() and int(rank) < config.num_nodes):
         raise InputError("environment, NODE_RANK", rank, f"integers from 0 to {config.num_nodes - 1}")
@@ -29,9 +29,9 @@ def node_rank(config: TrainConfig) -> int:
 
 
 def launch(function: Callable[..., None], config: TrainConfig, device: torch.device, *arguments: Any) -> None:
-    """Calls `function(device, *arguments)` in this process, or in one for each device, connected to those of all nodes.
+    """Calls `function(device, *arguments)` in this process, or in one process per device in a joint process group.
 
-    InputError if the environment does not say where several machines meet, TailcastError if a process failed.
+    InputError if MASTER_ADDR or MASTER_PORT is missing on one of several machines; TailcastError if a process failed.
     """
     if config.devices * config.num_nodes == 1:
         return function(device, *arguments)
@@ -81,11 +81,11 @@ def _worker(
 
 
 def is_first_process() -> bool:
-    """Whether this process is the only one, or the first of all."""
+    """Whether this process has rank 0, or is the only one."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def wait_for_others() -> None:
-    """Returns when all processes are here."""
+    """Blocks until all processes have called this function."""
     if dist.is_initialized():
         dist.barrier()

@@ -1,8 +1,8 @@
-"""The command `evaluate-stream`: alarms where the outputs of a live stream drift away from their predictions.
+"""The command `evaluate-stream`: raise alarms when the outputs of a live stream drift from their predictions.
 
-JSON lines in, JSON lines out:
+Reads JSON lines and writes events as JSON lines:
 
-| event | when | content beside event, line, served_model, time |
+| event | when | keys in addition to event, line, served_model, time |
 |---|---|---|
 | alarm | the detector of a served model fires | statistic, threshold, reason, outcomes_since_restart, calibration |
 | state | every `every` outcomes of a served model, and at the end | see `ModelMonitor.state` |
@@ -50,16 +50,16 @@ from scheduler_core.predictions import LengthPrediction
 from scheduler_core.ranges import FINITE, INTEGERS, check_ranges
 from training.feedback import pair
 
-#: Served models beyond this number share one monitor.
+#: Name of the monitor that served models beyond `max_models` share.
 OTHERS = "(others)"
-#: A line beyond this is not parsed.
+#: Longer lines are not parsed.
 MAX_LINE = 1_000_000
 UNNAMED = "(unnamed)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamConfig:
-    """Watch predictions and their outputs: coverage over a sliding window, a test for drift, running calibration, for each served model."""
+    """Monitor predictions against their outputs for each served model: coverage over a sliding window, a drift test and a running calibration."""
 
     INPUTS = ("stream",)
     OUTPUTS = ("out",)
@@ -71,13 +71,13 @@ class StreamConfig:
     overwrite: bool = False
     """Replace files at the outputs."""
     window: int = 1000
-    """Outputs that coverage is computed over, and memory of the calibration."""
+    """Number of outputs in the sliding window of coverage and calibration."""
     arl: float = 100_000
-    """Lower bound of the mean number of outputs of a served model to a false alarm."""
+    """Lower bound of the mean number of outputs of a served model until a false alarm (average run length)."""
     every: int = 1000
-    """Outputs of a served model between two states."""
+    """Number of outputs of a served model between two state events."""
     max_models: int = 1000
-    """Maximum number of served models with a monitor of their own; the others share one."""
+    """Maximum number of served models with separate monitors; further models share one."""
 
     def __post_init__(self) -> None:
         integers = {"window": (MIN_OUTPUTS, MAX_WINDOW), "every": (1, INTEGERS), "max_models": (1, INTEGERS)}
@@ -88,20 +88,20 @@ Length = Annotated[int, Field(ge=1, lt=2**53)]
 
 
 class ObservedOutput(Strict):
-    """A prediction with the length of its output."""
+    """A prediction and the observed output length."""
 
     # mu, sigma, nu: predicted parameters of the log-t distribution, log tokens.
     mu: Mu
     sigma: Sigma
     nu: Nu = 3.5
-    output_tokens: Length  # length of the output; of a truncated one the length it was truncated at
-    max_tokens: Length | None = None  # limit of the output, at least output_tokens; None if there is none
-    # Length of the prompt; None where it is not known.
+    output_tokens: Length  # length of the output; the truncated length if it was truncated
+    max_tokens: Length | None = None  # limit of the output, at least output_tokens; None if unlimited
+    # Length of the prompt; None if unknown.
     prompt_tokens: Annotated[int, Field(ge=0, lt=2**53)] | None = None
-    # False where it was truncated; by default whether output_tokens is below max_tokens.
+    # False if the output was truncated; None: derived from output_tokens < max_tokens.
     finished: bool | None = None
-    served_model: Annotated[str, Field(min_length=1)] | None = None  # name of the model; None if it has none
-    time: Any = None  # in the unit of the stream, if it has one; it is only repeated
+    served_model: Annotated[str, Field(min_length=1)] | None = None  # None if unnamed
+    time: Any = None  # copied to the events; any unit
 
     @field_validator("max_tokens")
     @classmethod
@@ -127,12 +127,12 @@ class ObservedOutput(Strict):
 class ModelMonitor:
     """Drift test and running calibration of one served model; constant memory.
 
-    The test is of the predictions after the calibration in use: none at first; at an alarm the running one is put in
-    use as it is then, and the test starts again.
+    The test applies to predictions corrected by the calibration in use, initially the identity. At an alarm the current
+    running calibration is put in use, and the test restarts.
 
     Args:
-        window: Outputs that coverage is computed over, and the memory of the calibration; at least 50.
-        arl: Lower bound of the mean number of outputs to a false alarm.
+        window: Number of outputs in the sliding window of coverage and calibration; at least 50.
+        arl: Lower bound of the mean number of outputs until a false alarm.
     """
 
     def __init__(self, window: int, arl: float) -> None:
@@ -143,7 +143,7 @@ class ModelMonitor:
         self.in_use = OnlineCalibration(self._config)
 
     def update(self, output: ObservedOutput) -> dict[str, Any] | None:
-        """Updates with an output; returns the content of an alarm, if there is one."""
+        """Updates the monitor with an output; returns the content of an alarm if the detector fires, else None."""
         self.num_outcomes += 1
         in_use = self.in_use.correct("", output.prediction, output.prompt_tokens)
         low, high = (
@@ -173,7 +173,7 @@ class ModelMonitor:
         return alarm
 
     def state(self) -> dict[str, Any]:
-        """All of it as JSON content."""
+        """Counters, test statistic and calibration, as JSON content."""
         return {
             "num_outcomes": self.num_outcomes,
             "num_alarms": self.num_alarms,
@@ -204,7 +204,7 @@ class DriftStream:
         self._num_lines = 0
 
     def feed(self, lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
-        """Events of some lines; empty lines are skipped."""
+        """Processes lines and yields their events; empty lines are skipped."""
         for line in lines:
             self._num_lines += 1
             try:
@@ -226,7 +226,7 @@ class DriftStream:
             yield from self._update(output)
 
     def finish(self) -> Iterator[dict[str, Any]]:
-        """Final states and totals."""
+        """Yields the final states and the totals."""
         for name, monitor in self._monitors.items():
             yield {
                 "event": "state",
@@ -261,14 +261,14 @@ class DriftStream:
 
 
 def watch(config: StreamConfig) -> None:
-    """Reads to the end of the stream; events are written as they happen."""
+    """Processes the stream to its end and writes each event immediately."""
     stream = DriftStream(config)
     with contextlib.ExitStack() as stack:
         source: IO[bytes] = sys.stdin.buffer
         if config.stream != "-":
             source = stack.enter_context(open(existing_file(config.stream, "stream"), "rb"))
         events = chain(stream.feed(bounded_lines(source, MAX_LINE)), stream.finish())
-        # Before the target is made: a stream that cannot be read leaves none.
+        # Read before the target is created, so that an unreadable stream leaves no file.
         first = next(events)
         target: IO[Any] = sys.stdout
         if config.out not in ("-", "/dev/stdout"):

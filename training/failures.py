@@ -12,7 +12,7 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 class DivergedError(TailcastError):
-    """Loss or gradient is no finite number."""
+    """The loss or the gradient is not finite."""
 
     def __init__(
         self, what: str, epoch: int, batch: TrainingBatch, data: SplitData, losses: Mapping[str, float]
@@ -20,8 +20,8 @@ class DivergedError(TailcastError):
         heads = "".join(f"; {name} {value:g}" for name, value in losses.items())
         super().__init__(
             f"training stopped: the {what} of a batch in epoch {epoch} is not finite "
-            f"(prompts {_first_prompts(batch, data)}{heads}); a lower learning rate, or other targets for these prompts, "
-            "may help"
+            f"(prompts {_first_prompts(batch, data)}{heads}); try a lower learning rate, or check the targets of these "
+            "prompts"
         )
 
 
@@ -30,7 +30,7 @@ class OutOfMemoryError(TailcastError):
 
 
 class NoProgressError(TailcastError):
-    """The loss did not move."""
+    """The validation loss did not improve."""
 
 
 def _first_prompts(batch: TrainingBatch, data: SplitData) -> str:
@@ -42,20 +42,20 @@ def _first_prompts(batch: TrainingBatch, data: SplitData) -> str:
 def memory_errors(
     current: Callable[[], tuple[TrainingBatch, SplitData] | None], otherwise: str = "before the first batch"
 ) -> Iterator[None]:
-    """Turns running out of memory, on a GPU or not, into an OutOfMemoryError that names the batch, or `otherwise` if none is
-    under way."""
+    """Converts out-of-memory errors of the CPU or the GPU to an OutOfMemoryError that describes the current batch, or
+    `otherwise` if there is none."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not isinstance(error, MemoryError) and not any(word in str(error) for word in _OUT_OF_MEMORY):
             raise
         where = otherwise
-        if (under_way := current()) is not None:
-            batch, data = under_way
+        if (batch_and_data := current()) is not None:
+            batch, data = batch_and_data
             num_prompts, longest = len(batch.prompt), data.num_tokens[batch.prompt.tolist()].max()
             where = (
                 f"in a batch of {num_prompts} prompts (the longest has {longest} tokens, so {num_prompts * longest} with "
-                f"padding) and {len(batch.row)} rows; prompts {_first_prompts(*under_way)}"
+                f"padding) and {len(batch.row)} rows; prompts {_first_prompts(batch, data)}"
             )
-        advice = "smaller batch_tokens, batch_size or max_length help"
+        advice = "reduce batch_tokens, batch_size or max_length"
         raise OutOfMemoryError(f"out of memory {where}; {advice}") from error

@@ -1,4 +1,4 @@
-"""The proxy's log of finished requests: pairs of prediction and output, and a summary of it."""
+"""The proxy's log of finished requests: pairs of prediction and output, and a summary."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from data_gen.feedback_record import FeedbackRecord
 from training.evaluating.scores import OutputLengths, OutputScores, finite, score_outputs
 
 Side = Literal["main", "shadow"]
-#: 97.5 % quantile of the normal: a difference of means over live traffic has many terms.
+#: 97.5 % quantile of the normal distribution, which approximates the mean of many differences.
 Z = 1.959964
 
 
 def pair(record: FeedbackRecord, side: Side) -> dict[str, Any] | None:
-    """A line of `evaluate-stream`; None for a record without that prediction, or without a true length.
+    """Input line of `evaluate-stream`; None for a record without that prediction, or without an exact length.
 
-    Counted events are no true length; an output whose client disconnected is a truncated one.
+    A count of stream events is not an exact length; an output whose client disconnected counts as truncated.
     """
     prediction = record.main if side == "main" else record.shadow
     if prediction is None or record.counted_by == "deltas":
@@ -43,15 +43,16 @@ def pair(record: FeedbackRecord, side: Side) -> dict[str, Any] | None:
 
 
 def summarize(records: Iterable[tuple[int, FeedbackRecord]]) -> dict[str, Any]:
-    """What a log holds, scores of the predictions in it, and both predictors compared where it has two.
+    """Counts of a log, scores of its predictions, and a comparison of both predictors if the log has two.
 
-    The interval of the difference assumes independent records: repeated prompts make it too narrow.
+    The interval of the difference assumes independent records; repeated prompts make it too narrow.
 
     Returns:
         num_records; counted_by and finish_reasons: value -> records; served_models: name -> num_records, and median and P90
-        of the output tokens; main and shadow: null, or num_records, artifacts, crps_tokens, coverage, nll of all records
-        with that prediction and a length; num_compared and, of the records with both, crps_difference_tokens: mean of main
-        minus shadow, standard_error, low and high of its 95 % interval (null without any).
+        of the output tokens; main and shadow: null, or num_records, artifacts, crps_tokens, coverage and nll over all
+        records with that prediction and a length; num_compared: number of records with both predictions, and
+        crps_difference_tokens over them (null without any): mean of main minus shadow, standard_error, and its 95 %
+        interval, low and high.
     """
     counted_by, finish_reasons = Counter[str](), Counter[str]()
     lengths: dict[str, list[int]] = {}
@@ -110,6 +111,6 @@ def _scores(rows: list[dict[str, Any]]) -> OutputScores:
     )
     is_finished = finished > 0
     limits = np.where(np.isnan(limits), np.inf, limits)
-    # An output that its client ended is scored as if max_tokens had been there.
+    # If the client disconnected, the length received so far is used as max_tokens.
     limits = np.where(is_finished, limits, np.minimum(limits, lengths))
     return score_outputs(mu, sigma, nu, OutputLengths(np.arange(len(rows)), lengths, is_finished, limits))

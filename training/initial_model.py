@@ -1,4 +1,4 @@
-"""The predictor a run starts from: fresh heads on a pretrained encoder, or a checkpoint."""
+"""Initial predictor of a training run: new heads on a pretrained encoder, or a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Standard deviation of the Student-t distribution at nu = 3.5: the ratio of a standard deviation to a scale.
+# Standard deviation of the standard Student-t distribution at nu = 3.5; converts standard deviations to scales.
 T_STD = (3.5 / 1.5) ** 0.5
 # Initial sigma as a fraction of the standard deviation of mu between prompts.
 INITIAL_SIGMA_FRACTION = 0.5
-# Scale of log(1 + sigma) where no row has samples enough to estimate one, and the smallest where some have.
+# Standard deviation of log(1 + sigma): default if no row has enough samples for an estimate, and lower bound otherwise.
 SIGMA_LOG_STD, MIN_SIGMA_LOG_STD = 0.2, 0.1
 # Minimum number of samples of a row for an estimate of its sigma.
 MIN_SAMPLES = 3
-# Below this standard deviation of log lengths there is nothing to learn.
+# Lengths whose logarithms have a smaller standard deviation are considered equal.
 MIN_LOG_STD = 1e-6
 _ARCHITECTURE = ("max_length", "truncation_side", "pooling", "prompt_length", "conversations")
 
 
 @dataclass(frozen=True, slots=True)
 class InitialModel:
-    """A predictor to be trained; with `only_conditioning` only the embeddings of served models from `first_new_model` on."""
+    """A predictor to train; with `first_new_model`, only the embeddings of served models from this number on are trained."""
 
     model: PromptPredictor
     tokenizer: PreTrainedTokenizerBase
@@ -53,7 +53,7 @@ class InitialModel:
 
 
 def initial_model(config: TrainConfig, train: Rows, labels: UrgencyLabels) -> InitialModel:
-    """The predictor that `config` describes, for the rows and labels it is trained on."""
+    """Creates the predictor described by `config` for the given training rows and labels."""
     initial = (
         _fresh(config, train, labels) if config.init is None else _from_checkpoint(config, config.init, train)
     )
@@ -65,8 +65,8 @@ def initial_model(config: TrainConfig, train: Rows, labels: UrgencyLabels) -> In
 
 
 def with_adapters(encoder: nn.Module, options: LoraOptions) -> nn.Module:
-    """The encoder with adapters of zero effect; `merge_adapters` gives it back with what they have learned. InputError if it
-    has fewer layers, or no list of them."""
+    """Adds low-rank adapters, initially without effect, to an encoder; `merge_adapters` removes them again. InputError if
+    the encoder has fewer layers than `options.layers`, or no list of layers."""
     from peft import LoraConfig, LoraModel
 
     num_layers = int(encoder.config.num_hidden_layers)  # type: ignore[union-attr,arg-type]
@@ -88,12 +88,12 @@ def with_adapters(encoder: nn.Module, options: LoraOptions) -> nn.Module:
 
 
 def merge_adapters(model: PromptPredictor) -> None:
-    """Adds the adapters' products to the weights of the encoder, which is then as it was loaded but for them."""
+    """Merges the adapters into the weights of the encoder and removes them."""
     model.encoder = model.encoder.merge_and_unload()  # type: ignore[operator]
 
 
 def set_dropout(encoder: nn.Module, rate: float) -> None:
-    """Sets the rate of all dropouts of an encoder; some architectures keep it as a number instead of a module."""
+    """Sets the rate of all dropouts of an encoder; some architectures store it as a number instead of a module."""
     for module in encoder.modules():
         if isinstance(module, nn.Dropout):
             module.p = rate
@@ -103,7 +103,7 @@ def set_dropout(encoder: nn.Module, rate: float) -> None:
 
 
 def _encoder(encoder: str) -> nn.Module:
-    """A pretrained encoder, or that of a checkpoint folder of `train`."""
+    """Loads a pretrained encoder, or that of a checkpoint folder of `train`."""
     if (Path(encoder) / TRAINING).is_file():
         return load_checkpoint(encoder).model.encoder
     return load_encoder(encoder)
@@ -160,7 +160,7 @@ def _fresh(config: TrainConfig, train: Rows, labels: UrgencyLabels) -> InitialMo
 
 
 def _heads(config: TrainConfig, train: Rows) -> Heads:
-    """The heads of `config`: those of their options that are fields of the head."""
+    """Heads of `config`; options that are not fields of a head are ignored."""
     heads: dict[str, Any] = {}
     for name in config.tasks:
         options = getattr(config, name)
@@ -173,8 +173,8 @@ def _heads(config: TrainConfig, train: Rows) -> Heads:
 
 
 def quantile_edges(train: Rows, num_buckets: int) -> tuple[float, ...]:
-    """Bounds of buckets with about the same number of training samples each, fewer where lengths are equal; InputError if
-    all are."""
+    """Bounds of buckets with about the same number of training samples each; fewer buckets if many lengths are equal.
+    InputError if there would be only one bucket."""
     levels = np.arange(1, num_buckets) / num_buckets
     edges = np.unique(np.quantile(train.lengths, levels, method="higher"))
     edges = edges[edges > train.lengths.min()]
@@ -200,11 +200,10 @@ def _normalization(config: TrainConfig, train: Rows) -> Normalization:
 
 
 def length_statistics(train: Rows) -> Normalization:
-    """Scales of mu and sigma from raw samples, on which only the start of training depends; InputError if all lengths are
-    equal.
+    """Initial normalization of mu and sigma, estimated from raw samples; InputError if all lengths are equal.
 
-    mu: mean and standard deviation over rows of their mean log length. sigma: the standard deviation of a row's samples, as
-    a scale of the t distribution, combined with half that of mu, which an untrained predictor cannot predict.
+    mu: mean and standard deviation of the rows' mean log lengths. sigma: scale of the samples within a row, combined with
+    a fraction of the scale of mu between rows, to account for the initial error in mu.
     """
     logs = np.log(train.lengths.astype(np.float64))
     means = train.row_means(logs)
@@ -229,7 +228,7 @@ def length_statistics(train: Rows) -> Normalization:
 
 
 def set_level_frequencies(model: PromptPredictor, labels: UrgencyLabels) -> None:
-    """Sets the urgency head's thresholds to the levels' frequencies in the training labels, each level counted once more."""
+    """Initializes the urgency head's thresholds to the level frequencies of the training labels, with add-one smoothing."""
     head = model.heads["urgency"]
     assert isinstance(head, ProportionalOdds | FreeOdds) and model.config.heads.urgency is not None  # noqa: PT018
     num_levels = len(model.config.heads.urgency.levels)
@@ -253,12 +252,12 @@ def _from_checkpoint(config: TrainConfig, path: str, train: Rows) -> InitialMode
     _check_heads(config, checkpoint.config.heads, path)
     if conditioning is None:
         if config.conditioning is not None:
-            raise InputError("conditioning", path, "a checkpoint that is conditioned on the served model")
+            raise InputError("conditioning", path, "a checkpoint conditioned on the served model")
         return InitialModel(model, checkpoint.tokenizer)
     new = tuple(sorted(set(train.models) - set(conditioning.served_models)))
     first_new = len(conditioning.served_models) + 1
     if config.only_conditioning and not new:
-        allowed = "data of a served model that is new to the checkpoint"
+        allowed = "data of a served model that the checkpoint does not have"
         raise InputError("only_conditioning", sorted(train.models), allowed)
     if new:
         log.info("served models added: %s", ", ".join(new))
@@ -266,20 +265,20 @@ def _from_checkpoint(config: TrainConfig, path: str, train: Rows) -> InitialMode
     return InitialModel(model, checkpoint.tokenizer, first_new if config.only_conditioning else None)
 
 
-#: Stage 2 of a run that trains embeddings alone: few numbers, which start far from where they end.
+#: Stage 2 of a run that trains only embeddings: few parameters, initialized far from their optimum.
 EMBEDDING_STAGE = StageConfig(epochs=60, learning_rate=3e-2, patience=10)
 
 
 def with_architecture_of_init(config: TrainConfig) -> TrainConfig:
-    """The options of a run with `only_conditioning`: the architecture is the checkpoint's, and stage 2, unless given,
-    learns.
+    """Options of a run with `only_conditioning`: the architecture of the checkpoint `init`, and EMBEDDING_STAGE if stage2
+    has its default.
 
-    InputError if the checkpoint is broken, or it is not conditioned on the served model.
+    InputError if the checkpoint is damaged, or is not conditioned on the served model.
     """
     predictor = load_checkpoint(config.init or "").config
     conditioning, length = predictor.conditioning, predictor.heads.length
     if conditioning is None:
-        raise InputError("init", config.init, "a checkpoint that is conditioned on the served model")
+        raise InputError("init", config.init, "a checkpoint conditioned on the served model")
     task = config.length
     if task is not None and length is not None:
         is_likelihood = task.objective == "nll"
@@ -310,7 +309,7 @@ def _check_heads(config: TrainConfig, heads: Heads, path: str) -> None:
         if getattr(heads, name) is None:
             raise InputError(name, path, f"a checkpoint with this head; it has {', '.join(heads.names)}")
     if config.length is not None and heads.length is not None and config.length.nu != heads.length.nu:
-        raise InputError("length.nu", config.length.nu, f"{heads.length.nu:g}, as the checkpoint has")
+        raise InputError("length.nu", config.length.nu, f"{heads.length.nu:g}, as in the checkpoint")
     if config.length is not None and heads.length is not None and config.length.within > heads.length.within:
         raise InputError("length.within", True, "false, because the checkpoint does not predict sigma_within")
     if (
@@ -319,17 +318,17 @@ def _check_heads(config: TrainConfig, heads: Heads, path: str) -> None:
         and config.length.quantiles != heads.length.quantiles
     ):
         raise InputError(
-            "length.quantiles", config.length.quantiles, f"{heads.length.quantiles}, as the checkpoint has"
+            "length.quantiles", config.length.quantiles, f"{heads.length.quantiles}, as in the checkpoint"
         )
     urgency = config.urgency
     if urgency is not None and heads.urgency is not None and urgency.levels != heads.urgency.levels:
-        raise InputError("urgency.levels", urgency.levels, f"{heads.urgency.levels}, as the checkpoint has")
+        raise InputError("urgency.levels", urgency.levels, f"{heads.urgency.levels}, as in the checkpoint")
 
 
 def with_served_models(model: PromptPredictor, names: Sequence[str]) -> PromptPredictor:
-    """A predictor with further served models, each with the embedding and calibration of the unknown one.
+    """Adds served models to a predictor, initialized with the embedding and the calibration of the unknown model.
 
-    All other weights and the predictions for the earlier served models are unchanged.
+    All other weights and the predictions for the existing served models are unchanged.
     """
     conditioning, table = model.config.conditioning, model.calibration
     assert conditioning is not None
@@ -347,7 +346,7 @@ def with_served_models(model: PromptPredictor, names: Sequence[str]) -> PromptPr
     weights = model.state_dict()
     name = "conditions.served_model.weight"
     embeddings = weights[name]
-    # Without a trained entry for unknown models, the mean of the others is the best guess.
+    # Without a trained embedding of the unknown model, use the mean of the existing ones.
     new = embeddings[:1] if conditioning.unknown else embeddings[1:].mean(dim=0, keepdim=True)
     weights[name] = torch.cat([embeddings, new.expand(len(names), -1)])
     larger.load_state_dict(weights)

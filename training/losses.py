@@ -1,4 +1,4 @@
-"""Losses of all heads on raw output lengths, fitted parameters and labels, and `head_loss`, which has one for each head.
+"""Losses of all heads on raw output lengths, fitted parameters and labels; `head_loss` dispatches on the head's options.
 
 Censored samples (truncated at max_tokens) enter likelihoods as lower bounds.
 """
@@ -28,14 +28,14 @@ WITHIN_WEIGHT = 0.3
 def log_t_nll(mu: Tensor, sigma: Tensor, nu: Tensor, samples: SampleLengths) -> Tensor:
     """Mean negative log-likelihood of each row's samples under X = exp(mu + sigma T), T Student-t.
 
-    A finished sample x contributes -ln t_nu((ln x - mu) / sigma) + ln sigma + ln x, one censored at c -ln P(X > c).
-    Computed in float64, whatever comes in; gradients are finite for lengths of 1 to 15000 tokens, sigma of 1e-3 to 5
-    and nu of 1 to 100. The derivative by nu of terms with tails is numerical, see `student_t`.
+    A finished sample x contributes -ln t_nu((ln x - mu) / sigma) + ln sigma + ln x; a sample censored at c contributes
+    -ln P(X > c). Computed in float64 for inputs of any type; gradients are finite for lengths of 1 to 15000 tokens, sigma
+    of 1e-3 to 5 and nu of 1 to 100. The derivative of ln P(X > c) by nu is numerical, see `student_t`.
 
     Args:
         mu, sigma: Log tokens [R].
         nu: Degrees of freedom [R] or [].
-        samples: Of the rows.
+        samples: Output lengths of the rows.
 
     Returns:
         Nats per sample, float32 [R].
@@ -48,7 +48,7 @@ def log_t_nll(mu: Tensor, sigma: Tensor, nu: Tensor, samples: SampleLengths) -> 
     loss = torch.where(samples.present & samples.finished, loss, torch.zeros_like(loss))
     censored = samples.present & ~samples.finished
     if bool(censored.any()):
-        # Few samples are censored, and a tail costs far more than a density.
+        # Computed for censored samples only: they are few, and the tail is far more expensive than the density.
         row, _ = torch.nonzero(censored, as_tuple=True)
         t = (torch.log(tokens[censored]) - mu[row, 0]) / sigma[row, 0]
         loss = loss.masked_scatter(censored, -log_survival(t, nu[row, 0]))
@@ -59,8 +59,8 @@ def log_t_crps(mu: Tensor, sigma: Tensor, nu: float, samples: SampleLengths) -> 
     """Mean CRPS of each row's samples in log tokens, float32 [R], from mu and sigma in log tokens [R].
 
     CRPS(F, y) = 2 * integral over tau in (0, 1) of the pinball loss of the tau-quantile at y (Gneiting and Raftery
-    2007), by the midpoint rule on equal levels, as in `pinball_loss`. In log tokens because the distribution of tokens has
-    no finite mean (nu = 3.5 makes exp(sigma T) heavier than any power).
+    2007), by the midpoint rule on equal levels, as in `pinball_loss`. Log tokens are used because the distribution of
+    tokens has no finite mean (for finite nu, the tail of exp(sigma T) is heavier than any power).
     """
     at = (np.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES
     levels, standard = (torch.from_numpy(values).float().to(mu.device) for values in (at, stdtrit(nu, at)))
@@ -68,9 +68,9 @@ def log_t_crps(mu: Tensor, sigma: Tensor, nu: float, samples: SampleLengths) -> 
 
 
 def pinball_loss(quantiles: Tensor, levels: Tensor, samples: SampleLengths) -> Tensor:
-    """Twice the mean pinball loss of each row's samples over quantiles [R, K] of log tokens at levels [K], [R].
+    """Twice the mean pinball loss [R] of each row's samples, over quantiles [R, K] of log tokens at levels [K].
 
-    Samples and quantiles are both limited to the row's max_tokens, which keeps the score proper for what can be observed.
+    Samples and quantiles are both clipped to the row's max_tokens, so that the score is proper for the observable length.
     """
     limit = torch.log(samples.max_tokens).unsqueeze(-1)
     observed = torch.minimum(torch.log(samples.tokens), limit)
@@ -80,16 +80,16 @@ def pinball_loss(quantiles: Tensor, levels: Tensor, samples: SampleLengths) -> T
 
 
 def within_mse(score: Tensor, target: Tensor) -> Tensor:
-    """Squared error of sigma_within's z-score [R], times the number of rows over those with a target; 0 without one."""
+    """Squared error of the z-score of sigma_within [R]; 0 without a target, scaled by rows / rows with a target."""
     has_target = torch.isfinite(target)
     error = torch.where(has_target, score.float() - torch.where(has_target, target, 0.0), 0.0) ** 2
     return error * (len(target) / has_target.sum().clamp_min(1))
 
 
 def bucket_cross_entropy(logits: Tensor, edges: Tensor, samples: SampleLengths) -> Tensor:
-    """Mean cross entropy of each row's samples over length buckets, nats [R]; a censored one contributes -ln P(bucket or later).
+    """Mean cross entropy of each row's samples over length buckets, nats [R].
 
-    Bucket k of `logits` [R, K] holds edges[k - 1] <= tokens < edges[k].
+    Bucket k of `logits` [R, K] holds edges[k - 1] <= tokens < edges[k]. Censored samples use -ln P(bucket or later).
     """
     bucket = torch.bucketize(samples.tokens, edges.to(samples.tokens), right=True)
     log_p = torch.log_softmax(logits.float(), dim=-1)
@@ -99,19 +99,18 @@ def bucket_cross_entropy(logits: Tensor, edges: Tensor, samples: SampleLengths) 
 
 
 def ordinal_cross_entropy(logits: Tensor, level: Tensor) -> Tensor:
-    """Mean binary cross entropy [B] of the K - 1 questions "is the level [B] above k?", logits of P(level > k) [B, K - 1]."""
+    """Mean binary cross entropy [B] over the K - 1 events "level > k", from their logits [B, K - 1]."""
     above = (level.unsqueeze(-1) > torch.arange(logits.shape[-1], device=level.device)).float()
     return nn.functional.binary_cross_entropy_with_logits(logits.float(), above, reduction="none").mean(-1)
 
 
 def list_mle(score: Tensor, tokens: Tensor, *, group_tokens: float) -> Tensor:
-    """ListMLE: negative log-likelihood of each row's position in the order of the batch, longest first, [R].
+    """ListMLE loss [R]: negative log-likelihood of each row's rank in the batch, longest first.
 
-    Plackett-Luce model of the scores (Xia et al. 2008; LTR for LLM scheduling). Lengths are labels in groups of
-    `group_tokens`, so that differences of sampling noise are no order. Differs: rows with the same label are not put in
-    a random order, each is compared with the whole group and all shorter ones (Breslow's form), so the loss is a
-    function of the data. Larger scores are longer.
-    """
+    Plackett-Luce model of the scores (Xia et al. 2008; LTR for LLM scheduling); larger scores are longer. Lengths are
+    divided into intervals of `group_tokens`, so that differences within sampling noise count as ties. Unlike the
+    original, ties are not ordered randomly: each row is compared with all rows of equal or shorter length (Breslow's
+    form), which makes the loss deterministic."""
     label = torch.floor(tokens / group_tokens)
     ordered, order = torch.sort(label, stable=True)
     score = score.float()
@@ -121,20 +120,20 @@ def list_mle(score: Tensor, tokens: Tensor, *, group_tokens: float) -> Tensor:
 
 
 class HeadLoss(NamedTuple):
-    """Losses of one head's examples, rows or prompts, and their weights [N]; weight 0: no example."""
+    """Losses of the examples (rows or prompts) of one head, and their weights [N]; weight 0 excludes an example."""
 
     values: Tensor
     weights: Tensor
 
     def mean(self) -> Tensor:
-        """Weighted sum over the number of examples; 0 without any.
+        """Weighted sum divided by the number of examples; 0 without examples.
 
-        Not over the sum of the weights: a batch of light examples would then count as much as one of heavy ones.
+        Dividing by the sum of weights would give a batch of low-weight examples the same influence as any other batch.
         """
         return (self.values * self.weights).sum() / (self.weights > 0).sum().clamp_min(1)
 
     def sums(self) -> Tensor:
-        """Sum over the examples, each counted once, and their number [2]."""
+        """Unweighted sum over the examples, and their number [2]."""
         is_example = self.weights > 0
         return torch.stack(
             [torch.where(is_example, self.values, 0.0).sum(), is_example.sum().to(self.values)]
@@ -142,7 +141,7 @@ class HeadLoss(NamedTuple):
 
 
 class LossInputs(NamedTuple):
-    """Everything a head's loss is computed from besides its scores; `sigma_weight` is that of the objective mse."""
+    """Inputs of a head's loss in addition to its scores; `sigma_weight` is used by the objective mse."""
 
     model: PromptPredictor
     batch: TrainingBatch
@@ -151,13 +150,13 @@ class LossInputs(NamedTuple):
 
 @singledispatch
 def head_loss(task: HeadTask, score: Tensor, inputs: LossInputs) -> HeadLoss:
-    """Loss of a head's scores; one function is registered for each class of options."""
+    """Loss of a head's scores; an implementation is registered for each class of options."""
     raise NotImplementedError(type(task).__name__)
 
 
 @head_loss.register
 def _(task: LengthTask, score: Tensor, inputs: LossInputs) -> HeadLoss:
-    """Likelihood, CRPS, or TIE's squared errors of the z-scores of fitted mu and sigma."""
+    """Negative log-likelihood, CRPS, or squared errors of the z-scores of fitted mu and sigma (TIE)."""
     batch, model = inputs.batch, inputs.model
     if task.objective == "mse":
         errors = (score[:, :2] - batch.fits[:, :2]) ** 2
@@ -178,7 +177,7 @@ def _(task: LengthTask, score: Tensor, inputs: LossInputs) -> HeadLoss:
 
 @head_loss.register
 def _(task: UrgencyTask, score: Tensor, inputs: LossInputs) -> HeadLoss:
-    """Over the prompts with a label."""
+    """Ordinal cross entropy over the prompts with a label."""
     return HeadLoss(ordinal_cross_entropy(score, inputs.batch.level), inputs.batch.level_weight)
 
 
@@ -191,7 +190,7 @@ def _(task: BucketTask, score: Tensor, inputs: LossInputs) -> HeadLoss:
 
 @head_loss.register
 def _(task: RegressionTask, score: Tensor, inputs: LossInputs) -> HeadLoss:
-    """L1 or squared error of the z-score of ln(1 + tokens); a censored sample counts as it is. Source: SSJF."""
+    """L1 or squared error of the z-score of ln(1 + tokens), with censored samples at their truncated length (SSJF)."""
     statistics, samples = inputs.model.normalization, inputs.batch.samples
     target = (torch.log1p(samples.tokens) - statistics.regression_mean) / statistics.regression_std
     error = score.unsqueeze(-1) - target
@@ -201,7 +200,7 @@ def _(task: RegressionTask, score: Tensor, inputs: LossInputs) -> HeadLoss:
 
 @head_loss.register
 def _(task: RankTask, score: Tensor, inputs: LossInputs) -> HeadLoss:
-    """Over the rows of the batch."""
+    """ListMLE over the rows of the batch, by mean length."""
     samples = inputs.batch.samples
     loss = list_mle(score, samples.mean(samples.tokens), group_tokens=task.group_tokens)
     return HeadLoss(loss, inputs.batch.weight)

@@ -18,14 +18,14 @@ from training.data import SplitData, TrainingBatch
 from training.failures import DivergedError
 from training.losses import HeadLoss, LossInputs, head_loss
 
-# Urgency levels whose under-triage decides which epoch is best.
+# Number of urgency levels, from the most urgent, whose under-triage counts in the validation score.
 CRITICAL_LEVELS = 2
-# Monitored by checkpoints and early stopping; smaller is better.
+# Metric for checkpoint selection and early stopping; smaller is better.
 MONITOR = "validation_score"
 
 
 def rate_factor(step: int, num_steps: int, num_warmup_steps: int, schedule: str = "linear") -> float:
-    """Factor of the learning rate in a step: linear warm-up, then by the schedule."""
+    """Factor of the learning rate in a step: linear warm-up, then the schedule."""
     if step < num_warmup_steps:
         return (step + 1) / num_warmup_steps
     if schedule == "constant":
@@ -36,14 +36,14 @@ def rate_factor(step: int, num_steps: int, num_warmup_steps: int, schedule: str 
 class StageModule(L.LightningModule):
     """Trains `network` to minimize the weighted sum of its heads' losses.
 
-    Logged: train_HEAD and validation_HEAD, the unweighted mean losses; validation_loss, their sum; validation_r2_log,
-    validation_accuracy, validation_under_triage; validation_score, which decides which epoch is best.
+    Logged metrics: train_HEAD and validation_HEAD, the unweighted mean losses; validation_loss, the sum of the latter;
+    validation_r2_log, validation_accuracy, validation_under_triage; validation_score, which selects the best epoch.
 
     Args:
-        network, config: The predictor and the recipe.
-        number: Of the stage: 1 trains all parameters on tokens, 2 the heads on features of the frozen encoder.
-        splits: "train" and "validation", to name a batch in errors.
-        first_new_model: Train only the embeddings of served models from this number on; None: as `number` says.
+        network, config: The predictor and the training options.
+        number: Stage: 1 trains all parameters on tokens, 2 trains the heads on features of the frozen encoder.
+        splits: "train" and "validation" data, used to describe a batch in errors.
+        first_new_model: Train only the embeddings of served models from this number on; None: determined by `number`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class StageModule(L.LightningModule):
         first_new_model: int | None = None,
     ) -> None:
         super().__init__()
-        # Checkpoints of stage 2 leave the frozen encoder out.
+        # Checkpoints of stage 2 do not contain the frozen encoder.
         self.strict_loading = False
         self.network = network
         self.current: tuple[TrainingBatch, SplitData] | None = None
@@ -66,7 +66,7 @@ class StageModule(L.LightningModule):
         self._sums: dict[str, Tensor] = {}
 
     def set_modes(self) -> None:
-        """Training mode for the trained parts, eval mode for all else, dropout of a frozen encoder included."""
+        """Sets trained parts to training mode and everything else, including a frozen encoder, to eval mode."""
         self.train()
         self.network.requires_grad_(True)
         if self._first_new_model is not None:
@@ -87,7 +87,7 @@ class StageModule(L.LightningModule):
 
     @property
     def sigma_weight(self) -> float:
-        """Weight of sigma in the objective mse in the current epoch: linear from the first of all stages to the last."""
+        """Weight of sigma in the objective mse in the current epoch; linear over the epochs of both stages."""
         config, length = self._config, self._config.length
         if length is None or length.objective != "mse":
             return 1.0
@@ -97,7 +97,7 @@ class StageModule(L.LightningModule):
         return start + (end - start) * epoch / max(sum(stages) - 1, 1)
 
     def on_train_batch_start(self, batch: TrainingBatch, batch_idx: int) -> None:
-        """Seeds torch at an epoch's first batch, because checkpoints hold no random state, and resets the sums."""
+        """At the first batch of an epoch, resets the sums and seeds torch, because checkpoints store no random state."""
         if batch_idx == 0:
             self._sums = {}
             entropy = np.random.SeedSequence([self._config.seed, self._number, self.current_epoch])
@@ -128,13 +128,13 @@ class StageModule(L.LightningModule):
         return loss
 
     def on_validation_epoch_start(self) -> None:
-        """Logs the training losses of the epoch, over all its examples; before the first one there are none."""
+        """Logs the mean training losses of the finished epoch, if any."""
         if self._sums:
             self._log_losses("train")
         self._sums = {}
 
     def validation_step(self, batch: TrainingBatch, batch_idx: int) -> None:
-        """Adds up the unweighted losses and the metrics of a batch."""
+        """Accumulates the unweighted losses and the metrics of a batch."""
         self.current = batch, self._splits["validation"]
         scores, losses = self._losses(batch, 1.0)
         sums = {name: loss.sums() for name, loss in losses.items()}
@@ -149,7 +149,7 @@ class StageModule(L.LightningModule):
         """Logs losses, metrics and score of the validation split."""
         loss = self._log_losses("validation")
         metrics = self._metrics()
-        # With urgency alone, loss would prefer an epoch that takes everything for urgent.
+        # Under-triage by itself would select an epoch that predicts everything as urgent, so it is added to the loss.
         is_urgency = self._config.tasks == ("urgency",)
         score = loss + (metrics.get("under_triage", 0.0) if is_urgency else 0.0)
         self.log_dict({f"validation_{name}": value for name, value in metrics.items()}, sync_dist=True)
@@ -176,9 +176,9 @@ class StageModule(L.LightningModule):
         return scores, losses
 
     def _squares(self, score: Tensor, batch: TrainingBatch) -> Tensor:
-        """For R2 of mu: count, squared errors, sum and squares of the mean log lengths of the rows [4].
+        """Sums for R2 of mu [4]: count, squared errors, and sum and sum of squares of the rows' mean log lengths.
 
-        No length exceeds max_tokens, so for this no mu does either.
+        mu is clipped to ln max_tokens, because no length exceeds it.
         """
         samples = batch.samples
         mu = torch.minimum(self.network.length_parameters(score)["mu"], torch.log(samples.max_tokens))
@@ -187,8 +187,8 @@ class StageModule(L.LightningModule):
         return torch.stack([part.sum() for part in parts])
 
     def _metrics(self) -> dict[str, float]:
-        """R2 of mu as a prediction of each row's mean log length; accuracy of urgency levels; the fraction of the
-        critical levels' prompts that are predicted less urgent."""
+        """R2 of mu as a prediction of each row's mean log length; accuracy of urgency levels; fraction of prompts with a
+        critical level that are predicted as less urgent."""
         sums = {name: value.tolist() for name, value in self._sums.items()}
         metrics: dict[str, float] = {}
         if "squares" in sums:
@@ -217,13 +217,13 @@ class StageModule(L.LightningModule):
         return DivergedError(what, self.current_epoch, *self.current, losses)
 
     def configure_optimizers(self) -> Any:
-        """Adam or AdamW in groups, heads and layers of the encoder; the schedule steps after each batch."""
+        """Adam or AdamW with parameter groups for heads and encoder; the schedule is stepped after each batch."""
         config, options = self._config, self._config.stage(self._number)
         kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
-        # Embeddings of served models that are not new get no gradient, and must not decay either.
+        # Embeddings of existing served models get no gradient, so they must not decay either.
         decay = 0.0 if self._first_new_model is not None else config.weight_decay
         groups = parameter_groups(self.network, options)
-        # A fused optimizer undoes the scaling of half-precision gradients itself, after they were clipped.
+        # A fused optimizer would unscale half-precision gradients after clipping.
         fused = self.trainer.precision != "16-mixed"
         optimizer = kind(groups, eps=config.adam_epsilon, weight_decay=decay, fused=fused)
         num_steps = int(self.trainer.estimated_stepping_batches)
@@ -239,10 +239,10 @@ class StageModule(L.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clips the norm of the whole gradient.
+        """Clips the global norm of the gradient.
 
         Raises:
-            DivergedError: It is not finite, and no scaling of the loss can be to blame.
+            DivergedError: The norm is not finite; ignored with 16-mixed, where loss scaling can cause overflows.
         """
         if self._first_new_model is not None and self._embedding.grad is not None:
             self._embedding.grad[: self._first_new_model] = 0.0
@@ -252,7 +252,7 @@ class StageModule(L.LightningModule):
             raise self._diverged("gradient", {})
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Leaves out what is frozen of the encoder."""
+        """Removes frozen encoder weights from the checkpoint."""
         frozen = {
             name
             for name, value in self.named_parameters()
@@ -263,7 +263,7 @@ class StageModule(L.LightningModule):
 
 
 def parameter_groups(network: PromptPredictor, stage: StageConfig) -> list[dict[str, Any]]:
-    """Trained parameters with their learning rates: heads and conditions, then the encoder."""
+    """Parameter groups with learning rates: heads and conditioning, then the encoder; without frozen parameters."""
     parts: dict[bool, list[nn.Parameter]] = {False: [], True: []}
     for name, parameter in network.named_parameters():
         if parameter.requires_grad:
@@ -273,7 +273,7 @@ def parameter_groups(network: PromptPredictor, stage: StageConfig) -> list[dict[
 
 
 def _triage(logits: Tensor, batch: TrainingBatch) -> dict[str, Tensor]:
-    """Correct levels, and critical ones predicted less urgent; each with the number they are out of [2]."""
+    """Number of correct levels, and of critical ones predicted as less urgent, each with its number of cases [2]."""
     has_label = batch.level_weight > 0
     level = level_probabilities(logits.float()).argmax(dim=-1)
     critical = has_label & (batch.level < CRITICAL_LEVELS)

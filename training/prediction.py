@@ -1,4 +1,4 @@
-"""Inference of a torch predictor over many prompts: pooled features, predictions."""
+"""Batch inference with a torch predictor: pooled features and predictions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def pooled_features(
 ) -> torch.Tensor:
     """Features of N prompts, float32 [N, F] on the CPU, computed in eval mode without gradients.
 
-    The model may be on any device; its mode is restored. `track` wraps the loop over batches, e.g. in a progress bar.
+    The model may be on any device; its mode is restored. `track` wraps the iterable of batches, e.g. in a progress bar.
     """
     was_training = model.training
     device = model.device
@@ -67,16 +67,16 @@ def predict_prompts(
     batch_size: int = 32,
     track: Track = lambda batches: batches,
 ) -> dict[str, NDArray[np.float64]]:
-    """Predictions of N rows in natural units, calibration included; each different prompt is encoded once.
+    """Calibrated predictions of N rows in natural units; each distinct prompt is encoded once.
 
-    None, or a served model that the predictor was not trained on, is predicted as an unknown model.
+    A served model that is None, or that the predictor was not trained on, is predicted as the unknown model.
 
     Returns:
-        As `PromptPredictor.outputs`, float64: mu [N], sigma [N], nu [N] where it is learned, urgency [N, K], bucket
-        [N, K], regression_tokens [N], rank [N], for the heads of the model.
+        Outputs of the model's heads, float64, as in `PromptPredictor.outputs`: mu [N], sigma [N], nu [N] if it is
+        learned, urgency [N, K], bucket [N, K], regression_tokens [N], rank [N].
 
     Raises:
-        InputError: A served model is unknown, and the predictor was not trained for unknown ones.
+        InputError: A served model is unknown, and the predictor does not support unknown models.
     """
     numbers: dict[str, int] = {}
     row_prompt = torch.tensor([numbers.setdefault(text, len(numbers)) for text in prompts], dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Progress bars of long loops, and the preparation of processes that run models."""
+"""Progress bars of long loops, and setup of processes that run models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tracked(items: Iterable[T], name: str, enabled: bool = True) -> Iterable[T]:
 
 
 def prepare_models() -> None:
-    """Prepares the process of a command before it imports torch: no spinning threads, no progress bar for loading weights."""
+    """Sets up the process before torch is imported: no spin-waiting threads, no progress bar while loading weights."""
     wait_without_spinning()
     import transformers
 

@@ -37,11 +37,11 @@ SCHEMA = pa.schema(
 
 
 class Rows:
-    """N rows of P different prompts, with S samples in all; rows of the same prompt are adjacent.
+    """N rows of P distinct prompts, with S samples in total; rows of the same prompt are adjacent.
 
-    Made of a table of `SCHEMA`, with at least one sample in each row; the same text is the same prompt. temperature [N] is
-    NaN where unknown, weight [N] that in the loss, max_tokens [N] the length at which the row's samples are truncated,
-    infinite where unknown, mu and sigma [N] fitted parameters, NaN where nothing was fitted.
+    Built from a table of `SCHEMA` with at least one sample in each row; rows with equal text share a prompt. temperature
+    [N] is NaN if unknown; weight [N] is the weight in the loss; max_tokens [N] is the length at which samples of the row
+    are truncated, infinite if unknown; mu and sigma [N] are fitted parameters, NaN if not fitted.
     """
 
     def __init__(self, table: pa.Table) -> None:
@@ -55,13 +55,13 @@ class Rows:
         self.prompt_ids: list[str] = table["prompt_id"].take(first).to_pylist()
         models = table["model"].combine_chunks()
         self.models: tuple[str, ...] = tuple(models.dictionary.to_pylist())  # names of served models [M]
-        # Number of each row's served model + 1; 0 where it has none [N].
+        # Index of each row's served model in `models` + 1; 0 if unnamed [N].
         self.model: IntArray = np.asarray(models.indices.fill_null(-1)).astype(np.int64) + 1
         self.temperature, self.weight, self.max_tokens, self.mu, self.sigma = (
             table[name].to_numpy() for name in ("temperature", "weight", "max_tokens", "mu", "sigma")
         )
         lengths = table["lengths"].combine_chunks()
-        # Samples of row r are lengths[offsets[r]:offsets[r + 1]], counts [N]; of a censored one the length it was truncated to.
+        # Samples of row r are lengths[offsets[r]:offsets[r + 1]]; the truncated length for censored samples.
         self.counts: IntArray = np.asarray(lengths.value_lengths()).astype(np.int64)
         self.offsets: IntArray = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self.counts)])
         self.lengths: NDArray[np.int32] = np.asarray(lengths.flatten())
@@ -71,11 +71,11 @@ class Rows:
         return len(self.prompt)
 
     def row_means(self, values: NDArray[Any]) -> FloatArray:
-        """Mean of values [S] over each row's samples [N]."""
+        """Mean of values [S] over the samples of each row [N]."""
         return np.asarray(np.add.reduceat(values.astype(np.float64), self.offsets[:-1]) / self.counts)
 
     def take(self, rows: IntArray) -> Rows:
-        """The rows at these positions; prompts without a row are dropped, names of served models are not."""
+        """The rows at these positions; prompts without rows are dropped, but `models` is unchanged."""
         return Rows(self.table.take(rows))
 
     def where(self, mask: NDArray[np.bool_]) -> Rows:
@@ -84,7 +84,7 @@ class Rows:
 
 
 def join(parts: Sequence[Rows]) -> Rows:
-    """All rows of several files; the same text is the same prompt."""
+    """Concatenates the rows of several files; rows with equal text share a prompt."""
     return Rows(pa.concat_tables([part.table for part in parts]).unify_dictionaries())
 
 
@@ -92,12 +92,12 @@ def join(parts: Sequence[Rows]) -> Rows:
 class SplitRows:
     """Rows by split."""
 
-    # train, validation: for training, and for the choice of the best epoch.
+    # train, validation: rows for training, and for selection of the best epoch.
     train: Rows
     validation: Rows
-    num_test_prompts: int = 0  # prompts left out for a test
-    num_excluded: int = 0  # rows left out because of a flag of their fit
-    num_shared: int = 0  # training prompts left out because validation or test have the same text
+    num_test_prompts: int = 0  # prompts reserved for testing
+    num_excluded: int = 0  # rows excluded because they have no usable fit
+    num_shared: int = 0  # training prompts excluded because validation or test have the same text
 
 
 def read_split_rows(config: TrainConfig) -> SplitRows:
@@ -123,13 +123,13 @@ def read_split_rows(config: TrainConfig) -> SplitRows:
             raise InputError(
                 f"prompts with usable samples in the {name} split",
                 len(part.prompts),
-                f"at least {minimum}; {len(rows.prompts)} prompts in all, another split_seed or fractions may help",
+                f"at least {minimum}; {len(rows.prompts)} prompts in total, another split_seed or fractions may help",
             )
     return SplitRows(train, validation, num_test, num_excluded, int(is_shared.sum()))
 
 
 def _read_all(files: Sequence[tuple[str, float]], config: TrainConfig, field: str) -> tuple[Rows, int]:
-    """Rows of all files (path, weight), and how many were left out because of a flag."""
+    """Rows of all files (path, weight), and the number of rows excluded because they have no usable fit."""
     parts = [_read(path, weight, config, field) for path, weight in files]
     return join([part for part, _ in parts]), sum(count for _, count in parts)
 
@@ -154,7 +154,7 @@ def _read(path: str, weight: float, config: TrainConfig, field: str) -> tuple[Ro
         conversations=config.conversations,
     )
     if fits.nu != config.length.nu:
-        raise InputError(f"{Path(path).name}, column nu", fits.nu, f"{config.length.nu:g}, as length.nu is")
+        raise InputError(f"{Path(path).name}, column nu", fits.nu, f"{config.length.nu:g}, as in length.nu")
     usable = np.flatnonzero(~fits.has_flag(*NOT_FITTED))
     num_excluded = len(fits) - len(usable)
     if len(usable) == 0:
@@ -165,7 +165,7 @@ def _read(path: str, weight: float, config: TrainConfig, field: str) -> tuple[Ro
 
 
 def _rows(table: pa.Table, path: str, keys: tuple[str, ...], weight: float, config: TrainConfig) -> Rows:
-    """Rows of a table without fits; without the key `model` they are those of an unknown served model."""
+    """Rows of a table, without fitted parameters; without the key `model`, the served model is unknown."""
     if config.conversations:
         table = with_conversations(table, Path(path))
     is_fits = {"mu", "sigma", "nu"} <= set(table.column_names)
@@ -178,7 +178,7 @@ def _rows(table: pa.Table, path: str, keys: tuple[str, ...], weight: float, conf
 
 
 def _sigma_within(groups: GroupedLengths, config: TrainConfig) -> FloatArray | None:
-    """Fitted sigma of each group as target of sigma_within; NaN where samples are too few."""
+    """Fitted sigma of each group as target of sigma_within; NaN for groups with too few samples."""
     if config.length is None or not config.length.within:
         return None
     fits = fit_groups(groups, FitOptions(nu=config.length.nu, censoring=config.censoring, keys=groups.keys))
@@ -203,9 +203,9 @@ def rows_of(
     weight: float = 1.0,
     censoring: str = "right",
 ) -> Rows:
-    """Rows out of G groups with at least one sample each, and their fitted parameters [G], NaN where there are none.
+    """Converts G groups with at least one sample each, and their fitted parameters [G] (NaN if not fitted), to rows.
 
-    InputError, naming the group, if a prompt or a name is missing, or a temperature is not allowed.
+    InputError, with the name of the group, if a prompt or a name is missing, or a temperature is not allowed.
     """
     missing = np.full(len(groups), np.nan)
     finished = groups.flat_finished | (censoring == "none")
@@ -254,7 +254,7 @@ def _temperature(groups: GroupedLengths) -> FloatArray:
 
 
 def shortest_limits(groups: GroupedLengths, finished: NDArray[np.bool_]) -> FloatArray:
-    """Limit of each group's lengths in tokens [G]: the shortest censored one, else as declared, else infinite."""
+    """Limit of each group's lengths in tokens [G]: the shortest censored length, else max_tokens, else infinite."""
     declared = np.array([np.inf if limit is None else limit for limit in groups.max_tokens], dtype=np.float64)
     censored = np.where(finished, np.inf, groups.flat_lengths.astype(np.float64))
     shortest = np.minimum.reduceat(censored, groups.offsets[:-1])

@@ -1,8 +1,8 @@
 """Student-t density and tails as differentiable torch functions, in float64.
 
-Separate from the numpy distribution of scheduler_core.lengths because training needs autograd, and torch has no
-incomplete beta function. The tail is I_x(nu/2, 1/2) / 2 with x = nu / (nu + t^2), by the continued
-fraction of DLMF 8.17.22 (modified Lentz method) on the side where it converges fast.
+Separate from the numpy distribution of scheduler_core.lengths, because training needs autograd and torch has no
+incomplete beta function. The tail I_x(nu/2, 1/2) / 2 with x = nu / (nu + t^2) is computed by the continued fraction of
+DLMF 8.17.22 (modified Lentz method), on the side where it converges fast.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Enough for 1 <= nu <= 1000: the number needed grows with the root of nu.
+# Maximum number of terms, sufficient for 1 <= nu <= 1000; the required number grows with the square root of nu.
 NUM_TERMS = 120
 # Relative step of the numerical derivative by nu.
 NU_STEP = 1e-4
@@ -21,7 +21,7 @@ _TINY = 1e-300
 
 
 def log_density(t: Tensor, nu: Tensor) -> Tensor:
-    """ln of the Student-t density; t and nu of shapes that broadcast."""
+    """ln of the Student-t density; t and nu are broadcast."""
     half = 0.5 * (nu + 1)
     constant = torch.lgamma(half) - torch.lgamma(0.5 * nu) - 0.5 * torch.log(math.pi * nu)
     return constant - half * torch.log1p(t * t / nu)
@@ -57,12 +57,12 @@ def _log_tail(size: Tensor, nu: Tensor) -> Tensor:
     log_beta = torch.lgamma(a) + torch.lgamma(b) - torch.lgamma(a + b)
     x, y = torch.exp(log_x), torch.exp(log_y)
     direct = x < (a + 1) / (a + b + 2)
-    # Each side is computed with a harmless argument where the other one is taken.
+    # Both sides are computed everywhere, with a safe argument for elements that use the other side.
     tail = a * log_x + torch.where(direct, b * log_y, 0.0) - torch.log(a) - log_beta
     tail = tail + torch.log(_fraction(torch.where(direct, x, 0.1), a, b))
-    rest = a * torch.where(direct, 0.0, log_x) - torch.log(b) - log_beta + b * log_y
-    rest = torch.exp(rest) * _fraction(torch.where(direct, 0.1, y), b, a)
-    return math.log(0.5) + torch.where(direct, tail, torch.log1p(-torch.where(direct, 0.0, rest)))
+    complement = a * torch.where(direct, 0.0, log_x) - torch.log(b) - log_beta + b * log_y
+    complement = torch.exp(complement) * _fraction(torch.where(direct, 0.1, y), b, a)
+    return math.log(0.5) + torch.where(direct, tail, torch.log1p(-torch.where(direct, 0.0, complement)))
 
 
 def log_tail(t: Tensor, nu: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def log_tail(t: Tensor, nu: Tensor) -> Tensor:
 
 
 class _LogTail(torch.autograd.Function):
-    """ln P(T > t); the derivative by t is minus the hazard, that by nu a central difference."""
+    """ln P(T > t); its derivative by t is minus the hazard, and by nu a central difference."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, nu: Tensor) -> Tensor:
@@ -94,14 +94,14 @@ class _LogTail(torch.autograd.Function):
 def log_survival(t: Tensor, nu: Tensor) -> Tensor:
     """ln P(T > t) of the Student-t distribution, differentiable.
 
-    Exact derivative by t (minus the hazard); that by nu is a central difference with relative step 1e-4.
+    The derivative by t is exact (minus the hazard); by nu it is a central difference with relative step 1e-4.
 
     Args:
-        t: Any real numbers.
-        nu: Degrees of freedom from 1 to 1000, of a shape that broadcasts.
+        t: Real numbers.
+        nu: Degrees of freedom from 1 to 1000; broadcast with t.
 
     Returns:
-        float64, of the common shape.
+        float64 tensor of the broadcast shape.
     """
     t, nu = torch.broadcast_tensors(t.double(), nu.double())  # type: ignore[no-untyped-call]
     return _LogTail.apply(t.contiguous(), nu.contiguous())  # type: ignore[no-any-return,no-untyped-call]

@@ -1,4 +1,4 @@
-"""Training from data to checkpoint folder: splits, initial model, stages, record."""
+"""The training run, from data to checkpoint folder: splits, initial model, stages, metadata."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ log = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "safetensors", "numpy", "scipy", "pyarrow")
 IDENTITY = "identity.json"
-# Options that do not change the result.
+# Options that are not compared when a run is resumed: they do not affect the result, or their files are hashed.
 NOT_IDENTITY = (*FILE_OPTIONS, "out", "overwrite", "resume", "progress", "threads", "tensorboard", "report")
 
 
 def train(config: TrainConfig) -> dict[str, Any]:
     """Trains a predictor and writes its checkpoint folder; returns the content of `training.json`.
 
-    InputError if an option, the data or the encoder cannot be used, or `OUT.partial` belongs to another run; TailcastError
-    if training diverged, or a batch does not fit into memory.
+    InputError if an option, the data or the encoder is invalid, or `OUT.partial` belongs to another run; TailcastError if
+    training diverges, or a batch does not fit into memory.
     """
     out = folder_target(config.out, KIND, overwrite=config.overwrite)
     work = out.with_name(out.name + ".partial")
@@ -79,7 +79,7 @@ def _train(config: TrainConfig, out: Path, work: Path, is_first: bool) -> dict[s
     rows = read_split_rows(config) if config.needs_rows else SplitRows(no_rows, no_rows)
     labels = read_split_labels(config)
     _warn_of_several_models(config, rows.train)
-    # Layers draw initial weights, and dropout its masks, from torch's global state: it is restored afterwards.
+    # Layer initialization and dropout use torch's global random state, which is restored afterwards.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         initial = initial_model(config, rows.train, labels[0])
         if initial.first_new_model is not None:
@@ -95,7 +95,7 @@ def _train(config: TrainConfig, out: Path, work: Path, is_first: bool) -> dict[s
             raise
         except OSError:
             if is_first and not any(work.rglob(LAST)):
-                _clear(work)  # there is nothing to resume
+                _clear(work)  # no epoch was finished, so there is nothing to resume
             raise
     if not is_first:
         return {}
@@ -121,7 +121,7 @@ def _identity(config: TrainConfig, files: dict[str, list[Path]]) -> dict[str, An
 
 
 def _check_state(work: Path, identity: dict[str, Any], *, resume: bool) -> None:
-    """Refuses the state of another run before anything is computed; deletes it if the user wants to start over."""
+    """Raises InputError if `work` holds the state of a different run; deletes the state if `resume` is false."""
     state = work / IDENTITY
     if not any(work.iterdir()):
         return
@@ -178,7 +178,7 @@ def _warn_of_several_models(config: TrainConfig, train: Rows) -> None:
     if several and config.conditioning is None:
         log.warning(
             "%d of %d training prompts have several rows (several served models?); without conditioning the predictor "
-            "has only the prompt and learns their mean: --served_model takes one of them",
+            "learns their average; --served_model selects one of them",
             several,
             len(train.prompts),
         )
@@ -234,14 +234,14 @@ def _training_info(
 
 
 def _baselines(config: TrainConfig, train: Rows) -> dict[str, Any] | None:
-    """Baselines for evaluation; None where all samples are censored."""
+    """Baselines for evaluation; None if all samples are censored."""
     if not train.finished.any():
         return None
     return asdict(Baselines.of(train, config.length.nu if config.length is not None else 3.5))
 
 
 def _throughput(history: History) -> dict[str, Any]:
-    """Prompts, rows and tokens per second of the training steps of each stage, without validation and saving."""
+    """Prompts, rows and tokens per second of the training steps of each stage, excluding validation and checkpoints."""
     report: dict[str, Any] = {}
     for stage in sorted({row["stage"] for row in history}):
         names = ("train_seconds", *COUNTS)
@@ -258,15 +258,15 @@ def _throughput(history: History) -> dict[str, Any]:
 
 
 def _write_report(path: Path, info: dict[str, Any], history: History) -> None:
-    """The HTML page of a run: losses over the epochs of both stages, and a table of all numbers of each epoch."""
+    """Writes an HTML report: losses over the epochs of both stages, and a table of all metrics of each epoch."""
     metrics, data = info["metrics"], info["data"]
     lead = (
         f"Heads {', '.join(info['heads'])}; {data['num_prompts']['train']} prompts and {data['num_labels']['train']} "
-        f"labels of {data['name']}. The checkpoint is of stage {metrics['best_stage']}, epoch {metrics['best_epoch']}."
+        f"labels of {data['name']}. Best epoch: stage {metrics['best_stage']}, epoch {metrics['best_epoch']}."
     )
     page = Page(f"Training of {Path(info['config']['out']).name}", lead)
     page.figure(
-        svg(_figure(info["heads"], history)), "Each epoch; dashed: training; dotted: the second stage"
+        svg(_figure(info["heads"], history)), "Loss by epoch; dashed: training; dotted line: start of stage 2"
     )
     left_out = {*COUNTS, "train_seconds", "seconds"}
     names = [name for name in dict.fromkeys(name for row in history for name in row) if name not in left_out]
@@ -276,7 +276,7 @@ def _write_report(path: Path, info: dict[str, Any], history: History) -> None:
 
 
 def _figure(heads: Sequence[str], history: History) -> Any:
-    """Losses of the heads over the epochs of both stages."""
+    """Draws the losses of the heads over the epochs of both stages."""
     figure, (axis,) = new_figure(8, 4, columns=1)
     epochs = range(1, len(history) + 1)
     for number, head in enumerate(heads):

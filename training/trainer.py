@@ -1,7 +1,7 @@
 """The two-stage training loop: all parameters, then the heads on features of the frozen encoder, computed once.
 
-Source: TIE, training of the predictor. Differs from the released code: in stage 2 the encoder is in eval mode too (its
-dropout is off) and is run once for each prompt instead of once for each prompt and epoch.
+Source: TIE, training of the predictor. Unlike in the released code, the encoder is in eval mode in stage 2 (without
+dropout), and is run once per prompt instead of once per prompt and epoch.
 
 Each stage is a Lightning `Trainer.fit` with a checkpoint after every epoch, from which an interrupted run is resumed.
 """
@@ -47,11 +47,11 @@ log = logging.getLogger(__name__)
 
 BEST, LAST = "best.ckpt", "last.ckpt"
 FEATURES = "features.safetensors"
-# Steps between two points of the curves in TensorBoard.
+# Logging interval of TensorBoard in steps.
 STEPS_PER_POINT = 20
-# Between two lines on the progress of an epoch.
+# Interval between log lines on the progress of an epoch.
 PROGRESS_S = 60.0
-# Fall of the validation loss below which a new served model has learned nothing.
+# Minimum decrease of the validation score for a run that trains only embeddings.
 MIN_GAIN = 1e-3
 COUNTS = ("num_prompts", "num_rows", "num_tokens", "num_padded_tokens")
 
@@ -65,18 +65,18 @@ def train_stages(
     work: Path,
     device: torch.device,
 ) -> History:
-    """Trains the model in place; it ends with the weights of the best epoch, on the CPU, in eval mode.
+    """Trains the model in place; afterwards it has the weights of the best epoch, on the CPU, in eval mode.
 
-    With several devices or nodes each device has a process of its own, and those of all nodes find each other at
-    MASTER_ADDR and MASTER_PORT. `work` holds the checkpoints, from which an interrupted run is resumed; all nodes share
-    it. Only on the first node the model is the trained one.
+    With several devices or nodes, one process per device is started, and processes of several nodes rendezvous at
+    MASTER_ADDR and MASTER_PORT. `work` holds the checkpoints from which an interrupted run is resumed; it must be shared
+    by all nodes. The model is updated on the first node only.
 
     Returns:
-        A row of metrics for each epoch of both stages; none but on the first node.
+        A row of metrics for each epoch of both stages; an empty list on other nodes.
 
     Raises:
         DivergedError: Loss or gradient was not finite.
-        OutOfMemoryError: A batch does not fit.
+        OutOfMemoryError: A batch does not fit into memory.
         TailcastError: One of several processes failed.
         KeyboardInterrupt: Interrupted; `work` holds the checkpoint of the last finished epoch.
     """
@@ -101,9 +101,9 @@ def _train_in_process(
     splits: Mapping[str, SplitData],
     work: Path,
 ) -> None:
-    """Both stages in one process of possibly several."""
+    """Runs both stages in one process, possibly of a distributed run."""
     if dist.is_initialized():
-        # The processes of a machine get the weights in shared memory, which the optimizer must not write to.
+        # Spawned processes receive the weights in shared memory, which the optimizer must not modify.
         initial = copy.deepcopy(initial)
     features: dict[str, torch.Tensor] = {}
     for number in (1, 2):
@@ -123,7 +123,7 @@ def _train_in_process(
 
 
 def best_row(history: History) -> dict[str, Any]:
-    """Row of the epoch with the best score; the first of several."""
+    """Row of the epoch with the best validation score; the first one if several are equal."""
     return min(history, key=lambda row: row[MONITOR])
 
 
@@ -141,7 +141,7 @@ def _features(
     folder: Path,
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    """Features of both splits by the frozen encoder, kept in a file for a resumed run."""
+    """Features of both splits from the frozen encoder, cached in a file for a resumed run."""
     from safetensors.torch import load_file, save_file
 
     path = folder / FEATURES
@@ -176,7 +176,7 @@ def _fit(
     folder: Path,
     device: torch.device,
 ) -> None:
-    """Trains one stage, or what an interrupted run left of it."""
+    """Trains one stage, resuming from its last checkpoint if there is one."""
     options = config.stage(number)
     last = folder / LAST
     history = read_history(last) if last.exists() else []
@@ -186,7 +186,7 @@ def _fit(
         log.info("stage %d resumes after epoch %d", number, len(history))
     splits = {name: part.data for name, part in examples.items()}
     module = StageModule(initial.model, config, number, splits, initial.first_new_model)
-    # Modules are in the mode they were left in, and encoders are loaded in eval mode.
+    # Lightning keeps the mode of each module, and encoders are loaded in eval mode.
     module.set_modes()
     plans = _plans(config, number, **splits)
     training, validation = (loader(examples[name], plans[name]) for name in ("train", "validation"))
@@ -203,13 +203,13 @@ def _fit(
         best = best_row(read_history(last))
         if start[MONITOR] - best[MONITOR] < MIN_GAIN:
             raise NoProgressError(
-                f"the embeddings of the new served models learned nothing: validation loss {start[MONITOR]:.4f} at the start, "
-                f"{best[MONITOR]:.4f} at best; give more of their outputs, or another --stage2.learning_rate"
+                f"training the embeddings of the new served models did not reduce the validation loss ({start[MONITOR]:.4f} at "
+                f"the start, {best[MONITOR]:.4f} at best); provide more outputs of these models, or change --stage2.learning_rate"
             )
 
 
 def read_history(checkpoint: Path) -> History:
-    """Rows of the finished epochs in a stage's checkpoint."""
+    """Reads the metrics of the finished epochs from a checkpoint of a stage."""
     content = torch.load(checkpoint, weights_only=True, map_location="cpu")
     return list(content["callbacks"]["EpochHistory"]["rows"])
 
@@ -223,7 +223,7 @@ def _is_finished(history: History, options: StageConfig) -> bool:
 
 
 class EpochHistory(Callback):
-    """A row of metrics for each epoch, kept in the checkpoints and logged every `log_every` epochs."""
+    """Records a row of metrics for each epoch, stores it in the checkpoints, and logs it every `log_every` epochs."""
 
     def __init__(self, stage: int, log_every: int) -> None:
         self._stage = stage
@@ -234,7 +234,7 @@ class EpochHistory(Callback):
         self._counts = [0, 0, 0, 0]
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Starts the clock of an epoch."""
+        """Starts the timer and resets the counters of an epoch."""
         self._start = time.monotonic()
         self._next_progress_s = PROGRESS_S
         self._counts = [0, 0, 0, 0]
@@ -242,7 +242,7 @@ class EpochHistory(Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: TrainingBatch, batch_idx: int
     ) -> None:
-        """Counts prompts, rows, tokens, and tokens with padding."""
+        """Counts prompts, rows, tokens, and tokens including padding; logs the progress of long epochs."""
         mask = batch.inputs[1] if len(batch.inputs) > 1 else torch.empty(0)
         counts = (len(batch.prompt), len(batch.row), int(mask.sum()), mask.numel())
         self._counts = [total + count for total, count in zip(self._counts, counts, strict=True)]
@@ -259,7 +259,7 @@ class EpochHistory(Callback):
             log.info(text, self._stage, epoch, 100 * done / total, rate, left_s / 60)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Adds the row; the checkpoint callbacks run after this one."""
+        """Adds the row of the epoch, before the checkpoint callbacks run."""
         metrics = {
             name: float(value)
             for name, value in trainer.callback_metrics.items()
@@ -289,21 +289,21 @@ class EpochHistory(Callback):
             log.info("stage %d epoch %d/%d: %s%s, %.1f s", self._stage, epoch, epochs, text, best, seconds)
 
     def state_dict(self) -> dict[str, Any]:
-        """For the checkpoint."""
+        """State for the checkpoint."""
         return {"rows": self._rows}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """From `state_dict`."""
+        """Restores the rows from `state_dict`."""
         self._rows = list(state_dict["rows"])
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Checkpoint files that are complete or not there, also if the process is killed."""
+    """Writes checkpoint files atomically."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Writes to a temporary file beside `path` and renames it."""
+        """Writes to a temporary file next to `path` and renames it."""
         content = io.BytesIO()
         torch.save(checkpoint, content)
         with atomic_file(Path(path)) as temporary:
@@ -318,7 +318,7 @@ def _trainer(config: TrainConfig, number: int, folder: Path, device: torch.devic
         "enable_version_counter": False,
         "save_on_train_epoch_end": True,
     }
-    # Best weights first, then the state: a crash in between repeats the epoch and nothing else.
+    # The best weights are saved before the state, so a crash in between only repeats the epoch.
     callbacks: list[Callback] = [
         EpochHistory(number, log_every=1 if number == 1 else max(1, options.epochs // 10)),
         ModelCheckpoint(**files, filename=Path(BEST).stem, monitor=MONITOR, save_weights_only=True),
@@ -386,8 +386,8 @@ def _shows_bars(config: TrainConfig) -> bool:
 
 @contextlib.contextmanager
 def _contained() -> Iterator[None]:
-    """Without the trainer's remarks on devices, worker processes (batches take no time to make) and its own files;
-    restores torch's choice of algorithms, which the trainer sets for the whole process."""
+    """Suppresses Lightning's log messages and warnings on devices, data-loading workers and files, and restores torch's
+    deterministic-algorithms setting, which the trainer changes globally."""
     logger = logging.getLogger("lightning.pytorch")
     level, deterministic = logger.level, torch.are_deterministic_algorithms_enabled()
     logger.setLevel(logging.WARNING)
@@ -417,7 +417,7 @@ def _interruptible(trainer: L.Trainer) -> Iterator[None]:
 
 
 def write_history(path: Path, history: History) -> None:
-    """Rows of all epochs as CSV."""
+    """Writes the rows of all epochs as a CSV file."""
     columns = list(dict.fromkeys(name for row in history for name in row))
     with atomic_file(path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as stream:
         writer = csv.DictWriter(stream, columns)

@@ -1,1 +1,1 @@
-"""Importers of lengths that others measured, into our two schemas: production logs, serving traces, public sets."""
+"""Importers of output lengths from production logs, serving traces and public data sets to samples/2 and trace/1."""

@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 BATCH_ROWS = 8192
 
-#: Kind -> reader of its rows, and the schemas it can fill, the default first. A reader gets the file, the configuration
-#: and the counts of skipped rows, to which it adds.
+#: Kind -> reader of its rows, and the schemas it supports, the default first. A reader takes the file, the configuration
+#: and the skipped rows, which it updates.
 Reader = Callable[[Path, "ImportLengthsConfig", SkippedRows], Iterator[Row]]
 IMPORTERS: Mapping[str, tuple[Reader, tuple[str, ...]]] = {
     "log": (
@@ -55,13 +55,13 @@ IMPORTERS: Mapping[str, tuple[Reader, tuple[str, ...]]] = {
 
 
 def import_lengths(config: ImportLengthsConfig) -> dict[str, Any]:
-    """Imports a file in batches, so that memory does not grow with the number of rows, except for hashes of ids.
+    """Imports a file in batches; memory does not grow with the number of rows, except for hashes of ids.
 
-    These take about 80 bytes for each prompt and model whose samples are numbered, and for each id that must be unique.
-    Returns the content of `OUT.run.json`: options, counts, and the source's hash.
+    These take about 80 bytes for each prompt and model with numbered samples, and for each id that must be unique. Returns
+    the content of `OUT.run.json`: options, counts, and the hash of the source.
 
     Raises:
-        InputError: An option, or a value in the row and column that the message names, cannot be used.
+        InputError: An option or a value is invalid; the message names its row and column.
     """
     if config.kind not in IMPORTERS:
         raise InputError("kind", config.kind, ", ".join(IMPORTERS))
@@ -116,7 +116,7 @@ def import_lengths(config: ImportLengthsConfig) -> dict[str, Any]:
 
 
 class _Rows:
-    """Conversion of the rows of a source to rows of a schema, with counts by outcome."""
+    """Converts the rows of a source to rows of a schema, and counts the results."""
 
     schema: pa.Schema
     _skip_reason: Callable[[dict[str, Any]], str | None]
@@ -131,7 +131,7 @@ class _Rows:
         self.counts: dict[str, int] = {}
 
     def converted(self, rows: Iterator[Row]) -> Iterator[dict[str, Any]]:
-        """Rows of the schema; repeated rows, and rows without a required value, are counted as bad."""
+        """Yields rows of the schema; repeated rows, and rows without a required value, are counted as bad."""
         last = 0
         for number, row in rows:
             try:
@@ -145,7 +145,7 @@ class _Rows:
                 yield converted
 
     def _converted(self, number: int, row: dict[str, Any], *, is_repeated: bool) -> dict[str, Any] | None:
-        """The row of the schema; None for a skipped row, which is counted."""
+        """Converts one row; a skipped row is counted and returns None."""
         identifier = row.get("request_id")
         if identifier is not None and not is_repeated and not self._is_new(identifier):
             raise self._error(number, "request_id", identifier, "an id not used before")
@@ -189,7 +189,7 @@ class _Rows:
 
 
 class _SampleRows(_Rows):
-    """Rows of `samples/2`: empty outputs become error rows; missing sample indices are numbered per prompt and model."""
+    """Rows of `samples/2`: empty outputs become error rows; missing sample indices are assigned per prompt and model."""
 
     schema = samples.SCHEMA
 
@@ -220,7 +220,7 @@ class _SampleRows(_Rows):
             value = key.replace("\x00", ", ")
             raise self._error(number, "prompt_id, model", value, "each prompt once for each model")
         row["output_tokens"] = row["output_tokens"] or 0
-        # 0 prompt tokens: the source has not counted them.
+        # 0 prompt tokens: not counted by the source.
         row["prompt_tokens"] = row.get("prompt_tokens") or None
         if row.get("prompt") is not None:
             messages = (Message(item["role"], item["content"]) for item in row.get("messages") or ())
@@ -251,7 +251,7 @@ class _TraceRows(_Rows):
 
     def _row(self, number: int, row: dict[str, Any]) -> dict[str, Any]:
         row["model"] = row.get("model") or self._config.model or None
-        # Each of several lengths in one row of the source is a request.
+        # Each element of a list of lengths in one row of the source is a request.
         self._repeat = self._repeat + 1 if number == self._last_number else 0
         self._last_number = number
         identifier = f"r{number}" if row.get("request_id") is None else row["request_id"]
@@ -261,7 +261,7 @@ class _TraceRows(_Rows):
         if row.get("arrival_s") is None:
             self.counts["num_without_arrival"] += self._config.arrivals is None
             return row
-        # Subtracted before the conversion to float, to be exact. `rewrite_arrivals` makes times relative to the earliest.
+        # Subtracted before the conversion to float, for exactness. `rewrite_arrivals` makes times relative to the earliest.
         self._start = row["arrival_s"] if self._start is None else self._start
         time = row["arrival_s"] = float(row["arrival_s"] - self._start)
         self.counts["num_out_of_order"] += time < self._last_time

@@ -2,7 +2,7 @@
 
 `log` imports any table by a mapping from canonical columns to those of the table (`output_tokens=usage.completion_tokens`;
 a dot selects a member of an object), by default the columns with canonical names. `openai-log` imports responses of the
-OpenAI API, one per line: alone, with its request (`{"request": ..., "response": ...}`), or as the Batch API writes it
+OpenAI API, one per line: alone, with the request (`{"request": ..., "response": ...}`), or in the format of the Batch API
 (`{"custom_id", "response": {"body"}}`).
 
 `feedback` imports the log of `tailcast-proxy --feedback FOLDER`, one output per request: a folder of segments
@@ -14,7 +14,7 @@ and copies of earlier records are skipped and counted.
 | finish_reason stop, length, ... | mapped by `values.FINISH_REASONS` |
 | the client disconnected ("abort") | an error row: the client determined that length, not the model |
 | counted by events ("deltas") | an error row: the count is only a lower bound |
-| only the hash of the prompt | the hash is the prompt id; enough for a trace, or for prompts that are stored elsewhere |
+| only the hash of the prompt | the hash is the prompt id; sufficient for a trace, or for prompts stored elsewhere |
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ _OF_RESPONSE = {
 
 
 def parse_mapping(text: str) -> dict[str, str]:
-    """`output_tokens=usage.completion_tokens,model=name` as a dictionary, empty for an empty text; InputError for another
-    form, or a name that is not in `MAPPED`."""
+    """Parses a mapping such as `output_tokens=usage.completion_tokens,model=name`; empty for an empty text. InputError for
+    invalid syntax, or a name that is not in `MAPPED`."""
     mapping: dict[str, str] = {}
     for item in text.split(",") if text else ():
         name, equals, source = (word.strip() for word in item.partition("="))
@@ -72,7 +72,7 @@ def parse_mapping(text: str) -> dict[str, str]:
 
 
 def openai_rows(path: Path, skipped: SkippedRows) -> Iterator[Row]:
-    """OpenAI-style responses; one with several choices becomes an error row, because they share one token count."""
+    """Yields OpenAI-style responses; a response with several choices, which share one token count, becomes an error row."""
     for number, raw in file_rows(path, "file", on_bad_row=skipped.add_bad):
         try:
             row = _openai_row(raw, f"{path.name} row {number}")
@@ -118,7 +118,7 @@ def _openai_row(raw: Mapping[str, Any], location: str) -> dict[str, Any]:
 
 
 def segments_of(path: Path) -> list[Path]:
-    """The segments of a log in their order, or the path itself if it is not a folder; InputError if there is none."""
+    """The segments of a log in order, or the path itself if it is not a folder; InputError if there is none."""
     segments = sorted(path.glob(SEGMENTS)) if path.is_dir() else [path]
     if not segments or not segments[0].is_file():
         raise InputError("feedback log", str(path), f"a file, or a folder with {SEGMENTS}")
@@ -128,10 +128,10 @@ def segments_of(path: Path) -> list[Path]:
 def feedback_records(
     path: str | Path, skipped: Counter[str] | None = None
 ) -> Iterator[tuple[int, FeedbackRecord]]:
-    """Line number, counted over all segments, and content of each record in a folder or a single segment.
+    """Yields the line number, counted over all segments, and the content of each record in a folder or a single segment.
 
-    `skipped` counts skipped lines by reason; without it a single log message reports the counts. InputError if there is no
-    segment, or no record in any segment.
+    `skipped` counts skipped lines by reason; if it is None, a log message reports the counts. InputError if there is no
+    segment or no record.
     """
     reasons = Counter[str]() if skipped is None else skipped
     digests: set[int] = set()
@@ -153,7 +153,7 @@ def feedback_records(
 
 
 def feedback_rows(path: Path, skipped: Counter[str]) -> Iterator[Row]:
-    """Rows of a feedback log; counts the lines that are skipped."""
+    """Yields rows of a feedback log; `skipped` counts skipped lines by reason."""
     for number, record in feedback_records(path, skipped):
         try:
             yield number, _row(record)
@@ -174,7 +174,7 @@ def _record(line: bytes, digests: set[int]) -> FeedbackRecord:
     record = validated(FeedbackRecord, parse_object(line))
     digest = digest64(record.request_id or line.decode())
     if digest in digests:
-        raise InputError("record", line[:40], "no copy of an earlier record")
+        raise InputError("record", line[:40], "a record that is not a copy of an earlier one")
     digests.add(digest)
     return record
 

@@ -1,12 +1,12 @@
-"""Public serving traces and sets of lengths.
+"""Importers of public serving traces and sets of output lengths.
 
 | kind | columns of the source | time |
 |---|---|---|
 | azure | TIMESTAMP, ContextTokens, GeneratedTokens (2023 and 2024) | date and time, with or without zone |
 | burstgpt | Timestamp, Model, Request tokens, Response tokens, Log Type, since 2.0 Session ID | seconds |
 | mooncake | timestamp, input_length, output_length (hash_ids are not kept) | milliseconds |
-| castillo | ten lengths for each prompt and model, as `preproc_DATASET_SPLIT_MODEL.json` or as Parquet | |
-| sharegpt | conversations, in any layout that `gen-samples` reads | |
+| castillo | ten lengths for each prompt and model, from `preproc_DATASET_SPLIT_MODEL.json` or Parquet | |
+| sharegpt | conversations, in any layout supported by `gen-samples` | |
 
 The first three have neither max_tokens nor finish reasons; the last two have no arrival times.
 """
@@ -49,7 +49,7 @@ _CASTILLO_JSON = {
 
 
 def trace_rows(path: Path, kind: str, skipped: SkippedRows) -> Iterator[Row]:
-    """Requests of a serving trace."""
+    """Yields the requests of a serving trace."""
     for number, row in table_rows(path, TRACES[kind], skipped, ("model", "category", "tenant")):
         if kind == "mooncake" and row["arrival_s"] is not None:
             row["arrival_s"] /= 1000
@@ -57,7 +57,7 @@ def trace_rows(path: Path, kind: str, skipped: SkippedRows) -> Iterator[Row]:
 
 
 def castillo_rows(path: Path, skipped: SkippedRows) -> Iterator[Row]:
-    """One row for each length of CASTILLO, in the model's own tokens."""
+    """Yields one row for each length of CASTILLO, in tokens of the respective model."""
     names = _CASTILLO_JSON if file_suffix(path) == ".json" else {}
     mapping = {name: names.get(name, name) for name in _CASTILLO}
     numbers = Counter[int]()
@@ -73,10 +73,10 @@ def castillo_rows(path: Path, skipped: SkippedRows) -> Iterator[Row]:
 
 
 def sharegpt_rows(path: Path, tokenizer: str, skipped: Counter[str]) -> Iterator[Row]:
-    """One request for each assistant message; its prompt is the conversation before it, its tenant the conversation's id.
+    """Yields a request for each assistant message; its prompt is the preceding conversation, its tenant the conversation id.
 
-    Lengths are tokens of the texts, without a chat template; an output also counts its EOS token. Conversations that are
-    repeated or cannot be sent (an empty text, a missing beginning) are skipped.
+    Lengths are tokens of the texts without a chat template; an output includes its EOS token. Repeated and invalid
+    conversations (an empty text, a missing beginning) are skipped.
     """
     count_tokens = token_counter(tokenizer)
     layout = None

@@ -1,4 +1,4 @@
-"""Checked values of one row of a source, by the canonical columns that importers fill."""
+"""Validation of source rows, and their conversion to canonical columns."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from scheduler_core.table_files import file_rows
 
 log = logging.getLogger(__name__)
 
-#: Number of the source's row, as an editor or `file_rows` counts, and its canonical columns.
+#: Row number in the source, as counted by an editor or by `file_rows`, and its canonical columns.
 Row = tuple[int, dict[str, Any]]
 
 STOP, LENGTH, UNKNOWN, ERROR = "stop", "length", "unknown", "error"
 MAX_TOKENS = 2**31 - 1
-#: Bad rows that are reported with their numbers.
+#: Maximum number of bad rows that are reported individually.
 MAX_BAD_ROWS = 100
-#: Times further from zero are no seconds: 3,000 years.
+#: Limit of absolute times in seconds, 3,000 years; larger values have another unit.
 MAX_TIME_S = 1e11
-#: Finish reasons of servers.
+#: Finish reason of a server -> canonical finish reason.
 FINISH_REASONS: Mapping[str, str] = {
     **dict.fromkeys(("stop", "eos", "eos_token", "stop_sequence", "end_turn"), STOP),
     **dict.fromkeys(("tool_calls", "tool_use", "function_call"), STOP),
@@ -39,21 +39,21 @@ FINISH_REASONS: Mapping[str, str] = {
 _TEXTS = ("request_id", "tenant", "prompt_id", "prompt", "category", "dataset", "model", "run_id")
 _INTEGERS = ("tier", "max_tokens", "prompt_tokens", "output_tokens")
 _NUMBERS = ("temperature", "top_p", "ttft_s", "total_s")
-#: Columns of a mapping, in the order in which they are read. Importers may also fill sample_index and error.
+#: Canonical columns that a mapping can have, in the order of conversion. Importers may also fill sample_index and error.
 MAPPED = (*_TEXTS, *_INTEGERS, *_NUMBERS, "arrival_s", "messages", "finish_reason")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class SkippedRows:
-    """Rows that are left out; with `stop` the first bad one is an error."""
+    """Record of skipped rows; with `stop`, the first bad row raises its error."""
 
     def __init__(self, *, stop: bool = True) -> None:
         self._stop = stop
         self.counts = Counter[str]()  # by reason
-        self.bad: list[dict[str, Any]] = []  # number and reason of the first ones
+        self.bad: list[dict[str, Any]] = []  # number and reason of the first MAX_BAD_ROWS bad rows
 
     def add_bad(self, number: int, error: InputError) -> None:
-        """Counts a row that cannot be used; raises its error with `stop`."""
+        """Counts an invalid row; raises its error with `stop`."""
         if self._stop:
             raise error
         column = re.sub(r"^.* row \d+:? ?|(?<= message) \d+", "", error.field)
@@ -68,17 +68,17 @@ class SkippedRows:
 def table_rows(
     path: Path, mapping: Mapping[str, str], skipped: SkippedRows, optional: Collection[str] = ()
 ) -> Iterator[Row]:
-    """Rows of a table; one for each element where output_tokens is a list.
+    """Yields the rows of a table; a row whose output_tokens is a list becomes one row for each element.
 
     Args:
         path: The file.
-        mapping: Canonical column -> column of the table, or a path with dots into objects; empty takes the columns that
-            have canonical names.
-        skipped: Gets the rows that cannot be used.
+        mapping: Canonical column -> column of the table, or a dotted path into objects; empty: all columns with canonical
+            names.
+        skipped: Record of invalid rows.
         optional: Canonical columns that the table may lack.
 
     Raises:
-        InputError: Names row, column and value that cannot be used.
+        InputError: A value is invalid; the message names row, column and value.
     """
     for number, raw in file_rows(path, "file", on_bad_row=skipped.add_bad):
         location = f"{path.name} row {number}"
@@ -99,7 +99,7 @@ def table_rows(
 def _elements(
     raw: Mapping[str, Any], mapping: Mapping[str, str], location: str
 ) -> Iterator[Mapping[str, Any]]:
-    """The row itself, or one for each element of its list of lengths, with its element of a list of finish reasons."""
+    """Yields the row, or a row for each element of its list of lengths and, if present, of its list of finish reasons."""
     tokens, reasons = mapping["output_tokens"], mapping.get("finish_reason", "")
     lengths, ends = raw.get(tokens), raw.get(reasons)
     if not isinstance(lengths, list):
@@ -114,12 +114,12 @@ def _elements(
 def checked_columns(
     raw: Mapping[str, Any], mapping: Mapping[str, str], location: str, optional: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Canonical columns of a row; "" is null. prompt_id is a hash of the prompt where it is not mapped.
+    """Converts a row to canonical columns; "" is null. An unmapped prompt_id is a hash of the prompt.
 
-    arrival_s is exact: of a number of seconds, or of a date and time (without zone: UTC).
+    arrival_s is converted exactly, from seconds or from a date and time (default time zone: UTC).
 
     Raises:
-        InputError: A column is missing, or its value is of another kind or out of range.
+        InputError: A column is missing, or its value has a wrong type or is out of range.
     """
     row: dict[str, Any] = {}
     for column, source in mapping.items():
@@ -147,7 +147,7 @@ def _value(raw: Mapping[str, Any], name: str, location: str, *, required: bool) 
 
 
 def _checked(column: str, value: Any, location: str) -> dict[str, Any]:
-    """Raises ValueError with what is allowed."""
+    """Converts a value; raises ValueError with a description of the allowed values."""
     if column == "finish_reason":
         return ending(value)
     if value is None and column != "messages":
@@ -184,15 +184,13 @@ def _time(value: Any) -> Fraction:
         return Fraction(since_epoch // timedelta(microseconds=1), 1_000_000)
     seconds = _number(value)
     if seconds is None or abs(seconds) > MAX_TIME_S:
-        raise ValueError(
-            f"seconds from -{MAX_TIME_S:g} to {MAX_TIME_S:g}, or a date and time as ISO 8601 writes it"
-        )
+        raise ValueError(f"seconds from -{MAX_TIME_S:g} to {MAX_TIME_S:g}, or an ISO 8601 date and time")
     return Fraction(seconds)
 
 
 def ending(value: object) -> dict[str, Any]:
-    """finish_reason of a server's word, or of whether the output finished as a boolean; null is unknown. ValueError for a
-    word that no server is known to write."""
+    """Columns for a finish reason of a server, or for a boolean (whether the output finished); null is unknown.
+    ValueError for an unknown finish reason."""
     if value is None or isinstance(value, bool):
         return {"finish_reason": {None: UNKNOWN, True: STOP, False: LENGTH}[value]}
     reason = FINISH_REASONS.get(str(value).lower())
@@ -203,7 +201,7 @@ def ending(value: object) -> dict[str, Any]:
 
 
 def _number(value: object) -> float | None:
-    """A finite number from a number or text; None where it is none."""
+    """Converts a number or text to a finite float; None if that is impossible."""
     if isinstance(value, bool):
         return None
     with suppress(TypeError, ValueError, OverflowError):
@@ -212,7 +210,7 @@ def _number(value: object) -> float | None:
 
 
 def prompt_columns(messages: Sequence[Message]) -> dict[str, Any]:
-    """prompt_id, prompt and messages of a conversation up to its last user message; empty without one."""
+    """prompt_id, prompt and messages of a conversation up to its last user message; empty without a user message."""
     ends = [number for number, message in enumerate(messages, start=1) if message.role == "user"]
     if not ends:
         return {}

@@ -1,1 +1,1 @@
-"""Sampling from servers that speak the OpenAI API: vLLM, SGLang, TGI, llama.cpp, Ollama and hosted ones."""
+"""Sampling from servers with the OpenAI API: vLLM, SGLang, TGI, llama.cpp, Ollama and hosted services."""

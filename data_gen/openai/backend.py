@@ -1,4 +1,4 @@
-"""The backend for servers of the OpenAI API: an event loop in a thread of its own behind a plain iterator."""
+"""Backend for servers with the OpenAI API: a synchronous iterator over an event loop in a background thread."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ Delivery = list[WorkResult] | BaseException
 
 _FATAL = ("unauthorized", "no_quota", "http_404", "http_405")
 _PROMPT_FAILURES = ("too_long", "content_filter")
-#: A run stops when so many requests in a row were refused before any succeeded: all would be.
+#: A run stops after this many refused requests without a success, because all others would be refused too.
 _MAX_FIRST_REFUSALS = 20
 _MAX_RECONNECT_WAIT_S = 15.0
 _COLLECTION_THRESHOLDS = (10_000, 1_000, 100)
-#: Rounds of successes that take the limit of an overloaded server from nothing back to its maximum.
+#: Number of rounds of successes in which the limit of an overloaded server grows from zero back to its maximum.
 _ROUNDS_TO_FULL = 50
 
 
 class OpenAIBackend:
-    """Samples from any server that speaks the OpenAI API; see `OpenAIOptions` for how it is used.
+    """Samples from any server with the OpenAI API, configured by `OpenAIOptions`.
 
-    One iterator at a time. Nothing is sent before the first property is read or the first result requested. The API key and
-    the headers `env:NAME` are taken from `environment`; InputError if a variable is not set.
+    Supports one iterator at a time. No request is sent before the first property is read or the first result requested.
+    The API key and the headers `env:NAME` are read from `environment`; InputError if a variable is not set.
     """
 
     def __init__(self, options: OpenAIOptions, environment: Mapping[str, str] = os.environ) -> None:
@@ -76,12 +76,12 @@ class OpenAIBackend:
 
     @property
     def served_model(self) -> str:
-        """Name of the model as the server knows it."""
+        """Name of the model on the server."""
         return self._identified().model
 
     @property
     def seeded(self) -> bool:
-        """Whether every sample has a seed of its own that the engine is known to use."""
+        """Whether every sample is requested with its own seed, from an engine that is known to use it."""
         options = self._options
         return (
             options.send_seed
@@ -91,12 +91,12 @@ class OpenAIBackend:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Events beside outputs, by kind: failed attempts, retries, server_down, tokenizer_mismatch, ..."""
+        """Number of events other than outputs, by kind: failed attempts, retries, server_down, tokenizer_mismatch, ..."""
         return dict(+self._counters)
 
     def sample(self, work: Iterable[Work], settings: SamplingSettings) -> Generator[WorkResult, None, None]:
-        """See `Backend.sample`; InputError if a server does not serve the model, or prompts of several messages go to
-        `completions`, EngineError if the servers are gone for too long or refuse everything."""
+        """See `Backend.sample`; InputError if a server does not serve the model, or a prompt for `completions` has several
+        messages; EngineError if the servers are unavailable for too long or refuse all requests."""
         options, identity = self._options, self._identified()
         allow_descriptors(options.concurrency * len(options.base_urls))
         deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
@@ -137,7 +137,7 @@ class OpenAIBackend:
         )
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine in the event loop, which has a thread of its own, and waits for it."""
+        """Runs a coroutine in the event loop of the background thread, and waits for it."""
         if self._thread is None:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._loop.run_forever, name="openai-backend", daemon=True)
@@ -145,7 +145,7 @@ class OpenAIBackend:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _identified(self) -> ServerIdentity:
-        """The engine behind all addresses, which are asked once."""
+        """The engine behind all addresses; queried once."""
         if self._identity is None:
             self._identity = self._run(self._connect())
         return self._identity
@@ -181,7 +181,7 @@ class OpenAIBackend:
         return first
 
     def close(self) -> None:
-        """Closes all connections and ends the thread."""
+        """Closes all connections and stops the background thread."""
         if self._thread is None:
             return
         if self._client is not None:
@@ -195,7 +195,7 @@ class OpenAIBackend:
 
 @contextlib.contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Makes garbage collections rarer: each searches all requests in flight, for 24 % of the CPU time at 1,000 of them."""
+    """Makes garbage collection less frequent: it scans all requests in flight, 24 % of the CPU time with 1,000 of them."""
     thresholds = gc.get_threshold()
     gc.set_threshold(*_COLLECTION_THRESHOLDS)
     try:
@@ -206,33 +206,33 @@ def _rare_collections() -> Iterator[None]:
 
 @dataclass(slots=True, eq=False)
 class _Server:
-    """One address; its limit is halved by an overload, as in TCP, and grows again with every round of successes."""
+    """State of one address; the limit is halved on overload, as in TCP, and grows with every round of successes."""
 
     url: str
     max_in_flight: int
-    limit: int  # highest number of requests in flight at present, at most `max_in_flight`
-    num_workers: int = 0  # tasks that send to it, each one request at a time
+    limit: int  # current maximum number of requests in flight, at most `max_in_flight`
+    num_workers: int = 0  # tasks that send to this server, each one request at a time
     paused_until: float = float("-inf")  # no request is sent before this time (Retry-After)
-    down_since: float | None = None  # when it was found to be away; None while it is in use
+    down_since: float | None = None  # when the server became unavailable; None while it is in use
     _successes: int = 0
     _halved_at: float = float("-inf")
 
     def on_success(self) -> None:
-        """Raises a halved limit by max_in_flight / 50 in a round of successes."""
+        """Raises a reduced limit by max_in_flight / 50 after each round of `limit` successes."""
         self._successes += 1
         if self._successes >= self.limit:
             self._successes = 0
             self.limit = min(self.max_in_flight, self.limit + max(1, self.max_in_flight // _ROUNDS_TO_FULL))
 
     def on_overload(self, sent_at: float, now: float) -> None:
-        """Halves the limit, once for all requests sent before it was halved last."""
+        """Halves the limit, unless the request was sent before the last halving."""
         if sent_at >= self._halved_at:
             self.limit, self._halved_at, self._successes = max(1, self.limit // 2), now, 0
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """Sample indices of one prompt that are requested together, and how many attempts have failed."""
+    """Sample indices of one prompt that are requested together, and the number of failed attempts."""
 
     prompt: Prompt
     indices: tuple[int, ...]
@@ -242,13 +242,13 @@ class _Request:
 
 
 class _Dispatcher:
-    """Sends what it is fed, as fast as the servers take it, and again what fails; lives in the event loop.
+    """Sends requests to the servers up to their limits, and retries failed ones; used in the event loop only.
 
     Args:
-        identity: What all servers are; one that comes back as something else is not used.
-        deliver: Gets finished results, or the error that ends the run; called in the event loop.
-        counters: Counts events beside outputs.
-        absent: Addresses that did not respond at first.
+        identity: Expected identity of all servers; a server that comes back with another one is not used.
+        deliver: Called in the event loop with finished results, or with the error that ends the run.
+        counters: Counts events other than outputs.
+        absent: Addresses that did not respond at the start.
     """
 
     def __init__(
@@ -277,10 +277,10 @@ class _Dispatcher:
         self._servers = [_Server(url, options.concurrency, options.concurrency) for url in options.base_urls]
         for server in self._servers:
             if server.url in absent:
-                self._set_down(server, "it did not respond at first")
+                self._set_down(server, "it did not respond at the start")
 
     def feed(self, work: Iterable[Work]) -> None:
-        """Takes prompts and the indices that are missing; every index is delivered exactly once."""
+        """Queues prompts with their missing indices; every index is delivered exactly once."""
         now, size = self._loop.time(), self._options.samples_per_request
         try:
             for item in work:
@@ -288,11 +288,11 @@ class _Dispatcher:
                 for first in range(0, len(item.indices), size):
                     self._ready.append(_Request(item.prompt, item.indices[first : first + size], prefix, now))
             self._start_workers()
-        except Exception as error:  # the thread that waits for results must get it
+        except Exception as error:  # re-raised in the thread that waits for results
             self._deliver(error)
 
     async def stop(self) -> None:
-        """Cancels everything that is in flight."""
+        """Cancels all requests in flight."""
         self._stopped = True
         tasks = list(self._tasks)
         for task in tasks:
@@ -313,7 +313,7 @@ class _Dispatcher:
     def _start_workers(self) -> None:
         """Starts a worker for each request that can be sent now, on the least loaded server."""
         for _ in range(len(self._ready)):
-            free = [one for one in self._servers if one.down_since is None and one.num_workers < one.limit]
+            free = [s for s in self._servers if s.down_since is None and s.num_workers < s.limit]
             if not free:
                 return
             server = min(free, key=lambda server: server.num_workers / server.limit)
@@ -321,7 +321,7 @@ class _Dispatcher:
             self._spawn(self._work(server))
 
     async def _work(self, server: _Server) -> None:
-        """Sends one request after the other as long as the server takes them."""
+        """Sends one request after the other, until the queue is empty or the server is down or above its limit."""
         try:
             while self._ready and server.down_since is None and server.num_workers <= server.limit:
                 wait_s = server.paused_until - self._loop.time()
@@ -334,7 +334,7 @@ class _Dispatcher:
         self._start_workers()
 
     async def _send(self, request: _Request, server: _Server) -> None:
-        """One attempt; waiting for an absent server is none."""
+        """Makes one attempt at a request; an unreachable server does not count as an attempt."""
         sent_at = self._loop.time()
         try:
             indices = request.indices[: self._per_request]
@@ -356,7 +356,7 @@ class _Dispatcher:
             self._ready.appendleft(request)
 
     def _retry(self, request: _Request, error: ResponseError) -> None:
-        """Sends a request again, after exponential back-off with full jitter, or gives it up."""
+        """Schedules a retry after exponential back-off with full jitter, or reports the request as failed."""
         options = self._options
         request.num_failed += 1
         if error.retry and request.num_failed < options.max_attempts:
@@ -377,7 +377,7 @@ class _Dispatcher:
     def _accept(
         self, request: _Request, indices: Sequence[int], response: ServerResponse, sent_at: float
     ) -> ResponseError | None:
-        """Delivers the outputs of a response and leaves the rest in the request; returns why a choice is of no use."""
+        """Delivers the outputs of a response; missing indices stay in the request. Returns the last retryable problem."""
         ended_at = self._loop.time()
         num_choices = len(response.choices)
         if num_choices > len(indices):
@@ -421,17 +421,17 @@ class _Dispatcher:
         return last_problem
 
     def _on_error(self, server: _Server, error: ResponseError, sent_at: float) -> None:
-        """Slows down or puts aside the server; ends the run where no request can succeed."""
+        """Reduces the limit of the server or marks it as down; raises EngineError if no request can succeed."""
         now = self._loop.time()
         if error.kind in ("timeout", "http_429") or error.kind.startswith("http_5"):
             server.on_overload(sent_at, now)
         if error.retry_after_s is not None:
             if error.retry_after_s > self._options.server_wait_s:
                 raise EngineError(
-                    f"{server.url} asks to retry in {error.retry_after_s:.0f} s: {error.reason}"
+                    f"{server.url} sent Retry-After {error.retry_after_s:.0f} s: {error.reason}"
                 )
             server.paused_until = max(server.paused_until, now + error.retry_after_s)
-        if error.kind == DISCONNECTED:  # after a broken connection another engine may be there
+        if error.kind == DISCONNECTED:  # the server may have been replaced, so its identity is checked
             self._set_down(server, error.reason)
         if error.kind in _FATAL:
             raise EngineError(f"{error.kind}: {error.reason}")
@@ -439,7 +439,7 @@ class _Dispatcher:
             self._num_refused += 1
             if self._num_refused >= _MAX_FIRST_REFUSALS:
                 raise EngineError(
-                    f"the first {self._num_refused} requests were all of no use; {error.kind}: {error.reason}"
+                    f"the first {self._num_refused} requests were all refused; {error.kind}: {error.reason}"
                 )
 
     def _put(self, result: WorkResult) -> None:
@@ -449,7 +449,7 @@ class _Dispatcher:
             self._results.append(result)
 
     def _flush(self) -> None:
-        """Delivers all results of one turn of the event loop at once: waking the other thread is what costs."""
+        """Delivers all results of one event-loop iteration at once, because waking the other thread is expensive."""
         results, self._results = self._results, []
         self._deliver(results)
 
@@ -461,7 +461,7 @@ class _Dispatcher:
             self._spawn(self._reconnect(server))
 
     async def _reconnect(self, server: _Server) -> None:
-        """Asks a server for its identity until it is what it was."""
+        """Polls the identity of a server until it responds with the expected one."""
         options = self._options
         retrying = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type((ResponseError, InputError)),
@@ -490,6 +490,6 @@ class _Dispatcher:
         identity, expected = await self._client.identify(server.url, self._identity.model), self._identity
         if identity != expected:
             reason = (
-                f"it is {identity.name} {identity.version} now and was {expected.name} {expected.version}"
+                f"it is now {identity.name} {identity.version}, but was {expected.name} {expected.version}"
             )
             raise ResponseError("replaced", reason, retry=True)

@@ -1,4 +1,4 @@
-"""The HTTP client for all servers of a run: sends requests, reads responses within limits, names what went wrong."""
+"""HTTP client for all servers of a run: sends requests, reads responses of limited size, and classifies errors."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from scheduler_core.json_text import parse_json
 
 UNREACHABLE = "unreachable"
 DISCONNECTED = "disconnected"
-#: A response beyond this is dropped, whatever the server sends.
+#: Maximum size of a response; larger ones are rejected.
 MAX_BODY_BYTES = 64 << 20
 _KEEP_ALIVE_S = 30.0
 _PROBE_S = 10.0
 _SPARE_DESCRIPTORS = 128
 
-#: Kinds of failure by what aiohttp raises; the first match counts.
+#: Exception types of aiohttp -> kind of failure; the first match is used.
 _KINDS = (
     ((aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError), UNREACHABLE),
     (TimeoutError, "timeout"),
@@ -44,7 +44,7 @@ _KINDS = (
 )
 #: Engine by `owned_by` of /v1/models.
 _OWNERS = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp", "library": "ollama"}
-#: (engine, page, field of its version).
+#: (engine, path, field with its version).
 _VERSION_PAGES = (
     ("vllm", "/version", "version"),
     ("sglang", "/get_server_info", "version"),
@@ -52,13 +52,13 @@ _VERSION_PAGES = (
     ("ollama", "/api/version", "version"),
     ("tgi", "/info", "version"),
 )
-#: Engines that draw an output from the seed of its own request.
+#: Engines that support a seed per request.
 SEEDED_ENGINES = ("vllm", "llama.cpp", "ollama", "tgi")
 
 
 @dataclass(frozen=True, slots=True)
 class ServerIdentity:
-    """The engine behind an address, its version and the model it serves."""
+    """Engine, version and served model of an address."""
 
     name: str
     version: str
@@ -66,7 +66,7 @@ class ServerIdentity:
 
 
 class CompletionsClient:
-    """Holds the connections; lives in one event loop."""
+    """Connection pool for all addresses; must be used in a single event loop."""
 
     def __init__(self, options: OpenAIOptions, secrets: Mapping[str, str]) -> None:
         path = "/chat/completions" if options.api == "chat" else "/completions"
@@ -84,12 +84,12 @@ class CompletionsClient:
                 sock_read=options.chunk_timeout_s if options.stream else None,
             ),
             trust_env=options.trust_env,
-            auto_decompress=False,  # nothing compressed is accepted, so nothing can unfold in memory
+            auto_decompress=False,  # compressed responses are not accepted, which rules out decompression bombs
         )
 
     async def complete(self, base_url: str, body: bytes) -> ServerResponse:
-        """Sends one request for completions; ResponseError for whatever went wrong ("unreachable" if no connection came
-        about), EngineError if this process may not open more connections."""
+        """Sends one completion request; ResponseError for any failure (kind "unreachable" if no connection could be
+        established), EngineError if this process cannot open more connections."""
         try:
             async with self._session.post(self._urls[base_url], data=body, allow_redirects=False) as response:
                 if response.status != 200:
@@ -106,7 +106,7 @@ class CompletionsClient:
             raise self._named(error) from error
 
     async def get(self, url: str) -> tuple[int, Any]:
-        """Status and JSON (None if it is none) of a page; ResponseError if there is no response."""
+        """Status and JSON content (None if invalid) of a URL; ResponseError if there is no response."""
         try:
             async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=_PROBE_S)) as response:
                 payload = await _body(response)
@@ -130,11 +130,10 @@ class CompletionsClient:
         return error
 
     async def identify(self, base_url: str, model: str) -> ServerIdentity:
-        """The engine and version at an address up to /v1, and the model: `model`, or if that is empty the only one.
+        """Identifies engine, version and model of a base URL ending in /v1; the model is `model`, or if empty the only one.
 
-        InputError if it does not serve the model, or the key is not accepted; ResponseError if it does not respond, or not
-        yet.
-        """
+        InputError if the server does not serve the model or rejects the key; ResponseError if it does not respond or is
+        not ready."""
         status, listed = await self.get(base_url + "/models")
         if status in (401, 403):
             allowed = "a variable with a key that the server accepts"
@@ -142,14 +141,14 @@ class CompletionsClient:
         if status in (408, 425, 429) or status >= 500:
             raise ResponseError(f"http_{status}", f"HTTP {status} from {base_url}/models", retry=True)
         entries = listed.get("data") if status == 200 and isinstance(listed, dict) else None
-        models = [one for one in entries if isinstance(one, dict) and "id" in one] if entries else []
-        owners = {str(one["id"]): str(one.get("owned_by")) for one in models}
+        models = [entry for entry in entries if isinstance(entry, dict) and "id" in entry] if entries else []
+        owners = {str(entry["id"]): str(entry.get("owned_by")) for entry in models}
         if not model and len(owners) != 1:
-            allowed = f"a name, of those at {base_url}/models: {', '.join(owners)[:200]}"
+            allowed = f"one of the names at {base_url}/models: {', '.join(owners)[:200]}"
             raise InputError("model", model, allowed)
         names = [name for name in (model or next(iter(owners)), f"{model}:latest") if name in owners]
         if owners and not names:
-            raise InputError("model", model, f"a model that the server has: {', '.join(owners)[:200]}")
+            raise InputError("model", model, f"a model of the server: {', '.join(owners)[:200]}")
         model = names[0] if names else model
         engine = _OWNERS.get(owners.get(model, ""))
         for name, page, key in _VERSION_PAGES:
@@ -177,10 +176,7 @@ async def _body(response: aiohttp.ClientResponse) -> bytes:
 
 
 def retry_after_s(headers: Mapping[str, str], now_unix_s: float) -> float | None:
-    """Seconds that the server asks to wait: Retry-After in seconds or as an HTTP date, or retry-after-ms.
-
-    None without such a header, or where it cannot be read.
-    """
+    """Requested wait in seconds, from Retry-After (seconds or HTTP date) or retry-after-ms; None if missing or invalid."""
     for name, unit_s in (("retry-after-ms", 1e-3), ("Retry-After", 1.0)):
         with contextlib.suppress(ValueError):
             seconds = float(headers.get(name, "")) * unit_s
@@ -194,13 +190,13 @@ def retry_after_s(headers: Mapping[str, str], now_unix_s: float) -> float | None
 
 
 def allow_descriptors(num_connections: int) -> None:
-    """Raises this process's soft limit on open files as far as that many connections need; InputError if the hard limit is
-    lower."""
+    """Raises the soft limit on open files of this process for that many connections; InputError if the hard limit is too
+    low."""
     needed = num_connections + _SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
-        allowed = f"at most {hard - _SPARE_DESCRIPTORS} over all servers: this process may open {hard} files"
+        allowed = f"at most {hard - _SPARE_DESCRIPTORS} over all servers (limit of open files: {hard})"
         raise InputError("concurrency", num_connections, allowed)
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -1,4 +1,4 @@
-"""Request bodies, and responses parsed from JSON or from a stream of events."""
+"""Request bodies, and parsing of responses from JSON or from a stream of events."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from data_gen.prompts import Prompt
 from scheduler_core.json_text import valid_unicode
 
 _STOPPED = {"stop": "stop", "eos_token": "stop", "stop_sequence": "stop", "length": "length"}
-# Exceptions of unexpected JSON values, including an infinite index and deep nesting.
+# Exceptions raised for unexpected JSON values, including an infinite index and deep nesting.
 _UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 _MAX_TOKENS = 2**31 - 1
-#: A stream beyond one of these limits is dropped.
+#: Maximum size of a line and of a stream; larger ones are rejected.
 MAX_LINE_BYTES = 4 << 20
 MAX_STREAM_BYTES = 256 << 20
-#: Other finish reasons -> kind of failure, and whether a retry may help.
+#: Other finish reasons -> kind of failure, and whether the request is retried.
 _PROBLEMS = {"content_filter": ("content_filter", False), "": ("truncated", True)} | dict.fromkeys(
     ("abort", "error", "cancelled"), ("aborted", True)
 )
@@ -39,7 +39,7 @@ _TOO_LONG = (
 
 
 class ResponseError(Exception):
-    """An unusable response; `kind` and `reason` are those of a `SampleFailure`, `retry` is whether a retry may help."""
+    """An unusable response; `kind` and `reason` are as in `SampleFailure`, `retry` is whether a retry may succeed."""
 
     def __init__(self, kind: str, reason: str, *, retry: bool) -> None:
         super().__init__(f"{kind}: {reason}")
@@ -59,12 +59,12 @@ class ResponseChoice:
     # first_at, last_at: arrival times of the first token and of finish_reason in a stream.
     first_at: float | None = None
     last_at: float | None = None
-    problem: ResponseError | None = None  # why it is unusable; None if it is usable
+    problem: ResponseError | None = None  # reason why the choice is unusable; None if it is usable
 
 
 @dataclass(slots=True)
 class ServerResponse:
-    """All choices of one request in the order of their index, and the counts of `usage` (over all choices)."""
+    """All choices of one request in order of their index, and the token counts of `usage` (over all choices)."""
 
     choices: list[ResponseChoice]
     prompt_tokens: int | None
@@ -74,8 +74,8 @@ class ServerResponse:
 def count_tokens(
     response: ServerResponse, max_tokens: int, count_text: Callable[[str], int] | None
 ) -> list[int]:
-    """Exact token counts in the order of the choices, including EOS: the server's, or those of `count_text`, the number of
-    tokens of a text, if they agree with usage. ResponseError no_token_count or tokenizer_mismatch."""
+    """Exact token counts of the choices, including EOS: those of the server, or else those of `count_text` (number of
+    tokens of a text) if they agree with usage. ResponseError no_token_count or tokenizer_mismatch."""
     choices, total = response.choices, response.completion_tokens
     if len(choices) == 1 and total:
         return [total]
@@ -88,7 +88,7 @@ def count_tokens(
             return listed if total in (None, sum(listed)) else marked
     if count_text is None or total is None:
         usage = "no usage" if total is None else f"usage of {total} tokens over {len(choices)} choices"
-        raise ResponseError("no_token_count", f"the server gave {usage} and no list of tokens", retry=False)
+        raise ResponseError("no_token_count", f"the server sent {usage} and no list of tokens", retry=False)
     texts = zip(choices, ends, strict=True)
     counts = [count_text(choice.text) + 1 if end else max_tokens for choice, end in texts]
     if sum(counts) == total:
@@ -98,7 +98,7 @@ def count_tokens(
 
 
 class RequestBodies:
-    """Request bodies as JSON bytes; the part that all requests for a prompt share is encoded once."""
+    """Encoder of request bodies as JSON; the part shared by all requests for a prompt is encoded once."""
 
     def __init__(self, options: OpenAIOptions, settings: SamplingSettings, model: str) -> None:
         self._chat = options.api == "chat"
@@ -119,14 +119,14 @@ class RequestBodies:
         self._common = json.dumps(fields)[1:-1].encode() + b"}"
 
     def prefix(self, prompt: Prompt) -> bytes:
-        """The beginning of the bodies of all requests for one prompt."""
+        """First part of the bodies of all requests for one prompt."""
         if self._chat:
             messages = [{"role": message.role, "content": message.content} for message in prompt.chat]
             return b'{"messages":' + json.dumps(messages).encode() + b","
         return b'{"prompt":' + json.dumps(prompt.text).encode() + b","
 
     def body(self, prefix: bytes, prompt: Prompt, indices: tuple[int, ...]) -> bytes:
-        """The body of the request for these sample indices."""
+        """Body of the request for these sample indices."""
         if len(indices) > 1:
             return b'%s"n":%d,%s' % (prefix, len(indices), self._common)
         if self._seed is not None:
@@ -139,7 +139,7 @@ class RequestBodies:
 
 
 def read_response(payload: bytes) -> ServerResponse:
-    """A response that came in one piece; ResponseError malformed, empty or server_error."""
+    """Parses a response that was not streamed; ResponseError malformed, empty or server_error."""
     try:
         content = json.loads(payload)
         if "error" in content and not content.get("choices"):
@@ -196,7 +196,7 @@ def _checked(reply: ServerResponse) -> ServerResponse:
     if not reply.choices:
         raise ResponseError("empty", "the server sent no choices", retry=True)
     for choice in reply.choices:
-        # Only on the joined text: a stream may split a surrogate pair between two events.
+        # Applied to the joined text, because a stream may split a surrogate pair between two events.
         choice.text = valid_unicode(choice.text)
         reason = choice.finish_reason
         if reason in _STOPPED:
@@ -209,7 +209,7 @@ def _checked(reply: ServerResponse) -> ServerResponse:
 
 @dataclass(slots=True)
 class EventStreamParser:
-    """Assembles a response from server-sent events, in pieces of any size."""
+    """Incremental parser that assembles a response from server-sent events."""
 
     _buffer: bytes = b""
     _size: int = 0
@@ -219,12 +219,12 @@ class EventStreamParser:
     _done: bool = False
 
     def feed(self, data: bytes, now: float) -> None:
-        """Takes bytes that arrived at `now`; ResponseError if an event is malformed or reports an error."""
+        """Processes bytes received at `now`; ResponseError if an event is malformed or reports an error."""
         self._size += len(data)
         lines = (self._buffer + data).split(b"\n") if self._buffer else data.split(b"\n")
         self._buffer = lines.pop()
         if len(self._buffer) > MAX_LINE_BYTES or self._size > MAX_STREAM_BYTES:
-            limits = f"{MAX_LINE_BYTES} bytes in a line or {MAX_STREAM_BYTES} in all"
+            limits = f"{MAX_LINE_BYTES} bytes in a line or {MAX_STREAM_BYTES} in total"
             raise ResponseError("malformed", f"a stream of more than {limits}", retry=True)
         for line in lines:
             if line.startswith(b"data:"):
@@ -272,8 +272,8 @@ class EventStreamParser:
             choice.last_at = now
 
     def finish(self) -> ServerResponse:
-        """The complete response, after the server has closed the stream; ResponseError empty, or truncated without [DONE] or
-        all finish reasons."""
+        """Returns the complete response after the end of the stream; ResponseError empty, or truncated if [DONE] and a
+        finish reason are missing."""
         if not self._done and not all(choice.finish_reason for choice in self._choices.values()):
             raise ResponseError("truncated", "the stream ended before the output was complete", retry=True)
         for index, texts in self._texts.items():
@@ -284,7 +284,7 @@ class EventStreamParser:
 
 
 def read_error_response(status: int, payload: bytes) -> ResponseError:
-    """The error of a response with an HTTP status other than 200."""
+    """Classifies a response with an HTTP status other than 200."""
     try:
         reason = _message_of(json.loads(payload))
     except _UNREADABLE:

@@ -1,1 +1,1 @@
-"""Streams of prompts from files, data sets and templates."""
+"""Sources of prompts: files, data sets and templates."""

@@ -1,4 +1,4 @@
-"""Layouts of rows that hold prompts, their registry, and the conversation turns that become prompts."""
+"""Layouts of rows with prompts, their registry, and the selection of conversation turns as prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from data_gen.prompts import ROLES, Message, Prompt, conversation_id_of
 from data_gen.splits import turn_id
 from scheduler_core.errors import InputError
 
-# Names that public sets give to the three roles.
+# Names of the three roles in public data sets.
 _ROLE_NAMES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant", "model"), "assistant"),
@@ -25,13 +25,13 @@ class SourceOptions:
     """Selection of prompts from the rows of a source.
 
     Attributes:
-        layout: Name of a layout in `LAYOUTS`; None: recognized by the columns.
-        turns: Which user turns of a conversation become prompts: "first", "last" (the whole conversation up to it),
+        layout: Name of a layout in `LAYOUTS`; None: detected from the columns.
+        turns: User turns of a conversation that become prompts: "first", "last" (the whole conversation up to it),
             "all" (each one with its history), or a number k (the conversation up to its k-th user turn; shorter ones
-            are skipped). None: "first" for public sets of conversations, "last" for rows of `messages`.
-        languages: Languages of the rows to keep, case-insensitive; empty keeps all rows.
-        category: Column whose value becomes the category; None: that of the layout.
-        repeated: Treatment of a repeated prompt id: "refuse" is an error that names the row, "drop" skips it.
+            are skipped). None: "first" for public sets of conversations, "last" for rows with `messages`.
+        languages: Languages of the rows to keep, case-insensitive; empty: all rows.
+        category: Column with the category; None: that of the layout.
+        repeated: Treatment of a repeated prompt id: "refuse" raises an error that names the row, "drop" skips the row.
             None: "drop" for public sets, which have many, else "refuse".
     """
 
@@ -51,7 +51,7 @@ class SourceOptions:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The conversation of a row; a field that the row lacks is ""."""
+    """The conversation of a row; fields that the row lacks are ""."""
 
     messages: tuple[Message, ...]
     conversation_id: str
@@ -62,19 +62,19 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A layout of rows; rows with its columns are recognized as this layout."""
+    """A layout of rows, detected by its columns."""
 
-    # Columns whose texts make up one user message; or, if `is_chat`, one column with a list of messages, each with role
-    # or from, and content or value.
+    # Columns whose texts are joined to one user message; or, if `is_chat`, one column with a list of messages, each with
+    # role or from, and content or value.
     columns: tuple[str, ...]
     is_chat: bool = True
     turns: Literal["first", "last"] = "first"  # default of `SourceOptions.turns`
-    # A public set: repeated prompts are dropped by default, and unusable conversations (empty texts, unknown roles, a
-    # missing beginning) skipped and counted; in a user's own file they are errors.
+    # Whether this is a public data set: repeated prompts are dropped by default, and invalid conversations (empty texts,
+    # unknown roles, a missing beginning) are skipped and counted. In a user's own file both are errors.
     public: bool = True
 
     def read(self, row: Mapping[str, Any], location: str) -> Conversation:
-        """The conversation of a row; InputError if it lacks a column, or has no text or messages that can be sent."""
+        """Reads the conversation of a row; InputError if it lacks a column, or has no valid text or messages."""
         missing = [column for column in self.columns if column not in row]
         if missing:
             allowed = f"also a column named {missing[0]!r}"
@@ -112,7 +112,7 @@ LAYOUTS: Mapping[str, Layout] = {
 
 
 def layout_of(columns: Iterable[str], location: str) -> Layout:
-    """The layout of a row with these columns; InputError if there is none."""
+    """Detects the layout of a row by its columns; InputError if no layout matches."""
     names = set(columns)
     for layout in LAYOUTS.values():
         if names.issuperset(layout.columns):
@@ -123,7 +123,7 @@ def layout_of(columns: Iterable[str], location: str) -> Layout:
 
 
 def _valid(text: str, location: str) -> str:
-    """The text; InputError for a lone surrogate, which JSON's escapes allow but UTF-8 files do not."""
+    """Returns the text; InputError if it has a lone surrogate, which JSON escapes permit but UTF-8 does not."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -137,8 +137,8 @@ def _optional(row: Mapping[str, Any], name: str) -> str:
 
 
 def messages_of(value: object, location: str) -> tuple[Message, ...]:
-    """Messages of a list of objects with role or from, and content or value; InputError for an unknown role, or an empty system
-    or user message."""
+    """Converts a list of objects with role or from, and content or value, to messages; InputError for an unknown role, or
+    an empty system or user message."""
     if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
         raise InputError(location, value, "a list of messages with role and content")
     messages = []
@@ -157,7 +157,7 @@ def messages_of(value: object, location: str) -> tuple[Message, ...]:
 
 
 def _text(content: object) -> object:
-    """The joined texts of a list of OpenAI's content parts, if all are texts; anything else unchanged."""
+    """Joins a list of OpenAI content parts if all of them are text parts; returns anything else unchanged."""
     if isinstance(content, list) and all(
         isinstance(part, Mapping) and part.get("type") == "text" for part in content
     ):
@@ -179,9 +179,9 @@ def check_order(messages: Sequence[Message], location: str) -> None:
 
 
 def prompts_of(conversation: Conversation, turns: Turns, location: str) -> Iterator[Prompt]:
-    """The prompts of the selected turns; with "all", each has its own id (`turn_id`) in the conversation's family.
+    """Yields the prompts of the selected turns; with "all", each has its own id (`turn_id`) in the conversation's family.
 
-    InputError if user and assistant do not alternate, or the first message is the assistant's.
+    InputError if user and assistant do not alternate, or the first message is from the assistant.
     """
     messages, own = conversation.messages, conversation.conversation_id
     check_order(messages, location)

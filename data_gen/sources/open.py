@@ -1,4 +1,4 @@
-"""Streams of prompts from files, folders of the datasets library, data sets on the hub, and templates."""
+"""Streaming of prompts from files, folders of the datasets library, data sets on the hub, and templates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TEMPLATE_SCHEME = "templates:"
 HUB_SCHEME = "hf:"
 _SLOT = re.compile(r"\{(\w+)\}")
 _MAX_ATTEMPTS = 200
-#: Data set on the hub -> its short name, and the file to load if there are several.
+#: Data set on the hub -> (short name, file to load if it has several).
 HUB_SETS: Mapping[str, tuple[str, str | None]] = {
     "lmsys/lmsys-chat-1m": ("lmsys-chat-1m", None),
     "allenai/WildChat": ("wildchat", None),
@@ -42,7 +42,7 @@ HUB_SETS: Mapping[str, tuple[str, str | None]] = {
 def open_prompts(
     source: str, options: SourceOptions | None = None, *, skipped: Counter[str] | None = None
 ) -> Iterator[Prompt]:
-    """Prompts of a source, in its order, each id once; streamed, with only a few in memory at a time.
+    """Streams the prompts of a source in its order, with unique ids and only a few in memory at a time.
 
     Args:
         source: One of
@@ -53,10 +53,10 @@ def open_prompts(
             - a data set on the hub, `hf:NAME[:SPLIT]`; those in `HUB_SETS` need no further option;
             - `templates:COUNT[?seed=N]`, prompts composed from the built-in templates.
         options: Selection of prompts from the rows.
-        skipped: Counts skipped rows, by reason; None logs them at the end.
+        skipped: Counts skipped rows by reason; None: the counts are logged at the end.
 
     Raises:
-        InputError: A prompt is empty, repeated, of a wrong type or invalid UTF-8; names source and row.
+        InputError: A prompt is empty, repeated, of a wrong type or invalid UTF-8; the message names source and row.
     """
     options = options or SourceOptions()
     counts = Counter[str]() if skipped is None else skipped
@@ -85,7 +85,7 @@ def open_prompts(
 
 
 def _rows(source: str) -> tuple[str, Iterator[Row]]:
-    """The name of the source for messages, and its rows."""
+    """The name of the source for error messages, and its rows."""
     if source.startswith(HUB_SCHEME):
         name, _, split = source.removeprefix(HUB_SCHEME).partition(":")
         return name, _dataset_rows(name, split)
@@ -119,7 +119,7 @@ def _of_row(
             conversation = replace(conversation, category=value)
         prompts = list(prompts_of(conversation, options.turns or layout.turns, location))
     except InputError:
-        # Public sets have empty texts and conversations without a beginning; in a user's own file these are errors.
+        # Public data sets have empty texts and incomplete conversations; in a user's own file these are errors.
         if not layout.public or not set(layout.columns) <= set(row):
             raise
         counts["unusable"] += 1
@@ -140,8 +140,8 @@ def _from_templates(source: str) -> Iterator[Prompt]:
 
 
 def _dataset_rows(source: str | Path, split: str) -> Iterator[Row]:
-    """Rows of a data set on the hub, streamed; or of a folder written by `save_to_disk`, or with files that `datasets` can load.
-    InputError if it cannot be loaded, or has no such split."""
+    """Streams rows of a data set on the hub, of a folder written by `save_to_disk`, or of a folder of files that `datasets`
+    can load. InputError if it cannot be loaded, or has no such split."""
     import datasets
 
     file = HUB_SETS.get(str(source), ("", None))[1]
@@ -163,16 +163,16 @@ def _dataset_rows(source: str | Path, split: str) -> Iterator[Row]:
             raise InputError("prompts", f"{source}:{name}", "a split of " + ", ".join(map(str, data)))
         data = data[name]
     elif split:
-        raise InputError("prompts", f"{source}:{split}", "no split: this folder holds a single one")
+        raise InputError("prompts", f"{source}:{split}", "no split, because this folder has only one")
     yield from enumerate(data, start=1)
 
 
 def compose(count: int, seed: int) -> list[tuple[str, str]]:
-    """`count` distinct prompts as (category, text), cycling through the categories, so that any prefix is balanced.
+    """Composes `count` distinct prompts (category, text), cycling through the categories so that every prefix is balanced.
 
-    They are composed from `templates.json`: templates of nine kinds of request whose outputs differ widely in length, and
-    words for their slots. A longer list starts with the shorter one of the same seed. InputError if `count` is below 1 or
-    above the number of distinct prompts.
+    `templates.json` has templates for nine kinds of request, whose outputs differ widely in length, and words for their
+    slots. A longer list starts with the shorter list of the same seed. InputError if `count` is below 1 or above the number
+    of distinct prompts.
     """
     if count < 1:
         raise InputError("count", count, "integers > 0")
@@ -184,7 +184,7 @@ def compose(count: int, seed: int) -> list[tuple[str, str]]:
     open_categories = list(templates)
     while len(prompts) < count:
         if not open_categories:
-            allowed = f"at most {len(prompts)}, all that the templates give with this seed"
+            allowed = f"at most {len(prompts)}, the number of distinct prompts found with this seed"
             raise InputError("count", count, allowed)
         for category in tuple(open_categories):
             for _ in range(_MAX_ATTEMPTS):

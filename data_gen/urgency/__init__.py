@@ -1,1 +1,1 @@
-"""Texts with urgency levels: the seed set, label files, and mixtures of them; `docs/urgency.md` has the rubric."""
+"""Texts with urgency levels: the seed set, label files, and mixtures; see `docs/urgency.md` for the rubric."""

@@ -1,4 +1,4 @@
-"""Labeled texts, and their Parquet schema urgency/1, the input of `train --urgency_data`."""
+"""Labeled texts and their Parquet schema urgency/1, the input of `train --urgency_data`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scheduler_core.table_files import file_rows
 from scheduler_core.urgency import LEVELS
 
 SCHEMA_NAME = "urgency/1"
-# Fixed, so that the split of a text depends on the text alone.
+# Fixed, so that the split of a text depends only on the text.
 SPLIT_SEED = 0
 
 SCHEMA = pa.schema(
@@ -45,17 +45,17 @@ class LabeledText:
     split: Split  # train, validation or test
     weight: float = 1.0  # weight in a loss, above 0; below 1 for labels that do not follow the rubric
     language: str | None = None  # ISO 639-1 code; None if unknown
-    # A claim of urgency was added to the text; the label is that of the text without it.
+    # Whether a claim of urgency was added to the text; the label is that of the text without the claim.
     claimed: bool = False
 
 
 def text_split(text: str) -> Split:
-    """The split of a text: 60 % train, 20 % validation, 20 % test, by a stable hash of the text alone."""
+    """The split of a text (60 % train, 20 % validation, 20 % test), by a stable hash of the text."""
     return split_of(text, SPLIT_SEED)
 
 
 def level_number(value: object, location: str, levels: Sequence[str] = LEVELS) -> int:
-    """The level that a number, or a name in `levels`, stands for; InputError, naming `location`, for any other value."""
+    """Converts a number or a name in `levels` to a level; InputError with `location` for any other value."""
     if isinstance(value, str):
         value = (
             (*levels,).index(value) if value in levels else int(value) if value.strip().isdigit() else value
@@ -66,9 +66,9 @@ def level_number(value: object, location: str, levels: Sequence[str] = LEVELS) -
 
 
 def write_labels(path: str | Path, texts: Sequence[LabeledText]) -> None:
-    """Writes the texts, at least one, as a Parquet file of schema urgency/1, atomically."""
+    """Writes at least one text to a Parquet file of schema urgency/1, atomically."""
     if not texts:
-        raise InputError("labeled texts", 0, "at least one; other sources or splits may help")
+        raise InputError("labeled texts", 0, "at least one; try other sources or splits")
     target = writable_target(path, "out")
     columns = {field.name: [getattr(text, field.name) for text in texts] for field in SCHEMA}
     with atomic_file(target) as temporary:
@@ -83,16 +83,16 @@ def read_labels(
 ) -> list[LabeledText]:
     """Reads a table with columns text and level; the other columns of urgency/1 are optional.
 
-    A row without a split gets that of its text (`text_split`), a row without a source the file's name.
+    The default split of a row is that of its text (`text_split`), and the default source is the name of the file.
 
     Args:
         path: Parquet, CSV, JSON lines or a JSON array.
-        field: Name of the option that gave the path, for messages.
+        field: Name of the option with the path, for error messages.
         mapping: Value of the column label -> level, for a file without a column level.
         levels: Names of the levels, the most urgent first.
 
     Raises:
-        InputError: The file, a column or a value cannot be used; names the row.
+        InputError: The file, a column or a value is invalid; the message names the row.
     """
     name = Path(path).name
     texts: list[LabeledText] = []

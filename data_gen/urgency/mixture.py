@@ -1,4 +1,4 @@
-"""Mixtures of labeled texts: parts of the seed set, label files, and copies with phrases that keep the level."""
+"""Mixtures of labeled texts: parts of the seed set, label files, and copies with added phrases."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 def write_mixture(config: ImportUrgencyConfig) -> list[LabeledText]:
-    """Writes the mixture as urgency/1, and next to it `OUT.run.json` with counts and the hashes of the source files.
+    """Writes the mixture as urgency/1, and `OUT.run.json` with counts and the hashes of the source files.
 
-    Returns the texts, each once: the first of several sources wins. InputError if an option or a source cannot be read, or
-    no text remains.
+    Returns the texts without duplicates; the first source of a text takes precedence. InputError if an option or a source
+    is invalid, or no text remains.
     """
     splits = _listed(config.splits)
     if not splits or not set(splits) <= set(SPLITS):
@@ -79,7 +79,7 @@ def _pairs(text: str, field: str, form: str) -> list[tuple[str, str]]:
 
 
 def _sources(text: str) -> list[tuple[str, str]]:
-    """Kind and path (empty for a part of the seed set) of each source in `llm,quiet,labels=tickets.parquet`."""
+    """Parses sources such as `llm,quiet,labels=tickets.parquet` to (kind, path); parts of the seed set have no path."""
     sources = [item.partition("=") for item in _listed(text)]
     if not sources:
         raise InputError("sources", text, "one or more sources, separated by commas")
@@ -90,7 +90,7 @@ def _sources(text: str) -> list[tuple[str, str]]:
 
 
 def _weights(text: str) -> dict[str, float]:
-    """Weight by kind of source; it overrides the weights of the texts."""
+    """Parses the weight of each kind of source, which overrides the weights of the texts."""
     weights = {}
     for kind, value in _pairs(text, "weights", "KIND=WEIGHT"):
         if kind not in (*PARTS, "labels"):
@@ -120,10 +120,10 @@ def with_phrases(
     *,
     claimed: bool,
 ) -> list[LabeledText]:
-    """`num_copies` copies of every training text, each with a different phrase and the same level.
+    """`num_copies` copies of every training text, each with a different added phrase and the same level.
 
-    If there are phrases in the text's language, half of the probability is theirs alone; the other half covers all
-    phrases. Texts of other splits are not copied. `claimed` is whether the phrases claim urgency.
+    Phrases are drawn uniformly with probability 1/2, else uniformly from the phrases in the language of the text, if any.
+    Texts of other splits are not copied. `claimed` is whether the phrases claim urgency.
     """
     copies: list[LabeledText] = []
     for text in texts:

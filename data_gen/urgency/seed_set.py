@@ -1,14 +1,14 @@
-"""The seed set: texts written and labeled by hand, by the rubric in `docs/urgency.md`.
+"""The seed set: texts written and labeled by hand according to the rubric in `docs/urgency.md`.
 
 | file | content |
 |---|---|
-| emergency, interactive, standard, batch, background | LLM traffic of that level |
+| emergency, interactive, standard, batch, background | LLM requests of that level |
 | quiet | calmly worded emergencies |
-| triage | short triage-like notes, ESI 1 to 5 as levels 0 to 4; invented, not of real patients |
-| adversarial | pairs: a text, and the same text with a claim of urgency |
-| claims | claims of urgency for training; none of them is in `adversarial` |
-| openers | phrases that claim nothing, for training; none of them is in `neutral` |
-| neutral | phrases that claim nothing, which replace the claims as a control |
+| triage | short triage-like notes, ESI 1 to 5 as levels 0 to 4; fictitious, not from real patients |
+| adversarial | pairs of a text, and the same text with a claim of urgency |
+| claims | claims of urgency for training; disjoint from `adversarial` |
+| openers | phrases without a claim, for training; disjoint from `neutral` |
+| neutral | phrases without a claim, which replace the claims as a control |
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from data_gen.splits import Split
 from data_gen.urgency.labels import LabeledText
 from scheduler_core.urgency import LEVELS
 
-# Part of the seed set -> files.
+# Part of the seed set -> its files.
 PARTS: dict[str, tuple[str, ...]] = {"llm": LEVELS, "quiet": ("quiet",), "triage": ("triage",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimPair:
-    """A text with and without a claim of urgency; both have the same true level, named `level`.
+    """A text with and without a claim of urgency, and the true level of both.
 
-    Pairs are never trained on: their splits are validation and test.
+    Pairs are never used for training; their splits are validation and test.
     """
 
     id: str
@@ -39,26 +39,26 @@ class ClaimPair:
     claimed_text: str
     level: str
     claim: str
-    position: str  # of the claim: before, inside or after the text
+    position: str  # position of the claim: before, inside or after the text
     language: str
     split: Split
 
     @property
     def level_number(self) -> int:
-        """The true level, 0 = most urgent."""
+        """The number of the true level, 0 = most urgent."""
         return LEVELS.index(self.level)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phrase:
-    """Words that do not change the true level of a text, and their position: before or after it."""
+    """A phrase that does not change the true level of a text, and its position: before or after the text."""
 
     phrase: str
     position: str
     language: str
 
     def added_to(self, text: str) -> str:
-        """The text with the phrase."""
+        """Adds the phrase to a text."""
         return f"{self.phrase} {text}" if self.position == "before" else f"{text} {self.phrase}"
 
 
@@ -82,15 +82,15 @@ def seed_labels(part: str) -> list[LabeledText]:
 
 
 def read_pairs(split: Split | None = None) -> list[ClaimPair]:
-    """The adversarial pairs, all or those of one split (validation or test)."""
+    """Reads the adversarial pairs, all or those of one split (validation or test)."""
     pairs = [ClaimPair(**row) for row in _rows("adversarial")]
     return [pair for pair in pairs if split is None or pair.split == split]
 
 
 def neutral_texts(pairs: Sequence[ClaimPair]) -> list[str]:
-    """For each pair, its claimed text with a neutral phrase of the same language in place of the claim.
+    """For each pair, its claimed text with a neutral phrase of the same language instead of the claim.
 
-    A control: a predictor whose level changes with these phrases reacts to any added words, not to the claims.
+    Used as a control: a predictor whose level also changes with these phrases reacts to any added words, not to claims.
     """
     phrases: dict[str, list[str]] = {}
     for row in _rows("neutral"):
@@ -103,7 +103,7 @@ def neutral_texts(pairs: Sequence[ClaimPair]) -> list[str]:
 
 
 def read_claims() -> list[Phrase]:
-    """Claims of urgency for training; disjoint from those of the adversarial pairs."""
+    """Reads the claims of urgency for training, which are disjoint from those of the adversarial pairs."""
     return [
         Phrase(phrase=row["claim"], position=row["position"], language=row["language"])
         for row in _rows("claims")
@@ -111,7 +111,7 @@ def read_claims() -> list[Phrase]:
 
 
 def read_openers() -> list[Phrase]:
-    """Phrases that claim nothing, for training, each before and after a text; disjoint from the neutral phrases."""
+    """Reads the phrases without a claim for training, in both positions; disjoint from the neutral phrases."""
     return [Phrase(**row, position=position) for row in _rows("openers") for position in ("before", "after")]
 
 

@@ -1,4 +1,4 @@
-"""`python -m examples.castillo`: the predictors of the evaluation table, from public lengths to docs/evaluation.md."""
+"""`python -m examples.castillo`: train and evaluate the predictors of docs/evaluation.md on public output lengths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scheduler_core.files import shared_folder
 
 @dataclass(frozen=True, kw_only=True)
 class CastilloConfig:
-    """Train, calibrate, export and judge the predictors on CASTILLO and the public sets beside it."""
+    """Train, calibrate, export and evaluate predictors on CASTILLO and further public data sets."""
 
     INPUTS = ("data",)
     OUTPUTS = ("markdown",)
@@ -23,13 +23,13 @@ class CastilloConfig:
     data: str
     """Folder with castillo_train.parquet, castillo_validation.parquet, multi_model/, many_prompts/ and repeated_samples/."""
     out: str = "out/castillo"
-    """Folder for everything that is made; a step whose result is there is left out."""
+    """Folder for all results; a step is skipped if its result exists."""
     alpaca_share: float = 0.5
-    """Share of the 52,000 Alpaca prompts to train on, by a hash of the prompt: most of the time goes into them."""
+    """Fraction of the 52,000 Alpaca prompts to train on, selected by a hash of the prompt; they take most of the training time."""
     epochs: int | None = None
-    """First passes over all parameters of MiniLM, if they differ from the YAML file of minilm-cpu."""
+    """Number of epochs of stage 1 in the first run of MiniLM; unset: as in the YAML file of minilm-cpu."""
     markdown: str = "docs/evaluation.md"
-    """Where the table is written."""
+    """Markdown file to write the table to."""
 
     def __post_init__(self) -> None:
         if not 0 < self.alpaca_share <= 1:
@@ -37,7 +37,7 @@ class CastilloConfig:
 
 
 def castillo(config: CastilloConfig) -> None:
-    """Runs all steps that have not been done; each prints one line."""
+    """Runs all unfinished steps; each prints one line."""
     from examples.castillo.steps import Castillo
     from examples.shell import Shell
 

@@ -1,7 +1,7 @@
-"""From the public sets to the files that the CASTILLO predictors are trained, calibrated and evaluated on.
+"""Data preparation for the CASTILLO predictors: files for training, calibration and evaluation from public data sets.
 
-CASTILLO's validation part is split by prompt: 60 % is trained on, 15 % decides when to stop and calibrates, 25 % is the
-report and is touched by nothing else. A prompt of another set whose words are those of a report prompt is left out.
+CASTILLO's validation part is split by prompt: 60 % for training, 15 % for early stopping and calibration, and 25 % for the
+report only. Prompts of other sets with the same words as a report prompt are removed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SPLIT_NAMES = {"train": "tune", "validation": "calibration", "test": "report"}
 
 @dataclass(frozen=True, slots=True)
 class TrainingSet:
-    """A set that is trained on beside CASTILLO: name, file under the data folder, and options of `import-lengths log`."""
+    """An additional training set: name, file in the data folder, and options of `import-lengths log`."""
 
     name: str
     file: str
@@ -43,7 +43,7 @@ class TrainingSet:
 
 _COMMON = "dataset=dataset,model=model,prompt=prompt,temperature=temperature"
 _ALPACA = "many_prompts/alpaca_52k.parquet"
-#: As docs/importing.md describes them.
+#: See docs/importing.md.
 TRAINING_SETS = (
     TrainingSet(
         "alpaca_eval",
@@ -81,12 +81,12 @@ def prepare(data: Path, out: Path, *, alpaca_share: float) -> list[Path]:
     """Writes train_*.parquet, tune.parquet, calibration.parquet and report.parquet (samples/2).
 
     Args:
-        data: Folder of the sets, see the README of this example.
-        out: Folder to write into; files that are there are kept.
-        alpaca_share: Fraction of the 52,000 Alpaca prompts that is used, by a hash of the prompt, in (0, 1].
+        data: Folder of the data sets, see the README of this example.
+        out: Folder to write to; existing imported files are reused.
+        alpaca_share: Fraction of the 52,000 Alpaca prompts to use, selected by a hash of the prompt, in (0, 1].
 
     Returns:
-        The files to train on.
+        The training files.
     """
     out.mkdir(parents=True, exist_ok=True)
     validation = _imported("castillo", data / "castillo_validation.parquet", out / "validation.parquet")
@@ -117,16 +117,16 @@ def _imported(kind: str, file: Path, out: Path, **options: Any) -> pa.Table:
 
 
 def _usable_rows(part: TrainingSet, file: Path, out: Path) -> Path:
-    """A copy of the file that `log` can read: no rows without an output, and no end marks where a report shows none."""
+    """Returns a file that `log` can import: without rows that have no output, and with `finished` unset in runs that never set it."""
     table = read_parquet(file, part.name)
     if part.name == "alpaca_52k_vicuna":
         table = table.filter(pc.is_valid(table.column("vicuna7b_len_t00")))
     elif part.name == "oasst":
         rows = table.select(["run", "finished"]).to_pylist()
-        marked = {row["run"] for row in rows if row["finished"] is not None and True in row["finished"]}
-        ends = [row["finished"] if row["run"] in marked else None for row in rows]
-        position = table.column_names.index("finished")
-        table = table.set_column(position, "finished", pa.array(ends, table.schema.field("finished").type))
+        known = {row["run"] for row in rows if row["finished"] is not None and True in row["finished"]}
+        finished = [row["finished"] if row["run"] in known else None for row in rows]
+        column = table.column_names.index("finished")
+        table = table.set_column(column, "finished", pa.array(finished, table.schema.field("finished").type))
     else:
         return file
     _write(table, out)
@@ -144,14 +144,14 @@ def _prompts(table: pa.Table) -> Iterable[str]:
 
 
 def _words(text: str) -> str:
-    """The words of a prompt without case and punctuation, nor the heading that CASTILLO puts before an input."""
+    """Lower-case words of a prompt without punctuation, and without the heading "Input" that CASTILLO adds."""
     return " ".join(word for word in re.findall(r"\w+", text.lower()) if word != "input")
 
 
 def _without(table: pa.Table, held_out: set[str], path: Path) -> Path:
     shared = {text for text in _prompts(table) if _words(text) in held_out}
     if shared:
-        log.info("%s: %d prompts left out, which the report has too", path.name, len(shared))
+        log.info("%s: %d prompts removed, which are also in the report", path.name, len(shared))
     mask = pa.array([text not in shared for text in table.column("prompt").to_pylist()])
     _write(table.filter(mask), path)
     return path
@@ -163,7 +163,7 @@ def _fraction(table: pa.Table, fraction: float) -> pa.Table:
 
 
 def _as_castillo(table: pa.Table, file: Path) -> pa.Table:
-    """Alpaca's instruction and input joined as CASTILLO joins them."""
+    """Joins Alpaca's instruction and input in the format of CASTILLO."""
     raw = read_parquet(file, "alpaca_52k")
     with_input = set(raw.filter(raw.column("has_input")).column("prompt").to_pylist())
     texts = [

@@ -1,4 +1,4 @@
-"""The steps of the CASTILLO example: which command runs with which files."""
+"""The steps of the CASTILLO example, with their commands and files."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from examples.castillo.prepare import prepare
 from examples.shell import Shell
 
 CONFIGS = Path(training.__file__).parent / "configs"
-#: Weight in the loss of each file that `prepare` gives, by the name of the set; 1 for CASTILLO.
+#: Name of a data set -> its weight in the loss; 1 for CASTILLO.
 WEIGHTS = {"alpaca_eval": 0.3, "oasst": 0.5, "alpaca_52k": 0.5, "alpaca_52k_vicuna": 0.5}
-#: Short mathematical questions, far from what the report asks.
+#: Unused sets: short mathematical questions, unlike the prompts of the report.
 LEFT_OUT = ("zeroeval",)
-#: Many prompts of one served model each: learnt from first, and not again.
+#: Sets with many prompts but a single served model, used in the first training run only.
 FIRST_PASS_ONLY = ("alpaca_52k", "alpaca_52k_vicuna")
-#: Of the second pass, which starts from a trained predictor.
+#: Options of the second training run, which starts from the predictor of the first one.
 SECOND_PASS = [
     "--stage1.epochs", "4",
     "--stage1.patience", "1",
     "--stage1.learning_rate", "1e-4",
     "--stage1.heads_learning_rate", "5e-4",
 ]  # fmt: skip
-#: Predictors of other papers, their heads trained on the same encoder, which is kept as minilm-cpu left it.
+#: Predictors of other papers; their heads are trained on the frozen encoder of minilm-cpu.
 BASELINES = {
     "ssjf": "ssjf-bert.yaml",
     "s3": "s3-distilbert-buckets.yaml",
     "ltr": "ltr-opt125m-listmle.yaml",
 }
-#: Of each training text: with a claim of urgency, and with a phrase that claims nothing.
+#: Augmentation of each training text: a copy with a claim of urgency, and a copy with a phrase without a claim.
 COPIES = ["--augment_claims", "1", "--augment_openers", "1"]
 
 
 @dataclass(frozen=True, slots=True)
 class Castillo:
-    """All files are made in `out`; `shell` runs the commands and keeps the record."""
+    """Runs the steps; all files are written to `out`, `shell` runs and records the commands."""
 
     shell: Shell
     data: Path
@@ -47,10 +47,10 @@ class Castillo:
     epochs: int | None
 
     def run(self, markdown: str) -> None:
-        """Steps a to i."""
-        since = time.monotonic()
+        """Runs all steps."""
+        start = time.monotonic()
         files = prepare(self.data, self.out / "data", alpaca_share=self.alpaca_share)
-        self.shell.finished("a", "prepare", "", since, f"{len(files)} files to train on")
+        self.shell.finished("a", "prepare", "", start, f"{len(files)} files to train on")
         files = [file for file in files if _set(file) not in LEFT_OUT]
         self._minilm(files)
         self._calibrate("c", "minilm-cpu")
@@ -64,7 +64,7 @@ class Castillo:
         self._evaluate(markdown)
 
     def _minilm(self, files: list[Path]) -> None:
-        """All sets first, then on from there with those that have several served models to a prompt."""
+        """Trains on all sets, then continues with those that have several served models per prompt."""
         epochs = [] if self.epochs is None else ["--stage1.epochs", str(self.epochs)]
         self._train("b", "minilm-first", "minilm-cpu.yaml", [*self._lengths(files), *epochs])
         again = [file for file in files if _set(file) not in FIRST_PASS_ONLY]
@@ -128,7 +128,7 @@ class Castillo:
         names = ["minilm-cpu", *BASELINES]
         folders = {name: self.out / name for name in names}
         folders["minilm-cpu"] = self.out / "minilm-cpu-artifact"
-        since = time.monotonic()
+        start = time.monotonic()
         command: list[str | Path] = [
             "evaluate", self.out / "multitask-artifact",
             "--data", self._file("report"),
@@ -142,10 +142,10 @@ class Castillo:
         for name, folder in folders.items():
             command += ["--compare+", f"{name}={folder}"]
         self.shell.run("i", command)
-        self.shell.finished("i", "evaluate", "", since, markdown)
+        self.shell.finished("i", "evaluate", "", start, markdown)
 
     def _urgency_texts(self) -> list[str]:
-        """Options of `train`: the labelled texts, those to learn from with copies."""
+        """Options of `train` for labelled texts, with augmented copies of the training texts."""
         return [
             "--urgency_data", str(self._labels("train", ["--splits", "train", *COPIES])),
             "--urgency_validation", str(self._labels("validation", ["--splits", "validation"])),
@@ -159,7 +159,7 @@ class Castillo:
 
     def _urgency(self) -> None:
         self._train("j", "urgency-minilm", "urgency-minilm.yaml", self._urgency_texts())
-        since = time.monotonic()
+        start = time.monotonic()
         command: list[str | Path] = [
             "evaluate-urgency", self.out / "urgency-minilm",
             "--name", "urgency-minilm",
@@ -169,23 +169,23 @@ class Castillo:
             "--overwrite", "true",
             "--save_threshold", "true",
         ]  # fmt: skip
-        # 3: claims of urgency jump more often than allowed, which the report says.
+        # Exit code 3: claims of urgency raise levels more often than allowed; the JSON file has the details.
         self.shell.run("j", command, allowed=(0, 3))
-        self.shell.finished("j", "urgency", "", since, str(self.out / "urgency.json"))
+        self.shell.finished("j", "urgency", "", start, str(self.out / "urgency.json"))
 
     def _train(self, letter: str, name: str, config: str, words: list[str]) -> None:
         command: list[str | Path] = ["train", "--config", CONFIGS / config, *words, "--progress", "false"]
         self._once(letter, name, lambda out: self.shell.run(letter, [*command, "--out", out]))
 
     def _once(self, letter: str, name: str, make: Callable[[Path], None]) -> None:
-        """Makes a folder unless it is there; an unfinished one is gone on with by its command."""
+        """Creates a folder with `make` unless it exists; commands resume from their own partial results."""
         out = self.out / name
-        since = time.monotonic()
+        start = time.monotonic()
         if out.is_dir():
-            self.shell.finished(letter, name, "", since, "is there")
+            self.shell.finished(letter, name, "", start, "exists")
             return
         make(out)
-        self.shell.finished(letter, name, "", since, str(out))
+        self.shell.finished(letter, name, "", start, str(out))
 
     def _file(self, name: str) -> Path:
         return self.out / "data" / f"{name}.parquet"

@@ -1,1 +1,1 @@
-"""How the predictor that ships with tailcast is made."""
+"""Training of the predictors that are shipped with tailcast."""

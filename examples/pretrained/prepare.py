@@ -1,8 +1,8 @@
-"""From public output lengths to the files that the shipped predictor is trained, calibrated and evaluated on.
+"""Data preparation for the shipped predictor: files for training, calibration and evaluation from public output lengths.
 
-Only permissively licensed sets: CASTILLO, ZeroEval, the OASST reports, Tree of Thoughts and 24 smaller sources. CASTILLO's
-validation prompts are split by prompt as in examples/castillo: 60 % to train on, 15 % to stop and calibrate, 25 % to report.
-Of the others, whole sources are set aside (`SET_ASIDE`): what is reported of them is of sources that training never saw.
+Uses only permissively licensed data: CASTILLO, ZeroEval, the OASST reports, Tree of Thoughts and 24 smaller sources.
+CASTILLO's validation prompts are split as in examples/castillo: 60 % training, 15 % early stopping and calibration, 25 %
+report. Some of the other sources (`SET_ASIDE`) are not used for training, to evaluate on unseen sources.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from scheduler_core.files import atomic_file
 SPLIT_SEED = 0
 FRACTIONS = (0.6, 0.15, 0.25)
 SPLIT_FILES = {"train": "castillo_tune", "validation": "calibration", "test": "report"}
-#: Limit of CASTILLO's samples; those at the limit were cut there.
+#: max_tokens of CASTILLO's samples; samples of this length are truncated.
 CASTILLO_LIMIT = 15_000
-#: Most lengths kept of a prompt's answers by unknown served models, or by one served model.
+#: Maximum number of lengths per prompt and served model (all unknown served models count as one).
 MAX_SAMPLES = 16
 COLUMNS = ("dataset", "prompt_id", "prompt", "model", "temperature", "output_tokens", "finished")
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file under the data folder.
+    """A file in the data folder.
 
     Attributes:
-        file: Without .parquet.
-        num_prompts: At most so many are used, chosen by a hash of the prompt; None: all. Templates repeat themselves.
-        weight: Of its rows in the loss; 1 for CASTILLO.
+        file: Path without .parquet.
+        num_prompts: Maximum number of prompts, selected by a hash; None: all. Limits sources of similar, templated prompts.
+        weight: Weight of its rows in the loss; 1 for CASTILLO.
     """
 
     file: str
@@ -67,11 +67,11 @@ SOURCES = (
     Source("more/speechmap", 350),
     Source("more/tau_bench_airline", 250),
 )
-#: Sources that training never sees: general instructions in four languages, chat questions, interpretation of texts, process
-#: mining, persona chat, reasoning.
+#: Sources that are not used for training: general instructions in four languages, chat questions, interpretation of texts,
+#: process mining, persona chat, reasoning.
 SET_ASIDE = ("m_ifeval", "llmzoo", "d_bench", "hallucin_pm", "ai_independence_bench", "lrm_token_economy")
 
-#: Served models by a name that users have, and the names that sources give them; all others are "unknown".
+#: Common name of a served model -> pattern of its names in the sources; all other served models are unknown.
 MODELS = {
     "gpt-4o": r"gpt-4o(-\d{4}-\d\d-\d\d|_chat)?",
     "gpt-4o-mini": r"gpt-4o-mini(-2024-07-18)?",
@@ -113,12 +113,12 @@ _PATTERNS = [(re.compile(pattern, re.IGNORECASE), name) for name, pattern in MOD
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Files that `prepare` wrote.
+    """Files written by `prepare`.
 
     Attributes:
-        training: To train on, with their weights.
-        calibration, report: Prompts of CASTILLO to stop and calibrate with, and to report on.
-        set_aside: Sources to report on, by name.
+        training: Training file -> its weight.
+        calibration, report: CASTILLO prompts for early stopping and calibration, and for the report.
+        set_aside: Name -> file of the sources for evaluation only.
     """
 
     training: dict[Path, float]
@@ -128,11 +128,11 @@ class Prepared:
 
 
 def prepare(data: Path, out: Path) -> Prepared:
-    """Writes one Parquet file of lists (prompt, served model, lengths) for each part, in place of what is there.
+    """Writes a Parquet file (prompt, served model, list of lengths) for each part; existing files are replaced.
 
     Args:
-        data: Folder of the public sets.
-        out: Folder to write into.
+        data: Folder of the public data sets.
+        out: Folder to write to.
     """
     out.mkdir(parents=True, exist_ok=True)
     castillo = _castillo(data / "castillo_validation.parquet")
@@ -178,16 +178,15 @@ def _castillo(file: Path) -> pd.DataFrame:
 
 
 def _source(file: Path, num_prompts: int | None, *, fold: bool = True) -> pd.DataFrame:
-    """Rows (prompt, served model) of a source with one answer, or a list of answers, to a row; `fold` leaves the names of
-    served models that are not in `MODELS` out.
-    """
+    """Reads a source with one output or a list of outputs per row, and groups it by prompt and served model. `fold` maps
+    served models to their names in `MODELS`, or to unknown."""
     table = pd.read_parquet(file)
     name = file.stem
-    if "tokens" in table.columns:  # lists of answers, sampled at several settings
-        table = table.rename(columns={"tokens": "tokens_of_answers"})
-        table["finished"] = [_ends(row) for row in zip(table.tokens_of_answers, table.finished, strict=True)]
-        table = table.explode(["tokens_of_answers", "finished"], ignore_index=True)
-        tokens = table.tokens_of_answers
+    if "tokens" in table.columns:  # lists of outputs, sampled with several settings
+        table = table.rename(columns={"tokens": "sampled_tokens"})
+        table["finished"] = [_finished(row) for row in zip(table.sampled_tokens, table.finished, strict=True)]
+        table = table.explode(["sampled_tokens", "finished"], ignore_index=True)
+        tokens = table.sampled_tokens
     else:
         tokens = table.n_tokens
         if "api_tokens" in table.columns:
@@ -212,7 +211,7 @@ def _source(file: Path, num_prompts: int | None, *, fold: bool = True) -> pd.Dat
 
 
 def _groups(rows: pd.DataFrame, dataset: str) -> Iterator[tuple[object, ...]]:
-    """A row for each prompt and served model, with the answers of all unknown ones in one."""
+    """Yields a row for each prompt and served model; all unknown served models share a row."""
     rng = np.random.default_rng(0)
     for (prompt_id, model), group in rows.groupby(["prompt_id", "model"], dropna=False, sort=True):
         chosen = rng.permutation(len(group))[:MAX_SAMPLES]
@@ -228,14 +227,14 @@ def _groups(rows: pd.DataFrame, dataset: str) -> Iterator[tuple[object, ...]]:
         )
 
 
-def _ends(row: tuple[object, object]) -> list[bool]:
-    """Whether each answer of a list ended by itself; all did where a report has no end marks."""
+def _finished(row: tuple[object, object]) -> list[bool]:
+    """Whether each output of a list is finished; all are if none is marked as finished."""
     tokens, finished = list(row[0]), None if row[1] is None else list(row[1])  # type: ignore[call-overload]
     return [True] * len(tokens) if finished is None or True not in finished else finished
 
 
 def served_model(name: str) -> str | None:
-    """The name in `MODELS` of a served model that a source names; None: unknown."""
+    """Maps the name of a served model in a source to its name in `MODELS`; None: unknown."""
     short = name.rsplit("/", 1)[-1]
     return next((canonical for pattern, canonical in _PATTERNS if pattern.fullmatch(short)), None)
 
@@ -245,5 +244,5 @@ def prompt_hash(prompt: str) -> str:
 
 
 def _words(text: str) -> str:
-    """The words of a prompt without case and punctuation."""
+    """Lower-case words of a prompt without punctuation, except "input"."""
     return " ".join(word for word in re.findall(r"\w+", text.lower()) if word != "input")

@@ -1,4 +1,4 @@
-"""`python -m examples.pretrained.tiny`: distils the shipped predictor into the tiny one, tailcast-tiny, and compares the two."""
+"""`python -m examples.pretrained.tiny`: distill the shipped predictor into tailcast-tiny, and compare both."""
 
 from __future__ import annotations
 
@@ -50,25 +50,25 @@ from training.progress import tracked
 from training.versions import versions_of
 
 NAME = "tailcast-tiny"
-#: Words without digits, numbers, line breaks, and every other sign or character of Chinese, Japanese and Korean for itself.
+#: Tokens: words without digits, numbers, line breaks, and every other sign or CJK character by itself.
 PATTERN = r"[^\W\d぀-ヿ一-鿿가-힣]+|\d+|\n+|[^\w\s]|\w"
 MAX_LENGTH = 1024
-#: Rows and width of the tables of pairs and of starts, width of that of tokens, width of the hidden layers.
+#: Rows of the tables of pairs and of starts; widths of the tables of tokens, pairs and starts; width of the hidden layers.
 NUM_PAIRS, NUM_STARTS, WIDTHS, HIDDEN = 2**15, 2**13, (64, 32, 32), 256
 CARD = """# tailcast-tiny
 
-Predicts what [tailcast-minilm](README.md) predicts, in less than 100 microseconds for a prompt of 400 characters with warm caches ([figures](../../docs/benchmarks.md#tiny-predictor)) and without ONNX Runtime: hashed n-grams and a small network in numpy, distilled from it. For inside a scheduler; `tiny` wherever a predictor is named.
+A small predictor distilled from [tailcast-minilm](README.md): hashed n-grams and a small network in numpy, without ONNX Runtime. A prediction takes less than 100 microseconds for a prompt of 400 characters with warm caches ([figures](../../docs/benchmarks.md#tiny-predictor)), fast enough to run inside a scheduler. Its name is `tiny` wherever a predictor can be selected.
 
-Made by `make tiny DATA=FOLDER` (examples/pretrained/tiny.py). Licence: Apache-2.0. Data: the prompts and lengths that tailcast-minilm was trained on, with their licences ([its card](README.md)), {made_up:,} prompts made up of them, and tailcast-minilm's predictions of all for {served_models} served models. An unknown served model is the mean of these. Sampling temperature is no input; prompts up to {max_length} tokens (words and signs), the middle of longer ones is dropped. {num_parameters:,} weights, {megabytes:.1f} MB.
+Created by `make tiny DATA=FOLDER` (examples/pretrained/tiny.py). Licence: Apache-2.0. Data: the prompts and lengths that tailcast-minilm was trained on, with their licences ([its card](README.md)), {made_up:,} synthetic prompts composed of pieces of them, and predictions of tailcast-minilm for all prompts and {served_models} served models. The prediction for an unknown served model is the mean of these. Sampling temperature is not an input; prompts up to {max_length} tokens (words and signs), the middle of longer ones is dropped. {num_parameters:,} weights, {megabytes:.1f} MB.
 
-It counts words and their neighbors. On prompts unlike those of its training it is weaker than tailcast-minilm, and on some sources it ranks nothing (last table).
+Its features are words and pairs of neighboring words. On prompts unlike the training data it is less accurate than tailcast-minilm, and on some sources it cannot rank requests (last table).
 
 ## In distribution
 
-CASTILLO, prompts that were used neither for training nor for calibration, of either predictor:
+CASTILLO, prompts that were used neither for training nor for calibration of either predictor:
 
 {scores}
-## Without the served model's name, and sources that it never saw
+## Without the name of the served model, and unseen sources
 
 {unseen}"""
 
@@ -77,38 +77,38 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, kw_only=True)
 class TinyConfig:
-    """Distil, calibrate and judge the tiny predictor that ships with tailcast."""
+    """Distill, calibrate and evaluate the tiny predictor that is shipped with tailcast."""
 
     INPUTS = ("data",)
 
     data: str
-    """Folder of public length sets, as for `python -m examples.pretrained`."""
+    """Folder of public data sets of output lengths, as for `python -m examples.pretrained`."""
     out: str = "out/pretrained"
-    """Folder for everything that is made; the teacher's predictions are kept there."""
+    """Folder for all results, including the cached predictions of the teacher."""
     teacher: str = "pretrained"
-    """Artifact folder that is distilled, or pretrained."""
+    """Artifact folder of the teacher, or pretrained."""
     made_up: int = 16_000
-    """Prompts that are made up of others, for the teacher alone."""
+    """Number of synthetic prompts, composed of pieces of others, that only the teacher labels."""
     epochs: int = 5
-    """Passes over all prompts."""
+    """Number of passes over all prompts."""
     seed: int = 0
-    """Of the made-up prompts, the weights and the order."""
+    """Seed of the synthetic prompts, the initial weights and the order of prompts."""
     report: bool = True
     """Compare both predictors on the report prompts, and write the card."""
     install: bool = True
-    """Replace the artifact in predictors/pretrained by the new one."""
+    """Replace the artifact in predictors/pretrained with the new one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """P prompts, what the teacher says of them, and R rows of true lengths of some of them.
+    """P prompts with predictions of the teacher, and R rows of true lengths for some of them.
 
     Attributes:
         tokens: Token ids of each prompt.
-        targets: The teacher's mu and ln sigma for each served model [P, M, 2]; None: it was not asked.
-        row_prompt, row_model: Position of each row's prompt, in ascending order, and of its served model [R].
-        samples: Lengths of the rows.
-        weight: Of the rows in the loss [R].
+        targets: The teacher's mu and ln sigma for each served model [P, M, 2]; None: not computed.
+        row_prompt, row_model: Index of each row's prompt, in ascending order, and of its served model [R].
+        samples: True lengths of the rows.
+        weight: Weight of each row in the loss [R].
     """
 
     tokens: list[NDArray[np.int64]]
@@ -127,7 +127,7 @@ class Prompts:
         files: Mapping[Path, float],
         served_models: Sequence[str],
     ) -> Prompts:
-        """With the rows of prepared files, which have weights, for `served_models`; `targets` are mu and sigma."""
+        """Adds the rows of weighted files for `served_models`; `targets` are mu and sigma."""
         rows = pd.concat([pd.read_parquet(file).assign(weight=weight) for file, weight in files.items()])
         positions = {prompt: number for number, prompt in reversed([*enumerate(prompts)])}
         rows["prompt"] = rows.prompt.map(positions)
@@ -156,7 +156,7 @@ class TinyNetwork(nn.Module):
     """`predictors.tiny.TinyModel` in torch, with normalized inputs and dropout; for all served models at once.
 
     Args:
-        num_tokens: Of the vocabulary.
+        num_tokens: Size of the vocabulary.
         mean: Mean of the targets mu and ln sigma over the prompts [M, 2].
     """
 
@@ -164,7 +164,7 @@ class TinyNetwork(nn.Module):
         super().__init__()
         sizes = zip((num_tokens, NUM_PAIRS, NUM_STARTS), WIDTHS, strict=True)
         self.tables = nn.ModuleList(nn.EmbeddingBag(*size, mode="sum", sparse=True) for size in sizes)
-        # What training never meets says nothing.
+        # Small initial values, so that pairs and starts that do not occur in training have almost no effect.
         for table, scale in zip(self.tables, (0.1, 1e-4, 1e-4), strict=True):
             nn.init.normal_(table.weight, 0.0, scale)  # type: ignore[arg-type]
         width = sum(WIDTHS) + 3
@@ -180,8 +180,8 @@ class TinyNetwork(nn.Module):
         """mu and ln sigma for each prompt and served model [B, M, 2].
 
         Args:
-            bags: For each table its rows of all prompts, where each prompt's begin [B], and their factors [B].
-            num_tokens: Of the prompts [B].
+            bags: For each table: row numbers of all prompts, offset of each prompt [B], and factor of its sum [B].
+            num_tokens: Number of tokens of each prompt [B].
         """
         sums = [
             table(rows, starts) * factor.unsqueeze(1)
@@ -195,9 +195,8 @@ class TinyNetwork(nn.Module):
         return outputs.view(len(outputs), -1, 2)
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Content of the file of weights: tables as int8 with a scale for each row, the normalization inside the first layer, and as served model 0
-        the mean of the others.
-        """
+        """Content of the weights file: int8 tables with a scale for each row, normalization folded into the first layer, and
+        the mean of all served models as number 0."""
         content: dict[str, NDArray[Any]] = {}
         for name, table in zip(TABLES, self.tables, strict=True):
             vectors = table.get_parameter("weight").detach().numpy()
@@ -225,9 +224,9 @@ def bags_of(
     """Arguments of the network for B prompts.
 
     Args:
-        prompts: Their token ids.
-        dropped: Fraction of tokens and of pairs of each that are left out [B]; None: none.
-        seed: Of the choice.
+        prompts: Token ids of each prompt.
+        dropped: Fraction of tokens and pairs of each prompt that are dropped at random [B]; None: none.
+        seed: Seed of the dropping.
     """
     rng = np.random.default_rng(seed)
     columns: list[list[NDArray[Any]]] = [
@@ -252,7 +251,7 @@ def bags_of(
 
 
 def train(data: Prompts, num_tokens: int, epochs: int, seed: int, *, batch_size: int = 64) -> TinyNetwork:
-    """A network fitted to the teacher's mu and ln sigma, and to the likelihood of the true lengths."""
+    """Trains a network on the teacher's mu and ln sigma, and on the likelihood of the true lengths."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     assert data.targets is not None
@@ -260,27 +259,27 @@ def train(data: Prompts, num_tokens: int, epochs: int, seed: int, *, batch_size:
     network = TinyNetwork(num_tokens, targets.mean(0))
     tables = {id(table.weight) for table in network.tables}
     optimizers: tuple[torch.optim.Optimizer, ...] = (
-        torch.optim.SparseAdam([one for one in network.parameters() if id(one) in tables], lr=4e-3),
-        torch.optim.AdamW([one for one in network.parameters() if id(one) not in tables], lr=2e-3),
+        torch.optim.SparseAdam([p for p in network.parameters() if id(p) in tables], lr=4e-3),
+        torch.optim.AdamW([p for p in network.parameters() if id(p) not in tables], lr=2e-3),
     )
     order = np.concatenate([rng.permutation(len(data.tokens)) for _ in range(epochs)])
     num_steps = max(len(order) // batch_size, 1)
     schedulers = [
         torch.optim.lr_scheduler.LambdaLR(
-            one, lambda step: min((step + 1) / (0.1 * num_steps), 1.0) * max(1 - step / num_steps, 0.01)
+            optimizer, lambda step: min((step + 1) / (0.1 * num_steps), 1.0) * max(1 - step / num_steps, 0.01)
         )
-        for one in optimizers
+        for optimizer in optimizers
     ]
     begins = np.searchsorted(data.row_prompt, np.arange(len(data.tokens) + 1))
     nu = torch.tensor(3.5)
     for step in tracked(range(num_steps), "train", True):
         batch = order[step * batch_size : (step + 1) * batch_size]
         outputs = network(
-            *bags_of([data.tokens[one] for one in batch], rng.uniform(0, 0.6, len(batch)), int(step))
+            *bags_of([data.tokens[prompt] for prompt in batch], rng.uniform(0, 0.6, len(batch)), int(step))
         )
         weights = torch.tensor([1.0, 0.5])
         loss = ((outputs - targets[batch]) ** 2 * weights).sum(-1).mean()
-        rows = np.concatenate([np.arange(begins[one], begins[one + 1]) for one in batch])
+        rows = np.concatenate([np.arange(begins[prompt], begins[prompt + 1]) for prompt in batch])
         if len(rows):
             of_row = np.repeat(np.arange(len(batch)), begins[batch + 1] - begins[batch])
             mu, log_sigma = outputs[of_row, data.row_model[rows]].unbind(-1)
@@ -296,7 +295,7 @@ def train(data: Prompts, num_tokens: int, epochs: int, seed: int, *, batch_size:
 
 
 def make_tokenizer(prompts: Sequence[str]) -> Tokenizer:
-    """A tokenizer of the words and signs that two or more prompts have; 0 are all others."""
+    """Creates a tokenizer of all words and signs that occur in at least two prompts; all others are token 0."""
     split = pre_tokenizers.Split(Regex(PATTERN), "removed", invert=True)
     counts = Counter(
         word for prompt in prompts for word in {word for word, _ in split.pre_tokenize_str(prompt)}
@@ -310,9 +309,8 @@ def make_tokenizer(prompts: Sequence[str]) -> Tokenizer:
 def calibrated(
     content: Mapping[str, NDArray[Any]], model: TinyModel, data: Prompts, nu: float
 ) -> dict[str, NDArray[Any]]:
-    """Weights whose mu and ln sigma are shifted to where true lengths are likeliest: of the known served models together, and
-    of the unknown one.
-    """
+    """Calibrates the weights: shifts mu and ln sigma to maximize the likelihood of true lengths, once for all known served
+    models together, and once for the unknown one."""
     bias = content["output_bias"].copy()
     for part, numbers in ((slice(1, None), data.row_model + 1), (slice(0, 1), 0 * data.row_model)):
         rows = zip(data.row_prompt, numbers, strict=True)
@@ -329,7 +327,7 @@ def calibrated(
 
 
 def tiny(config: TinyConfig) -> None:
-    """Runs all steps; what the teacher said before is read again."""
+    """Runs all steps; cached predictions of the teacher are reused."""
     out = shared_folder(config.out, "pretrained")
     files = prepare(Path(config.data), out / "data")
     teacher = open_runtime(config.teacher, provider="cpu")
@@ -370,7 +368,7 @@ def tiny(config: TinyConfig) -> None:
 
 
 def stored_targets(file: Path, teacher: ArtifactRuntime, prompts: Sequence[str]) -> Floats:
-    """The teacher's predictions [P, M, 2], out of the file if it has these, by this teacher; else into it."""
+    """Predictions of the teacher [P, M, 2], cached in a file by teacher version and prompts."""
     key = f"{teacher.artifact.manifest.artifact_version} {sha256_text(prompts)}"
     if file.is_file() and str((stored := np.load(file))["key"]) == key:
         targets: Floats = stored["targets"]
@@ -386,7 +384,7 @@ def sha256_text(texts: Sequence[str]) -> str:
 
 
 def manifest_of(network: TinyNetwork, teacher: ArtifactRuntime) -> Manifest:
-    """All of it but what follows from the files."""
+    """Manifest without the fields that are derived from the files."""
     source = teacher.artifact.manifest
     return Manifest.model_construct(
         artifact_id=NAME,
@@ -414,7 +412,7 @@ def manifest_of(network: TinyNetwork, teacher: ArtifactRuntime) -> Manifest:
 
 
 def report(shell: Shell, out: Path, folder: Path, files: Prepared, made_up: int) -> str:
-    """The card, with both predictors on the report prompts, which nothing was chosen by."""
+    """The card, with an evaluation of both predictors on the report prompts, which were not used for any selection."""
     target = out / "tiny_evaluation.json"
     shell.run("tiny", [
         "evaluate", "pretrained", "--data", files.report, "--json", target,

@@ -1,4 +1,4 @@
-"""Predictions for sources that training never saw: as an unknown served model, as the mean over all known ones, and by name."""
+"""Evaluation on unseen sources: as the unknown served model, as the mean over all known ones, and by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from scheduler_core.lengths.distribution import LogT
 from training.corrected_graph import FeatureRuntime
 from training.evaluating.scores import kendall_tau
 
-#: Fewer prompts of a served model rank nothing.
+#: Minimum number of prompts of a served model for a ranking.
 MIN_PROMPTS = 20
 LEVELS = (0.5, 0.9, 0.99)
 
@@ -32,14 +32,14 @@ class SourceScores:
     """Means over the served models of one source.
 
     Attributes:
-        source: Its name.
-        num_prompts, num_models: Prompts, and served models with at least `MIN_PROMPTS` of them.
-        ceiling: Kendall's tau between the lengths of two served models on the same prompts, over all pairs; None: one model.
-        unknown, mean, named: Kendall's tau of predicted and true length: as an unknown served model; as the mean of mu over
-            all known ones but itself; by its name, over the served models that have one. None: there is none.
-        coverage: Fraction of outputs at most as long as the predicted P50, P90 and P99, as an unknown served model.
-        crps_log: CRPS in log tokens, as an unknown served model, and of the mean of the known ones' mu with the unknown's
-            sigma.
+        source: Name of the source.
+        num_prompts, num_models: Number of prompts, and of served models with at least `MIN_PROMPTS` prompts.
+        ceiling: Kendall's tau between the lengths of two served models on the same prompts, mean over pairs; None without
+            such a pair.
+        unknown, mean, named: Kendall's tau of predicted and true length: as the unknown served model; by the mean of mu
+            over all other known ones; by name, over the known served models. None: not available.
+        coverage: Fraction of outputs at most as long as the predicted P50, P90 and P99, as the unknown served model.
+        crps_log: CRPS in log tokens as the unknown served model, and with the mean mu of the other known ones instead.
     """
 
     source: str
@@ -53,12 +53,12 @@ class SourceScores:
     crps_log: tuple[float, float]
 
 
-#: Prompts -> mu, sigma and nu of each [3, N], for each served model by name and for an unknown one ("").
+#: Prompts -> (mu, sigma, nu) [3, N] for each served model by name, and for the unknown one ("").
 Predict = Callable[[Sequence[str]], Mapping[str, Array]]
 
 
 def score_sources(artifact: Path, files: Mapping[str, Path], *, threads: int = 1) -> list[SourceScores]:
-    """Scores an artifact on whole sources."""
+    """Scores an artifact on each source."""
     runtime = open_runtime(artifact, provider="cpu", threads_per_run=threads)
     names = [*runtime.artifact.manifest.served_models, ""]
     has_graph = (runtime.artifact.path / MODEL).is_file()
@@ -67,7 +67,7 @@ def score_sources(artifact: Path, files: Mapping[str, Path], *, threads: int = 1
     def predict(prompts: Sequence[str]) -> Mapping[str, Array]:
         if features is not None:  # The encoder runs once for all served models.
             requests = features.predict_as(unknown_requests(prompts), names)
-            return {name: np.stack([one.mu, one.sigma, one.nu]) for name, one in requests.items()}
+            return {name: np.stack([each.mu, each.sigma, each.nu]) for name, each in requests.items()}
         rows = {name: runtime.predict(prompts, [name] * len(prompts)) for name in names}
         arrays = {name: row.arrays() for name, row in rows.items()}
         return {name: np.stack([row[key] for key in ("mu", "sigma", "nu")]) for name, row in arrays.items()}
@@ -76,7 +76,7 @@ def score_sources(artifact: Path, files: Mapping[str, Path], *, threads: int = 1
 
 
 def score_source(predict: Predict, name: str, table: pd.DataFrame) -> SourceScores:
-    """Scores one table of (prompt, served model, lengths); the served models have the names of the source."""
+    """Scores a table of (prompt, served model, lengths), with served models named as in the source."""
     prompts = table.drop_duplicates("prompt_id").set_index("prompt_id").prompt
     row_of = pd.Series(np.arange(len(prompts)), index=prompts.index)
     predicted = predict(prompts.tolist())
@@ -102,9 +102,9 @@ def score_source(predict: Predict, name: str, table: pd.DataFrame) -> SourceScor
         scores = {"unknown": unknown[0], "mean": mean_of_others(model)}
         if (own := by_name(model)) is not None:
             scores["named"] = by_model[own]
-        for way, score in scores.items():
+        for kind, score in scores.items():
             tau = kendall_tau(score[row_of[true.index].to_numpy()], true.to_numpy())
-            taus[way].append(tau or 0.0)
+            taus[kind].append(tau or 0.0)
     means = np.stack(
         [
             mean_of_others(str(model))[row_of[prompt]]
@@ -130,7 +130,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _ceiling(wide: pd.DataFrame) -> float | None:
-    """Mean of tau over the pairs of served models with enough prompts in common; at most 400 pairs."""
+    """Mean tau over at most 400 pairs of served models with at least `MIN_PROMPTS` common prompts."""
     pairs = list(combinations(wide.columns, 2))
     chosen = np.random.default_rng(0).permutation(len(pairs))[:400]
     taus = []
@@ -144,11 +144,11 @@ def _ceiling(wide: pd.DataFrame) -> float | None:
 def _distribution_scores(
     table: pd.DataFrame, unknown: Array, known_mu: Array
 ) -> tuple[tuple[float, ...], tuple[float, float]]:
-    """Coverage and CRPS over all outputs; each of the R rows of the table weighs the same.
+    """Coverage and CRPS over all outputs; each of the R rows of the table has the same weight.
 
     Args:
-        unknown: mu, sigma, nu of each row as an unknown served model [3, R].
-        known_mu: Mean of mu over the known ones [R].
+        unknown: mu, sigma and nu of each row as the unknown served model [3, R].
+        known_mu: Mean of mu over the known served models [R].
     """
     counts = table.output_tokens.map(len).to_numpy()
     row = np.repeat(np.arange(len(table)), counts)
@@ -166,17 +166,17 @@ def _distribution_scores(
 
 
 def markdown(scores: Sequence[SourceScores]) -> str:
-    """A table with a row for each source."""
+    """Markdown table with a row for each source."""
     lines = [
         "| source | prompts | served models | tau, other model's length | tau, unknown | tau, mean of known | tau, by name | P50 / P90 / P99 | CRPS log, unknown | CRPS log, mean of known |",
         "|---|" + "---:|" * 9,
     ]
-    for one in scores:
-        numbers = [one.ceiling, one.unknown, one.mean, one.named]
+    for row in scores:
+        numbers = [row.ceiling, row.unknown, row.mean, row.named]
         texts = ["-" if number is None else f"{number:.3f}" for number in numbers]
-        coverage = " / ".join(f"{100 * value:.0f}" for value in one.coverage)
-        crps = " | ".join(f"{value:.3f}" for value in one.crps_log)
+        coverage = " / ".join(f"{100 * value:.0f}" for value in row.coverage)
+        crps = " | ".join(f"{value:.3f}" for value in row.crps_log)
         lines.append(
-            f"| {one.source} | {one.num_prompts:,} | {one.num_models} | {' | '.join(texts)} | {coverage} | {crps} |"
+            f"| {row.source} | {row.num_prompts:,} | {row.num_models} | {' | '.join(texts)} | {coverage} | {crps} |"
         )
     return "\n".join(lines) + "\n"

@@ -1,1 +1,1 @@
-"""The main job end to end on real input: each step runs a tailcast command as a user would."""
+"""The main workflow end to end on real data; each step runs a tailcast command."""

@@ -1,4 +1,4 @@
-"""`make quickstart`: from a real LLM's repeated answers to a scheduler that uses the served predictions."""
+"""`make quickstart`: from sampled outputs of a real LLM to a scheduler that uses served predictions."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class QuickstartConfig:
     """Sample a real LLM, fit, train, export, serve and schedule; then write a report."""
 
     size: Literal["full", "tiny"] = "full"
-    """`full` is the real thing; `tiny` takes the same path with a few prompts, for the tests."""
+    """full: the complete quickstart; tiny: the same steps with a few prompts, for the tests."""
     out: str = "out/quickstart"
-    """Folder for everything that is made: a new or empty one, or that of an earlier quickstart, which is written anew."""
+    """Folder for all results: a new or empty one, or that of an earlier quickstart, which is overwritten."""
 
 
 def quickstart(config: QuickstartConfig) -> None:
-    """Runs all steps; each prints one line when it is done."""
+    """Runs all steps; each prints one line when it is finished."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from examples.quickstart.report import write_report
     from examples.quickstart.sizes import SIZES

@@ -1,4 +1,4 @@
-"""The figures of the report; each function draws one PNG from data that earlier steps wrote."""
+"""The figures of the report; each function draws one PNG from results of earlier steps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def length_distributions(fits: Sequence[Mapping[str, Any]], path: Path) -> None:
         grid = np.linspace(1, 1.35 * max_tokens, 400)
         axis.plot(grid, LogT(fit["mu"], fit["sigma"], fit["nu"]).pdf(grid), color=INK, label="log-t fit")
         axis.axvline(max_tokens, color=WARM, linewidth=1, linestyle=":")
-        # The density of a nearly constant length is a needle, which would flatten everything else.
+        # Limit the y axis, because the density of nearly constant lengths would flatten the histogram.
         tallest = max(patch.get_height() + patch.get_y() for group in axis.containers for patch in group)
         axis.set_ylim(0, 1.6 * tallest)
         axis.set_title(_shortened(str(fit["prompt"]), 44), fontsize=9)
@@ -60,7 +60,7 @@ def calibration(
 
     Args:
         predicted: Arrays `mu` and `sigma`, one entry per test prompt.
-        fitted: The same from the prompts' own samples.
+        fitted: The same arrays, fitted to the prompts' samples.
         coverage: Pairs (nominal, observed) in increasing order of nominal.
         path: PNG to write.
     """
@@ -87,7 +87,7 @@ def latency_comparison(results: Mapping[str, Mapping[str, Mapping[str, float]]],
 
     Args:
         results: Policy label -> metric (`ttft_s`, `normalized_latency_s`) -> statistic (`mean`, `p90`, `p99`) -> seconds.
-        path: PNG to write; the SVG is beside it.
+        path: PNG to write; the SVG is written next to it.
     """
     figure, axes = new_figure(11, 3.8, columns=2)
     statistics = ("mean", "p90", "p99")

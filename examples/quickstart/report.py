@@ -1,4 +1,4 @@
-"""The report of the quickstart: reads what the steps left in the folder and writes one self-contained page."""
+"""The report of the quickstart: a self-contained page from the results of the steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write_report(out: Path, records: Sequence[StepRecord]) -> Path:
     """Writes `report.html` into `out` and returns its path."""
     page = Page(
         "tailcast quickstart",
-        "Repeated outputs of a real LLM, fitted, predicted from the prompt alone, served, and used for scheduling.",
+        "Output lengths of a real LLM: sampled, fitted, predicted from the prompt only, served, and used for scheduling.",
     )
     _add_steps(page, records)
     _add_lengths(page, out)
@@ -44,8 +44,8 @@ def _add_steps(page: Page, records: Sequence[StepRecord]) -> None:
     commands = [(r.letter, line) for r in records for line in r.command.splitlines()]
     page.heading("Steps")
     page.table(("step", "command", "seconds", "result"), rows, text_columns=(0, 1, 3))
-    page.note("The same by hand:")
-    page.table(("step", "as typed"), commands, text_columns=(0, 1))
+    page.note("Commands to run the steps manually:")
+    page.table(("step", "command line"), commands, text_columns=(0, 1))
 
 
 def _add_lengths(page: Page, out: Path) -> None:
@@ -64,14 +64,14 @@ def _add_lengths(page: Page, out: Path) -> None:
     page.heading("Output lengths are distributions")
     page.paragraph(
         f"{len(fits)} prompts; outputs for the same prompt at temperature 1.0. Samples truncated at max_tokens are "
-        f"right-censored: the fit knows only that they would have been longer. Flagged prompts: {flags} "
-        "(median_beyond_cap: more than half of the samples are censored, so the fit's center is an extrapolation)."
+        f"right-censored: the fit treats their lengths as lower bounds. Flagged prompts: {flags} "
+        "(median_beyond_cap: the fitted median exceeds the longest sample, so it is an extrapolation)."
     )
     page.figure(png, "Histograms of sampled output lengths of six prompts with fitted log-t densities")
     page.table(("family", "KS p > 0.05", "mean p", "prompts tested"), rows)
     page.note(
-        "Kolmogorov-Smirnov with parameters fitted on the same samples flatters every family; with at most 20 samples "
-        "per prompt it separates them weakly."
+        "The Kolmogorov-Smirnov p-values are too high, because the parameters are fitted to the same samples; with at most "
+        "20 samples per prompt the test has little power to distinguish families."
     )
 
 
@@ -97,11 +97,11 @@ def _add_prediction(page: Page, out: Path) -> None:
     ]
     manifest = _read(out / "artifact" / "manifest.json")
     worst = max(manifest["parity"]["max_abs_diff"].items(), key=lambda item: item[1])
-    page.heading("Predicted from the prompt alone")
+    page.heading("Predicted from the prompt only")
     page.paragraph(
-        f"{report['model']['num_prompts']} test prompts whose outputs the training never saw. P50, P90, P99: fraction of "
-        "samples below the predicted quantile, over the prompts whose quantile lies below max_tokens (only there can "
-        "censored samples be scored); no figure where there is none."
+        f"{report['model']['num_prompts']} test prompts, which were not used for training. P50, P90, P99: fraction of "
+        "samples below the predicted quantile, over the prompts whose quantile is below max_tokens (elsewhere censored "
+        "samples cannot be scored); - if there are none."
     )
     page.figure(png, "Predicted against fitted mu and sigma, and observed against nominal coverage")
     page.table(header, rows)
@@ -143,13 +143,14 @@ def _add_scheduling(page: Page, out: Path) -> None:
     page.paragraph(
         f"{any_result['trace']['num_requests']} requests: the test prompts with their sampled true lengths, Poisson arrivals "
         f"at {config['load']} times what the simulated engine can serve with {config['scheduler']['max_num_seqs']} "
-        "sequences at a time. SSJF orders by the predicted median, TIE by mean plus tail risk, the bounded order by the predicted median within a bound on the wait, all with predictions "
-        "fetched from the running endpoint; the last row knows the true lengths."
+        "sequences at a time. SSJF orders by the predicted median, TIE by mean plus tail risk, bounded shortest first by the "
+        "predicted median within a bound on the wait, all with predictions from the running endpoint; the last row uses "
+        "the true lengths."
     )
     page.figure(png, "Time to first token and normalized latency of five policies")
     page.table(header, rows)
     page.note(
-        "Shortest-first orders make long outputs wait: compare the P90 and P99 of the time to first token with FCFS."
+        "Shortest-first policies delay long outputs: compare the P90 and P99 of the time to first token with FCFS."
     )
     page.note(f"Predictions that TIE received: {_flat(results['TIE']['predictor'])}")
 
@@ -163,7 +164,7 @@ def _add_versions(page: Page) -> None:
 
 
 def _rows_by_median(fits: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """`count` fits from the shortest to the longest median."""
+    """`count` fits at equally spaced ranks of the median, in ascending order."""
     ordered = sorted(fits, key=lambda fit: float(fit["mu"]))
     at = np.linspace(0, len(ordered) - 1, min(count, len(ordered))).round().astype(int)
     return [ordered[index] for index in at]

@@ -1,4 +1,4 @@
-"""How much the quickstart does: `full` is the real thing, `tiny` the same path in a few minutes for the tests."""
+"""Sizes of the quickstart: `full`, and `tiny`, which runs the same steps in a few minutes for the tests."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ SHIPPED_LIMIT = 500
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Numbers that differ between the sizes.
+    """Settings that differ between the sizes.
 
     Attributes:
-        num_live_prompts: Prompts sampled while you wait; they follow the shipped ones in the same list.
-        num_samples: Answers per live prompt.
-        max_tokens: Cap of the live answers.
-        num_shipped_prompts: Prompts taken from the shipped set; None takes all.
-        train_options: Options of `train` beside its YAML file.
-        load: Offered load of the simulation: arriving work over what the engine can do with a full batch.
+        num_live_prompts: Number of prompts that are sampled during the run; they follow the shipped ones in the same list.
+        num_samples: Number of samples per live prompt.
+        max_tokens: Maximum number of output tokens of live samples.
+        num_shipped_prompts: Number of prompts used from the shipped samples; None: all.
+        train_options: Options of `train` in addition to its YAML file.
+        load: Offered load of the simulation, relative to the throughput of the engine with a full batch.
     """
 
     num_live_prompts: int

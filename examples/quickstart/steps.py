@@ -1,4 +1,4 @@
-"""The steps of the quickstart: which command runs with which files, and the one line each reports."""
+"""The steps of the quickstart, with their commands, files, and a one-line result for each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHIPPED_SAMPLES = Path(__file__).parent / "data" / "smollm2_135m.parquet"
 TRAIN_CONFIG = Path(training.__file__).parent / "configs" / "minilm-quickstart.yaml"
 SPLIT_SEED = 0
 MAX_NUM_SEQS = 32
-# Label in the report, policy, whether it asks the endpoint.
+# (label in the report, policy, whether it uses predictions of the endpoint).
 POLICIES = (
     ("FCFS", "fcfs", False),
     ("SSJF", "ssjf", True),
@@ -42,14 +42,14 @@ POLICIES = (
 
 @dataclass(frozen=True, slots=True)
 class Quickstart:
-    """All files are made in `out`; `shell` runs the commands and keeps the record."""
+    """Runs the steps; all files are written to `out`, `shell` runs and records the commands."""
 
     shell: Shell
     out: Path
     size: Size
 
     def run(self) -> None:
-        """Steps a to g; the report reads what they leave in `out`."""
+        """Runs steps a to g, which write the input of the report to `out`."""
         self._gen_samples()
         self._join()
         self._fit_dist()
@@ -77,17 +77,17 @@ class Quickstart:
             "--overwrite",
             "true",
         ]
-        since = time.monotonic()
+        start = time.monotonic()
         self.shell.run("a", command)
         samples = read_samples(live)
         tokens = pc.sum(samples.column("output_tokens")).as_py()
         model = samples.column("model")[0].as_py()
         self._finished(
-            "a", "gen-samples", command, since, f"{samples.num_rows} samples, {tokens} tokens from {model}"
+            "a", "gen-samples", command, start, f"{samples.num_rows} samples, {tokens} tokens from {model}"
         )
 
     def _join(self) -> None:
-        since = time.monotonic()
+        start = time.monotonic()
         shipped = read_samples(SHIPPED_SAMPLES)
         if self.size.num_shipped_prompts is not None:
             prompt_ids = list(dict.fromkeys(shipped.column("prompt_id").to_pylist()))[
@@ -100,7 +100,7 @@ class Quickstart:
         write_samples(self.out / "samples.parquet", joined)
         prompts = pc.count_distinct(joined.column("prompt_id")).as_py()
         self._finished(
-            "b", "join", [], since, f"{joined.num_rows} samples of {prompts} prompts with the shipped set"
+            "b", "join", [], start, f"{joined.num_rows} samples of {prompts} prompts with the shipped set"
         )
 
     def _fit_dist(self) -> None:
@@ -117,11 +117,11 @@ class Quickstart:
             "--overwrite",
             "true",
         ]
-        since = time.monotonic()
+        start = time.monotonic()
         self.shell.run("c", command)
         rates = _read(summary)["ks"]
         rates_text = ", ".join(f"{name} {_percent(row['pass_rate'])}" for name, row in rates.items())
-        self._finished("c", "fit-dist", command, since, f"KS pass rates: {rates_text}")
+        self._finished("c", "fit-dist", command, start, f"KS pass rates: {rates_text}")
 
     def _train(self) -> None:
         checkpoint, metrics = self.out / "checkpoint", self.out / "evaluation-checkpoint.json"
@@ -141,15 +141,15 @@ class Quickstart:
             "false",
             *self.size.train_options,
         ]
-        since = time.monotonic()
+        start = time.monotonic()
         self.shell.run("d", command)
         self._evaluate("d", checkpoint, metrics)
-        self._finished("d", "train", command, since, _quality(_read(metrics)["model"]))
+        self._finished("d", "train", command, start, _quality(_read(metrics)["model"]))
 
     def _export(self) -> None:
         artifact, metrics = self.out / "artifact", self.out / "evaluation-artifact.json"
         command = ["export-onnx", str(self.out / "checkpoint"), "--out", str(artifact), "--overwrite", "true"]
-        since = time.monotonic()
+        start = time.monotonic()
         self.shell.run("e", command)
         self._evaluate("e", artifact, metrics)
         difference = max(_read(artifact / "manifest.json")["parity"]["max_abs_diff"].values())
@@ -158,7 +158,7 @@ class Quickstart:
             "e",
             "export-onnx",
             command,
-            since,
+            start,
             f"{size_mb:.0f} MB, torch and ONNX differ by at most {difference:.1e}",
         )
 
@@ -195,17 +195,17 @@ class Quickstart:
             yield f"127.0.0.1:{port}"
 
     def _predict(self, address: str) -> None:
-        """All test prompts at once through the asynchronous client; the predictions are written for the report."""
+        """Predicts all test prompts in one call of the asynchronous client, and writes the predictions for the report."""
         fits = pq.read_table(self.out / "fits.parquet").to_pylist()
         test = [fit for fit in fits if split_of(fit["prompt_id"], SPLIT_SEED) == "test"]
         requests = [PredictionRequest(fit["prompt_id"], fit["prompt"], fit["max_tokens"]) for fit in test]
-        since = time.monotonic()
+        start = time.monotonic()
 
         async def healthy_and_predicted() -> Any:
             predictor = connect(address)
             try:
                 await _check_health(address)
-                return [one.length for one in await predictor.predict(requests)]
+                return [prediction.length for prediction in await predictor.predict(requests)]
             finally:
                 await predictor.close()
 
@@ -220,28 +220,28 @@ class Quickstart:
             for request, prediction in zip(requests, predictions, strict=True)
         ]
         write_json(self.out / "predictions.json", rows)
-        seconds = time.monotonic() - since
+        seconds = time.monotonic() - start
         command = ["serve-predictor", str(self.out / "artifact"), "--port", "0"]
         self._finished(
             "f",
             "serve-predictor",
             command,
-            since,
+            start,
             f"{len(rows)} predictions over gRPC at {len(rows) / seconds:.0f} per second",
         )
 
     def _simulate(self, address: str) -> None:
-        since = time.monotonic()
+        start = time.monotonic()
         samples = read_samples(self.out / "samples.parquet")
         test = {
             name for name in samples.column("prompt_id").to_pylist() if split_of(name, SPLIT_SEED) == "test"
         }
         trace = self.out / "trace.parquet"
-        # The times only give the order; `simulate` draws its own at the load of the run.
+        # The times only determine the order; `simulate` draws arrival times for the configured load.
         write_trace(trace, trace_of(samples, Arrivals(rate_rps=10.0), 1, test))
         commands: list[str] = []
         ttft: dict[str, float] = {}
-        for label, policy, asks in POLICIES:
+        for label, policy, uses_predictions in POLICIES:
             result = self.out / f"simulation-{policy}.json"
             command = [
                 "simulate",
@@ -261,16 +261,16 @@ class Quickstart:
                 "--overwrite",
                 "true",
             ]
-            if asks:
+            if uses_predictions:
                 command += ["--predictor", f"grpc://{address}"]
             self.shell.run("g", command)
             commands.append(" ".join(command))
             ttft[label] = _read(result)["metrics"]["ttft_s"]["mean"]
         means = ", ".join(f"{label} {seconds:.2f} s" for label, seconds in ttft.items())
-        self.shell.finished("g", "simulate", "\n".join(commands), since, f"mean TTFT: {means}")
+        self.shell.finished("g", "simulate", "\n".join(commands), start, f"mean TTFT: {means}")
 
-    def _finished(self, letter: str, title: str, command: Sequence[str], since: float, result: str) -> None:
-        self.shell.finished(letter, title, " ".join(command), since, result)
+    def _finished(self, letter: str, title: str, command: Sequence[str], start: float, result: str) -> None:
+        self.shell.finished(letter, title, " ".join(command), start, result)
 
 
 async def _check_health(address: str) -> None:
@@ -280,11 +280,11 @@ async def _check_health(address: str) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
     if health.status != health_pb2.HealthCheckResponse.SERVING:
-        raise StepFailedError(f"step f: the endpoint at {address} says it is not serving")
+        raise StepFailedError(f"step f: the endpoint at {address} reports that it is not serving")
 
 
 def _relative(path: Path) -> str:
-    """The path from here, where that is shorter: commands in the report are to be typed again."""
+    """The path relative to the working directory if it is inside, for short command lines in the report."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
@@ -307,5 +307,5 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.0f} %"
+def _percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{100 * fraction:.0f} %"

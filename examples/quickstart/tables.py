@@ -1,4 +1,4 @@
-"""Tables of the quickstart: several sample files as one, and a trace whose requests are sampled outputs."""
+"""Tables of the quickstart: concatenated sample files, and a trace of sampled outputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def join_samples(paths: Sequence[str | Path]) -> pa.Table:
     """All rows of several sample files, in order.
 
     Raises:
-        InputError: If two rows share (prompt_id, model, sample_index): the same sample must not count twice.
+        InputError: Two rows have the same (prompt_id, model, sample_index).
     """
     table = pa.concat_tables([read_samples(path) for path in paths])
     keys = table.group_by(["prompt_id", "model", "sample_index"]).aggregate([([], "count_all")])
@@ -32,28 +32,28 @@ def join_samples(paths: Sequence[str | Path]) -> pa.Table:
 def trace_of(
     samples: pa.Table, arrivals: Arrivals, seed: int, prompt_ids: Collection[str] | None = None
 ) -> pa.Table:
-    """One request per sampled output, in random order.
+    """Creates a trace with one request per sampled output, in random order.
 
-    An output that was truncated at max_tokens is a request that really ends there, so its length is exact.
+    A request truncated at max_tokens ends there in the simulation too, so its length is exact.
 
     Args:
-        samples: Table of a samples schema.
-        arrivals: When the requests come.
-        seed: Of the arrivals and the order.
-        prompt_ids: Only outputs of these prompts; None takes all.
+        samples: Table of schema `samples/2`.
+        arrivals: Arrival process of the requests.
+        seed: Seed of the arrivals and of the order.
+        prompt_ids: Use only outputs of these prompts; None: all.
 
     Returns:
-        Table of the schema `trace/1`.
+        Table of schema `trace/1`.
 
     Raises:
-        InputError: If no output remains.
+        InputError: No output remains.
     """
     mask = pc.not_equal(samples.column("finish_reason"), "error")
     if prompt_ids is not None:
         mask = pc.and_(mask, pc.is_in(samples.column("prompt_id"), pa.array(list(prompt_ids), pa.string())))
     rows = samples.filter(mask)
     if not rows.num_rows:
-        raise InputError("samples", samples.num_rows, "at least one finished output of the chosen prompts")
+        raise InputError("samples", samples.num_rows, "at least one finished output of the selected prompts")
     rows = rows.take(pa.array(np.random.Generator(np.random.PCG64(seed + 1)).permutation(rows.num_rows)))
     times = arrivals.times(rows.num_rows, np.random.Generator(np.random.PCG64(seed)))
     ids = pc.binary_join_element_wise(

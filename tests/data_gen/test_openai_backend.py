@@ -592,7 +592,7 @@ def test_a_restarted_server_is_waited_for_and_nothing_is_lost() -> None:
 # A connection that is just being made when the fake engine goes away is nobody's to close.
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
-    ("version", "message"), [(None, "no server"), ("10.0", "vllm 10.0 now and was vllm 9.9")]
+    ("version", "message"), [(None, "no server"), ("10.0", "now vllm 10.0, but was vllm 9.9")]
 )
 def test_a_server_that_stays_away_or_is_replaced_ends_the_run(version: str | None, message: str) -> None:
     script = Completions(delay_s=0.02)

@@ -271,7 +271,7 @@ def test_targets_that_cannot_be_written_are_named(tmp_path: Path, target: str) -
 @pytest.mark.parametrize("num_bytes", [40_000, 61_000, 90_000])
 def test_a_full_disk_while_sampling_loses_nothing(out: Path, num_bytes: int) -> None:
     stored: list[WorkResult] = []
-    message = "cannot write .*same command resumes"
+    message = "cannot write .*run the same command again"
     with largest_file(num_bytes), pytest.raises(RunStoppedError, match=message):
         run(out, FakeBackend(on_stored=stored.append))
     second = FakeBackend()

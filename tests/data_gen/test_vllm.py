@@ -122,7 +122,7 @@ def test_lengths_reasons_and_timings_are_the_engines(stub: ModuleType) -> None:
     for result in backend.sample([Work(prompt, tuple(range(20))) for prompt in PROMPTS], SETTINGS):
         for failure in result.failures:
             assert sample_seed(4, result.prompt.prompt_id, failure.sample_index) % 11 == 0
-            assert (failure.kind, failure.reason) == ("aborted", "the engine ended it with 'abort'")
+            assert (failure.kind, failure.reason) == ("aborted", "the engine finished with reason 'abort'")
         for answer in result.outputs:
             seed = sample_seed(4, result.prompt.prompt_id, answer.sample_index)
             length = 1 + seed % 15

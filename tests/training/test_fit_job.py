@@ -22,7 +22,7 @@ from training.fitting.fits import FitOptions
 
 ROOT = Path(__file__).parents[2]
 GROUP = "prompt_id='p17', model='m'"
-TWICE = rf"x.parquet, row 100: got .*{GROUP}.* each group in one row \(x.parquet, row 17 has"
+TWICE = rf"x.parquet, row 100: got .*{GROUP}.* one row for each group \(x.parquet, row 17 has"
 
 
 def samples(num_groups, *, seed=0, longest=9):
@@ -222,7 +222,7 @@ def interrupted(path, out):
 @pytest.mark.parametrize(
     ("how", "error", "message", "rest"),
     [
-        (signal.SIGKILL, TailcastError, "a process that fitted a block died", ["out.parquet.parts"]),
+        (signal.SIGKILL, TailcastError, "a worker process died", ["out.parquet.parts"]),
         (InputError, InputError, "nu: got 0", []),
     ],
 )
@@ -239,7 +239,7 @@ def test_parts_of_another_run_are_not_mixed_in(tmp_path):
     path = write(lists(100), tmp_path / "samples.parquet")
     out, log = tmp_path / "out.parquet", tmp_path / "log"
     interrupted(path, out)
-    with pytest.raises(InputError, match=r"resume: got 'another options.nu'; .*--resume false"):
+    with pytest.raises(InputError, match=r"resume: got 'changed options.nu'; .*--resume false"):
         fit(path, out, options=FitOptions(nu=4.0))
     with pytest.raises(InputError, match="another block_groups"):
         fit(path, out, block_groups=17)
@@ -257,7 +257,7 @@ def test_parts_of_another_run_are_not_mixed_in(tmp_path):
 
     interrupted(path, out)
     write(lists(100, seed=1), path)
-    with pytest.raises(InputError, match=r"resume: got 'another samples.sha256"):
+    with pytest.raises(InputError, match=r"resume: got 'changed samples.sha256"):
         fit(path, out)
     assert fit(path, out, resume=False).equals(fit(path, tmp_path / "other.parquet"))
 
@@ -268,7 +268,7 @@ def test_a_folder_that_is_not_ours_is_left_as_it_is(tmp_path):
     folder.mkdir()
     (folder / "thesis.txt").write_text("years of work")
     for resume in (True, False):
-        with pytest.raises(InputError, match="a free name"):
+        with pytest.raises(InputError, match="an unused name"):
             fit(path, tmp_path / "out.parquet", resume=resume)
     assert (folder / "thesis.txt").exists()
 
@@ -286,7 +286,7 @@ def test_some_group_must_have_three_samples_which_are_never_overwritten(tmp_path
 def test_a_full_disk_leaves_nothing_half_written(limit, tmp_path):
     """A limit on the size of files stands in for the full disk: writes fail in the same way."""
     path, out = write(samples(3000, longest=5), tmp_path / "samples.parquet"), tmp_path / "out.parquet"
-    message = "out: cannot write .*the same command resumes"
+    message = "out: cannot write .*run the same command again"
     with largest_file(limit), pytest.raises(TailcastError, match=message):
         fit(path, out, block_groups=500)
     assert not out.exists()

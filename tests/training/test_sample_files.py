@@ -131,7 +131,7 @@ def test_csv_is_read_as_people_write_it(content, keys, names, lengths, finished,
     ("name", "content", "message"),
     [
         ("x.jsonl", GOOD + "\n" + '{"prompt_id": "b", "model"\n', r"x.jsonl, line 3: got .*one JSON object"),
-        ("x.jsonl", GOOD + "[1]\n", "a whole file .*line 2: Expected OBJECT, but got ARRAY"),
+        ("x.jsonl", GOOD + "[1]\n", "an undamaged file .*line 2: Expected OBJECT, but got ARRAY"),
         ("x.jsonl", GOOD + GOOD_B.replace("[5, 6, 7]", "5"), "row 1, column output_tokens: got '5'; allowed: a list"),
         ("x.jsonl", GOOD + GOOD_B.replace("}", ', "max_tokens": 7.5}'), "column max_tokens: got '7.5'; allowed: an int"),
         ("x.jsonl", GOOD.encode() + GOOD.encode().replace(b'"a"', b'"\xff"'), "line 2: got .*one JSON object"),
@@ -140,7 +140,7 @@ def test_csv_is_read_as_people_write_it(content, keys, names, lengths, finished,
         ("x.csv", HEAD + 'a,m,"[5, 6]",\nb,m,"[5, x]",\n', r"row 1, column output_tokens: got '\[5, x\]'"),
         ("x.csv", HEAD + "a,m,5,true\na,m,6,perhaps\n", "row 1, column finished: got 'perhaps'"),
         ("x.csv", HEAD + "a,m,5,true\na,m,,true\n", "row 1, column output_tokens: got nan"),
-        ("x.csv", HEAD + "a,m,5,true\na,m,6,true,9\n", r"a whole file .*Line: 3 .*Columns: 4 Found: 5"),
+        ("x.csv", HEAD + "a,m,5,true\na,m,6,true,9\n", r"an undamaged file .*Line: 3 .*Columns: 4 Found: 5"),
         ("x.csv", HEAD.encode() + b"a,m,5,true\n\xff,m,6,true\n", r"x.csv.*Line: 3 .*not utf-8"),
         ("x.csv", HEAD.replace("\n", ",model\n") + "a,m,5,true,m\n", "got 'model'; allowed: each name once"),
         ("x.txt", GOOD, "allowed: a Parquet, .jsonl or .csv file"),
@@ -193,5 +193,5 @@ def test_damaged_folders_are_named(tmp_path):
     folder = save(tmp_path, "datasets", LISTS)
     file = sorted(folder.glob("*.arrow"))[-1]
     file.write_bytes(file.read_bytes()[:-700])
-    with pytest.raises(InputError, match="a whole folder saved by datasets"):
+    with pytest.raises(InputError, match="an undamaged folder saved by datasets"):
         open_samples(folder)

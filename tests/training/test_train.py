@@ -441,7 +441,7 @@ def test_a_new_served_model_needs_no_options_but_data_and_checkpoint(conditioned
     # A loss that does not move is an error, and leaves nothing to resume.
     still = ["--stage2", '{"epochs": 2, "learning_rate": 1e-9}', "--out", str(tmp_path / "still")]
     assert main([*args, *still]) == 2
-    assert "learned nothing: validation loss" in capsys.readouterr().err
+    assert "did not reduce the validation loss" in capsys.readouterr().err
     assert not (tmp_path / "still").exists() and not (tmp_path / "still.partial").exists()  # noqa: PT018
 
 
@@ -467,7 +467,7 @@ def test_an_encoder_can_be_taken_from_a_checkpoint(conditioned, bert, samples, t
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"only_conditioning": True}, "a served model that is new"),
+        ({"only_conditioning": True}, "a served model that the checkpoint does not have"),
         (URGENCY_ALONE | {"conditioning": None}, "a checkpoint with this head; it has length"),
         ({"length": LengthTask(nu=4.0)}, "length.nu: got 4.0; allowed: 3.5"),
         ({"length": LengthTask(within=True)}, "does not predict sigma_within"),
@@ -587,5 +587,5 @@ def test_rows_without_messages_are_lone_user_messages_and_fits_have_none():
     plain = pa.table({"prompt": ["b"]})
     assert with_conversations(plain, Path("t")) is plain
     fits = pa.table({"prompt": ["a"], "mu": [1.0], "sigma": [1.0], "nu": [3.5]})
-    with pytest.raises(InputError, match="fits keep no conversations"):
+    with pytest.raises(InputError, match="fits do not store conversations"):
         with_conversations(fits, Path("fits.parquet"))

@@ -1,1 +1,1 @@
-"""Post-hoc calibration: shift and stretch of predicted distributions, and conformal quantiles."""
+"""Post-hoc calibration: shift and scale of predicted distributions, and conformal quantiles."""

@@ -13,7 +13,7 @@ from training.progress import prepare_models
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateConfig:
-    """Shift and scale a predictor's distributions so that coverage is right for each served model, and make conformal quantiles; writes a new checkpoint."""
+    """Calibrate a predictor's distributions for each served model by a shift and a scale, compute conformal quantiles, and write a new checkpoint."""
 
     INPUTS = ("predictor", "data")
     OUTPUTS = ("out", "report")
@@ -21,31 +21,31 @@ class CalibrateConfig:
     predictor: str
     """Checkpoint folder of train with a length head."""
     data: str
-    """File with fits or output lengths, with prompts that were not trained on."""
+    """File of fits or output lengths, with prompts that were not used for training."""
     out: str
     """Checkpoint folder to write."""
     overwrite: bool = False
     """Replace an earlier checkpoint at `out`, if it holds nothing else; anything else there is never replaced."""
     method: Literal["auto", "likelihood", "quantiles", "coverage", "identity"] = "auto"
-    """How shift and scale are estimated; auto: as covers best on held-out prompts of the data. How far served models are pooled is chosen in the same way."""
+    """Estimator of shift and scale; auto: the one with the best cross-validated coverage. The pooling of served models is always selected by cross-validation."""
     split: Literal["all", "train", "validation", "test"] = "all"
-    """Which prompts: all, or a split as training made it (by prompt id)."""
+    """Prompts to calibrate on: all, or a split of the predictor's training (by prompt id)."""
     conformal_fraction: float = 0.4
-    """Fraction of the prompts that only the conformal quantiles are made from; the others fit shift and scale."""
+    """Fraction of the prompts reserved for the conformal quantiles; shift and scale are fitted to the others."""
     seed: int = 0
-    """Seed of the fractions and folds, and of the sample of each prompt that counts for the conformal quantiles."""
+    """Seed of the data split, of the folds, and of the sample drawn from each row for the conformal quantiles."""
     group_by: str = "prompt_id,model"
-    """Columns that name a group, separated by commas."""
+    """Columns that identify a group, separated by commas."""
     max_tokens: int | None = None
-    """Limit on all outputs; see evaluate."""
+    """Limit of all outputs; see evaluate."""
     batch_size: int = 16
     """Prompts per call of the model."""
     threads: int | None = None
-    """Threads of the model; unset: torch's own choice."""
+    """Threads of the model; unset: torch's default."""
     report: str | None = None
     """HTML file to write: coverage of each served model before and after."""
     progress: bool = True
-    """Show progress bars on a terminal, a line now and then elsewhere."""
+    """Show progress bars on a terminal, or a line every ten seconds elsewhere."""
 
     def __post_init__(self) -> None:
         check_ranges(self, batch_size=(1, INTEGERS), max_tokens=(1, INTEGERS), seed=(0, INTEGERS))
@@ -54,7 +54,7 @@ class CalibrateConfig:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Columns that name a group."""
+        """Columns that identify a group."""
         return tuple(name.strip() for name in self.group_by.split(","))
 
 

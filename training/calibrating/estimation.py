@@ -1,15 +1,15 @@
-"""What `calibrate` fits to residuals: shift and scale for each served model, and conformal quantiles.
+"""Estimators of `calibrate`: shift and scale for each served model, and conformal quantiles, fitted to residuals.
 
 Shift of mu and scale of sigma are estimated in one of three ways:
 
-- "likelihood": maximum likelihood, censored samples right-censored.
-- "quantiles": a line through the residuals' P50, P90 and P99 over those of Student's t, each weighted by its precision.
-- "coverage": the smallest largest shift from nominal of the three levels.
+- "likelihood": maximum likelihood with right-censored samples.
+- "quantiles": weighted linear regression of the residuals' P50, P90 and P99 on those of Student's t.
+- "coverage": minimize the largest deviation of the coverage at P50, P90 and P99 from its nominal level.
 
-Few prompts say little about one served model: its numbers are shrunk towards those of all models together (pooling).
-Cross-validated coverage decides between estimators and poolings (`select_calibration`).
+Estimates for one served model are noisy with few prompts, so they are shrunk towards those of all models (pooling).
+Estimator and pooling are selected by cross-validated coverage (`select_calibration`).
 
-Split conformal quantiles have for each level an offset q, so that exp(mu + q sigma) covers with a guarantee.
+Split conformal quantiles add an offset q for each level, so that exp(mu + q sigma) has guaranteed coverage.
 
 Let z_1, ..., z_n be the residuals of n calibration rows and z of a new one, exchangeable with them. With
 k = ceil((n + 1) p) and q the k-th smallest of the z_i (infinite if k > n),
@@ -17,14 +17,14 @@ k = ceil((n + 1) p) and q the k-th smallest of the z_i (infinite if k > n),
     P(z <= q) >= p,
 
 for every n, every predictor and every distribution, and P(z <= q) <= p + 1/(n + 1) if no two residuals are equal
-(Vovk et al.; Lei et al. 2018). The probability is over calibration rows and the new one together.
+(Vovk et al.; Lei et al. 2018). The probability is over the calibration rows and the new row.
 
-- Samples of one prompt are not exchangeable with those of another one row by row, so one sample of each row counts, and
-  for the quantiles of all models together one row of each prompt.
-- A censored sample counts as infinitely long, so the guarantee holds whatever truncates the outputs; the price is a
-  quantile that is too long where many are censored, and infinite where it lies beyond them.
-- A served model with too few rows for a finite quantile at a level, or fewer than 50, gets that of all models together;
-  for it the guarantee holds on average over served models only.
+- Samples of the same prompt are not exchangeable with samples of other prompts. Therefore one sample of each row is
+  used, and for the quantiles of all models together one row of each prompt.
+- A censored sample counts as infinitely long, so the guarantee does not depend on how outputs were truncated. Where many
+  samples are censored, the quantile is conservative; beyond the observed samples it is infinite.
+- A served model with fewer than 50 rows, or too few for a finite quantile at a level, uses the offset of all models
+  together; its guarantee holds only on average over served models.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ FloatArray = NDArray[np.float64]
 class Residuals:
     """Residuals of N samples."""
 
-    z: FloatArray  # (ln x - mu) / sigma [N]; of a censored sample at the length it was truncated to
+    z: FloatArray  # (ln x - mu) / sigma [N]; x is the truncated length for a censored sample
     finished: NDArray[np.bool_]  # False: z is a lower bound [N]
     z_limit: FloatArray  # (ln max_tokens - mu) / sigma of the sample's row, infinite without a limit [N]
-    model: NDArray[np.intp]  # number of the served model, 0 = unknown or not told apart [N]
+    model: NDArray[np.intp]  # number of the served model, 0 = unknown or not distinguished [N]
     prompt: NDArray[np.intp]  # number of the prompt, equal for equal texts [N]
     row: NDArray[np.intp]  # number of the row (prompt, served model, temperature) [N]
     nu: FloatArray  # degrees of freedom [N]
@@ -61,7 +61,7 @@ class Residuals:
         return len(self.z)
 
     def take(self, index: NDArray[np.bool_] | NDArray[np.intp]) -> Residuals:
-        """Some of the samples."""
+        """The selected samples."""
         return Residuals(*(getattr(self, field.name)[index] for field in fields(self)))
 
     def calibrated(self, calibration: Calibration) -> Residuals:
@@ -71,7 +71,7 @@ class Residuals:
         return replace(self, z=(self.z - shift) / scale, z_limit=(self.z_limit - shift) / scale)
 
     def coverage(self) -> dict[str, Any]:
-        """Coverage at P50, P90 and P99 by number of the served model; the largest shift, and its mean over models."""
+        """Coverage at P50, P90 and P99 by served model, with the maximum and the mean over models of the largest shift."""
         by_model: dict[str, dict[str, float | None]] = {}
         largest = []
         for number in np.unique(self.model).tolist():
@@ -88,14 +88,14 @@ class Residuals:
 
 
 def concatenate(parts: Sequence[Residuals]) -> Residuals:
-    """The residuals of all parts."""
+    """Concatenates the residuals of all parts."""
     return Residuals(
         *(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(Residuals))
     )
 
 
 def _coverage(residuals: Residuals, level: float) -> float | None:
-    """As everywhere, over the samples whose predicted quantile lies below the limit."""
+    """Coverage over the samples whose predicted quantile lies below the limit; None without any."""
     quantile = stats.t.ppf(level, residuals.nu)
     below_limit = quantile <= residuals.z_limit
     if not below_limit.any():
@@ -104,8 +104,8 @@ def _coverage(residuals: Residuals, level: float) -> float | None:
 
 
 def censored_cdf(residuals: Residuals) -> Any:
-    """Kaplan-Meier estimate of the residuals' distribution function, as scipy has it; a censored residual equal to a
-    finished one counts as beyond it."""
+    """Kaplan-Meier estimate of the residuals' distribution function (scipy); a censored residual equal to a finished
+    one counts as larger."""
     z, finished = residuals.z, residuals.finished
     return stats.ecdf(stats.CensoredData(z[finished], right=z[~finished])).cdf
 
@@ -124,11 +124,11 @@ def conformal_offset(z: FloatArray, finished: NDArray[np.bool_], level: float) -
 def fit_conformal(
     residuals: Residuals, served_models: Sequence[str], rng: np.random.Generator
 ) -> dict[str, Any]:
-    """Content of `conformal.json`: offsets of all models together ("unknown") and of each served model, from residuals of the
-    calibrated predictor, in units of its sigma.
+    """Content of `conformal.json`: offsets in units of the calibrated sigma for each served model, and for all of them
+    together ("unknown").
 
-    `rng` draws the sample of each row, and the row of each prompt, that counts. An offset is null where the data do not
-    reach it; num_rows is the number of rows behind it; own is false where a served model has those of all together.
+    `rng` draws one sample of each row, and one row of each prompt. An offset is null if the data do not determine it;
+    num_rows is the number of rows used; own is false if a served model uses the offset of all models together.
     """
     one_per_row = residuals.take(_sample_one(residuals.row, rng))
     pooled = one_per_row.take(_sample_one(one_per_row.prompt, rng))
@@ -157,9 +157,9 @@ def _sample_one(groups: NDArray[np.intp], rng: np.random.Generator) -> NDArray[n
     return np.sort(order[first])
 
 
-#: Minimum number of samples for numbers of a served model's own; with fewer it gets those of all models together.
+#: Minimum number of samples for estimates of a served model; with fewer it gets those of all models together.
 MIN_SAMPLES = 100
-#: Candidates for pooling: 0 = each served model for itself, 1 = the same numbers for all.
+#: Candidates for pooling: 0 = separate estimates for each served model, 1 = the same estimates for all.
 POOLINGS = (0.0, 0.5, 0.75, 1.0)
 MIN_SCALE = 1e-3
 _SHIFT_BOUNDS, _LOG_SCALE_BOUNDS = (-10.0, 10.0), (-3.0, 3.0)
@@ -170,16 +170,16 @@ Estimator = Callable[[Residuals], tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class SelectedCalibration:
-    """A calibration, fitted on all of the data, and how it was selected."""
+    """A calibration fitted to all of the data, and how it was selected."""
 
-    method: str  # name of the estimator; "identity" if nothing is better than no change
-    pooling: float  # weight of all models together in the numbers of each
+    method: str  # name of the estimator; "identity" if no estimator improves coverage
+    pooling: float  # weight of the estimates of all models together
     calibration: Calibration
     trials: dict[str, Any]  # "method, pooling" -> coverage on held-out prompts
 
 
 def by_likelihood(residuals: Residuals) -> tuple[float, float]:
-    """Shift and scale of maximum censored likelihood."""
+    """Shift and scale by maximum censored likelihood."""
     z, finished, nu = residuals.z, residuals.finished, residuals.nu
 
     def loss(parameters: FloatArray) -> float:
@@ -200,7 +200,7 @@ def by_likelihood(residuals: Residuals) -> tuple[float, float]:
 
 
 def by_quantiles(residuals: Residuals) -> tuple[float, float]:
-    """Weighted least squares of the residuals' quantiles over those of Student's t."""
+    """Shift and scale by weighted least squares of the residuals' quantiles on those of Student's t."""
     cdf = censored_cdf(residuals)
     nu = float(np.median(residuals.nu))
     levels = np.array(COVERAGE_LEVELS)
@@ -219,14 +219,14 @@ def by_quantiles(residuals: Residuals) -> tuple[float, float]:
 
 
 def by_coverage(residuals: Residuals) -> tuple[float, float]:
-    """Shift and scale with the smallest largest shift of coverage at P50, P90 and P99."""
+    """Shift and scale that minimize the largest deviation of coverage from nominal at P50, P90 and P99."""
     cdf = censored_cdf(residuals)
     levels = np.array(COVERAGE_LEVELS)
     standard = stats.t.ppf(levels, float(np.median(residuals.nu)))
 
     def loss(parameters: FloatArray) -> float:
         shifts = np.abs(cdf.evaluate(parameters[0] + np.exp(parameters[1]) * standard) - levels)
-        # The largest decides; the sum leads where several are about as large.
+        # The sum, with a small weight, breaks near ties of the largest deviation.
         return float(shifts.max() + 0.1 * shifts.sum())
 
     starts = _start(residuals) + np.array([[0.0, 0.0], [0.0, 0.2], [0.0, -0.2]])
@@ -237,7 +237,7 @@ def by_coverage(residuals: Residuals) -> tuple[float, float]:
 
 
 def _start(residuals: Residuals) -> FloatArray:
-    """Where the searches begin: (shift, ln scale) within their bounds."""
+    """Initial (shift, ln scale) of the searches, within their bounds."""
     shift, scale = by_quantiles(residuals)
     return np.array([np.clip(shift, *_SHIFT_BOUNDS), np.clip(np.log(scale), *_LOG_SCALE_BOUNDS)])
 
@@ -251,9 +251,9 @@ METHODS: dict[str, Estimator] = {
 
 
 def fit_calibration(residuals: Residuals, num_models: int, method: str, pooling: float) -> Calibration:
-    """Tables for the unknown model (all samples together) and for each of the served models that the predictor tells apart.
+    """Fits a calibration for the unknown model (all samples together) and for each served model.
 
-    `pooling` in [0, 1] is the weight of all models together in the numbers of each.
+    `pooling` in [0, 1] is the weight of the estimates of all models together in those of each served model.
     """
     return _pool(*_estimates(residuals, num_models, METHODS[method]), pooling)
 
@@ -278,8 +278,8 @@ def _pool(together: FloatArray, by_model: FloatArray, pooling: float) -> Calibra
 def select_calibration(
     folds: Sequence[Residuals], num_models: int, methods: Sequence[str]
 ) -> SelectedCalibration:
-    """Cross-validates methods and poolings on two or more folds of different prompts; those with the best held-out coverage are
-    fitted on all folds."""
+    """Cross-validates methods and poolings on two or more folds with different prompts, and fits the combination with the
+    best held-out coverage to all folds."""
     poolings = POOLINGS if num_models else (1.0,)
     candidates = [
         (name, pooling) for name in methods for pooling in (poolings if name != "identity" else (1.0,))

@@ -1,4 +1,4 @@
-"""A calibrated checkpoint from a checkpoint and samples that it was not trained on, and the report on it."""
+"""Calibration of a checkpoint on samples that it was not trained on, and its report."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _COPIED_FILES = ("metrics.csv", "run.json")
 
 
 def calibrate_command(config: CalibrateConfig) -> int:
-    """Runs the command; returns 3 where coverage is worse than before, else 0."""
+    """Runs the command; returns 3 if coverage became worse, else 0."""
     return 3 if calibrate(config)["is_worse"] else 0
 
 
 def calibrate(config: CalibrateConfig) -> dict[str, Any]:
-    """Calibrates; returns the summary that is written beside the calibrated predictor."""
+    """Calibrates a checkpoint; returns the summary, which is also stored in the new checkpoint."""
     existing_file(config.data, "data")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -102,18 +102,18 @@ def calibrate(config: CalibrateConfig) -> dict[str, Any]:
         _write_report(report, summary)
     points = {name: 100 * trial["mean_largest_shift"] for name, trial in selected.trials.items()}
     log.info(
-        "method %s, pooling %g: smallest shift of coverage at P50, P90 and P99 (the largest of each served model, mean over "
-        "served models) in cross-validation, %.1f points; without a change %s",
+        "method %s, pooling %g: %.1f points of coverage error in cross-validation (largest of P50, P90 and P99, mean over "
+        "served models); uncalibrated: %s",
         selected.method,
         selected.pooling,
         points[f"{selected.method}, {selected.pooling:g}"],
-        f"{points['identity, 1']:.1f}" if config.method == "auto" else "not tried",
+        f"{points['identity, 1']:.1f}" if config.method == "auto" else "not evaluated",
     )
     shifts = {side: 100 * coverage[side]["mean_largest_shift"] for side in coverage}
-    message = "the same figure on prompts that nothing was fitted to: %.1f points before, %.1f after"
+    message = "coverage error on held-out prompts: %.1f points before, %.1f after"
     log.info(message, shifts["before"], shifts["after"])
     if summary["is_worse"]:
-        advice = "COVERAGE IS WORSE THAN BEFORE on those prompts: use %s, or calibrate on more prompts"
+        advice = "COVERAGE IS WORSE THAN BEFORE on held-out prompts: use %s, or calibrate on more prompts"
         log.warning(advice, config.predictor)
     return summary
 
@@ -129,7 +129,7 @@ def _rows(config: CalibrateConfig, checkpoint: Checkpoint) -> EvaluationRows:
     fits = of_split(fits, checkpoint.training_info.get("data", {}), config.split)
     conditioning = checkpoint.config.conditioning
     if conditioning is not None and conditioning.unknown_is_mean:
-        # An unknown served model has no calibration of its own: those of the known ones are in the mean.
+        # The prediction for an unknown served model averages over the calibrated known ones, so it needs no calibration.
         names = fits.groups.column("model") or [None] * len(fits)
         fits = fits.take(np.flatnonzero([conditioning.number_of(name) > 0 for name in names]))
     return EvaluationRows.of(fits)
@@ -162,7 +162,7 @@ def _residuals(
 def _parts(
     residuals: Residuals, rows: EvaluationRows, purpose: str, bounds: Sequence[float] | NDArray[np.float64]
 ) -> list[Residuals]:
-    """Residuals by a hash of the prompt's text in [0, 1), in parts that end at the ascending `bounds` and at 1."""
+    """Splits residuals by a hash of the prompt's text in [0, 1) at the ascending `bounds`."""
     hashes = {text: unit_hash(f"{purpose}\x00{text}") for text in set(rows.prompts)}
     part = np.searchsorted(bounds, [hashes[text] for text in rows.prompts], side="right")
     parts = [residuals.take(part[residuals.row] == number) for number in range(len(bounds) + 1)]
@@ -173,16 +173,16 @@ def _parts(
 
 
 def _write_report(path: str | Path, summary: Mapping[str, Any]) -> None:
-    """Writes the page out of the summary of `calibrate`."""
+    """Writes the HTML page for the summary of `calibrate`."""
     names = ["unknown", *summary["served_models"]]
     sides = [summary["coverage_of_conformal_rows"][side]["by_model"] for side in ("before", "after")]
     levels = [percent(level) for level in COVERAGE_LEVELS]
     page = Page(
         "Calibration",
         f"Method {summary['method']}, pooling {summary['pooling']:g}: shift of mu and scale of sigma for each served "
-        f"model, from {summary['data']['num_samples']} samples of {summary['data']['num_rows']} rows.",
+        f"model, estimated from {summary['data']['num_samples']} samples of {summary['data']['num_rows']} rows.",
     )
-    page.heading("Coverage on prompts that nothing was fitted to")
+    page.heading("Coverage on held-out prompts")
     header = ("served model", "mu shift", "sigma scale", *(f"{level}, before" for level in levels), *levels)
     rows = [
         (
@@ -194,5 +194,5 @@ def _write_report(path: str | Path, summary: Mapping[str, Any]) -> None:
         for number in sides[0]
     ]
     page.table(header, rows)
-    page.note("Fraction of samples below the predicted quantile, where that lies below max_tokens.")
+    page.note("Fraction of samples below the predicted quantile, for quantiles below max_tokens.")
     page.write(path)

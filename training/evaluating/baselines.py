@@ -1,5 +1,5 @@
-"""Baselines, from the training split only: predictions without a model, which are stored with the predictor as a few
-numbers (`training.json`, the manifest), and boosted trees."""
+"""Baselines fitted to the training split: constant and linear predictions, whose parameters are stored with the
+predictor (`training.json`, the manifest), and boosted trees."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from training.rows import Rows, rows_of
 
 FloatArray = NDArray[np.float64]
 SIGMA_FLOOR = 1e-6
-#: Minimum number of outputs of a served model for a distribution of its own.
+#: Minimum number of outputs of a served model for a separate distribution.
 MIN_OUTPUTS = 10
-#: Of the boosted trees.
+#: Settings of the boosted trees: word features, trees, cross-validation folds.
 _NUM_WORDS, _NUM_TREES, _FOLDS = 200, 200, 3
 
 
@@ -34,24 +34,26 @@ _NUM_WORDS, _NUM_TREES, _FOLDS = 200, 200, 3
 class Baselines:
     """Parameters of the baselines; lengths in log tokens, prompts in ln(1 + characters)."""
 
-    # constant_mu, constant_sigma: means of the fitted mu and log(1 + sigma): the best constant guess of parameters.
+    # constant_mu, constant_sigma: from the means of the fitted mu and log(1 + sigma), the best constant parameters.
     constant_mu: float
     constant_sigma: float
     # marginal_mu, marginal_sigma: one distribution fitted to all outputs of all prompts.
     marginal_mu: float
     marginal_sigma: float
-    # mu_intercept, mu_slope: line of mu over the prompt's length: least squares, moved to the outputs' median.
+    # mu_intercept, mu_slope: least-squares line of mu over prompt length, shifted to the median of the outputs.
     mu_intercept: float
     mu_slope: float
-    line_sigma: float  # scale of the outputs about that line
-    nu: float  # degrees of freedom of all of them
-    # Served model -> mu and sigma of one distribution fitted to all of its outputs. Empty if the data name at most one.
+    line_sigma: float  # scale of the outputs around that line
+    nu: float  # degrees of freedom of all baselines
+    # Served model -> (mu, sigma) of one distribution fitted to all of its outputs; empty if the data name at most one.
     served_models: Mapping[str, Sequence[float]]
 
     @classmethod
     def of(cls, rows: Rows, nu: float) -> Baselines:
-        """Baselines of training rows; where no row has a fit, as with a single output per prompt, the logarithms of the
-        outputs and the scale of all of them stand for mu and sigma. InputError if no output is finished."""
+        """Fits baselines to training rows; InputError if no output is finished.
+
+        If no row has a fit, as with a single output per prompt, mu is the mean log length of each row, and sigma the
+        marginal scale."""
         if not rows.finished.any():
             raise InputError("finished outputs, for baselines", 0, "at least one")
         size = _size(rows.prompts)[rows.prompt]
@@ -81,9 +83,9 @@ class Baselines:
     def predict(
         self, prompts: Sequence[str], served_models: Sequence[str | None]
     ) -> dict[str, tuple[FloatArray, FloatArray]]:
-        """Name of the baseline -> (mu [N], sigma [N]) of N prompts.
+        """Predicts (mu [N], sigma [N]) of N prompts for each baseline, by name.
 
-        A served model of None, or one that the training split did not have, gets the marginal distribution.
+        A served model that is None, or not in the training split, gets the marginal distribution.
         """
         ones = np.ones(len(prompts))
         size = _size(prompts)
@@ -102,14 +104,14 @@ class Baselines:
 
 
 def baselines_of(fits: FittedGroups) -> Baselines:
-    """Baselines of fitted groups."""
+    """Fits baselines to fitted groups."""
     fitted = ~fits.has_flag(*NOT_FITTED)
     mu, sigma = (np.where(fitted, values, np.nan) for values in (fits.mu, fits.sigma))
     return Baselines.of(rows_of(fits.groups, mu, sigma), fits.nu)
 
 
 def _by_served_model(rows: Rows, nu: float) -> dict[str, tuple[float, float]]:
-    """One distribution for each served model with enough outputs; none unless there are several models."""
+    """(mu, sigma) of each served model with enough outputs; empty unless there are several models."""
     of_output = np.repeat(rows.model, rows.counts)
     parameters = {}
     for number, name in enumerate(rows.models, start=1):
@@ -120,7 +122,7 @@ def _by_served_model(rows: Rows, nu: float) -> dict[str, tuple[float, float]]:
 
 
 def _pooled(lengths: NDArray[np.integer[Any]], finished: NDArray[np.bool_], nu: float) -> tuple[float, float]:
-    """mu and sigma of one log-t fitted to all of these outputs."""
+    """(mu, sigma) of one log-t distribution fitted to all of the outputs."""
     ends = np.array([0, len(lengths)])
     solution = estimate(
         SortedLengths.of(lengths.astype(np.int64), finished, ends), family_of("log-t", nu)
@@ -133,7 +135,7 @@ def _size(prompts: Sequence[str]) -> FloatArray:
 
 
 def _line(x: FloatArray, y: FloatArray) -> tuple[float, float]:
-    """Slope and intercept of the least-squares line; slope 0 where x does not vary."""
+    """Slope and intercept of the least-squares line; the slope is 0 for constant x."""
     centered = x - x.mean()
     total = float((centered**2).sum())
     slope = float((centered * y).sum()) / total if total > 1e-12 else 0.0
@@ -141,8 +143,8 @@ def _line(x: FloatArray, y: FloatArray) -> tuple[float, float]:
 
 
 def boosted_trees(train: EvaluationRows, rows: EvaluationRows, *, seed: int = 0) -> PredictedRows:
-    """mu of `rows` by trees trained on at least three different prompts, and one sigma: the scale of the training outputs
-    about the cross-validated mu."""
+    """Predicts mu of `rows` with gradient-boosted trees, trained on at least three distinct prompts. The constant sigma
+    is the scale of the training outputs around the cross-validated mu."""
     words = CountVectorizer(binary=True, max_features=_NUM_WORDS, token_pattern=r"(?u)\w+").fit(train.prompts)
     models = OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=np.nan)
     models.fit(_as_column(train.served_models))
@@ -164,7 +166,7 @@ def _as_column(values: Any) -> NDArray[np.object_]:
 
 
 def _inputs(rows: EvaluationRows, words: Any, models: Any) -> NDArray[np.float64]:
-    """Served model, temperature, logarithms of characters and lines, one column for each word [G, 4 + words]."""
+    """Features [G, 4 + words]: served model, temperature, ln of the number of characters and of lines, and words."""
     numbers = [
         [np.nan if temperature is None else temperature, np.log1p(len(prompt)), np.log1p(prompt.count("\n"))]
         for prompt, temperature in zip(rows.prompts, rows.temperatures, strict=True)

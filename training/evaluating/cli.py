@@ -22,7 +22,7 @@ class EvaluateConfig:
     predictor: str
     """Artifact folder of export-onnx, or checkpoint folder of train."""
     data: str
-    """Parquet file of fits (fits/2) or of output lengths (samples/2 or lists; CASTILLO's own files with --max_tokens 15000), which are fitted first; with prompts."""
+    """Parquet file with prompts and fits (fits/2), or with output lengths (samples/2 or lists; for the published CASTILLO files add --max_tokens 15000), which are fitted first."""
     overwrite: bool = False
     """Replace files at the outputs."""
     json: str | None = None
@@ -34,11 +34,11 @@ class EvaluateConfig:
     predictions: str | None = None
     """Parquet file to write: predicted and fitted mu and sigma of each group."""
     compare: list[str] | None = None
-    """Other predictors for the same tables, each NAME=FOLDER; --compare+ NAME=FOLDER adds one."""
+    """Other predictors to include in the tables, each NAME=FOLDER; --compare+ NAME=FOLDER adds one."""
     baselines_from: str | None = None
     """File of output lengths to fit the baselines to, including boosted trees; unset: the baselines stored with the predictor."""
     ceiling: bool = True
-    """Also report the best scores that the number of outputs allows."""
+    """Also report the noise ceiling: the best scores achievable with this number of outputs."""
     split: Literal["all", "train", "validation", "test"] = "all"
     """Prompts to evaluate on: all, or a split of the predictor's training (by prompt id)."""
     served_model: str | None = None
@@ -82,7 +82,7 @@ class EvaluateConfig:
             if not name.strip() or not equals or not folder or name.strip() in folders:
                 raise InputError("compare", entry, "NAME=FOLDER with a unique name")
             if name.strip() == "predictor":
-                raise InputError("compare", entry, "another name: the evaluated predictor has this one")
+                raise InputError("compare", entry, "another name, because this one is reserved")
             folders[name.strip()] = folder
         return folders
 

@@ -1,4 +1,4 @@
-"""Metrics of predictors on the same rows: over all of them, and by served model, data set and category."""
+"""Metrics of several predictors on the same rows: overall, and by served model, data set and category."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from training.fitting.samples import GroupedLengths
 FloatArray = NDArray[np.float64]
 SCHEMA = "evaluation/4"
 CONFORMAL_SCHEMA = "conformal/1"
-#: Columns of the breakdowns, and the largest number of values of one.
+#: Columns of the breakdowns, and the maximum number of distinct values of such a column.
 BREAKDOWNS = ("model", "dataset", "category")
 MAX_BREAKDOWN = 40
-#: R2 and rankings over fewer rows say nothing.
+#: Minimum number of rows for R2 and rankings.
 MIN_COMPARED = 20
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredPredictor:
-    """Predictions of the rows with the scores of all outputs under them, which are None without a distribution."""
+    """Predictions of the rows and the scores of all outputs; scores are None if no distribution is predicted."""
 
     rows: EvaluationRows
     prediction: PredictedRows
@@ -51,7 +51,7 @@ class ScoredPredictor:
     def of(
         cls, rows: EvaluationRows, prediction: PredictedRows, bucket_edges: Sequence[float] = ()
     ) -> ScoredPredictor:
-        """Scores all outputs once; every breakdown is a mean over some of them."""
+        """Scores all outputs once; breakdowns average over subsets of the scores."""
         scores = None
         if prediction.mu is not None and prediction.sigma is not None:
             parameters = (prediction.mu, prediction.sigma, prediction.nu)
@@ -59,17 +59,17 @@ class ScoredPredictor:
         return cls(rows, prediction, bucket_edges, scores)
 
     def metrics(self, chosen: NDArray[np.intp] | None = None) -> dict[str, Any]:
-        """Metrics over some rows [C], by default all; see `docs/evaluation-format.md`.
+        """Metrics over selected rows [C], by default all; see `docs/evaluation-format.md`.
 
-        Rows whose outputs were all truncated have no fit to compare parameters with; their outputs still count for
+        Rows whose outputs were all truncated have no fit to compare parameters with, but their outputs are included in
         the metrics of the distribution.
         """
         rows, prediction = self.rows, self.prediction
         at = np.arange(len(rows)) if chosen is None else chosen
-        inside = np.zeros(len(rows), dtype=bool)
-        inside[at] = True
-        compared = rows.compared[inside[rows.compared]]
-        of_output = inside[rows.outputs.owner]
+        is_selected = np.zeros(len(rows), dtype=bool)
+        is_selected[at] = True
+        compared = rows.compared[is_selected[rows.compared]]
+        of_output = is_selected[rows.outputs.owner]
         ordered_by, score = prediction.ordering()
         summary = dict(NO_SUMMARY) if self.scores is None else self.scores.summary(of_output)
         return {
@@ -90,7 +90,7 @@ class ScoredPredictor:
         if prediction.sigma_within is not None:
             sigma = prediction.sigma_within
         if mu is None and prediction.regression_tokens is not None:
-            # A single number of tokens stands for the median.
+            # A point prediction in tokens is taken as the median.
             mu = np.log(np.maximum(prediction.regression_tokens, 1.0))
         pairs = {"mu": (fits.mu, mu), "sigma": (fits.sigma, sigma)}
         pairs["sigma_log1p"] = np.log1p(fits.sigma), None if sigma is None else np.log1p(sigma)
@@ -100,7 +100,7 @@ class ScoredPredictor:
         }
 
     def _point_errors(self, at: NDArray[np.intp], of_output: NDArray[np.bool_]) -> dict[str, float | None]:
-        """Error of the point prediction in tokens, and accuracy of the bucket; None without such a head."""
+        """Error of the point prediction in tokens, and accuracy of the predicted bucket; None without such a head."""
         prediction = self.prediction
         tokens = prediction.regression_tokens
         if prediction.mu is not None:
@@ -118,7 +118,7 @@ class ScoredPredictor:
         return errors
 
     def by(self, column: str) -> dict[str, dict[str, Any]] | None:
-        """Metrics for each value of a column; None where the data do not have 2 to 40 of them."""
+        """Metrics for each value of a column; None unless it has 2 to MAX_BREAKDOWN distinct values."""
         values = np.array(self.rows.fits.groups.column(column) or [], dtype=str)
         names = np.unique(values)
         if not 1 < len(names) <= MAX_BREAKDOWN:
@@ -127,7 +127,7 @@ class ScoredPredictor:
 
 
 def _enough(rows: NDArray[np.intp]) -> NDArray[np.intp]:
-    """The rows, or none of fewer than MIN_COMPARED."""
+    """The rows, or an empty array if there are fewer than MIN_COMPARED."""
     return rows if len(rows) >= MIN_COMPARED else rows[:0]
 
 
@@ -146,12 +146,12 @@ def _rankings(
     }
 
 
-#: Rows to score on, which are not those of the data, and predictions for them.
+#: Rows to score on, different from those of the data, and predictions for them.
 Bound = tuple[EvaluationRows, PredictedRows]
 
 
 def halves(rows: EvaluationRows, rng: np.random.Generator) -> tuple[FittedGroups, FittedGroups]:
-    """Fits to two random halves of each prompt's outputs; prompts without a fit to both are left out."""
+    """Fits to two random halves of each prompt's outputs; prompts without a fit to both halves are dropped."""
     groups = rows.fits.groups.take(np.flatnonzero(rows.fits.groups.counts >= 2 * MIN_SAMPLES))
     owner = np.repeat(np.arange(len(groups)), groups.counts)
     order = np.lexsort((rng.random(len(owner)), owner))
@@ -166,14 +166,14 @@ def halves(rows: EvaluationRows, rng: np.random.Generator) -> tuple[FittedGroups
 
 
 def true_parameters(rows: EvaluationRows, rng: np.random.Generator) -> Bound:
-    """Parameters that outputs are drawn from, against fits to the drawn outputs; rows without a fit are left out."""
+    """Fits to outputs drawn from known parameters, with these parameters as prediction; rows without a fit are dropped."""
     fits = rows.fits.take(rows.compared)
     limits = rows.outputs.max_tokens[rows.compared]
     groups = fits.groups
     owner = np.repeat(np.arange(len(fits)), groups.counts)
     with np.errstate(over="ignore"):
         drawn = np.exp(fits.mu[owner] + fits.sigma[owner] * rng.standard_t(fits.nu, len(owner)))
-    # At least one token, and no more than an integer holds.
+    # At least one token, and within the range of the integer type.
     lengths = np.clip(np.rint(np.minimum(drawn, 1e9)), 1, None)
     truncated = lengths >= limits[owner]
     lengths = np.where(truncated, np.minimum(limits[owner], 1e9), lengths)
@@ -185,20 +185,19 @@ def true_parameters(rows: EvaluationRows, rng: np.random.Generator) -> Bound:
 
 
 def ceilings(rows: EvaluationRows, seed: int) -> tuple[dict[str, Bound], dict[str, Any]]:
-    """Noise ceiling: the best scores that a finite number of outputs allows, as two bounds by name, and the reliabilities.
+    """Noise ceiling: the best scores achievable with a finite number of outputs, as two named bounds, and reliabilities.
 
-    - `half_of_outputs`: each prompt's outputs are split at random in two halves; a fit to one half is the prediction, the
-      other half the test. It is not an upper bound: parameters fitted to a few outputs are noisy, so a good predictor can
-      beat it, above all in sigma.
-    - `true_parameters`: as many outputs are drawn from each prompt's fit, truncated at the same max_tokens; the parameters
-      they were drawn from are the prediction, and fits to the drawn outputs the test: the scores of a perfect predictor.
-      R2 stays below 1 because those fits are noisy. The fits it starts from are noisy too, so the truth varies more than
-      it should, and this bound is a little too high; in R2 of sigma more than in R2 of mu.
+    - `half_of_outputs`: each prompt's outputs are split at random into two halves. A fit to the first half is the
+      prediction, and the second half is the test. This is not an upper bound: parameters fitted to a few outputs are
+      noisy, so a good predictor can score better, especially in sigma.
+    - `true_parameters`: the same number of outputs is drawn from each prompt's fit and truncated at the same max_tokens.
+      The parameters of that fit are the prediction, and fits to the drawn outputs are the test. These are the scores of
+      a perfect predictor; R2 is below 1 because the new fits are noisy. The original fits are noisy too and vary more
+      than the true parameters, so this bound is slightly too high, in R2 of sigma more than in R2 of mu.
 
-    `reliability` is the correlation of the two halves' fits, stepped up to the full number of outputs by Spearman and
-    Brown's 2 r / (1 + r): the R2 that the true parameters would have against the fits, estimated from the data. A bound
-    that the data do not allow is missing.
-    """
+    `reliability` is the correlation of the fits to both halves, corrected to the full number of outputs by the
+    Spearman-Brown formula 2 r / (1 + r). It estimates the R2 of the true parameters against the fits. A bound is omitted
+    if the data have too few outputs for it."""
     bounds: dict[str, Bound] = {}
     info: dict[str, Any] = {"seed": seed, "reliability": None}
     if (rows.fits.groups.counts >= 2 * MIN_SAMPLES).any():
@@ -224,7 +223,7 @@ def _stepped_up(one: NDArray[np.float64], other: NDArray[np.float64]) -> float |
 
 
 def _chosen(groups: GroupedLengths, outputs: NDArray[np.intp], owner: NDArray[np.intp]) -> GroupedLengths:
-    """The same groups with some of their outputs; `outputs` [S'] are in the order of their owners [S']."""
+    """The groups with only the selected outputs [S'], which are in the order of their owners [S']."""
     offsets = np.searchsorted(owner, np.arange(len(groups) + 1)).astype(np.int64)
     return replace(
         groups,
@@ -237,8 +236,7 @@ def _chosen(groups: GroupedLengths, outputs: NDArray[np.intp], owner: NDArray[np
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A predictor of a comparison: its name in tables, its description for the report, its predictions, and the edges of its
-    bucket head in tokens."""
+    """A predictor of a comparison: name in tables, description for the report, predictions, and bucket edges in tokens."""
 
     name: str
     description: Mapping[str, Any]
@@ -254,10 +252,10 @@ def compare(
     *,
     ceiling_seed: int | None = None,
 ) -> tuple[dict[str, Any], ScoredPredictor]:
-    """Scores all predictors on the same rows, `main` also by served model, data set and category; without `ceiling_seed`
-    there is no noise ceiling.
+    """Scores all predictors on the same rows, and `main` also by served model, data set and category.
 
-    Returns the content of the JSON file, and the main predictor with its scores.
+    The noise ceiling is computed only with `ceiling_seed`. Returns the content of the JSON file, and the main predictor
+    with its scores.
     """
     scored = ScoredPredictor.of(rows, main.prediction, main.bucket_edges)
     predictions: dict[str, PredictedRows] = {}
@@ -289,10 +287,10 @@ def compare(
 def conformal_coverage(
     predictor: OpenedPredictor, rows: EvaluationRows, prediction: PredictedRows
 ) -> dict[str, Any] | None:
-    """Coverage of the predictor's conformal quantiles, over all outputs and by served model; None if it has none.
+    """Coverage of the predictor's conformal quantiles, overall and by served model; None if the predictor has none.
 
-    Over outputs of prompts whose quantile lies below max_tokens. InputError if the file of quantiles is broken, or was made
-    for other served models.
+    Only outputs of prompts whose quantile is below max_tokens are counted. InputError if the file of quantiles is invalid
+    or belongs to other served models.
     """
     if prediction.mu is None or prediction.sigma is None:
         return None

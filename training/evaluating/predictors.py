@@ -1,4 +1,4 @@
-"""Predictors out of folders: a checkpoint of `train`, or an artifact of `export-onnx`."""
+"""Loading of predictors from a folder: a checkpoint of `train`, or an artifact of `export-onnx`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Accelerator = Literal["auto", "cpu", "cuda"]
 FloatArray = NDArray[np.float64]
 CONFIG, TRAINING = "config.json", "training.json"
-#: Degrees of freedom of fits where a predictor has no distribution of its own.
+#: Degrees of freedom of fits for predictors without a fixed nu.
 DEFAULT_NU = 3.5
 #: Rows between two steps of the progress bar.
 _PROGRESS_ROWS = 512
@@ -30,25 +30,25 @@ _PROGRESS_ROWS = 512
 
 @dataclass(frozen=True, slots=True)
 class PredictedRows:
-    """Predictions of G rows; None where a predictor has no such head."""
+    """Predictions of G rows; None for heads that the predictor does not have."""
 
     # mu, sigma: parameters of the log-t distribution [G], log tokens.
     mu: FloatArray | None = None
     sigma: FloatArray | None = None
-    nu: float | FloatArray = DEFAULT_NU  # its degrees of freedom, one for all or [G]
+    nu: float | FloatArray = DEFAULT_NU  # degrees of freedom, shared or [G]
     urgency: FloatArray | None = None  # probabilities of urgency levels [G, K]
     bucket: FloatArray | None = None  # probabilities of length buckets [G, K]
-    regression_tokens: FloatArray | None = None  # one length in tokens [G]
+    regression_tokens: FloatArray | None = None  # point prediction in tokens [G]
     rank: FloatArray | None = None  # score [G], larger = longer
     # Scale of the outputs of one prompt [G], log tokens; sigma includes the predictor's own error in mu.
     sigma_within: FloatArray | None = None
-    # Of ln tokens at `scheduler_core.lengths.quantiles.LEVELS` [G, K], in place of the shape of the log-t.
+    # Quantiles of ln tokens at `scheduler_core.lengths.quantiles.LEVELS` [G, K], which replace the log-t distribution.
     quantiles: FloatArray | None = None
 
     def ordering(self) -> tuple[str, FloatArray]:
-        """Head that orders requests, and its score [G], larger = longer; InputError if no head predicts the length.
+        """Name of the head that orders requests, and its score [G], larger = longer; InputError without such a head.
 
-        The median of the distribution, or else the regression's tokens, the rank's score, or the expected bucket.
+        The score is the first available of: mu, regression tokens, rank score, expected bucket.
         """
         if self.mu is not None:
             return "length", self.mu
@@ -66,29 +66,29 @@ Predict = Callable[[Sequence[str], Sequence[str | None], Sequence[float | None]]
 
 @dataclass(frozen=True, slots=True)
 class OpenedPredictor:
-    """A predictor out of either kind of folder."""
+    """A predictor loaded from a checkpoint or an artifact."""
 
-    # What it is, for reports: kind ("checkpoint" or "artifact"), nu, and what identifies it.
+    # For reports: kind ("checkpoint" or "artifact"), nu, and the identity of the predictor.
     description: Mapping[str, Any]
-    # Degrees of freedom of its distributions if they are all the same, None if it has none or learns them.
+    # Fixed degrees of freedom of the distributions; None if they are learned, or no distribution is predicted.
     nu: float | None
-    predict: Predict  # (prompts, served models, temperatures), each [G], to the predictions
-    bucket_edges: tuple[float, ...]  # of the bucket head, in tokens
-    urgency_levels: tuple[str, ...]  # names of its urgency levels, the most urgent first; empty: no such head
-    served_models: tuple[str, ...]  # those it is conditioned on; empty: it does not see the served model
-    data: Mapping[str, Any]  # its training data: name, SHA-256, split, baselines
-    conversations: bool  # it tokenizes whole conversations, not the last user message only
-    folder: Path  # where it is
+    predict: Predict  # (prompts, served models, temperatures), each [G] -> predictions
+    bucket_edges: tuple[float, ...]  # edges of the bucket head, in tokens
+    urgency_levels: tuple[str, ...]  # names of the urgency levels, the most urgent first; empty: no such head
+    served_models: tuple[str, ...]  # known served models; empty: not conditioned on the served model
+    data: Mapping[str, Any]  # training data: name, SHA-256, split, baselines
+    conversations: bool  # whether whole conversations are encoded, not only the last user message
+    folder: Path
 
     @property
     def fit_nu(self) -> float:
-        """Degrees of freedom of the fits that its parameters are compared with."""
+        """Degrees of freedom of the fits that predicted parameters are compared with."""
         return DEFAULT_NU if self.nu is None else self.nu
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceOptions:
-    """Prompts per call, threads (None: one for an artifact, torch's default for a checkpoint), progress bars, device."""
+    """Options of batch inference; threads None: one for an artifact, torch's default for a checkpoint."""
 
     batch_size: int = 16
     threads: int | None = None
@@ -99,8 +99,8 @@ class InferenceOptions:
 def open_predictor(
     folder: str | Path, options: InferenceOptions, field: str = "predictor"
 ) -> OpenedPredictor:
-    """Opens an artifact (it has a manifest) or a checkpoint; "pretrained" and "tiny" are the artifacts that come with
-    tailcast. InputError if it is neither, or broken."""
+    """Opens an artifact or a checkpoint; "pretrained" and "tiny" are the artifacts shipped with tailcast. InputError if
+    the folder is neither, or is damaged."""
     path = predictor_folder(folder)
     if (path / MANIFEST).is_file():
         return _open_artifact(path, options)
@@ -122,7 +122,7 @@ def _open_artifact(folder: Path, options: InferenceOptions) -> OpenedPredictor:
     ) -> PredictedRows:
         columns = (prompts, served_models, temperatures) if conditioned else (prompts,)
         first, of_row = distinct(*columns)
-        # Rows of similar length share a batch, and every step of the bar takes about as long.
+        # Sorting by length reduces padding.
         by_length = np.argsort([len(prompts[row]) for row in first], kind="stable")
         parts = []
         for start in tracked(range(0, len(first), _PROGRESS_ROWS), "predict", options.progress):
@@ -189,7 +189,7 @@ def predict_rows(
     temperatures: Sequence[float | None],
     options: InferenceOptions,
 ) -> PredictedRows:
-    """Predicts G rows with a checkpoint on any device."""
+    """Predicts G rows with a checkpoint, on the device of its model."""
     from training.prediction import predict_prompts
 
     outputs = predict_prompts(
@@ -207,7 +207,7 @@ def predict_rows(
 
 
 def distinct(*columns: Sequence[Any]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """First row of each distinct combination of values [D], and the number of each row's combination [G]."""
+    """First row of each distinct combination of values [D], and the index of each row's combination [G]."""
     numbers: dict[tuple[Any, ...], int] = {}
     of_row = [numbers.setdefault(values, len(numbers)) for values in zip(*columns, strict=True)]
     _, first = np.unique(of_row, return_index=True)

@@ -1,4 +1,4 @@
-"""Reports of an evaluation: a table for the log, a page in Markdown (`docs/evaluation.md`), a page in HTML with figures."""
+"""Reports of an evaluation: a table for the log, a Markdown page (`docs/evaluation.md`), and an HTML page with figures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scheduler_core.report.page import Page, markdown_table
 from scheduler_core.report.plotting import COLORS, GRAY, new_figure, svg
 from training.evaluating.evaluation import MIN_COMPARED, ScoredPredictor
 
-#: Names of the rows of a table, where the key is not clear enough.
+#: Key of a baseline or bound -> its name in tables.
 LABELS = {
     "constant": "constant",
     "marginal": "one distribution",
@@ -20,7 +20,7 @@ LABELS = {
     "half_of_outputs": "half of the outputs",
     "true_parameters": "true parameters (simulated)",
 }
-#: Heading -> path of the number in the metrics, and its format.
+#: Column heading -> path of the number in the metrics, and its format.
 COLUMNS: dict[str, tuple[tuple[str, ...], str]] = {
     "fits": (("num_fits_compared",), "d"),
     "R2 mu": (("mu", "r2"), ".3f"),
@@ -40,19 +40,19 @@ COLUMNS: dict[str, tuple[tuple[str, ...], str]] = {
     "CRPS log": (("crps_log_tokens",), ".4f"),
     "nll": (("nll",), ".3f"),
 }
-#: Columns that the log leaves to the pages.
+#: Columns that are shown on the pages but not in the log.
 _PAGES_ONLY = {"MAE mu", "RMSE mu", "R2 log1p sigma", "MAE sigma", "pairs right", "nll"}
 MEANINGS = {
-    "fits": f"prompts with a fit of their own, which takes 3 outputs: what the columns up to the next count are made from; - below {MIN_COMPARED}.",
-    "outputs": "what the other columns are made from.",
+    "fits": f"number of prompts with a fit (at least 3 outputs), used for the columns up to `outputs`; - below {MIN_COMPARED}.",
+    "outputs": "number of outputs, used for the remaining columns.",
     "tau, one output": f"Kendall's tau-b of predicted order and one output of each prompt; - below {MIN_COMPARED} prompts.",
     "MAE tokens": "mean absolute error of the predicted median against the mean length of a prompt's outputs.",
     "R2, MAE, RMSE": "predicted parameters against log-t fits to each prompt's own outputs (mu: log tokens; sigma as log(1 + sigma)).",
     "tau, pairs right": "Kendall's tau-b of predicted order and fitted mu; fraction of pairs in the right order (ties: half).",
     "P50, P90, P99": "fraction of outputs at most as long as the predicted quantile, over prompts whose quantile is below max_tokens.",
-    "CRPS, CRPS log": "of the served length, in tokens and in log tokens; smaller is better, and nll (nats) too.",
-    "half of the outputs": "a fit to one half of a prompt's outputs, scored on the other half. Not an upper bound: such fits are noisy.",
-    "true parameters (simulated)": "outputs drawn from each fit, scored with its parameters: a perfect predictor with so many outputs per prompt. A little too high, because the fits vary more than the truth.",
+    "CRPS, CRPS log, nll": "CRPS of the served length in tokens and in log tokens, and negative log-likelihood in nats; smaller is better.",
+    "half of the outputs": "a fit to one half of a prompt's outputs, scored on the other half. Not an upper bound, because such fits are noisy.",
+    "true parameters (simulated)": "outputs drawn from each fit, scored with the parameters of the fit: a perfect predictor with the same number of outputs per prompt. Slightly too high, because fits vary more than the true parameters.",
 }
 
 Rows = Sequence[Sequence[str]]
@@ -66,7 +66,7 @@ def table_rows(content: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def format_metric(metrics: Mapping[str, Any], column: str) -> str:
-    """A number of a table as text; - where there is none."""
+    """Formats a metric for a table; "-" if it is missing."""
     path, form = COLUMNS[column]
     value: Any = metrics
     for name in path:
@@ -75,7 +75,7 @@ def format_metric(metrics: Mapping[str, Any], column: str) -> str:
 
 
 def report_lines(content: Mapping[str, Any]) -> list[str]:
-    """The main numbers as lines of a table."""
+    """Lines of a plain-text table of the main metrics."""
     columns = [name for name in COLUMNS if name not in _PAGES_ONLY]
     rows = [(name, [format_metric(part, column) for column in columns]) for name, part in table_rows(content)]
     return [
@@ -85,7 +85,7 @@ def report_lines(content: Mapping[str, Any]) -> list[str]:
 
 
 def write_markdown(content: Mapping[str, Any], path: Path) -> None:
-    """Writes the page in Markdown."""
+    """Writes the report as a Markdown page."""
     parts = ["# Evaluation", _summary(content)]
     for title, introduction, header, rows in _tables(content):
         parts += [f"## {title}", introduction, markdown_table(header, rows)]
@@ -98,7 +98,7 @@ def write_markdown(content: Mapping[str, Any], path: Path) -> None:
 
 
 def write_html(scored: ScoredPredictor, content: Mapping[str, Any], path: Path) -> None:
-    """Writes the page in HTML, with a figure."""
+    """Writes the report as an HTML page, with figures."""
     page = Page("Evaluation of a length predictor", _summary(content))
     for title, introduction, header, rows in _tables(content):
         page.heading(title)
@@ -108,9 +108,9 @@ def write_html(scored: ScoredPredictor, content: Mapping[str, Any], path: Path) 
     page.table(("name", "meaning"), MEANINGS.items(), text_columns=(0, 1))
     if scored.scores is not None:
         page.heading("Reliability")
-        caption = "Predicted against fitted parameters, and observed coverage over its level"
+        caption = "Predicted against fitted parameters, and observed coverage against its nominal level"
         page.figure(svg(_figure(scored, content)), caption)
-    page.heading("Made with")
+    page.heading("Configuration")
     settings = [(name, "-" if value is None else str(value)) for name, value in content["config"].items()]
     page.table(("option", "value"), settings, text_columns=(0, 1))
     page.note(_versions(content))
@@ -118,7 +118,7 @@ def write_html(scored: ScoredPredictor, content: Mapping[str, Any], path: Path) 
 
 
 def _figure(scored: ScoredPredictor, content: Mapping[str, Any]) -> Any:
-    """Predicted against fitted mu and sigma; coverage of all outputs and of each served model over its level."""
+    """Draws predicted against fitted mu and sigma, and coverage against its nominal level, overall and by served model."""
     figure, axes = new_figure(13, 4.2, columns=3)
     rows, prediction = scored.rows, scored.prediction
     sigma = prediction.sigma if prediction.sigma_within is None else prediction.sigma_within
@@ -162,13 +162,13 @@ def _cells(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def _tables(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Sequence[str], Rows]]:
-    """Title, introduction, header and rows of each table that the content has."""
+    """Title, introduction, header and rows of each table in the content."""
     rows: Rows = [(name, *_cells(metrics)) for name, metrics in table_rows(content)]
     yield "All predictors", "", ("predictor", *COLUMNS), rows
     if reliability := content["ceiling"].get("reliability"):
         text = (
-            "Correlation of fits to halves of the outputs, stepped up by Spearman and Brown: the R2 of the true "
-            "parameters against the fits."
+            "Correlation of the fits to both halves of the outputs, with Spearman-Brown correction. It estimates the R2 "
+            "of the true parameters against the fits."
         )
         values = ["-" if value is None else f"{value:.3f}" for value in reliability.values()]
         yield "Reliability of the fits", text, ("parameter", *reliability), [("reliability", *values)]

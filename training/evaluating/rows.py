@@ -1,4 +1,4 @@
-"""Rows of an evaluation: prompts with served model and temperature, their outputs, and fits to the outputs."""
+"""Rows of an evaluation: prompt, served model and temperature, with outputs and fits to the outputs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ FloatArray = NDArray[np.float64]
 class EvaluationRows:
     """G rows, each a prompt with the outputs of one served model at one temperature."""
 
-    fits: FittedGroups  # the outputs, and a log-t fit to the outputs of each row
+    fits: FittedGroups  # outputs and a log-t fit of each row
     prompts: Sequence[str]  # [G]
-    served_models: Sequence[str | None]  # None if the data have no name [G]
-    temperatures: Sequence[float | None]  # sampling temperature, None if the data have none [G]
-    outputs: OutputLengths  # all outputs, flat
-    compared: NDArray[np.intp]  # rows with a fit to compare parameters with [C]
+    served_models: Sequence[str | None]  # None if unnamed [G]
+    temperatures: Sequence[float | None]  # sampling temperature, None if unknown [G]
+    outputs: OutputLengths  # outputs of all rows, flat
+    compared: NDArray[np.intp]  # indices of the rows with a usable fit [C]
 
     def __len__(self) -> int:
         return len(self.fits)
@@ -58,12 +58,12 @@ class EvaluationRows:
         )
 
     def mean_lengths(self) -> FloatArray:
-        """Mean served length of each row in tokens [G]; a truncated output counts with the length it was truncated at."""
+        """Mean served length of each row in tokens [G]; truncated outputs count with their truncated length."""
         sums = np.bincount(self.outputs.owner, weights=self.outputs.lengths, minlength=len(self))
         return np.asarray(sums / self.fits.groups.counts)
 
     def first_lengths(self) -> FloatArray:
-        """Length of each row's first output in tokens [G], as one request would observe it."""
+        """Length of each row's first output in tokens [G], as observed for a single request."""
         return self.outputs.lengths[self.fits.groups.offsets[:-1]]
 
 
@@ -72,8 +72,8 @@ def _column(fits: FittedGroups, name: str) -> list[Any]:
 
 
 def of_split(fits: FittedGroups, data: Mapping[str, Any], split: str) -> FittedGroups:
-    """Groups whose prompt id falls into a split of the predictor's training `data`; "all": every group. InputError if the
-    training data were not split, or the groups have no prompt_id, or none of them is in the split."""
+    """Selects the groups of a split of the predictor's training `data`, by prompt id; "all" selects every group. InputError
+    if the training data were not split, the groups have no prompt_id, or the split is empty."""
     if split == "all":
         return fits
     parts = data.get("split")
@@ -91,7 +91,7 @@ def of_split(fits: FittedGroups, data: Mapping[str, Any], split: str) -> FittedG
 
 
 def warn_of_training_prompts(data: Mapping[str, Any], prompts: Sequence[str], split: str) -> None:
-    """Warns if some prompts are training prompts, estimated by hashes in the predictor's `data`, unless `split` is train."""
+    """Warns if some prompts were used for training, estimated from hashes in the predictor's `data`, unless `split` is train."""
     fraction = overlap(prompts, data.get("smallest_hashes") or ())
     if fraction == 0 or split == "train":
         return

@@ -126,7 +126,7 @@ def _baselines(training_fits: FittedGroups | None, predictor: OpenedPredictor) -
 
 
 def _write_predictions(path: Path, rows: EvaluationRows, prediction: PredictedRows) -> None:
-    """Writes key columns, prompt, predicted mu, sigma, nu, and fitted mu, sigma as Parquet."""
+    """Writes key columns, prompt, predicted mu, sigma and nu, and fitted mu and sigma as Parquet."""
     if prediction.mu is None or prediction.sigma is None:
         raise InputError("predictions", str(path), "unset: this predictor has no distribution")
     table = rows.fits.groups.rows

@@ -1,15 +1,15 @@
 """Scores of predictions: predicted distributions against outputs, predicted parameters and rankings against fits.
 
-All scores of distributions respect censoring, that is outputs truncated at max_tokens:
+All scores of distributions account for outputs truncated at max_tokens (censoring):
 
-- pit: u = F(x), the predicted probability of an output at most as long. Of a truncated output only u >= F(max_tokens)
-  is observed.
-- coverage at level p: how often a length is at most its predicted p-quantile q, that is u <= p. If q is below max_tokens,
-  this is observed for all outputs, truncated or not. Whether q is below max_tokens depends on the prediction only, so the
-  fraction among the outputs of such prompts is an unbiased estimate. `low` and `high` bound the coverage over all
-  outputs: truncated outputs with q above max_tokens are all longer, or all shorter, than q.
-- pinball loss and CRPS: of the served length min(X, max_tokens), which is observed even for truncated outputs; the predicted
-  quantile is min(q, max_tokens) too. In tokens, and in ln tokens, where long outputs weigh no more than short ones.
+- pit: u = F(x), the predicted probability of an output of at most this length. For a truncated output only
+  u >= F(max_tokens) is observed.
+- coverage at level p: fraction of outputs at most as long as their predicted p-quantile q, that is with u <= p. If q is
+  below max_tokens, this is observed for all outputs, truncated or not. Whether q is below max_tokens depends only on the
+  prediction, so the fraction over the outputs of such prompts is an unbiased estimate. `low` and `high` bound the coverage
+  over all outputs, by counting all truncated outputs with q above max_tokens as longer, or as shorter, than q.
+- pinball loss and CRPS: for the served length min(X, max_tokens), which is observed even for truncated outputs, and the
+  quantile min(q, max_tokens). In tokens, and in ln tokens, where long outputs have no more weight than short ones.
 - nll: -ln f(x), for truncated outputs -ln(1 - F(x)); in nats, x in tokens.
 """
 
@@ -40,7 +40,7 @@ CALIBRATION_LEVELS = tuple(round(0.05 * step, 2) for step in range(1, 20))
 #: CRPS is twice the mean pinball loss over all levels; this grid is its midpoint rule.
 CRPS_LEVELS = (np.arange(100) + 0.5) / 100
 PIT_BINS = 20
-#: Probabilities closer than this are equal.
+#: Probabilities that differ by less are considered equal.
 _ROUNDING = 1e-12
 
 
@@ -48,10 +48,10 @@ _ROUNDING = 1e-12
 class OutputLengths:
     """N outputs of G prompts."""
 
-    owner: NDArray[np.intp]  # prompt of each output [N]
-    lengths: FloatArray  # in tokens [N]; of a truncated output the length it was truncated at
-    finished: BoolArray  # False where the output was truncated [N]
-    max_tokens: FloatArray  # limit of the outputs of each prompt in tokens, infinite if there is none [G]
+    owner: NDArray[np.intp]  # index of each output's prompt [N]
+    lengths: FloatArray  # in tokens [N]; the truncated length for truncated outputs
+    finished: BoolArray  # False if the output was truncated [N]
+    max_tokens: FloatArray  # limit of the outputs of each prompt in tokens, infinite if unlimited [G]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -61,24 +61,24 @@ class OutputLengths:
 class OutputScores:
     """Scores of N outputs under predicted distributions; CRPS and nll are [N]."""
 
-    finished: BoolArray  # False where the output was truncated [N]
-    pit: FloatArray  # F(x) [N], of a truncated output at the length it was truncated at
+    finished: BoolArray  # False if the output was truncated [N]
+    pit: FloatArray  # F(x) [N], at the truncated length for truncated outputs
     pit_at_limit: FloatArray  # F(max_tokens of its prompt) [N], 1 without a limit
-    pinball_tokens: FloatArray  # at each of COVERAGE_LEVELS [N, 3]
+    pinball_tokens: FloatArray  # pinball loss at each of COVERAGE_LEVELS [N, 3]
     crps_tokens: FloatArray
     crps_log: FloatArray
     nll: FloatArray
 
     def coverage(self, level: float, rows: Rows = slice(None)) -> dict[str, float | None]:
-        """Observed coverage of the predicted quantile of a level over some outputs, at least one.
+        """Observed coverage of the predicted quantile of a level over the selected outputs, at least one.
 
         Returns:
-            level; estimate (None if no quantile lies below max_tokens); observed_fraction, the fraction of outputs it is
-            made from; low and high, bounds over all outputs.
+            level; estimate (None if no quantile is below max_tokens); observed_fraction: fraction of outputs used for the
+            estimate; low and high: bounds over all outputs.
         """
         pit, finished = self.pit[rows], self.finished[rows]
         covered = finished & (pit <= level + _ROUNDING)
-        # At q = max_tokens the output that was truncated there is longer than q.
+        # At q = max_tokens, an output truncated at max_tokens is longer than q.
         observed = self.pit_at_limit[rows] >= level - _ROUNDING
         uncertain = ~finished & (pit < level - _ROUNDING)
         return {
@@ -90,7 +90,7 @@ class OutputScores:
         }
 
     def pit_histogram(self, rows: Rows = slice(None)) -> list[float]:
-        """Fraction of outputs in each of 20 equal bins of [0, 1]; a truncated output counts evenly over [F(x), 1]."""
+        """Fraction of outputs in each of 20 equal bins of [0, 1]; a truncated output is spread evenly over [F(x), 1]."""
         pit, finished = self.pit[rows], self.finished[rows]
         counts = np.histogram(pit[finished], bins=PIT_BINS, range=(0.0, 1.0))[0].astype(np.float64)
         truncated = np.minimum(pit[~finished], 1 - 1e-12)
@@ -102,7 +102,7 @@ class OutputScores:
         return [float(count / total) if total else 0.0 for count in counts]
 
     def summary(self, rows: Rows = slice(None)) -> dict[str, Any]:
-        """Means over the chosen outputs; see `docs/evaluation-format.md`."""
+        """Means over the selected outputs; see `docs/evaluation-format.md`."""
         if not len(self.pit[rows]):
             return dict(NO_SUMMARY)
         pinball = self.pinball_tokens[rows].mean(axis=0)
@@ -119,7 +119,7 @@ class OutputScores:
         }
 
 
-#: The summary of no outputs, or of a predictor without a distribution.
+#: Summary for an empty set of outputs, or for a predictor without a distribution.
 NO_SUMMARY: dict[str, Any] = {
     "coverage": {},
     "calibration": [],
@@ -132,12 +132,12 @@ NO_SUMMARY: dict[str, Any] = {
 
 
 def percent(level: float) -> str:
-    """Name of a level: p50, p90, p99."""
+    """Name of a quantile level, such as p50, p90 or p99."""
     return f"p{100 * level:g}"
 
 
 def standard_quantiles(levels: FloatArray, nu: float | FloatArray) -> FloatArray:
-    """Quantiles of Student-t(nu) [G or 1, L] at levels [L], for one nu or one for each prompt [G]; inf is normal."""
+    """Quantiles [G or 1, L] of Student-t(nu) at levels [L], for a scalar nu or one per prompt [G]; nu = inf is normal."""
     values, inverse = np.unique(np.atleast_1d(np.asarray(nu, dtype=np.float64)), return_inverse=True)
     return np.asarray(stdtrit(values[:, None], levels)[inverse])
 
@@ -149,8 +149,8 @@ def score_outputs(
     outputs: OutputLengths,
     quantiles: FloatArray | None = None,
 ) -> OutputScores:
-    """Scores N outputs under the log-t predicted for their prompts: mu and sigma [G] in log tokens, nu one for all or [G]; or,
-    where there are `quantiles` [G, K], under `LogQuantiles`."""
+    """Scores N outputs under the distributions predicted for their prompts: log-t with mu and sigma [G] in log tokens and
+    nu (scalar or [G]), or, with `quantiles` [G, K], `LogQuantiles`."""
     owner, lengths = outputs.owner, outputs.lengths
 
     def lengths_of(rows: Rows) -> LogT | LogQuantiles:
@@ -193,7 +193,7 @@ def score_outputs(
 
 
 def regression(true: FloatArray, predicted: FloatArray | None) -> dict[str, float | None]:
-    """R2, MAE, RMSE and MAPE of predictions [N]; R2 is None where the truth does not vary, MAPE where it is not positive."""
+    """R2, MAE, RMSE and MAPE of predictions [N]; R2 is None for a constant truth, MAPE unless all true values are positive."""
     if predicted is None or len(true) == 0:
         return dict.fromkeys(("r2", "mae", "rmse", "mape"))
     return {
@@ -205,7 +205,7 @@ def regression(true: FloatArray, predicted: FloatArray | None) -> dict[str, floa
 
 
 def kendall_tau(one: ArrayLike, other: ArrayLike) -> float | None:
-    """Kendall's tau-b of two rankings [N], in O(N log N); None if one of them ranks nothing."""
+    """Kendall's tau-b of two rankings [N], in O(N log N); None if one of them is constant."""
     first, second = np.asarray(one, dtype=np.float64), np.asarray(other, dtype=np.float64)
     if len(first) < 2 or (first == first[0]).all() or (second == second[0]).all():
         return None
@@ -213,12 +213,12 @@ def kendall_tau(one: ArrayLike, other: ArrayLike) -> float | None:
 
 
 def ranking(score: ArrayLike, true: ArrayLike) -> dict[str, float | None]:
-    """How well scores [N], larger = longer, order true lengths [N].
+    """Ranking metrics of scores [N], larger = longer, against true lengths [N].
 
     Returns:
         tau: Kendall's tau-b.
-        pair_accuracy: Fraction of the pairs of different true length that the scores order right; a pair of equal scores
-            counts one half, as if ordered by chance. None where no two true lengths differ.
+        pair_accuracy: Fraction of correctly ordered pairs among those with different true lengths; a pair with equal
+            scores counts one half, as if ordered by chance. None if all true lengths are equal.
     """
     scores, truth = np.asarray(score, dtype=np.float64), np.asarray(true, dtype=np.float64)
     pairs = len(truth) * (len(truth) - 1) / 2

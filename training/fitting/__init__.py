@@ -1,1 +1,1 @@
-"""From sampled output lengths to one length distribution for each prompt."""
+"""Fitting of one length distribution for each prompt to sampled output lengths."""

@@ -1,8 +1,8 @@
-"""Maximum-likelihood estimates of many groups at once, by the compiled solver or by scipy's L-BFGS-B.
+"""Maximum-likelihood estimates for many groups, by the compiled solver or by scipy's L-BFGS-B.
 
-| family | parameters | free | TIE, table 1 |
+| family | parameters | fitted | in TIE, table 1 |
 |---|---|---|---|
-| log-t | mu, sigma (log tokens), nu | mu, sigma, and nu if it is free | yes, both ways |
+| log-t | mu, sigma (log tokens), nu | mu, sigma, optionally nu | yes, with fixed and with free nu |
 | log-normal | mu, sigma (log tokens), nu = inf | mu, sigma | yes |
 | gamma | shape, scale (tokens) | both | yes |
 | weibull | shape, scale (tokens) | both | yes |
@@ -31,39 +31,39 @@ from training.fitting.kernels.solve import log_t_model
 FloatArray = NDArray[np.float64]
 FamilyName = Literal["log-t", "log-normal", "gamma", "weibull", "exponential"]
 Solver = Literal["batched", "lbfgsb"]
-#: Smallest sigma of a fit. Where a fraction above nu/(nu+1) of the lengths is equal the likelihood has no maximum (Kent &
-#: Tyler 1991), sigma -> 0; a thousandth of the length is finer than one token in a thousand.
+#: Smallest sigma of a fit. If a fraction above nu/(nu+1) of the lengths is equal, the likelihood has no maximum and
+#: sigma -> 0 (Kent & Tyler 1991). A relative scale of 0.001 is below the resolution of lengths up to 1000 tokens.
 SIGMA_FLOOR = 1e-3
 _FLOOR = math.log(SIGMA_FLOOR)
-#: Groups of fewer samples are not fitted.
+#: Minimum number of samples of a fitted group.
 MIN_SAMPLES = 3
-# L-BFGS-B's line search ends where the likelihood, of sixteen digits, no longer grows: at slopes of about 1e-7.
+# L-BFGS-B's line search stops when the likelihood no longer grows in double precision, at slopes of about 1e-7.
 _LBFGSB_SLOPE = 1e-5
-#: Where L-BFGS-B starts over ln nu in [1, 100]; at infinity, the log-normal, nu stays.
+#: Start values of nu in [1, 100] for L-BFGS-B; infinity is the log-normal, whose nu is fixed.
 _FIRST_NU = (1.0, 4.0, 20.0, math.inf)
 _NU_STEP = 1e-4
-# Worse than any mean log-likelihood: the objective beyond the float range.
+# Objective outside the float range: larger than any mean negative log-likelihood.
 _FAR = 1e30
-_NOTHING = np.empty(0)
+_EMPTY = np.empty(0)
 _MAX_INSERTION_SORT = 48
 _NOT_FITTED = kernel.ALL_CENSORED | kernel.TOO_FEW_SAMPLES
 
 
 class Solution(NamedTuple):
-    """Maxima over a kernel's parameters, arrays [G]; see `kernels` for what m and s mean in each family."""
+    """Maxima over the kernel parameters, arrays [G]; see `kernels` for the meaning of m and s in each family."""
 
     # m, s, nu: location, ln of the scale, degrees of freedom.
     m: FloatArray
     s: FloatArray
     nu: FloatArray
     log_likelihood: FloatArray  # of all samples, x in tokens
-    # se_m, se_s, se_log_nu, cov_m_s: standard errors by the observed information, and the covariance of m and s; NaN
-    # where the data do not determine them.
+    # se_m, se_s, se_log_nu, cov_m_s: standard errors from the observed information, and the covariance of m and s; NaN
+    # if the data do not determine them.
     se_m: FloatArray
     se_s: FloatArray
     se_log_nu: FloatArray
     cov_m_s: FloatArray
-    slope: FloatArray  # the largest that is left
+    slope: FloatArray  # largest remaining slope of the mean log-likelihood
 
 
 Columns = dict[str, FloatArray]
@@ -94,13 +94,13 @@ def _exponential(at: Solution) -> tuple[Columns, Columns]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How the kernels fit one family."""
+    """A family of distributions, and its settings in the kernels."""
 
-    label: str  # name as part of a column
-    code: int  # what the kernels branch on
-    nu: float | None  # degrees of freedom; None if they are free, unused outside the log-t
-    fixed_scale: bool  # whether sigma stays 1
-    num_parameters: int  # free ones, for AIC
+    label: str  # name in column names
+    code: int  # family code of the kernels
+    nu: float | None  # degrees of freedom; None: free; used by the log-t only
+    fixed_scale: bool  # whether sigma is fixed to 1
+    num_parameters: int  # number of free parameters, for AIC
     parameters: Callable[[Solution], tuple[Columns, Columns]]  # values and standard errors by name
 
 
@@ -113,7 +113,7 @@ _FAMILIES = {
 
 
 def family_of(name: str, nu: float | None = 3.5) -> Family:
-    """The family of this name; `nu` (None = free; else above 0) matters for the log-t only."""
+    """The family of this name; `nu` (None = free; else above 0) is used by the log-t only."""
     if name == "log-t":
         if nu is None:
             return Family("log_t_free", LOG_T, None, False, 3, _location_scale)
@@ -124,14 +124,14 @@ def family_of(name: str, nu: float | None = 3.5) -> Family:
 
 
 def compared_families(nu: float | None) -> dict[str, Family]:
-    """Label -> family of TIE's table 1: log-t with the given (or the paper's) nu, log-t with free nu, and the others."""
+    """Label -> family of TIE's table 1: log-t with fixed nu (default: the paper's), log-t with free nu, and the others."""
     families = [family_of("log-t", 3.5 if nu is None else nu), family_of("log-t", None), *_FAMILIES.values()]
     return {family.label: family for family in families}
 
 
 @dataclass(frozen=True, slots=True)
 class SortedLengths:
-    """Observations of G groups as the kernels take them: sorted keys and weights (empty = all 1), and offsets [G + 1]."""
+    """Observations of G groups in the kernels' format: sorted keys and weights (empty = all 1), and offsets [G + 1]."""
 
     keys: NDArray[np.int64]
     weights: FloatArray
@@ -155,13 +155,13 @@ class SortedLengths:
         kernel.sort_small_groups(keys, ends, _MAX_INSERTION_SORT)
         for group in np.flatnonzero(np.diff(ends) > _MAX_INSERTION_SORT):
             keys[ends[group] : ends[group + 1]].sort()
-        return cls(keys, _NOTHING, ends)
+        return cls(keys, _EMPTY, ends)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def group(self, number: int) -> SortedLengths:
-        """One group as a sample of its own."""
+        """A single group."""
         rows = slice(self.offsets[number], self.offsets[number + 1])
         weights = self.weights[rows] if self.weights.size else self.weights
         return SortedLengths(self.keys[rows], weights, np.array([0, rows.stop - rows.start]))
@@ -171,25 +171,25 @@ class SortedLengths:
 class Estimates:
     """Estimates of G groups."""
 
-    # family, solution: what was fitted, and parameters and standard errors as the kernels name them.
+    # family, solution: fitted family, and its kernel parameters with standard errors.
     family: Family
     solution: Solution
     flags: NDArray[np.int64]  # bits of `kernels.groups`, [G]
-    # No slope of the mean log-likelihood above 1e-8 (by lbfgsb 1e-5), or all samples are equal; [G].
+    # No slope of the mean log-likelihood exceeds 1e-8 (lbfgsb: 1e-5), or all samples are equal; [G].
     converged: NDArray[np.bool_]
 
     @property
     def log_likelihood(self) -> FloatArray:
-        """Of all samples, x in tokens [G]; NaN where not fitted."""
+        """Log-likelihood of all samples, x in tokens [G]; NaN if not fitted."""
         return self.solution.log_likelihood
 
     @property
     def fitted(self) -> NDArray[np.bool_]:
-        """Groups with a likelihood to maximize: neither all samples censored nor too few of them, [G]."""
+        """Whether each group was fitted: enough samples, not all of them censored [G]."""
         return np.asarray((self.flags & _NOT_FITTED) == 0)
 
     def distances(self, sample: SortedLengths) -> tuple[FloatArray, FloatArray]:
-        """Kolmogorov-Smirnov and Anderson-Darling statistics [G] of the sample; NaN where not fitted."""
+        """Kolmogorov-Smirnov and Anderson-Darling statistics [G] of the sample; NaN if not fitted."""
         at, free = self.solution, self.family.nu is None
         model = _model(self.family)
         both = kernel.group_distances(
@@ -199,7 +199,7 @@ class Estimates:
 
 
 def _model(family: Family, nu: float | None = None) -> Model:
-    """The family as the kernels take it; `nu` where it is free."""
+    """Kernel model of a family; `nu` is its value if it is free."""
     if nu is not None and family.nu is None:
         return log_t_model(nu, _FLOOR)
     nu = math.inf if family.nu is None else family.nu
@@ -212,13 +212,13 @@ _constants = lru_cache(maxsize=256)(constants_of)
 def estimate(
     sample: SortedLengths, family: Family, *, solver: Solver = "batched", integers: bool = False
 ) -> Estimates:
-    """Fits every group by itself.
+    """Fits every group independently.
 
     Args:
-        sample, family: Observations by group, and what to fit.
-        solver: batched = compiled Newton for all groups; lbfgsb = scipy's L-BFGS-B, group by group (the paper's).
-            Groups that the first does not bring to its target are handed to the second.
-        integers: Whether a finished length x stands for [x - 1/2, x + 1/2] instead of the density at x.
+        sample, family: Observations by group, and the family to fit.
+        solver: batched = compiled Newton for all groups, with lbfgsb as fallback for groups that do not converge;
+            lbfgsb = scipy's L-BFGS-B, group by group (as in the TIE paper).
+        integers: Whether a finished length x contributes P(x - 1/2 < X < x + 1/2) instead of the density at x.
     """
     numbers, flags, converged = kernel.fit_groups(
         sample.keys, sample.weights, sample.offsets, _model(family), family.nu is None, integers, MIN_SAMPLES
@@ -226,7 +226,7 @@ def estimate(
     usable = (flags & (_NOT_FITTED | kernel.CONSTANT)) == 0
     again = np.flatnonzero(usable if solver == "lbfgsb" else usable & ~converged)
     if len(again):
-        # The optimizer's arrays of two numbers are forty times slower with more threads.
+        # With several BLAS threads the optimizer's two-element arrays are forty times slower.
         with threadpool_limits(limits=1, user_api="blas"):
             for number in again:
                 flags[number], converged[number] = _by_lbfgsb(
@@ -236,8 +236,8 @@ def estimate(
 
 
 def _by_lbfgsb(group: SortedLengths, family: Family, integers: bool, numbers: FloatArray) -> tuple[int, bool]:
-    """Fits one group over (m, s), and ln nu where it is free, by scipy; writes its row of `numbers`; returns flags and
-    convergence."""
+    """Fits one group over (m, s), and ln nu if it is free, with scipy. Writes its row of `numbers`; returns its flags and
+    whether it converged."""
     logs = np.empty(len(group.keys))
     first_m, first_s = kernel.first_guess(family.code, group.keys, logs)
     first_s = 0.0 if family.fixed_scale else max(first_s, _FLOOR)
@@ -273,9 +273,9 @@ def _minimize(
     *,
     is_free: bool = False,
 ) -> tuple[float, float, float, float]:
-    """(m, s, nu, mean negative log-likelihood) by L-BFGS-B from `start` and, if it is free, from nu.
+    """Minimizes by L-BFGS-B from `start` and, if it is free, from nu; returns (m, s, nu, mean negative log-likelihood).
 
-    m is counted in units of the first sigma; the slope over ln nu is a central difference.
+    m is scaled by the initial sigma; the derivative by ln nu is a central difference.
     """
     unit, weight = math.exp(start[1]), observations.total_weight
 

@@ -1,13 +1,13 @@
-"""From a file of output lengths to a file of fits, block by block: resumable, in processes or on a Ray cluster.
+"""Resumable fitting of a file of output lengths, block by block, in several processes or on a Ray cluster.
 
-The folder OUT.parts holds what an interrupted run has finished:
+The folder OUT.parts stores the state of an unfinished run:
 
 | file | content |
 |---|---|
-| manifest.json | input, options and versions; a run that differs in any of them cannot resume |
+| manifest.json | input, options and versions; only a run with the same ones can resume |
 | shard-NUMBER.parquet | fits of one block, written atomically |
-| whole.parquet | all of them, before it becomes OUT |
-| grouping/ | what DuckDB does not hold in memory |
+| whole.parquet | fits of all blocks, before the file is moved to OUT |
+| grouping/ | temporary files of DuckDB |
 
 The output does not depend on the number of processes or machines, nor on interruptions.
 """
@@ -44,7 +44,7 @@ from training.fitting.fits import NUM_ERRORS, FitOptions, fit_groups, fits_table
 from training.fitting.sample_files import SampleFile, open_samples
 from training.fitting.samples import GROUP, ROW, GroupedLengths, check_enough, group_table
 
-#: Fits of a block as a table; a function that can be sent to another process.
+#: Picklable function that fits a block and returns a table.
 Fit = Callable[[GroupedLengths, FitOptions], pa.Table]
 Task = tuple[int, GroupedLengths]
 Result = tuple[int, pa.Table]
@@ -55,7 +55,7 @@ _RAY_RETRIES = 3
 
 
 def fit_block(groups: GroupedLengths, options: FitOptions) -> pa.Table:
-    """Fits of a block as a table `fits/2`."""
+    """Fits a block; returns a table `fits/2`."""
     return fits_table(fit_groups(groups, options))
 
 
@@ -72,20 +72,20 @@ def fit_file(
     progress: bool = False,
     fit: Fit = fit_block,
 ) -> dict[str, Any]:
-    """Fits all groups of a file of any format and size; the options are those of `fit-dist`.
+    """Fits all groups of a file of any supported format and size.
 
-    After an interruption of any kind the same call resumes with the finished blocks of the folder OUT.parts, which is
-    removed at the end, and at an early end before the first block is finished.
+    After an interruption the same call resumes from the finished blocks in the folder OUT.parts. The folder is removed
+    at the end, and when the run fails before the first block is finished.
 
     Args:
         samples, out: The input, see `sample_files`, and the Parquet file to write.
-        options: How groups are made and fitted.
-        versions: Of packages that the result depends on.
-        block_groups, processes, ray, resume, progress: As `fit-dist --help` explains them.
-        fit: Fits a block; the same for a group whatever is around it.
+        options: Grouping and fitting options.
+        versions: Versions of the packages that the result depends on.
+        block_groups, processes, ray, resume, progress: See `fit-dist --help`.
+        fit: Function that fits a block; the result of a group must not depend on the other groups of the block.
 
     Returns:
-        The identity of the input; the output's metadata has the number of failed samples.
+        The identity of the input. The number of failed samples is stored in the output's metadata.
 
     Raises:
         InputError: The input is damaged or has a value that is not allowed; no group has enough samples; finished
@@ -125,7 +125,7 @@ def fit_file(
                         bar.update(rows.pop(number))
             parts.assemble(source.path)
         except BaseException as error:
-            # A corrected input is another input, for which no block could be used.
+            # Finished blocks of an invalid input cannot be reused, because a corrected input is a different one.
             if (is_new and isinstance(error, InputError)) or not parts.shards():
                 parts.clear()
             raise
@@ -162,7 +162,7 @@ class _Parts:
         self.folder = out.with_name(out.name + ".parts")
 
     def open(self, manifest: dict[str, Any], *, resume: bool) -> bool:
-        """Makes the folder, or takes the one of an interrupted run of the same manifest; returns whether it is new."""
+        """Creates the folder, or reuses that of an interrupted run with the same manifest; returns whether it is new."""
         manifest = json.loads(json.dumps(manifest))
         names = {entry.name for entry in self.folder.iterdir()}
         if MANIFEST in names and resume:
@@ -174,19 +174,19 @@ class _Parts:
             if changed:
                 raise InputError(
                     "resume",
-                    f"another {', '.join(changed)}",
-                    f"those of the interrupted run whose parts are in {self.folder.name}; --resume false starts over",
+                    f"changed {', '.join(changed)}",
+                    f"the values of the interrupted run in {self.folder.name}; --resume false starts over",
                 )
             return False
         if MANIFEST not in names and not all(name.startswith(f".{MANIFEST}.") for name in names):
-            raise InputError("out", str(self.folder), "a free name: fit-dist keeps its unfinished work there")
+            raise InputError("out", str(self.folder), "an unused name; fit-dist stores its state there")
         with self._writing():
             self.clear()
             write_json(self.folder / MANIFEST, manifest)
         return True
 
     def path(self, number: int) -> Path:
-        """Where the shard of a block is, or will be."""
+        """Path of the shard of a block."""
         return self.folder / f"shard-{number:08d}.parquet"
 
     def shards(self) -> list[Path]:
@@ -206,7 +206,7 @@ class _Parts:
             num_errors = sum(int(pq.read_schema(shard).metadata[NUM_ERRORS]) for shard in shards)
             schema = pq.read_schema(shards[0])
             schema = schema.with_metadata(schema.metadata | {NUM_ERRORS: str(num_errors)})
-            # Made inside the folder, so that a kill leaves nothing next to the output.
+            # Created inside the folder, so that a killed run leaves no files next to the output.
             whole = self.folder / "whole.parquet"
             with self._writing(), pq.ParquetWriter(whole, schema, compression="zstd") as writer:
                 for shard in shards:
@@ -220,7 +220,7 @@ class _Parts:
             shutil.move(whole, temporary)
 
     def clear(self) -> None:
-        """Removes what is in the folder, the manifest last: an interrupted removal leaves a folder of ours."""
+        """Removes the content of the folder, the manifest last, so that it stays recognizable if this is interrupted."""
         for entry in sorted(self.folder.iterdir(), key=lambda entry: entry.name == MANIFEST):
             if entry.is_dir():
                 shutil.rmtree(entry)
@@ -234,13 +234,13 @@ class _Parts:
         except OSError as error:
             detail = error.strerror or str(error).strip()
             raise TailcastError(
-                f"out: cannot write {self.folder} ({detail}); finished blocks, if any, are kept: the same command "
-                "resumes"
+                f"out: cannot write {self.folder} ({detail}); finished blocks are kept: run the same command again to "
+                "resume"
             ) from error
 
 
 def _fit_shard(fit: Fit, options: FitOptions, groups: GroupedLengths) -> pa.Table:
-    """A block's fits with its number of failed samples as metadata."""
+    """Fits a block and stores its number of failed samples as metadata."""
     table = fit(groups, options)
     return table.replace_schema_metadata((table.schema.metadata or {}) | {NUM_ERRORS: str(groups.num_errors)})
 
@@ -248,7 +248,7 @@ def _fit_shard(fit: Fit, options: FitOptions, groups: GroupedLengths) -> pa.Tabl
 def _run_processes(
     fit: Fit, options: FitOptions, tasks: Iterator[Task], processes: int
 ) -> Generator[Result, None, None]:
-    """Fits tasks in several processes; in this one if there is one process or one task."""
+    """Fits tasks in several processes, or in this one if there is only one process or task."""
     first = list(islice(tasks, processes))
     tasks = chain(first, tasks)
     if len(first) < 2:
@@ -256,8 +256,8 @@ def _run_processes(
             yield number, _fit_shard(fit, options, groups)
         return
     dead = (
-        "a process that fitted a block died, killed or out of memory; finished blocks are kept: the same command "
-        "resumes; fewer --processes or a smaller --block-groups need less memory"
+        "a worker process died (killed, or out of memory); finished blocks are kept: run the same command again to "
+        "resume; fewer --processes or a smaller --block-groups need less memory"
     )
     with worker_processes(len(first), dead, _start_worker) as pool:
         yield from _in_flight(
@@ -272,9 +272,9 @@ def _run_processes(
 def _run_ray(
     fit: Fit, options: FitOptions, tasks: Iterator[Task], num_cpus: int, address: str
 ) -> Generator[Result, None, None]:
-    """Fits tasks on a Ray cluster whose nodes all have this version of tailcast installed.
+    """Fits tasks on a Ray cluster; all of its nodes need this version of tailcast.
 
-    A cluster this process is connected to already is used whatever the address, and left as it is.
+    If this process is already connected to a cluster, that one is used, and the connection is kept.
     """
     with ray_cluster(address, "ray", num_cpus) as ray:
         remote = ray.remote(max_retries=_RAY_RETRIES)(_fit_pickled)
@@ -286,13 +286,13 @@ def _run_ray(
             lambda reference: fetch_result(
                 ray, reference, "a block", _RAY_RETRIES, "finished blocks are kept"
             ),
-            # Nodes may come and go while the tasks last.
+            # Nodes may join or leave while tasks are running.
             lambda: _TASKS_PER_PROCESS * max(int(ray.cluster_resources().get("CPU", 1)), 1),
         )
 
 
 def _fit_pickled(shared: tuple[Fit, FitOptions], groups: bytes) -> pa.Table:
-    # Pickled, because arrays that Ray itself brings cannot be written to.
+    # Pickled explicitly, because arrays deserialized by Ray are read-only.
     return _fit_shard(*shared, pickle.loads(groups))
 
 
@@ -303,7 +303,7 @@ def _in_flight(
     result: Callable[[Any], pa.Table],
     limit: Callable[[], int],
 ) -> Iterator[Result]:
-    """Results as they finish, with up to `limit` tasks submitted at a time."""
+    """Yields results as they finish, with up to `limit` tasks in flight."""
     tasks = iter(tasks)
     running: dict[Any, int] = {}
     while True:
@@ -316,7 +316,7 @@ def _in_flight(
 
 
 def _start_worker() -> None:
-    """Leaves interrupts to the parent, and ends with it even when it is killed."""
+    """Initializes a worker: it ignores interrupts, which the parent handles, and exits when the parent dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     pa.set_cpu_count(1)
     parent = multiprocessing.parent_process()

@@ -1,26 +1,26 @@
-"""Fits of many groups: parameters, tests and flags, with the samples they come from.
+"""Fits of many groups: parameters, tests and flags, together with their samples.
 
-As a table, and as a Parquet file `fits/2`, there is one row for each group:
+A table or Parquet file `fits/2` has one row for each group:
 
 | column | type | meaning |
 |---|---|---|
 | group keys | as in the samples | by default prompt_id, model |
-| prompt, category, dataset, prompt_tokens, temperature | as in the samples | only if the samples have them |
+| prompt, category, dataset, prompt_tokens, temperature | as in the samples | if the samples have them |
 | mu, sigma, nu | double | log-t and log-normal (nu = inf): log tokens |
 | shape, scale | double | gamma and Weibull; the exponential has scale only; tokens |
-| num_samples, num_censored | int32 | samples, and how many of them are censored |
+| num_samples, num_censored | int32 | number of samples and of censored samples |
 | max_tokens | int32 | limit of the samples; null if unknown |
 | log_likelihood | double | of all samples, x in tokens; null if not fitted |
 | ks_stat, ks_p | double | plain Kolmogorov-Smirnov test; null if not fitted |
 | ad_stat | double | Anderson-Darling statistic |
-| se_mu, se_sigma, ... | double | standard errors by the observed information; null where there is none |
+| se_mu, se_sigma, ... | double | standard errors from the observed information; null if undetermined |
 | converged | bool | see `estimate.Estimates` |
 | flags | list of string | see `FLAGS` |
-| FAMILY_log_likelihood, _ks_stat, _ks_p, _ad_stat | double | of the families it is compared with |
-| ks_p_boot, ad_p_boot, mu_low, mu_high, ... | double | by parametric bootstrap |
-| output_tokens | list of int32 | the output lengths; of a censored sample the length that it exceeds |
+| FAMILY_log_likelihood, _ks_stat, _ks_p, _ad_stat | double | the same for each compared family |
+| ks_p_boot, ad_p_boot, mu_low, mu_high, ... | double | p-values and intervals of the parametric bootstrap |
+| output_tokens | list of int32 | output lengths; the truncated length for censored samples |
 | finished | list of bool | false: censored |
-| weights | list of double | how many samples each one counts as; only if the fit had weights |
+| weights | list of double | sample weights; only for weighted fits |
 """
 
 from __future__ import annotations
@@ -55,28 +55,28 @@ from training.fitting.samples import CheckedTable, GroupedLengths, group_table, 
 log = logging.getLogger(__name__)
 
 SCHEMA_NAME = "fits/2"
-#: Metadata of a file: failed samples that were left out.
+#: Metadata key of a file: number of failed samples that were left out.
 NUM_ERRORS = b"tailcast.num_errors"
-#: Flag -> what it means for a group.
+#: Flag of a group -> its meaning.
 FLAGS = {
     "constant": "all lengths are equal and none is censored; sigma is its floor",
-    "sigma_floor": "the likelihood grows until sigma reaches its floor of 0.001 (shape its bound)",
+    "sigma_floor": "the likelihood increases down to the lower bound of sigma, 0.001 (or the bound of shape)",
     "all_censored": "every sample is censored: not fitted; mu is ln of the largest limit, a lower bound",
-    "median_beyond_cap": "some samples are censored and the fit's median lies beyond the longest one: it extrapolates",
-    "too_few_samples": "fewer than 3 samples: not fitted; mu is ln of the middle one, null without any",
+    "median_beyond_cap": "some samples are censored and the fitted median exceeds the longest sample: extrapolation",
+    "too_few_samples": "fewer than 3 samples: not fitted; mu is ln of the median length, null without samples",
     "nu_at_bound": "free nu ended at 1 or at infinity",
 }
-#: In the order of the kernels' bits.
+#: Flag -> its bit in the kernels.
 _BITS = {name: 1 << number for number, name in enumerate(FLAGS)}
-#: Flags of groups whose parameters are bounds or guesses, no fit.
+#: Flags of groups without a fit, whose parameters are bounds or guesses.
 NOT_FITTED = ("all_censored", "too_few_samples")
-#: Flags of groups without a fit that could be tested.
+#: Flags of groups whose goodness of fit cannot be tested.
 NOT_TESTED = ("constant", *NOT_FITTED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitOptions:
-    """How groups are made and fitted, as the options of `fit-dist` say (nu None: free; keys: its group_by)."""
+    """Grouping and fitting options; see the options of `fit-dist` (nu None: free; keys: group_by)."""
 
     family: FamilyName = "log-t"
     nu: float | None = 3.5
@@ -100,9 +100,9 @@ class FitOptions:
 
 @dataclass(frozen=True, slots=True)
 class FittedGroups:
-    """Groups with their fits; arrays have one entry for each of G groups.
+    """G groups with their fits.
 
-    `columns` are those of the table `fits/2` from log_likelihood on, by name; none if the fits were read.
+    `columns` holds the columns of the table `fits/2` from log_likelihood on; empty if the fits were read from a file.
     """
 
     groups: GroupedLengths
@@ -134,7 +134,7 @@ class FittedGroups:
 
     @property
     def flags(self) -> list[tuple[str, ...]]:
-        """Names of each group's flags."""
+        """Names of the flags of each group."""
         names = {
             bits: tuple(name for name, bit in _BITS.items() if bits & bit)
             for bits in np.unique(self.flag_bits).tolist()
@@ -142,7 +142,7 @@ class FittedGroups:
         return [names[bits] for bits in self.flag_bits.tolist()]
 
     def has_flag(self, *flags: str) -> NDArray[np.bool_]:
-        """Whether each group has any of these flags, [G]."""
+        """Whether each group has any of these flags [G]."""
         return np.asarray((self.flag_bits & _bits_of(flags)) != 0)
 
     def take(self, groups: Sequence[int] | NDArray[np.intp]) -> FittedGroups:
@@ -163,7 +163,7 @@ def _bits_of(flags: Sequence[str]) -> int:
 
 
 def fit_groups(groups: GroupedLengths, options: FitOptions) -> FittedGroups:
-    """Fits each group by itself and tests the fit; a group's result does not depend on the others."""
+    """Fits each group independently and tests the goodness of fit."""
     finished = groups.flat_finished if options.censoring == "right" else np.ones_like(groups.flat_finished)
     sample = SortedLengths.of(groups.flat_lengths, finished, groups.offsets, groups.flat_weights)
     counts = _effective_counts(sample)
@@ -206,7 +206,7 @@ def _measures(
 
 
 def _effective_counts(sample: SortedLengths) -> NDArray[np.int64]:
-    """Samples of each group; with weights their effective number (sum w)^2 / sum w^2, rounded down."""
+    """Number of samples of each group; with weights the effective number (sum w)^2 / sum w^2, rounded down."""
     if not sample.weights.size:
         return np.diff(sample.offsets)
     sums, squares = (_group_sums(values, sample.offsets) for values in (sample.weights, sample.weights**2))
@@ -214,15 +214,15 @@ def _effective_counts(sample: SortedLengths) -> NDArray[np.int64]:
 
 
 def _group_sums(values: NDArray[Any], offsets: NDArray[np.int64]) -> FloatArray:
-    """Sum of the flat values [S] of each group [G]; 0 for a group without any."""
-    # Group by group, so that no rounding of one reaches another.
+    """Sum of the flat values [S] over each group [G]; 0 for an empty group."""
+    # Summed group by group, so that rounding errors do not carry over to other groups.
     count = len(offsets) - 1
     owners = np.repeat(np.arange(count), np.diff(offsets))
     return np.asarray(np.bincount(owners, weights=values, minlength=count), dtype=np.float64)
 
 
 def _censoring_limits(groups: GroupedLengths, options: FitOptions) -> FloatArray:
-    """Length beyond which each group's samples are censored [G]: max_tokens, else the longest censored one, else inf."""
+    """Length above which samples of each group are censored [G]: max_tokens, else the longest censored length, else inf."""
     limits = np.array([np.nan if limit is None else limit for limit in groups.max_tokens], dtype=np.float64)
     longest = np.zeros(len(groups))
     owners = np.repeat(np.arange(len(groups)), groups.counts)
@@ -271,20 +271,20 @@ def read_fits_or_fit(
     min_samples: int = MIN_SAMPLES,
     conversations: bool = False,
 ) -> FittedGroups:
-    """Fits out of a fits file as they are; any other output lengths (samples or lists) are fitted now.
+    """Reads a fits file, or reads output lengths (samples or lists) and fits them.
 
-    Groups all of whose samples failed are left out, with a line in the log.
+    Groups whose samples all failed are left out and reported in the log.
 
     Args:
         path: Parquet file.
-        options: Used to make and fit groups; of a fits file only the keys are used.
-        field: Name of the option with the path, for messages.
-        where: Column -> value: only rows with it.
-        min_samples: Smallest allowed size of the largest group; groups with fewer than 3 samples are not fitted.
-        conversations: Take whole conversations for prompts (`with_conversations`).
+        options: Grouping and fitting options; for a fits file only the keys are used.
+        field: Name of the option with the path, for error messages.
+        where: Column -> value; only rows with these values are used.
+        min_samples: Minimum size of the largest group; groups with fewer than 3 samples are not fitted.
+        conversations: Use whole conversations as prompts (`with_conversations`).
 
     Raises:
-        InputError: As `group_table`; or parameters of a fits file are not finite numbers, or no row is left.
+        InputError: As in `group_table`; or parameters of a fits file are not finite, or no row remains.
     """
     path = Path(path)
     table = filtered(read_parquet(path, field), path, where or {})
@@ -304,7 +304,7 @@ def read_fits_or_fit(
         raise InputError(f"{path.name}, rows", table.num_rows, allowed)
     filled = np.flatnonzero(groups.counts)
     if len(filled) < len(groups):
-        log.info("%s: %d groups without any sample left out", field, len(groups) - len(filled))
+        log.info("%s: %d groups without samples left out", field, len(groups) - len(filled))
         groups = groups.take(filled)
     if not is_fits:
         return fit_groups(groups, options)

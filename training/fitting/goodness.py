@@ -1,10 +1,9 @@
-"""P-values of fitted distributions: the plain Kolmogorov-Smirnov one, and by parametric bootstrap.
+"""P-values of fitted distributions: plain Kolmogorov-Smirnov, and parametric bootstrap.
 
-The plain p-value, as in TIE's table 1, ignores that the parameters come from the same samples (Lilliefors), which
-makes it too high, and that lengths are integers, which makes it too low where ties are many: it only compares families.
-With censored samples only the distance below the smallest limit counts, which makes it higher still. The bootstrap
-treats its replicates like the samples, so its p-value is uniform if the family is true.
-"""
+The plain p-value, as in TIE's table 1, ignores that the parameters were fitted to the same samples (Lilliefors), which
+makes it too high, and that lengths are integers, which makes it too low with many ties. It is only suitable to compare
+families. With censored samples only the distance below the smallest limit is used, which makes it even higher. The
+bootstrap treats its replicates like the samples, so its p-value is uniform if the family is correct."""
 
 from __future__ import annotations
 
@@ -21,18 +20,18 @@ from scipy import interpolate, stats
 from training.fitting.estimate import Estimates, FloatArray, Solver, SortedLengths, estimate
 from training.fitting.kernels import GAMMA, WEIBULL
 
-# Exact KS p-values cost some hundred microseconds each; from this many of one sample size on they are read off a cubic
-# spline through as many exact ones (difference below 2e-5, at kinks of the exact curve; see the tests).
+# An exact KS p-value takes some hundred microseconds. More than this many for one sample size are interpolated by a
+# cubic spline through as many exact ones (error below 2e-5, at kinks of the exact curve; see the tests).
 _TABLE_SIZE = 513
-# Draws stay in the range of lengths: their logarithm below ln(2^31), the longest length a file may have.
+# Upper bound of the logarithm of drawn lengths; below ln(2^31), the maximum length in a file.
 _LARGEST = 21.4
 _LEAST = 1e-300
 
 
 def ks_p_values(statistics: FloatArray, counts: NDArray[np.integer]) -> FloatArray:
-    """Two-sided p-values of KS statistics [G] of samples of `counts` [G] lengths; NaN stays NaN.
+    """Two-sided p-values of KS statistics [G] for sample sizes `counts` [G]; NaN stays NaN.
 
-    From the exact null distribution, to 2e-5.
+    Based on the exact null distribution; absolute error below 2e-5.
     """
     p = np.full(len(statistics), np.nan)
     tested = ~np.isnan(statistics)
@@ -55,13 +54,13 @@ def _p_table(count: int) -> interpolate.CubicSpline:
 
 
 class Bootstrap(NamedTuple):
-    """Result of the parametric bootstrap of G groups; NaN where a group is not fitted."""
+    """Result of the parametric bootstrap of G groups; NaN for groups that are not fitted."""
 
     # ks_p, ad_p: p-values of the Kolmogorov-Smirnov and Anderson-Darling statistics, (1 + #{replicate >= observed}) / (1
     # + replicates), [G].
     ks_p: FloatArray
     ad_p: FloatArray
-    # low, high: limits of the central interval of m and s, [G, 2] each (`interval_columns`).
+    # low, high: bounds of the central interval of m and s, [G, 2] each (`interval_columns`).
     low: FloatArray
     high: FloatArray
 
@@ -77,18 +76,18 @@ def bootstrap(
     seeds: Sequence[int],
     solver: Solver = "batched",
 ) -> Bootstrap:
-    """Draws samples from each fit, rounds and censors them like the real ones, and fits and tests them again.
+    """Draws samples from each fit, rounds and censors them like the observed ones, and refits and tests them.
 
-    Intervals are of the pivotal kind: (m* - m) / sigma* and s* - s of a location-scale family have a distribution that
-    depends on no parameter, so that uncensored continuous samples give exact coverage.
+    Intervals are pivotal: for a location-scale family, the distributions of (m* - m) / sigma* and s* - s do not depend on
+    the parameters, so coverage is exact for uncensored continuous samples.
 
     Args:
         sample, fits: The fitted lengths and their fits.
-        replicates: Number for each group.
-        confidence: Of the intervals, in (0, 1).
-        integers, solver: As the fits were made.
-        limits: Length beyond which a group's replicates are censored, tokens, inf for never [G].
-        seeds: Of each group's random stream [G], see `group_seed`.
+        replicates: Number of replicates for each group.
+        confidence: Confidence level of the intervals, in (0, 1).
+        integers, solver: The settings of the original fits.
+        limits: Length in tokens above which replicates are censored, inf for no censoring [G].
+        seeds: Seed of each group's random stream [G], see `group_seed`.
     """
     result = Bootstrap(*(np.full((len(sample), *shape), np.nan) for shape in ((), (), (2,), (2,))))
     at = fits.solution
@@ -117,7 +116,7 @@ def bootstrap(
 def _draw(
     rng: np.random.Generator, fits: Estimates, group: int, size: int, limit: float
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Lengths of at least one token out of one fit, and whether they are complete at `limit`."""
+    """Draws lengths of at least one token from the fit of a group, and whether each is within `limit`."""
     at = fits.solution
     m, sigma, nu = float(at.m[group]), math.exp(at.s[group]), float(at.nu[group])
     if fits.family.code == GAMMA:
@@ -134,21 +133,21 @@ def _draw(
 
 
 def _exceeds(drawn: FloatArray, observed: float) -> float:
-    """P-value; a replicate without a distance is censored throughout, which is as far from the fit as it gets."""
+    """Bootstrap p-value; a replicate without a statistic, because all of it is censored, counts as an exceedance."""
     if math.isnan(observed):
         return math.nan
     return float((1 + np.sum(~(drawn < observed - 1e-12))) / (1 + len(drawn)))
 
 
 def group_seed(seed: int, name: str) -> int:
-    """Seed of a group's random stream, by its name, so that it does not depend on the order or number of groups."""
+    """Seed of a group's random stream, derived from its name and thus independent of the other groups."""
     return int.from_bytes(hashlib.blake2b(f"{seed}|{name}".encode(), digest_size=8).digest(), "little")
 
 
 def interval_columns(fits: Estimates, result: Bootstrap) -> dict[str, FloatArray]:
-    """Limits of each parameter as columns `<parameter>_low` and `<parameter>_high`; a fixed or free nu has none.
+    """Interval bounds of each parameter except nu, as columns `<parameter>_low` and `<parameter>_high`.
 
-    Limits of the gamma family's shape and scale come from those of m and s one at a time.
+    For the gamma family, the bounds of shape and scale are derived from those of s and m separately.
     """
     at = fits.solution
     ends = []

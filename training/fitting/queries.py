@@ -1,4 +1,4 @@
-"""Rows of a file by group, by DuckDB, which needs no memory for them all."""
+"""Grouping of the rows of a file with DuckDB, which spills to disk if they do not fit into memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from training.fitting.samples import GROUP, ROW, candidate_columns, check_column
 MEMORY_LIMIT, THREADS = "1GB", 2
 MAX_LINE_BYTES = 4 << 20
 BATCH_ROWS = 16_384
-#: Types of the columns of CSV and JSON lines that are not text; those of the second kind may be lists of them.
+#: Types of the non-text columns of CSV and JSON lines; those in `_LISTABLE` may also be lists.
 _NUMBERS = {
     "prompt_tokens": "BIGINT",
     "max_tokens": "BIGINT",
@@ -30,27 +30,27 @@ _NUMBERS = {
 }
 _LISTABLE = {"output_tokens": "DOUBLE", "finished": "BOOLEAN"}
 _KIND_NAMES = {"DOUBLE": "a number", "BIGINT": "an integer", "BOOLEAN": "true or false"}
-#: Column of the first text of a row that is no value of its column.
+#: Column with the first text of a row that cannot be converted to the type of its column.
 _BAD = "__bad"
 
 
 @dataclass(frozen=True, slots=True)
 class GroupingQuery:
-    """Rows that DuckDB reads and brings together by group."""
+    """DuckDB query that reads the rows of a file and sorts them by group."""
 
-    path: Path  # of the input, for messages
-    connection: Any  # to DuckDB
-    relation: str  # what it reads, as SQL
-    keys: tuple[str, ...]  # columns that name a group
-    lists: bool  # whether a row is a group with a list of lengths, else it is one sample
-    columns: dict[str, str]  # used columns -> their expressions as SQL
+    path: Path  # input, for error messages
+    connection: Any  # DuckDB connection
+    relation: str  # SQL expression of the input table
+    keys: tuple[str, ...]  # columns that identify a group
+    lists: bool  # True: a row is a group with a list of lengths; False: a row is one sample
+    columns: dict[str, str]  # used column -> its SQL expression
 
     def tables(self, work: Path, locate: Callable[[int], str]) -> Iterator[pa.Table]:
-        """All rows by group, in order of the groups' first rows, with their columns, ROW and GROUP.
+        """Yields all rows sorted by group, in order of the groups' first rows, with the additional columns ROW and GROUP.
 
-        What does not fit into memory is kept in the folder `work`; `locate` names a row in messages. InputError if the file
-        is damaged, or keys come again in a file of one row for each group; TailcastError if the folder cannot be written.
-        """
+        Data that does not fit into memory is spilled to the folder `work`; `locate` names a row in error messages.
+        InputError if the file is damaged, or a file with one row per group repeats a key; TailcastError if `work` cannot
+        be written."""
         values = ", ".join(f"{value} AS {quoted(name)}" for name, value in self.columns.items())
         rows = f"(SELECT {values}, row_number() OVER () - 1 AS {ROW} FROM {self.relation})"
         keys = ", ".join(quoted(key) for key in self.keys)
@@ -59,11 +59,11 @@ class GroupingQuery:
             query = f"SELECT *, {ROW} AS {GROUP} FROM {rows}"
         else:
             same = " AND ".join(f"s.{quoted(key)} IS NOT DISTINCT FROM g.{quoted(key)}" for key in self.keys)
-            # The prompt of a group's first row is enough, and long ones are costly to sort.
+            # Only the prompt of a group's first row is kept, because long prompts are expensive to sort.
             first_prompt = f"REPLACE (CASE WHEN {ROW} = {GROUP} THEN prompt END AS prompt)"
             is_carried = "prompt" in self.columns and "prompt" not in self.keys
             query = (
-                # Reading twice costs less than holding all columns.
+                # Reading the file twice is cheaper than materializing all columns.
                 f"WITH s AS NOT MATERIALIZED {rows}, g AS (SELECT {keys}, min({ROW}) AS {GROUP} FROM s GROUP BY ALL) "
                 f"SELECT s.* {first_prompt if is_carried else ''}, g.{GROUP} FROM s JOIN g ON {same} ORDER BY {GROUP}, {ROW}"
             )
@@ -90,8 +90,8 @@ class GroupingQuery:
             raise InputError(
                 locate(last),
                 ", ".join(f"{key}={value!r}" for key, value in zip(self.keys, values, strict=True)),
-                f"each group in one row ({locate(first)} has it too); samples of a group over several rows need one "
-                "row for each sample",
+                f"one row for each group ({locate(first)} has the same keys); to spread a group over several rows, use "
+                "one row for each sample",
             )
 
     def _check_texts(self, table: pa.Table, locate: Callable[[int], str]) -> None:
@@ -107,7 +107,7 @@ class GroupingQuery:
 
 
 def connect() -> Any:
-    """A connection to an empty database in memory."""
+    """Opens a connection to an empty in-memory database."""
     import duckdb
 
     return duckdb.connect(
@@ -116,8 +116,8 @@ def connect() -> Any:
 
 
 def query_text(path: Path, keys: tuple[str, ...], weights: str | None) -> tuple[int, GroupingQuery]:
-    """Number of rows and query of a file of text, whose columns have the types that their names say; InputError if it has
-    no rows, lacks a column, or is damaged."""
+    """Number of rows and grouping query of a CSV or JSON-lines file; types are determined by column names. InputError if
+    the file is damaged, has no rows, or lacks a column."""
     is_csv = path.suffix == ".csv"
     names = _csv_names(path) if is_csv else candidate_columns(keys, weights)
     kinds = ", ".join(f"{_literal(name)}: '{'VARCHAR' if is_csv else 'JSON'}'" for name in names)
@@ -132,7 +132,7 @@ def query_text(path: Path, keys: tuple[str, ...], weights: str | None) -> tuple[
             f"maximum_object_size = {MAX_LINE_BYTES})"
         )
     connection = connect()
-    # A column without any value is no column.
+    # A column without any value is treated as missing.
     counts = first_row(
         path,
         connection,
@@ -157,7 +157,7 @@ def query_text(path: Path, keys: tuple[str, ...], weights: str | None) -> tuple[
             columns[name] = quoted(name) if is_csv else f"{quoted(name)}->>'$'"
             continue
         kind = types[name]
-        # A cast to BIGINT would round 7.5; with a comma it is refused.
+        # A cast to BIGINT would round 7.5; with a comma instead of the point it fails.
         literal = f"replace({text}, '.', ',')" if kind == "BIGINT" else text
         columns[name] = value = f"TRY_CAST({literal} AS {kind})"
         has_bad_entry = f" OR list_count({value}) < len({value})" if kind.endswith("[]") else ""
@@ -170,7 +170,7 @@ def query_text(path: Path, keys: tuple[str, ...], weights: str | None) -> tuple[
 
 
 def first_row(path: Path, connection: Any, query: str) -> tuple[Any, ...] | None:
-    """The first row of a query's result."""
+    """First row of a query's result; None if it is empty."""
     with database_errors(path):
         row: tuple[Any, ...] | None = connection.execute(query).fetchone()
         return row
@@ -178,7 +178,7 @@ def first_row(path: Path, connection: Any, query: str) -> tuple[Any, ...] | None
 
 @contextmanager
 def database_errors(path: Path) -> Iterator[None]:
-    """Turns what DuckDB raises, itself or through Arrow, into errors that name the file and what is wrong in it."""
+    """Converts exceptions raised by DuckDB, directly or through Arrow, to errors that name the file and the problem."""
     import duckdb
 
     try:
@@ -191,12 +191,12 @@ def database_errors(path: Path) -> Iterator[None]:
             raise KeyboardInterrupt from error
         if lines[0].startswith(("Out of Memory Error", "IO Error")):
             raise TailcastError(
-                f"out: cannot group {path.name} in {MEMORY_LIMIT} of memory and on disk ({lines[0]}); a file of "
+                f"out: cannot group {path.name} with {MEMORY_LIMIT} of memory and the disk ({lines[0]}); a file with "
                 "one row for each group needs no grouping"
             ) from error
         if path.suffix in (".jsonl", ".ndjson"):
             _check_json_lines(path)
-        raise InputError("samples", str(path), f"a whole file ({' '.join(lines[:2])})") from error
+        raise InputError("samples", str(path), f"an undamaged file ({' '.join(lines[:2])})") from error
 
 
 def quoted(name: str) -> str:
@@ -212,7 +212,7 @@ def path_literal(path: Path) -> str:
 
 
 def _csv_names(path: Path) -> list[str]:
-    """Names of the columns of a CSV file."""
+    """Column names of a CSV file."""
     with (
         open(path, encoding="utf-8-sig", errors="replace", newline="") as stream,
         readable(path, "samples", "CSV"),
@@ -225,7 +225,7 @@ def _csv_names(path: Path) -> list[str]:
 
 
 def _check_json_lines(path: Path) -> None:
-    """Raises `InputError` for the first line that is no JSON: DuckDB counts lines in another way."""
+    """Raises `InputError` for the first invalid line; DuckDB's own line numbers can differ."""
     with open(path, "rb") as stream:
         for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE_BYTES), b""), start=1):
             try:

@@ -1,4 +1,4 @@
-"""Statistics of a file of fits as a whole, and the report on it: one self-contained page, and its figure as PNG."""
+"""Summary statistics of a file of fits, and reports: a self-contained HTML page, and a figure as PNG."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from training.fitting.samples import CARRIED
 
 PASS_ABOVE = 0.05
 PARAMETERS = ("mu", "sigma", "nu", "shape", "scale")
-#: Label of a family -> its name for people.
+#: Label of a family -> its display name.
 FAMILY_NAMES = {
     "log_t": "log-t",
     "log_t_free": "log-t, free nu",
@@ -35,7 +35,7 @@ _MEASURES = ("log_likelihood", "ks_stat", "ks_p", "ad_stat")
 
 
 def _read_numbers(path: str | Path) -> Any:
-    """Data frame of a fits file without the samples; `fitted` and `tested`: whether a row is a fit, and can be tested."""
+    """Data frame of a fits file without the samples; `fitted` and `tested`: whether a row was fitted, and can be tested."""
     with pq.ParquetFile(path) as file:
         schema = file.schema_arrow
         # Columns of the samples, such as prompt_tokens, come before the parameters.
@@ -48,15 +48,15 @@ def _read_numbers(path: str | Path) -> Any:
 
 
 def summarize_file(path: str | Path, family: FamilyName = "log-t", nu: float | None = 3.5) -> dict[str, Any]:
-    """Counts, flags, quantiles of the parameters and tests of the families of a file `fits/2`, ready for JSON (None for no
-    number); family and nu are what its main columns are fits of.
+    """Summarizes a file `fits/2` as JSON content: counts, flags, quantiles of the parameters, tests of the families.
+
+    `family` and `nu` describe the main fit of the file.
 
     Returns:
-        num_groups, num_samples, num_censored, num_errors_left_out, num_not_converged, flags (flag -> groups), family, parameters
-        (name -> quantiles) and ks: label -> num_tested, pass_rate (plain KS p > 0.05), mean_p, mean_ad, mean_aic,
-        best_aic (fraction of groups where it has the lowest), log_likelihood_ratio (mean of ln L - ln L of the first
-        family), pass_rate_boot (None without bootstrap). Groups with a flag of NOT_TESTED are left out there.
-    """
+        num_groups, num_samples, num_censored, num_errors_left_out, num_not_converged, flags (flag -> number of groups),
+        family, parameters (name -> quantiles) and ks: label -> num_tested, pass_rate (plain KS p > 0.05), mean_p, mean_ad,
+        mean_aic, best_aic (fraction of groups with the lowest AIC), log_likelihood_ratio (mean of ln L minus ln L of the
+        main fit), pass_rate_boot (None without bootstrap). `ks` leaves out groups with a flag of NOT_TESTED."""
     numbers = _read_numbers(path)
     tested = numbers[numbers["tested"]]
     main = family_of(family, nu)
@@ -108,7 +108,7 @@ _HEADER = ("family", "KS p > 0.05", "by bootstrap", "mean p", "mean AD", "ln L r
 
 
 def families_rows(summary: dict[str, Any]) -> list[tuple[str, ...]]:
-    """How well each family of a summary fits, with a header."""
+    """Table of the goodness of fit of each family of a summary, with a header row."""
     rows = [
         (
             FAMILY_NAMES[label] + (" (the fit)" if label == summary["family"] else ""),
@@ -124,13 +124,13 @@ def families_rows(summary: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def percent(value: float | None) -> str:
-    """A fraction in percent, a dash for None."""
+    """Formats a fraction in percent; "-" for None."""
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
 def fixed(value: float | None, digits: int = 3) -> str:
-    """A number with so many digits after the point, a dash for None."""
-    # + 0.0 turns a rounded -0 into 0.
+    """Formats a number with a fixed number of decimals; "-" for None."""
+    # + 0.0 converts a rounded -0 to 0.
     return "-" if value is None else f"{round(value, digits) + 0.0:.{digits}f}"
 
 
@@ -139,7 +139,7 @@ def _mean(values: Any) -> float | None:
 
 
 def _quantiles(values: FloatArray) -> dict[str, float | None] | None:
-    """Quantiles of the finite values, and the fraction of infinite ones, which nu may have."""
+    """Quantiles of the finite values, and the fraction of infinite ones (possible for nu)."""
     if len(values) == 0:
         return None
     finite = values[np.isfinite(values)]
@@ -154,7 +154,7 @@ _NUM_PANELS = 6
 
 
 def write_report(fits_path: str | Path, html_path: str | Path, summary: dict[str, Any]) -> None:
-    """Writes the page of a file `fits/2` out of its summary by `summarize_file`."""
+    """Writes an HTML report on a file `fits/2` from its summary by `summarize_file`."""
     page = Page(
         f"Fits of {Path(fits_path).name}",
         f"{FAMILY_NAMES[summary['family']]} distributions of output length, one for each of {summary['num_groups']} "
@@ -164,15 +164,15 @@ def write_report(fits_path: str | Path, html_path: str | Path, summary: dict[str
     rows = [(name.removeprefix("num_"), summary[name], "") for name in counts]
     rows += [(name, summary["flags"].get(name, 0), text) for name, text in FLAGS.items()]
     page.table(("", "number", "meaning of the flag"), rows, text_columns=(2,))
-    page.note("Groups are flagged, never left out; a group may carry several flags.")
+    page.note("Flagged groups are included in the file; a group may have several flags.")
     page.heading("Goodness of fit")
     page.table(_HEADER, families_rows(summary)[1:])
     page.note(
-        "The plain Kolmogorov-Smirnov p-value ignores that the parameters come from the same samples (Lilliefors) and "
-        "that lengths are integers: the first makes it too high, the second too low where many lengths are equal, so it "
-        "only compares families. The bootstrap treats its replicates like the samples; if the family were true, 95 % "
-        "would pass. AD: Anderson-Darling statistic. ln L ratio: mean of ln L minus ln L of the fit. Groups that are "
-        "constant, censored throughout or too small are not tested."
+        "The plain Kolmogorov-Smirnov p-value ignores that the parameters were fitted to the same samples (Lilliefors), "
+        "which makes it too high, and that lengths are integers, which makes it too low with many ties. It is only "
+        "suitable to compare families. The bootstrap treats its replicates like the samples; if the family were correct, "
+        "95 % would pass. AD: Anderson-Darling statistic. ln L ratio: mean of ln L minus ln L of the main fit. Constant, "
+        "fully censored and too small groups are not tested."
     )
     if summary["ks"][summary["family"]]["num_tested"]:
         page.heading("Six groups")
@@ -180,7 +180,7 @@ def write_report(fits_path: str | Path, html_path: str | Path, summary: dict[str
             svg(draw_fits(fits_path, summary["family"])),
             "Histograms of six groups' lengths with the fitted densities",
         )
-        page.note("From the shortest to the longest typical output, at even steps of rank.")
+        page.note("Groups at equally spaced ranks of the typical output length, in ascending order.")
         page.heading("Parameters")
         quantiles = [(name, *values.values()) for name, values in summary["parameters"].items()]
         page.table(("", "P5", "median", "P95", "largest", "infinite"), quantiles)
@@ -188,15 +188,15 @@ def write_report(fits_path: str | Path, html_path: str | Path, summary: dict[str
 
 
 def write_figure(fits_path: str | Path, png_path: str | Path, family: str) -> None:
-    """Writes the figure of `draw_fits` as PNG."""
+    """Writes the figure of `draw_fits` as a PNG file."""
     write_png(draw_fits(fits_path, family), png_path)
 
 
 def draw_fits(path: str | Path, family: str) -> Any:
-    """Up to six groups of a fits file, from the shortest to the longest typical output, with their densities.
+    """Draws histograms and fitted densities of up to six groups, in ascending order of the typical output length.
 
-    A mark stands where samples were censored; they count in no bar: bars and curve agree left of it. Without a group
-    to draw, where each is constant, censored throughout or too small, the figure is a line of text.
+    Markers show where samples were censored. Censored samples are not part of the histogram, so bars and curve are
+    comparable only to the left of the first marker. If no group can be drawn, the figure is a line of text.
     """
     numbers = _read_numbers(path)
     typical = numbers["scale"] * numbers.get("shape", 1.0) if "scale" in numbers else numbers["mu"]
@@ -207,7 +207,7 @@ def draw_fits(path: str | Path, family: str) -> Any:
     if not rows:
         figure, axes = new_figure(6, 1)
         axes[0].set_axis_off()
-        figure.text(0.5, 0.5, "no group has samples of several lengths to fit", ha="center", va="center")
+        figure.text(0.5, 0.5, "no group has enough samples of different length", ha="center", va="center")
         return figure
     lines = -(-len(rows) // 3)
     figure, axes = new_figure(12, 0.6 + 3.4 * lines, rows=lines, columns=3)
@@ -234,7 +234,7 @@ def _draw_group(axis: Any, row: dict[str, Any], distribution: Any) -> None:
     extent = max(lengths.max() - lengths.min(), 1.0)
     low, high = max(0.0, lengths.min() - 0.35 * extent), lengths.max() + 0.8 * extent
     width = max(1.0, np.ceil((high - low) / 20))
-    # Integers stand in the middle of their bin.
+    # Bins are centered on integers.
     edges = np.arange(np.floor(low) - 0.5, high + width, width)
     mass = weights[finished] / (weights.sum() * width)
     heights, _, _ = axis.hist(
@@ -243,12 +243,12 @@ def _draw_group(axis: Any, row: dict[str, Any], distribution: Any) -> None:
     at = np.linspace(max(edges[0], 0.5), edges[-1], 500)
     density = np.asarray(distribution.pdf(at))
     axis.plot(at, density, color=COLORS[0], label="fit")
-    # A nearly constant group has a density like a needle, which would flatten everything else.
+    # Limit the y axis, because the density of a nearly constant group would flatten the histogram.
     tallest = float(np.max(heights))
     top = 1.15 * max(tallest, min(float(density.max()), 1.8 * tallest))
     axis.set_ylim(0, top)
     axis.set_xlim(edges[0], edges[-1])
-    # Of a censored sample only a lower bound is known.
+    # Right-pointing markers, because a censored length is a lower bound.
     axis.plot(limits, np.full(len(limits), 0.03 * top), ">", color=COLORS[1], label="censored here")
     axis.set_title(_title(row), fontsize=8)
     axis.set_xlabel("output tokens", fontsize=8)

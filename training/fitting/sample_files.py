@@ -1,14 +1,14 @@
-"""Files of output lengths, whatever their format and size, as blocks of whole groups.
+"""Files of output lengths in any supported format and size, read in blocks of whole groups.
 
 | format | recognized by | types |
 |---|---|---|
 | Parquet | content, or suffix .parquet | as stored |
-| JSON lines | suffix .jsonl, .ndjson | by the column's name; other columns to group by are texts |
-| CSV | suffix .csv | as JSON lines; a list is written as in JSON, "[12, 40, 7]", an empty field is missing |
+| JSON lines | suffix .jsonl, .ndjson | by column name; other key columns are text |
+| CSV | suffix .csv | as JSON lines; lists are written as JSON, "[12, 40, 7]"; an empty field is a missing value |
 | folder saved by `datasets` | state.json | as stored |
 | folder of Parquet files | suffix .parquet | as stored; files in order of name |
 
-DuckDB groups the rows (`queries`), on disk where they do not fit into memory.
+DuckDB groups the rows (`queries`), and spills to disk if they do not fit into memory.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from training.fitting.samples import GROUP, check_columns, is_list, used_columns
 ALLOWED = (
     "a Parquet, .jsonl or .csv file, a folder saved by datasets' save_to_disk, or a folder of .parquet files"
 )
-#: Maximum number of samples of a block, unless one group has more.
+#: Maximum number of samples of a block; only a block with a single group may have more.
 BLOCK_SAMPLES = 1 << 20
 _PARQUET_MAGIC = b"PAR1"
-# Name of the option, for messages.
+# Name of the option, for error messages.
 _FIELD = "samples"
 
 
@@ -44,7 +44,7 @@ _FIELD = "samples"
 class SampleFile:
     """An opened file or folder of output lengths.
 
-    `starts` are the rows at which each of `files` begins, if errors name them one by one; else it is empty.
+    `starts` has the first row number of each of `files` if errors name the individual file; else it is empty.
     """
 
     path: Path
@@ -54,15 +54,15 @@ class SampleFile:
     starts: tuple[int, ...] = ()
 
     def locate(self, row: int) -> str:
-        """A row, counted from 0 over the whole input, as messages name it."""
+        """Name for error messages of a row, counted from 0 over the whole input."""
         if not self.starts:
             return f"{self.path.name}, row {row}"
         number = bisect_right(self.starts, row) - 1
         return f"{self.path.name}/{self.files[number].name}, row {row - self.starts[number]}"
 
     def identity(self) -> dict[str, Any]:
-        """Name, size and SHA-256 of the input, of a folder those of each file; InputError if two files are copies: their
-        samples would count twice."""
+        """Name, size and SHA-256 of the input, or of each file of a folder; InputError if two files are identical, because
+        their samples would count twice."""
         files: list[dict[str, Any]] = []
         names: dict[str, str] = {}
         ends = (*self.starts[1:], self.num_rows)
@@ -77,10 +77,10 @@ class SampleFile:
         return files[0] if self.path == self.files[0] else {"name": self.path.name, "files": files}
 
     def blocks(self, max_groups: int, work: Path) -> Iterator[pa.Table]:
-        """All rows in blocks of up to `max_groups` whole groups, as `GroupingQuery.tables` has them; the same in every run."""
+        """Yields all rows of `GroupingQuery.tables` in blocks of up to `max_groups` whole groups; deterministic."""
         pending: list[pa.Table] = []
         for table in self.query.tables(work, self.locate):
-            # The last group may go on in the next table.
+            # The last group may continue in the next table.
             *blocks, last = _divided(pa.concat_tables([*pending, table]), max_groups)
             yield from blocks
             pending = [last]
@@ -88,7 +88,7 @@ class SampleFile:
 
 
 def _divided(table: pa.Table, max_groups: int) -> list[pa.Table]:
-    """The rows in parts of up to `max_groups` groups and BLOCK_SAMPLES samples, though of at least one group."""
+    """Splits the rows into parts of at most `max_groups` groups and BLOCK_SAMPLES samples, but at least one group."""
     starts = np.flatnonzero(np.diff(table.column(GROUP).to_numpy(), prepend=-1))
     bounds = np.append(starts, table.num_rows)
     lengths = table.column("output_tokens")
@@ -109,8 +109,8 @@ def _divided(table: pa.Table, max_groups: int) -> list[pa.Table]:
 def open_samples(
     path: str | Path, keys: Sequence[str] = ("prompt_id", "model"), weights: str | None = None
 ) -> SampleFile:
-    """Opens a file or folder of output lengths, see the table above; InputError if it is missing, empty, of another format,
-    damaged, or lacks a column."""
+    """Opens a file or folder of output lengths, see the table above; InputError if it is missing, empty or damaged, has an
+    unsupported format, or lacks a column."""
     path = Path(path)
     if path.is_dir():
         if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
@@ -153,13 +153,13 @@ def _open_parquet(
 
 
 def _open_saved(path: Path, keys: Sequence[str], weights: str | None) -> SampleFile:
-    """A folder saved by `datasets`, mapped into memory: the system holds only what is in use."""
+    """Opens a folder saved by `datasets`, memory-mapped."""
     import datasets
 
     try:
         saved = datasets.load_from_disk(str(path))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(_FIELD, str(path), f"a whole folder saved by datasets ({error})") from error
+        raise InputError(_FIELD, str(path), f"an undamaged folder saved by datasets ({error})") from error
     if isinstance(saved, datasets.DatasetDict):
         if len(saved) != 1:
             splits = ", ".join(str(path / split) for split in saved) or "it has none"
@@ -180,7 +180,7 @@ def _stored(
     weights: str | None,
     starts: tuple[int, ...] = (),
 ) -> SampleFile:
-    """A file whose columns have types of their own; `rows` is where they are read from."""
+    """Opens data whose columns are typed; `rows` is the table, or the Parquet files to read."""
     if num_rows == 0:
         raise InputError(path.name, "no rows", "at least one row")
     check_columns(schema.names, path, keys, weights)

@@ -1,4 +1,4 @@
-"""Output lengths by group: all samples of, for instance, one model for one prompt.
+"""Output lengths by group; a group has, for example, all samples of one served model for one prompt.
 
 A table of output lengths has one of two forms:
 
@@ -7,10 +7,10 @@ A table of output lengths has one of two forms:
 | samples/2 | one for each sample | output_tokens (number), finish_reason or finished (bool), optional max_tokens |
 | lists | one for each group | output_tokens (list), optional finished (list of bool), max_tokens |
 
-Both bring the columns to group by. prompt, category, dataset, prompt_tokens and temperature are carried along if they
-exist, and a column of weights on request. Samples with finish_reason "error" are left out and counted. With a column
-sample_index, rows of the first form must differ in it or in another column of `IDENTITY`: a sample that occurs twice
-would make standard errors too small.
+Both need the key columns. prompt, category, dataset, prompt_tokens and temperature are carried along if they exist, and
+a column of weights on request. Samples with finish_reason "error" are left out and counted. With a column sample_index,
+rows of the first form must differ in it or in another column of `IDENTITY`, because a duplicated sample would make
+standard errors too small.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from scheduler_core.errors import InputError
 from scheduler_core.table_files import convertible
 from training.fitting.estimate import MIN_SAMPLES
 
-#: Columns of a block beside those of the file: the row's number in the input, and that of its group's first row.
+#: Additional columns of a block: number of the row in the input, and number of the first row of its group.
 ROW, GROUP = "__row", "__group"
 CARRIED = ("prompt", "category", "dataset", "prompt_tokens", "temperature")
 #: Columns that identify a sample, where a file has them.
@@ -42,19 +42,19 @@ _BOOLEANS = "true or false for each sample"
 
 @dataclass(frozen=True, slots=True)
 class GroupedLengths:
-    """Output lengths of G groups, in order of first appearance; the samples of all groups one after another."""
+    """Output lengths of G groups in order of first appearance; samples of all groups are concatenated."""
 
-    path: Path  # source file, for messages
-    keys: tuple[str, ...]  # columns that name a group
+    path: Path  # source file, for error messages
+    keys: tuple[str, ...]  # columns that identify a group
     rows: pa.Table  # table [G] of the key and carried columns, from each group's first row
-    # Output lengths in tokens [S]; of a censored sample the length that it exceeds.
+    # Output lengths in tokens [S]; the truncated length for censored samples.
     flat_lengths: NDArray[np.int64]
     flat_finished: NDArray[np.bool_]  # whether each sample is complete, not censored [S]
-    # Where groups begin [G + 1]: group g is flat[offsets[g]:offsets[g + 1]], and may be empty.
+    # Offsets of the groups [G + 1]: group g is flat[offsets[g]:offsets[g + 1]], and may be empty.
     offsets: NDArray[np.int64]
     max_tokens: list[int | None]  # largest limit of each group's samples [G], None if unknown
-    num_errors: int = 0  # samples left out because generating them failed
-    # How many samples each one counts as, above 0 [S]; None: each as one.
+    num_errors: int = 0  # number of samples left out because their generation failed
+    # Sample weights, above 0 [S]; None: all 1.
     flat_weights: NDArray[np.float64] | None = None
 
     def __len__(self) -> int:
@@ -66,11 +66,11 @@ class GroupedLengths:
         return np.diff(self.offsets)
 
     def name(self, group: int) -> str:
-        """The group as a person would name it: prompt_id='a1', model='m'."""
+        """Readable name of a group, such as prompt_id='a1', model='m'."""
         return ", ".join(f"{key}={self.rows.column(key)[group].as_py()!r}" for key in self.keys)
 
     def column(self, name: str) -> list[Any] | None:
-        """Values [G] of a key or carried column, None if the file has no such column."""
+        """Values [G] of a key or carried column; None if the file has no such column."""
         return self.rows.column(name).to_pylist() if name in self.rows.column_names else None
 
     def take(self, groups: Sequence[int] | NDArray[np.intp]) -> GroupedLengths:
@@ -91,13 +91,13 @@ class GroupedLengths:
 
 
 def candidate_columns(keys: Sequence[str], weights: str | None) -> list[str]:
-    """All columns that make groups, in the order of the result."""
+    """All columns that grouping can use, in the order of the result."""
     names = (*keys, *CARRIED, "output_tokens", "finish_reason", "finished", "max_tokens", *IDENTITY)
     return list(dict.fromkeys((*names, *([weights] if weights else ()))))
 
 
 def used_columns(names: Sequence[str], keys: Sequence[str], weights: str | None) -> list[str]:
-    """Those of a file with the columns `names`."""
+    """The candidate columns that are used of a file with the columns `names`."""
     unused = set() if "sample_index" in names else {*IDENTITY} - {*keys, weights}
     return [name for name in candidate_columns(keys, weights) if name in names and name not in unused]
 
@@ -115,7 +115,7 @@ def check_enough(largest: int, path: Path, min_samples: int = MIN_SAMPLES) -> No
         raise InputError(
             f"{path.name}, column output_tokens",
             f"{largest} samples in the largest group",
-            f"at least {min_samples} samples of some group, failed ones not counted",
+            f"a group with at least {min_samples} samples, not counting failed ones",
         )
 
 
@@ -130,7 +130,7 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def plain_types(table: pa.Table) -> pa.Table:
-    """The table with values in place of dictionaries, and with ordinary lists and texts."""
+    """Decodes dictionary columns, and converts fixed-size lists and string views to plain lists and strings."""
     for number, field in enumerate(table.schema):
         kind = field.type
         if pa.types.is_dictionary(kind):
@@ -154,20 +154,20 @@ def group_table(
     weights: str | None = None,
     locate: Callable[[int], str] | None = None,
 ) -> GroupedLengths:
-    """Groups the samples of a table in either form; rows of the same keys are one group.
+    """Groups the samples of a table in either form by their keys.
 
     Args:
-        table, path: As in the table above, and its source file, for messages.
-        keys: Columns that name a group.
-        max_tokens: Limit of all samples: longer ones count as censored there. In the list form without a column
-            `finished` a sample of just this length counts as censored too, since its own end would be a coincidence.
-        min_samples: Smallest allowed size of the largest group.
-        weights: Column of how many samples each one counts as: a number for each sample, or a list for each group.
-        locate: Row of the table -> its name in messages; by default "FILE, row N", from 0.
+        table, path: Table in one of the forms above, and its source file, for error messages.
+        keys: Columns that identify a group.
+        max_tokens: Limit of all samples; longer ones are censored at this length. In the list form without a column
+            `finished`, a sample of exactly this length is censored too, because it was most likely truncated.
+        min_samples: Minimum size of the largest group.
+        weights: Column of sample weights: a number for each sample, or a list for each group.
+        locate: Row of the table -> its name in error messages; by default "FILE, row N", from 0.
 
     Raises:
-        InputError: A column is missing or of a wrong type, a value is null, NaN, no integer or below 1, a prompt is
-            empty, or no group has enough samples; names row or group, and column.
+        InputError: A column is missing or has a wrong type; a length is null, NaN, not an integer or below 1; a prompt
+            is empty; or no group has enough samples. The message names row or group, and column.
     """
     if table.num_rows == 0:
         raise InputError(path.name, "no rows", "at least one row")
@@ -203,7 +203,7 @@ def group_table(
 
 @dataclass(frozen=True, slots=True)
 class CheckedTable:
-    """A table whose errors name file, row and column."""
+    """A table with checks whose errors name file, row and column."""
 
     table: pa.Table
     path: Path
@@ -222,7 +222,7 @@ class CheckedTable:
     def require(
         self, good: Any, name: str, allowed: str, values: Any, rows: NDArray[np.int64] | None = None
     ) -> None:
-        """Raises `InputError` for the first of `values` that is not `good`; `rows` are theirs, by default in order."""
+        """Raises `InputError` for the first of `values` that is not `good`; `rows` are their rows, by default 0, 1, ..."""
         flags = np.asarray(good, dtype=bool)
         if flags.all():
             return
@@ -233,7 +233,7 @@ class CheckedTable:
         raise InputError(f"{where}, column {name}", value, allowed)
 
     def check_filled(self, name: str, *, nullable: bool) -> None:
-        """A key or a prompt: no list, no empty text, and no null unless `nullable`."""
+        """Raises `InputError` if a key or prompt column has lists, empty text, or, unless `nullable`, null values."""
         column = self.array(name)
         if pa.types.is_nested(column.type):
             raise self.wrong_type(name, "plain values")
@@ -248,7 +248,7 @@ class CheckedTable:
         self.require(good, name, "a value that is not empty", column)
 
     def numbers(self, array: Any, name: str) -> NDArray[np.float64]:
-        """Values of a numeric column, or of lists in it, NaN for null."""
+        """Values of a numeric array, NaN for null."""
         if not (pa.types.is_integer(array.type) or pa.types.is_floating(array.type)):
             kind = "integers" if name == "output_tokens" else "numbers"
             raise self.wrong_type(name, f"{kind} or lists of them")
@@ -258,8 +258,8 @@ class CheckedTable:
 def _samples(
     source: CheckedTable, max_tokens: int | None, weights: str | None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], NDArray[np.float64] | None, int]:
-    """All samples but the failed ones: row of the table, length, whether it is finished, weight, [S] each; and the number
-    of failed ones."""
+    """All samples except failed ones: table row, length, whether it is finished, and weight, [S] each; and the number of
+    failed samples."""
     names = source.table.column_names
     column = source.array("output_tokens")
     listed = is_list(column.type)
@@ -271,14 +271,14 @@ def _samples(
         rows, values = np.arange(len(column)), column
 
     def aligned(name: str, kind: str) -> Any:
-        """Values of another column, one for each of output_tokens."""
+        """Values of another column, aligned with output_tokens."""
         if not listed:
             return source.array(name)
         other = source.array(name)
         if not is_list(other.type):
             raise source.wrong_type(name, f"lists of {kind}")
         sizes = (pc.fill_null(pc.list_value_length(each).cast(pa.int64()), -1) for each in (other, column))
-        source.require(pc.equal(*sizes), name, "as many values as output_tokens has", other)
+        source.require(pc.equal(*sizes), name, "the same number of values as output_tokens", other)
         return pc.list_flatten(other)
 
     lengths = source.numbers(values, "output_tokens")
@@ -287,7 +287,7 @@ def _samples(
         reasons = source.array("finish_reason")
         if not is_text(reasons.type):
             raise source.wrong_type("finish_reason", ", ".join(FINISH_REASONS))
-        allowed = ", ".join(FINISH_REASONS) + " (import-lengths --unknown decides what unknown means)"
+        allowed = ", ".join(FINISH_REASONS) + " (import-lengths --unknown maps unknown ones)"
         is_allowed = pc.is_in(reasons, pa.array(FINISH_REASONS, reasons.type))
         source.require(is_allowed, "finish_reason", allowed, reasons)
         censored, failed = (
@@ -320,7 +320,7 @@ def _samples(
 
 
 def _check_repeats(source: CheckedTable, group_of_row: NDArray[np.int64]) -> None:
-    """Raises `InputError` if a sample occurs twice, as far as the columns can tell."""
+    """Raises `InputError` if two rows have the same `IDENTITY` columns, sample_index included."""
     table = source.table
     columns = [name for name in IDENTITY if name in table.column_names]
     columns = [name for name in columns if not pa.types.is_nested(table.column(name).type)]
@@ -334,28 +334,28 @@ def _check_repeats(source: CheckedTable, group_of_row: NDArray[np.int64]) -> Non
     raise InputError(
         source.locate(row),
         ", ".join(f"{name}={table.column(name)[row].as_py()!r}" for name in columns),
-        f"each sample once ({source.locate(int(first_rows[sample[row]]))} has the same {', '.join(columns)})",
+        f"unique samples ({source.locate(int(first_rows[sample[row]]))} has the same {', '.join(columns)})",
     )
 
 
 def group_rows(
     table: pa.Table, keys: Sequence[str], codes: NDArray[np.int64] | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Number of the group of each row, and the first row of each group; groups in order of first appearance.
+    """Group number of each row, and first row of each group; groups are numbered in order of first appearance.
 
-    `codes` are groups by other columns [rows] that are divided further.
+    `codes` [rows] are group numbers by other columns, which are subdivided by `keys`.
     """
     for key in keys:
         column = table.column(key).combine_chunks().dictionary_encode(null_encoding="encode")
         numbers = column.indices.to_numpy(zero_copy_only=False).astype(np.int64)
         if codes is not None:
-            # Numbered anew, in order of first appearance.
+            # Renumbered in order of first appearance.
             pairs = pa.array(codes * len(column.dictionary) + numbers).dictionary_encode()
             numbers = pairs.indices.to_numpy(zero_copy_only=False).astype(np.int64)
         codes = numbers
     assert codes is not None
     first = np.empty(int(codes.max()) + 1, dtype=np.int64)
-    first[codes[::-1]] = np.arange(len(codes) - 1, -1, -1)  # of repeated indices the last assignment stays
+    first[codes[::-1]] = np.arange(len(codes) - 1, -1, -1)  # for repeated indices the last assignment wins
     return codes, first
 
 
@@ -376,13 +376,13 @@ def _group_limits(
 
 
 def with_conversations(table: pa.Table, path: Path) -> pa.Table:
-    """A table of output lengths whose column `prompt` is the text of the whole conversation, where there is one.
+    """Replaces the column `prompt` by the text of the whole conversation, for rows with `messages`.
 
-    A row whose `messages` are null is a single user message, as is a table without them. InputError for a file of fits,
-    which keep the last user message alone.
+    Rows without `messages` keep their prompt as a single user message. InputError for a file of fits, which stores only
+    the last user message.
     """
     if set(table.column_names) >= {"mu", "sigma", "nu"}:
-        allowed = "samples, because fits keep no conversations"
+        allowed = "samples, because fits do not store conversations"
         raise InputError(f"{path.name}, columns", ["mu", "nu", "sigma"], allowed)
     if "messages" not in table.column_names or "prompt" not in table.column_names:
         return table

@@ -1,1 +1,1 @@
-"""Evaluation of urgency predictors by the rubric in `docs/urgency.md`: metrics, abstention, adversarial check, baselines."""
+"""Evaluation of urgency predictors (`docs/urgency.md`): metrics, abstention, adversarial check, baselines."""

@@ -1,13 +1,13 @@
-"""The abstain threshold: the least confidence at which a predicted level replaces the declared tier.
+"""The abstain threshold: the minimum confidence at which a predicted level replaces the declared tier.
 
-Learn then Test (Angelopoulos et al. 2021) with Clopper-Pearson bounds: thresholds are fixed in advance and tested from
-the strictest on, in a few chains; a chain stops at its first failure, so that its chance of certifying any threshold
-whose true risk is above the stated rate is at most its share of delta (fixed-sequence testing), and the chance that any
-chain does so at most delta. That holds for texts exchangeable with the validation texts, at any number of them.
+Learn then Test (Angelopoulos et al. 2021) with Clopper-Pearson bounds: a fixed grid of thresholds is tested in a few
+chains, each from its strictest threshold on. A chain stops at its first failure, so it certifies a threshold whose true
+risk is above the allowed rate with probability at most delta / number of chains (fixed-sequence testing); over all
+chains this probability is at most delta. This holds for texts exchangeable with the validation texts, for any number.
 
-A threshold may have to meet two bounds: failures among answered texts, and how often a claim of urgency makes the
-scheduled level more urgent. It is certified where both tests pass, each at the full share of delta: a threshold that is
-bad for one reason passes that reason's test no more often (intersection-union test).
+A threshold may have to meet two bounds: on failures among answered texts, and on how often a claim of urgency makes the
+scheduled level more urgent. It is certified if both tests pass, each at the full level delta / number of chains
+(intersection-union test).
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class ClaimRows:
     # plain, claimed: probabilities [P, K].
     plain: NDArray[np.float64]
     claimed: NDArray[np.float64]
-    tiers: NDArray[np.int64]  # declared tiers [P], the true levels of the texts
-    max_promotion: int = 1  # maximum number of levels that a text raises itself
-    under_triage_cost: float = UNDER_TRIAGE_COST  # cost the levels are decided with
+    tiers: NDArray[np.int64]  # declared tiers [P], equal to the true levels of the texts
+    max_promotion: int = 1  # maximum number of levels by which a text can raise its own priority
+    under_triage_cost: float = UNDER_TRIAGE_COST  # cost of deciding one level too low
 
     @classmethod
     def of(cls, predict: Predict, pairs: Sequence[ClaimPair], **options: Any) -> ClaimRows:
-        """Predictions for pairs of texts."""
+        """Predicts all pairs of texts."""
         return cls(
             plain=predict([pair.text for pair in pairs]),
             claimed=predict([pair.claimed_text for pair in pairs]),
@@ -65,22 +65,21 @@ class ClaimRows:
 class AbstainThreshold:
     """A threshold and its guarantee."""
 
-    # Least highest probability that counts; None: none could be certified, so abstain always.
+    # Minimum of the highest probability for which the prediction is used; None: no threshold certified, always abstain.
     threshold: float | None
-    # What counts as a failure: under-triage = decided less urgent than true; wrong = otherwise than true.
+    # Definition of a failure: under-triage = decided less urgent than true; wrong = decided differently from true.
     risk: Risk
     allowed_rate: float  # with confidence 1 - delta, at most this fraction of the answered texts fails
     delta: float  # probability that the guarantee does not hold
-    # num_texts, num_answered, num_failures: validation texts, those of them at or above the threshold, failures of
-    # those.
+    # num_texts, num_answered, num_failures: validation texts; those at or above the threshold; failures among these.
     num_texts: int
     num_answered: int
     num_failures: int
-    # Upper bound of the failure rate, at the confidence that was tested; None without threshold.
+    # Upper confidence bound of the failure rate; None without a threshold.
     bound: float | None
-    under_triage_cost: float  # cost the levels were decided with
-    # What claims of urgency gain at the threshold: allowed_rate, num_pairs (those whose plain text is not scheduled at
-    # the top already), num_jumps, bound; None without a threshold, or where claims were not measured.
+    under_triage_cost: float  # cost of deciding one level too low
+    # Effect of claims of urgency at the threshold: allowed_rate, num_pairs (pairs whose plain text is scheduled below the
+    # top level), num_jumps, bound; None without a threshold, or if claims were not measured.
     jumps: dict[str, Any] | None = None
 
 
@@ -90,7 +89,7 @@ def failures(
     risk: Risk,
     under_triage_cost: float = UNDER_TRIAGE_COST,
 ) -> NDArray[np.bool_]:
-    """Whether the level of least expected cost out of probabilities [N, K] fails against true levels [N]; see
+    """Whether the level of least expected cost for probabilities [N, K] is a failure for true levels [N], [N]; see
     `AbstainThreshold.risk`."""
     decided = expected_cost_levels(probabilities, under_triage_cost)
     return np.asarray(decided > true if risk == "under-triage" else decided != true)
@@ -109,31 +108,31 @@ def choose_threshold(
 ) -> AbstainThreshold:
     """The lowest threshold whose risk among answered texts is certified to be at most `allowed_rate`.
 
-    With `claims` the fraction of texts whose scheduled level a claim makes more urgent is certified, too. The rates and
-    delta are between 0 and 1.
+    With `claims`, the fraction of texts whose scheduled level becomes more urgent by a claim is certified too. The rates
+    and delta are between 0 and 1.
 
     Args:
-        probabilities, true: Of validation texts, which nothing else of the predictor was fitted to [N, K], and their levels [N].
-        allowed_rate: Largest fraction of failures among answered texts.
-        delta: Probability, over validation sets, of certifying a threshold that is worse.
-        risk: What a failure is.
-        under_triage_cost: Cost the levels are decided with.
-        claims: Of validation pairs, which nothing was fitted to; None: claims are not measured.
-        jump_rate: Largest fraction of pairs that may gain.
+        probabilities, true: Predictions [N, K] and true levels [N] of validation texts that were not used for training.
+        allowed_rate: Maximum fraction of failures among answered texts.
+        delta: Probability, over validation sets, of certifying a threshold whose true risk is higher.
+        risk: Definition of a failure.
+        under_triage_cost: Cost of deciding one level too low.
+        claims: Predictions of validation pairs that were not used for training; None: claims are not measured.
+        jump_rate: Maximum fraction of pairs whose level becomes more urgent.
     """
     for name, value in (("allowed_rate", allowed_rate), ("delta", delta), ("jump_rate", jump_rate)):
         if not 0 < value < 1:
             raise InputError(name, value, "a number between 0 and 1")
     confidence = probabilities.max(axis=1)
     failed = failures(probabilities, true, risk, under_triage_cost)
-    share = delta / len(CHAIN_STARTS)
+    chain_delta = delta / len(CHAIN_STARTS)
     best: tuple[float, float, dict[str, Any] | None] | None = None
     for start in CHAIN_STARTS:
         for step in range(round(start / STEP), -1, -1):
             threshold = round(step * STEP, 10)
             answered = confidence >= threshold
-            bound = upper_bound(int(failed[answered].sum()), int(answered.sum()), share)
-            jumps = None if claims is None else _jumps(claims, threshold, jump_rate, share)
+            bound = upper_bound(int(failed[answered].sum()), int(answered.sum()), chain_delta)
+            jumps = None if claims is None else _jumps(claims, threshold, jump_rate, chain_delta)
             if bound > allowed_rate or (jumps is not None and jumps["bound"] > jump_rate):
                 break
             if best is None or threshold < best[0]:
@@ -153,12 +152,12 @@ def choose_threshold(
     )
 
 
-def _jumps(claims: ClaimRows, threshold: float, jump_rate: float, share: float) -> dict[str, Any]:
+def _jumps(claims: ClaimRows, threshold: float, jump_rate: float, delta: float) -> dict[str, Any]:
     plain, claimed = claims.scheduled(threshold)
     num_jumps, num_pairs = int(np.sum(claimed < plain)), int(np.sum(plain > 0))
     return {
         "allowed_rate": jump_rate,
         "num_pairs": num_pairs,
         "num_jumps": num_jumps,
-        "bound": upper_bound(num_jumps, num_pairs, share),
+        "bound": upper_bound(num_jumps, num_pairs, delta),
     }

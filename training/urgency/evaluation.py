@@ -32,7 +32,7 @@ from training.urgency.predictors import (
 log = logging.getLogger(__name__)
 
 IntArray = NDArray[np.int64]
-#: Column of the summary -> path of its number in the report. Rates are printed in percent, `SCORES` with three digits.
+#: Column of the summary -> path of its number in the report. Rates are printed in percent, `SCORES` with three decimals.
 COLUMNS = {
     "accuracy": ("predicted", "accuracy", "value"),
     "kappa": ("predicted", "kappa"),
@@ -52,12 +52,12 @@ COLUMNS = {
 }
 SCORES = ("kappa", "macro F1")
 FROZEN = "frozen:"
-#: Tier that every text declares in the metrics of scheduled levels.
+#: Declared tier of every text in the metrics of scheduled levels.
 DECLARED_TIER = LEVELS.index("standard")
 
 
 def evaluate_urgency_command(config: EvaluateUrgencyConfig) -> int:
-    """Runs the command, and writes the JSON. Returns 0 if claims of urgency jump at most as often as allowed, else 3."""
+    """Runs the command and writes the JSON file; returns 3 if claims of urgency raise levels too often, else 0."""
     target = writable_target(config.json, "json")
     texts = read_labels(config.data)
     evaluated = _split(texts, config.split, config.data)
@@ -103,7 +103,7 @@ def evaluate_urgency_command(config: EvaluateUrgencyConfig) -> int:
         save_threshold(config.predictor, report["abstention"])
     if not passed:
         log.error(
-            "claims of urgency raise the scheduled level of %s of the pairs; at most %.1f %% are allowed",
+            "claims of urgency raise the scheduled level of %s of the pairs; allowed: at most %.1f %%",
             cell_of("jumps, scheduled", report),
             100 * config.jump_rate,
         )
@@ -137,16 +137,16 @@ def evaluate_urgency(
     *,
     validation_pairs: Sequence[ClaimPair] = (),
 ) -> dict[str, Any]:
-    """Evaluates a predictor; the abstain threshold is chosen on `validation` and `validation_pairs` alone.
+    """Evaluates a predictor; the abstain threshold is chosen on `validation` and `validation_pairs` only.
 
     Without `validation_pairs`, claims do not affect the threshold. The other sequences must not be empty.
 
     Returns:
         predicted, decided, scheduled: metrics of the most likely level, of the level of least expected cost, and of the
         level after abstention and limited promotion; reliability: see `reliability_of_levels`; abstention: the threshold,
-        its guarantee, and the rates of answered texts and of failures among them; quiet_emergencies_found: rate of calmly
-        worded emergencies decided as level 0 or 1; accuracy_by_language, accuracy_by_source; adversarial: see `check_claims`.
-    """
+        its guarantee, and the rates of answered texts and of failures among them; quiet_emergencies_found: fraction of
+        calmly worded emergencies decided as level 0 or 1; accuracy_by_language, accuracy_by_source; adversarial: see
+        `check_claims`."""
     cost = config.under_triage_cost
     limits: dict[str, Any] = {"max_promotion": config.max_promotion, "under_triage_cost": cost}
     chosen = choose_threshold(
@@ -188,18 +188,18 @@ def check_claims(
     allowed_rate: float = 0.05,
     **limits: Any,
 ) -> dict[str, Any]:
-    """How often adding a claim of urgency makes the level of a text more urgent.
+    """Measures how often adding a claim of urgency makes the level of a text more urgent (a jump).
 
     Args:
         predict, pairs: The predictor, and at least one pair of a text with and without a claim.
         threshold: Abstain threshold, for the scheduled level.
-        allowed_rate: Largest fraction of pairs that may jump.
+        allowed_rate: Maximum fraction of pairs that jump.
         limits: max_promotion and under_triage_cost of `ClaimRows`.
 
     Returns:
-        passed: whether scheduled levels jump at most as often as allowed, and some plain text is below the top level;
-        passed_unguarded: the same for the most likely and the decided level. predicted, decided, scheduled: `_jumps` of
-        these levels; neutral: `_jumps` of the decided level with a neutral phrase in place of the claim, a control.
+        passed: whether the jump rate of scheduled levels is at most `allowed_rate`; false if every plain text has the top
+        level. passed_unguarded: the same for the predicted and the decided level. predicted, decided, scheduled: `_jumps`
+        of these levels; neutral: `_jumps` of the decided level with a neutral phrase instead of the claim, as control.
         scheduled_max_levels: maximum number of levels between a claimed text's true and scheduled level. by_language,
         by_position, by_level: jump rates of the decided level. examples: ids of at most 20 pairs, the largest jump first.
     """
@@ -237,8 +237,8 @@ def check_claims(
 
 
 def _jumps(plain: IntArray, claimed: IntArray) -> dict[str, Any]:
-    """Rates of pairs [P] whose level becomes more urgent (of those below the top level) and less urgent, number of pairs
-    by levels gained, and mean number of levels gained by the pairs that jumped."""
+    """Statistics of the change of level over pairs [P]: rate of jumps (among plain levels below the top) and of falls,
+    number of pairs by levels gained, and mean number of levels gained by pairs that jumped."""
     gained = plain - claimed
     up = gained[gained > 0]
     return {
@@ -254,7 +254,7 @@ def _jumps(plain: IntArray, claimed: IntArray) -> dict[str, Any]:
 def _by(
     keys: Sequence[str], hits: NDArray[np.bool_], cases: NDArray[np.bool_] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Rate of hits among the cases (all by default) for each key."""
+    """Rate of hits among the cases (default: all) for each key."""
     counted = np.ones(len(hits), dtype=bool) if cases is None else cases
     return {str(name): rate(hits, counted & (np.array(keys) == name)) for name in np.unique(keys)}
 
@@ -264,7 +264,7 @@ def _levels(texts: Sequence[LabeledText]) -> IntArray:
 
 
 def cell_of(column: str, report: Mapping[str, Any]) -> str:
-    """A number of the summary as text; "-" if it is None."""
+    """Formats a number of the summary; "-" for None."""
     number: Any = reduce(getitem, COLUMNS[column], report)
     if number is None:
         return "-"

@@ -1,7 +1,7 @@
-"""Metrics of ordered urgency levels, rates with exact intervals, reliability diagrams; all as JSON content.
+"""Metrics of ordered urgency levels, rates with exact intervals, and reliability diagrams, as JSON content.
 
-Triage is measured by under-triage, urgent requests that are served too late, more than by accuracy. Quadratic weighted
-kappa: Cohen 1968. Exact intervals: Clopper and Pearson 1934. Expected calibration error with equal bins: Guo et al. 2017.
+Under-triage, urgent requests that are served too late, matters more than accuracy. Quadratic weighted kappa: Cohen 1968.
+Exact intervals: Clopper and Pearson 1934. Expected calibration error with equal bins: Guo et al. 2017.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from sklearn.metrics import cohen_kappa_score, confusion_matrix, f1_score
 from scheduler_core.urgency import LEVELS
 
 CONFIDENCE = 0.95
-# Levels 0 and 1 are critical: a person is in danger, or waits at this moment.
+# Levels 0 and 1 are critical: a person is in danger, or is waiting for the response.
 LAST_CRITICAL = 1
 NUM_BINS = 10
 
 
 def upper_bound(num_hits: int, num_cases: int, delta: float) -> float:
-    """Clopper-Pearson bound, which the true rate exceeds with probability at most `delta`; 1 without cases."""
+    """Clopper-Pearson upper bound, exceeded by the true rate with probability at most `delta`; 1 without cases."""
     if num_hits == num_cases:
         return 1.0
     return float(beta.ppf(1 - delta, num_hits + 1, num_cases - num_hits))
@@ -52,11 +52,11 @@ def urgency_metrics(true: ArrayLike, predicted: ArrayLike) -> dict[str, Any]:
     """Compares N >= 1 predicted levels with the true ones; level 0 is the most urgent.
 
     Returns:
-        Rates: accuracy; within_one: at most one level apart; critical_recall: of levels 0-1, predicted as 0 or 1;
+        Rates: accuracy; within_one: at most one level apart; critical_recall: levels 0-1 predicted as 0 or 1;
         under_triage, over_triage: predicted less or more urgent than true; critical_under_triage and
-        emergency_under_triage: the same of levels 0-1 and of level 0; critical_over_triage: of levels 2-4, predicted as
-        0 or 1; recalls: of each level by name. kappa: quadratic weighted, None where both sides are constant. macro_f1:
-        mean F1 of the levels that occur. confusion: counts, true level in rows [K][K].
+        emergency_under_triage: under-triage of levels 0-1 and of level 0; critical_over_triage: levels 2-4 predicted as 0
+        or 1; recalls: by name of the level. kappa: quadratic weighted, None if both sides are constant. macro_f1: mean F1
+        of the levels that occur. confusion: counts [K][K], true levels in rows.
     """
     t, p = np.asarray(true), np.asarray(predicted)
     levels = range(len(LEVELS))
@@ -81,7 +81,7 @@ def urgency_metrics(true: ArrayLike, predicted: ArrayLike) -> dict[str, Any]:
 
 
 def reliability(probabilities: NDArray[np.float64], happened: NDArray[np.bool_]) -> dict[str, Any]:
-    """Reliability of N predicted probabilities, in bins of equal width; `happened` [N] is whether each event occurred.
+    """Reliability of N predicted probabilities in bins of equal width; `happened` [N]: whether each event occurred.
 
     Returns:
         bins: low, high (included at 1), count, mean_probability and observed frequency (None without predictions);
@@ -91,10 +91,10 @@ def reliability(probabilities: NDArray[np.float64], happened: NDArray[np.bool_])
     numbers = np.minimum((probabilities * NUM_BINS).astype(np.int64), NUM_BINS - 1)
     bins, error = [], 0.0
     for number, (low, high) in enumerate(pairwise(edges)):
-        inside = numbers == number
+        in_bin = numbers == number
         means: dict[str, float | None] = {"mean_probability": None, "frequency": None}
-        if count := int(inside.sum()):
-            mean, frequency = float(probabilities[inside].mean()), float(happened[inside].mean())
+        if count := int(in_bin.sum()):
+            mean, frequency = float(probabilities[in_bin].mean()), float(happened[in_bin].mean())
             means = {"mean_probability": mean, "frequency": frequency}
             error += count * abs(frequency - mean) / len(probabilities)
         bins.append({"low": low, "high": high, "count": count, **means})

@@ -1,4 +1,4 @@
-"""Urgency probabilities of a checkpoint, an artifact, or a baseline that is trained on labeled texts."""
+"""Urgency predictors: a checkpoint, an artifact, or a baseline trained on labeled texts."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ MAX_TOKENS = 256
 
 
 def open_urgency(path: str | Path, *, accelerator: Accelerator = "auto", batch_size: int = 32) -> Predict:
-    """Opens a checkpoint or an artifact with an urgency head over the five levels; InputError if there is none, or it has
-    others."""
+    """Opens a checkpoint or artifact with an urgency head; InputError if it has none, or one with other levels than
+    LEVELS."""
     options = InferenceOptions(batch_size, accelerator=accelerator, progress=False)
     predictor = open_predictor(path, options)
     if not predictor.urgency_levels:
         raise InputError("predictor", "no urgency head", "a predictor that was trained with one")
     if predictor.urgency_levels != LEVELS:
         raise InputError("predictor, urgency levels", list(predictor.urgency_levels), ", ".join(LEVELS))
-    # The urgency head ignores the served model, but a predictor may refuse an unknown one.
+    # The urgency head ignores the served model, but a predictor may not accept an unknown one.
     served = predictor.served_models[0] if predictor.served_models else None
 
     def predict(texts: Sequence[str]) -> NDArray[np.float64]:
         if not texts:
             return np.zeros((0, len(LEVELS)))
         urgency = predictor.predict(texts, [served] * len(texts), [None] * len(texts)).urgency
-        # Half-precision and float32 graphs miss a sum of 1 by rounding.
+        # Normalized, because outputs of float16 and float32 graphs sum to 1 only up to rounding.
         probabilities = np.maximum(np.asarray(urgency), 0.0)
         return np.asarray(probabilities / probabilities.sum(axis=1, keepdims=True))
 
@@ -45,10 +45,10 @@ def open_urgency(path: str | Path, *, accelerator: Accelerator = "auto", batch_s
 
 
 def save_threshold(path: str | Path, abstention: dict[str, Any]) -> None:
-    """Writes the abstain threshold into a checkpoint's training.json, as `urgency.abstain_threshold`; InputError for an
-    artifact, whose files are sealed.
+    """Writes the abstain threshold to a checkpoint's training.json, as `urgency.abstain_threshold`; InputError for an
+    artifact, whose files must not change.
 
-    If none could be certified, 1 is written: no probability is above it, so the declared tier always holds.
+    If no threshold was certified, 1 is written, so that the declared tier is always used.
     """
     if (Path(path) / MANIFEST).is_file():
         raise InputError("save_threshold", str(path), "a checkpoint; export it again afterwards")
@@ -60,14 +60,14 @@ def save_threshold(path: str | Path, abstention: dict[str, Any]) -> None:
 
 
 def constant_baseline(train: Sequence[LabeledText]) -> Predict:
-    """The weighted frequencies of the levels in training, for every text."""
+    """Predicts the weighted frequencies of the training levels for every text."""
     from sklearn.dummy import DummyClassifier
 
     return _trained(train, DummyClassifier(strategy="prior"))
 
 
 def bag_of_words_baseline(train: Sequence[LabeledText]) -> Predict:
-    """Logistic regression on TF-IDF of words and pairs of words, with fixed settings."""
+    """Logistic regression on TF-IDF features of words and word pairs, with fixed settings."""
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
 
@@ -76,7 +76,7 @@ def bag_of_words_baseline(train: Sequence[LabeledText]) -> Predict:
 
 
 def frozen_encoder_baseline(train: Sequence[LabeledText], encoder: str, batch_size: int = 32) -> Predict:
-    """Standardized [CLS; mean; max] features of an encoder that is not trained, then logistic regression."""
+    """Logistic regression on standardized [CLS; mean; max] features of a frozen encoder."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.preprocessing import FunctionTransformer, StandardScaler
 
@@ -102,7 +102,7 @@ def frozen_encoder_baseline(train: Sequence[LabeledText], encoder: str, batch_si
 
 
 def _trained(train: Sequence[LabeledText], *steps: Any) -> Predict:
-    """A pipeline of scikit-learn trained on labelled texts."""
+    """Trains a scikit-learn pipeline on labelled texts."""
     from sklearn.pipeline import make_pipeline
 
     if not train:

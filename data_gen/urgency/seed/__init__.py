@@ -1,1 +1,1 @@
-"""The labeled texts of tailcast's seed set, as JSON lines; `docs/urgency.md` has the rubric."""
+"""The labeled texts of tailcast's seed set, as JSON lines; see `docs/urgency.md` for the rubric."""

@@ -224,7 +224,7 @@ def test_bad_lines_are_skipped_and_counted_by_all_readers(
     assert [found["prompt"] for found in records(tmp_path)] == ["p", "\ufffd"]
     assert summary in caplog.text
     assert "1 x shadow.mu (allowed: a valid number)" in caplog.text
-    assert "1 x record (allowed: no copy of an earlier record)" in caplog.text
+    assert "1 x record (allowed: a record that is not a copy of an earlier one)" in caplog.text
 
     assert cli.main([str(path)]) == 0
     assert json.loads(capsys.readouterr().out)["num_compared"] == 2

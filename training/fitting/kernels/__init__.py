@@ -1,6 +1,6 @@
-"""Compiled loops of the fitter: one group after another, each from its own observations alone.
+"""Compiled loops of the fitter, which fit each group independently.
 
-Every family is a location-scale family of y = ln x, or close to it, so one solver serves them all:
+Every family is, exactly or nearly, a location-scale family of y = ln x, so one solver fits all of them:
 
 | family | code | y | second parameter s |
 |---|---|---|---|
@@ -8,7 +8,7 @@ Every family is a location-scale family of y = ln x, or close to it, so one solv
 | Weibull, exponential (sigma = 1) | WEIBULL | ln scale + sigma W, W ~ ln Exp(1), sigma = 1 / shape | ln sigma |
 | gamma | GAMMA | m = ln mean, shape a | ln cv = -ln(a) / 2 |
 
-The numbers below are the codes the kernels branch on.
+The constants below are the family codes of the kernels.
 """
 
 LOG_T = 0

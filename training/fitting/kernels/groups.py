@@ -1,15 +1,15 @@
-"""The loop over groups: sort, fit, flag, standard errors, distances.
+"""Loops over groups: sorting, fitting, flags, standard errors, goodness-of-fit statistics.
 
-A sample is a key: 2 * length + (1 if it is censored), so that sorted keys have a censored sample after finished ones
-of its length.
+A sample is encoded as the key 2 * length + (1 if censored), so that a censored sample is sorted after finished samples
+of the same length.
 
-Distances between observations and fit, Kolmogorov-Smirnov and Anderson-Darling, look below the smallest length at
-which a sample was censored, where the empirical distribution F_n of all observations is known. With u = F(x) and steps of F_n at the observations (by their weights),
+The Kolmogorov-Smirnov and Anderson-Darling statistics are computed below the smallest censored length, where the
+empirical distribution F_n of all observations is known. With u = F(x), and F_n stepping by weight at each observation,
 
     KS = max |F_n - u|,      AD = N * integral over u of (F_n - u)^2 / (u (1 - u)),
 
-the integral up to F(smallest censored length), or 1; between two steps F_n = c and the antiderivative is
--u + c^2 ln u - (1 - c)^2 ln(1 - u).
+where the integral ends at F(smallest censored length), or 1. Between two steps F_n is a constant c, and the
+antiderivative is -u + c^2 ln u - (1 - c)^2 ln(1 - u).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from training.fitting.kernels.likelihood import (
 )
 from training.fitting.kernels.solve import TARGET, Maximum, climb, log_t_model, profile, standard_errors
 
-#: Bits of the flags a fit may carry; their names are in `training.fitting.fits`.
+#: Bits of the flags of a fit; their names are in `training.fitting.fits`.
 CONSTANT = 1
 SIGMA_FLOOR = 2
 ALL_CENSORED = 4
@@ -40,7 +40,7 @@ MEDIAN_EXTRAPOLATED = 8
 TOO_FEW_SAMPLES = 16
 NU_AT_BOUND = 32
 
-#: ln of the usual lengths, which are integers.
+#: Lookup table of ln(length) for lengths below 8192.
 _LOGS = np.log(np.maximum(np.arange(8192), 1))
 
 
@@ -51,7 +51,7 @@ def _log(length: int) -> float:
 
 @njit(cache=True)
 def sort_small_groups(keys: np.ndarray, offsets: np.ndarray, largest: int) -> None:
-    """Sorts the keys of each group of up to `largest` observations in place, by insertion."""
+    """Sorts the keys of each group of at most `largest` observations in place, by insertion sort."""
     for g in range(offsets.size - 1):
         begin, end = offsets[g], offsets[g + 1]
         if end - begin > largest:
@@ -67,9 +67,9 @@ def sort_small_groups(keys: np.ndarray, offsets: np.ndarray, largest: int) -> No
 
 @njit(cache=True)
 def _tie(keys: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
-    """ln of the most frequent finished length, and its fraction of the samples that could differ from it.
+    """ln of the most frequent finished length, and its fraction of all samples except those censored below it.
 
-    A sample censored below that length is as probable as it can be there, so it does not count.
+    Samples censored below that length are consistent with it, so they do not count against the tie.
     """
     best, best_weight, run, run_weight = 0, 0.0, -1, 0.0
     for i in range(keys.size):
@@ -89,7 +89,7 @@ def _tie(keys: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
 
 @njit(cache=True)
 def _few_ties(keys: np.ndarray) -> bool:
-    """Whether at most half of the neighbours in length are equal, so that no value is shared by most observations."""
+    """Whether at most half of the adjacent sorted keys are equal, so that no length is shared by most observations."""
     equal = 0
     for i in range(1, keys.size):
         equal += keys[i] == keys[i - 1]
@@ -100,13 +100,13 @@ def _few_ties(keys: np.ndarray) -> bool:
 def read_observations(
     keys: np.ndarray, weights: np.ndarray, logs: np.ndarray, integers: bool, buffer: np.ndarray
 ) -> Observations:
-    """One group's observations out of its sorted keys; equal censored lengths become one interval with the sum of their weights.
+    """Converts the sorted keys of one group to observations; equal censored lengths are merged into one interval.
 
     Args:
-        keys, weights: One group's sorted keys and their weights; no weights if all are 1.
-        logs: Of the lengths, as `first_guess` leaves them.
-        integers: Whether a finished length x stands for [x - 1/2, x + 1/2] instead of a point.
-        buffer: Of shape (5, at least N), becomes the observations' table.
+        keys, weights: Sorted keys of one group and their weights; empty weights if all are 1.
+        logs: Logarithms of the lengths, as filled in by `first_guess`.
+        integers: Whether a finished length x is the interval [x - 1/2, x + 1/2] instead of a point.
+        buffer: Array of shape (5, at least N), which becomes the table of the observations.
     """
     points, intervals = 0, 0
     point_weight, total = 0.0, 0.0
@@ -139,7 +139,7 @@ def read_observations(
 
 @njit(cache=True)
 def first_guess(family: int, keys: np.ndarray, ordered: np.ndarray) -> tuple[float, float]:
-    """(m, s) to start from; fills `ordered` [N] with the observations' logarithms, censored ones at their limit."""
+    """Initial (m, s); fills `ordered` [N] with the logarithms of the lengths, censored ones at their limit."""
     count = keys.size
     sum_x, sum_y = 0.0, 0.0
     for i in range(count):
@@ -157,7 +157,7 @@ def first_guess(family: int, keys: np.ndarray, ordered: np.ndarray) -> tuple[flo
         width = 0.5 * (ordered[count - 1] - ordered[0])
     # Interquartile ranges at sigma = 1: 1.5 for t(3.5), 1.57 for ln Exp(1), whose median is -0.37.
     if family == WEIBULL:
-        # Its likelihood falls like exp(-exp(z)): no sample may stand far out at the start.
+        # The likelihood falls like exp(-exp(z)), so the start must not leave a sample far in the upper tail.
         width = max(width, 0.3 * (ordered[count - 1] - middle))
         middle += 0.25 * width
     return middle, math.log(max(width / 1.5, 1e-2))
@@ -167,7 +167,7 @@ def first_guess(family: int, keys: np.ndarray, ordered: np.ndarray) -> tuple[flo
 def describe(
     keys: np.ndarray, model: Model, observations: Observations, free_nu: bool, fit: Maximum, out: np.ndarray
 ) -> int:
-    """Writes one maximum as a row [9] of `fit_groups` and returns its flags."""
+    """Writes one maximum to `out`, a row [9] of `fit_groups`, and returns its flags."""
     flags = 0
     size = keys.size
     if not model.fixed_scale and fit[1] <= model.floor:
@@ -177,7 +177,7 @@ def describe(
     censored = False
     for i in range(size):
         censored = censored or keys[i] & 1 == 1
-    # At the floor the fit stands at a tied length, and what it misses it by is no extrapolation.
+    # At the sigma floor the fit sits at a tied length, so a median above the longest sample is not an extrapolation.
     if censored and not flags & SIGMA_FLOOR:
         longest = math.log(keys[size - 1] >> 1)
         below = cdf(model, longest, fit[0], math.exp(fit[1]))
@@ -205,11 +205,11 @@ def fit_groups(
     """Fits each group.
 
     Args:
-        keys, weights: Flat [S], sorted within each group; no weights if all are 1.
+        keys, weights: Flat [S], sorted within each group; empty weights if all are 1.
         offsets: [G + 1].
-        model: What to fit; its nu does not matter where it is free.
+        model: Model to fit; its nu is ignored with `free_nu`.
         integers: See `read_observations`.
-        min_samples: Fewer observations are not fitted.
+        min_samples: Minimum number of observations of a fitted group.
 
     Returns:
         Numbers [G, 9]: m, ln sigma, nu, log-likelihood of X, standard errors of m, ln sigma and ln nu, covariance of
@@ -241,7 +241,7 @@ def fit_groups(
         for i in range(size):
             num_censored += rows[i] & 1
         if num_censored == size or size < min_samples:
-            # All the data say is "at least the largest limit"; of too few, the middle one.
+            # m is the largest limit, a lower bound, if all samples are censored, else the median of the few samples.
             flags[g] |= ALL_CENSORED if num_censored == size else 0
             flags[g] |= TOO_FEW_SAMPLES if size < min_samples else 0
             numbers[g, 0] = ordered[size - 1] if num_censored == size else ordered[size // 2]
@@ -268,7 +268,7 @@ _MOST = 1.0 - 1e-16
 
 @njit(cache=True)
 def _antiderivative(u: float, c: float) -> float:
-    """At c = 0 and c = 1 the vanishing term is left out, so that u = 0 and u = 1 are allowed there."""
+    """Antiderivative of the AD integrand; its zero terms at c = 0 and c = 1 are skipped, which permits u = 0 and u = 1."""
     value = -u
     if c > 0.0:
         value += c * c * math.log(u)
@@ -281,7 +281,7 @@ def _antiderivative(u: float, c: float) -> float:
 def _distances(
     keys: np.ndarray, weights: np.ndarray, model: Model, m: float, s: float
 ) -> tuple[float, float]:
-    """(KS, AD) of one group; NaN if nothing lies below the smallest censored length."""
+    """(KS, AD) of one group; NaN if the fit has no mass below the smallest censored length."""
     total = 0.0
     limit = -1
     for i in range(keys.size):
@@ -304,7 +304,7 @@ def _distances(
         ad += _antiderivative(inner, empirical) - _antiderivative(last_u, empirical)
         empirical, last_u = after, inner
     if limit < 0:
-        # F_n = 1 from here; if rounding of the weights left less, it is 1 all the same.
+        # F_n is exactly 1 beyond the last observation, regardless of rounding in the sum of weights.
         ad += _antiderivative(1.0, 1.0) - _antiderivative(last_u, 1.0)
         return ks, total * ad
     u = min(cdf(model, math.log(limit), m, sigma), _MOST)
@@ -328,7 +328,7 @@ def group_distances(
     nu: np.ndarray,
     tested: np.ndarray,
 ) -> np.ndarray:
-    """KS and AD of each group [G, 2] under its fit; NaN where `tested` [G] is false."""
+    """KS and AD statistics of each group under its fit [G, 2]; NaN where `tested` [G] is false."""
     out = np.full((offsets.size - 1, 2), np.nan)
     for g in range(offsets.size - 1):
         if tested[g]:

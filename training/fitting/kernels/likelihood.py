@@ -1,13 +1,13 @@
-"""Log-likelihood of one group with its first and second derivatives over (m, s), for every family.
+"""Log-likelihood of one group with its first and second derivatives by (m, s), for every family.
 
-A group is points (finished samples, density) and intervals (censored samples: [length, inf); integer data: one token wide),
-each with a weight. On the log scale, z = (y - m) / sigma, with f the standard density and S its survival function:
+A group consists of weighted points (finished samples) and intervals (censored samples: [length, inf); with integer
+lengths: one token wide). On the log scale, with z = (y - m) / sigma, standard density f and survival function S:
 
     point       ln f(z) - s - y
     interval    ln P,   P = S(z1) - S(z2)
 
-Derivatives are returned scaled: by m times sigma, so that a step in m is in units of sigma. Writing
-g(z) = z-derivative of ln f, and f1 = f(z1) etc.:
+Derivatives by m are returned multiplied by sigma, so that a step in m is in units of sigma. With g(z) the derivative
+of ln f, and f1 = f(z1) etc.:
 
     point       d/dm = -g,             d/ds = -g z - 1,
                 d2/dm2 = g',           d2/dmds = g' z + g,       d2/ds2 = g' z^2 + g z
@@ -35,10 +35,10 @@ from training.fitting.kernels.special import (
     trigamma,
 )
 
-# Sums may be reordered and contracted; infinities keep their meaning.
+# Permits reordering and contraction of sums, but keeps infinities and NaN.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
 _BLOCK = 8
-# Widths in z below which differences of probabilities would lose more digits than the point rule does.
+# Width in z below which the point approximation of an interval is more accurate than a difference of probabilities.
 _NARROW = 1e-5
 
 #: (log-likelihood, d/dm, d/ds, d2/dm2, d2/dmds, d2/ds2)
@@ -46,33 +46,33 @@ Derivatives = tuple[float, float, float, float, float, float]
 
 
 class Observations(NamedTuple):
-    """One group's observations as the likelihood sees them, on the log scale.
+    """Observations of one group on the log scale.
 
-    One table rather than five arrays: each array that a compiled function is handed costs it two atomic operations.
+    Stored in one table instead of five arrays, because each array argument of a compiled function costs two atomic
+    operations.
     """
 
     # Shape (5, N or more): rows Y and WEIGHT hold points, LOW, HIGH and INTERVAL_WEIGHT intervals; HIGH is inf for
     # censored samples.
     table: np.ndarray
-    # num_points, num_intervals: how many of each.
     num_points: int
     num_intervals: int
     plain: bool  # whether all weights of points are 1
-    # point_weight, total_weight: sums of the weights of points, and of everything.
+    # point_weight, total_weight: sums of the weights of the points, and of all observations.
     point_weight: float
     total_weight: float
     tied: float = 0.0  # ln of the most frequent finished length
-    tied_fraction: float = 0.0  # its fraction of the samples that could differ from it
+    tied_fraction: float = 0.0  # see `groups._tie`
 
 
 class Model(NamedTuple):
-    """What is fitted."""
+    """A family with its fixed settings."""
 
     family: int  # code of the family
     nu: float  # degrees of freedom (log-t only), may be infinite
-    constants: np.ndarray  # `constants_of` both
-    fixed_scale: bool  # whether sigma stays 1 (the exponential as a Weibull)
-    floor: float  # smallest ln sigma
+    constants: np.ndarray  # `constants_of(family, nu)`
+    fixed_scale: bool  # whether sigma is fixed to 1 (the exponential as a Weibull)
+    floor: float  # lower bound of ln sigma
 
 
 Y, WEIGHT, LOW, HIGH, INTERVAL_WEIGHT = range(5)
@@ -80,7 +80,7 @@ Y, WEIGHT, LOW, HIGH, INTERVAL_WEIGHT = range(5)
 
 @njit(cache=True, fastmath=_FAST)
 def _t_points(table: np.ndarray, count: int, nu: float, m: float, sigma: float) -> Derivatives:
-    """Points of the log-t, all weights 1: no logarithm but one for every eight observations."""
+    """Log-t points with unit weights; computes a single logarithm per block of `_BLOCK` observations."""
     inverse = 1.0 / sigma
     # With r = 1 / (nu + z^2): -g = (nu+1) z r, g' = (nu+1) (r - 2 nu r^2), and z^2 r = 1 - nu r.
     log_product, sum_r, sum_zr, sum_r2, sum_zr2 = 0.0, 0.0, 0.0, 0.0, 0.0
@@ -142,7 +142,7 @@ def _points(family: int, nu: float, observations: Observations, m: float, sigma:
 def _interval(
     family: int, nu: float, constants: np.ndarray, z1: float, z2: float
 ) -> tuple[float, float, float, float, float]:
-    """ln P, f1/P, f2/P, and g at both ends; z2 = inf for a censored sample."""
+    """ln P, f1/P, f2/P, and g at both bounds; z2 = inf for a censored sample."""
     if family == WEIBULL:
         log_sf, hazard = -math.exp(z1), math.exp(z1)
     else:
@@ -180,7 +180,7 @@ def _intervals(
         z1 = (table[LOW, i] - m) / sigma
         z2 = (table[HIGH, i] - m) / sigma
         if z2 - z1 < _NARROW:
-            # So narrow that the density does not change within it: a point, times the width.
+            # The density is practically constant within the interval, so P is density times width.
             z = 0.5 * (z1 + z2)
             log_f, g, curve = _standard(family, nu, z)
             constant = constants[0]
@@ -246,13 +246,13 @@ def _gamma(observations: Observations, m: float, sigma: float) -> Derivatives:
 
 
 def constants_of(family: int, nu: float) -> np.ndarray:
-    """What the functions here need beside the parameters: `t_constants`, and 0 for a family without."""
+    """Precomputed constants of a model: `t_constants(nu)` for the log-t, [0] for the other families."""
     return t_constants(nu) if family == LOG_T else np.zeros(1)
 
 
 @njit(cache=True)
 def evaluate(model: Model, observations: Observations, m: float, s: float) -> Derivatives:
-    """Log-likelihood of ln X (add -sum of weight * y over the points for that of X) and its scaled derivatives."""
+    """Log-likelihood of ln X and its scaled derivatives; subtract the points' sum of weight * y to get that of X."""
     family, nu, constants = model.family, model.nu, model.constants
     sigma = math.exp(s)
     if family == GAMMA:

@@ -1,8 +1,8 @@
-"""Maximum likelihood over (m, s) for one group's observations, and over nu where it is free.
+"""Maximum likelihood over (m, s) for the observations of one group, and over nu if it is free.
 
-Damped Newton (Levenberg-Marquardt on the exact Hessian): a step is taken if the likelihood grows, and the damping
-falls to nothing near the maximum, where convergence is quadratic. s never falls below the floor; there only m moves
-as long as the likelihood would grow further down.
+Damped Newton method (Levenberg-Marquardt with the exact Hessian): a step is accepted if the likelihood increases, and
+the damping vanishes near the maximum, where convergence is quadratic. s is bounded below by the floor; at the floor
+only m is updated as long as the likelihood increases towards smaller s.
 
 A group has converged when no slope of the mean log-likelihood, per sigma of m and per unit of s, exceeds TARGET.
 """
@@ -19,10 +19,10 @@ from training.fitting.kernels.likelihood import Derivatives, Model, Observations
 from training.fitting.kernels.special import t_log_constant
 
 TARGET = 1e-8
-# Newton goes on to here where rounding lets it; stopping anywhere below TARGET is no failure.
+# Newton iterates until this slope if rounding permits; any slope below TARGET counts as converged.
 _ASPIRE = 1e-9
 _MAX_STEPS = 100
-#: Where free degrees of freedom are looked for: [1, 100], and infinity, which is the log-normal.
+#: Grid of free degrees of freedom: [1, 100], and infinity, which is the log-normal.
 NU_GRID = np.array([1.0, 1.4, 2.0, 2.8, 4.0, 5.6, 8.0, 12.0, 20.0, 40.0, 100.0, np.inf])
 _NU_TOLERANCE = 1e-5
 _GOLDEN = 0.5 * (math.sqrt(5.0) - 1.0)
@@ -55,7 +55,7 @@ def _step(d: Derivatives, damping: float, frozen: bool) -> tuple[float, float, f
 
 @njit(cache=True)
 def maximize(model: Model, observations: Observations, m: float, s: float) -> Maximum:
-    """Climbs from (m, s) to the next maximum with s >= floor, or s as it is where the scale is fixed."""
+    """Climbs from (m, s) to a local maximum with s >= floor; s is constant if the scale is fixed."""
     floor, fixed_scale = model.floor, model.fixed_scale
     weight = observations.total_weight
     d = evaluate(model, observations, m, s)
@@ -76,7 +76,7 @@ def maximize(model: Model, observations: Observations, m: float, s: float) -> Ma
         new = evaluate(model, observations, new_m, new_s)
         new_frozen = fixed_scale or (new_s <= floor and new[2] < 0.0)
         new_slope = _slope(new, new_frozen, weight)
-        # Near the maximum the likelihood no longer resolves a gain, while its slope still does.
+        # Near the maximum, improvements of the likelihood are lost in rounding, while its slope is still accurate.
         rounding = 1e-13 * (abs(d[0]) + weight)
         if new[0] > d[0] + rounding or (new[0] > d[0] - rounding and new_slope < slope):
             m, s, d, slope, frozen = new_m, new_s, new, new_slope, new_frozen
@@ -90,10 +90,10 @@ def maximize(model: Model, observations: Observations, m: float, s: float) -> Ma
 
 @njit(cache=True)
 def climb(model: Model, observations: Observations, m: float, s: float) -> Maximum:
-    """The better of the maximum near (m, s) and, where enough observations are tied for a second one, that at the tie.
+    """The better of the maximum near (m, s) and, if enough observations are tied, the one at the tied value.
 
-    At a value shared by a fraction w of the observations ln L ~ -(w - nu (1 - w)) N s as s falls, which grows if w is at
-    least nu (1 - w) (Kent & Tyler 1991).
+    At a value shared by a fraction w of the observations, ln L ~ -(w - nu (1 - w)) N s for s -> -inf, which increases if
+    w > nu (1 - w) (Kent & Tyler 1991).
     """
     best = maximize(model, observations, m, max(s, model.floor))
     fraction = observations.tied_fraction
@@ -106,7 +106,7 @@ def climb(model: Model, observations: Observations, m: float, s: float) -> Maxim
 
 @njit(cache=True)
 def log_t_model(nu: float, floor: float) -> Model:
-    """The log-t with a nu that is used once."""
+    """Log-t model for a nu that is used only once, without the polynomial of `t_constants`."""
     return Model(LOG_T, nu, np.array([t_log_constant(nu)]), False, floor)
 
 
@@ -117,7 +117,7 @@ def _climb_at(log_nu: float, observations: Observations, at: Maximum, floor: flo
 
 @njit(cache=True)
 def profile(observations: Observations, m: float, s: float, floor: float) -> tuple[float, Maximum]:
-    """(nu, maximum over m and s): a scan of NU_GRID, then golden section in ln nu around its best finite value."""
+    """(nu, maximum over m and s), by a scan of NU_GRID and golden-section search in ln nu around the best finite value."""
     last = (m, s, 0.0, 0.0, 0.0, 0.0, 0.0)
     best = _climb_at(math.log(NU_GRID[0]), observations, last, floor)
     last, top = best, 0
@@ -154,10 +154,10 @@ def profile(observations: Observations, m: float, s: float, floor: float) -> tup
 def standard_errors(
     model: Model, observations: Observations, fit: Maximum, free_nu: bool
 ) -> tuple[float, float, float, float]:
-    """Standard errors of m, s and ln nu, and covariance of m and s, by the observed information; NaN for what the
-    data do not determine.
+    """Standard errors of m, s and ln nu, and covariance of m and s, from the observed information; NaN if the data do
+    not determine them.
 
-    With `free_nu` the rows of ln nu come from central differences and the uncertainty of nu enters the others.
+    With `free_nu`, derivatives by ln nu are central differences, and the other errors include the uncertainty of nu.
     """
     m, s = fit[0], fit[1]
     a, b, c = -fit[3], -fit[4], -fit[5]

@@ -4,12 +4,12 @@ The Student-t tail. With u = z / sqrt(nu + z^2) and z >= 0,
 
     P(T > z) = C (nu / (nu + z^2))^(nu/2) R(u),   C = Gamma((nu+1)/2) / (sqrt(pi) Gamma(nu/2)),
 
-where R solves (1 - u^2) R' = nu u R - 1 and is regular at u = 1. Expanded there it has positive terms only:
+where R solves (1 - u^2) R' = nu u R - 1 and is regular at u = 1. Its expansion at u = 1 has only positive terms:
 
     R(u) = (1/nu) sum_k c_k (1-u)^k,   c_0 = 1,   c_k = c_(k-1) (nu + k - 1) / (nu + 2k),
 
-which is 2F1(1, nu; nu/2 + 1; (1-u)/2) / nu. The hazard needs no power: 1 / (R sqrt(nu + z^2)). For a nu that is used
-often, a polynomial through nu R costs a third of the series.
+which is 2F1(1, nu; nu/2 + 1; (1-u)/2) / nu. The hazard is 1 / (R sqrt(nu + z^2)), without a power. For a nu that is
+used often, a polynomial approximation of nu R takes a third of the time of the series.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def t_log_constant(nu: float) -> float:
     """ln of the density of Student-t(nu) at 0; nu may be infinite."""
     if math.isinf(nu):
         return -_LOG_ROOT_2PI
-    if nu > 1e3:  # lgamma(a + 1/2) - lgamma(a) by its series (DLMF 5.11.13), which loses no digits
+    if nu > 1e3:  # lgamma(a + 1/2) - lgamma(a) by its series (DLMF 5.11.13), without cancellation
         a = 0.5 * nu
         return -_LOG_ROOT_2PI - 1.0 / (8.0 * a) + 1.0 / (192.0 * a**3)
     return math.lgamma(0.5 * (nu + 1.0)) - math.lgamma(0.5 * nu) - 0.5 * math.log(nu * math.pi)
@@ -51,10 +51,10 @@ def _tail_series(v: float, nu: float) -> float:
 
 
 def t_constants(nu: float) -> np.ndarray:
-    """What the tail functions need of nu: ln of the density at 0, and up to nu = 10 the coefficients of nu R.
+    """Constants of the tail functions for nu: ln of the density at 0, and for nu <= 10 polynomial coefficients of nu R.
 
-    The polynomial is in 2 (1 - u) - 1, of degree 19, highest power first; relative error below 1e-12. Beyond nu = 10,
-    where it would need more terms, there is none and the series is summed.
+    The polynomial in 2 (1 - u) - 1 has degree 19, highest power first, and a relative error below 1e-12. For larger nu,
+    which would need more terms, the series is summed instead.
     """
     constant = t_log_constant(nu)
     if not nu <= _MOST_NU:
@@ -78,7 +78,7 @@ def _scaled_tail(v: float, nu: float, constants: np.ndarray) -> float:
 
 @njit(cache=True)
 def t_sf(z: float, nu: float, constants: np.ndarray) -> float:
-    """P(T > z), relative error about 1e-12 in either tail; `constants` = t_constants(nu)."""
+    """P(T > z), with a relative error of about 1e-12 in both tails; `constants` = t_constants(nu)."""
     if math.isinf(nu):
         return 0.5 * math.erfc(z * _SQRT_HALF)
     if math.isinf(z):
@@ -92,7 +92,7 @@ def t_sf(z: float, nu: float, constants: np.ndarray) -> float:
 
 @njit(cache=True)
 def t_log_sf_and_hazard(z: float, nu: float, constants: np.ndarray) -> tuple[float, float]:
-    """ln P(T > z) and density / P(T > z) for finite z, also where P itself is below the float range."""
+    """ln P(T > z) and the hazard, density / P(T > z), for finite z, even if P underflows."""
     if math.isinf(nu):
         return _normal_log_sf_and_hazard(z)
     square = nu + z * z
@@ -180,17 +180,17 @@ _NODES, _WEIGHTS = 0.5 * (_NODES + 1.0), 0.5 * _WEIGHTS
 
 @njit(cache=True)
 def gamma_moments(a: float, low: float, high: float) -> tuple[float, float, float]:
-    """ln I, mean and variance of w under the density exp(a w - e^w) on [low, high], I its integral; high may be inf.
+    """ln I, and mean and variance of w under the density exp(a w - e^w) / I on [low, high]; high may be inf.
 
-    w is ln(x / scale), so I / Gamma(a) is the probability of an interval, and mean and variance give its derivatives
-    by the shape. The integral runs from the density's peak to where it has fallen by exp(-40), in pieces over which
-    it changes by a few powers of e at most.
+    With w = ln(x / scale), I / Gamma(a) is the probability of the interval, and mean and variance give its derivatives by
+    the shape. The integral extends from the peak of the density to where it has fallen by a factor of exp(-40), in
+    pieces over which it changes by at most a few powers of e.
     """
     peak = min(max(math.log(a), low), high)
     top = a * peak - math.exp(peak)
     slope = a - math.exp(peak)
     # Left of the mode the log-density falls by a (e^-d - 1 + d) at distance d, right of it by a (e^d - 1 - d);
-    # where the peak lies outside, at least by |slope| d.
+    # if the mode is outside [low, high], it falls by at least |slope| d.
     left = 40.0 / a + 1.0 if a < 240.0 else math.sqrt(160.0 / a)
     right = min(math.sqrt(80.0 / a), math.log1p(40.0 / a) + 2.0)
     if slope > 1e-9 * a:
