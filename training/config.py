@@ -300,8 +300,8 @@ class TrainConfig:
             which = "stage2.epochs" if self.only_conditioning else "stage1.epochs, stage2.epochs"
             raise InputError(which, 0, "at least one epoch")
         for rule in self.oversampling:
-            if len(rule) != 3 or not 0 < rule[2] < float("inf"):
-                raise InputError("oversampling", rule, "(mu, sigma, weight) with a finite weight > 0")
+            if len(rule) != 3 or not 1 <= rule[2] < float("inf"):
+                raise InputError("oversampling", rule, "(mu, sigma, weight) with a finite weight >= 1")
         if "prompt_id" not in self.keys:
             allowed = "column names separated by commas, including prompt_id"
             raise InputError("group_by", self.group_by, allowed)

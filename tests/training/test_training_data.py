@@ -274,7 +274,7 @@ def test_the_learning_rate_rises_and_then_follows_the_schedule():
         (TrainConfig, {"batch_size": 0}, "batch_size: got 0"),
         (TrainConfig, {"encoder_dropout": 1.0}, "encoder_dropout"),
         (TrainConfig, {"group_by": "model"}, "including prompt_id"),
-        (TrainConfig, {"oversampling": ((5.0, 1.0, 0.0),), "length": MSE}, "oversampling"),
+        (TrainConfig, {"oversampling": ((5.0, 1.0, 0.5),), "length": MSE}, "oversampling"),
         (TrainConfig, {"length": None}, "at least one of these heads"),
         (TrainConfig, {"data": None}, "data: got None"),
         (TrainConfig, {"urgency": UrgencyTask()}, "urgency_data: got None"),
