@@ -99,8 +99,8 @@ numpy-only:
 proto: $(READY)
 	$(BIN)/python -m predictors.proto.generate
 
-# All but those that need data or an environment of their own: their --help says which.
-BENCHMARKS := $(filter-out %/__init__.py %/new_served_model.py %/samples_per_prompt.py %/vllm_cpu.py %/vidur_validation.py %/plain_vidur_loop.py %/routing.py %/default_order.py %/online_calibration.py %/vllm_scheduler.py %/distribution_heads.py %/urgency_scales.py %/pooled.py %/leave_one_model_out.py %/gpu.py,$(wildcard benchmarks/*.py))
+# The benchmarks that need neither data nor another server nor a GPU.
+BENCHMARKS := fit_dist front_end hostile_bodies house length_scores onnx_latency policies proxy_overhead refusals sampling sampling_client scheduler_ops service simulator tiny_predictor training_step
 
 # The site in out/site; `make docs DOCS=serve` shows it while you write.
 DOCS ?= build --strict
@@ -113,7 +113,7 @@ house: $(READY)
 	@$(BIN)/python benchmarks/house.py
 
 bench: $(READY)
-	@for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(TRITON_ENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis
