@@ -29,8 +29,8 @@ COMPLETION_VARIABLE = "_ARGCOMPLETE"
 
 
 def entry_point(prog: str, extra: str) -> Callable[[Callable[P, int]], Callable[P, int]]:
-    """Decorator for a `main` that imports its dependencies itself: prints an error as one line and returns an exit
-    code. `extra` is the extra of `tailcast` that installs the dependencies of the command."""
+    """Decorator for a `main` that imports its dependencies itself: prints an error as one line and returns an
+    exit code. `extra` is the extra of `tailcast` that installs the dependencies of the command."""
 
     def decorate(main: Callable[P, int]) -> Callable[P, int]:
         @wraps(main)
@@ -44,8 +44,8 @@ def entry_point(prog: str, extra: str) -> Callable[[Callable[P, int]], Callable[
 
 
 def chosen_command(prog: str, commands: Mapping[str, str], words: Sequence[str]) -> str | None:
-    """The sub-command named by the first word. Without words or for --help, prints all sub-commands and returns None.
-    `InputError` if there is no such sub-command.
+    """The sub-command named by the first word. Without words or for --help, prints all sub-commands and
+    returns None. `InputError` if there is no such sub-command.
 
     `commands` maps the name of each sub-command to its description.
     """

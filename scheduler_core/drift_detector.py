@@ -8,8 +8,8 @@ Bets. Bet j multiplies its wealth by b_j(u) = 1 + l g(u), where g has mean 0 ove
 - 1 if u > 0.9 and -1/9 else: the long tail has changed.
 
 Only an interval [a, b] that contains u is observed: [F(x - 1/2), F(x + 1/2)] for a length of x tokens, and
-[F(max_tokens - 1/2), 1] for a truncated output. The factor of a bet is then its mean over the interval. That is its
-conditional expectation, so its mean is still 1.
+[F(max_tokens - 1/2), 1] for a truncated output. The factor of a bet is then its mean over the interval. That
+is its conditional expectation, so its mean is still 1.
 
 Alarm. R_j <- (1 + R_j) b_j(u), from 0 (Shiryaev-Roberts: a bet opened at every step); S = mean of the R_j. S - t is a
 martingale while predictions are calibrated. With an alarm at S >= A the mean time to a false alarm is thus at least A,

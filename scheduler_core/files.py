@@ -108,8 +108,8 @@ def remove_output(path: str | Path) -> None:
 
 
 def folder_target(path: str | Path, kind: str, *, overwrite: bool) -> Path:
-    """The folder of the option `out`, after creating its parent. `TailcastError` if `atomic_directory` could not write
-    it. An existing folder must be empty, or an earlier output of this kind with `overwrite` set."""
+    """The folder of the option `out`, after creating its parent. `TailcastError` if `atomic_directory` could
+    not write it. An existing folder must be empty, or an earlier output of this kind with `overwrite` set."""
     out = writable_target(path, "out")
     if out.exists() and not out.is_dir():
         raise InputError("out", str(path), "the path of a folder, not of a file")
@@ -152,12 +152,12 @@ def atomic_directory(path: str | Path, kind: str, *, overwrite: bool = False) ->
 def check_shared_folder(
     path: str | Path, kind: str, names: Sequence[str] | None = None, *, field: str = "out"
 ) -> Path:
-    """The folder of the option `field`, created if missing, for output files; it may also hold other files. `InputError`
-    if it cannot be created or written to; `TailcastError` if a file to write exists and is not from an earlier output of
-    this kind.
+    """The folder of the option `field`, created if missing, for output files; it may also hold other files.
+    `InputError` if it cannot be created or written to; `TailcastError` if a file to write exists and is not
+    from an earlier output of this kind.
 
-    `kind` is the kind of output, such as "sweep". `names` are the files to write. None: unknown names; a folder without
-    a record of this kind must then be empty.
+    `kind` is the kind of output, such as "sweep". `names` are the files to write. None: unknown names; a
+    folder without a record of this kind must then be empty.
     """
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
@@ -193,8 +193,8 @@ def shared_folder(
 
 @contextlib.contextmanager
 def locked_folder(folder: Path, field: str) -> Iterator[None]:
-    """Creates `folder` if missing and locks it against other processes if the file system supports locks. Removes an
-    empty folder at exit. `InputError` if it cannot be created, or another process has locked it."""
+    """Creates `folder` if missing and locks it against other processes if the file system supports locks.
+    Removes an empty folder at exit. `InputError` if it cannot be created, or another process has locked it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     while True:
         try:

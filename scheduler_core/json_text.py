@@ -34,8 +34,8 @@ def parse_json(
     unique_keys: bool = False,
     lone_surrogates: Literal["replace", "refuse"] = "replace",
 ) -> Any:
-    """The value of a JSON text in UTF-8. `ValueError` if it is not JSON, not UTF-8, nested too deeply, has a number with
-    more than 4300 digits, or violates an argument; `RepeatedKeyError` for a repeated key.
+    """The value of a JSON text in UTF-8. `ValueError` if it is not JSON, not UTF-8, nested too deeply, has a
+    number with more than 4300 digits, or violates an argument; `RepeatedKeyError` for a repeated key.
 
     `finite`: reject NaN, Infinity and numbers that overflow to it. `unique_keys`: reject objects with a repeated key;
     otherwise its last value is used. `lone_surrogates`: treatment of escaped lone surrogates (see `valid_unicode`).
@@ -65,9 +65,9 @@ def replace_lone_surrogates(value: Any, text: str) -> Any:
 
 
 def read_json_object(path: Path, field: str) -> dict[str, Any]:
-    """Content of a file with one JSON object, parsed strictly. `InputError`, naming `field`, if the file is missing,
-    empty, not UTF-8 or not valid JSON, has a repeated key, NaN or infinity, is nested deeper than `MAX_DEPTH`, or
-    contains something other than an object."""
+    """Content of a file with one JSON object, parsed strictly. `InputError`, naming `field`, if the file is
+    missing, empty, not UTF-8 or not valid JSON, has a repeated key, NaN or infinity, is nested deeper than
+    `MAX_DEPTH`, or contains something other than an object."""
     existing_file(path, field)
     try:
         content = parse_json(path.read_bytes(), finite=True, unique_keys=True)

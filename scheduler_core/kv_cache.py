@@ -29,8 +29,8 @@ class Limits:
     kv_watermark: float = 0.01
     """Fraction of the KV blocks that admission leaves free for running requests, in [0, 1)."""
     preemption: Preemption = "recompute"
-    """What happens to the KV cache of a preempted request: recompute (it is discarded) or swap (it is copied to host
-    memory while that has free blocks)."""
+    """What happens to the KV cache of a preempted request: recompute (it is discarded) or swap (it is copied
+    to host memory while that has free blocks)."""
     num_swap_blocks: int | None = None
     """Blocks in host memory for swap. Unset: as many as in the KV cache."""
 
@@ -53,10 +53,10 @@ class Limits:
 class KVCache:
     """Block counts of every request, on the device and offloaded to the host, which has `num_host_blocks`.
 
-    Admission takes the blocks for all tokens to process at once and must leave `watermark_blocks` free for the growth
-    of running requests (vLLM's and Vidur's rule); growth may use every block. A preempted request may keep a copy of its
-    first blocks on the host (swap), which is loaded again at admission. Sharing of blocks in the engine's prefix cache
-    is not modeled: each request is charged for all of its tokens.
+    Admission takes the blocks for all tokens to process at once and must leave `watermark_blocks` free for
+    the growth of running requests (vLLM's and Vidur's rule); growth may use every block. A preempted request
+    may keep a copy of its first blocks on the host (swap), which is loaded again at admission. Sharing of
+    blocks in the engine's prefix cache is not modeled: each request is charged for all of its tokens.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class KVCache:
         return self.num_free_blocks + freed_blocks - self.blocks_for(num_tokens) >= spare
 
     def admit(self, request_id: str, num_tokens: int, *, waive_watermark: bool) -> bool:
-        """Takes blocks for the tokens that a request without blocks processes before its next output token, and frees
-        its host blocks. Returns False, without taking any, if they do not fit.
+        """Takes blocks for the tokens that a request without blocks processes before its next output token,
+        and frees its host blocks. Returns False, without taking any, if they do not fit.
 
         `waive_watermark`: ignore the watermark, because no running request needs it.
         """
@@ -141,8 +141,8 @@ class KVCache:
         self._held[request_id] += num_blocks
 
     def offload(self, request_id: str, num_tokens: int) -> bool:
-        """Moves the first `num_tokens` tokens to the host and frees all device blocks; False, without moving any, if
-        the host has too few free blocks."""
+        """Moves the first `num_tokens` tokens to the host and frees all device blocks; False, without moving
+        any, if the host has too few free blocks."""
         num_blocks = self.blocks_for(num_tokens)
         if num_blocks > self.num_free_host_blocks:
             return False

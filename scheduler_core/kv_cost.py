@@ -35,9 +35,9 @@ class KVCost:
     m'_* = max(0, (beta - gamma_1 n - (gamma_1 + 2 gamma_2) / 2) / (2 gamma_1)) of them.
 
     Errata of the paper: inequality 3 is reversed, because loading is cheaper when beta n is the *smaller* time.
-    Setting the derivative of Eq. 5 to 0 gives m' - m'_* = (beta - gamma_1 n - gamma_1 / 2 - gamma_2) / gamma_1
-    instead of Eq. 6, which lacks m' and has a factor 2. Eq. 5 charges the recomputed tokens as if they directly
-    followed the prompt and were recomputed one at a time.
+    Setting the derivative of Eq. 5 to 0 gives m' - m'_* = (beta - gamma_1 n - gamma_1 / 2 - gamma_2) /
+    gamma_1 instead of Eq. 6, which lacks m' and has a factor 2. Eq. 5 charges the recomputed tokens as if
+    they directly followed the prompt and were recomputed one at a time.
     """
 
     alpha_1: float = 1.46584975e-09

@@ -29,11 +29,11 @@ class _Member:
 class LockstepGroup:
     """Requests that decode in the same steps and generate one token in each of them.
 
-    Only for a policy with `progress = "unused"` under a batch former with `lockstep`. Steps are counted once for all
-    members; the state of a request holds its progress as of its last `sync`. Blocks are also taken for all at once: a
-    request needs a new block at every `block_tokens`-th step, so requests are counted by the step of their next block.
-    `num_steps` is the number of steps taken so far. Blocks have been taken for all steps with a number below
-    `allocated_until`.
+    Only for a policy with `progress = "unused"` under a batch former with `lockstep`. Steps are counted once
+    for all members; the state of a request holds its progress as of its last `sync`. Blocks are also taken
+    for all at once: a request needs a new block at every `block_tokens`-th step, so requests are counted by
+    the step of their next block. `num_steps` is the number of steps taken so far. Blocks have been taken for
+    all steps with a number below `allocated_until`.
     """
 
     def __init__(self, kv: KVCache) -> None:
@@ -87,8 +87,8 @@ class LockstepGroup:
             self._is_ordered = True
 
     def join(self, state: RequestState, rank: int) -> None:
-        """Adds a running request whose prefill is complete; it decodes from the group's next step on. `rank` is its
-        number in the order of admission."""
+        """Adds a running request whose prefill is complete; it decodes from the group's next step on. `rank`
+        is its number in the order of admission."""
         now = self.num_steps
         spare = state.kv_tokens - state.num_computed_tokens
         periodic = spare < self._size
@@ -208,8 +208,8 @@ class LockstepGroup:
         member.due = due
 
     def advance(self, num_steps: int, now: float) -> list[RequestState]:
-        """Advances all members by `num_steps` steps, the last of which ended at `now`. Returns those that have
-        generated max_tokens, in no particular order."""
+        """Advances all members by `num_steps` steps, the last of which ended at `now`. Returns those that
+        have generated max_tokens, in no particular order."""
         self.num_steps = reached = self.num_steps + num_steps
         if reached > self.allocated_until:
             self.take_until(reached)

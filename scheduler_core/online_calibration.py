@@ -11,19 +11,19 @@ normal priors of mean 0, from one scoring step per request: with r = (ln x - mu'
     score of ln sigma'  g = h (w q^2 - 1)         information  i = 2 nu / (nu + 3)
 
 (Lange, Little and Taylor 1989; if the parameters are correct, w has mean 1 and the mean of i is the expected
-information), A <- k A + i f f^T, c <- k c + (i f.a + g) f, a = (A + P)^-1 c, with P the precision of the prior. This is
-recursive least squares; the weights bound the influence of one output. k = 1 - 1 / memory is the forgetting factor.
-h is `RIGHT` for r > 0 and 2 - `RIGHT` for r < 0, which keeps the mean of the score at 0: log lengths are skewed to the
-left, and schedulers need the sigma of the right side. q^2 = r^2 / (1 + f.(A + P)^-1 f / sigma'^2) also replaces r^2 in
-the w of that score: while mu' is uncertain, its errors hardly increase sigma'.
+information), A <- k A + i f f^T, c <- k c + (i f.a + g) f, a = (A + P)^-1 c, with P the precision of the prior.
+This is recursive least squares; the weights bound the influence of one output. k = 1 - 1 / memory is the
+forgetting factor. h is `RIGHT` for r > 0 and 2 - `RIGHT` for r < 0, which keeps the mean of the score at 0: log
+lengths are skewed to the left, and schedulers need the sigma of the right side. q^2 = r^2 / (1 + f.(A + P)^-1 f
+/ sigma'^2) also replaces r^2 in the w of that score: while mu' is uncertain, its errors hardly increase sigma'.
 
-A censored output (truncated at max_tokens, or aborted) is longer than its x tokens. Its scores are the expectations
-given that: hazard(r) instead of w r, r hazard(r) instead of w r^2 - 1. Its information has 1 instead of w, and only the
-fraction F(r) of lengths that x excludes.
+A censored output (truncated at max_tokens, or aborted) is longer than its x tokens. Its scores are the
+expectations given that: hazard(r) instead of w r, r hazard(r) instead of w r^2 - 1. Its information has 1
+instead of w, and only the fraction F(r) of lengths that x excludes.
 
-Two safeguards for each served model: (1) corrections are only applied while they have increased the likelihood of the
-outputs in the window; the coefficients are always updated. (2) If the corrected predictions fail the test of
-`drift_detector`, only the fraction `KEPT_AT_ALARM` of the accumulated information is kept.
+Two safeguards for each served model: (1) corrections are only applied while they have increased the
+likelihood of the outputs in the window; the coefficients are always updated. (2) If the corrected predictions
+fail the test of `drift_detector`, only the fraction `KEPT_AT_ALARM` of the accumulated information is kept.
 """
 
 import math
@@ -91,8 +91,8 @@ class OnlineCalibrationConfig:
 
 @dataclass(frozen=True, slots=True)
 class DriftAlarm:
-    """Alarm that outputs no longer follow the corrected predictions. `statistic` is the `DriftDetector.value`, at least
-    `arl`; `reason` one of `drift_detector.KINDS`; `num_outputs` the outputs since the test began."""
+    """Alarm that outputs no longer follow the corrected predictions. `statistic` is the `DriftDetector.value`,
+    at least `arl`; `reason` one of `drift_detector.KINDS`; `num_outputs` the outputs since the test began."""
 
     statistic: float
     reason: str

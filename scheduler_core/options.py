@@ -1,7 +1,7 @@
 """Options of a command: a frozen dataclass, filled from the command line and YAML files with jsonargparse.
 
-The dataclass defines `--help`, `--config FILE.yaml`, dotted overrides and `--print_config`; the docstring after each
-field is its help text.
+The dataclass defines `--help`, `--config FILE.yaml`, dotted overrides and `--print_config`; the docstring
+after each field is its help text.
 """
 
 import math
@@ -37,14 +37,14 @@ _UNKNOWN = re.compile(
 def read_config(
     prog: str, config_class: type[C], positionals: Sequence[str], extra: str, args: Sequence[str]
 ) -> C:
-    """The configuration of the command `prog`, parsed from its arguments. `TailcastError` if an option is unknown,
-    missing or invalid, or if an output path is also an input.
+    """The configuration of the command `prog`, parsed from its arguments. `TailcastError` if an option is
+    unknown, missing or invalid, or if an output path is also an input.
 
     Args:
-        config_class: Frozen dataclass with one documented field per option. Its optional class attribute RECIPES is a
-            folder of YAML files that --config finds by name.
-        positionals: Names of string fields passed by position, in order; the last may be a list. Those without a
-            default are required.
+        config_class: Frozen dataclass with one documented field per option. Its optional class attribute
+            RECIPES is a folder of YAML files that --config finds by name.
+        positionals: Names of string fields passed by position, in order; the last may be a list. Those
+            without a default are required.
         extra: The extra of `tailcast` that installs jsonargparse.
     """
     parser = _parser(prog, config_class, positionals, extra)
@@ -203,8 +203,8 @@ def _check_groups(config_class: type[Any], values: Any, prefix: str) -> None:
 
 
 def _load_yaml(text: str) -> Any:
-    """The value of a YAML text, as jsonargparse loads it. `YAMLError` if it is invalid, has an alias or a repeated key,
-    or is nested too deeply."""
+    """The value of a YAML text, as jsonargparse loads it. `YAMLError` if it is invalid, has an alias or a
+    repeated key, or is nested too deeply."""
     from jsonargparse import get_loader
     from yaml import YAMLError
 
@@ -263,11 +263,11 @@ def _check_value(name: str, value: object) -> None:
 
 
 def check_command_paths(config: object, config_files: Sequence[str] = ()) -> None:
-    """`check_outputs` for the options of a command and its --config files. If there is an option `overwrite` and it is
-    false, existing output files are an `InputError` as well.
+    """`check_outputs` for the options of a command and its --config files. If there is an option `overwrite`
+    and it is false, existing output files are an `InputError` as well.
 
-    The class attributes INPUTS and OUTPUTS of `config` are names of options, dotted for those of a group. An output may
-    also be a pattern such as "{out}.run.json". Without them nothing is checked.
+    The class attributes INPUTS and OUTPUTS of `config` are names of options, dotted for those of a group. An
+    output may also be a pattern such as "{out}.run.json". Without them nothing is checked.
     """
     inputs = {
         name: _input_paths(reduce(lambda part, word: getattr(part, word, None), name.split("."), config))
@@ -289,9 +289,9 @@ def check_command_paths(config: object, config_files: Sequence[str] = ()) -> Non
 def check_outputs(
     inputs: Mapping[str, Iterable[str | Path]], outputs: Mapping[str, str | Path | None]
 ) -> None:
-    """Raises InputError if an output would replace an input or another output: it is the same file, possibly through a
-    link, or a folder that contains the other or is contained in it. `inputs` and `outputs` are paths by option. Ignores
-    inputs that do not exist, and outputs that are None, "-", devices or pipes."""
+    """Raises InputError if an output would replace an input or another output: it is the same file, possibly
+    through a link, or a folder that contains the other or is contained in it. `inputs` and `outputs` are
+    paths by option. Ignores inputs that do not exist, and outputs that are None, "-", devices or pipes."""
     targets = {
         field: Path(path)
         for field, path in outputs.items()

@@ -9,8 +9,8 @@ from typing import Literal
 
 @dataclass(slots=True)
 class PrefillChunk:
-    """A chunk of a request's prompt (after a preemption also of its generated tokens). The first `start_token` tokens
-    are already in the cache. After the last chunk the next output token is sampled."""
+    """A chunk of a request's prompt (after a preemption also of its generated tokens). The first
+    `start_token` tokens are already in the cache. After the last chunk the next output token is sampled."""
 
     request_id: str
     start_token: int
@@ -70,8 +70,8 @@ class StepResult:
         stopped: Requests whose new token ended their output; not needed for those that reach max_tokens.
         num_steps: Number of times the plan was executed in a row, each chunk continuing the previous one (see
             `Scheduler.steady_steps`). `stopped` refers to the last one.
-        ends_s: End times of all steps but the last, if the policy needs them (`Scheduler.wants_step_ends`). Empty: all
-            steps took equally long.
+        ends_s: End times of all steps but the last, if the policy needs them (`Scheduler.wants_step_ends`).
+            Empty: all steps took equally long.
     """
 
     step: int
@@ -82,8 +82,8 @@ class StepResult:
 
 @dataclass(slots=True)
 class Finished:
-    """A finished request, which is no longer in the scheduler. Its reason is "stop" if the model ended the output, and
-    "length" if max_tokens were generated."""
+    """A finished request, which is no longer in the scheduler. Its reason is "stop" if the model ended the
+    output, and "length" if max_tokens were generated."""
 
     request_id: str
     reason: Literal["stop", "length"]
@@ -97,8 +97,8 @@ class Finished:
 class Counters:
     """Numbers of events since the scheduler was created.
 
-    `num_added` includes requests from other replicas (`num_moved_in`). `num_swaps` counts preemptions with a copy on the
-    host, `num_late_predictions` results for requests that have left, `num_rekeys` steps that recomputed all keys.
+    `num_added` includes requests from other replicas (`num_moved_in`). `num_swaps` counts preemptions with a copy on
+    the host, `num_late_predictions` results for requests that have left, `num_rekeys` steps that recomputed all keys.
     """
 
     num_added: int = 0

@@ -16,10 +16,10 @@ from scheduler_core.request import RequestState, Status
 class Pool:
     """Consistent set of waiting queue, running requests and KV cache.
 
-    A step has at most `max_num_seqs` requests; at most `max_running` hold memory at the same time. `preemption`: whether
-    a preempted request keeps a copy of its cache on the host while that has free memory. `evicts_by_key`: choose victims
-    by the policy's eviction key; False: the youngest request. `group`: see `WaitingQueue`. `lockstep`: advance decoding
-    requests in lockstep, see `LockstepGroup`.
+    A step has at most `max_num_seqs` requests; at most `max_running` hold memory at the same time.
+    `preemption`: whether a preempted request keeps a copy of its cache on the host while that has free
+    memory. `evicts_by_key`: choose victims by the policy's eviction key; False: the youngest request.
+    `group`: see `WaitingQueue`. `lockstep`: advance decoding requests in lockstep, see `LockstepGroup`.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class Pool:
             self.lockstep.sync_all()
 
     def by_phase(self) -> tuple[list[RequestState], list[RequestState]]:
-        """The running requests in prefill and in decode, each in order of admission. The lists must not be changed.
-        States of requests in lockstep are not in sync."""
+        """The running requests in prefill and in decode, each in order of admission. The lists must not be
+        changed. States of requests in lockstep are not in sync."""
         if self.lockstep is not None:
             prefilling = [state for state, _ in self._prefilling.values()] if self._prefilling else []
             return prefilling, self.lockstep.states()
@@ -148,8 +148,8 @@ class Pool:
         return min(max(self.policy.admission_tokens(state), state.known_tokens), longest)
 
     def admit(self, state: RequestState, now: float, reserve_tokens: int | None = None) -> bool:
-        """Moves a waiting request to the running ones. It takes blocks for `reserve_tokens` tokens (default: those of the
-        method of that name). Returns False if there is no free slot or too few blocks."""
+        """Moves a waiting request to the running ones. It takes blocks for `reserve_tokens` tokens (default:
+        those of the method of that name). Returns False if there is no free slot or too few blocks."""
         running = self._running
         tokens = self.reserve_tokens(state) if reserve_tokens is None else reserve_tokens
         if len(running) >= self.max_running:
@@ -189,8 +189,8 @@ class Pool:
     def preempt(self, state: RequestState, now: float, offload_tokens: int | None = None) -> int:
         """Frees the memory of a running request and returns it to the waiting queue.
 
-        Copies the first `offload_tokens` tokens to the host (None: all if preemption is by swap, else none), or none if
-        the host has too little memory. The other tokens are recomputed later. Returns the number of copied tokens.
+        Copies the first `offload_tokens` tokens to the host (None: all if preemption is by swap, else none), or none
+        if the host has too little memory. The other tokens are recomputed later. Returns the number of copied tokens.
         """
         self._stop_running(state)
         if offload_tokens is None:
@@ -215,8 +215,8 @@ class Pool:
         return next(reversed(self._running.values()))
 
     def victims_for(self, state: RequestState, now: float) -> list[RequestState] | None:
-        """The minimum set of running requests to evict so that a waiting one can be admitted. None if it may not displace
-        enough of them, or if none has to be evicted."""
+        """The minimum set of running requests to evict so that a waiting one can be admitted. None if it may
+        not displace enough of them, or if none has to be evicted."""
         if self.evictions is None:
             return None
         tokens = self.reserve_tokens(state)
@@ -254,8 +254,8 @@ class Pool:
         self._forget(state)
 
     def reserve(self, request_id: str, num_blocks: int) -> bool:
-        """Reserves `num_blocks` more blocks for a request of another replica, and at its first call a slot. Returns
-        False, without reserving anything, if they are not free."""
+        """Reserves `num_blocks` more blocks for a request of another replica, and at its first call a slot.
+        Returns False, without reserving anything, if they are not free."""
         held = self.kv.held_by(request_id)
         if request_id in self.reserved:
             return self.kv.grow(request_id, (held + num_blocks) * self.kv.block_tokens)

@@ -29,8 +29,8 @@ class LengthPrediction:
         sigma: Scale of ln X, in [1e-9, 50].
         nu: Degrees of freedom, in [0.1, 1e9].
         artifact_id, artifact_version: The artifact that made the prediction; empty if there is none.
-        quantiles: Quantiles of ln X (ln tokens) at `lengths.quantiles.LEVELS`, in [-50, 50], non-decreasing; mu, sigma
-            and nu are then those of the closest log-t. Empty: X is log-t.
+        quantiles: Quantiles of ln X (ln tokens) at `lengths.quantiles.LEVELS`, in [-50, 50], non-decreasing;
+            mu, sigma and nu are then those of the closest log-t. Empty: X is log-t.
     """
 
     mu: float
@@ -79,8 +79,8 @@ class LengthPrediction:
 class UrgencyPrediction:
     """Predicted urgency of a request: probabilities of at least two levels, most urgent (0) first; their sum is 1.
 
-    `abstain_threshold` in [0, 1] belongs to the artifact: if the highest probability is below it, the predictor abstains.
-    None: never abstain; 1: always abstain, even if a probability is rounded to 1.
+    `abstain_threshold` in [0, 1] belongs to the artifact: if the highest probability is below it, the
+    predictor abstains. None: never abstain; 1: always abstain, even if a probability is rounded to 1.
     """
 
     probabilities: tuple[float, ...]
@@ -99,17 +99,17 @@ class UrgencyPrediction:
     def effective_level(self, declared_tier: int, max_promotion: float = 1) -> int:
         """The level to schedule a request at, 0 = most urgent; see `urgency.effective_level`.
 
-        It is the declared tier if the predictor abstains, if the tier is not one of the levels, or if the prediction is
-        less urgent. With `max_promotion` of at least the number of levels it is always the predicted `level`.
+        It is the declared tier if the predictor abstains, if the tier is not one of the levels, or if the prediction
+        is less urgent. With `max_promotion` of at least the number of levels it is always the predicted `level`.
         """
         return _effective_level(self, declared_tier, max_promotion)
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPrediction:
-    """Predicted class of the output length. `probabilities` are those of at least two classes, shortest first, with sum 1.
-    `edges` are the ascending bounds between the classes in tokens, one fewer than classes: class k is for
-    edges[k-1] <= tokens < edges[k]."""
+    """Predicted class of the output length. `probabilities` are those of at least two classes, shortest
+    first, with sum 1. `edges` are the ascending bounds between the classes in tokens, one fewer than classes:
+    class k is for edges[k-1] <= tokens < edges[k]."""
 
     probabilities: tuple[float, ...]
     edges: tuple[float, ...]

@@ -1,11 +1,11 @@
 """Asynchronous client side of predictors: the scheduler never waits for them, and every request gets an event.
 
-A `Predictor` is any object with an asynchronous `predict`. `open_predictor` looks a predictor up by name among the
-installed packages (entry point group "tailcast.predictors"), so that this package does not import any client.
-`AsyncPredictor` submits requests to it with bounded concurrency and returns one event per request.
+A `Predictor` is any object with an asynchronous `predict`. `open_predictor` looks a predictor up by name among
+the installed packages (entry point group "tailcast.predictors"), so that this package does not import any
+client. `AsyncPredictor` submits requests to it with bounded concurrency and returns one event per request.
 
-Until the event arrives, the scheduler uses the policy's key for unknown lengths. With a predictor that never responds, a
-policy therefore acts as it does without predictions.
+Until the event arrives, the scheduler uses the policy's key for unknown lengths. With a predictor that never
+responds, a policy therefore acts as it does without predictions.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ PREDICTORS = "pretrained, tiny, an artifact folder, or grpc://HOST:PORT"
 
 @dataclass(frozen=True, slots=True)
 class PredictionRequest:
-    """Input of a prediction. `prompt` is the text sent to the served model, `served_model` is empty if there is only one,
-    `temperature` is the sampling temperature (>= 0), None if unknown."""
+    """Input of a prediction. `prompt` is the text sent to the served model, `served_model` is empty if there
+    is only one, `temperature` is the sampling temperature (>= 0), None if unknown."""
 
     request_id: str
     prompt: str
@@ -53,12 +53,12 @@ class Predictor(Protocol):
 
 
 def open_predictor(predictor: str) -> Predictor:
-    """Creates a predictor by name, without connecting or loading: "pretrained" or "tiny" (artifacts that ship with
-    tailcast), an artifact folder, or scheme://address, such as grpc://127.0.0.1:50051. `InputError` if there is no such
-    folder, or no installed package provides the scheme.
+    """Creates a predictor by name, without connecting or loading: "pretrained" or "tiny" (artifacts that ship
+    with tailcast), an artifact folder, or scheme://address, such as grpc://127.0.0.1:50051. `InputError` if
+    there is no such folder, or no installed package provides the scheme.
 
-    Calls the entry point of the group "tailcast.predictors" that is named like the scheme, with the address. Other
-    names are passed to the entry point `local`, unless a shipped predictor has its own entry point.
+    Calls the entry point of the group "tailcast.predictors" that is named like the scheme, with the address.
+    Other names are passed to the entry point `local`, unless a shipped predictor has its own entry point.
     """
     points = {point.name: point for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}
     scheme, separator, address = predictor.partition("://")
@@ -82,8 +82,8 @@ class PredictionStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PredictionEvent:
-    """Outcome of one submitted request: the prediction (also a late one) or an error message. `latency_s` is the duration
-    of the call in seconds; 0 if there was no call, or it was cancelled."""
+    """Outcome of one submitted request: the prediction (also a late one) or an error message. `latency_s` is
+    the duration of the call in seconds; 0 if there was no call, or it was cancelled."""
 
     request_id: str
     prediction: Prediction | None
@@ -95,10 +95,10 @@ class PredictionEvent:
 class AsyncPredictor:
     """Submits requests without blocking and returns exactly one event for each of them.
 
-    Queued requests are sent in batches of up to `max_batch` (1 if the service does the batching), without waiting for a
-    batch to fill. If a call for several requests fails, each is sent again individually, so that an invalid prompt does
-    not affect other requests. At most `max_in_flight` calls run at the same time. A call fails after `timeout_s`
-    seconds; None: no timeout. `InputError` if a limit is not above 0.
+    Queued requests are sent in batches of up to `max_batch` (1 if the service does the batching), without
+    waiting for a batch to fill. If a call for several requests fails, each is sent again individually, so
+    that an invalid prompt does not affect other requests. At most `max_in_flight` calls run at the same time.
+    A call fails after `timeout_s` seconds; None: no timeout. `InputError` if a limit is not above 0.
     """
 
     def __init__(
@@ -133,8 +133,8 @@ class AsyncPredictor:
         return len(self._open)
 
     def submit(self, request: PredictionRequest) -> None:
-        """Queues a request and returns at once; needs a running event loop. `InputError` if a request with this id is
-        already open; `TailcastError` after `close`."""
+        """Queues a request and returns at once; needs a running event loop. `InputError` if a request with
+        this id is already open; `TailcastError` after `close`."""
         if self._closed:
             raise TailcastError(f"request {request.request_id} was submitted to a closed AsyncPredictor")
         if request.request_id in self._open:
@@ -147,8 +147,8 @@ class AsyncPredictor:
             loop.call_soon(self._pump)
 
     def withdraw(self, request_id: str) -> bool:
-        """Marks a request that has finished or was aborted. A queued one is not sent and its event is FAILED; the event
-        of one in a call is LATE. Returns whether the request was open without an event."""
+        """Marks a request that has finished or was aborted. A queued one is not sent and its event is FAILED;
+        the event of one in a call is LATE. Returns whether the request was open without an event."""
         if self._unsent.pop(request_id, None) is not None:
             self._end(request_id, error="withdrawn before it was sent")
             return True

@@ -121,8 +121,8 @@ class WaitingQueue(LazyHeap):
 class EvictionQueue(LazyHeap):
     """The running requests in the order of eviction: largest eviction key first, ties by latest arrival.
 
-    If the running keys of the policy change "on_event", the heap is always up to date. Otherwise all keys are recomputed,
-    O(n), at the first access in a step.
+    If the running keys of the policy change "on_event", the heap is always up to date. Otherwise all keys are
+    recomputed, O(n), at the first access in a step.
     """
 
     def __init__(self, policy: Policy) -> None:

@@ -19,8 +19,8 @@ K = TypeVar("K")
 
 
 def check_ranges(config: object, prefix: str = "", /, **ranges: tuple[float, float]) -> None:
-    """Checks the fields of a configuration against (minimum, maximum), by field name. None is allowed, NaN is not.
-    `InputError` with the field (after `prefix`), its value and the range."""
+    """Checks the fields of a configuration against (minimum, maximum), by field name. None is allowed, NaN is
+    not. `InputError` with the field (after `prefix`), its value and the range."""
     for name, (low, high) in ranges.items():
         value = getattr(config, name)
         if value is None or low <= value <= high:
@@ -43,8 +43,8 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
 
 
 def construct(registry: str, name: str, kind: type[K], parameters: Mapping[str, Any] | None) -> K:
-    """An object of the dataclass `kind`, which is registered as `name`. `parameters` override defaults of its fields.
-    `InputError` if a parameter is unknown, or a value is outside its range."""
+    """An object of the dataclass `kind`, which is registered as `name`. `parameters` override defaults of its
+    fields. `InputError` if a parameter is unknown, or a value is outside its range."""
     names = sorted(field.name for field in fields(kind) if field.init)  # type: ignore[arg-type]
     for parameter in parameters or {}:
         if parameter not in names:

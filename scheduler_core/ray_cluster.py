@@ -15,11 +15,11 @@ _STATISTICS = "RAY_USAGE_STATS_ENABLED"
 
 @contextmanager
 def ray_cluster(address: str, field: str, num_cpus: int | None = None) -> Iterator[Any]:
-    """Connects to a cluster and yields the module `ray`. An existing connection of this process is reused and kept.
-    `TailcastError` if there is no cluster at the address, none can be started, or Ray is not installed.
+    """Connects to a cluster and yields the module `ray`. An existing connection of this process is reused and
+    kept. `TailcastError` if there is no cluster at the address, none can be started, or Ray is not installed.
 
-    `address` is that of a running cluster (HOST:PORT, ray://HOST:PORT, auto), or `local` to start one on this machine
-    with `num_cpus` processors (None: all). `field` names the address in errors.
+    `address` is that of a running cluster (HOST:PORT, ray://HOST:PORT, auto), or `local` to start one on this
+    machine with `num_cpus` processors (None: all). `field` names the address in errors.
     """
     try:
         import ray
@@ -36,8 +36,8 @@ def ray_cluster(address: str, field: str, num_cpus: int | None = None) -> Iterat
 
 
 def fetch_result(ray: Any, reference: Any, task: str, retries: int, finished: str) -> Any:
-    """The result of a remote task; raises the `TailcastError` of the task. If the task is still lost after `retries` by
-    Ray: `TailcastError` with the texts `task` ("a block") and `finished` ("finished blocks are kept")."""
+    """The result of a remote task; raises the `TailcastError` of the task. If the task is still lost after `retries`
+    by Ray: `TailcastError` with the texts `task` ("a block") and `finished` ("finished blocks are kept")."""
     try:
         return ray.get(reference)
     except ray.exceptions.RayTaskError as error:

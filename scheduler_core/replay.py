@@ -49,8 +49,8 @@ def read_log(path: str | Path) -> list[Entry]:
 
 
 def replay(entries: Iterable[Entry]) -> Scheduler:
-    """Repeats the calls on a new scheduler, which is returned, and compares all outcomes exactly. `ReplayError` with the
-    first entry that differs."""
+    """Repeats the calls on a new scheduler, which is returned, and compares all outcomes exactly.
+    `ReplayError` with the first entry that differs."""
     entries = list(entries)
     head = entries[0] if entries else {}
     if head.get("op") != "open" or head.get("schema") != SCHEMA:

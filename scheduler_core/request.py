@@ -41,14 +41,14 @@ class Request:
         prompt_tokens: Length of the prompt, > 0.
         max_tokens: Maximum number of output tokens, > 0.
         priority: Declared by the client, smaller first (as in vLLM).
-        tier: Declared service tier, 0 (most urgent) to MAX_TIERS - 1; tiers 0 to 4 are also the levels of urgency,
-            `scheduler_core.urgency.LEVELS`.
+        tier: Declared service tier, 0 (most urgent) to MAX_TIERS - 1; tiers 0 to 4 are also the levels of
+            urgency, `scheduler_core.urgency.LEVELS`.
         tenant: Owner of the request; the empty name is also a tenant.
         ttft_slo_s: Target of the time from arrival to the first token, in seconds > 0.
         tbt_slo_s: Target of the time between two tokens, in seconds > 0.
         ttlt_slo_s: Target of the time from arrival to the last token, in seconds > 0.
-        cached_prefix_tokens: Leading prompt tokens that are in the engine's prefix cache, 0 to prompt_tokens - 1. They
-            need no prefill when the request is first admitted.
+        cached_prefix_tokens: Leading prompt tokens that are in the engine's prefix cache, 0 to prompt_tokens
+            - 1. They need no prefill when the request is first admitted.
     """
 
     request_id: str
@@ -139,8 +139,8 @@ class RequestState:
         return self.request.prompt_tokens + self.num_output_tokens
 
     def apply_prediction(self, prediction: Prediction | None) -> bool:
-        """Stores the heads that `prediction` has and keeps the others; None means that the predictor failed. Returns
-        whether there was a prediction, so that the key of the request may have changed."""
+        """Stores the heads that `prediction` has and keeps the others; None means that the predictor failed.
+        Returns whether there was a prediction, so that the key of the request may have changed."""
         if prediction is None:
             return False
         self.prediction = prediction.length or self.prediction

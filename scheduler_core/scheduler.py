@@ -1,8 +1,8 @@
 """The scheduler: a state machine without clock, threads, I/O or randomness.
 
-The simulator or engine adapter calls `add` when a request arrives, `update` when its prediction arrives or fails,
-`schedule` for the next step, `complete` when that step has ended, and `abort` when a client cancels. Each call gets the
-time in seconds, non-decreasing. The same sequence of calls always results in the same plans.
+The simulator or engine adapter calls `add` when a request arrives, `update` when its prediction arrives or
+fails, `schedule` for the next step, `complete` when that step has ended, and `abort` when a client cancels.
+Each call gets the time in seconds, non-decreasing. The same sequence of calls always results in the same plans.
 """
 
 import math
@@ -33,8 +33,8 @@ class SchedulerConfig(Limits):
     """Limits of one engine replica, and its batch former. `InputError` for values outside their range."""
 
     batching: str = "chunked_prefill"
-    """Batch former; one of: chunked_prefill (Sarathi-Serve), orca, rad, rad_prefill_first, request_level, slai,
-    stage_aware, uniboost, vllm (prefill first)."""
+    """Batch former; one of: chunked_prefill (Sarathi-Serve), orca, rad, rad_prefill_first, request_level,
+    slai, stage_aware, uniboost, vllm (prefill first)."""
     batching_parameters: dict[str, bool | int | float | str] = field(default_factory=dict)
     """Overrides of the batch former's parameters, such as {max_decodes: 64} for slai."""
 
@@ -44,11 +44,11 @@ class SchedulerConfig(Limits):
 
 
 class Scheduler:
-    """Selects the requests of each step of one engine replica. `InputError` if policy and batch former are not
-    compatible.
+    """Selects the requests of each step of one engine replica. `InputError` if policy and batch former are
+    not compatible.
 
-    `policy` orders the waiting requests; the object must not be shared between schedulers. `log` records every call and
-    plan for `replay.replay`.
+    `policy` orders the waiting requests; the object must not be shared between schedulers. `log` records
+    every call and plan for `replay.replay`.
     """
 
     def __init__(self, config: SchedulerConfig, policy: Policy, log: DecisionLog | None = None) -> None:
@@ -133,8 +133,8 @@ class Scheduler:
         return InputError(name, need, f"at most {capacity} tokens, the whole KV cache")
 
     def add(self, request: Request, now: float) -> None:
-        """Adds an arriving request to the waiting queue. `InputError`, without any change, if its id is already in use
-        or the request can never finish (see `refusal`)."""
+        """Adds an arriving request to the waiting queue. `InputError`, without any change, if its id is
+        already in use or the request can never finish (see `refusal`)."""
         self._check_time(now)
         self._check_new(request)
         self._now = now
@@ -147,8 +147,8 @@ class Scheduler:
     def update(self, request_id: str, prediction: Prediction | None, now: float) -> None:
         """Applies the prediction of a request; None means that the predictor failed.
 
-        A prediction for a request that is no longer live is counted as late and otherwise ignored. After a failure the
-        request keeps its position. See `RequestState.apply_prediction`.
+        A prediction for a request that is no longer live is counted as late and otherwise ignored. After a
+        failure the request keeps its position. See `RequestState.apply_prediction`.
         """
         self._check_time(now)
         self._now = now
@@ -192,8 +192,8 @@ class Scheduler:
         return plan
 
     def steady_steps(self, limit: int) -> int:
-        """How often (1 to `limit`) the open plan may be repeated with the same outcome as `complete` and `schedule` after
-        each step, provided that no request arrives, gets a prediction, stops or is aborted meanwhile.
+        """How often (1 to `limit`) the open plan may be repeated with the same outcome as `complete` and `schedule`
+        after each step, provided that no request arrives, gets a prediction, stops or is aborted meanwhile.
 
         Each repetition of a prompt chunk continues where the previous one ended.
         """
@@ -220,9 +220,9 @@ class Scheduler:
         return self._promised_steps
 
     def complete(self, result: StepResult, now: float) -> tuple[Finished, ...]:
-        """Ends the open step at `now`. Frees the memory of finished requests and returns them in the order of the plan.
-        `SchedulerStateError` if the step of `result` is not open; `InputError` if `stopped` has a request that sampled no
-        token, or `num_steps` or `ends_s` are invalid."""
+        """Ends the open step at `now`. Frees the memory of finished requests and returns them in the order of
+        the plan. `SchedulerStateError` if the step of `result` is not open; `InputError` if `stopped` has a
+        request that sampled no token, or `num_steps` or `ends_s` are invalid."""
         if not self._now <= now < math.inf:
             self._check_time(now)
         plan, batch = self._open or self._open_step()
@@ -253,8 +253,8 @@ class Scheduler:
         return tuple(finished)
 
     def _end_step(self, batch: Batch, result: StepResult, now: float) -> list[Finished]:
-        """Advances the requests of a batch that was executed `result.num_steps` times; returns the finished requests in
-        the order of the plan."""
+        """Advances the requests of a batch that was executed `result.num_steps` times; returns the finished
+        requests in the order of the plan."""
         finished: list[Finished] = []
         stopped = result.stopped
         group = self.pool.lockstep
@@ -403,8 +403,8 @@ class Scheduler:
         self.counters.num_moved_in += 1
 
     def reserve(self, request_id: str, num_blocks: int, now: float) -> bool:
-        """Reserves `num_blocks` more blocks for a request that moves to this replica, and at its first call a slot; False
-        if they are not free. `InputError` if the batch former cannot migrate running requests."""
+        """Reserves `num_blocks` more blocks for a request that moves to this replica, and at its first call a
+        slot; False if they are not free. `InputError` if the batch former cannot migrate running requests."""
         self._check_time(now)
         self._check_migratable()
         assert request_id not in self.pool, "the request is already on this replica"

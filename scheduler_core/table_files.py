@@ -89,9 +89,9 @@ def read_parquet(path: str | Path, field: str) -> pa.Table:
 
 
 def open_parquet(path: str | Path, field: str) -> pq.ParquetFile:
-    """Opens a Parquet file to read in parts; reads only its footer. `InputError`, naming the option `field`, if the file is
-    missing, empty, truncated, not Parquet, has a repeated column name, or its schema is newer than this version of
-    tailcast supports."""
+    """Opens a Parquet file to read in parts; reads only its footer. `InputError`, naming the option `field`,
+    if the file is missing, empty, truncated, not Parquet, has a repeated column name, or its schema is newer
+    than this version of tailcast supports."""
     file = existing_file(path, field)
     _, pq = import_pyarrow()
     with readable(path, field, "Parquet"):
@@ -137,12 +137,12 @@ def file_rows(
     *,
     on_bad_row: Callable[[int, InputError], None] | None = None,
 ) -> Iterator[Row]:
-    """Yields (number of the row, values by column); lines of text become the column `prompt`. `InputError` if the file
-    cannot be read, or a row is invalid.
+    """Yields (number of the row, values by column); lines of text become the column `prompt`. `InputError` if
+    the file cannot be read, or a row is invalid.
 
     Numbers start at 1: lines of JSONL, CSV (the header is 1) and text, elements of an array, rows of Parquet. Text
-    formats may be gzipped (`.gz`). `columns` limits the columns of a Parquet file; None: all. `on_bad_row` is called
-    with the number and error of an invalid row of JSONL or CSV; None: the error is raised.
+    formats may be gzipped (`.gz`). `columns` limits the columns of a Parquet file; None: all. `on_bad_row` is
+    called with the number and error of an invalid row of JSONL or CSV; None: the error is raised.
     """
     file = existing_file(path, field)
     suffix = file_suffix(file)

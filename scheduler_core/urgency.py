@@ -3,8 +3,8 @@
 All functions raise InputError for arguments outside their range.
 
 The levels are those of semantic scheduling (0 = most urgent, 4 = least); `docs/urgency.md` defines them.
-Sources: asymmetric expected cost, Elkan 2001 ("The foundations of cost-sensitive learning"); abstention, Chow 1970
-("On optimum recognition error and reject tradeoff").
+Sources: asymmetric expected cost, Elkan 2001 ("The foundations of cost-sensitive learning"); abstention, Chow
+1970 ("On optimum recognition error and reject tradeoff").
 """
 
 import math
@@ -24,11 +24,11 @@ def expected_cost_levels(
 ) -> NDArray[np.int64]:
     """The level of least expected cost [N], where each level too low costs c and each level too high costs 1.
 
-    With cost c (d - e)+ + (e - d)+ of deciding d when e is true, the result is the 1/(1 + c) quantile of the predicted
-    distribution: the smallest d with P(level <= d) >= 1/(1 + c). With c = 1 it is the median.
+    With cost c (d - e)+ + (e - d)+ of deciding d when e is true, the result is the 1/(1 + c) quantile of the
+    predicted distribution: the smallest d with P(level <= d) >= 1/(1 + c). With c = 1 it is the median.
 
-    `probabilities` are those of each level, most urgent first, [N, K], or [K] for a single row; rows sum to 1.
-    `under_triage_cost` is c, finite and above 0; values above 1 favor more urgent levels.
+    `probabilities` are those of each level, most urgent first, [N, K], or [K] for a single row; rows sum to
+    1. `under_triage_cost` is c, finite and above 0; values above 1 favor more urgent levels.
     """
     if not 0 < under_triage_cost < math.inf:
         raise InputError("under_triage_cost", under_triage_cost, "numbers > 0")

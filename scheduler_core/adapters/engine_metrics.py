@@ -1,7 +1,7 @@
 """Prometheus metrics of the scheduler inside an engine, in the registry of the process.
 
-vLLM's scheduler runs in a separate process. vLLM's /metrics includes that process only in the multi-process mode of
-Prometheus: set PROMETHEUS_MULTIPROC_DIR to an empty folder before vLLM starts.
+vLLM's scheduler runs in a separate process. vLLM's /metrics includes that process only in the multi-process
+mode of Prometheus: set PROMETHEUS_MULTIPROC_DIR to an empty folder before vLLM starts.
 """
 
 import math

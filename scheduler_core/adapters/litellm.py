@@ -1,9 +1,9 @@
 """Routing strategy for LiteLLM's Router: `TailcastStrategy(router, RoutingSettings(predictor="pretrained")).install()`;
 in LiteLLM's proxy the callback `scheduler_core.adapters.litellm.proxy_handler`.
 
-LiteLLM selects the eligible deployments of a request by health, cooldown, team, tags and order, and handles retries and
-fallbacks. The strategy chooses one of these deployments. It gets its events from LiteLLM's callbacks: last chunk of a
-stream, success, failure.
+LiteLLM selects the eligible deployments of a request by health, cooldown, team, tags and order, and handles
+retries and fallbacks. The strategy chooses one of these deployments. It gets its events from LiteLLM's
+callbacks: last chunk of a stream, success, failure.
 
 Both classes are created at their first access, so that this module can be imported without LiteLLM. User guide:
 docs/routing.md.
@@ -55,8 +55,8 @@ class Attempt(str):
 
 
 class LiveStrategy(_Base):  # type: ignore[misc]
-    """Mixin for LiteLLM's CustomLogger and CustomRoutingStrategyBase: chooses with `LiveRouting`. `InputError` if the
-    predictor does not exist.
+    """Mixin for LiteLLM's CustomLogger and CustomRoutingStrategyBase: chooses with `LiveRouting`.
+    `InputError` if the predictor does not exist.
 
     It only tracks the requests of this process; with several workers, each worker tracks its own requests.
     """
@@ -155,8 +155,8 @@ def _attempt(call: Mapping[str, Any]) -> str:
 
 
 class ProxyHandler(_Base):  # type: ignore[misc]
-    """Callback of LiteLLM's proxy that installs the strategy in the router, and again after the proxy created a new one.
-    `InputError` if the file named by TAILCAST_ROUTING_CONFIG cannot be read, or a setting is invalid."""
+    """Callback of LiteLLM's proxy that installs the strategy in the router, and again after the proxy created a
+    new one. `InputError` if the file named by TAILCAST_ROUTING_CONFIG cannot be read, or a setting is invalid."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,8 +181,8 @@ class ProxyHandler(_Base):  # type: ignore[misc]
 
 @cache
 def _derived_class(name: str) -> Any:
-    """The class of that name, derived from LiteLLM's classes. `MissingExtraError` if LiteLLM is not installed;
-    `InputError` if its version is untested."""
+    """The class of that name, derived from LiteLLM's classes. `MissingExtraError` if LiteLLM is not
+    installed; `InputError` if its version is untested."""
     try:
         version = metadata.version("litellm")
     except metadata.PackageNotFoundError as error:

@@ -66,8 +66,8 @@ class CalibrationGauges:
 class LiveCalibration:
     """Corrects predictions and updates the calibration in a background thread; its errors never fail a request.
 
-    `file` is a JSON file that keeps the calibration across restarts; None: no file. `InputError` if its content is
-    invalid, or it cannot be written. `clock` is monotonic, in seconds.
+    `file` is a JSON file that keeps the calibration across restarts; None: no file. `InputError` if its
+    content is invalid, or it cannot be written. `clock` is monotonic, in seconds.
     """
 
     def __init__(

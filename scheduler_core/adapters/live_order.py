@@ -13,8 +13,8 @@ from scheduler_core.request import Request, RequestState, Status
 
 
 def order_policy(name: str, parameters: Mapping[str, float], *, sent_once: bool = False) -> Policy:
-    """A policy (see `make_policy`) for an engine that forms its own batches. `InputError` if the policy or a parameter
-    is unknown, or if the policy controls batches or memory.
+    """A policy (see `make_policy`) for an engine that forms its own batches. `InputError` if the policy or a
+    parameter is unknown, or if the policy controls batches or memory.
 
     `sent_once`: each key is a single number that is sent to the engine with the request.
     """
@@ -36,8 +36,8 @@ def order_policy(name: str, parameters: Mapping[str, float], *, sent_once: bool 
 class LiveOrder:
     """Tracks a `RequestState` for each live request of the engine and calls the hooks of the policy.
 
-    The engine decides on admission, tokens per step and memory; this class mirrors its decisions. A state exists from
-    `arrive` to `leave`, so predictions are kept across preemptions. All times are in seconds on one clock.
+    The engine decides on admission, tokens per step and memory; this class mirrors its decisions. A state exists
+    from `arrive` to `leave`, so predictions are kept across preemptions. All times are in seconds on one clock.
     """
 
     def __init__(self, policy: Policy, max_num_seqs: int) -> None:
@@ -158,11 +158,11 @@ class LiveOrder:
         num_free_blocks: int,
         held_blocks: Callable[[str], int | None],
     ) -> list[RequestState]:
-        """The minimum set of running requests to preempt so that the waiting `head`, which needs `num_blocks`, can be
-        admitted. Empty if it fits without, or if the policy does not allow it to displace enough of them.
+        """The minimum set of running requests to preempt so that the waiting `head`, which needs `num_blocks`,
+        can be admitted. Empty if it fits without, or if the policy does not allow it to displace enough of them.
 
-        `worst` is a result of `worst_first`. `held_blocks` returns the KV blocks held by a running request, an upper
-        bound of what it would free if prefixes are shared; None if they cannot be freed now.
+        `worst` is a result of `worst_first`. `held_blocks` returns the KV blocks held by a running request,
+        an upper bound of what it would free if prefixes are shared; None if they cannot be freed now.
         """
         waiting = self.states[head]
         victims: list[RequestState] = []

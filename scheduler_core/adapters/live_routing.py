@@ -36,8 +36,8 @@ DEFAULT_TIER = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingSettings(PredictorSettings):
-    """Settings of a router, and limits of its replicas. Choices never wait for a prediction. `InputError` if a value is
-    invalid.
+    """Settings of a router, and limits of its replicas. Choices never wait for a prediction. `InputError` if
+    a value is invalid.
 
     Attributes:
         router: Name in `ROUTERS`, except disaggregated, which needs two kinds of replicas.
@@ -46,8 +46,8 @@ class RoutingSettings(PredictorSettings):
         num_kv_blocks: Blocks in the KV cache of each replica, for routers that use memory.
         kv_block_tokens: Tokens of one block.
         max_num_seqs: Maximum number of running requests of a replica; further ones wait there.
-        expire_s: Seconds without an event after which a request is assumed to have ended, in case its end event was
-            lost.
+        expire_s: Seconds without an event after which a request is assumed to have ended, in case its end
+            event was lost.
         seed: Seed of routers that use random numbers.
     """
 
@@ -145,14 +145,14 @@ class _LiveRequest:
 class LiveRouting:
     """Tracks the requests on each replica from events, and chooses replicas with a router.
 
-    All methods are thread-safe and do not block; a prediction is used in choices after its arrival. Events of unknown
-    requests or replicas are ignored, so events may be late or repeated.
+    All methods are thread-safe and do not block; a prediction is used in choices after its arrival. Events of
+    unknown requests or replicas are ignored, so events may be late or repeated.
 
-    The engine's batches are not visible. The requests of a replica are assumed to run in the order in which they were
-    sent, while slots and KV blocks last.
+    The engine's batches are not visible. The requests of a replica are assumed to run in the order in which
+    they were sent, while slots and KV blocks last.
 
-    `predictor` replaces the one in the settings. `InputError` if the predictor of the settings does not exist. `clock` is
-    monotonic, in seconds.
+    `predictor` replaces the one in the settings. `InputError` if the predictor of the settings does not
+    exist. `clock` is monotonic, in seconds.
     """
 
     def __init__(

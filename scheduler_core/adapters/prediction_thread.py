@@ -20,8 +20,8 @@ _MARK = "tailcast-mark-of-the-message"
 class PromptDecoder:
     """Decodes prompts, because the scheduler of an engine only has their token ids. Thread-safe.
 
-    `tokenizer` is that of the served model, with `decode` and `apply_chat_template` of transformers. `whole`: always
-    decode the whole text, also of a chat with a single user message.
+    `tokenizer` is that of the served model, with `decode` and `apply_chat_template` of transformers. `whole`:
+    always decode the whole text, also of a chat with a single user message.
     """
 
     def __init__(self, tokenizer: Any, *, whole: bool = False) -> None:
@@ -54,8 +54,8 @@ class PromptDecoder:
 
 
 class PredictionThread:
-    """Runs an `AsyncPredictor` in a thread; every submitted request results in exactly one event. The thread calls
-    `decode` to convert token ids to text; None: requests already have their prompts.
+    """Runs an `AsyncPredictor` in a thread; every submitted request results in exactly one event. The thread
+    calls `decode` to convert token ids to text; None: requests already have their prompts.
 
     `submit`, `withdraw`, `take` and `close` must not be called concurrently; only `close` blocks.
     """
@@ -74,8 +74,8 @@ class PredictionThread:
         self._thread.start()
 
     def submit(self, request: PredictionRequest, token_ids: Sequence[int] | None = None) -> None:
-        """Queries the predictor; its event follows later, after `close` immediately. `token_ids` is the prompt; None: use
-        the prompt of `request`. If that is empty (prompts given as embeddings), the request fails."""
+        """Queries the predictor; its event follows later, after `close` immediately. `token_ids` is the prompt;
+        None: use the prompt of `request`. If that is empty (prompts given as embeddings), the request fails."""
         self._pending.add(request.request_id)
         if self._loop.is_closed():
             self._fail(request.request_id, "the predictor's thread has ended")

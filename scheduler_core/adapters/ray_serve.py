@@ -1,8 +1,8 @@
 """Request router for Ray Serve and Ray Serve LLM: `RequestRouterConfig(request_router_class=
 "scheduler_core.adapters.ray_serve.TailcastRequestRouter", request_router_kwargs={...})` with fields of `RoutingSettings`.
 
-Serve notifies its routers when a request is assigned to a replica, when it ends, and when the set of replicas changes,
-but not of tokens. Replicas still reject requests above `max_ongoing_requests`, and Serve still retries them.
+Serve notifies its routers when a request is assigned to a replica, when it ends, and when the set of replicas
+changes, but not of tokens. Replicas still reject requests above `max_ongoing_requests`, and Serve still retries them.
 
 `TailcastRequestRouter` is created at its first access, so that this module can be imported without Ray. User guide:
 docs/routing.md.
@@ -49,8 +49,8 @@ DIRECT_STREAMING = "RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING"
 class LiveRequestRouter(_Base):
     """Mixin for Ray Serve's RequestRouter: chooses with `LiveRouting`.
 
-    Serve runs a router in each process that sends requests to the deployment. Of requests from other processes only the
-    number is available, from the queue lengths that replicas report.
+    Serve runs a router in each process that sends requests to the deployment. Of requests from other
+    processes only the number is available, from the queue lengths that replicas report.
     """
 
     def initialize_state(self, **settings: Any) -> None:
@@ -167,8 +167,8 @@ def request_prompt(pending_request: PendingRequest) -> RoutedPrompt:
 
 @cache
 def router_class() -> type:
-    """The class `TailcastRequestRouter`, derived from Ray Serve's. `MissingExtraError` if Ray Serve is not installed;
-    `InputError` if the version of Ray is untested."""
+    """The class `TailcastRequestRouter`, derived from Ray Serve's. `MissingExtraError` if Ray Serve is not
+    installed; `InputError` if the version of Ray is untested."""
     try:
         import ray
         from ray.serve.request_router import LocalityMixin, MultiplexMixin, RequestRouter

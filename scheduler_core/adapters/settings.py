@@ -25,12 +25,12 @@ PROMPT_PARTS = ("user", "whole")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictorSettings:
-    """Settings of the predictions inside an engine or a router; `of` creates them, or a subclass, from a mapping.
-    `InputError` if a value is invalid.
+    """Settings of the predictions inside an engine or a router; `of` creates them, or a subclass, from a
+    mapping. `InputError` if a value is invalid.
 
     Attributes:
-        predictor: pretrained or tiny (shipped with tailcast) or an artifact folder, in this process; grpc://HOST:PORT;
-            None: no predictions.
+        predictor: pretrained or tiny (shipped with tailcast) or an artifact folder, in this process;
+            grpc://HOST:PORT; None: no predictions.
         served_model: Name of the served model, for predictors of several models.
         timeout_s: Timeout of a prediction in seconds.
         max_in_flight: Maximum number of concurrent calls.
@@ -56,8 +56,8 @@ class PredictorSettings:
 
     @classmethod
     def of(cls, values: object, source: str) -> Self:
-        """The settings from a mapping of names to values (None: default); `source` names the mapping in errors.
-        `InputError` if it is not a mapping, or a setting is unknown or invalid."""
+        """The settings from a mapping of names to values (None: default); `source` names the mapping in
+        errors. `InputError` if it is not a mapping, or a setting is unknown or invalid."""
         if not isinstance(values, Mapping):
             raise InputError(source, values, "names with values, such as {predictor: pretrained}")
         names = [each.name for each in fields(cls)]
@@ -93,8 +93,8 @@ class EngineSettings(PredictorSettings):
     Attributes:
         policy: Name of an order policy, or package.module:Class.
         policy_parameters: Overrides of the policy's parameters.
-        prompt: Text for the predictor. "user": the user message if a chat consists of exactly one, otherwise the whole
-            text; "whole": always the whole text, as formatted by the chat template.
+        prompt: Text for the predictor. "user": the user message if a chat consists of exactly one, otherwise
+            the whole text; "whole": always the whole text, as formatted by the chat template.
         online_calibration: Correct predicted lengths with the lengths of ended requests.
         calibration_file: JSON file that keeps the calibration across restarts; None: no file.
     """

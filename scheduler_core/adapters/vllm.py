@@ -1,7 +1,7 @@
 """Policies inside vLLM: `vllm serve MODEL --scheduler-cls scheduler_core.adapters.vllm.TailcastScheduler`.
 
-vLLM forms the batches: running requests first, then waiting ones until budget, slots or memory are used up. The policy
-orders the waiting queue, and the running requests, of which vLLM preempts the last one when memory runs out.
+vLLM forms the batches: running requests first, then waiting ones until budget, slots or memory are used up. The
+policy orders the waiting queue, and the running requests, of which vLLM preempts the last one when memory runs out.
 
 `TailcastScheduler` is created at its first access, so that this module can be imported without vLLM. User guide:
 docs/vllm.md.
@@ -77,8 +77,8 @@ def request_of(request: Any, now: float) -> tuple[Request, list[str]]:
 class PolicyQueue:
     """vLLM's `RequestQueue` (v1/core/sched/request_queue.py), ordered by a `LiveOrder`.
 
-    vLLM prepends preempted requests and those it skipped in a step; here they are also inserted in key order. The state
-    of a request, including its prediction, is kept while it is not in the queue.
+    vLLM prepends preempted requests and those it skipped in a step; here they are also inserted in key order.
+    The state of a request, including its prediction, is kept while it is not in the queue.
     """
 
     def __init__(self, order: LiveOrder, clock: Callable[[], float]) -> None:
@@ -138,8 +138,8 @@ class PolicyQueue:
 
 
 class PolicyScheduling(_Base):  # type: ignore[misc]
-    """Mixin for vLLM's AsyncScheduler (0.32) with the same arguments. `InputError` if the settings are invalid or not
-    supported by this engine.
+    """Mixin for vLLM's AsyncScheduler (0.32) with the same arguments. `InputError` if the settings are
+    invalid or not supported by this engine.
 
     The clock is monotonic; a request arrives when it reaches the scheduler. A request never waits for its prediction:
     until then its key is that of an unknown length, and the prediction reorders it.
@@ -343,8 +343,8 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
 
 @cache
 def scheduler_class() -> type:
-    """The class `TailcastScheduler`, derived from vLLM's AsyncScheduler, which has a higher throughput than Scheduler.
-    `MissingExtraError` if vLLM is not installed; `InputError` if its version is untested."""
+    """The class `TailcastScheduler`, derived from vLLM's AsyncScheduler, which has a higher throughput than
+    Scheduler. `MissingExtraError` if vLLM is not installed; `InputError` if its version is untested."""
     try:
         import vllm
     except ModuleNotFoundError as error:

@@ -16,14 +16,14 @@ from scheduler_core.request import Request, RequestState
 class BatchFormer(ABC):
     """Selects the requests of the next step; admits and evicts through the batch. Belongs to one scheduler.
 
-    A batch former is a keyword-only slots dataclass whose fields are the parameters of its paper; values outside their
-    range raise InputError. It does not store requests.
+    A batch former is a keyword-only slots dataclass whose fields are the parameters of its paper; values
+    outside their range raise InputError. It does not store requests.
 
     Attributes:
         evicts_by_key: Evicts by the policy's eviction key, also if the policy is not preemptive.
         allows_preemptive: Supports preemptive policies.
-        migratable: Running requests may be added or removed between two steps: a batch has no fixed members, and
-            admission reserves no memory beyond the tokens to process.
+        migratable: Running requests may be added or removed between two steps: a batch has no fixed members,
+            and admission reserves no memory beyond the tokens to process.
         lockstep: A step with decodes includes all running requests that have completed their prefill, and the former
             does not read their states. They are advanced in lockstep if the policy does not read the states either.
     """
@@ -50,8 +50,8 @@ class BatchFormer(ABC):
         """
 
     def steady_chunks(self, batch: Batch, limit: int) -> int:
-        """Number of steps, from 1 to `limit`, with one chunk of the same prompt and size, not its last chunk, while the
-        same requests decode.
+        """Number of steps, from 1 to `limit`, with one chunk of the same prompt and size, not its last chunk,
+        while the same requests decode.
 
         Exact or too small, never too large. Called only for batches with chunks and without evictions.
         """
@@ -97,8 +97,8 @@ def whole_prompts_refusal(request: Request, num_tokens: int, limits: Limits) -> 
 def steady_decodes(pool: Pool, batch: Batch, limit: int, spare_blocks: int = 0) -> int:
     """`steady_steps` of formers that decode all running requests and admit the first waiting one whenever it fits.
 
-    If the first waiting request does not fit now, it does not fit after the growth of the running ones either. So only
-    memory limits the number of steps, unless the order of the waiting requests may change with time.
+    If the first waiting request does not fit now, it does not fit after the growth of the running ones either.
+    So only memory limits the number of steps, unless the order of the waiting requests may change with time.
     """
     if len(pool.waiting) and pool.policy.key_changes == "with_time" and pool.num_running < pool.max_running:
         return 1

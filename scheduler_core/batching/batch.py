@@ -123,9 +123,9 @@ class Batch:
     def allocate(
         self, pool: Pool, decodes: list[RequestState], now: float, spare_block: bool = False
     ) -> list[RequestState]:
-        """Takes blocks for the next token of each request, in order; evicts victims if necessary (possibly the request
-        itself). Returns the requests that still run. `spare_block`: a decode without a new block also needs a free one
-        (Vidur's rule)."""
+        """Takes blocks for the next token of each request, in order; evicts victims if necessary (possibly
+        the request itself). Returns the requests that still run. `spare_block`: a decode without a new block
+        also needs a free one (Vidur's rule)."""
         group = pool.lockstep
         if group is None:
             return self._allocate_individually(pool, decodes, now, spare_block)

@@ -28,8 +28,8 @@ class ChunkedPrefill(BatchFormer):
     Attributes:
         chunk_tokens: Budget of decodes and prompts together that only limits prompts: decodes may exceed it up to
             max_num_batched_tokens. None: max_num_batched_tokens is the only budget (as in Vidur and Sarathi-Serve).
-        spare_block: A decode needs a free block even if it takes none, as in Vidur (microsoft/vidur @ 7d47513); see
-            `Batch.allocate`.
+        spare_block: A decode needs a free block even if it takes none, as in Vidur (microsoft/vidur @
+            7d47513); see `Batch.allocate`.
     """
 
     lockstep = True

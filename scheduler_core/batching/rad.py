@@ -104,8 +104,8 @@ class RadPrefillFirst(Rad):
     next of D. When D is empty the next cycle starts. The time between tokens is short, the time to the first token long.
 
     Differs from the paper: the first token of a request is sampled by its prefill (paper: by its first decode);
-    prefill mode also ends when the next request does not fit into memory; a request preempted in decode mode resumes
-    in the next cycle.
+    prefill mode also ends when the next request does not fit into memory; a request preempted in decode mode
+    resumes in the next cycle.
     """
 
     _decoding: bool = field(default=False, init=False, repr=False)

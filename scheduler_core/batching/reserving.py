@@ -15,8 +15,8 @@ class Orca(BatchFormer):
     """One step: a token of every running request, and the whole prompts of new ones (Yu et al. 2022, "Orca: A
     Distributed Serving System for Transformer-Based Generative Models", section 4.1 and Algorithm 1).
 
-    A request is only admitted if memory for its prompt and max_tokens can be reserved until its end, so requests are
-    never preempted for memory.
+    A request is only admitted if memory for its prompt and max_tokens can be reserved until its end, so
+    requests are never preempted for memory.
 
     | symbol | meaning | here |
     | --- | --- | --- |
@@ -50,17 +50,17 @@ class Orca(BatchFormer):
 
 @dataclass(kw_only=True, slots=True)
 class RequestLevel(Orca):
-    """Admits up to b requests when none runs, processes all their prompts, then decodes until all are finished
-    (FasterTransformer, as Algorithm 3 of Bari, Hegde and de Veciana 2025, "Optimal Scheduling Algorithms for LLM
-    Inference: Theory and Practice", appendix E.1).
+    """Admits up to b requests when none runs, processes all their prompts, then decodes until all are
+    finished (FasterTransformer, as Algorithm 3 of Bari, Hegde and de Veciana 2025, "Optimal Scheduling
+    Algorithms for LLM Inference: Theory and Practice", appendix E.1).
 
     | symbol | meaning | here |
     | --- | --- | --- |
     | b | requests in a batch | max_num_seqs, or as many as fit |
 
     Differs from the paper: the order is that of the policy (paper: FCFS); a request joins only if memory for its prompt
-    and max_tokens can be reserved (paper: no memory limit), so none is preempted; short prompts share a step up to
-    max_num_batched_tokens. A finished request leaves at once.
+    and max_tokens can be reserved (paper: no memory limit), so none is preempted; short prompts share a step
+    up to max_num_batched_tokens. A finished request leaves at once.
     """
 
     def form(self, pool: Pool, max_num_batched_tokens: int, now: float) -> Batch:

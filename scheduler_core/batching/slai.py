@@ -22,8 +22,8 @@ class Slai(BatchFormer):
     delta = delta_low if the KV use is below memory_limit, else delta_high                 (section 7.1)
 
     Batch: (1) critical decodes by increasing C; (2) prompts in progress, then new ones in the policy's order (SPF or
-    FCFS in the paper) while the token budget and slots last; (3) other decodes by increasing C. It has at most
-    max_decodes decodes.
+    FCFS in the paper) while the token budget and slots last; (3) other decodes by increasing C. It has at
+    most max_decodes decodes.
 
     | symbol | meaning | here |
     | --- | --- | --- |
@@ -39,9 +39,9 @@ class Slai(BatchFormer):
     A decode without a free block evicts the prompt in progress that was started last, or itself without such a prompt.
 
     Differs from the paper: C uses delta and t_batch at the time when a batch is formed; the released code fixes C with
-    the previous token, so that a change of delta does not affect waiting decodes. Non-critical decodes also count for
-    beta (not always in the released code); without a free block they wait instead of evicting, unless the batch would
-    be empty.
+    the previous token, so that a change of delta does not affect waiting decodes. Non-critical decodes also
+    count for beta (not always in the released code); without a free block they wait instead of evicting,
+    unless the batch would be empty.
     """
 
     allows_preemptive = False

@@ -34,9 +34,9 @@ class StageAware(BatchFormer):
     | cache_rule | cache-or-recompute rule, "exact" or "paper" | used if preemption is "swap" |
 
     Differs from the paper: new requests enter the heap at once, without an unsorted buffer; a batch has at most
-    max_num_batched_tokens tokens, so prompts may be processed in chunks; a partly processed prompt counts as a prefill;
-    no request is evicted for one of lower or equal priority; admission keeps the watermark free; with preemption
-    "recompute" the cache of evicted requests is discarded.
+    max_num_batched_tokens tokens, so prompts may be processed in chunks; a partly processed prompt counts as
+    a prefill; no request is evicted for one of lower or equal priority; admission keeps the watermark free;
+    with preemption "recompute" the cache of evicted requests is discarded.
     """
 
     evicts_by_key = True

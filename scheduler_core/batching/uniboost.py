@@ -40,8 +40,8 @@ class OneOrder(BatchFormer):
     is only swapped out if the step would otherwise be empty. `preemption` applies to the victim's cache (paper: swap).
 
     Differs from the paper: SELECTVICTIM uses priority and swap cost without a formula there; here both are in seconds.
-    Admissions of a step end at the first request that does not fit and has no victim, so that none is overtaken because
-    of its size. The policy's own hysteresis is not used.
+    Admissions of a step end at the first request that does not fit and has no victim, so that none is
+    overtaken because of its size. The policy's own hysteresis is not used.
     """
 
     evicts_by_key = True
@@ -127,8 +127,8 @@ class OneOrder(BatchFormer):
 
     @staticmethod
     def _may_displace(pool: Pool, least_budget: int, now: float) -> bool:
-        """Whether a running request may be swapped out, or the first waiting one may be admitted with at least
-        `least_budget` tokens and all free memory."""
+        """Whether a running request may be swapped out, or the first waiting one may be admitted with at
+        least `least_budget` tokens and all free memory."""
         assert pool.evictions is not None, "this former evicts by key"
         if pool.evictions.first_displaceable(now) is not None:
             return True
@@ -178,8 +178,8 @@ class OneOrder(BatchFormer):
 
 
 class _Later:
-    """The running requests that a step has not processed yet. `ranked` has (*rank, request), last in the order first;
-    processed ones are popped. `swap_token_s`: see `OneOrder`."""
+    """The running requests that a step has not processed yet. `ranked` has (*rank, request), last in the
+    order first; processed ones are popped. `swap_token_s`: see `OneOrder`."""
 
     def __init__(self, ranked: list[tuple[Any, ...]], swap_token_s: float) -> None:
         self.ranked = ranked

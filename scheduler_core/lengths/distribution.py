@@ -2,8 +2,8 @@
 
     ln X = mu + sigma T,   T Student's t with nu degrees of freedom;   f(x) = t_nu((ln x - mu)/sigma) / (sigma x)
 
-The mean is infinite for every finite nu, so expectations are of the censored length min(X, M), M = max_tokens (TIE, Eqs.
-8-10). They are computed by quadrature, without sampling.
+The mean is infinite for every finite nu, so expectations are of the censored length min(X, M), M = max_tokens
+(TIE, Eqs. 8-10). They are computed by quadrature, without sampling.
 
 Every expectation follows from the censored mean excess m(a, M) = E[min(X, M) - a | X > a]. With the stop-loss integral
 I(a, M) = integral of P(X > x) over x in [a, M] (Klugman, Panjer & Willmot, "Loss Models", section 3.4),

@@ -6,14 +6,14 @@ that of the alpha-quantile, and S(t) the probability of a longer output,
     E = integral over t < t_M of exp(mu + sigma T) q(t) dt + M S(t_M)                          (TIE, Eqs. 8-9)
     CVaR = [integral over t_alpha < t < t_M of exp(mu + sigma T) q(t) dt + M S(t_M)] / (1 - alpha)     (Eq. 10)
 
-A lattice of intervals with its origin at t_alpha stores T and weight * q at 12 Gauss-Legendre nodes per interval, and S
-at the edges. It only depends on nu and alpha and is cached, so a full interval costs 12 exponentials and a dot product.
-In the partial interval [e, t_M] the length is written as M - (M - x):
+A lattice of intervals with its origin at t_alpha stores T and weight * q at 12 Gauss-Legendre nodes per
+interval, and S at the edges. It only depends on nu and alpha and is cached, so a full interval costs 12
+exponentials and a dot product. In the partial interval [e, t_M] the length is written as M - (M - x):
 
     integral over [e, t_M] of x q dt + M S(t_M) = M [S(e) - integral over [e, t_M] of (1 - x/M) q dt].
 
-Left of t_alpha the integral only depends on sigma and is analytic for sigma > 0. For many rows it is computed with a
-Chebyshev interpolant on each octave of sigma, derived from the same lattice.
+Left of t_alpha the integral only depends on sigma and is analytic for sigma > 0. For many rows it is computed
+with a Chebyshev interpolant on each octave of sigma, derived from the same lattice.
 
 Intervals of width min(1, 2/sqrt(nu)) (2 for nu = inf) resolve q. They are halved until they also resolve the growth of
 x, at most sqrt(sigma^2 nu + (ln M - mu)^2) per unit of t. The relative error is below 1e-11 (1e-10 for nu = 1e9) compared
@@ -127,8 +127,8 @@ _TO_POWERS = _to_powers()
 
 @lru_cache(maxsize=128)
 def _left_table(nu: float, alpha: float) -> FloatArray:
-    """Coefficients of polynomials in x, highest power first [_NUM_TERMS, octaves], for the integral of exp(sigma T) q(t)
-    over t < t_alpha with sigma = 2^octave (1.5 + x/2)."""
+    """Coefficients of polynomials in x, highest power first [_NUM_TERMS, octaves], for the integral of
+    exp(sigma T) q(t) over t < t_alpha with sigma = 2^octave (1.5 + x/2)."""
     grid = lattice(nu, alpha, 0)
     end = -grid.first * _NUM_NODES
     angles = np.pi * (np.arange(_NUM_TERMS) + 0.5) / _NUM_TERMS
@@ -161,8 +161,8 @@ def _left(grid: Lattice, alpha: float, sigma: FloatArray) -> FloatArray:
 def expected_and_cvar_one(
     mu: float, sigma: float, max_tokens: float, nu: float, alpha: float
 ) -> tuple[float, float] | None:
-    """(E, CVaR) of one request in tokens, for nu and alpha that `covers` accepts; None if the lattice is too coarse or
-    too short."""
+    """(E, CVaR) of one request in tokens, for nu and alpha that `covers` accepts; None if the lattice is too
+    coarse or too short."""
     normal = nu == math.inf
     root = 1.0 if normal else math.sqrt(nu)
     log_ratio = math.log(max_tokens) - mu

@@ -1,7 +1,7 @@
 """Distribution of output length X in tokens given by quantiles of ln X instead of a parametric family.
 
-P(ln X <= z) is linear in z between the quantiles q_0 <= ... <= q_K at the levels u_0 < ... < u_K. The tails beyond them are
-exponential, with scales a and b from the adjacent gaps:
+P(ln X <= z) is linear in z between the quantiles q_0 <= ... <= q_K at the levels u_0 < ... < u_K. The tails
+beyond them are exponential, with scales a and b from the adjacent gaps:
 
     P(ln X <= z) = u_0 exp((z - q_0) / a),        a = (q_1 - q_0) / ln(u_1 / u_0),                      z < q_0
     P(ln X > z)  = (1 - u_K) exp(-(z - q_K) / b),  b = (q_K - q_(K-1)) / ln((1 - u_(K-1)) / (1 - u_K)),  z > q_K

@@ -8,15 +8,15 @@ T = value(t) is increasing with value(0) = 0.
 | Student t, nu degrees of freedom (`student_t`) | T = sqrt(nu) sinh t | sech(t)^nu |
 | normal | T = t | exp(-t^2/2) |
 
-The mass beyond t, away from the center, is q(t) R(t), R(t) = integral over w > 0 of q(t + w)/q(t) (Mills' ratio in this
-coordinate). The integrand decreases from 1 and is neglected below exp(-41), so the tails are accurate in relative terms
-at any distance. Because q is log-concave, its tail is too. Newton's method on the logarithm of the tail therefore
-converges, and it does so monotonically from the right of the root.
+The mass beyond t, away from the center, is q(t) R(t), R(t) = integral over w > 0 of q(t + w)/q(t) (Mills'
+ratio in this coordinate). The integrand decreases from 1 and is neglected below exp(-41), so the tails are
+accurate in relative terms at any distance. Because q is log-concave, its tail is too. Newton's method on the
+logarithm of the tail therefore converges, and it does so monotonically from the right of the root.
 
-Shapes: one row per distribution. `t` is a column [N, 1], `w` a column or a matrix [N, K]; results have the broadcast
-shape of the arguments; parameters are [N, 1] or [1, 1]. `side` is +1 for the right tail, -1 for the left.
-Callers must suppress numpy's warnings of overflow, underflow and division by zero, because infinite logarithms and
-terms that underflow to 0 are correct results here.
+Shapes: one row per distribution. `t` is a column [N, 1], `w` a column or a matrix [N, K]; results have the
+broadcast shape of the arguments; parameters are [N, 1] or [1, 1]. `side` is +1 for the right tail, -1 for the
+left. Callers must suppress numpy's warnings of overflow, underflow and division by zero, because infinite
+logarithms and terms that underflow to 0 are correct results here.
 """
 
 import math

@@ -4,11 +4,11 @@ In the coordinate t = asinh(T / sqrt(nu)) of `standard`,
 
     q(t) = C_nu sech(t)^nu,   C_nu = Gamma((nu+1)/2) / (sqrt(pi) Gamma(nu/2)).
 
-Because ln cosh(t+w) >= ln cosh t + ln cosh w for t, w >= 0, the density beyond t + W, W = arcosh(exp(41/nu)), is below
-exp(-41) q(t) for every t.
+Because ln cosh(t+w) >= ln cosh t + ln cosh w for t, w >= 0, the density beyond t + W, W = arcosh(exp(41/nu)),
+is below exp(-41) q(t) for every t.
 
-There are two other implementations for purposes that this one does not support: `training.objectives.student` (torch,
-with derivatives) and `training.fitting.kernels.special` (compiled loops).
+There are two other implementations for purposes that this one does not support: `training.objectives.student`
+(torch, with derivatives) and `training.fitting.kernels.special` (compiled loops).
 """
 
 import math
@@ -130,8 +130,8 @@ def student_t_hazard(z: float, nu: float) -> float:
 def _tail(z: float, nu: float) -> tuple[float, float | None]:
     """(P(T > |z|), hazard at |z|); the hazard is None if the continued fraction is not that of the tail.
 
-    Uses the continued fraction of the incomplete beta function (DLMF 8.17.22), evaluated by Lentz's method, on the side
-    of its mean where it converges fast.
+    Uses the continued fraction of the incomplete beta function (DLMF 8.17.22), evaluated by Lentz's method,
+    on the side of its mean where it converges fast.
     """
     square = z * z
     if square == 0.0:

@@ -41,9 +41,9 @@ def _quantiles(nu: float) -> FloatArray:
 class LengthTable:
     """Survival S(x) = P(X~ > x) and work W(x) = E[min(X~, x)] of X~ = min(max(X, 1), M), linear between points.
 
-    W is the integral of S over [0, x]. Expectations have errors below 2 % or 0.1 tokens for nu >= 3.5 and sigma in [0.001,
-    1.2] (tests). If S(g) < 1e-9 the prediction is ignored and M - g tokens are assumed to remain. The parameters are those
-    of `LogT`, or `quantiles` of `LogQuantiles` instead; M = max_tokens.
+    W is the integral of S over [0, x]. Expectations have errors below 2 % or 0.1 tokens for nu >= 3.5 and
+    sigma in [0.001, 1.2] (tests). If S(g) < 1e-9 the prediction is ignored and M - g tokens are assumed to
+    remain. The parameters are those of `LogT`, or `quantiles` of `LogQuantiles` instead; M = max_tokens.
     """
 
     __slots__ = ("_points", "_total_work", "max_tokens", "points", "survival", "work")

@@ -52,8 +52,8 @@ ENTRY_POINT_GROUP = "tailcast.policies"
 
 
 def policy_class(name: str) -> type[Policy]:
-    """The policy class for a name: a key of `POLICIES`, an entry point of "tailcast.policies", or package.module:Class.
-    `InputError` if it does not exist, or is not a policy."""
+    """The policy class for a name: a key of `POLICIES`, an entry point of "tailcast.policies", or
+    package.module:Class. `InputError` if it does not exist, or is not a policy."""
     if name in POLICIES:
         return POLICIES[name]
     paths = {point.name: point.value for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}

@@ -25,8 +25,8 @@ class Las(Policy):
     Starves the longest requests when the load approaches 1, because new requests always come first.
 
     Differs from the paper: attained service is rounded down to multiples of a quantum. Otherwise two requests of equal
-    service would displace each other at every token, each time with a recomputation or a swap. Work that was lost in a
-    displacement does not count; otherwise a displaced request would be displaced repeatedly.
+    service would displace each other at every token, each time with a recomputation or a swap. Work that was
+    lost in a displacement does not count; otherwise a displaced request would be displaced repeatedly.
     """
 
     key_changes = "never"
@@ -46,8 +46,8 @@ class Las(Policy):
 
 @dataclass(kw_only=True, slots=True)
 class Mlfq(Policy):
-    """Skip-join MLFQ: feedback queues of increasing quantum; requests skip queues too short for their prompt (Wu et al. 2023,
-    "Fast Distributed Inference Serving for Large Language Models", FastServe, arXiv:2305.05920, section 4.1).
+    """Skip-join MLFQ: feedback queues of increasing quantum; requests skip queues too short for their prompt (Wu et al.
+    2023, "Fast Distributed Inference Serving for Large Language Models", FastServe, arXiv:2305.05920, section 4.1).
 
     q_i = q_1 f^i;   joins the first queue i with q_i >= n t;   key = i;   used up q_i: i + 1;   waited >= alpha: i = 0
 
@@ -60,8 +60,8 @@ class Mlfq(Policy):
     No starvation: a request that has waited alpha since its last step moves to the first queue, which is in arrival order.
 
     Differs from the paper: the time of the first iteration is linear in the prompt instead of profiled; service time is the
-    duration of the steps of a request; promotion resets the used time; a prompt that takes several steps is one iteration,
-    as in the paper, so no request is displaced during its prompt.
+    duration of the steps of a request; promotion resets the used time; a prompt that takes several steps is
+    one iteration, as in the paper, so no request is displaced during its prompt.
     """
 
     key_changes = "on_event"

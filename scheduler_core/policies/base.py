@@ -14,27 +14,27 @@ Progress = Literal["unused", "in_runs", "every_step"]
 class Policy(ABC):
     """Orders the requests; the smallest key is served first, ties by arrival.
 
-    A policy is a keyword-only slots dataclass whose fields are the parameters of its paper; values outside their range raise
-    InputError. Its key is defined for waiting and for running requests. All hooks do nothing by default. If a hook changes
-    keys of other requests than its own, `take_changed` must return them. The defaults of the attributes are correct for
-    every policy; more specific values make scheduling faster.
+    A policy is a keyword-only slots dataclass whose fields are the parameters of its paper; values outside
+    their range raise InputError. Its key is defined for waiting and for running requests. All hooks do nothing
+    by default. If a hook changes keys of other requests than its own, `take_changed` must return them. The
+    defaults of the attributes are correct for every policy; more specific values make scheduling faster.
 
     Attributes:
         key_changes: When the key of a waiting request may change. "never": only by events of the request itself (arrival,
             prediction, preemption); "on_event": also when `on_pressure` (all) or `take_changed` (some) report it;
             "with_time": with every step. The queue is a heap for the first two and is sorted in every step for the last.
         preemptive: A waiting request may displace a running one (see `may_preempt`).
-        running_keys: When the eviction key of a running request may change. "on_event": only with a prediction or
-            when `take_changed` returns it, so that victims come from a heap; "on_tokens": possibly in every step, so
-            that all running requests are compared.
+        running_keys: When the eviction key of a running request may change. "on_event": only with a
+            prediction or when `take_changed` returns it, so that victims come from a heap; "on_tokens":
+            possibly in every step, so that all running requests are compared.
         progress: Use of the progress of running requests. "unused": only in their own events (admission, preemption,
             end), without `on_tokens` and `on_step`, so that decoding requests may be advanced in lockstep; "in_runs":
             identical steps may be completed in one call of the hooks (of `on_steps` if it needs each duration), unless a
             waiting request may displace a running one; "every_step": its decisions depend on single steps or the time.
-        needs_queue: The order of waiting requests depends on measurements of ended ones. It cannot be used if the engine
-            gets each key only once; a proxy counts output tokens for it.
-        inputs: Inputs of the key: "length", "urgency", "bucket", "rank", "point" (predictions), "priority", "tier",
-            "tenant", "slo" (fields of the request).
+        needs_queue: The order of waiting requests depends on measurements of ended ones. It cannot be used if
+            the engine gets each key only once; a proxy counts output tokens for it.
+        inputs: Inputs of the key: "length", "urgency", "bucket", "rank", "point" (predictions), "priority",
+            "tier", "tenant", "slo" (fields of the request).
     """
 
     __slots__ = ()
@@ -70,8 +70,8 @@ class Policy(ABC):
     def may_preempt(self, running: RequestState, waiting: RequestState, now: float) -> bool:
         """Whether the waiting request may displace the running one.
 
-        Called with the first waiting request and the running one of the largest `eviction_key`, when no slot or no
-        memory is free. By default a preemptive policy allows it if the waiting request has the smaller key.
+        Called with the first waiting request and the running one of the largest `eviction_key`, when no slot or
+        no memory is free. By default a preemptive policy allows it if the waiting request has the smaller key.
         """
         return self.preemptive and self.key(waiting, now) < self.key(running, now)
 

@@ -58,13 +58,13 @@ def _are_in(values: FloatArray, others: FloatArray) -> NDArray[np.bool_]:
 class PredictionBias:
     """ratio(g) = (sum of true + k m_g) / (sum of predicted + k m_g), over the finished requests of group g.
 
-    The expectation of a fitted log-t depends on its tail, for which there are few samples: its mean error may be a sixth
-    although all quantiles are correct. A single ratio over all finished requests would be biased, because under shortest
-    first those with long predictions finish late. Given the prediction, the time of the end does not depend on the true
-    length.
+    The expectation of a fitted log-t depends on its tail, for which there are few samples: its mean error may
+    be a sixth although all quantiles are correct. A single ratio over all finished requests would be biased,
+    because under shortest first those with long predictions finish late. Given the prediction, the time of
+    the end does not depend on the true length.
 
-    A group is half an octave of predicted lengths, m_g its geometric mean, k = 4 the number of correctly predicted
-    requests in its prior.
+    A group is half an octave of predicted lengths, m_g its geometric mean, k = 4 the number of correctly
+    predicted requests in its prior.
     """
 
     def __init__(self) -> None:
@@ -110,14 +110,14 @@ class BoundedShortest(Policy):
     | prompt_weight | work of a prompt token; an output token is 1 | tokens |
 
     Guarantee, up to errors of the estimates: every request starts within `ratio` times its wait under first come, first
-    served, or the P99 of those waits if that is longer. It also ends within `ratio` times its latency under first come,
-    first served, or their P99. There are no exemptions, and running requests are never paused.
+    served, or the P99 of those waits if that is longer. It also ends within `ratio` times its latency under
+    first come, first served, or their P99. There are no exemptions, and running requests are never paused.
 
-    Work is E[min(X, M)], corrected by the true lengths of similar predictions (`PredictionBias`). W is the waiting work at
-    the arrival, plus the deviation of the remaining work of running requests from its average; it is the same for both
-    orders. Reordering does not change t, so W can be measured on the same engine. Load is the arriving work divided by the
-    work that the engine can do meanwhile; its standard error distinguishes bursts from overload. Requests are in arrival
-    order without predictions, and while these do not rank the finished requests better than chance.
+    Work is E[min(X, M)], corrected by the true lengths of similar predictions (`PredictionBias`). W is the waiting work
+    at the arrival, plus the deviation of the remaining work of running requests from its average; it is the same for
+    both orders. Reordering does not change t, so W can be measured on the same engine. Load is the arriving work divided
+    by the work that the engine can do meanwhile; its standard error distinguishes bursts from overload. Requests are in
+    arrival order without predictions, and while these do not rank the finished requests better than chance.
     """
 
     key_changes = "on_event"

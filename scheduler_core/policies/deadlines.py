@@ -63,8 +63,8 @@ class Edf(Policy):
 
 @dataclass(kw_only=True, slots=True)
 class SloTie(Policy):
-    """TIE until the slack of a request is used up; then the request is urgent and comes first, by level. tailcast's own
-    policy with the score of TIE (section 4, Eqs. 9-12).
+    """TIE until the slack of a request is used up; then the request is urgent and comes first, by level.
+    tailcast's own policy with the score of TIE (section 4, Eqs. 9-12).
 
     latest start  L = a + D - E[X~] t;   urgent from L - m until L + m
     key = ln(E + beta CVaR) + a ln(1/gamma)/tau;   urgent requests first, by level, then by key
@@ -77,8 +77,8 @@ class SloTie(Policy):
     | level | declared tier, raised by at most one level by predicted urgency (`RequestState.effective_level`) | - |
     | E, CVaR, beta, gamma, tau | as in TIE, with alpha = 0.9 and a fixed beta | tokens, -, -, s |
 
-    Until their slack is used up, requests are ordered for a low mean latency. A request that can no longer meet its target
-    returns to TIE's order, because it would take time from requests that still can.
+    Until their slack is used up, requests are ordered for a low mean latency. A request that can no longer
+    meet its target returns to TIE's order, because it would take time from requests that still can.
 
     Starvation: TIE's decay prevents it for requests that are not urgent, unless the urgent ones saturate the engine.
     """

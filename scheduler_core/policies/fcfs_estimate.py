@@ -63,8 +63,8 @@ class ArrivalOrder:
     """The waiting requests in order of arrival, as an array; requests that have left keep an entry that is never due.
 
     Rows of the array: work in tokens; work of later arrivals that have overtaken the requests up to this one; arrival
-    number; arrival and wait under first come, first served, in seconds; due time if no request waits before it; seconds
-    of work by which it may be overtaken.
+    number; arrival and wait under first come, first served, in seconds; due time if no request waits before
+    it; seconds of work by which it may be overtaken.
     """
 
     _WORK, _OVERTAKEN, _ORDER, _ARRIVAL, _FCFS_WAIT, _LATEST, _SLACK = range(7)

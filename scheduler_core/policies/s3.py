@@ -25,8 +25,8 @@ class S3(Policy):
     | n, M | prompt tokens, max_tokens | tokens |
 
     Differs from the paper: instead of bin-packing batches by memory, requests are admitted one by one in bucket order;
-    a request that exceeds its bucket takes more blocks one by one, instead of being restarted with twice the memory. With
-    `reserve` = 0 the buckets only define the order, as in semantic scheduling.
+    a request that exceeds its bucket takes more blocks one by one, instead of being restarted with twice the
+    memory. With `reserve` = 0 the buckets only define the order, as in semantic scheduling.
     """
 
     key_changes = "never"

@@ -2,9 +2,9 @@
 
 The batch former `stage_aware` implements the paper's batches, evictions and cache-or-recompute rule.
 
-In the paper the predicted urgency of the text is used without a limit. Here it raises a request by at most `max_promotion`
-levels above its tier, and only if the predictor does not abstain (`RequestState.effective_level`). With `max_promotion`
-of at least 5, the number of levels, the order is that of the paper.
+In the paper the predicted urgency of the text is used without a limit. Here it raises a request by at most
+`max_promotion` levels above its tier, and only if the predictor does not abstain (`RequestState.effective_level`).
+With `max_promotion` of at least 5, the number of levels, the order is that of the paper.
 """
 
 import math

@@ -66,8 +66,8 @@ class Sept(Policy):
 
 @dataclass(kw_only=True, slots=True)
 class Hrrn(Policy):
-    """Highest response ratio next: short requests first, but all rise while waiting, short ones faster (Brinch
-    Hansen 1971, "An analysis of response ratio scheduling", IFIP Congress; an option of SGLang).
+    """Highest response ratio next: short requests first, but all rise while waiting, short ones faster
+    (Brinch Hansen 1971, "An analysis of response ratio scheduling", IFIP Congress; an option of SGLang).
 
     ratio = (wait + s) / s, largest first;   key = -ratio;   s = token_s E[min(X, M)]
 
@@ -114,8 +114,8 @@ class Srpt(Policy):
     With an oracle predictor this is SRPT on the true lengths, which minimizes the mean response time of a single server.
 
     Differs from the paper: lengths are predicted once; an output longer than predicted has remaining length 0 and stays
-    first (`trail` and `elis` correct that); a displaced request recomputes its prefix, which is free in SRPT; the key
-    ignores the prompt.
+    first (`trail` and `elis` correct that); a displaced request recomputes its prefix, which is free in SRPT;
+    the key ignores the prompt.
     """
 
     key_changes = "never"

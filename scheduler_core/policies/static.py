@@ -27,8 +27,8 @@ class Priority(Policy):
 
     key = priority (no unit, declared by the client)
 
-    When memory runs out, the running request of the largest value is preempted, the youngest of several. Requests of a
-    larger value starve while smaller ones saturate the engine, as declared.
+    When memory runs out, the running request of the largest value is preempted, the youngest of several.
+    Requests of a larger value starve while smaller ones saturate the engine, as declared.
     """
 
     key_changes = "never"

@@ -23,8 +23,8 @@ def boost_s(work_s: float, gamma_per_s: float) -> float:
 
     b(w) = (1/gamma) ln( 1 / (1 - exp(-gamma w)) ), which decreases from infinity (w = 0) to 0
 
-    Serving the smallest arrival - boost first is optimal for the decay of P(response > t) in the light-tailed M/G/1 queue
-    (Yu & Scully 2024, "Strongly tail-optimal scheduling in the light-tailed M/G/1", Proc. ACM Meas. Anal. Comput. Syst. 8(2)).
+    Serving the smallest arrival - boost first is optimal for the decay of P(response > t) in the light-tailed M/G/1 queue (Yu
+    & Scully 2024, "Strongly tail-optimal scheduling in the light-tailed M/G/1", Proc. ACM Meas. Anal. Comput. Syst. 8(2)).
 
     w is the engine time of the request; gamma > 0 is the decay rate of P(response > t).
     """
@@ -37,8 +37,8 @@ class TailRate:
 
     gamma_hat = ln(0.05/0.01)/(t99 - t95) = ln 5/(t99 - t95);   gamma <- (1 - beta) gamma + beta gamma_hat, within bounds
 
-    gamma_per_s is the initial value of gamma, smoothing is beta. An estimate uses the `window` latest latencies and is
-    updated after every `update_every` requests.
+    gamma_per_s is the initial value of gamma, smoothing is beta. An estimate uses the `window` latest
+    latencies and is updated after every `update_every` requests.
     """
 
     gamma_per_s: float
@@ -72,9 +72,9 @@ class TailRate:
 class WorkRate:
     """Measured engine time per prompt token and per output token, in seconds.
 
-    The duration of each step is divided equally among its tokens (a 32nd of a step with 32 decodes); the sums decay with a
-    half-life of 1,000 steps. The work of all requests thus adds up to the busy time of the engine, like work in an M/G/1
-    queue. Requires the duration of every step.
+    The duration of each step is divided equally among its tokens (a 32nd of a step with 32 decodes); the sums
+    decay with a half-life of 1,000 steps. The work of all requests thus adds up to the busy time of the
+    engine, like work in an M/G/1 queue. Requires the duration of every step.
     """
 
     def __init__(self, prefill_token_s: float = 5e-5, decode_token_s: float = 1e-3) -> None:
@@ -167,8 +167,8 @@ class DistBoost(Policy):
 
 @dataclass(kw_only=True, slots=True)
 class UniBoost(Policy):
-    """One boosted order over both phases, without predictions (sections 3.2-3.4, Eqs. 2, 7-9). Batch former `uniboost` forms
-    the batches of its algorithm 1; with `chunked_prefill` the order only applies to admissions and evictions.
+    """One boosted order over both phases, without predictions (sections 3.2-3.4, Eqs. 2, 7-9). Batch former `uniboost`
+    forms the batches of its algorithm 1; with `chunked_prefill` the order only applies to admissions and evictions.
 
     key = Phi = a - b(w^);   b(w) = (1/gamma) ln(1/(1 - exp(-gamma w)));   j displaces i if Phi(j) < Phi(i) - delta
 
@@ -180,18 +180,18 @@ class UniBoost(Policy):
     | delta | hysteresis_s | s |
     | gamma | gamma_per_s; gamma-Ada: ln 5/(t99 - t95) of the latest latencies, smoothed (`TailRate`) | 1/s |
 
-    MemGuard (`mem_guard`): a running request can only be displaced in the step after its w^ has grown, so at most
-    1 + floor(log2(S/k)) times for S tokens of work. gamma-Ada: `adapt_gamma`. `signal_by_phase`: w~ is the prompt in
-    prefill and the generated tokens in decode, as in the paper's algorithm.
+    MemGuard (`mem_guard`): a running request can only be displaced in the step after its w^ has grown, so at
+    most 1 + floor(log2(S/k)) times for S tokens of work. gamma-Ada: `adapt_gamma`. `signal_by_phase`: w~ is
+    the prompt in prefill and the generated tokens in decode, as in the paper's algorithm.
 
     No starvation: boosts are at most b(k), and those of waiting requests do not grow, so a request that has waited longer
     precedes new ones; its latency is that of FCFS plus the work that overtakes it by boosts (paper, A.2).
 
     Differs from the paper: (1) gamma is per second but work is in tokens: tokens are converted to engine seconds with the
-    measured times per prompt and output token, and MemGuard scales these seconds by w^/w~; (2) bins use floor (algorithm),
-    not ceiling (Eq. 8), because the stated bound holds for floor; (3) gamma is that of Eq. 9; the algorithm's line 17 gives
-    a 39th of it; (4) work lost in a preemption does not count as attained; (5) all keys are recomputed when gamma or the
-    times per token have changed by `refresh`, not at every step.
+    measured times per prompt and output token, and MemGuard scales these seconds by w^/w~; (2) bins use floor
+    (algorithm), not ceiling (Eq. 8), because the stated bound holds for floor; (3) gamma is that of Eq. 9;
+    the algorithm's line 17 gives a 39th of it; (4) work lost in a preemption does not count as attained; (5)
+    all keys are recomputed when gamma or the times per token have changed by `refresh`, not at every step.
     """
 
     key_changes = "on_event"

@@ -1,5 +1,5 @@
-"""VTC (virtual token counters): fair sharing of tokens among tenants (Sheng et al. 2024, "Fairness in Serving Large
-Language Models", OSDI, algorithm 2)."""
+"""VTC (virtual token counters): fair sharing of tokens among tenants (Sheng et al. 2024, "Fairness in Serving
+Large Language Models", OSDI, algorithm 2)."""
 
 from dataclasses import dataclass, field
 
@@ -20,9 +20,9 @@ class Vtc(Policy):
     | w_p, w_q | weight of a prompt token (1) and of an output token (2) | - |
     | n | prompt tokens not in the prefix cache | tokens |
 
-    The counter of a tenant without waiting requests is raised to the minimum of the others at its next arrival, so that
-    idle time earns no credit. The counters of two tenants that always have waiting requests thus differ by at most
-    2 max(w_p L_input, w_q M) (paper, theorem 4.4).
+    The counter of a tenant without waiting requests is raised to the minimum of the others at its next
+    arrival, so that idle time earns no credit. The counters of two tenants that always have waiting requests
+    thus differ by at most 2 max(w_p L_input, w_q M) (paper, theorem 4.4).
 
     Differs from the paper: the second term of the key anticipates the counter at the admission of the request, so that
     several admissions in one step are fair; a request that is admitted again after a preemption is not charged again.

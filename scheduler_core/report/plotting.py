@@ -36,8 +36,8 @@ def new_figure(
 
 
 def svg(figure: Any, legend_of: Any = None) -> str:
-    """A figure as reproducible SVG text. It gets a legend outside the panels if the axis `legend_of` has from 2 to
-    `MAX_NAMED_CURVES` curves."""
+    """A figure as reproducible SVG text. It gets a legend outside the panels if the axis `legend_of` has from
+    2 to `MAX_NAMED_CURVES` curves."""
     import matplotlib
 
     handles, labels = ([], []) if legend_of is None else legend_of.get_legend_handles_labels()
@@ -68,8 +68,8 @@ def dash(index: int) -> str:
 
 
 def mark_decades(axis: Any, limits: tuple[float, float]) -> None:
-    """Sets ticks with plain numbers at 1, 2 and 5 of each decade of a logarithmic axis (`axes.xaxis` or `axes.yaxis`);
-    only at 1 if the limits span more than a factor of 150."""
+    """Sets ticks with plain numbers at 1, 2 and 5 of each decade of a logarithmic axis (`axes.xaxis` or
+    `axes.yaxis`); only at 1 if the limits span more than a factor of 150."""
     from matplotlib.ticker import LogLocator
 
     low, high = limits

@@ -38,8 +38,8 @@ ROUTERS: dict[str, type[Router]] = {
 def make_router(
     name: str, parameters: Mapping[str, Any] | None = None, rng: np.random.Generator | None = None
 ) -> Router:
-    """A new router; `rng` is for routers that use random numbers. `InputError` for an unknown router or parameter, a
-    parameter outside its range, or a missing generator."""
+    """A new router; `rng` is for routers that use random numbers. `InputError` for an unknown router or
+    parameter, a parameter outside its range, or a missing generator."""
     if name not in ROUTERS:
         raise unknown_name("router", name, ROUTERS)
     arguments = dict(parameters or {})

@@ -18,8 +18,8 @@ class RoutingRequest:
         request: The request.
         tier: Urgency level at which it is scheduled, >= 0; 0 = most urgent.
         prediction: Its predictions; None if they have not arrived yet.
-        prefix_blocks: For each full block of its prompt, a hash of all tokens up to the end of the block; empty without
-            prefix caching.
+        prefix_blocks: For each full block of its prompt, a hash of all tokens up to the end of the block;
+            empty without prefix caching.
     """
 
     request: Request

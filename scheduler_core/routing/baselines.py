@@ -43,8 +43,8 @@ class Jsq(Router):
     """Join the shortest queue: the fewest requests, running and waiting (Winston 1977, "Optimality of the shortest line
     discipline", J. Appl. Probab. 14).
 
-    Optimal for exponential service times and equal servers; ignores differences in length. `waiting_only`: only count
-    waiting requests, as Vidur's "least outstanding requests" does.
+    Optimal for exponential service times and equal servers; ignores differences in length. `waiting_only`:
+    only count waiting requests, as Vidur's "least outstanding requests" does.
     """
 
     waiting_only: bool = False
@@ -79,8 +79,8 @@ class PowerOfTwo(Router):
 class LeastKv(Router):
     """The replica whose KV cache is least committed: argmin of (M - free + blocks(waiting tokens)) / M.
 
-    M is the number of blocks; free blocks are neither held nor reserved. Without the waiting tokens all requests of a
-    burst would go to the same replica. Ties: fewer requests.
+    M is the number of blocks; free blocks are neither held nor reserved. Without the waiting tokens all
+    requests of a burst would go to the same replica. Ties: fewer requests.
     """
 
     sees_tokens: ClassVar[bool] = True

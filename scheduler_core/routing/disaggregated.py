@@ -18,8 +18,8 @@ class Disaggregated(Router):
     decode: argmin of committed KV memory among replicas with capacity; without capacity the cache stays on its replica,
     and the decode replica pulls it later (section 4.3)
 
-    Replicas of role BOTH are used for both phases. `Migrations` executes the moves with `stage_blocks=None`: it copies
-    the whole cache at once while the request is stopped.
+    Replicas of role BOTH are used for both phases. `Migrations` executes the moves with `stage_blocks=None`:
+    it copies the whole cache at once while the request is stopped.
 
     Differs from the paper: the router does not include the placement search (section 4.2); a prefill replica generates
     tokens itself while no decode replica has capacity.

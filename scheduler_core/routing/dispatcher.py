@@ -20,8 +20,8 @@ class _Entry:
 class Dispatcher:
     """Assigns every request to exactly one replica.
 
-    A request is pending while no suitable replica exists, for example because all are draining. Requests of a replica
-    that fails become pending again; their generated tokens are lost.
+    A request is pending while no suitable replica exists, for example because all are draining. Requests of a
+    replica that fails become pending again; their generated tokens are lost.
     """
 
     def __init__(self, router: Router) -> None:

@@ -42,9 +42,9 @@ class Infaas(Router):
     | ACTIVE | otherwise |
 
     Differs from the paper, which only defines the cost: states, factors (1.3, 1.15), depths (2, 1), holds (3, 2) and
-    penalties are those of its released code; s is divided by the target, so that all three terms are dimensionless;
-    a waiting request counts once (released code: a preempted one twice); the released code's factor for the priority
-    of the request is omitted, because it is the same for all replicas.
+    penalties are those of its released code; s is divided by the target, so that all three terms are
+    dimensionless; a waiting request counts once (released code: a preempted one twice); the released code's
+    factor for the priority of the request is omitted, because it is the same for all replicas.
     """
 
     alpha: float = 1.0

@@ -1,5 +1,5 @@
-"""Multi-tier Llumnix: headroom, freeness, dispatch, migration planning, and auto-scaling signals (Vestrum et al.,
-"Beyond Binary Priorities: Multi-Tier SLA Scheduling", section 3; Sun et al. 2024, "Llumnix", OSDI)."""
+"""Multi-tier Llumnix: headroom, freeness, dispatch, migration planning, and auto-scaling signals (Vestrum et
+al., "Beyond Binary Priorities: Multi-Tier SLA Scheduling", section 3; Sun et al. 2024, "Llumnix", OSDI)."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,8 +18,8 @@ from scheduler_core.urgency import LEVELS
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """KV memory counted as used for each tier that is present on a replica (multi-tier, section 3.3). `fractions` are
-    H_p / M by tier, most urgent first. `InputError` without a tier, or for a fraction outside [0, 1]."""
+    """KV memory counted as used for each tier that is present on a replica (multi-tier, section 3.3). `fractions`
+    are H_p / M by tier, most urgent first. `InputError` without a tier, or for a fraction outside [0, 1]."""
 
     fractions: tuple[float, ...]
 
@@ -31,8 +31,8 @@ class Headroom:
                 raise InputError("headroom fraction", fraction, "numbers in [0, 1]")
 
     def blocks(self, tiers: Iterable[int], num_kv_blocks: int) -> float:
-        """V_headroom: sum of H_p over the distinct tiers (Eq. 4), in blocks of M = num_kv_blocks. `InputError` for an
-        unknown tier."""
+        """V_headroom: sum of H_p over the distinct tiers (Eq. 4), in blocks of M = num_kv_blocks.
+        `InputError` for an unknown tier."""
         present = set(tiers)
         for tier in present:
             if not 0 <= tier < len(self.fractions):
@@ -74,8 +74,8 @@ def normal_freeness(replica: ReplicaSnapshot) -> float:
 def full_freeness(replica: ReplicaSnapshot, headroom: Headroom) -> float:
     """F_full, with headroom, for dispatch and migration (Eqs. 1, 2, 4); minus infinity for a draining replica.
 
-    Differs from the paper's Eq. 2, which adds H for each running request: according to its text and Eq. 4, H_p is
-    charged once for each tier with a running or waiting request on the replica.
+    Differs from the paper's Eq. 2, which adds H for each running request: according to its text and Eq. 4,
+    H_p is charged once for each tier with a running or waiting request on the replica.
     """
     reserved = headroom.blocks(replica.tiers, replica.num_kv_blocks)
     used = virtual_usage_blocks(replica) + reserved
@@ -87,9 +87,9 @@ def queue_freeness(replica: ReplicaSnapshot, headroom: Headroom) -> float:
 
     F = R / B if R >= 0 else R,  R = M - blocks held - blocks that all waiting requests need - headroom
 
-    F_full only counts the head of the queue, so a burst of a thousand waiting requests has the same freeness as one.
-    R < 0 (a queue) is not divided by B, because otherwise a larger batch would increase the freeness. Llumnix's public
-    code also dispatches by the demand of all waiting requests.
+    F_full only counts the head of the queue, so a burst of a thousand waiting requests has the same freeness
+    as one. R < 0 (a queue) is not divided by B, because otherwise a larger batch would increase the freeness.
+    Llumnix's public code also dispatches by the demand of all waiting requests.
     """
     if replica.status is ReplicaStatus.DRAINING:
         return -math.inf
@@ -152,8 +152,8 @@ class MigrationPlanner:
     A draining replica has F = -infinity: it is always a source, and all its requests leave, one per interval.
 
     Differs from the paper: a request only moves if blocks and a slot are free at its destination. Otherwise the demand
-    of a waiting request would move with it, and it would move back at the next tick. From a draining replica waiting
-    requests always move. While a replica drains the others are balanced as well.
+    of a waiting request would move with it, and it would move back at the next tick. From a draining replica
+    waiting requests always move. While a replica drains the others are balanced as well.
     """
 
     headroom: Headroom = field(default_factory=exponential_headroom)

@@ -1,17 +1,17 @@
 """Live migration of requests between replicas, as a state machine (Llumnix, Sun et al. 2024, section 4.2; multi-tier,
 section 3.5).
 
-A running request is copied in stages of `stage_blocks` blocks while it continues to generate; full blocks never change.
-The last stage of at most `stage_blocks` blocks is copied while the request is stopped; then the destination takes over.
-A request that does not grow meanwhile takes ceil(blocks / stage_blocks) stages. A waiting request has no cache and moves
-to the queue of the destination at once.
+A running request is copied in stages of `stage_blocks` blocks while it continues to generate; full blocks
+never change. The last stage of at most `stage_blocks` blocks is copied while the request is stopped; then the
+destination takes over. A request that does not grow meanwhile takes ceil(blocks / stage_blocks) stages. A
+waiting request has no cache and moves to the queue of the destination at once.
 
     start -> copying (live) -> ... -> handover (stopped) -> committed
                   |                        |
                   +------- aborted --------+
 
-The request belongs to the source until the commit and to the destination afterwards, always to exactly one of them. The
-destination reserves blocks stage by stage; they are freed when the migration ends without a commit.
+The request belongs to the source until the commit and to the destination afterwards, always to exactly one of
+them. The destination reserves blocks stage by stage; they are freed when the migration ends without a commit.
 """
 
 from collections.abc import Mapping
@@ -91,8 +91,8 @@ class _Ongoing:
 class Migrations:
     """All ongoing migrations: returns the copies to execute, and handles events that end a copy or a migration.
 
-    `schedulers` maps ids to schedulers and may change between calls. At most `stage_blocks` > 0 blocks are copied in one
-    stage. None: one stage with the request stopped (disaggregated serving).
+    `schedulers` maps ids to schedulers and may change between calls. At most `stage_blocks` > 0 blocks are
+    copied in one stage. None: one stage with the request stopped (disaggregated serving).
     """
 
     def __init__(self, schedulers: Mapping[str, Scheduler], stage_blocks: int | None = 64) -> None:
@@ -119,8 +119,8 @@ class Migrations:
         return ongoing is not None and ongoing.stopped is not None
 
     def start(self, move: Move, now: float) -> Outcome:
-        """Starts a migration: returns `Copy` for a request with a cache, `Committed` for a waiting one, else `Aborted`.
-        `InputError` if source and destination are the same, or their block sizes differ."""
+        """Starts a migration: returns `Copy` for a request with a cache, `Committed` for a waiting one, else
+        `Aborted`. `InputError` if source and destination are the same, or their block sizes differ."""
         assert move.request_id not in self._ongoing, "a second migration of a request"
         source, destination = self._schedulers[move.source], self._schedulers[move.destination]
         if (

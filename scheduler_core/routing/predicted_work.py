@@ -1,5 +1,5 @@
-"""Routers by expected remaining lengths, from the predicted distributions: least remaining work, or the earliest free
-slot."""
+"""Routers by expected remaining lengths, from the predicted distributions: least remaining work, or the
+earliest free slot."""
 
 import heapq
 import math

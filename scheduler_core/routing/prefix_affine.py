@@ -1,5 +1,5 @@
-"""Prefix affinity: the replica with the longest cached prefix, unless it is too busy (the cache-aware load balancer of
-Zheng et al. 2024, "SGLang", arXiv:2312.07104; Preble, Srivatsa et al. 2024, arXiv:2407.00023)."""
+"""Prefix affinity: the replica with the longest cached prefix, unless it is too busy (the cache-aware load
+balancer of Zheng et al. 2024, "SGLang", arXiv:2312.07104; Preble, Srivatsa et al. 2024, arXiv:2407.00023)."""
 
 import math
 from collections import OrderedDict

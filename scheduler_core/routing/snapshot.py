@@ -123,8 +123,8 @@ def take_snapshot(
     role: ReplicaRole = ReplicaRole.BOTH,
     keep_requests: bool = True,
 ) -> ReplicaSnapshot:
-    """Snapshot of a scheduler. Its requests are collected at their first access, O(requests), which must precede any
-    change of the scheduler."""
+    """Snapshot of a scheduler. Its requests are collected at their first access, O(requests), which must
+    precede any change of the scheduler."""
     pool, config = scheduler.pool, scheduler.config
     reserved = sum(pool.kv.held_by(name) for name in pool.reserved)
     head = pool.waiting.peek()

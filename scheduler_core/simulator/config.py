@@ -147,10 +147,10 @@ class SimulationConfig:
     INPUTS = ("trace", "workload", "step_time_parameters", "vary")
 
     policy: str
-    """Order of the requests: fcfs (arrival), bounded_shortest (shortest first, with bounded delay relative to fcfs), ssjf
-    (shortest predicted median), sept (smallest predicted mean), tie (mean plus tail risk), uniboost, semantic and others, see
-    scheduler_core/policies/README.md; or sjf (shortest true length, as a reference). Custom policies: package.module:Class, or the name of an entry
-    point in the group tailcast.policies."""
+    """Order of the requests: fcfs (arrival), bounded_shortest (shortest first, with bounded delay relative to
+    fcfs), ssjf (shortest predicted median), sept (smallest predicted mean), tie (mean plus tail risk), uniboost,
+    semantic and others, see scheduler_core/policies/README.md; or sjf (shortest true length, as a reference).
+    Custom policies: package.module:Class, or the name of an entry point in the group tailcast.policies."""
     trace: str | None = None
     """Requests: JSON lines, CSV or Parquet with columns request_id, arrival_s, prompt_tokens, output_tokens (the true
     length), max_tokens; optional prompt, prompt_id, tier, priority, tenant, category, ttft_slo_s, tbt_slo_s, ttlt_slo_s,
@@ -161,14 +161,14 @@ class SimulationConfig:
     """Overrides of the policy's parameters, such as {gamma: 0.95} for tie."""
     predictor: str | None = None
     """Source of predictions: pretrained or tiny (shipped with tailcast), an artifact folder or grpc://HOST:PORT (a running
-    serve-predictor), each called for every prompt; trace (columns mu, sigma, nu of the trace), oracle (true lengths), none.
-    sjf always uses the oracle. Default: trace for policies that use predicted lengths, none for the others."""
+    serve-predictor), each called for every prompt; trace (columns mu, sigma, nu of the trace), oracle (true lengths),
+    none. sjf always uses the oracle. Default: trace for policies that use predicted lengths, none for the others."""
     predictor_delay_s: float | None = None
-    """Simulated seconds from a request's arrival to its prediction. Default: the measured time of each live call, which
-    includes queueing in the service because 16 calls are made concurrently; 0 for trace and oracle."""
+    """Simulated seconds from a request's arrival to its prediction. Default: the measured time of each live call,
+    which includes queueing in the service because 16 calls are made concurrently; 0 for trace and oracle."""
     default_max_tokens: int | None = None
-    """max_tokens of requests without one, as in public traces; at least as large as their output lengths. Unset: the trace
-    must have max_tokens."""
+    """max_tokens of requests without one, as in public traces; at least as large as their output lengths.
+    Unset: the trace must have max_tokens."""
     served_model: str = ""
     """Name of the served model, for predictors of several models. Unset: the column model of the trace."""
     online_calibration: bool = False
@@ -177,8 +177,8 @@ class SimulationConfig:
     predictor_noise: float = 0.0
     """Oracle: standard deviation of the error of ln length, and scale of the predicted distribution."""
     rate: float | None = None
-    """Requests per second. Trace: Poisson arrivals in the order of the trace replace its arrivals. Workload: its arrival
-    process at this rate."""
+    """Requests per second. Trace: Poisson arrivals in the order of the trace replace its arrivals. Workload:
+    its arrival process at this rate."""
     load: float | None = None
     """Like rate, as a fraction of the estimated rate at which the engine (all replicas together) is always busy
     (1 = saturated)."""
@@ -191,19 +191,19 @@ class SimulationConfig:
     step_time: LinearStepTime = field(default_factory=LinearStepTime)
     """Durations of the simulated engine's steps."""
     step_time_model: str | None = None
-    """Model of step times: quadratic (Semantic Scheduling), staircase (RAD, Eq. 7), roofline (data sheets), table (measured
-    operators). Unset: linear, with the values of step_time."""
+    """Model of step times: quadratic (Semantic Scheduling), staircase (RAD, Eq. 7), roofline (data sheets),
+    table (measured operators). Unset: linear, with the values of step_time."""
     step_time_parameters: dict[str, Any] = field(default_factory=dict)
-    """Parameters of step_time_model, such as {model: llama-2-7b, gpu: a100-80gb} for roofline, or the result of `simulate
-    calibrate`."""
+    """Parameters of step_time_model, such as {model: llama-2-7b, gpu: a100-80gb} for roofline, or the result
+    of `simulate calibrate`."""
     num_clients: int | None = None
-    """Closed loop: number of clients, each of which sends its next request after its previous output. Unset: open loop,
-    requests arrive at their arrival times."""
+    """Closed loop: number of clients, each of which sends its next request after its previous output. Unset:
+    open loop, requests arrive at their arrival times."""
     client_think_time_s: float = 0.0
     """Closed loop: mean seconds between an output and the next request, exponentially distributed."""
     prefix_cache_tokens: int = 0
-    """Size of each replica's prefix cache in tokens, for conversations; the prefix that a turn shares with the previous one
-    then needs no prefill. 0: no cache."""
+    """Size of each replica's prefix cache in tokens, for conversations; the prefix that a turn shares with
+    the previous one then needs no prefill. 0: no cache."""
     exact_steps: bool = False
     """Simulate every decode step individually instead of many at once; slower, same result."""
 

@@ -21,9 +21,9 @@ WORDS = ("the", "of", "and", "to", "in", "is", "it", "for", "on", "was", "as", "
 
 @dataclass(slots=True, kw_only=True)
 class Probe:
-    """A request and its response. Times are seconds from the start of the measurement: `arrival_s` when to send it, `sent_s`
-    when it was sent, `token_s` the time of each token (of a chunk with several tokens only once). Token counts are those
-    reported by the engine."""
+    """A request and its response. Times are seconds from the start of the measurement: `arrival_s` when to
+    send it, `sent_s` when it was sent, `token_s` the time of each token (of a chunk with several tokens only
+    once). Token counts are those reported by the engine."""
 
     request_id: str
     arrival_s: float = 0.0
@@ -67,8 +67,8 @@ def send(
     api_key: str | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Sends every request at its time, independently of the others, and fills in all responses. `TailcastError` with the
-    error of the first one if all requests failed.
+    """Sends every request at its time, independently of the others, and fills in all responses.
+    `TailcastError` with the error of the first one if all requests failed.
 
     `progress` is called with 1 after each response, from several threads.
     """

@@ -1,8 +1,8 @@
 """The event loop: engine replicas, each with the same `Scheduler` that engine adapters use.
 
-A replica starts a step when its last one has ended and it has work. Arrivals, predictions and migrations reach it at any
-time and take effect in its next step. Runs of decode steps without arrival, end of a request or lack of memory are
-simulated at once, with bit-identical results. A single replica is a cluster without a router.
+A replica starts a step when its last one has ended and it has work. Arrivals, predictions and migrations reach
+it at any time and take effect in its next step. Runs of decode steps without arrival, end of a request or lack
+of memory are simulated at once, with bit-identical results. A single replica is a cluster without a router.
 """
 
 import math
@@ -87,8 +87,8 @@ class Simulation:
 
     Args:
         step_time: Durations of the engine's steps, for all replicas or by id.
-        schedulers: A new scheduler for each replica, by id; a single one needs no id. Their counters and memory peaks can
-            be read afterwards.
+        schedulers: A new scheduler for each replica, by id; a single one needs no id. Their counters and
+            memory peaks can be read afterwards.
         predictions: Passed to the schedulers as `update` events, `latency_s` after the arrivals.
         router: A new router that chooses the replica of each request. None with one replica.
         clients: A closed loop of clients; None: requests arrive at their times.
@@ -100,8 +100,8 @@ class Simulation:
         roles: Phases by replica; default: both.
         planner: Moves requests between replicas every `interval_s`.
         stage_blocks: See `Migrations`.
-        changes: Replicas that join, drain or fail. `schedulers` must include those that join later or are started by the
-            scaler.
+        changes: Replicas that join, drain or fail. `schedulers` must include those that join later or are
+            started by the scaler.
         scaler: Starts and drains replicas every `interval_s`; None: all run.
         standby: Replicas that are only started by the scaler. Drained replicas can be started again.
         startup_s: Time until a replica started by the scaler is available; it counts for `max_replicas` at once.
@@ -236,8 +236,8 @@ class Simulation:
         return 0 if self._dispatcher is None else self._dispatcher.num_pending
 
     def _advance(self, now: float) -> float:
-        """Processes all events at time `now`: ends of steps and copies, arrivals, predictions, migrations, starts of steps.
-        Returns the time of the next event; infinite if there is none."""
+        """Processes all events at time `now`: ends of steps and copies, arrivals, predictions, migrations,
+        starts of steps. Returns the time of the next event; infinite if there is none."""
         replicas, source = self._replicas, self._source
         for replica in replicas.values():
             if replica.step is not None and replica.step.end_s <= now:

@@ -41,8 +41,8 @@ def flat(tree: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def metric(tree: Mapping[str, Any], name: str) -> float:
-    """The number with this dotted name, such as `ttft_s.p50` or `groups.tenant.paying.tbt_s.p99`; an `InputError` lists
-    names with the same first part."""
+    """The number with this dotted name, such as `ttft_s.p50` or `groups.tenant.paying.tbt_s.p99`; an
+    `InputError` lists names with the same first part."""
     numbers = dict(flat(tree))
     if name not in numbers:
         head = name.split(".")[0]
@@ -53,8 +53,8 @@ def metric(tree: Mapping[str, Any], name: str) -> float:
 
 
 def summary(values: Iterable[float | None] | FloatArray) -> dict[str, float] | None:
-    """mean, p50, p90, p95, p99, p999, max (percentiles with linear interpolation) and tail_ratio = p99 / p50 of the values,
-    without None and NaN. None without values; no tail_ratio if the median is 0."""
+    """mean, p50, p90, p95, p99, p999, max (percentiles with linear interpolation) and tail_ratio = p99 / p50
+    of the values, without None and NaN. None without values; no tail_ratio if the median is 0."""
     array = np.asarray(values if isinstance(values, np.ndarray) else [*values], np.float64)
     array = array[~np.isnan(array)]
     if array.size == 0:
@@ -72,8 +72,8 @@ def jain_index(values: Sequence[float] | FloatArray) -> float | None:
 def starvation_slope(requests: Columns) -> float | None:
     """Growth of the latency of long requests with their arrival number, in seconds per request (UniBoost, appendix).
 
-    It is the least-squares slope of ttlt_s over the position in the order of arrival, for the 10 % of requests with the
-    longest outputs; near 0 without starvation. None for fewer than 3 such requests.
+    It is the least-squares slope of ttlt_s over the position in the order of arrival, for the 10 % of
+    requests with the longest outputs; near 0 without starvation. None for fewer than 3 such requests.
     """
     order = np.argsort(requests["arrival_s"], kind="stable")
     tokens = requests["output_tokens"][order]
@@ -188,8 +188,8 @@ def predictor_statistics(predictions: Predictions, schedulers: Mapping[str, Sche
 def prediction_quality(requests: Columns) -> dict[str, Any] | None:
     """Scores of the predicted log-t lengths of the finished requests; None without predictions.
 
-    `mae_tokens` is the error of the median; `mae_log` and `rmse_log` are errors of mu as ln length; `kendall_tau` is that of
-    medians and lengths (None if all are equal); `coverage` is the fraction of lengths up to the predicted P50, P90, P99.
+    `mae_tokens` is the error of the median; `mae_log` and `rmse_log` are errors of mu as ln length; `kendall_tau` is that
+    of medians and lengths (None if all are equal); `coverage` is the fraction of lengths up to the predicted P50, P90, P99.
     """
     predicted = np.isfinite(requests["predicted_mu"])
     if not predicted.any():

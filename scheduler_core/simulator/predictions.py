@@ -32,8 +32,8 @@ class Predictions:
     """Predictions for the requests of a trace.
 
     `by_id` has the predictions of all heads by request id: None if the predictor failed, missing if it was not called.
-    `latency_s` is the time of the call in seconds (missing: 0); `errors` has the reasons of failures. `source` is "none",
-    "trace", "oracle", or the URL or class of the predictor.
+    `latency_s` is the time of the call in seconds (missing: 0); `errors` has the reasons of failures.
+    `source` is "none", "trace", "oracle", or the URL or class of the predictor.
     """
 
     source: str = "none"
@@ -79,12 +79,12 @@ def fetch_predictions(
     max_in_flight: int = 16,
     progress: Progress | None = None,
 ) -> Predictions:
-    """Queries a live predictor (or one opened by name, see `open_predictor`) with one call per request, and closes it.
-    `InputError` if the predictor is unknown, or a row has no prompt; `TailcastError` if all of the first `max_in_flight`
-    calls failed.
+    """Queries a live predictor (or one opened by name, see `open_predictor`) with one call per request, and
+    closes it. `InputError` if the predictor is unknown, or a row has no prompt; `TailcastError` if all of the
+    first `max_in_flight` calls failed.
 
-    Must not be called from a running event loop. If `served_model` is empty, `model` of each row is used. `progress` is
-    called with 1 after each call.
+    Must not be called from a running event loop. If `served_model` is empty, `model` of each row is used.
+    `progress` is called with 1 after each call.
     """
     opened = open_predictor(predictor) if isinstance(predictor, str) else predictor
     for row in trace.requests:

@@ -41,8 +41,8 @@ class RequestRecord:
         finish_s: Time of its last token.
         finish_reason: "stop", or "length" if max_tokens was reached.
         predicted_mu: Predicted location of ln length; None without a prediction, like its scale and degrees of freedom.
-        max_tbt_s: Longest gap between two of its tokens; None if it had only one, or gaps were not measured. It depends on
-            `exact_steps` by rounding, so it is not compared.
+        max_tbt_s: Longest gap between two of its tokens; None if it had only one, or gaps were not measured.
+            It depends on `exact_steps` by rounding, so it is not compared.
         replica_id: Replica that finished it; None without a router.
     """
 
@@ -126,8 +126,8 @@ class RequestRecord:
 def request_columns(records: Sequence[RequestRecord], seed: int = 0) -> Columns:
     """Columns [n] of requests: the seed, all fields of `RequestRecord` (NaN instead of None), and `LATENCIES`.
 
-    `normalized_waiting_s` is defined as in Semantic Scheduling (section 3, and its code): time from arrival to the end per
-    output token, which equals `normalized_latency_s`.
+    `normalized_waiting_s` is defined as in Semantic Scheduling (section 3, and its code): time from arrival
+    to the end per output token, which equals `normalized_latency_s`.
     """
     types: dict[str, Any] = {"int": np.int64, "float": np.float64, "str": object}
     columns: Columns = {"seed": np.full(len(records), seed, np.int64)}

@@ -100,9 +100,9 @@ class FinishQueue:
 class SimulatedReplica:
     """Executes the plans of a scheduler in simulated time; the caller handles all events between two steps.
 
-    `rows` are the trace rows of all requests in the system, by id. `exact`: simulate steps individually. `fresh`: simulate a
-    step individually if an event may occur during it, so that snapshots at that time are the same as with individual
-    steps.
+    `rows` are the trace rows of all requests in the system, by id. `exact`: simulate steps individually.
+    `fresh`: simulate a step individually if an event may occur during it, so that snapshots at that time are
+    the same as with individual steps.
     """
 
     def __init__(
@@ -156,8 +156,8 @@ class SimulatedReplica:
                 action(now)
 
     def begin(self, now: float, until_s: float) -> Step | None:
-        """Starts the next step; None without work. Several equal steps are combined until `until_s`, the time of the next
-        external event."""
+        """Starts the next step; None without work. Several equal steps are combined until `until_s`, the time
+        of the next external event."""
         scheduler = self.scheduler
         plan = scheduler.schedule(now)
         if plan is None:

@@ -118,8 +118,8 @@ def run_simulation(
 ) -> SimulationResult:
     """Simulates one policy until every request has finished.
 
-    To compare policies with the same arrivals and predictions, call `prepare_trace` and `prepare_predictions` once and pass
-    the results to every run.
+    To compare policies with the same arrivals and predictions, call `prepare_trace` and `prepare_predictions`
+    once and pass the results to every run.
 
     Args:
         trace: Requests with their arrivals; None: `prepare_trace(config)`.
@@ -129,8 +129,8 @@ def run_simulation(
         watch: Observes the run; None: gaps between tokens and KV cache usage.
 
     Raises:
-        TailcastError: The configuration or trace is invalid, no request fits into the engine, or calls to the predictor
-            fail.
+        TailcastError: The configuration or trace is invalid, no request fits into the engine, or calls to the
+            predictor fail.
     """
     cluster = config.cluster
     if log is not None and cluster.num_replicas > 1:

@@ -23,8 +23,8 @@ class TraceEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosedLoop:
-    """Clients that send their next request after their previous output and a think time, exponential with mean
-    `think_time_s` or, without `rng`, constant.
+    """Clients that send their next request after their previous output and a think time, exponential with
+    mean `think_time_s` or, without `rng`, constant.
 
     Requests are sent in the order of the trace. Of its arrival times only the first is used, as the start of all clients.
     """

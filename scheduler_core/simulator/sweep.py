@@ -1,7 +1,7 @@
 """Sweeps: many configurations, simulated in this process, in several processes or on a Ray cluster.
 
-Every result is a file, named by a hash of all its inputs and written atomically, so that an interrupted sweep can be
-resumed.
+Every result is a file, named by a hash of all its inputs and written atomically, so that an interrupted sweep
+can be resumed.
 """
 
 import hashlib
@@ -81,8 +81,8 @@ def _files(tree: Any) -> Iterator[str]:
 
 
 def with_setting(config: Any, name: str, value: Any) -> Any:
-    """A copy of a dataclass (or mapping) with one changed setting, such as `scheduler.max_num_seqs`; `InputError` if the
-    setting does not exist, or the value is outside its range."""
+    """A copy of a dataclass (or mapping) with one changed setting, such as `scheduler.max_num_seqs`;
+    `InputError` if the setting does not exist, or the value is outside its range."""
     head, _, tail = name.partition(".")
     is_mapping = isinstance(config, Mapping)
     if not is_mapping and head not in (names := [item.name for item in fields(config)]):
@@ -108,8 +108,8 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
 
 
 def grid(base: SimulationConfig, vary: Mapping[str, Sequence[Any]], seeds: Sequence[int]) -> list[Cell]:
-    """All combinations of the settings `vary` (values by dotted name, or by a name in `JOINT`), each with every seed.
-    `InputError` if a setting is unknown or has no values, or a combination is invalid."""
+    """All combinations of the settings `vary` (values by dotted name, or by a name in `JOINT`), each with
+    every seed. `InputError` if a setting is unknown or has no values, or a combination is invalid."""
     for name, values in vary.items():
         if not values:
             raise InputError(f"values of {name}", values, "at least one")
@@ -184,8 +184,8 @@ class SweepWorkers:
     workers: int = 1
     """Processes on this machine."""
     ray: bool = False
-    """Use a Ray cluster instead (extra: ray). Every node needs this version of tailcast, and the input files at the same
-    path."""
+    """Use a Ray cluster instead (extra: ray). Every node needs this version of tailcast, and the input files
+    at the same path."""
     ray_address: str | None = None
     """Address of the Ray cluster (HOST:PORT, ray://HOST:PORT or auto). Unset: that of the environment variable
     RAY_ADDRESS, or a new one on this machine."""
@@ -217,8 +217,8 @@ def run_cells(
     workers: SweepWorkers = SweepWorkers(),
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """Results of all cells in order. Cells in the store are read; the others are simulated, by default in this process, and
-    stored at once. `progress` is called with the number of cells finished since the last call.
+    """Results of all cells in order. Cells in the store are read; the others are simulated, by default in this
+    process, and stored at once. `progress` is called with the number of cells finished since the last call.
 
     Raises:
         InputError: A cell is invalid, or there is no cluster at the address; finished cells stay in the store.

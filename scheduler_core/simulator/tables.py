@@ -29,8 +29,8 @@ def check_table_path(path: str | Path, field: str) -> Path:
 def write_table(columns: Mapping[str, Any], path: str | Path, schema: str, field: str) -> None:
     """Writes columns as Parquet, CSV or JSON lines, by the suffix, atomically; `field` is the option with the path.
 
-    A column has values [n]; None or NaN are missing values. Values of mixed types are converted to text. In Parquet the
-    metadata `tailcast.schema` is set to `schema`.
+    A column has values [n]; None or NaN are missing values. Values of mixed types are converted to text. In
+    Parquet the metadata `tailcast.schema` is set to `schema`.
     """
     target = check_table_path(path, field)
     pa, pq = import_pyarrow()

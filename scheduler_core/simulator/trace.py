@@ -61,16 +61,16 @@ class TraceRequest:
     """One row of a trace; fields that `Request` also has are documented there.
 
     Attributes:
-        arrival_s: Seconds from the start of the trace; for later turns of a conversation the earliest possible arrival,
-            see `think_time_s`.
+        arrival_s: Seconds from the start of the trace; for later turns of a conversation the earliest
+            possible arrival, see `think_time_s`.
         output_tokens: True length of the output, from 1 to max_tokens; only for the simulator.
         max_tokens: Maximum number of output tokens; a default for requests without a limit.
         model: Name of the served model, for live predictors.
         category: Kind of request, such as reasoning or chat.
         session_id: Conversation of which it is a turn; None: no conversation.
         turn: Number of the turn in its conversation, from 0.
-        think_time_s: Seconds between the end of the previous turn and the arrival of this one; None: it always arrives at
-            `arrival_s`.
+        think_time_s: Seconds between the end of the previous turn and the arrival of this one; None: it
+            always arrives at `arrival_s`.
         prefix_tokens: Leading prompt tokens that are in the cache after the previous turn, 0 to prompt_tokens - 1.
     """
 
@@ -139,17 +139,17 @@ class Trace:
 def load_trace(
     path: str | Path, *, need_arrivals: bool = True, default_max_tokens: int | None = None
 ) -> Trace:
-    """Reads a trace from JSON lines (.jsonl), CSV (.csv) or Parquet (.parquet). `InputError` with row, column, value and
-    allowed values if it is invalid.
+    """Reads a trace from JSON lines (.jsonl), CSV (.csv) or Parquet (.parquet). `InputError` with row,
+    column, value and allowed values if it is invalid.
 
-    Columns are the fields of `TraceRequest`; request_id, arrival_s, prompt_tokens, output_tokens and max_tokens are required.
-    A predicted log-t length is in mu, sigma, nu (all three or none). Other columns are ignored; empty values are treated as
-    missing. Rows are sorted by arrival.
+    Columns are the fields of `TraceRequest`; request_id, arrival_s, prompt_tokens, output_tokens and
+    max_tokens are required. A predicted log-t length is in mu, sigma, nu (all three or none). Other columns
+    are ignored; empty values are treated as missing. Rows are sorted by arrival.
 
     Args:
         need_arrivals: False if arrival times will be drawn: arrival_s may then be missing or empty and is set to 0.
-        default_max_tokens: max_tokens of requests without one, as in public traces; outputs must not be longer. None: every
-            request must have max_tokens.
+        default_max_tokens: max_tokens of requests without one, as in public traces; outputs must not be
+            longer. None: every request must have max_tokens.
     """
     file = existing_file(path, "trace")
     defaults = {} if need_arrivals else {"arrival_s": 0.0}
@@ -224,8 +224,8 @@ def _request(location: str, row: Mapping[str, Any], defaults: Mapping[str, float
 
 
 def write_trace(trace: Trace, path: str | Path) -> None:
-    """Writes a trace for `load_trace` as JSON lines, CSV or Parquet, by the suffix, atomically. Optional columns that only
-    have default values are omitted."""
+    """Writes a trace for `load_trace` as JSON lines, CSV or Parquet, by the suffix, atomically. Optional
+    columns that only have default values are omitted."""
     defaults = {item.name: item.default for item in fields(TraceRequest)}
     columns = {}
     for name in COLUMNS:

@@ -109,8 +109,8 @@ class GapHistogram:
 
 @dataclass(slots=True)
 class TokenGaps:
-    """Gaps between tokens of the same request: histograms by class, the longest gap in seconds by request id. Combined steps
-    are counted with their individual durations at no extra cost."""
+    """Gaps between tokens of the same request: histograms by class, the longest gap in seconds by request id.
+    Combined steps are counted with their individual durations at no extra cost."""
 
     by_class: defaultdict[GapClass, GapHistogram] = field(default_factory=lambda: defaultdict(GapHistogram))
     longest_s: dict[str, float] = field(default_factory=dict)
@@ -118,8 +118,8 @@ class TokenGaps:
     def add_decodes(
         self, states: Sequence[RequestState], start_s: float, first_end_s: float, rest: StepGroups = ()
     ) -> None:
-        """Counts the gaps of requests that got a token in each of some steps, with start and end of the first step and
-        durations of the others. Called before `complete`."""
+        """Counts the gaps of requests that got a token in each of some steps, with start and end of the first
+        step and durations of the others. Called before `complete`."""
         step_s = first_end_s - start_s
         longest_rest_s = max([steps.longest_s for steps in rest], default=0.0)
         num_regular: dict[GapClass, int] = {}
@@ -153,8 +153,8 @@ class TokenGaps:
 class LockstepGaps:
     """Gaps of requests that decode in lockstep; the cost of a step does not depend on their number.
 
-    The longest gap of a request is that of its first step, or the longest of all common gaps since. Only common gaps that no
-    later gap exceeds are stored; the first of them after the request has joined is its longest.
+    The longest gap of a request is that of its first step, or the longest of all common gaps since. Only common
+    gaps that no later gap exceeds are stored; the first of them after the request has joined is its longest.
     """
 
     def __init__(self, gaps: TokenGaps) -> None:
@@ -237,8 +237,8 @@ STEPS_SCHEMA = "tailcast.simulated_steps/2"
 
 @dataclass(slots=True)
 class Step:
-    """A plan that a replica executes `num_steps` times; `first_end_s` is the end of the first of them, and `rest` has the
-    durations of the others."""
+    """A plan that a replica executes `num_steps` times; `first_end_s` is the end of the first of them, and
+    `rest` has the durations of the others."""
 
     plan: StepPlan
     num_steps: int
@@ -252,8 +252,8 @@ class StepTable:
     """Table with one row per step of a replica, or per run of combined equal steps.
 
     A row has the work of each of its `num_steps` steps between `start_s` and `end_s`: `num_decodes` requests got a token,
-    `num_prefill_tokens` tokens of `num_prefills` requests were processed; `num_context_tokens` is the number of tokens read
-    from the cache in the first step. `num_running`, `num_waiting` and `num_kv_blocks` (in use) are values at the end.
+    `num_prefill_tokens` tokens of `num_prefills` requests were processed; `num_context_tokens` is the number of tokens
+    read from the cache in the first step. `num_running`, `num_waiting` and `num_kv_blocks` (in use) are values at the end.
     """
 
     _NAMES = (
@@ -274,8 +274,8 @@ class StepTable:
         ))  # fmt: skip
 
     def columns(self, seed: int) -> Columns:
-        """Columns [n] in the order of the ends of the steps: seed, replica, times, counts, `step_s` (mean duration of a
-        step), `batch_size` (requests per step), `num_tokens` (processed tokens per step) and `kv_usage`."""
+        """Columns [n] in the order of the ends of the steps: seed, replica, times, counts, `step_s` (mean duration
+        of a step), `batch_size` (requests per step), `num_tokens` (processed tokens per step) and `kv_usage`."""
         values = [np.array(column) for column in zip(*self._rows, strict=True)]
         named = dict(zip(self._NAMES, values, strict=True))
         return {
@@ -291,8 +291,8 @@ class StepTable:
 
 @dataclass(slots=True)
 class RunWatch:
-    """Observations of all replicas of one run: gaps between tokens; the table of steps (None: not recorded); the fraction of
-    KV blocks in use, as an integral over time and replicas, with the integrated time, and its maximum."""
+    """Observations of all replicas of one run: gaps between tokens; the table of steps (None: not recorded); the
+    fraction of KV blocks in use, as an integral over time and replicas, with the integrated time, and its maximum."""
 
     gaps: TokenGaps = field(default_factory=TokenGaps)
     steps: StepTable | None = None

@@ -106,9 +106,9 @@ def run_calibration(
 ) -> dict[str, Any]:
     """Measures both loads alternately, and fits the model to the first.
 
-    The result has `step_time` (name and parameters, for `make_step_time`), `num_steps` and `num_outliers` (measured steps,
-    and those left out of the fit), `median_step_error` and `held_out_median_step_error` (relative, for a step of each
-    load), `fitted` and `held_out` (`latency_error` of each load), and `config`.
+    The result has `step_time` (name and parameters, for `make_step_time`), `num_steps` and `num_outliers`
+    (measured steps, and those left out of the fit), `median_step_error` and `held_out_median_step_error`
+    (relative, for a step of each load), `fitted` and `held_out` (`latency_error` of each load), and `config`.
     """
     generators = [np.random.default_rng([config.seed, number]) for number in range(2)]
     parts: list[list[list[Probe]]] = [[], []]
@@ -165,10 +165,10 @@ def joined(parts: Sequence[Sequence[Probe]]) -> list[Probe]:
 def step_samples(responses: Sequence[Probe]) -> list[StepSample]:
     """Steps of the engine, inferred from the times of tokens.
 
-    The time between two tokens of a request is one step. Its decodes are all requests between their first and last token;
-    its prefills are the requests whose first token is at its end. The time to the first token of a request on an idle
-    engine is the step of its prompt. Responses with several tokens in a chunk yield no steps, but are part of the work of
-    other steps.
+    The time between two tokens of a request is one step. Its decodes are all requests between their first and
+    last token; its prefills are the requests whose first token is at its end. The time to the first token of
+    a request on an idle engine is the step of its prompt. Responses with several tokens in a chunk yield no
+    steps, but are part of the work of other steps.
     """
     complete = [probe for probe in responses if probe.error is None]
     samples = []
@@ -198,11 +198,11 @@ def _work(responses: Sequence[Probe], before_s: float, after_s: float) -> StepWo
 
 
 def latency_error(responses: Sequence[Probe], step_time: StepTime, limits: SchedulerConfig) -> dict[str, Any]:
-    """Simulates the measured requests with their arrivals under FCFS. `TailcastError` if the configured limits are too
-    small for a request that the engine has served.
+    """Simulates the measured requests with their arrivals under FCFS. `TailcastError` if the configured
+    limits are too small for a request that the engine has served.
 
-    The result has `num_requests` (successful) and `num_failed` (left out); the means of ttft_s, ttlt_s and tpot_s in
-    seconds, `measured` and `simulated`; and `error`: (simulated - measured) / measured.
+    The result has `num_requests` (successful) and `num_failed` (left out); the means of ttft_s, ttlt_s and
+    tpot_s in seconds, `measured` and `simulated`; and `error`: (simulated - measured) / measured.
     """
     complete = [probe for probe in responses if probe.error is None]
     rows = tuple(
@@ -262,8 +262,8 @@ class StepTimeFit:
 
 
 def fit_step_time(samples: Sequence[StepSample], kind: Kind = "linear") -> StepTimeFit:
-    """Fits step times by non-negative least squares of relative errors, a second time without outliers. `InputError` if
-    there are too few steps, a duration is not above 0, or the fit fails.
+    """Fits step times by non-negative least squares of relative errors, a second time without outliers.
+    `InputError` if there are too few steps, a duration is not above 0, or the fit fails.
 
     The steps must include prompts and decodes of different sizes. The fit is then scaled to the measured total time of all
     steps, including outliers, because queues depend on the mean step time, and relative errors bias a fit to noisy steps

@@ -66,9 +66,9 @@ class CapacityConfig(BaseConfig):
 def find_capacity(config: CapacityConfig, simulate: Simulate) -> dict[str, Any]:
     """Bisects between `low`, which must meet the targets, and `high`, which must not; otherwise `InputError`.
 
-    The result has `level`, the highest level that meets the targets; `failing`, the lowest that does not; and `probes`, all
-    tested levels in order. A probe has `level`; `meets` (the targets); `clear` (whether the confidence intervals were
-    conclusive; otherwise the means decided); and `estimates`, the intervals over seeds by metric.
+    The result has `level`, the highest level that meets the targets; `failing`, the lowest that does not; and
+    `probes`, all tested levels in order. A probe has `level`; `meets` (the targets); `clear` (whether the confidence
+    intervals were conclusive; otherwise the means decided); and `estimates`, the intervals over seeds by metric.
     """
     probes: list[dict[str, Any]] = []
     for name, level, should_meet in (("low", config.low, True), ("high", config.high, False)):

@@ -38,8 +38,8 @@ _Table = tuple[str, str, Sequence[str], Sequence[Sequence[Any]]]
 
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig:
-    """Compare results of `simulate run` on the same requests with the first one: a verdict, every metric over seeds,
-    latencies by request with bootstrap confidence intervals, and differences of the configurations.
+    """Compare results of `simulate run` on the same requests with the first one: a verdict, every metric over
+    seeds, latencies by request with bootstrap confidence intervals, and differences of the configurations.
 
     The comparison by request needs a table of requests of each run (--requests, Parquet).
     """
@@ -74,8 +74,8 @@ class CompareConfig:
 
 
 def difference(a: float, b: float, ends: tuple[float, float] | None = None) -> dict[str, Any]:
-    """Comparison of a number of two runs: a, b, difference = b - a, ratio = b / a (None if a is 0); low and high, the ends of
-    an interval of the difference, and clear, whether it excludes 0; None without an interval."""
+    """Comparison of a number of two runs: a, b, difference = b - a, ratio = b / a (None if a is 0); low and high,
+    the ends of an interval of the difference, and clear, whether it excludes 0; None without an interval."""
     low, high = ends or (None, None)
     clear = None if low is None or high is None else low > 0 or high < 0
     ratio = b / a if a else None
@@ -83,8 +83,8 @@ def difference(a: float, b: float, ends: tuple[float, float] | None = None) -> d
 
 
 def paired(a: Columns, b: Columns) -> tuple[Columns, Columns]:
-    """The requests [n] that are in both tables, row by row, by seed and arrival. `InputError` if there is no common request,
-    or the lengths of a request differ."""
+    """The requests [n] that are in both tables, row by row, by seed and arrival. `InputError` if there is no
+    common request, or the lengths of a request differ."""
     keys, keys_b = (
         list(zip(one["seed"].tolist(), one["request_id"].tolist(), strict=True)) for one in (a, b)
     )
@@ -107,9 +107,9 @@ def bootstrap_interval(
 ) -> tuple[float, float] | None:
     """95 % percentile interval of the mean of paired differences [n]; None with fewer than two blocks.
 
-    Latencies of consecutive requests are correlated through the queue, so intervals from individually resampled requests
-    would be far too narrow. Therefore disjoint blocks of ceil(sqrt(n)) consecutive requests of a seed are resampled with
-    replacement, as many as there are (Carlstein 1986; Lahiri 2003, section 2.6).
+    Latencies of consecutive requests are correlated through the queue, so intervals from individually
+    resampled requests would be far too narrow. Therefore disjoint blocks of ceil(sqrt(n)) consecutive requests
+    of a seed are resampled with replacement, as many as there are (Carlstein 1986; Lahiri 2003, section 2.6).
     """
     totals, sizes = np.zeros(_NUM_RESAMPLES), np.zeros(_NUM_RESAMPLES)
     num_all = 0

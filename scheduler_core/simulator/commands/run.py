@@ -50,23 +50,23 @@ class RunConfig(SimulationConfig):
     OUTPUTS = ("json", "requests", "steps", "decisions", "report")
 
     json: str
-    """Path of the result: configuration, versions, metrics, statistics of the predictor; with batch former rad also T_R,
-    T_max and n of its theorems."""
+    """Path of the result: configuration, versions, metrics, statistics of the predictor; with batch former
+    rad also T_R, T_max and n of its theorems."""
     overwrite: bool = False
     """Replace existing output files."""
     requests: str | None = None
-    """Path of a table with one row per request and seed (.parquet, .csv or .jsonl); `simulate compare` needs it as Parquet
-    for the comparison by request."""
+    """Path of a table with one row per request and seed (.parquet, .csv or .jsonl); `simulate compare` needs
+    it as Parquet for the comparison by request."""
     steps: str | None = None
-    """Path of a table with one row per step (.parquet, .csv or .jsonl): batch size, tokens, KV blocks in use, duration,
-    queue. A run of equal steps is one row; with exact_steps every step has its own row."""
+    """Path of a table with one row per step (.parquet, .csv or .jsonl): batch size, tokens, KV blocks in use,
+    duration, queue. A run of equal steps is one row; with exact_steps every step has its own row."""
     decisions: str | None = None
     """Path of the decision log (JSON lines): every call to the scheduler and every plan, for exact replay."""
     report: str | None = None
     """Path of a page with tables and figures (.html)."""
     num_seeds: int = 1
-    """Number of runs, with the seeds seed, seed + 1, ...; the result then has means with 95 % confidence intervals under
-    `intervals`; everything else is from the first seed."""
+    """Number of runs, with the seeds seed, seed + 1, ...; the result then has means with 95 % confidence
+    intervals under `intervals`; everything else is from the first seed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

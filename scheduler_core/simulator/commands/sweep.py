@@ -55,10 +55,10 @@ class BaseConfig(SimulationConfig, SweepWorkers):
 class SweepConfig(BaseConfig):
     """Simulate all combinations of policies, loads, other settings and seeds.
 
-    Every simulation is a file in OUT/cells, named by a hash of all its inputs and written atomically. An interrupted sweep
-    can be resumed, and after a change of the configuration only new simulations run. OUT/cells.parquet has one row per
-    simulation, OUT/points.parquet one row per combination and metric with 95 % confidence intervals over seeds, and
-    OUT/report.html the curves of latency over load.
+    Every simulation is a file in OUT/cells, named by a hash of all its inputs and written atomically. An
+    interrupted sweep can be resumed, and after a change of the configuration only new simulations run.
+    OUT/cells.parquet has one row per simulation, OUT/points.parquet one row per combination and metric with
+    95 % confidence intervals over seeds, and OUT/report.html the curves of latency over load.
     """
 
     OUTPUTS = tuple(f"{{out}}/{name}" for name in _RESULTS)
@@ -72,8 +72,8 @@ class SweepConfig(BaseConfig):
     rates: list[float] = field(default_factory=list)
     """Rates in requests per second, instead of loads."""
     vary: dict[str, list[Any]] = field(default_factory=dict)
-    """More settings by dotted name, such as {scheduler.batching: [chunked_prefill, vllm], cluster.router: [jsq]}; num_tiers sets workload.tiers
-    and cluster."""
+    """More settings by dotted name, such as {scheduler.batching: [chunked_prefill, vllm], cluster.router:
+    [jsq]}; num_tiers sets workload.tiers and cluster."""
     num_seeds: int = 3
     """Number of seeds of each combination: seed, seed + 1, ..."""
 

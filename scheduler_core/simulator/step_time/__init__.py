@@ -32,8 +32,8 @@ STEP_TIMES: dict[str, Callable[..., StepTime]] = {
 def make_step_time(name: str, parameters: Mapping[str, Any] | None = None) -> StepTime:
     """A model of step times; `InputError` if the name or a parameter is unknown or missing, or a value is outside its range.
 
-    `name` is linear; quadratic ({preset: a100-4b} for a setting of the paper, or constants); staircase; roofline
-    ({model: ..., gpu: ...}); table ({directory: ..., num_layers: ...}, see `read_operator_table`).
+    `name` is linear; quadratic ({preset: a100-4b} for a setting of the paper, or constants); staircase;
+    roofline ({model: ..., gpu: ...}); table ({directory: ..., num_layers: ...}, see `read_operator_table`).
     """
     check_choice("step time", name, STEP_TIMES)
     try:
@@ -98,8 +98,8 @@ class RadBounds:
 def rad_bounds(trace: Trace, config: SchedulerConfig, step_time: StepTime, epsilon: float = 0.1) -> RadBounds:
     """T_R, T_max and n for requests like those of a trace, with batch former "rad" up to a load of 1 - `epsilon`.
 
-    The time of a request is that of its prompt in chunks of t_lcm tokens (the last one rounded up), plus its fraction of
-    decode steps with t_col requests of average context; for T_max, plus the whole time of such decode steps.
+    The time of a request is that of its prompt in chunks of t_lcm tokens (the last one rounded up), plus its fraction
+    of decode steps with t_col requests of average context; for T_max, plus the whole time of such decode steps.
     """
     if not 0 < epsilon < 1:
         raise InputError("epsilon", epsilon, "numbers between 0 and 1")

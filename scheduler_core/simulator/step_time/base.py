@@ -1,7 +1,7 @@
 """Step times of the engine: the interface of all models, the linear model, and runs of steps.
 
-The end of the k-th step of a run only depends on the start and on k, so that individual and combined steps have
-bit-identical times.
+The end of the k-th step of a run only depends on the start and on k, so that individual and combined steps
+have bit-identical times.
 """
 
 import math
@@ -51,8 +51,8 @@ def total_of(contexts: Sequence[int]) -> int:
 
 @dataclass(slots=True)
 class StepWork:
-    """Work of one step: chunks of prompts, contexts of the decoding requests (cached tokens before the step), and the number
-    of tokens copied between the KV cache and host memory."""
+    """Work of one step: chunks of prompts, contexts of the decoding requests (cached tokens before the step),
+    and the number of tokens copied between the KV cache and host memory."""
 
     prefills: Sequence[PrefillChunk] = ()
     contexts: Sequence[int] = ()
@@ -161,8 +161,8 @@ class PolynomialRun(DecodeRun):
 
 
 class PiecewiseRun(DecodeRun):
-    """Run of segments with identical steps; `segment` maps the number of a step (from 0) to its duration and to the number of
-    the first later step with a different duration."""
+    """Run of segments with identical steps; `segment` maps the number of a step (from 0) to its duration and
+    to the number of the first later step with a different duration."""
 
     __slots__ = ("_before_s", "_each_s", "_end", "_firsts", "_segment")
 
@@ -219,8 +219,8 @@ class StepTime(Protocol):
         ...
 
     def run(self, contexts: Sequence[int], start_s: float) -> DecodeRun:
-        """Consecutive steps, starting at `start_s`, in which only these requests generate one token each. `contexts` are those
-        before the first step, and only valid during the call."""
+        """Consecutive steps, starting at `start_s`, in which only these requests generate one token each.
+        `contexts` are those before the first step, and only valid during the call."""
         ...
 
 
@@ -228,11 +228,11 @@ class StepTime(Protocol):
 class LinearStepTime:
     """t = base_s + per_prefill_token_s * P + per_decode_s * D + per_context_token_s * C + per_swapped_token_s * S.
 
-    P prefill tokens, D decoding requests, C tokens read from the KV cache, S tokens copied between the KV cache and the
-    host. The defaults are for a 7B model on one 48 GB GPU: base and per-token times are a least-squares line through the
-    chunk timings published with SLAI for Mistral-7B on an RTX 6000 Ada (64 to 1024 tokens: 22.7 to 74.7 ms; agrimUT/SLAI @
-    5098a7a); the context term is Mistral-7B's 128 KiB of keys and values per token (32 layers, 8 heads of 128, fp16) at
-    960 GB/s; the swap term is the same 128 KiB at 25 GB/s, which PCIe 4.0 x16 reaches.
+    P prefill tokens, D decoding requests, C tokens read from the KV cache, S tokens copied between the KV cache and
+    the host. The defaults are for a 7B model on one 48 GB GPU: base and per-token times are a least-squares line
+    through the chunk timings published with SLAI for Mistral-7B on an RTX 6000 Ada (64 to 1024 tokens: 22.7 to 74.7
+    ms; agrimUT/SLAI @ 5098a7a); the context term is Mistral-7B's 128 KiB of keys and values per token (32 layers, 8
+    heads of 128, fp16) at 960 GB/s; the swap term is the same 128 KiB at 25 GB/s, which PCIe 4.0 x16 reaches.
     """
 
     base_s: float = 0.01716

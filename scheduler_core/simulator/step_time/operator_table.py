@@ -48,8 +48,8 @@ class OperatorTable:
         tokens_s: Operators that only depend on the number of tokens, per layer: element N is the time of N tokens.
         decode_s: Attention of decodes per layer, [decodes, cache size / 64].
         prefill_s: Attention of prompts per layer, [cache size / 64, tokens of a chunk].
-        batching_overhead: Relative slowdown of attention with several decodes or several chunks; Vidur uses 0.1 for
-            grouped-query attention.
+        batching_overhead: Relative slowdown of attention with several decodes or several chunks; Vidur uses
+            0.1 for grouped-query attention.
     """
 
     num_layers: int
@@ -139,9 +139,9 @@ def read_operator_table(
 ) -> OperatorTable:
     """Reads a profile with one file per operator.
 
-    Columns are num_tokens and prediction for `TOKEN_OPERATORS`, attn_kv_cache_save and, with tensor parallelism, all_reduce;
-    batch_size, kv_cache_size and prediction for attn_decode; kv_cache_size, prefill_chunk_size_squared and prediction for
-    attn_prefill. `prediction` is the time of one layer in milliseconds; other columns are ignored.
+    Columns are num_tokens and prediction for `TOKEN_OPERATORS`, attn_kv_cache_save and, with tensor parallelism,
+    all_reduce; batch_size, kv_cache_size and prediction for attn_decode; kv_cache_size, prefill_chunk_size_squared
+    and prediction for attn_prefill. `prediction` is the time of one layer in milliseconds; other columns are ignored.
 
     Args:
         directory: Folder of the files. Missing sizes raise an error when they are needed.

@@ -16,8 +16,8 @@ class QuadraticStepTime(KVCost):
     """prefill(n) = alpha_1 n^2 + alpha_2 n; a decode after c tokens takes gamma_1 c + gamma_2; copies beta per token.
 
     See `KVCost` for the constants. Source: section 3.3, Eqs. 3 and 4; the constants are those of its code
-    (Wenyueh/latency_optimization_with_priority_constraints @ 6d232be), see `PRESETS`. In the paper alpha_1 of the first
-    setting is 1.466e-2; in the code it is 1.466e-9.
+    (Wenyueh/latency_optimization_with_priority_constraints @ 6d232be), see `PRESETS`. In the paper alpha_1 of
+    the first setting is 1.466e-2; in the code it is 1.466e-9.
 
     The code models no cost of batching: a step takes as long as its longest member ("max"). With "sum", the other
     extreme, members are processed one after the other.

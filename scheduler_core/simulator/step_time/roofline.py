@@ -21,8 +21,8 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Size of a decoder-only transformer with gated feed-forward layers, such as Llama, Mistral and Qwen. `source` is the
-    model whose config.json has these numbers; with `tied`, input and output embeddings are the same matrix."""
+    """Size of a decoder-only transformer with gated feed-forward layers, such as Llama, Mistral and Qwen. `source` is
+    the model whose config.json has these numbers; with `tied`, input and output embeddings are the same matrix."""
 
     num_layers: int
     hidden: int
@@ -100,8 +100,8 @@ class RooflineStepTime:
     | f, b | efficiency times operations and bytes per second of all devices of the replica | 1/s |
 
     Source: Williams et al. 2009 (roofline); the operations are those of any decoder-only transformer. With the default
-    efficiencies, step times are within 20 % of Vidur's profile of Llama-3-8B on an A100 for 1 to 128 decodes and 256 to
-    4,096 prompt tokens (tests). For precise results use `simulate calibrate`.
+    efficiencies, step times are within 20 % of Vidur's profile of Llama-3-8B on an A100 for 1 to 128 decodes
+    and 256 to 4,096 prompt tokens (tests). For precise results use `simulate calibrate`.
     """
 
     model: str = "llama-3-8b"

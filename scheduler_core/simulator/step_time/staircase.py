@@ -29,9 +29,9 @@ class StaircaseStepTime:
 
     Source: the paper of RAD and SLAI, Eq. 7, which has neither base_s nor copies. The defaults are for Mistral-7B on an
     RTX 6000 Ada: base_s, linear_tile_s and per_token_s are a non-negative least-squares fit (errors up to 5 %) to the chunk
-    timings published with SLAI (64 to 1024 tokens: 22.7 to 74.7 ms; agrimUT/SLAI @ 5098a7a); decode_tile_s is the time to
-    read 128 KiB of keys and values per token at 960 GB/s; prefill_tile_s is the time of the attention operations at 60 %
-    of 364 TFLOPS.
+    timings published with SLAI (64 to 1024 tokens: 22.7 to 74.7 ms; agrimUT/SLAI @ 5098a7a); decode_tile_s is
+    the time to read 128 KiB of keys and values per token at 960 GB/s; prefill_tile_s is the time of the
+    attention operations at 60 % of 364 TFLOPS.
     """
 
     base_s: float = 0.01483

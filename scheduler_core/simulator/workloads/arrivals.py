@@ -19,19 +19,19 @@ class Arrivals:
     """Arrival process of requests. With the same seed, another rate only scales the arrival times."""
 
     process: Process = "poisson"
-    """poisson (independent exponential gaps); gamma (gaps with coefficient of variation cv: bursty above 1); diurnal (Poisson
-    with a periodic rate); spikes (every gap_s a random number of simultaneous requests); at_once (all at time 0: offline
-    work); trace (arrivals of the file with the lengths, scaled to the rate if it is set)."""
+    """poisson (independent exponential gaps); gamma (gaps with coefficient of variation cv: bursty above 1); diurnal
+    (Poisson with a periodic rate); spikes (every gap_s a random number of simultaneous requests); at_once (all at
+    time 0: offline work); trace (arrivals of the file with the lengths, scaled to the rate if it is set)."""
     rate_rps: float | None = None
-    """Mean arrivals per second. Unset: 1 for the random processes, the rate of the trace for trace, the rate that follows
-    from gap_s and max_burst for spikes."""
+    """Mean arrivals per second. Unset: 1 for the random processes, the rate of the trace for trace, the rate
+    that follows from gap_s and max_burst for spikes."""
     cv: float = 3.0
     """gamma: coefficient of variation of the gaps; 1 is Poisson."""
     period_s: float = 86_400.0
     """diurnal: period in seconds."""
     swing: float = 0.8
-    """diurnal: relative amplitude from 0 to 1; the rate varies between (1 - swing) and (1 + swing) times its mean, starts
-    at the mean and rises."""
+    """diurnal: relative amplitude from 0 to 1; the rate varies between (1 - swing) and (1 + swing) times its
+    mean, starts at the mean and rises."""
     gap_s: float = 0.1
     """spikes: seconds between two spikes (Semantic Scheduling, section 4.1: 0.1 or 1.0)."""
     max_burst: int = 10
@@ -91,8 +91,8 @@ def check_rate(name: str, rate_rps: float, num: int) -> None:
 
 
 def at_rate(times: FloatArray, rate_rps: float) -> FloatArray:
-    """Scales ascending arrivals [N] to a mean rate between the first and the last; all gaps have the same factor, which
-    preserves bursts. `InputError` if they are all at the same time."""
+    """Scales ascending arrivals [N] to a mean rate between the first and the last; all gaps have the same
+    factor, which preserves bursts. `InputError` if they are all at the same time."""
     span = float(times[-1] - times[0])
     factor = (len(times) - 1) / span / rate_rps if span > 0 else math.inf
     if not factor * span < math.inf:

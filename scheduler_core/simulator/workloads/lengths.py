@@ -33,9 +33,9 @@ class TokenDistribution:
     """Distribution of a number of tokens, an integer from `low` to `high`."""
 
     kind: Kind = "uniform"
-    """fixed (always low); uniform; zipf (the k-th value from low has probability proportional to k^-theta, as in the
-    multi-tier paper's code); log_t (exp(mu + sigma t_nu), rounded and clipped to low..high); buckets (a bucket by weight,
-    uniform within it)."""
+    """fixed (always low); uniform; zipf (the k-th value from low has probability proportional to k^-theta, as
+    in the multi-tier paper's code); log_t (exp(mu + sigma t_nu), rounded and clipped to low..high); buckets
+    (a bucket by weight, uniform within it)."""
     low: int = 1
     """Minimum number of tokens."""
     high: int = 1024
@@ -49,8 +49,8 @@ class TokenDistribution:
     nu: float = 3.5
     """log_t: degrees of freedom."""
     edges: tuple[int, ...] = ()
-    """buckets: ascending bounds, one more than weights; bucket k is edge[k] <= tokens < edge[k+1], the last one includes
-    its upper bound."""
+    """buckets: ascending bounds, one more than weights; bucket k is edge[k] <= tokens < edge[k+1], the last
+    one includes its upper bound."""
     weights: tuple[float, ...] = ()
     """buckets: relative weights."""
 
@@ -105,10 +105,10 @@ class Lengths:
     """Lengths of prompts and outputs, from a file or from distributions."""
 
     file: str | None = None
-    """File whose rows are drawn with replacement: a trace (columns prompt_tokens, output_tokens, used as pairs), or fitted
-    distributions (columns mu, sigma, nu, as written by fit-dist: an output is drawn from each, and the distribution is the
-    prediction of the request; prompts are from the column prompt_tokens or from the distribution `prompt`). Alternative to
-    distributions."""
+    """File whose rows are drawn with replacement: a trace (columns prompt_tokens, output_tokens, used as
+    pairs), or fitted distributions (columns mu, sigma, nu, as written by fit-dist: an output is drawn from
+    each, and the distribution is the prediction of the request; prompts are from the column prompt_tokens or
+    from the distribution `prompt`). Alternative to distributions."""
     in_order: bool = False
     """file: use the rows in order, repeated as needed, instead of drawing them."""
     prompt: TokenDistribution | None = None
@@ -118,8 +118,8 @@ class Lengths:
     total: TokenDistribution | None = None
     """Distribution of prompt plus output tokens. Alternative to prompt and output."""
     prompt_fraction: float = 2 / 3
-    """total: fraction of prompt tokens, rounded to integers, at least one token each (2/3: two prompt tokens per output
-    token, as in the multi-tier paper)."""
+    """total: fraction of prompt tokens, rounded to integers, at least one token each (2/3: two prompt tokens
+    per output token, as in the multi-tier paper)."""
     max_tokens: int | None = None
     """max_tokens of every request; longer outputs are truncated. Unset: the longest drawn output."""
     max_total_tokens: int | None = None
@@ -180,8 +180,8 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LengthRows:
-    """Columns [N] of a file of lengths; None if the file does not have them. `parameters` [3, N] are mu, sigma, nu of the
-    log-t distributions of outputs; None if there is a column output_tokens."""
+    """Columns [N] of a file of lengths; None if the file does not have them. `parameters` [3, N] are mu,
+    sigma, nu of the log-t distributions of outputs; None if there is a column output_tokens."""
 
     source: str
     prompt_tokens: IntArray | None
@@ -196,9 +196,9 @@ class LengthRows:
 
 
 def read_lengths(path: str) -> LengthRows:
-    """Reads a file of lengths: .parquet, .csv or .jsonl with a column output_tokens, or with mu, sigma and optionally nu
-    (default: 3.5); optional prompt_tokens and arrival_s. Unchanged files are cached. `InputError` if the file or a column is
-    missing, or a value is missing or not above 0."""
+    """Reads a file of lengths: .parquet, .csv or .jsonl with a column output_tokens, or with mu, sigma and
+    optionally nu (default: 3.5); optional prompt_tokens and arrival_s. Unchanged files are cached.
+    `InputError` if the file or a column is missing, or a value is missing or not above 0."""
     file = existing_file(path, "lengths.file")
     return _read(file, file.stat().st_mtime_ns)
 

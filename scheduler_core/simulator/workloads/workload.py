@@ -113,10 +113,10 @@ class Sessions:
     def conversations(self, rows: list[TraceRequest], rng: np.random.Generator) -> list[TraceRequest]:
         """Groups all rows into turns of conversations, one conversation after the other.
 
-        The k-th conversation starts at the arrival of the k-th row. Each of its turns uses the next unused row, whose prompt
-        is the new text. The prompt of a later turn consists of all previous turns (`prefix_tokens`) and the new text. Its
-        arrival is that of the previous turn plus the think time, without the time of outputs; `think_time_s` is the wait
-        after the previous output in the simulation.
+        The k-th conversation starts at the arrival of the k-th row. Each of its turns uses the next unused
+        row, whose prompt is the new text. The prompt of a later turn consists of all previous turns
+        (`prefix_tokens`) and the new text. Its arrival is that of the previous turn plus the think time,
+        without the time of outputs; `think_time_s` is the wait after the previous output in the simulation.
         """
         turns: list[TraceRequest] = []
         number = 0
@@ -158,8 +158,8 @@ _CHAT = Lengths(
 class Workload:
     """Description of the requests that arrive at the engine: number, arrivals, lengths, classes.
 
-    Arrivals, lengths, classes and conversations use separate random streams, so that another rate does not change the
-    lengths.
+    Arrivals, lengths, classes and conversations use separate random streams, so that another rate does not
+    change the lengths.
     """
 
     num_requests: int = 1000
