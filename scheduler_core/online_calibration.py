@@ -206,7 +206,6 @@ class _ServedModel:
         self.coefficients = (inverse @ self.response[:, :, None])[:, :, 0].tolist()
 
     def state(self) -> dict[str, Any]:
-        """See `OnlineCalibration.state`."""
         arrays = {"information": self.information.tolist(), "response": self.response.tolist()}
         return {name: getattr(self, name) for name in (*_COUNTS, "gain_sum")} | arrays
 

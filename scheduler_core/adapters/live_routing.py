@@ -193,7 +193,6 @@ class LiveRouting:
             return [*self._on]
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether the request is live."""
         return request_id in self._requests
 
     def send(

@@ -27,11 +27,9 @@ class Page:
         self._parts: list[dict[str, Any]] = []
 
     def heading(self, text: str) -> None:
-        """Adds the heading of a section."""
         self._parts.append({"kind": "heading", "text": text})
 
     def paragraph(self, text: str) -> None:
-        """Adds a paragraph."""
         self._parts.append({"kind": "paragraph", "text": text, "note": False})
 
     def note(self, text: str) -> None:
@@ -39,7 +37,6 @@ class Page:
         self._parts.append({"kind": "paragraph", "text": text, "note": True})
 
     def code(self, text: str) -> None:
-        """Adds preformatted text."""
         self._parts.append({"kind": "code", "text": text})
 
     def table(

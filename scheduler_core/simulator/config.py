@@ -94,12 +94,10 @@ class ClusterConfig:
 
     @property
     def replica_ids(self) -> tuple[str, ...]:
-        """Ids of the replicas."""
         width = len(str(self.num_replicas - 1))
         return tuple(f"{index:0{width}d}" for index in range(self.num_replicas))
 
     def headroom(self) -> Headroom:
-        """Headroom by tier."""
         return exponential_headroom(self.num_tiers, self.headroom_fraction, self.headroom_decay)
 
     def make_router(self, seed: int) -> Router:

@@ -98,7 +98,6 @@ class GapHistogram:
 
     @classmethod
     def merged(cls, parts: Iterable[GapHistogram]) -> GapHistogram:
-        """The sum of several histograms."""
         merged = cls()
         for part in parts:
             merged.counts += part.counts

@@ -253,7 +253,6 @@ class LinearStepTime:
             raise InputError("base_s", self.base_s, allowed)
 
     def step_s(self, work: StepWork) -> float:
-        """See `StepTime`."""
         return (
             self.base_s
             + self.per_prefill_token_s * work.num_prefill_tokens

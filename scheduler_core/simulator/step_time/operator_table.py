@@ -67,7 +67,6 @@ class OperatorTable:
         object.__setattr__(self, "_tokens_row", self.tokens_s.tolist())
 
     def step_s(self, work: StepWork) -> float:
-        """See `StepTime`."""
         if work.num_swapped_tokens:
             raise InputError(
                 "num_swapped_tokens", work.num_swapped_tokens, "0, because copies are not profiled"

@@ -152,7 +152,6 @@ class RooflineStepTime:
         return blocks
 
     def step_s(self, work: StepWork) -> float:
-        """See `StepTime`."""
         sampled = len(work.contexts) + sum([chunk.is_last for chunk in work.prefills])
         seconds = self._linear(work.num_tokens, sampled)
         seconds += self._decodes(len(work.contexts), total_of(work.contexts))

@@ -53,7 +53,6 @@ class StaircaseStepTime:
             raise InputError("base_s, linear_tile_s, per_token_s", 0.0, "one of them > 0")
 
     def step_s(self, work: StepWork) -> float:
-        """See `StepTime`."""
         chunk_tiles = sum([self.chunk_tiles(one.start_token, one.num_tokens) for one in work.prefills])
         return (
             self._linear(work.num_tokens)
