@@ -57,13 +57,13 @@ class AbortReason(Enum):
     """Reason for a migration that ended without a change of replica."""
 
     NOT_MOVABLE = "the request is neither waiting nor generating on the source"
-    FINISHED = "the request has finished"
+    FINISHED = "the request is done"
     PREEMPTED = "the request lost its cache on the source"
     ABORTED = "the request was aborted"
-    DESTINATION_FULL = "the destination has too few free blocks or no free slot"
-    DESTINATION_DRAINING = "the destination is draining"
+    DESTINATION_FULL = "the destination has no blocks or no slot left"
+    DESTINATION_DRAINING = "the destination drains"
     DESTINATION_FAILED = "the destination has failed"
-    SOURCE_FAILED = "the source has failed, and the request's cache is lost"
+    SOURCE_FAILED = "the source has failed, and with it the request's cache"
     STALLED = "the request grows as fast as it is copied"
 
 
