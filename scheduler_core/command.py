@@ -126,7 +126,7 @@ def imported(path: Any) -> Any:
 
 
 def _exit_code(prog: str, extra: str, run: Callable[[], int], *, owns_process: bool) -> int:
-    """Outermost handler of every command. `owns_process`: the process ends after it; Ctrl-C prints no traceback."""
+    """Outermost handler of a command. `owns_process`: the process ends after it; Ctrl-C prints no traceback."""
     if owns_process:
         _open_missing_streams()
     try:
@@ -151,7 +151,7 @@ def _exit_code(prog: str, extra: str, run: Callable[[], int], *, owns_process: b
 
 
 def _report(prog: str, extra: str, error: BaseException) -> int:
-    """Prints an error as one line and returns the exit code. Raises `SystemExit` and `GeneratorExit` again."""
+    """Prints an error as one line and returns the exit code; raises `SystemExit` and `GeneratorExit` again."""
     if isinstance(error, SystemExit | GeneratorExit):
         raise error
     if _discard_broken_stdout() and isinstance(error, BrokenPipeError):
@@ -196,7 +196,7 @@ def _user_message(error: BaseException, extra: str) -> str | None:
 
 
 def _is_interrupt(error: BaseException) -> bool:
-    """Whether the error was caused by Ctrl-C; extension modules raise an ImportError instead while they load."""
+    """Whether Ctrl-C caused the error; extension modules raise an ImportError instead while they load."""
     if isinstance(error, ImportError | SystemError):
         cause = error.__cause__ or error.__context__
         return cause is not None and _is_interrupt(cause)
@@ -240,7 +240,7 @@ def _open_missing_streams() -> None:
 
 
 def _exit_on_interrupt(prog: str) -> None:
-    """Makes Ctrl-C end the process at once: the output is complete, the interpreter only waits for threads."""
+    """Makes Ctrl-C end the process at once: the output is complete, only threads are still running."""
     import signal
 
     def interrupted(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Parsing of untrusted JSON, lenient or strict: all errors are ValueErrors, all strings can be encoded as UTF-8."""
+"""Parsing of untrusted JSON, lenient or strict. All errors are ValueErrors; all strings are valid Unicode."""
 
 import json
 import math
@@ -58,7 +58,7 @@ def parse_json(
 
 
 def replace_lone_surrogates(value: Any, text: str) -> Any:
-    """`value`, parsed from the JSON `text`, with valid Unicode; unchanged if the text has no escaped surrogate."""
+    """`value`, parsed from the JSON `text`, with valid Unicode; unchanged without escaped surrogates."""
     if not _ESCAPED_SURROGATE.search(text):
         return value
     return json.loads(valid_unicode(json.dumps(value, ensure_ascii=False)))

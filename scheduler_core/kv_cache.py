@@ -98,7 +98,7 @@ class KVCache:
         return self._offloaded.get(request_id, 0)
 
     def fits(self, num_tokens: int, *, waive_watermark: bool, freed_blocks: int = 0) -> bool:
-        """Whether a request of `num_tokens` tokens could be admitted if others freed `freed_blocks` blocks."""
+        """Whether a request of `num_tokens` tokens could be admitted after others freed `freed_blocks`."""
         spare = 0 if waive_watermark else self.watermark_blocks
         return self.num_free_blocks + freed_blocks - self.blocks_for(num_tokens) >= spare
 
@@ -118,7 +118,7 @@ class KVCache:
         return True
 
     def grow(self, request_id: str, num_tokens: int) -> bool:
-        """Grows a request to the blocks for `num_tokens` tokens; False, without taking any, if too few are free."""
+        """Grows a request to `num_tokens` tokens; False, without taking any blocks, if too few are free."""
         held = self._held[request_id]
         more = -(-num_tokens // self.block_tokens) - held
         if more <= 0:
@@ -157,7 +157,7 @@ class KVCache:
         self.num_free_host_blocks += self._offloaded.pop(request_id, 0)
 
     def validate(self, holders: set[str], offloaded: set[str]) -> None:
-        """Checks that blocks are conserved and that exactly these requests hold some. AssertionError otherwise."""
+        """Checks that blocks are conserved and only held by these requests. AssertionError otherwise."""
         assert set(self._held) == holders, (set(self._held), holders)
         assert set(self._offloaded) == offloaded, (set(self._offloaded), offloaded)
         assert all(count > 0 for count in [*self._held.values(), *self._offloaded.values()])

@@ -60,7 +60,7 @@ class KVCost:
         return self.gamma_1 * pairs + self.gamma_2 * num_tokens
 
     def return_s(self, num_tokens: int, offload_tokens: int) -> float:
-        """Time to restore `num_tokens` tokens of which the first `offload_tokens` were offloaded, in seconds."""
+        """Time to restore `num_tokens` tokens, the first `offload_tokens` of them offloaded, in seconds."""
         return self.beta * offload_tokens + self.prefill_s(num_tokens) - self.prefill_s(offload_tokens)
 
     def offload_tokens(self, prompt_tokens: int, decoded_tokens: int, form: Form = "exact") -> int:

@@ -131,7 +131,7 @@ class LockstepGroup:
         return not member.periodic and member.due == due and self._is_here(member)
 
     def allocate_step(self, max_blocks: int) -> bool:
-        """Takes the blocks for the next step; False, without taking any, if more than `max_blocks` are needed."""
+        """Takes the blocks for the next step; False, without taking any, if it needs more than `max_blocks`."""
         step = self.num_steps
         if self.allocated_until > step:
             return True

@@ -138,7 +138,7 @@ class _ServedModel:
         finished: bool,
         log_limit: float | None,
     ) -> None:
-        """Updates the likelihood gain with an output; adds the output to the metric rows unless log_limit is None."""
+        """Updates the likelihood gain with an output; adds it to the metric rows unless log_limit is None."""
         gain = _log_likelihood(corrected, log_length, finished) - _log_likelihood(raw, log_length, finished)
         self.gains.append(gain)
         self.gain_sum += gain - (self.gains.popleft() if len(self.gains) > len(self.rows) else 0.0)
@@ -311,7 +311,7 @@ class OnlineCalibration:
         }
 
     def state(self) -> dict[str, Any]:
-        """The learned state as JSON content, without the window of the metrics and the running drift tests."""
+        """The learned state as JSON content, without the metrics window and the running drift tests."""
         return {
             "format": STATE_FORMAT,
             "served_models": {name: model.state() for name, model in self._models.items()},

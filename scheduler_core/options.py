@@ -26,7 +26,7 @@ _MAX_INTEGER = 2**63 - 1
 #: Maximum depth of nested collections in a configuration.
 _MAX_DEPTH = 50
 _YAML_MODE = "tailcast"
-#: Error messages of jsonargparse: missing required options, a value that is none of the choices, unknown options.
+#: Error messages of jsonargparse: missing required options, values not among the choices, unknown options.
 _REQUIRED = "the following arguments are required"
 _CHOICE = re.compile(r'Parser key "(.+?)":\s+Expected a typing.Literal\[(.+)\]. Got value: (.*)')
 _UNKNOWN = re.compile(
@@ -115,7 +115,7 @@ def _parser(prog: str, config_class: type[Any], positionals: Sequence[str], extr
 
 
 def _add_completers(parser: Any) -> None:
-    """Makes argcomplete complete choices and, for other options, files; jsonargparse's completers do neither."""
+    """Makes argcomplete complete choices and, for other options, files; those of jsonargparse do neither."""
     from argcomplete.completers import ChoicesCompleter, FilesCompleter
 
     for action in parser._actions:
@@ -133,7 +133,7 @@ def _add_completers(parser: Any) -> None:
 
 
 def _with_recipes(args: Sequence[str], folder: Path | None) -> list[str]:
-    """The arguments with the name of a recipe after --config replaced by its path, unless a file has that name."""
+    """The arguments with recipe names after --config replaced by paths, unless a file has that name."""
     recipes = {} if folder is None else {path.stem: str(path) for path in sorted(folder.glob("*.yaml"))}
     words = [
         part for word in args for part in (word.split("=", 1) if word.startswith("--config=") else [word])
@@ -186,7 +186,7 @@ def _parse(parser: Any, args: Sequence[str]) -> Any:
 
 
 def _check_groups(config_class: type[Any], values: Any, prefix: str) -> None:
-    """Raises InputError if a nested configuration is not a mapping, or a value that cannot be unset is null."""
+    """Raises InputError if a nested configuration is not a mapping, or a required value is null."""
     from jsonargparse import Namespace
 
     for name, hint in get_type_hints(config_class).items():
@@ -216,7 +216,7 @@ def _load_yaml(text: str) -> Any:
 
 
 def _check_yaml(text: str) -> None:
-    """Rejects aliases (a small text may expand to a huge value), repeated keys and deep nesting before loading."""
+    """Rejects aliases (small texts may expand to huge values), repeated keys and deep nesting before loading."""
     import yaml
 
     keys: list[set[str] | None] = []  # for each open collection: its keys so far; None: a sequence
@@ -243,7 +243,7 @@ def _check_yaml(text: str) -> None:
 
 
 def _check_value(name: str, value: object) -> None:
-    """Raises InputError for values that files cannot store: NaN, infinity, integers beyond 64 bits, invalid text."""
+    """Raises InputError for values that files cannot store: NaN, infinity, large integers, invalid text."""
     if isinstance(value, float) and not math.isfinite(value):
         raise InputError(name, value, "finite numbers")
     if isinstance(value, int) and not -_MAX_INTEGER <= value <= _MAX_INTEGER:
@@ -312,7 +312,7 @@ def check_outputs(
 
 
 def _overlap(target: Path, other: Path) -> str | None:
-    """Allowed values of `target` so that writing it does not change `other`, for the error; None without conflict."""
+    """Description of allowed targets if writing `target` would change `other`, for the error; else None."""
     real, other_real = Path(os.path.realpath(target)), Path(os.path.realpath(other))
     if real == other_real or (target.exists() and other.exists() and target.samefile(other)):
         return "another path than that"
@@ -322,7 +322,7 @@ def _overlap(target: Path, other: Path) -> str | None:
 
 
 def _input_paths(value: object) -> list[str]:
-    """Paths that the value of an option may contain: every string in it, and PATH of each comma-separated NAME=PATH."""
+    """Possible paths in the value of an option: all strings, and PATH of each comma-separated NAME=PATH."""
     if is_dataclass(value) and not isinstance(value, type):
         value = [getattr(value, field.name) for field in fields(value)]
     if isinstance(value, Mapping):

@@ -290,7 +290,7 @@ class Pool:
         self._forget(state)
 
     def put_in(self, state: RequestState, now: float) -> None:
-        """Adds a request of another replica. It runs in its reserved slot and blocks, or waits without a reservation."""
+        """Adds a request of another replica; it runs in its reserved slot, or waits without a reservation."""
         name = state.request_id
         if name not in self.reserved:
             state.status = Status.WAITING

@@ -67,7 +67,7 @@ class LengthPrediction:
         return LengthTable(self.mu, self.sigma, self.nu, max_tokens, self.quantiles)
 
     def moved(self, mu: float, sigma: float) -> "LengthPrediction":
-        """The prediction with another mu and sigma; quantiles keep their distance from mu in units of sigma."""
+        """The prediction with another mu and sigma; quantiles keep their distances from mu in units of sigma."""
         quantiles = self.quantiles
         if quantiles:
             scale = sigma / self.sigma
@@ -140,7 +140,7 @@ class PointPrediction:
 
 @dataclass(frozen=True, slots=True)
 class RankPrediction:
-    """Score that orders requests by expected output length, smaller = shorter; its magnitude has no meaning."""
+    """Score that orders requests by expected output length (smaller = shorter), without absolute meaning."""
 
     score: float
 

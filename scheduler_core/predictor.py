@@ -170,7 +170,7 @@ class AsyncPredictor:
         return events
 
     async def close(self) -> None:
-        """Cancels calls in flight and closes the predictor. Open requests fail; their events are still available."""
+        """Cancels calls in flight and closes the predictor; open requests fail, with events."""
         self._closed = True
         for task in self._tasks:
             task.cancel()

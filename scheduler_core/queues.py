@@ -1,4 +1,4 @@
-"""Queues of requests: a heap with lazy deletion, the waiting queue, and the running requests by eviction order."""
+"""Queues of requests: heap with lazy deletion, waiting queue, and running requests in eviction order."""
 
 import math
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ Entry = tuple[Any, ...]
 
 
 class LazyHeap(ABC):
-    """Min-heap with lazy deletion: replaced entries, and removed ones that are not the first, stay until they are popped.
+    """Min-heap with lazy deletion: replaced and removed entries stay until they are popped.
 
     Push, replace and remove cost O(log n) amortized, because the heap is rebuilt when more than half of it is stale.
     """

@@ -110,7 +110,7 @@ class Scheduler:
 
     @property
     def wants_step_ends(self) -> bool:
-        """Whether the policy needs the duration of each step, also if several steps are completed in one call."""
+        """Whether the policy needs the duration of each step if several are completed in one call."""
         return type(self.policy).on_steps is not Policy.on_steps
 
     def find(self, request_id: str) -> RequestState | None:
@@ -165,7 +165,7 @@ class Scheduler:
         self.pool.rekey(state, now)
 
     def schedule(self, now: float) -> StepPlan | None:
-        """Plans the next step; None if there is no request to run. SchedulerStateError if a step is still open."""
+        """Plans the next step; None if there is no request to run. SchedulerStateError if a step is open."""
         if not self._now <= now < math.inf:
             self._check_time(now)
         if self._open is not None:
@@ -298,7 +298,7 @@ class Scheduler:
     def _decode_individually(
         self, planned: list[RequestState], num_steps: int, stopped: tuple[str, ...], now: float
     ) -> list[RequestState]:
-        """Advances the requests one by one; returns those that may have finished. Runs for every token, so calls are inlined.
+        """Advances the requests one by one; returns those that may have finished. Inlined for speed.
 
         Takes all memory before any is freed, so that the peak is the same for repeated and for single steps.
         """

@@ -34,7 +34,7 @@ def _tied_pairs(values: NDArray[Any]) -> int:
 
 
 def _num_inversions(ranks: NDArray[np.int64]) -> int:
-    """Number of pairs whose first value is larger, counted at the highest bit in which the two integers differ."""
+    """Number of pairs whose first value is larger, counted at the highest bit in which both differ."""
     num = 0
     for bit in reversed(range(int(ranks.max()).bit_length())):
         group, is_high = ranks >> bit + 1, (ranks >> bit & 1).astype(bool)

@@ -50,7 +50,7 @@ def import_pyarrow() -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def readable(path: str | Path, field: str, kind: str) -> Iterator[None]:
-    """Converts read errors of Arrow, gzip and csv into an `InputError` that names `field` and the `kind` of file."""
+    """Converts read errors of Arrow, gzip and csv into an `InputError` that names `field` and `kind`."""
     try:
         yield
     except InputError:
@@ -76,7 +76,7 @@ _READ_ERRORS = (OSError, EOFError, zlib.error, csv.Error, UnicodeDecodeError)
 
 
 def _is_arrows(error: Exception) -> bool:
-    """Whether Arrow raised the error, without importing it. Raises KeyboardInterrupt for Ctrl-C during a call of Arrow."""
+    """Whether Arrow raised the error, without importing it. Raises KeyboardInterrupt for Ctrl-C in Arrow."""
     if type(error).__name__ == "ArrowCancelled":
         raise KeyboardInterrupt from error
     return type(error).__module__.startswith("pyarrow")

@@ -37,7 +37,7 @@ VARIABLE = "TAILCAST_ROUTING_CONFIG"
 KEY = "tailcast_attempt"
 #: Metadata key for ids and deployments of all attempts so far.
 TRIED = "tailcast_tried"
-#: Fields of LiteLLM's metadata. Newer endpoints use the first; their `metadata` come from the client, for the engine.
+#: Fields of LiteLLM's metadata. Newer endpoints use the first; their `metadata` are those of the client.
 METADATA_FIELDS = ("litellm_metadata", "metadata")
 
 
@@ -77,7 +77,7 @@ class LiveStrategy(_Base):  # type: ignore[misc]
         litellm.logging_callback_manager.add_litellm_callback(self)
 
     def close(self) -> None:
-        """Stops events and predictions. The router keeps the strategy, which then only counts sent requests."""
+        """Stops events and predictions. The router keeps the strategy, which then only counts requests."""
         import litellm
 
         litellm.logging_callback_manager.remove_callback_from_all_lists(self)

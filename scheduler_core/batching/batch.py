@@ -48,7 +48,7 @@ class Batch:
         return StepPlan(step, chunks, decodes, context_tokens, admitted, preempted, *swaps)
 
     def add_chunk(self, state: RequestState, max_tokens: int | None = None) -> None:
-        """Adds a chunk of a running request: as many tokens as the budget and `max_tokens` allow, at least one."""
+        """Adds a chunk of a running request, as long as the budget and `max_tokens` allow, at least one token."""
         start = state.num_computed_tokens
         tokens = remaining = state.prefill_target_tokens - start
         if tokens > self.budget:
@@ -73,7 +73,7 @@ class Batch:
             self.add_decodes([state])
 
     def admit(self, pool: Pool, state: RequestState, now: float, reserve_tokens: int | None = None) -> bool:
-        """Admits a waiting request if a slot and memory are free, see `Pool.admit`; adds none of its tokens."""
+        """Admits a waiting request if a slot and memory are free, see `Pool.admit`; adds no tokens."""
         offloaded_tokens = state.num_computed_tokens
         if not pool.admit(state, now, reserve_tokens):
             return False

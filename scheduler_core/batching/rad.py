@@ -73,7 +73,7 @@ class Rad(BatchFormer):
         return batch
 
     def _prefill(self, pool: Pool, batch: Batch, max_running: int, now: float) -> bool:
-        """Lines 11 to 18: adds a chunk of the started or else the first waiting request; False in decode mode (line 6)."""
+        """Lines 11 to 18: adds a chunk of the started or first waiting request; False in decode mode (line 6)."""
         prefilling, _ = pool.by_phase()
         if prefilling:
             batch.add_chunk(prefilling[0], self.chunk_tokens(pool.max_num_seqs))

@@ -45,7 +45,7 @@ from scheduler_core.lengths.student_t import StudentT
 _ROWS_PER_BLOCK = 1024
 _MAX_VALUE = 1e300
 
-#: Function of a block of rows: (standard distribution, mu, sigma, arguments) as columns [N, 1] -> column [N, 1].
+#: Function of a block of rows: (standard distribution, mu, sigma, arguments), columns [N, 1] -> [N, 1].
 _Task = Callable[..., FloatArray]
 
 
@@ -276,9 +276,10 @@ def mean_excess(
     max_tokens: FloatArray,
     start: FloatArray | None = None,
 ) -> FloatArray:
-    """m(a, M) in tokens, a = start_tokens >= 0, M = max_tokens > 0; 0 where a >= M. `start` is t of a, if a was computed from t.
+    """m(a, M) in tokens, a = start_tokens >= 0, M = max_tokens > 0; 0 where a >= M.
 
-    All arrays are columns [N, 1], or [1, 1] for parameters of `standard`, the distribution of T in ln X = location + scale T.
+    All arrays are columns [N, 1], or [1, 1] for parameters of `standard`, the distribution of T in
+    ln X = location + scale T. `start` is t of a, if a was computed from t.
     """
     inside = start_tokens < max_tokens
     a = np.where(inside, start_tokens, 0.0)
@@ -335,7 +336,7 @@ def censored_cvar(
 
 
 def _value_of(x: FloatArray, location: FloatArray, scale: FloatArray) -> FloatArray:
-    """T of a length, clipped to finite values: with a very small scale it would overflow, at negligible density."""
+    """T of a length, clipped to finite values; it overflows for a very small scale, at negligible density."""
     return np.clip((np.log(x) - location) / scale, -_MAX_VALUE, _MAX_VALUE)
 
 

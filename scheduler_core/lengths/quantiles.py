@@ -113,7 +113,7 @@ class LogQuantiles:
         level = checked_level("alpha", alpha, below_one=True)
         top = checked_tokens("max_tokens", max_tokens, positive=True)
         value = np.minimum(self.ppf(level), top)
-        # Divides by 1 - alpha, not by P(X > v): with equal quantiles, a part of their mass is in the worst fraction.
+        # Divides by 1 - alpha, not by P(X > v): of equal quantiles, a part is in the worst fraction.
         return np.asarray(value + self._mean_excess(value, top, 1.0 - level))[()]
 
     def expected_and_cvar(self, alpha: ArrayLike, max_tokens: ArrayLike) -> tuple[FloatArray, FloatArray]:
@@ -129,7 +129,7 @@ class LogQuantiles:
         return below, np.clip((z[..., None] - q[..., :-1]) / self._gaps, 0.0, 1.0), above
 
     def _mean_excess(self, start: FloatArray, top: FloatArray, fraction: FloatArray) -> FloatArray:
-        """Integral of P(X > x) over x in [a, M], a = start <= M = top, divided by `fraction`; in the right tail by P(X > a)."""
+        """Integral of P(X > x) over [a, M] = [start, top], divided by `fraction`; in the right tail by P(X > a)."""
         q, ends = self.quantiles, (_log(start), _log(top))
         left, middle = [], []
         for z in ends:

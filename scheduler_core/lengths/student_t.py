@@ -95,7 +95,7 @@ class StudentT(StandardDistribution):
         # Left of this the density or the length is below exp(-41) of its maximum.
         lowest = np.arcsinh(np.minimum(np.sinh(end), 0.0) - NEGLIGIBLE / slope)
         low = np.minimum(np.maximum(start, np.maximum(lowest, np.minimum(origin, 0.0) - width)), end)
-        # ln of the integrand is concave, then convex: if it is negligible at W and at the end, it is so in between.
+        # ln of the integrand is concave, then convex: negligible at W and at the end implies in between.
         near = np.minimum(end, np.maximum(origin, 0.0) + width)
         lifted = np.maximum(self._gain(scale, origin, near), self._gain(scale, origin, end))
         high = np.where(lifted < -_NEGLIGIBLE_END, near, end)
@@ -113,13 +113,13 @@ def standard(nu: float) -> StandardDistribution:
 
 
 def student_t_cdf(z: float, nu: float) -> float:
-    """P(T <= z) for one finite z, Student's t of finite nu > 0. Takes microseconds; relative error of both tails < 1e-9."""
+    """P(T <= z) for one finite z, Student's t of finite nu > 0; relative error of both tails below 1e-9. Fast."""
     tail, _ = _tail(z, nu)
     return tail if z < 0 else 1.0 - tail
 
 
 def student_t_hazard(z: float, nu: float) -> float:
-    """Density divided by P(T > z) for one finite z, Student's t of finite nu > 0; the limit if both underflow."""
+    """Density / P(T > z) for one finite z, Student's t of finite nu > 0; the limit if both underflow."""
     tail, hazard = _tail(z, nu)
     if z > 0 and hazard is not None:
         return hazard

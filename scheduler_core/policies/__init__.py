@@ -70,7 +70,7 @@ def policy_class(name: str) -> type[Policy]:
 
 
 def make_policy(name: str, parameters: Mapping[str, float] | None = None) -> Policy:
-    """A new policy, see `policy_class`. `InputError` for an unknown name or parameter, or a value outside its range."""
+    """A new policy, see `policy_class`. `InputError` if a name or parameter is unknown, or a value is invalid."""
     return construct("policy", name, policy_class(name), parameters)
 
 

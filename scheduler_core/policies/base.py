@@ -53,7 +53,7 @@ class Policy(ABC):
 
     @property
     def reserves_memory(self) -> bool:
-        """Whether it determines the KV memory of admitted requests, which engines with their own allocation cannot support."""
+        """Whether it determines the KV memory of admitted requests, which engines usually allocate themselves."""
         return type(self).admission_tokens is not Policy.admission_tokens
 
     @abstractmethod

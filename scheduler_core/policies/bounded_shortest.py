@@ -1,4 +1,4 @@
-"""The default policy (tailcast's own): shortest first, with a bound on the delay relative to first come, first served."""
+"""The default policy, by tailcast: shortest first, with delays bounded relative to first come, first served."""
 
 import math
 from collections import deque
@@ -24,7 +24,7 @@ from scheduler_core.statistics import FloatArray, kendall_tau
 #: Key below all lengths.
 _FRONT = -1e12
 
-#: r, g and h without overload. They are below the promised `ratio` to leave a margin for errors of the estimates.
+#: r, g and h without overload, below the promised `ratio` to leave a margin for errors of the estimates.
 _WAIT_RATIO, _WAIT_FRACTION, _LATENCY_FRACTION = 1.05, 0.9, 0.8
 
 #: Overload at which r is `ratio`: load less its standard error, minus 1.
@@ -33,7 +33,7 @@ _OVERLOAD = 0.05
 #: Decay factor of the weights in the mean work, per new request.
 _WORK_FADE = 0.999
 
-#: Arrivals between two updates of the quantiles, and ended requests between two updates of the rank correlation.
+#: Arrivals between updates of the quantiles, and ended requests between updates of the rank correlation.
 _REFRESH_EVERY, _RANK_EVERY = 20, 40
 
 #: With a longer queue than the first number, due requests are only computed every so many output token times.
@@ -43,7 +43,7 @@ _LONG_QUEUE, _DUE_EVERY_TOKENS = 256, 4
 #: 0.04. (A shorter window may give a negative tau for good predictions, because short requests of a burst end in turn.)
 _NUM_RANKED, _MIN_TAU = 256, 0.1
 
-#: Groups of predictions per octave, and the number of correctly predicted requests in the prior of each group.
+#: Groups of predictions per octave, and number of correctly predicted requests in the prior of a group.
 _GROUPS_PER_OCTAVE, _PRIOR_REQUESTS = 2, 4.0
 
 
@@ -250,7 +250,7 @@ class BoundedShortest(Policy):
         return self.prompt_weight * (state.request.prompt_tokens - state.request.cached_prefix_tokens)
 
     def _work(self, state: RequestState) -> float:
-        """Expected work of the whole request in tokens; without a usable prediction that of the mean request."""
+        """Expected work of the whole request in tokens; without a usable prediction that of a mean request."""
         if not self._ranks:
             return self._rate.mean_work
         if state.prediction is None:
@@ -264,7 +264,7 @@ class BoundedShortest(Policy):
         return self._sum_work / self._num_work * self._rate.token_s
 
     def _fcfs_wait_s(self, now: float) -> float:
-        """W of a request that arrives now; also updates the average of the remaining work of running requests."""
+        """W of a request that arrives now; also updates the average remaining work of running requests."""
         remaining, num_running = self._running.remaining(now, self._rate.step_s), len(self._running)
         if self._load.last_arrival_s is not None:
             self._remaining_s += remaining * (now - self._load.last_arrival_s)

@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 from scheduler_core.request import RequestState
 from scheduler_core.statistics import FloatArray
 
-#: Number of requests at load 1 in the prior of the load, and length of a gap (in mean requests) that resets the load.
+#: Requests at load 1 in the prior of the load, and length of a gap (in mean requests) that resets it.
 _PRIOR_ARRIVALS, _IDLE_REQUESTS = 100, 100
 
-#: Blocks for the standard error of the load: maximum number, and length in mean requests (at first, and finally).
+#: Blocks for the standard error of the load: maximum number; initial and final length in mean requests.
 _NUM_BLOCKS, _FIRST_BLOCK_REQUESTS, _BLOCK_REQUESTS = 32, 20, 100
 
 #: Decay factors of the weights in the load (per arrival) and in the speed (per finished request).
@@ -101,7 +101,7 @@ class ArrivalOrder:
         return growth
 
     def revise_all(self, work: float) -> float:
-        """Sets the expected work of all requests; scales all waits by the change of the total, at most 1. Returns the factor."""
+        """Sets the expected work of all requests. Scales all waits by the returned change of the total, at most 1."""
         column = self._table[self._WORK, : len(self._states)]
         before = float(column.sum())
         column[column > 0] = work
@@ -111,7 +111,7 @@ class ArrivalOrder:
         return factor
 
     def get(self, state: RequestState) -> tuple[float, float] | None:
-        """Work, and wait in seconds under first come, first served, of a request; None if it does not wait."""
+        """(work, wait under first come, first served in seconds) of a request; None if it does not wait."""
         row = self._rows.get(state.request_id)
         if row is None:
             return None
@@ -168,7 +168,7 @@ class ArrivalOrder:
         self._table[self._LATEST :, row] = arrival_s + longest_s, longest_s - fcfs_wait_s
 
     def due(self, now: float, token_s: float) -> NDArray[np.intp]:
-        """Indices of the requests that have reached their maximum wait, or maximum work that overtook them."""
+        """Indices of the requests that have reached their maximum wait or maximum overtaking work."""
         used = len(self._states)
         # Prefix sums: work of the requests before each one, and work that has not overtaken it.
         np.cumsum(self._table[: self._ORDER, :used], axis=1, out=self._sums[:, 1 : used + 1])
@@ -295,7 +295,7 @@ class RunningWork:
 
 
 class ServiceRate:
-    """Engine time per token of work while requests wait, and time of a running request per output token, in seconds."""
+    """Engine time per token of work while requests wait, and time per output token of a running request."""
 
     def __init__(self) -> None:
         # Prior of one short request, so that the estimate for a much slower engine adapts quickly.

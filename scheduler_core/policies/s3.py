@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from scheduler_core.policies.base import Policy
 from scheduler_core.request import RequestState
 
-#: Upper bounds of all buckets but the last, in tokens, for requests without a predicted bucket: SSJF's classes.
+#: Upper bounds of all buckets but the last in tokens, without predicted buckets: SSJF's classes.
 EDGES = (42.0, 141.0, 294.0, 503.0)
 
 

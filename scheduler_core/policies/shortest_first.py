@@ -1,4 +1,4 @@
-"""Policies by one predicted length: SSJF (median), SEPT (mean), HRRN (mean and wait), SRPT (remaining length)."""
+"""Policies by one predicted length: SSJF (median), SEPT (mean), HRRN (mean, wait), SRPT (remaining length)."""
 
 import math
 from dataclasses import dataclass

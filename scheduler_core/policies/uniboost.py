@@ -1,4 +1,4 @@
-"""Policies of "Beyond Prediction: Tail-Aware Scheduling for LLM Inference" by boosted arrival: DistBoost and UniBoost."""
+"""DistBoost and UniBoost, policies of "Beyond Prediction: Tail-Aware Scheduling for LLM Inference"."""
 
 import math
 from collections import deque
@@ -91,7 +91,7 @@ class WorkRate:
             self._step_decode += num_tokens
 
     def on_step(self, step_s: float, more: int = 0) -> None:
-        """Ends a step that took `step_s` seconds; the tokens so far also include those of `more` further equal steps."""
+        """Ends a step that took `step_s` seconds; its tokens were added together with those of `more` equal steps."""
         prefill, decode = self._step_prefill // (more + 1), self._step_decode // (more + 1)
         self._step_prefill -= prefill
         self._step_decode -= decode
@@ -328,7 +328,7 @@ class UniBoost(Policy):
         return self._refresh(self._latest_gamma) or moved
 
     def _refresh(self, gamma: float) -> bool:
-        """Updates gamma and the times per token of the keys, if one has changed enough; returns whether it did."""
+        """Updates gamma and the times per token of the keys if one has changed enough; returns whether."""
         rates = (gamma, self._rate.prefill_token_s, self._rate.decode_token_s)
         if all(abs(new - old) <= self.refresh * old for new, old in zip(rates, self._used, strict=True)):
             return False

@@ -85,7 +85,7 @@ class Vtc(Policy):
         return self.prompt_weight * (state.request.prompt_tokens - state.request.cached_prefix_tokens)
 
     def _leave_queue(self, state: RequestState) -> bool:
-        """Removes a request from the queue; returns whether this is its first admission or its end without one."""
+        """Removes a request from the queue; returns whether it had not been admitted before."""
         tenant = state.request.tenant
         self._queued[tenant].discard(state.request_id)
         self._last_left = tenant

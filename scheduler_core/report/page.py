@@ -19,7 +19,7 @@ def format_cell(value: object) -> str:
 
 
 class Page:
-    """An HTML page, built from top to bottom; `lead` is the paragraph below its title. All text is escaped."""
+    """An HTML page, built from top to bottom, with the paragraph `lead` below its title; escapes all text."""
 
     def __init__(self, title: str, lead: str = "") -> None:
         self._title = title

@@ -50,7 +50,7 @@ class Router(ABC):
 
     @abstractmethod
     def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
-        """The id of the replica for the request. `replicas` has at least one, in a fixed order; ties go to the earlier."""
+        """The id of the replica for the request, one of `replicas` (at least one); ties go to the earlier."""
 
     def dispatch_key(self, item: RoutingRequest, now: float) -> tuple[float, ...]:
         """Sort key of requests that wait for a replica, smallest first; by default the arrival time."""

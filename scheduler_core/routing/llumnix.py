@@ -168,7 +168,7 @@ class MigrationPlanner:
     def plan(
         self, replicas: Sequence[ReplicaSnapshot], in_flight: AbstractSet[str], now: float
     ) -> tuple[Move, ...]:
-        """The migrations to start now between `replicas`, whose snapshots need requests; none within an interval."""
+        """The migrations to start now; empty within an interval. Snapshots must include requests."""
         # Tolerates rounding of sums of intervals.
         if now - self._last_s < self.interval_s * (1 - 1e-9):
             return ()

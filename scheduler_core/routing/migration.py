@@ -139,7 +139,7 @@ class Migrations:
         return self._next_stage(ongoing, state, now)
 
     def copied(self, request_id: str, now: float) -> Outcome:
-        """Called when the last `Copy` of this request is complete; returns the next `Copy`, `Committed` or `Aborted`."""
+        """Called when the last `Copy` of a request is complete; returns the next outcome."""
         ongoing = self._ongoing[request_id]
         ongoing.copied_blocks += ongoing.copying_blocks
         if ongoing.stopped is None:
@@ -153,7 +153,7 @@ class Migrations:
         return Committed(move, ongoing.num_stages, ongoing.copied_blocks)
 
     def left_source(self, request_id: str, reason: AbortReason, now: float) -> Aborted | None:
-        """Ends the migration of a request that finished or lost its cache on its source; None if it was not migrating."""
+        """Ends the migration of a request that left its source or lost its cache; None if not migrating."""
         ongoing = self._ongoing.get(request_id)
         if ongoing is None:
             return None
@@ -161,7 +161,7 @@ class Migrations:
         return self._end(ongoing, reason, now)
 
     def on_aborted(self, request_id: str, now: float) -> Aborted | None:
-        """Ends the migration of an aborted request; None if it was not migrating. Removes a stopped request."""
+        """Ends the migration of an aborted request; None if not migrating. Removes a stopped request."""
         ongoing = self._ongoing.get(request_id)
         if ongoing is None:
             return None

@@ -51,7 +51,7 @@ class PrefixAffine(Router):
         return min(replicas, key=lambda replica: replica.num_requests).replica_id
 
     def hit_blocks(self, item: RoutingRequest, replica_id: str) -> int:
-        """Number of leading blocks of the prompt that were sent to the replica before and are still stored."""
+        """Number of leading prompt blocks that were sent to the replica before and are still stored."""
         sent = self._sent.get(replica_id, OrderedDict())
         for count, block in enumerate(item.prefix_blocks):
             if block not in sent:

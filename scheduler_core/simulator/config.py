@@ -232,7 +232,7 @@ class SimulationConfig:
         return Scheduler(self.scheduler, make_policy(self.order_policy, self.policy_parameters), log)
 
     def make_step_time(self) -> StepTime:
-        """The model of step times; `InputError` if a name or parameter is unknown, or its files are invalid."""
+        """The model of step times; `InputError` if a name or parameter is unknown, or a file is invalid."""
         if self.step_time_model is None:
             return self.step_time
         return make_step_time(self.step_time_model, self.step_time_parameters)

@@ -184,7 +184,7 @@ class Simulation:
         self._startup_s = startup_s
         self._starting: set[str] = set()
         self._next_tick_s = math.inf
-        #: Numbers of requests in the system and waiting, the time since then, and whether they may have changed.
+        #: Numbers of requests in the system and waiting, their time, and whether they may have changed.
         self._counts = (0, 0)
         self._counted_s = 0.0
         self._may_count = False
@@ -364,7 +364,7 @@ class Simulation:
             self._dispatch(self._dispatcher, now)
 
     def _reach(self, replica: SimulatedReplica, now: float) -> None:
-        """Called before an event at a replica; shortens its run of steps to the current step, where it takes effect."""
+        """Called before an event at a replica; shortens its run of steps so that the event takes effect."""
         replica.shorten(now)
         if replica.step is not None and replica.step.end_s <= now:
             self._complete(replica, replica.step)

@@ -63,7 +63,7 @@ def summary(values: Iterable[float | None] | FloatArray) -> dict[str, float] | N
 
 
 def jain_index(values: Sequence[float] | FloatArray) -> float | None:
-    """(sum x)^2 / (n sum x^2): 1 if all are equal, 1/n if only one is not 0 (Jain et al. 1984); None without x > 0."""
+    """(sum x)^2 / (n sum x^2), from 1/n (one x > 0) to 1 (all equal); None without x > 0 (Jain et al. 1984)."""
     array = np.asarray(values, float)
     squares = float((array**2).sum())
     return float(array.sum()) ** 2 / (len(array) * squares) if squares > 0 else None

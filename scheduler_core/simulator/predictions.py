@@ -48,7 +48,7 @@ class Predictions:
 
 
 def trace_predictions(trace: Trace) -> Predictions:
-    """The predictions in the trace; rows without one count as failed. `InputError` if no row has a prediction."""
+    """The predictions in the trace; rows without one count as failed. `InputError` if there is none."""
     by_id = {
         row.request_id: Prediction(length=row.prediction) if row.prediction else None
         for row in trace.requests
@@ -61,7 +61,7 @@ def trace_predictions(trace: Trace) -> Predictions:
 def oracle_predictions(
     trace: Trace, noise: float = 0.0, rng: np.random.Generator | None = None
 ) -> Predictions:
-    """The true lengths with noise: ln X_predicted = ln X + N(0, noise^2), with `noise` as the scale of the distribution."""
+    """The true lengths with noise: mu = ln X + N(0, noise^2), with `noise` as sigma."""
     errors = [0.0] * len(trace) if rng is None else rng.normal(0.0, noise, len(trace)).tolist()
     sigma = max(noise, ORACLE_SIGMA)
     by_id = {}

@@ -155,7 +155,7 @@ def has_slo(columns: Columns) -> BoolArray:
 
 
 def meets_slo(columns: Columns) -> BoolArray:
-    """Mask [n] of requests that met all their targets. The mean gap is used if the longest gap was not measured."""
+    """Mask [n] of requests that met all their targets; uses the mean gap if the longest was not measured."""
     gap_s = np.where(np.isnan(columns["max_tbt_s"]), columns["tpot_s"], columns["max_tbt_s"])
     pairs = ((columns["ttft_s"], "ttft_slo_s"), (gap_s, "tbt_slo_s"), (columns["ttlt_s"], "ttlt_slo_s"))
     # Comparisons with NaN (no target) are false.

@@ -32,7 +32,7 @@ class PrefixCache:
         self._tokens: OrderedDict[str, int] = OrderedDict()
 
     def hit(self, row: TraceRequest) -> int:
-        """Number of prompt tokens of a new turn that are in the cache; marks the conversation as recently used."""
+        """Number of cached prompt tokens of a new turn; marks the conversation as recently used."""
         if row.session_id is None or row.session_id not in self._tokens:
             return 0
         self._tokens.move_to_end(row.session_id)
@@ -50,7 +50,7 @@ class PrefixCache:
 
 
 def prefix_blocks(row: TraceRequest, kv_block_tokens: int) -> tuple[int, ...]:
-    """Hashes of the full blocks of a prompt, shared by the turns of a conversation; empty without a conversation."""
+    """Hashes of the full prompt blocks, shared by the turns of a conversation; empty without a conversation."""
     if row.session_id is None:
         return ()
     return tuple(
@@ -216,7 +216,7 @@ class SimulatedReplica:
         step.num_steps = steps
 
     def _repeat_chunk(self, plan: StepPlan, end_s: float, until_s: float) -> list[float]:
-        """End times of this step (`end_s`) and of the following ones that process another chunk of the same prompt."""
+        """End times of this step (`end_s`) and of the next ones, with another chunk of the same prompt each."""
         ends, lockstep = [end_s], self._lockstep
         if lockstep is None or len(plan.prefills) != 1:
             return ends
@@ -268,7 +268,7 @@ class SimulatedReplica:
         return steps - 1 if self._fresh and steps > 1 and run.end_s(steps) >= until_s else steps
 
     def complete(self, step: Step) -> tuple[Finished, ...]:
-        """Ends the current step and stops requests at their true length; the scheduler ends those at max_tokens."""
+        """Ends the current step and stops requests at their true length, if that is below max_tokens."""
         rows, scheduler, lockstep = self._rows, self.scheduler, self._lockstep
         plan, num_steps = step.plan, step.num_steps
         if lockstep is not None and plan.decodes:
@@ -313,7 +313,7 @@ class SimulatedReplica:
             step.rest = self._run.steps(second, step.num_steps - 1)
 
     def _finished_decodes(self, plan: StepPlan, num_steps: int, lockstep: int | None) -> list[str]:
-        """The decodes of the plan that reach their true length after `num_steps` steps, in the order of the plan."""
+        """The decodes that reach their true length after `num_steps` steps, in the order of the plan."""
         if lockstep is not None:
             done = self._finishes.pop_until(lockstep)
             return sorted(done, key=plan.decodes.index) if len(done) > 1 else done

@@ -90,7 +90,7 @@ class EventSource:
         return TraceEvent(time_s, row, is_arrival)
 
     def end_request(self, row: TraceRequest, now: float) -> None:
-        """Called when a request has finished or was refused; schedules the next turn or the client's next request."""
+        """Called when a request finished or was refused; schedules the next turn or the client's next request."""
         if self._next_turns:
             turn = self._next_turns.pop(row.request_id, None)
             if turn is not None:

@@ -27,7 +27,7 @@ from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.run import SimulationResult, run_simulation
 
 SCHEMA = "tailcast.cell/3"
-#: Names of settings that must be equal: K of the multi-tier paper is a setting of the workload and of the cluster.
+#: Names of settings that must be equal: workload and cluster both have K of the multi-tier paper.
 JOINT = {"num_tiers": ("workload.tiers.num_tiers", "cluster.num_tiers")}
 #: Maximum number of simulations of one sweep, because all are listed before the first starts.
 MAX_CELLS = 1_000_000
@@ -98,7 +98,7 @@ def with_setting(config: Any, name: str, value: Any) -> Any:
 
 
 def _check_type(name: str, value: Any, hint: Any) -> None:
-    """Raises `InputError` if a value does not have the type of its setting; the parser only checks options."""
+    """Raises `InputError` if a value has not the type of its setting; the parser only checks options."""
     types = {get_origin(member) or member for member in get_args(hint) or (hint,)}
     if float in types:
         types.add(int)
@@ -136,7 +136,7 @@ def grid(base: SimulationConfig, vary: Mapping[str, Sequence[Any]], seeds: Seque
 
 
 def _check_load(base: SimulationConfig, vary: Mapping[str, Sequence[Any]]) -> None:
-    """Raises InputError for loads with varying capacity: a load is a fraction of it, so cells would differ in arrivals."""
+    """Raises InputError for loads with varying capacity, because cells would then differ in arrivals."""
     if base.load is None and "load" not in vary:
         return
     for name in vary:
@@ -198,7 +198,7 @@ class SweepWorkers:
             raise InputError("ray_address", self.ray_address, "unset without ray")
 
     def ready(self) -> AbstractContextManager[Any]:
-        """Context that keeps the Ray cluster for several calls of `run_cells`; see `ray_cluster` for errors."""
+        """Context that keeps the Ray cluster for several calls of `run_cells`; errors: see `ray_cluster`."""
         if not self.ray:
             return nullcontext()
         return ray_cluster(self.ray_address or os.environ.get("RAY_ADDRESS") or LOCAL, "ray_address")

@@ -63,7 +63,7 @@ def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def read_columns(path: str | Path, names: Sequence[str], schema: str, field: str) -> Columns:
-    """Columns of a Parquet table written by `write_table`; `InputError` if it is invalid or has another schema."""
+    """Columns of a Parquet table of `write_table`; `InputError` if it is invalid or has another schema."""
     parquet = open_parquet(path, field)
     stored = (parquet.schema_arrow.metadata or {}).get(b"tailcast.schema", b"").decode("utf-8", "replace")
     if stored != schema:

@@ -1,4 +1,4 @@
-"""Request traces: requests with arrival times and, for the simulator only, true output lengths; reading and writing."""
+"""Reading and writing of request traces: arrivals and, for the simulator only, true output lengths."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class TraceRequest:
     prefix_tokens: int = 0
 
     def request(self, cached_prefix_tokens: int = 0) -> Request:
-        """The request for the scheduler, without the true length; `InputError` if a value is outside its range."""
+        """The request for the scheduler, without the true length; `InputError` if a value is invalid."""
         values = zip(_OF_REQUEST, _request_values(self), strict=True)
         return Request(**dict(values), cached_prefix_tokens=cached_prefix_tokens)
 

@@ -162,7 +162,7 @@ class LockstepGaps:
         self._last_s = 0.0
         #: Requests without a step so far: class, time of the last token.
         self._new: dict[str, tuple[GapClass, float]] = {}
-        #: Other requests: class, index of the first common gap after their first gap; and the length of that first gap.
+        #: Other requests: class, index of the first common gap after their first gap; length of the latter.
         self._since: dict[str, tuple[GapClass, int]] = {}
         self._first_s: dict[str, float] = {}
         self._num_of: dict[GapClass, int] = {}
@@ -199,7 +199,7 @@ class LockstepGaps:
             self.leave(name)
 
     def add_decodes(self, first_end_s: float, end_s: float, rest: StepGroups) -> None:
-        """Counts the gaps of some common steps: end of the first and of the last one, durations of all but the first."""
+        """Counts the gaps of common steps, with ends of the first and last, durations of all but the first."""
         gaps, num_of = self._gaps, self._num_of
         if num_of:
             gap_s = first_end_s - self._last_s

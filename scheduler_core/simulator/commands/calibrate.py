@@ -1,4 +1,4 @@
-"""`simulate calibrate`: measures a live engine, fits a model of its step times, and validates it on another load."""
+"""`simulate calibrate`: fits a model of step times to a live engine, and validates it on another load."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def latency_error(responses: Sequence[Probe], step_time: StepTime, limits: Sched
 
 
 def _means(rows: Sequence[tuple[float, float, float, int]]) -> dict[str, float]:
-    """Mean latencies of requests, each given by arrival, first and last token in seconds, and number of tokens."""
+    """Mean latencies; rows are arrival, first and last token in seconds, and number of tokens."""
     arrival_s, first_s, last_s, tokens = np.array(rows, float).T
     several = tokens > 1
     gaps = (last_s - first_s)[several] / (tokens[several] - 1)

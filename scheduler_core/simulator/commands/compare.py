@@ -1,4 +1,4 @@
-"""`simulate compare`: runs on the same requests compared with the first one, by metric and seed, and by request."""
+"""`simulate compare`: compares runs on the same requests with the first one, by metric and by request."""
 
 import json
 import logging

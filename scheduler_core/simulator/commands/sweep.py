@@ -122,7 +122,7 @@ def point_rows(results: Results) -> list[dict[str, Any]]:
 
 
 def over_points(results: Results) -> dict[Point, dict[str, Interval]]:
-    """For each point, in order of appearance: intervals of all metrics, by dotted name, over the seeds that have them."""
+    """Intervals of all metrics over seeds, by dotted name, for each point in order of appearance."""
     points: dict[Point, dict[str, list[float]]] = {}
     for result in results:
         metrics = points.setdefault(point_of(result["settings"]), {})
@@ -164,7 +164,7 @@ def write_sweep_page(results: Results, path: str | Path) -> None:
 def _load_latency(
     panels: Mapping[str, Mapping[str, Sequence[tuple[float, float, float, float]]]], x_label: str
 ) -> str:
-    """Plots one panel per latency with one curve per system of points (load, mean, low, high); bars are intervals."""
+    """Plots one panel per latency with one curve per system, from points (load, mean, low, high)."""
     figure, axes = new_figure(3.2 * len(panels), 3.2, columns=len(panels))
     for axis, (title, curves) in zip(axes, panels.items(), strict=True):
         means: list[float] = []

@@ -1,4 +1,4 @@
-"""Models of step times by name, and derived quantities: isolated latencies, saturation rate, bounds of RAD."""
+"""Models of step times by name, and derived quantities: isolated latencies, saturation rate, RAD's bounds."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ def make_step_time(name: str, parameters: Mapping[str, Any] | None = None) -> St
 
 
 def isolated_latency_s(row: TraceRequest, config: SchedulerConfig, step_time: StepTime) -> float:
-    """Seconds from arrival to last token on an idle engine: the prompt in chunks of maximum size, then the decodes."""
+    """Latency to the last token on an idle engine in seconds: prompt in maximum chunks, then decodes."""
     total, start, budget = 0.0, 0, config.max_num_batched_tokens
     while start < row.prompt_tokens:
         size = min(budget, row.prompt_tokens - start)

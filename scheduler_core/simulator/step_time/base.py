@@ -75,7 +75,7 @@ class StepWork:
 
 
 class StepGroup(NamedTuple):
-    """`num_steps` > 0 consecutive steps; the first takes `first_s`, each further one `growth_s` >= 0 longer."""
+    """`num_steps` > 0 consecutive steps; the first takes `first_s`, each next one `growth_s` >= 0 longer."""
 
     first_s: float
     growth_s: float
@@ -96,7 +96,7 @@ StepGroups = Sequence[StepGroup]
 
 
 class DecodeRun(ABC):
-    """A run of decode steps that starts at `start_s`; the caller updates `num_done`, the number of completed steps."""
+    """A run of decode steps that starts at `start_s`; the caller counts completed steps in `num_done`."""
 
     __slots__ = ("_start_s", "num_done")
 
@@ -106,7 +106,7 @@ class DecodeRun(ABC):
 
     @abstractmethod
     def elapsed_s(self, num_steps: int) -> float:
-        """Seconds from the start to the end of step number `num_steps`, counted from 1; strictly increasing."""
+        """Seconds from the start to the end of step `num_steps`, counted from 1; strictly increasing."""
 
     def at(self, num_steps: int) -> float:
         """End of step number `num_steps`, counted from 1."""
@@ -117,7 +117,7 @@ class DecodeRun(ABC):
         return self._start_s + self.elapsed_s(self.num_done + more_steps)
 
     def steps_to_reach(self, time_s: float, limit: int) -> int:
-        """Minimum number of further steps, from 1 to `limit`, that end at or after `time_s`; `limit` if none do."""
+        """Minimum number of further steps that end at or after `time_s`, from 1 to `limit`."""
         steps = min(self._guess(time_s, limit), limit)
         while steps < limit and self.end_s(steps) < time_s:
             steps += 1
@@ -131,11 +131,11 @@ class DecodeRun(ABC):
 
     @abstractmethod
     def _guess(self, time_s: float, limit: int) -> int:
-        """Approximation of `steps_to_reach` up to rounding errors, at least 1; computes no steps beyond `limit`."""
+        """`steps_to_reach` up to rounding errors, at least 1; computes no steps beyond `limit`."""
 
 
 class PolynomialRun(DecodeRun):
-    """Run in which each step takes `growth_s` longer than the previous one: k first_s + growth_s k (k-1) / 2."""
+    """Run whose steps take `growth_s` longer than the previous one: k first_s + growth_s k (k-1) / 2."""
 
     __slots__ = ("_first_s", "_growth_s")
 
@@ -169,7 +169,7 @@ class PiecewiseRun(DecodeRun):
     def __init__(self, start_s: float, segment: Callable[[int], tuple[float, int]]) -> None:
         super().__init__(start_s)
         self._segment = segment
-        #: For each segment: number of its first step, seconds before that step, duration of each of its steps.
+        #: For each segment: number of its first step, seconds before that step, duration of each step.
         self._firsts: list[int] = []
         self._before_s: list[float] = []
         self._each_s: list[float] = []

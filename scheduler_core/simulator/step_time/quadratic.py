@@ -1,4 +1,4 @@
-"""Step times of "Semantic Scheduling for LLM Inference": quadratic prefill, decode time linear in the context."""
+"""Step times of "Semantic Scheduling for LLM Inference": quadratic prefill, decode linear in the context."""
 
 import math
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class QuadraticStepTime(KVCost):
         check_choice("batching", self.batching, ("max", "sum"))
 
     def step_s(self, work: StepWork) -> float:
-        """See `StepTime`. The time of a chunk is that of the prompt up to its end, less that up to its start."""
+        """See `StepTime`. A chunk takes the time of the prompt up to its end less that up to its start."""
         times = [
             self.prefill_s(chunk.start_token + chunk.num_tokens) - self.prefill_s(chunk.start_token)
             for chunk in work.prefills
@@ -42,7 +42,7 @@ class QuadraticStepTime(KVCost):
         return seconds + self.beta * work.num_swapped_tokens
 
     def run(self, contexts: Sequence[int], start_s: float) -> DecodeRun:
-        """Every step takes longer than the previous one by gamma_1 ("max"), or gamma_1 per request ("sum")."""
+        """Each step takes gamma_1 ("max") or gamma_1 per request ("sum") longer than the previous one."""
         num, total = (1, max(contexts)) if self.batching == "max" else (len(contexts), total_of(contexts))
         return PolynomialRun(start_s, self.gamma_1 * total + self.gamma_2 * num, self.gamma_1 * num)
 

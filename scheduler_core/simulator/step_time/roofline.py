@@ -11,7 +11,7 @@ from scheduler_core.simulator.step_time.base import DecodeRun, PolynomialRun, St
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Data sheet of an NVIDIA GPU; `flops` are dense 16-bit tensor-core operations per second, without sparsity."""
+    """Data sheet of an NVIDIA GPU; `flops` are dense 16-bit tensor-core operations per second."""
 
     flops: float
     bytes_per_s: float
@@ -143,7 +143,7 @@ class RooflineStepTime:
         return GPUS[self.gpu].bytes_per_s * self.memory_efficiency * self.tensor_parallel
 
     def num_kv_blocks(self) -> int:
-        """Number of blocks of 16 tokens that fit into 90 % of the memory next to the weights; InputError if there is none."""
+        """Number of blocks of 16 tokens that fit into 90 % of the memory with the weights; InputError if none."""
         memory = GPUS[self.gpu].memory_bytes * self.tensor_parallel * 0.9
         blocks = int((memory - 2 * self.size.num_parameters) // (self.size.kv_bytes_per_token * 16))
         if blocks <= 0:

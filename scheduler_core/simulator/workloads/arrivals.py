@@ -47,7 +47,7 @@ class Arrivals:
         check_ranges(self, gap_s=(1e-6, MAX_TIME_S), max_burst=(1, 1_000_000))
 
     def times(self, num: int, rng: np.random.Generator) -> FloatArray:
-        """Arrival times in seconds, ascending; shape [num]. Not for process trace, whose times are in a file."""
+        """Arrival times in seconds, ascending; shape [num]. Not for process trace, which reads a file."""
         rate = 1.0 if self.rate_rps is None else self.rate_rps
         if self.process == "at_once":
             return np.zeros(num)
@@ -85,7 +85,7 @@ class Arrivals:
 
 
 def check_rate(name: str, rate_rps: float, num: int) -> None:
-    """Raises `InputError` for a rate at which the last of `num` requests arrives too late for the simulated clock."""
+    """Raises `InputError` if the last of `num` requests would arrive too late for the simulated clock."""
     if not num / MAX_TIME_S <= rate_rps < math.inf:
         raise InputError(name, rate_rps, f"at least {num / MAX_TIME_S:g}: {num} requests in {MAX_TIME_S:g} s")
 

@@ -94,7 +94,7 @@ class TokenDistribution:
 
 
 def log_t_tokens(parameters: FloatArray, low: int, high: int, rng: np.random.Generator) -> IntArray:
-    """Draws one length [N] from each log-t with parameters mu, sigma, nu [3, N], rounded and clipped to low..high."""
+    """Draws one length [N] from each log-t with parameters [3, N], rounded and clipped to low..high."""
     mu, sigma, nu = parameters
     logs = mu + sigma * rng.standard_t(nu)
     return np.asarray(np.rint(np.exp(np.clip(logs, math.log(low), math.log(high)))), np.int64)
@@ -139,7 +139,7 @@ class Lengths:
     def draw(
         self, num: int, rng: np.random.Generator
     ) -> tuple[IntArray, IntArray, int, list[LengthPrediction]]:
-        """Draws prompts [num] and outputs [num]; also returns max_tokens, and the distributions of the outputs in the file."""
+        """Prompts [num], outputs [num], max_tokens, and the distributions of the outputs if a file has them."""
         predictions: list[LengthPrediction] = []
         if self.file is not None:
             prompt, output, predictions = self._from_file(self.file, num, rng)

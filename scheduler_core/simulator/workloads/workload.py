@@ -1,4 +1,4 @@
-"""Description of a workload (requests, classes, tiers, conversations), and the trace drawn from it with a seed."""
+"""Description of a workload (requests, classes, tiers, conversations), and traces drawn from it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
