@@ -231,8 +231,9 @@ class Scheduler:
         if not 1 <= result.num_steps <= self._promised_steps:
             raise InputError("num_steps", result.num_steps, f"integers from 1 to {self._promised_steps}")
         bounds = (self._opened_s, *result.ends_s, now) if result.ends_s else ()
-        is_ordered = all(start <= end for start, end in pairwise(bounds))
-        if bounds and (len(bounds) != result.num_steps + 1 or not is_ordered):
+        if bounds and (
+            len(bounds) != result.num_steps + 1 or any(start > end for start, end in pairwise(bounds))
+        ):
             raise InputError("ends_s", result.ends_s, "ends of all steps but the last, in order")
         if result.stopped:
             _check_stopped(result.stopped, plan)
