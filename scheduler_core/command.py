@@ -1,7 +1,7 @@
-"""The process of a tailcast command: its errors become one line on stderr and an exit code.
+"""Entry points of the tailcast commands: an error becomes one line on stderr and an exit code.
 
-Ctrl-C during an import prints a traceback unless a handler is installed already, so this module and the entry modules
-of the commands import next to nothing at module level; `entry_point` is the handler around the rest.
+Ctrl-C during an import prints a traceback unless a handler is installed. Therefore this module and the entry
+modules of the commands import almost nothing at module level; `entry_point` installs the handler.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     C = TypeVar("C")
     P = ParamSpec("P")
 
-#: Exit codes. A command may also end with 3: it ran, and the check it is for did not pass.
+#: Exit codes. A command may also exit with 3: it ran to the end, but its check failed.
 FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
-#: Set to anything but "" or 0: the traceback of an error is printed before its line.
+#: If set to anything but "" or 0, the traceback of an error is printed before its line.
 TRACEBACK_VARIABLE = "TAILCAST_TRACEBACK"
-#: Set by argcomplete: completions are requested; the number of words that name the command.
+#: Set by argcomplete when it requests completions: the number of words that name the command.
 COMPLETION_VARIABLE = "_ARGCOMPLETE"
 
 
 def entry_point(prog: str, extra: str) -> Callable[[Callable[P, int]], Callable[P, int]]:
-    """Decorator of a `main` that imports what it needs: its errors become one line, with the name of the command, and an exit
-    code. `extra` is the extra of `tailcast` that installs what the command needs."""
+    """Decorator for a `main` that imports its dependencies itself: prints an error as one line and returns an
+    exit code. `extra` is the extra of `tailcast` that installs the dependencies of the command."""
 
     def decorate(main: Callable[P, int]) -> Callable[P, int]:
         @wraps(main)
@@ -44,10 +44,10 @@ def entry_point(prog: str, extra: str) -> Callable[[Callable[P, int]], Callable[
 
 
 def chosen_command(prog: str, commands: Mapping[str, str], words: Sequence[str]) -> str | None:
-    """The sub-command that the first word names; None after the list of all was written, for no word or --help. `InputError` if
-    there is no such sub-command.
+    """The sub-command named by the first word. Without words or for --help, prints all sub-commands and
+    returns None. `InputError` if there is no such sub-command.
 
-    `commands` has what each of them does, by name.
+    `commands` maps the name of each sub-command to its description.
     """
     if COMPLETION_VARIABLE in os.environ:
         words = _words_to_complete(prog, commands)
@@ -63,8 +63,8 @@ def chosen_command(prog: str, commands: Mapping[str, str], words: Sequence[str])
 
 
 def _words_to_complete(prog: str, commands: Mapping[str, str]) -> Sequence[str]:
-    """Under argcomplete, which runs a command without its words: the words before the one to complete, if the first is a
-    sub-command, which then completes them as its own; else completes the first word and ends the process."""
+    """The words before the one to complete, if the first is a sub-command, which then completes its own options.
+    Otherwise completes the first word and ends the process. argcomplete runs a command without its arguments."""
     import argparse
 
     import argcomplete
@@ -90,11 +90,11 @@ def command(
     extra: str,
     prepare: Callable[[], None] = lambda: None,
 ) -> Callable[..., int]:
-    """The `main` of a command that takes its words, by default the process's, and returns the exit code: 0 on success (or
-    what `function` returns), 2 for bad input or a missing dependency, 130 when interrupted, 1 for a bug of tailcast.
+    """The `main` of a command. It takes the arguments (default: `sys.argv`) and returns the exit code: 0 on success (or
+    the result of `function`), 2 for bad input or a missing dependency, 130 when interrupted, 1 for a bug in tailcast.
 
-    `config` is the class of its options; given as "module:name" it is imported when the command is called, and `function`
-    once the options are read, after a call of `prepare`. `positionals` and `extra` are as of `options.read_config`.
+    `config` is the class of the options. As "module:name", `config` is imported when the command is called, `function`
+    after the options were parsed and `prepare` was called. `positionals` and `extra`: see `options.read_config`.
     """
 
     @entry_point(prog, extra)
@@ -116,7 +116,7 @@ def command(
 
 
 def imported(path: Any) -> Any:
-    """The object that "module:name" names; anything but a text as it is."""
+    """The object at "module:name"; anything but a string is returned unchanged."""
     if not isinstance(path, str):
         return path
     from importlib import import_module
@@ -126,7 +126,7 @@ def imported(path: Any) -> Any:
 
 
 def _exit_code(prog: str, extra: str, run: Callable[[], int], *, owns_process: bool) -> int:
-    """The outermost handler of every command; `owns_process`: the interpreter exits after it, without a traceback at Ctrl-C."""
+    """Outermost handler of a command. `owns_process`: the process ends after it; Ctrl-C prints no traceback."""
     if owns_process:
         _open_missing_streams()
     try:
@@ -143,18 +143,19 @@ def _exit_code(prog: str, extra: str, run: Callable[[], int], *, owns_process: b
     if owns_process and code == INTERRUPTED:
         import threading
 
-        if any(not one.daemon for one in threading.enumerate() if one is not threading.main_thread()):
-            # All is unwound; the interpreter would wait for calls whose results are not needed any more.
+        main_thread = threading.main_thread()
+        if any(not thread.daemon for thread in threading.enumerate() if thread is not main_thread):
+            # At its exit the interpreter would wait for threads whose results are no longer needed.
             os._exit(code)
     return code
 
 
 def _report(prog: str, extra: str, error: BaseException) -> int:
-    """Writes the line of an error; returns the exit code. Other exceptions than errors are raised again."""
+    """Prints an error as one line and returns the exit code; raises `SystemExit` and `GeneratorExit` again."""
     if isinstance(error, SystemExit | GeneratorExit):
         raise error
     if _discard_broken_stdout() and isinstance(error, BrokenPipeError):
-        return 0  # `simulate compare a b | head`: the reader needs no more
+        return 0  # `simulate compare a b | head`: the reader has closed the pipe
     if os.environ.get(TRACEBACK_VARIABLE, "") not in ("", "0"):
         import traceback
 
@@ -172,7 +173,7 @@ def _report(prog: str, extra: str, error: BaseException) -> int:
 
 
 def _user_message(error: BaseException, extra: str) -> str | None:
-    """What is wrong with the input or the machine; None if the error is a bug."""
+    """The message about invalid input or a failure of the machine; None if the error is a bug."""
     detail = f": {error}" if str(error) else ""
     match error:
         case TailcastError():
@@ -195,7 +196,7 @@ def _user_message(error: BaseException, extra: str) -> str | None:
 
 
 def _is_interrupt(error: BaseException) -> bool:
-    """Ctrl-C, or what a library made of it: extension modules turn it into an ImportError while they load."""
+    """Whether Ctrl-C caused the error; extension modules raise an ImportError instead while they load."""
     if isinstance(error, ImportError | SystemError):
         cause = error.__cause__ or error.__context__
         return cause is not None and _is_interrupt(cause)
@@ -203,7 +204,7 @@ def _is_interrupt(error: BaseException) -> bool:
 
 
 def _discard_broken_stdout() -> bool:
-    """Whether standard output takes no more, because its pipe has no reader; the rest goes to the null device."""
+    """Whether standard output is a pipe without a reader. If so, redirects it to the null device."""
     try:
         number = sys.stdout.fileno()
     except (OSError, ValueError):  # a stream in memory
@@ -232,14 +233,14 @@ def _has_no_reader(number: int) -> bool:
 
 
 def _open_missing_streams() -> None:
-    """A process started with closed standard streams gets the null device, before a file gets their numbers."""
+    """Opens the null device for closed standard streams, so that no other file gets their descriptors."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
 
 
 def _exit_on_interrupt(prog: str) -> None:
-    """From here on Ctrl-C ends the process at once: all is written, and the interpreter only waits for threads."""
+    """Makes Ctrl-C end the process at once: the output is complete, only threads are still running."""
     import signal
 
     def interrupted(*_: object) -> None:
@@ -249,12 +250,12 @@ def _exit_on_interrupt(prog: str) -> None:
     try:
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, interrupted)
-    except ValueError:  # not in the main thread, which alone gets signals
+    except ValueError:  # only the main thread can install signal handlers
         return
 
 
 def _write(text: str) -> None:
-    """Writes to stderr; a closed one is no reason for another error."""
+    """Writes to stderr; ignores errors such as a closed stream."""
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -263,5 +264,5 @@ def _write(text: str) -> None:
 
 
 def _one_line(message: str) -> str:
-    """The message without line breaks; what is no Unicode, such as bytes of a path, escaped."""
+    """The message without line breaks; invalid Unicode, such as bytes of a path, is escaped."""
     return " ".join(message.split()).encode("utf-8", "backslashreplace").decode("utf-8")

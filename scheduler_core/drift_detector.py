@@ -1,19 +1,19 @@
-"""Sequential test of whether predicted distributions are still right: u ~ uniform on [0, 1], u = F(x).
+"""Sequential test of whether predicted distributions are calibrated: u = F(x) is uniform on [0, 1].
 
-Bets. Each bet j multiplies by b_j(u) = 1 + l g(u), where g has mean 0 over [0, 1] and values in [-1, 1], 0 < |l| < 1, so
-that E b_j(u) = 1 while the predictions are right. Three g, each for both signs of l:
+Bets. Bet j multiplies its wealth by b_j(u) = 1 + l g(u), where g has mean 0 over [0, 1] and values in [-1, 1], and
+0 < |l| < 1, so that E b_j(u) = 1 while predictions are calibrated. There are three g, each with both signs of l:
 
 - 2 u - 1: outputs have become longer or shorter;
 - 2 |2 u - 1| - 1: they vary more or less than predicted;
 - 1 if u > 0.9 and -1/9 else: the long tail has changed.
 
-Of u only an interval [a, b] is observed: a length of x tokens stands for [F(x - 1/2), F(x + 1/2)], a truncated output
-for [F(max_tokens - 1/2), 1]. A bet then multiplies by its mean over the interval, which is its conditional expectation and so keeps
-the mean of 1.
+Only an interval [a, b] that contains u is observed: [F(x - 1/2), F(x + 1/2)] for a length of x tokens, and
+[F(max_tokens - 1/2), 1] for a truncated output. The factor of a bet is then its mean over the interval. That
+is its conditional expectation, so its mean is still 1.
 
 Alarm. R_j <- (1 + R_j) b_j(u), from 0 (Shiryaev-Roberts: a bet opened at every step); S = mean of the R_j. S - t is a
-martingale while predictions are right, so with an alarm at S >= A the mean time to a false alarm is at least A,
-whatever nu, mu, sigma and max_tokens the requests have (e-detectors: Shin, Ramdas, Rinaldo 2023). A is the option `arl`.
+martingale while predictions are calibrated. With an alarm at S >= A the mean time to a false alarm is thus at least A,
+for any nu, mu, sigma and max_tokens of the requests (e-detectors: Shin, Ramdas, Rinaldo 2023). A is the option `arl`.
 """
 
 import numpy as np
@@ -39,8 +39,8 @@ def _scale_integral(u: float) -> float:
 
 
 class DriftDetector:
-    """The test of one served model, in constant memory: `value` is S, `num_steps` the outputs since the start or the last
-    alarm, and there is an alarm where S reaches `arl`, the least mean number of outputs to a false one."""
+    """Drift test of one served model, in constant memory. `value` is S; `num_steps` is the number of outputs since the
+    start or the last alarm. The alarm is raised when S reaches `arl`, a lower bound of the mean time to a false alarm."""
 
     def __init__(self, arl: float) -> None:
         self.arl = arl
@@ -55,10 +55,10 @@ class DriftDetector:
         self.num_steps = 0
 
     def update(self, low: float, high: float) -> bool:
-        """Updates the test with an interval that holds u; returns whether there is an alarm."""
+        """Updates the test with an interval that contains u; returns whether an alarm is raised."""
         location, scale, tail = interval_means(low, high)
         gains = np.array([location, location, scale, scale, tail, tail])[:, None]
-        # Far beyond the alarm; keeps the sums finite.
+        # The limit is far above any alarm threshold; it keeps the sums finite.
         self._sums = np.minimum((1.0 + self._sums) * (1.0 + self._stakes * gains), 1e100)
         self.value = float(self._sums.mean())
         self.num_steps += 1

@@ -12,7 +12,7 @@ class TailcastError(Exception):
 class InputError(TailcastError, ValueError):
     """Input that is not allowed: `InputError(field, value, allowed)` for ranges, `InputError(sentence)` otherwise.
 
-    `field` is the argument, column or file as the user wrote it; a sentence holds what is wrong and what to do.
+    `field` is the argument, column or file as the user wrote it; a sentence states the problem and the solution.
     """
 
     def __init__(self, field: str, value: object = None, allowed: str | None = None) -> None:
@@ -26,7 +26,7 @@ class InputError(TailcastError, ValueError):
 
 
 def unknown_name(field: str, value: str, names: Iterable[str]) -> InputError:
-    """The error of a name that is none of these; it suggests the one that is spelled most like it."""
+    """The error for an unknown name. It lists the valid names and suggests the most similar one."""
     from difflib import get_close_matches
 
     choices = [*names]
@@ -35,20 +35,20 @@ def unknown_name(field: str, value: str, names: Iterable[str]) -> InputError:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message; the name of its class where it has none."""
+    """The first line of an error's message; the name of its class if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _repr(value: object) -> str:
     try:
         text = repr(value)
-    except (RecursionError, ValueError):  # nested too deeply, a number of too many digits
+    except (RecursionError, ValueError):  # nested too deeply, or a number with too many digits
         text = f"a value of type {type(value).__name__}"
     return text if len(text) <= 160 else text[:157] + "..."
 
 
 class MissingExtraError(TailcastError, ImportError):
-    """An optional dependency is not installed; the message names the extra that carries it."""
+    """An optional dependency is not installed; the message names the extra that installs it."""
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f"{package} is not installed; it comes with: pip install 'tailcast[{extra}]'")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from scheduler_core.errors import InputError, TailcastError
 
-#: File in each folder that tailcast wrote: its entries by kind of output. Verification of artifacts ignores it.
+#: Record file in each folder written by tailcast: kind of output -> entries. Artifact verification ignores it.
 RECORD = ".tailcast.json"
 
 
@@ -108,8 +108,8 @@ def remove_output(path: str | Path) -> None:
 
 
 def folder_target(path: str | Path, kind: str, *, overwrite: bool) -> Path:
-    """The folder of the option `out`, after creating its parent. `TailcastError` if `atomic_directory` could not write it,
-    or would have to replace anything but an earlier output of this kind with `overwrite`."""
+    """The folder of the option `out`, after creating its parent. `TailcastError` if `atomic_directory` could
+    not write it. An existing folder must be empty, or an earlier output of this kind with `overwrite` set."""
     out = writable_target(path, "out")
     if out.exists() and not out.is_dir():
         raise InputError("out", str(path), "the path of a folder, not of a file")
@@ -122,8 +122,8 @@ def atomic_directory(path: str | Path, kind: str, *, overwrite: bool = False) ->
     """Yields a temporary folder next to `path`; on success it replaces `path` in one step, else it is removed. Errors as
     for `folder_target`.
 
-    The folder gets a record of its kind and entries. An existing folder is replaced only if it is empty, or with `overwrite`
-    if its record has the same kind and lists everything in it; this is checked right before the replacement.
+    A record of the kind and the entries is written to the folder. An existing folder is only replaced if it is empty,
+    or with `overwrite` if its record has the same kind and lists all its files. This is checked before replacement.
     """
     path = Path(os.path.realpath(path))
     temporary = _temporary_name(path)
@@ -152,12 +152,12 @@ def atomic_directory(path: str | Path, kind: str, *, overwrite: bool = False) ->
 def check_shared_folder(
     path: str | Path, kind: str, names: Sequence[str] | None = None, *, field: str = "out"
 ) -> Path:
-    """The folder of the option `field`, created if missing, for output files that may stand next to other files. `InputError`
-    if it cannot be created or written to; `TailcastError` if a file to write exists and is not from an earlier output of
-    this kind.
+    """The folder of the option `field`, created if missing, for output files; it may also hold other files.
+    `InputError` if it cannot be created or written to; `TailcastError` if a file to write exists and is not
+    from an earlier output of this kind.
 
-    `kind` is the kind of output, such as "sweep". `names` are the files to write; None: any, so a folder without a record of
-    this kind must be empty.
+    `kind` is the kind of output, such as "sweep". `names` are the files to write. None: unknown names; a
+    folder without a record of this kind must then be empty.
     """
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
@@ -182,7 +182,7 @@ def check_shared_folder(
 def shared_folder(
     path: str | Path, kind: str, names: Sequence[str] | None = None, *, field: str = "out"
 ) -> Path:
-    """As `check_shared_folder`, and adds the names to the folder's record."""
+    """Like `check_shared_folder`; also adds the names to the folder's record."""
     folder = check_shared_folder(path, kind, names, field=field)
     record = _read_record(folder)
     entries = sorted({*record.get(kind, []), *(names or ())})
@@ -193,15 +193,15 @@ def shared_folder(
 
 @contextlib.contextmanager
 def locked_folder(folder: Path, field: str) -> Iterator[None]:
-    """Creates `folder` if missing and locks it against other processes, where the file system has locks; at exit an empty
-    folder is removed. `InputError` if it cannot be created, or another process has locked it."""
+    """Creates `folder` if missing and locks it against other processes if the file system supports locks.
+    Removes an empty folder at exit. `InputError` if it cannot be created, or another process has locked it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     while True:
         try:
             folder.mkdir(exist_ok=True)
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
-            continue  # removed by the process that had the lock
+            continue  # removed by the process that held the lock
         except OSError as error:
             allowed = f"a folder that can be created ({error.strerror})"
             raise InputError(field, str(folder), allowed) from error
@@ -210,7 +210,7 @@ def locked_folder(folder: Path, field: str) -> Iterator[None]:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise InputError(field, str(folder), "a run that no other process is working on") from error
+                raise InputError(field, str(folder), "a folder that no other process has locked") from error
             except OSError:
                 pass  # a file system without locks
             if not folder.exists() or not os.path.samestat(os.stat(folder), os.fstat(handle)):
@@ -224,7 +224,7 @@ def locked_folder(folder: Path, field: str) -> Iterator[None]:
 
 
 def write_json(path: str | Path, content: object) -> None:
-    """Writes `content` as indented JSON with sorted keys, atomically; NaN and infinity are refused."""
+    """Writes `content` as indented JSON with sorted keys, atomically. `ValueError` for NaN and infinity."""
     with atomic_file(path) as temporary:
         temporary.write_text(
             json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8"
@@ -238,7 +238,7 @@ def sha256_file(path: str | Path) -> str:
 
 
 def is_stream(path: Path) -> bool:
-    """Whether `path` is a device, a pipe, or an open file of a process, as /dev/stdout is."""
+    """Whether `path` is a device, a pipe, or an open file of a process, such as /dev/stdout."""
     if not path.exists() or path.is_dir():
         return False
     link = path
@@ -256,7 +256,7 @@ def _temporary_name(path: Path) -> Path:
 
 @contextlib.contextmanager
 def _disk_errors(path: Path) -> Iterator[None]:
-    """Turns a full disk as Rust's libraries (safetensors, tokenizers) report it into an `OSError`."""
+    """Converts the disk-full errors of Rust libraries (safetensors, tokenizers) into an `OSError`."""
     try:
         yield
     except OSError:
@@ -269,7 +269,7 @@ def _disk_errors(path: Path) -> Iterator[None]:
 
 
 def sync_path(path: Path) -> None:
-    """Forces a file, or the entries of a folder, to the disk; a folder only where the system allows it."""
+    """Flushes a file, or the entries of a folder, to disk; a folder only if the system supports it."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -281,13 +281,13 @@ def sync_path(path: Path) -> None:
 
 
 def _entries(folder: Path) -> list[str]:
-    """Relative paths of everything in a folder but its record."""
+    """Relative paths of everything in a folder except its record."""
     paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*"))
     return sorted(path for path in paths if path != RECORD)
 
 
 def _read_record(folder: Path) -> dict[str, list[str]]:
-    """Kind of output -> entries that tailcast wrote; empty where there is no readable record."""
+    """Kind of output -> entries written by tailcast; empty if there is no readable record."""
     try:
         content = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         return {str(kind): [str(entry) for entry in entries] for kind, entries in content.items()}
@@ -312,7 +312,7 @@ def _check_replaceable(folder: Path, kind: str, *, overwrite: bool) -> None:
 
 
 def _exchange(first: Path, second: Path) -> None:
-    """Swaps two folders: in one step on Linux, else in three renames."""
+    """Swaps two folders: atomically on Linux, else with three renames."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None) if os.name == "posix" else None
     at_cwd, exchange = -100, 2
     if rename and rename(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), exchange) == 0:

@@ -1,4 +1,4 @@
-"""JSON from outside: one parser with one kind of error, lenient or strict, and strings that UTF-8 can carry."""
+"""Parsing of untrusted JSON, lenient or strict. All errors are ValueErrors; all strings are valid Unicode."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from typing import Any, Literal
 from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file
 
-#: Nested objects and arrays in `read_json_object`: whatever copies or writes the content recurses as deep.
+#: Maximum nesting in `read_json_object`: code that copies or writes the content recurses as deeply.
 MAX_DEPTH = 100
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -19,7 +19,7 @@ class RepeatedKeyError(ValueError):
 
 
 def valid_unicode(text: str) -> str:
-    """`text` with U+FFFD in place of each lone surrogate, which JSON can carry and UTF-8 cannot."""
+    """`text` with U+FFFD instead of each lone surrogate, which JSON can represent and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -34,11 +34,11 @@ def parse_json(
     unique_keys: bool = False,
     lone_surrogates: Literal["replace", "refuse"] = "replace",
 ) -> Any:
-    """The value of a JSON text in UTF-8. `ValueError` if it is not JSON, not UTF-8, nested too deeply, has a number of more
-    than 4300 digits, or what the arguments refuse; of a key that is there twice a `RepeatedKeyError`.
+    """The value of a JSON text in UTF-8. `ValueError` if it is not JSON, not UTF-8, nested too deeply, has a
+    number with more than 4300 digits, or violates an argument; `RepeatedKeyError` for a repeated key.
 
-    `finite`: refuse NaN, Infinity and numbers that overflow to it; `unique_keys`: refuse objects that have a key twice, else
-    the last one counts; `lone_surrogates`: what becomes of escaped halves of surrogate pairs (see `valid_unicode`).
+    `finite`: reject NaN, Infinity and numbers that overflow to it. `unique_keys`: reject objects with a repeated key;
+    otherwise its last value is used. `lone_surrogates`: treatment of escaped lone surrogates (see `valid_unicode`).
     """
     if isinstance(text, bytes):
         text = text.decode()
@@ -58,16 +58,16 @@ def parse_json(
 
 
 def replace_lone_surrogates(value: Any, text: str) -> Any:
-    """`value`, parsed from the JSON `text`, with valid Unicode; untouched where the text escapes no surrogate."""
+    """`value`, parsed from the JSON `text`, with valid Unicode; unchanged without escaped surrogates."""
     if not _ESCAPED_SURROGATE.search(text):
         return value
     return json.loads(valid_unicode(json.dumps(value, ensure_ascii=False)))
 
 
 def read_json_object(path: Path, field: str) -> dict[str, Any]:
-    """Content of a file, `field` in an error, that holds one JSON object, read strictly. `InputError` if the file is missing or
-    empty, not UTF-8 or not valid JSON, has a key twice in one object, NaN or infinity, is nested deeper than `MAX_DEPTH`, or
-    holds something other than an object."""
+    """Content of a file with one JSON object, parsed strictly. `InputError`, naming `field`, if the file is
+    missing, empty, not UTF-8 or not valid JSON, has a repeated key, NaN or infinity, is nested deeper than
+    `MAX_DEPTH`, or contains something other than an object."""
     existing_file(path, field)
     try:
         content = parse_json(path.read_bytes(), finite=True, unique_keys=True)
@@ -85,7 +85,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(content) < len(pairs):
         names = [name for name, _ in pairs]
         repeated = next(name for name in names if names.count(name) > 1)
-        raise RepeatedKeyError(f"the key {repeated!r} stands twice in one object")
+        raise RepeatedKeyError(f"the key {repeated!r} occurs twice in one object")
     return content
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 from scheduler_core.errors import InputError
 from scheduler_core.ranges import INTEGERS, check_choice, check_ranges
 
-#: Engines have 16 to 256; per replica there is a table with an entry for each token of a block.
+#: Engines use 16 to 256. Each replica has a table with one entry per token of a block.
 MAX_BLOCK_TOKENS = 65_536
 
 Preemption = Literal["recompute", "swap"]
@@ -19,7 +19,7 @@ class Limits:
     """Limits of one engine replica. `InputError` if a value is outside its range."""
 
     max_num_seqs: int = 64
-    """Maximum number of requests in one step, B in TIE's beta; for most batch formers also of those that hold memory."""
+    """Maximum number of requests in one step (B in TIE's beta); with most batch formers also the maximum in memory."""
     max_num_batched_tokens: int = 2048
     """Maximum number of tokens in one step, prefill and decode together; at least max_num_seqs."""
     num_kv_blocks: int = 8192
@@ -29,10 +29,10 @@ class Limits:
     kv_watermark: float = 0.01
     """Fraction of the KV blocks that admission leaves free for running requests, in [0, 1)."""
     preemption: Preemption = "recompute"
-    """What happens to a preempted request's cache: recompute (discarded), swap (copied to the host's memory, as long as
-    that has blocks)."""
+    """What happens to the KV cache of a preempted request: recompute (it is discarded) or swap (it is copied
+    to host memory while that has free blocks)."""
     num_swap_blocks: int | None = None
-    """Swap: blocks in the host's memory. Unset: as many as in the KV cache."""
+    """Blocks in host memory for swap. Unset: as many as in the KV cache."""
 
     def __post_init__(self) -> None:
         check_ranges(self, max_num_seqs=(1, INTEGERS), max_num_batched_tokens=(self.max_num_seqs, INTEGERS))
@@ -51,12 +51,12 @@ class Limits:
 
 
 class KVCache:
-    """Counts the blocks every request holds, on the device and offloaded to the host, which has `num_host_blocks` for that.
+    """Block counts of every request, on the device and offloaded to the host, which has `num_host_blocks`.
 
-    Admission takes all blocks of the tokens to be processed at once and must leave `watermark_blocks` free for the growth of
-    running requests (vLLM's and Vidur's rule); growth may use every block. A request that loses its blocks may keep a copy of
-    the first ones on the host (swap), which admission brings back. Blocks that requests share in the engine's prefix cache
-    are not modeled: each request is charged for all of its tokens.
+    Admission takes the blocks for all tokens to process at once and must leave `watermark_blocks` free for
+    the growth of running requests (vLLM's and Vidur's rule); growth may use every block. A preempted request
+    may keep a copy of its first blocks on the host (swap), which is loaded again at admission. Sharing of
+    blocks in the engine's prefix cache is not modeled: each request is charged for all of its tokens.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class KVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
-        #: Tokens that fit when one request has the cache to itself.
+        #: Tokens that fit if one request has the whole cache.
         self.capacity_tokens = num_blocks * block_tokens
         self.watermark_blocks = int(watermark * num_blocks)
         self.num_host_blocks = num_host_blocks
-        #: Free blocks on the device and on the host; to be read only.
+        #: Free blocks on the device and on the host; read-only.
         self.num_free_blocks = num_blocks
         self.num_free_host_blocks = num_host_blocks
         self._min_free = num_blocks
@@ -98,15 +98,15 @@ class KVCache:
         return self._offloaded.get(request_id, 0)
 
     def fits(self, num_tokens: int, *, waive_watermark: bool, freed_blocks: int = 0) -> bool:
-        """Whether a request of so many tokens could be admitted if others freed `freed_blocks`."""
+        """Whether a request of `num_tokens` tokens could be admitted after others freed `freed_blocks`."""
         spare = 0 if waive_watermark else self.watermark_blocks
         return self.num_free_blocks + freed_blocks - self.blocks_for(num_tokens) >= spare
 
     def admit(self, request_id: str, num_tokens: int, *, waive_watermark: bool) -> bool:
-        """Takes the blocks for the tokens that a request without blocks processes before its next output token, and frees its
-        offloaded ones; False (and nothing taken) if it does not fit now.
+        """Takes blocks for the tokens that a request without blocks processes before its next output token,
+        and frees its host blocks. Returns False, without taking any, if they do not fit.
 
-        `waive_watermark`: nothing is running that the watermark would protect.
+        `waive_watermark`: ignore the watermark, because no running request needs it.
         """
         assert request_id not in self._held
         if not self.fits(num_tokens, waive_watermark=waive_watermark):
@@ -118,7 +118,7 @@ class KVCache:
         return True
 
     def grow(self, request_id: str, num_tokens: int) -> bool:
-        """Takes blocks for `num_tokens` tokens in all; False (and nothing taken) if there are too few."""
+        """Grows a request to `num_tokens` tokens; False, without taking any blocks, if too few are free."""
         held = self._held[request_id]
         more = -(-num_tokens // self.block_tokens) - held
         if more <= 0:
@@ -130,19 +130,19 @@ class KVCache:
         return True
 
     def take(self, num_blocks: int) -> None:
-        """Takes blocks, which must be free, for holders that are named later; see `credit`."""
+        """Takes free blocks that `credit` assigns to requests later. AssertionError if there are too few."""
         self.num_free_blocks = free = self.num_free_blocks - num_blocks
         assert free >= 0, "more blocks are taken than are free"
         if free < self._min_free:
             self._min_free = free
 
     def credit(self, request_id: str, num_blocks: int) -> None:
-        """So many of the blocks that were taken are the request's, which holds some already."""
+        """Assigns blocks taken by `take` to a request that already holds some."""
         self._held[request_id] += num_blocks
 
     def offload(self, request_id: str, num_tokens: int) -> bool:
-        """Moves the first `num_tokens` tokens to the host and frees all blocks; False (and nothing moved) if the host
-        has too few."""
+        """Moves the first `num_tokens` tokens to the host and frees all device blocks; False, without moving
+        any, if the host has too few free blocks."""
         num_blocks = self.blocks_for(num_tokens)
         if num_blocks > self.num_free_host_blocks:
             return False
@@ -157,7 +157,7 @@ class KVCache:
         self.num_free_host_blocks += self._offloaded.pop(request_id, 0)
 
     def validate(self, holders: set[str], offloaded: set[str]) -> None:
-        """Checks that blocks are conserved and held by exactly the requests named; AssertionError otherwise."""
+        """Checks that blocks are conserved and only held by these requests. AssertionError otherwise."""
         assert set(self._held) == holders, (set(self._held), holders)
         assert set(self._offloaded) == offloaded, (set(self._offloaded), offloaded)
         assert all(count > 0 for count in [*self._held.values(), *self._offloaded.values()])

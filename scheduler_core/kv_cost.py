@@ -1,4 +1,4 @@
-"""Cost of bringing back an evicted request: load its keys and values, or compute them again.
+"""Cost of resuming an evicted request: load its keys and values from the host, or recompute them.
 
 Source: "Semantic Scheduling for LLM Inference", section 3.3, "Cache and Recomputation Strategy", Eqs. 3 to 6; the
 constants are those of its code (Wenyueh/latency_optimization_with_priority_constraints).
@@ -24,20 +24,20 @@ class KVCost:
     | symbol | meaning | unit |
     | --- | --- | --- |
     | n, m | tokens processed in prefill; tokens decoded after them | tokens |
-    | alpha_1, alpha_2 | time of a prefill token, growing with the prompt | s per token^2, s per token |
-    | gamma_1, gamma_2 | time of a decoded token, growing with its context | s per token^2, s per token |
+    | alpha_1, alpha_2 | prefill time per token: increase with the context, constant part | s per token^2, s per token |
+    | gamma_1, gamma_2 | decode time per token: increase with the context, constant part | s per token^2, s per token |
     | beta | time to copy the keys and values of a token back | s per token |
 
-    `offload_tokens` has two forms. "exact" (default): the rest is computed again in one prefill, as engines do, so k
-    offloaded tokens of c cost beta k + prefill(c) - prefill(k). That is concave in k, hence least at one end: all if
-    beta c < prefill(c), else none. "paper": as printed. (1) Inequality 3, the prompt: offload its n tokens if
-    beta n > prefill(n). (2) Eq. 6, the decoded tokens: offload
+    `offload_tokens` has two forms. "exact" (default): the tokens that were not offloaded are recomputed in one prefill,
+    as in engines. Offloading k of c tokens costs beta k + prefill(c) - prefill(k). This is concave in k, so the minimum
+    is at one end: all if beta c < prefill(c), else none. "paper": as printed. (1) Inequality 3, the prompt: offload its
+    n tokens if beta n > prefill(n). (2) Eq. 6, the decoded tokens: offload
     m'_* = max(0, (beta - gamma_1 n - (gamma_1 + 2 gamma_2) / 2) / (2 gamma_1)) of them.
 
-    Errata of the paper: inequality 3 is reversed, as loading is the cheaper way when beta n is the *smaller* time.
-    Setting the derivative of Eq. 5 to 0 gives m' - m'_* = (beta - gamma_1 n - gamma_1 / 2 - gamma_2) / gamma_1
-    instead of Eq. 6, which lacks m' and has a factor 2; and Eq. 5 charges the recomputed tokens as if they stood
-    directly after the prompt, and one by one.
+    Errata of the paper: inequality 3 is reversed, because loading is cheaper when beta n is the *smaller* time.
+    Setting the derivative of Eq. 5 to 0 gives m' - m'_* = (beta - gamma_1 n - gamma_1 / 2 - gamma_2) /
+    gamma_1 instead of Eq. 6, which lacks m' and has a factor 2. Eq. 5 charges the recomputed tokens as if
+    they directly followed the prompt and were recomputed one at a time.
     """
 
     alpha_1: float = 1.46584975e-09
@@ -60,11 +60,11 @@ class KVCost:
         return self.gamma_1 * pairs + self.gamma_2 * num_tokens
 
     def return_s(self, num_tokens: int, offload_tokens: int) -> float:
-        """Time to bring back `num_tokens` tokens of which the first `offload_tokens` were offloaded, in seconds."""
+        """Time to restore `num_tokens` tokens, the first `offload_tokens` of them offloaded, in seconds."""
         return self.beta * offload_tokens + self.prefill_s(num_tokens) - self.prefill_s(offload_tokens)
 
     def offload_tokens(self, prompt_tokens: int, decoded_tokens: int, form: Form = "exact") -> int:
-        """Number of the first tokens to copy to the host, of those in the cache; decoded ones follow the whole prompt.
+        """Number of leading tokens of the cache (prompt, then decoded tokens) to copy to the host.
 
         `form`: see the class.
         """
@@ -72,7 +72,7 @@ class KVCost:
         if form == "exact":
             return num_tokens if self.return_s(num_tokens, num_tokens) < self.return_s(num_tokens, 0) else 0
         if not self.beta * prompt_tokens > self.prefill_s(prompt_tokens):
-            return 0  # decoded tokens are of no use without the prompt before them
+            return 0  # decoded tokens cannot be used without the prompt
         half = (self.gamma_1 + 2 * self.gamma_2) / 2
         best = (self.beta - self.gamma_1 * prompt_tokens - half) / (2 * self.gamma_1)
         return prompt_tokens + int(min(max(best, 0.0), decoded_tokens))

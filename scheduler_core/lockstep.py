@@ -1,4 +1,4 @@
-"""Running requests that decode in lockstep: a step of all of them costs the same, however many they are."""
+"""Running requests that decode in lockstep: advancing them all costs O(1) per step, not O(requests)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,48 +10,48 @@ from scheduler_core.request import RequestState
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """The group's record of one request; a request that leaves and comes back is another member.
+    """The group's record of one request; a request that leaves and joins again is a new member.
 
     Attributes:
         rank: Its number in the order of admission.
-        since: Number of the step up to which its state is in sync.
-        due: Number of the step for which it takes its next block; in sync like the state.
-        periodic: It takes a block at every border of its own from now on; False: not before `due`.
+        synced_step: Number of the step up to which its state is in sync.
+        due: Number of the step for which it takes its next block; as of the last sync.
+        periodic: Whether it takes a block every `block_tokens` steps from now on; False: not before `due`.
     """
 
     state: RequestState
     rank: int
-    since: int
+    synced_step: int
     due: int
     periodic: bool
 
 
 class LockstepGroup:
-    """Requests that all generate one token in every step that they take part in, and take such steps only together.
+    """Requests that decode in the same steps and generate one token in each of them.
 
-    Only for a policy with `progress = "unused"` under a batch former with `lockstep`. Steps are counted once for all; a
-    request's state holds its progress as of its last `sync`. Blocks are taken for all at once too: a request at the border
-    of a block needs another one at every `block_tokens`-th step from then on, so it is enough to count the requests by the
-    step of their next border. `num_steps` steps were taken by all, and the blocks for all steps of a number below
-    `allocated_until` are taken.
+    Only for a policy with `progress = "unused"` under a batch former with `lockstep`. Steps are counted once
+    for all members; the state of a request holds its progress as of its last `sync`. Blocks are also taken
+    for all at once: a request needs a new block at every `block_tokens`-th step, so requests are counted by
+    the step of their next block. `num_steps` is the number of steps taken so far. Blocks have been taken for
+    all steps with a number below `allocated_until`.
     """
 
     def __init__(self, kv: KVCache) -> None:
         self._kv = kv
         self._size = kv.block_tokens
-        #: Steps that the members have taken together.
+        #: Decode steps taken so far.
         self.num_steps = 0
         #: Sum of the tokens that the members have in the cache.
         self.context_tokens = 0
         self.allocated_until = 0
         self._last_s = 0.0
         self._members: dict[str, _Member] = {}
-        #: By step number modulo the size of a block: periodic members that take a block there.
+        #: Number of periodic members that take a block, by step number modulo the size of a block.
         self._borders = [0] * self._size
         self._num_periodic = 0
-        #: (due, running number, member) of those with more than a block to spare.
+        #: Heap of (due, running number, member) of the members with more than one free block.
         self._later: list[tuple[int, int, _Member]] = []
-        #: (number of the step after which max_tokens are there, running number, member).
+        #: Heap of (number of the step after which max_tokens are reached, running number, member).
         self._ends: list[tuple[int, int, _Member]] = []
         self._pushes = 0
         self._is_ordered = True
@@ -63,19 +63,19 @@ class LockstepGroup:
         return request_id in self._members
 
     def member(self, request_id: str) -> RequestState | None:
-        """The request, not in sync; None if it is no member."""
+        """The state of a member, not in sync; None for other requests."""
         member = self._members.get(request_id)
         return None if member is None else member.state
 
     def states(self) -> list[RequestState]:
-        """The members in order of admission, not in sync; not to be changed."""
+        """The states of the members in order of admission, not in sync. The list must not be changed."""
         if self._states is None:
             self._sort()
             self._states = [member.state for member in self._members.values()]
         return self._states
 
     def ids(self) -> tuple[str, ...]:
-        """Their ids, in the same order."""
+        """Ids of the members in order of admission."""
         if self._ids is None:
             self._sort()
             self._ids = tuple(self._members)
@@ -87,7 +87,7 @@ class LockstepGroup:
             self._is_ordered = True
 
     def join(self, state: RequestState, rank: int) -> None:
-        """A running request, which has computed all tokens before its next one, decodes from the members' next step on; `rank`
+        """Adds a running request whose prefill is complete; it decodes from the group's next step on. `rank`
         is its number in the order of admission."""
         now = self.num_steps
         spare = state.kv_tokens - state.num_computed_tokens
@@ -104,8 +104,8 @@ class LockstepGroup:
             self._num_periodic += 1
         else:
             heappush(self._later, (member.due, pushes, member))
-        left = state.request.max_tokens - state.num_output_tokens
-        heappush(self._ends, (now + left, pushes, member))
+        remaining = state.request.max_tokens - state.num_output_tokens
+        heappush(self._ends, (now + remaining, pushes, member))
         if len(self._ends) > 2 * len(members) + 64:
             self._ends = [entry for entry in self._ends if self._is_here(entry[2])]
             heapify(self._ends)
@@ -113,7 +113,7 @@ class LockstepGroup:
         self._states = self._ids = None
 
     def leave(self, state: RequestState) -> None:
-        """A member stops to decode; its state is in sync then."""
+        """Removes a member and brings its state in sync."""
         member = self._members[state.request_id]
         self._sync(member)
         del self._members[state.request_id]
@@ -127,11 +127,11 @@ class LockstepGroup:
         return self._members.get(member.state.request_id) is member
 
     def _is_next(self, due: int, member: _Member) -> bool:
-        """Whether an entry of `_later` is the member's own and its latest."""
+        """Whether an entry of `_later` is still valid: the latest one of a current member."""
         return not member.periodic and member.due == due and self._is_here(member)
 
     def allocate_step(self, max_blocks: int) -> bool:
-        """Takes the blocks for the next step; False (and nothing taken) if they are more than `max_blocks`."""
+        """Takes the blocks for the next step; False, without taking any, if it needs more than `max_blocks`."""
         step = self.num_steps
         if self.allocated_until > step:
             return True
@@ -150,19 +150,19 @@ class LockstepGroup:
         return True
 
     def blocks_until(self, step: int) -> int:
-        """Blocks that the members have to take for all steps of a smaller number."""
+        """Blocks to take for all steps with a number below `step`."""
         start, size, borders = self.allocated_until, self._size, self._borders
         if step <= start:
             return 0
-        rounds, rest = divmod(step - start, size)
+        rounds, extra = divmod(step - start, size)
         blocks = rounds * self._num_periodic if rounds else 0
         first = start % size
-        if rest == 1:
+        if extra == 1:
             blocks += borders[first]
-        elif first + rest <= size:
-            blocks += sum(borders[first : first + rest])
+        elif first + extra <= size:
+            blocks += sum(borders[first : first + extra])
         else:
-            blocks += sum(borders[first:]) + sum(borders[: first + rest - size])
+            blocks += sum(borders[first:]) + sum(borders[: first + extra - size])
         if self._later and self._later[0][0] < step:
             for due, _, member in self._later:
                 if due < step and self._is_next(due, member):
@@ -170,7 +170,7 @@ class LockstepGroup:
         return blocks
 
     def take_until(self, step: int) -> None:
-        """Takes those blocks; they must be there."""
+        """Takes the blocks of `blocks_until(step)`, which must be free."""
         if step <= self.allocated_until:
             return
         blocks = self.blocks_until(step)
@@ -187,16 +187,16 @@ class LockstepGroup:
         self.allocated_until = step
 
     def mark_allocated(self) -> None:
-        """Every member has taken the block for its next step individually."""
+        """Called after every member has taken the block for its next step individually."""
         self.allocated_until = self.num_steps + 1
 
     def on_grow(self, state: RequestState) -> None:
-        """A member in sync has taken blocks individually."""
+        """Called after a member in sync has taken blocks individually."""
         member = self._members[state.request_id]
         due = self.num_steps + state.kv_tokens - state.num_computed_tokens
         if member.periodic:
             assert (due - member.due) % self._size == 0
-            if due - self.allocated_until >= self._size:  # else the border stays what it is
+            if due - self.allocated_until >= self._size:  # else its next block is still due in the same step
                 member.periodic = False
                 self._borders[due % self._size] -= 1
                 self._num_periodic -= 1
@@ -208,8 +208,8 @@ class LockstepGroup:
         member.due = due
 
     def advance(self, num_steps: int, now: float) -> list[RequestState]:
-        """All members have taken so many steps, the last of which ended now; returns those that have generated max_tokens, in
-        no particular order."""
+        """Advances all members by `num_steps` steps, the last of which ended at `now`. Returns those that
+        have generated max_tokens, in no particular order."""
         self.num_steps = reached = self.num_steps + num_steps
         if reached > self.allocated_until:
             self.take_until(reached)
@@ -225,14 +225,14 @@ class LockstepGroup:
         return ended
 
     def steps_to_first_end(self, limit: int) -> int:
-        """Steps until the first member has max_tokens; `limit` if that is less."""
+        """Steps until the first member reaches max_tokens, at most `limit`."""
         ends = self._ends
         while ends and not self._is_here(ends[0][2]):
             heappop(ends)
         return min(limit, ends[0][0] - self.num_steps) if ends else limit
 
     def in_order(self, states: Iterable[RequestState]) -> list[RequestState]:
-        """Members in order of admission."""
+        """`states`, which are members, in order of admission."""
         return sorted(states, key=lambda state: self._members[state.request_id].rank)
 
     def sync(self, request_id: str) -> None:
@@ -250,9 +250,9 @@ class LockstepGroup:
 
     def _sync(self, member: _Member) -> None:
         state = member.state
-        steps = self.num_steps - member.since
+        steps = self.num_steps - member.synced_step
         if steps:
-            member.since = self.num_steps
+            member.synced_step = self.num_steps
             state.num_computed_tokens += steps
             state.num_output_tokens += steps
             state.last_token_s = state.last_scheduled_s = self._last_s
@@ -264,10 +264,10 @@ class LockstepGroup:
             member.due += blocks * self._size
 
     def validate(self, running: Iterable[RequestState]) -> None:
-        """Checks the sums, O(members); AssertionError names the one that does not hold."""
+        """Checks the invariants, O(members). AssertionError if one is violated."""
         self.sync_all()
         decoding = [s.request_id for s in running if s.num_computed_tokens >= s.prefill_target_tokens]
-        assert list(self.ids()) == decoding, "the group is not the requests that decode"
+        assert list(self.ids()) == decoding, "the members differ from the decoding requests"
         members = list(self._members.values())
         assert self.context_tokens == sum(member.state.num_computed_tokens for member in members)
         assert self._num_periodic == sum(self._borders) == sum(member.periodic for member in members)

@@ -4,26 +4,26 @@ The prediction ln X = mu + sigma T of a request becomes ln X = mu' + sigma' T wi
 
     mu' = mu + f.a,    ln sigma' = ln sigma + f.b,    f = (1, mu - 6, ln sigma + 1, ln prompt_tokens - 5),
 
-f within +-4. Zero coefficients leave a prediction as it is. They are the MAP estimate under normal priors of mean 0, by one
-scoring step for each request: with r = (ln x - mu') / sigma' and w = (nu + 1) / (nu + r^2),
+f each feature clipped to +-4. Zero coefficients leave a prediction unchanged. The coefficients are a MAP estimate with
+normal priors of mean 0, from one scoring step per request: with r = (ln x - mu') / sigma', w = (nu + 1) / (nu + r^2),
 
     score of mu'        g = w r / sigma'          information  i = w (nu + 1) / (nu + 3) / sigma'^2
     score of ln sigma'  g = h (w q^2 - 1)         information  i = 2 nu / (nu + 3)
 
-(Lange, Little and Taylor 1989; w has mean 1 where the parameters are right, and i that of the expected information),
-A <- k A + i f f^T, c <- k c + (i f.a + g) f, a = (A + P)^-1 c, P the precision of the prior: recursive least squares whose
-weights bound what one output can do. k = 1 - 1 / memory forgets. h, `RIGHT` for r > 0 and 2 - `RIGHT` for r < 0, keeps the
-mean of the score at 0: log lengths are skewed to the left, and where one sigma cannot fit both sides, schedulers need the
-longer one. q^2 = r^2 / (1 + f.(A + P)^-1 f / sigma'^2), also in the w beside it: while mu' is still uncertain, errors of it
-hardly make sigma' longer.
+(Lange, Little and Taylor 1989; if the parameters are correct, w has mean 1 and the mean of i is the expected
+information), A <- k A + i f f^T, c <- k c + (i f.a + g) f, a = (A + P)^-1 c, with P the precision of the prior.
+This is recursive least squares; the weights bound the influence of one output. k = 1 - 1 / memory is the
+forgetting factor. h is `RIGHT` for r > 0 and 2 - `RIGHT` for r < 0, which keeps the mean of the score at 0: log
+lengths are skewed to the left, and schedulers need the sigma of the right side. q^2 = r^2 / (1 + f.(A + P)^-1 f
+/ sigma'^2) also replaces r^2 in the w of that score: while mu' is uncertain, its errors hardly increase sigma'.
 
-An output known to be longer than x (truncated at max_tokens, or aborted) has the expected score given that: hazard(r) in
-place of w r, r hazard(r) in place of w r^2 - 1; and of the expected information, 1 in place of w, the part F(r) that x
-excludes.
+A censored output (truncated at max_tokens, or aborted) is longer than its x tokens. Its scores are the
+expectations given that: hazard(r) instead of w r, r hazard(r) instead of w r^2 - 1. Its information has 1
+instead of w, and only the fraction F(r) of lengths that x excludes.
 
-Two safeguards for each served model: corrections are in use while they have made the outputs of the window more likely
-(the coefficients are learned in any case); and where the corrected predictions fail the test of `drift_detector`, what has
-been learned is forgotten but for `KEPT_AT_ALARM`.
+Two safeguards for each served model: (1) corrections are only applied while they have increased the
+likelihood of the outputs in the window; the coefficients are always updated. (2) If the corrected predictions
+fail the test of `drift_detector`, only the fraction `KEPT_AT_ALARM` of the accumulated information is kept.
 """
 
 import math
@@ -53,15 +53,15 @@ _PRECISION = np.stack(
     [np.diag(np.array(deviations) ** -2.0) for deviations in ((0.4, 0.25, 0.25, 0.1), (0.25, 0.1, 0.1, 0.05))]
 )
 MAX_FEATURE = 4.0
-#: A smaller sigma' counts as this one in the scores.
+#: Lower bound of sigma' in the scores.
 MIN_SIGMA = 0.01
 RIGHT = 1.5
 #: Outputs since the start or the last alarm before the test begins.
 MIN_OUTPUTS = 50
 MAX_WINDOW = 100_000
-#: Fraction of the information that stays at an alarm.
+#: Fraction of the information that is kept at an alarm.
 KEPT_AT_ALARM = 0.2
-#: CRPS is twice the mean loss of the quantiles of the first levels; the others are those of coverage.
+#: The first levels are for the CRPS, twice the mean loss of their quantiles; the others are for coverage.
 NUM_LEVELS = 32
 _LEVELS = np.array([*((np.arange(NUM_LEVELS) + 0.5) / NUM_LEVELS), *COVERAGE_LEVELS.values()])
 STATE_FORMAT = "tailcast-online-calibration/1"
@@ -73,10 +73,10 @@ class OnlineCalibrationConfig:
     """Parameters of `OnlineCalibration`.
 
     Attributes:
-        memory: Outputs after which an old one has lost most of its weight.
-        window: Outputs that metrics, and the comparison with the predictions as they came, are computed over.
-        arl: Mean number of outputs to a false drift alarm, at least.
-        max_models: Served models with a correction of their own; the least recently observed one is dropped.
+        memory: Number of outputs after which the weight of an output has decayed to 1/e.
+        window: Number of latest outputs for metrics and for the comparison with the uncorrected predictions.
+        arl: Lower bound of the mean number of outputs to a false drift alarm (average run length).
+        max_models: Maximum number of served models; beyond it the least recently observed one is dropped.
     """
 
     memory: int = 5000
@@ -91,8 +91,8 @@ class OnlineCalibrationConfig:
 
 @dataclass(frozen=True, slots=True)
 class DriftAlarm:
-    """The outputs of a served model no longer follow its corrected predictions: the statistic of `DriftDetector`, at least
-    `arl`, one of `drift_detector.KINDS` as reason, and the outputs since the test began."""
+    """Alarm that outputs no longer follow the corrected predictions. `statistic` is the `DriftDetector.value`,
+    at least `arl`; `reason` one of `drift_detector.KINDS`; `num_outputs` the outputs since the test began."""
 
     statistic: float
     reason: str
@@ -100,7 +100,7 @@ class DriftAlarm:
 
 
 class _ServedModel:
-    """What is known of one served model."""
+    """Calibration state of one served model."""
 
     def __init__(self, config: OnlineCalibrationConfig) -> None:
         #: A [2, 4, 4] and c [2, 4], of mu' and of ln sigma'; see `solve`.
@@ -108,8 +108,8 @@ class _ServedModel:
         self.solve()
         self.num_outputs = self.num_censored = self.num_alarms = self.num_since_alarm = 0
         self.detector = DriftDetector(config.arl)
-        self.kept = 1.0 - 1.0 / config.memory
-        #: ln likelihood after less before, of the outputs of the window.
+        self.decay = 1.0 - 1.0 / config.memory
+        #: Gain in ln likelihood by the correction, for each output of the window.
         self.gains: deque[float] = deque()
         self.gain_sum = 0.0
         #: mu, sigma, mu', sigma', nu, ln x, ln max_tokens, finished [window, 8].
@@ -118,11 +118,11 @@ class _ServedModel:
 
     @property
     def is_used(self) -> bool:
-        """Whether the corrected predictions have been more likely than the others."""
+        """Whether the correction has increased the likelihood over the window."""
         return self.gain_sum > 0.0
 
     def corrected(self, prediction: LengthPrediction, features: tuple[float, ...]) -> LengthPrediction:
-        """mu' and sigma', within what a `LengthPrediction` may be; quantiles are moved along."""
+        """The prediction with mu' and sigma', clipped to their ranges; quantiles are moved accordingly."""
         _, x, y, z = features
         a, b = self.coefficients
         mu = prediction.mu + a[0] + a[1] * x + a[2] * y + a[3] * z
@@ -138,7 +138,7 @@ class _ServedModel:
         finished: bool,
         log_limit: float | None,
     ) -> None:
-        """Compares the likelihoods before and after; adds an output to the rows of the metrics unless log_limit is None."""
+        """Updates the likelihood gain with an output; adds it to the metric rows unless log_limit is None."""
         gain = _log_likelihood(corrected, log_length, finished) - _log_likelihood(raw, log_length, finished)
         self.gains.append(gain)
         self.gain_sum += gain - (self.gains.popleft() if len(self.gains) > len(self.rows) else 0.0)
@@ -149,7 +149,7 @@ class _ServedModel:
             self.num_rows += 1
 
     def test(self, corrected: LengthPrediction, output_tokens: int, finished: bool) -> DriftAlarm | None:
-        """Tests the corrected prediction of an output; forgets most of what has been learned where it fails."""
+        """Updates the drift test with an output; at an alarm, reduces the information to `KEPT_AT_ALARM`."""
         self.num_since_alarm += 1
         if self.num_since_alarm <= MIN_OUTPUTS:
             return None
@@ -175,7 +175,7 @@ class _ServedModel:
         log_length: float,
         finished: bool,
     ) -> None:
-        """One scoring step of both parameters."""
+        """Updates the coefficients of mu' and sigma' by one scoring step."""
         self.num_outputs += 1
         self.num_censored += not finished
         nu, sigma = corrected.nu, max(corrected.sigma, MIN_SIGMA)
@@ -193,25 +193,24 @@ class _ServedModel:
         information = fraction * np.array([weight * (nu + 1) / (sigma * sigma), 2 * nu]) / (nu + 3)
         steps = corrected.mu - raw.mu, math.log(corrected.sigma / raw.sigma)
         response = information * steps + (weighted / sigma, growth)
-        self.information *= self.kept
+        self.information *= self.decay
         self.information += information[:, None, None] * (features[:, None] * features)
-        self.response *= self.kept
+        self.response *= self.decay
         self.response += response[:, None] * features
         self.solve()
 
     def solve(self) -> None:
-        """Brings the coefficients, and the covariance of those of mu' [4, 4], up to date."""
+        """Recomputes the coefficients, and the covariance [4, 4] of those of mu'."""
         inverse = np.linalg.inv(self.information + _PRECISION)
         self.covariance = inverse[0]
         self.coefficients = (inverse @ self.response[:, :, None])[:, :, 0].tolist()
 
     def state(self) -> dict[str, Any]:
-        """See `OnlineCalibration.state`."""
         arrays = {"information": self.information.tolist(), "response": self.response.tolist()}
         return {name: getattr(self, name) for name in (*_COUNTS, "gain_sum")} | arrays
 
     def restore(self, content: Mapping[str, Any]) -> None:
-        """Raises an error where the content is not a state."""
+        """Restores a `state`; raises an error if the content is invalid."""
         for name in _COUNTS:
             setattr(self, name, int(content[name]))
         self.gain_sum = float(content["gain_sum"])
@@ -244,9 +243,9 @@ class OnlineCalibration:
     def correct(
         self, served_model: str, prediction: LengthPrediction, prompt_tokens: int | None = None
     ) -> LengthPrediction:
-        """The corrected prediction; that itself without finished requests of the served model.
+        """The corrected prediction; `prediction` itself while no correction is in use for the served model.
 
-        `prompt_tokens` is the length of the prompt, None where it is not known.
+        `prompt_tokens` is the length of the prompt, None if unknown.
         """
         model = self._models.get(served_model)
         if model is None or not model.is_used:
@@ -263,15 +262,15 @@ class OnlineCalibration:
         finished: bool,
         max_tokens: int | None = None,
     ) -> DriftAlarm | None:
-        """Learns from a request that has ended; returns the alarm, if there is one. `InputError` if a number is not allowed.
+        """Updates the calibration with an ended request; returns the alarm, if any. `InputError` for an invalid number.
 
         Args:
             served_model: Its name; models beyond `max_models` replace the least recently observed one.
-            prediction: As the predictor made it, not the corrected one.
-            prompt_tokens: Length of the prompt; None where it is not known.
+            prediction: The uncorrected prediction.
+            prompt_tokens: Length of the prompt; None if unknown.
             output_tokens: Length of the output, > 0.
-            finished: False where the output was truncated at max_tokens or aborted.
-            max_tokens: Limit of the output; None if there is none. Outputs aborted below it are not part of the metrics.
+            finished: False if the output was truncated at max_tokens or aborted.
+            max_tokens: Limit of the output; None if there is none. Outputs aborted below it are not in the metrics.
         """
         _check_tokens("output_tokens", output_tokens, 1)
         if prompt_tokens is not None:
@@ -294,13 +293,12 @@ class OnlineCalibration:
         return alarm
 
     def metrics(self, served_model: str) -> dict[str, Any]:
-        """Quality of the predictions of a served model over the window, as they came and corrected: num_outputs,
-        num_censored, num_alarms since the start; is_used: whether corrections are in use; num_window; before and after, each
-        with coverage (level -> fraction of the outputs whose quantile is below max_tokens that are at most as long), tau
-        (Kendall's tau-b of mu and length), crps (of ln min(X, max_tokens)); None where unknown. `InputError` if there is no
-        output of this served model.
+        """Prediction quality of a served model over the window. `InputError` if it has no outputs yet.
 
-        An output counts under the correction before it was learned from, whether corrections are in use or not.
+        Keys: num_outputs, num_censored, num_alarms (since the start); is_used (whether corrections are in use);
+        num_window; before and after (without and with correction), each with coverage (level -> fraction of outputs not
+        longer than the quantile, among those whose quantile is below max_tokens), tau (Kendall's tau-b of mu and length)
+        and crps (of ln min(X, max_tokens)); None if unknown. The correction of an output is the one before its update.
         """
         model = self._models.get(served_model)
         if model is None:
@@ -313,14 +311,14 @@ class OnlineCalibration:
         }
 
     def state(self) -> dict[str, Any]:
-        """What has been learned, as JSON content: all but the window of the metrics and the running drift tests."""
+        """The learned state as JSON content, without the metrics window and the running drift tests."""
         return {
             "format": STATE_FORMAT,
             "served_models": {name: model.state() for name, model in self._models.items()},
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues from what `state` gave; nothing is changed if that cannot be used. `InputError` if it is not a state."""
+        """Restores a `state`. `InputError`, without any change, if it is invalid."""
         if not isinstance(state, Mapping) or state.get("format") != STATE_FORMAT:
             raise InputError("state", state, f"a mapping of format {STATE_FORMAT}")
         models: OrderedDict[str, _ServedModel] = OrderedDict()
@@ -339,7 +337,6 @@ def _check_tokens(name: str, value: int, low: int) -> None:
 
 
 def _features(prediction: LengthPrediction, prompt_tokens: int | None) -> tuple[float, float, float, float]:
-    """f."""
     log_prompt = 5.0 if prompt_tokens is None else math.log(max(prompt_tokens, 1))
     values = (prediction.mu - 6.0, math.log(prediction.sigma) + 1.0, log_prompt - 5.0)
     x, y, z = (min(max(value, -MAX_FEATURE), MAX_FEATURE) for value in values)
@@ -347,7 +344,7 @@ def _features(prediction: LengthPrediction, prompt_tokens: int | None) -> tuple[
 
 
 def _log_likelihood(prediction: LengthPrediction, log_length: float, finished: bool) -> float:
-    """ln density at ln x up to a constant of nu, or ln P(X > x) of an output that is longer."""
+    """ln density at ln x up to a constant of nu; for a censored output ln P(X > x)."""
     z, nu = (log_length - prediction.mu) / prediction.sigma, prediction.nu
     if finished:
         return -0.5 * (nu + 1) * math.log1p(z * z / nu) - math.log(prediction.sigma)
@@ -363,12 +360,12 @@ def _quantiles(nu: float) -> FloatArray:
 
 
 def _scores(rows: FloatArray, corrected: int) -> dict[str, Any]:
-    """`OnlineCalibration.metrics` of the predictions as they came (0) or corrected (1)."""
+    """Scores for `OnlineCalibration.metrics` of the uncorrected (0) or corrected (1) predictions."""
     if not len(rows):
         return {"coverage": dict.fromkeys(COVERAGE_LEVELS), "tau": None, "crps": None}
     mu, sigma = rows[:, 2 * corrected : 2 * corrected + 2].T
     nu, log_length, log_limit, finished = rows[:, 4:].T
-    standard = np.array([_quantiles(float(f"{one:.2g}")) for one in nu.tolist()])
+    standard = np.array([_quantiles(float(f"{value:.2g}")) for value in nu.tolist()])
     quantiles = mu[:, None] + sigma[:, None] * standard
     gaps = log_length[:, None] - np.minimum(quantiles[:, :NUM_LEVELS], log_limit[:, None])
     coverage: dict[str, float | None] = {}

@@ -1,7 +1,7 @@
-"""Options of a command: a frozen dataclass from the command line and YAML files, through jsonargparse.
+"""Options of a command: a frozen dataclass, filled from the command line and YAML files with jsonargparse.
 
-From the dataclass (each field followed by a docstring, which is its help text) come `--help`, `--config FILE.yaml`,
-dotted overrides and `--print_config`.
+The dataclass defines `--help`, `--config FILE.yaml`, dotted overrides and `--print_config`; the docstring
+after each field is its help text.
 """
 
 import math
@@ -23,10 +23,10 @@ C = TypeVar("C")
 
 #: Integers of options are stored in 64 bits.
 _MAX_INTEGER = 2**63 - 1
-#: Nested collections in a configuration.
+#: Maximum depth of nested collections in a configuration.
 _MAX_DEPTH = 50
 _YAML_MODE = "tailcast"
-#: Errors of jsonargparse: required options are missing; an option, or one of a group, is unknown; a value is none of the choices.
+#: Error messages of jsonargparse: missing required options, values not among the choices, unknown options.
 _REQUIRED = "the following arguments are required"
 _CHOICE = re.compile(r'Parser key "(.+?)":\s+Expected a typing.Literal\[(.+)\]. Got value: (.*)')
 _UNKNOWN = re.compile(
@@ -37,14 +37,14 @@ _UNKNOWN = re.compile(
 def read_config(
     prog: str, config_class: type[C], positionals: Sequence[str], extra: str, args: Sequence[str]
 ) -> C:
-    """The configuration of the command `prog` from the words after its name. `TailcastError` if an option is unknown, missing,
-    or has a value that is not allowed, or an output is an input.
+    """The configuration of the command `prog`, parsed from its arguments. `TailcastError` if an option is
+    unknown, missing or invalid, or if an output path is also an input.
 
     Args:
-        config_class: Frozen dataclass with one documented field per option; a class attribute RECIPES is the folder of
-            YAML files that --config finds by name.
-        positionals: Names of string fields given by position, in order, the last maybe a list; those without a default
-            are required.
+        config_class: Frozen dataclass with one documented field per option. Its optional class attribute
+            RECIPES is a folder of YAML files that --config finds by name.
+        positionals: Names of string fields passed by position, in order; the last may be a list. Those
+            without a default are required.
         extra: The extra of `tailcast` that installs jsonargparse.
     """
     parser = _parser(prog, config_class, positionals, extra)
@@ -71,7 +71,7 @@ def read_config(
         raise TailcastError(message) from error
     except (ArgumentError, ValueError) as error:
         cause: BaseException | None = error
-        while cause is not None:  # the error of the configuration, inside what jsonargparse made of it
+        while cause is not None:  # jsonargparse wraps the error of the configuration class
             if isinstance(cause, TailcastError):
                 raise cause from None
             cause = cause.__cause__
@@ -115,7 +115,7 @@ def _parser(prog: str, config_class: type[Any], positionals: Sequence[str], extr
 
 
 def _add_completers(parser: Any) -> None:
-    """Has argcomplete offer the values of choices, and files elsewhere; jsonargparse's own completers know neither."""
+    """Makes argcomplete complete choices and, for other options, files; those of jsonargparse do neither."""
     from argcomplete.completers import ChoicesCompleter, FilesCompleter
 
     for action in parser._actions:
@@ -133,7 +133,7 @@ def _add_completers(parser: Any) -> None:
 
 
 def _with_recipes(args: Sequence[str], folder: Path | None) -> list[str]:
-    """The words with the path of a recipe in place of its name behind --config; a file of that name comes first."""
+    """The arguments with recipe names after --config replaced by paths, unless a file has that name."""
     recipes = {} if folder is None else {path.stem: str(path) for path in sorted(folder.glob("*.yaml"))}
     words = [
         part for word in args for part in (word.split("=", 1) if word.startswith("--config=") else [word])
@@ -147,9 +147,9 @@ def _with_recipes(args: Sequence[str], folder: Path | None) -> list[str]:
 
 
 def _explained(message: str, prog: str, parser: Any, positionals: Sequence[str], args: Sequence[str]) -> str:
-    """The message of an error in the options, with all that is missing, or the option most like an unknown one.
+    """The message of an option error, with all missing options, or the option most similar to an unknown one.
 
-    `positionals` are the required ones.
+    `positionals` are the required positional options.
     """
     if message.startswith(_REQUIRED):
         spellings = {name: name.upper() for name in positionals}
@@ -170,8 +170,8 @@ def _explained(message: str, prog: str, parser: Any, positionals: Sequence[str],
 
 
 def _parse(parser: Any, args: Sequence[str]) -> Any:
-    """The values of the options and configuration files, not yet in a configuration."""
-    # Option names are fields, and both spellings are natural: `--max-tokens 5` means `--max_tokens 5`.
+    """The values of the options and configuration files, as a Namespace of jsonargparse."""
+    # Option names are field names; hyphens are accepted too: `--max-tokens 5` means `--max_tokens 5`.
     words = []
     for word in args:
         name, equals, value = word.partition("=")
@@ -181,12 +181,12 @@ def _parse(parser: Any, args: Sequence[str]) -> Any:
     try:
         return parser.parse_args(words)
     except (AttributeError, KeyError, IndexError, TypeError) as error:
-        # Only jsonargparse runs in there: it trips over such things as a configuration file with a key `config`.
+        # jsonargparse raises these for some invalid input, such as a configuration file with a key `config`.
         raise TailcastError(f"the options cannot be read ({type(error).__name__}: {error})") from error
 
 
 def _check_groups(config_class: type[Any], values: Any, prefix: str) -> None:
-    """Raises InputError where a nested configuration is no mapping, or a null stands where unset is not allowed."""
+    """Raises InputError if a nested configuration is not a mapping, or a required value is null."""
     from jsonargparse import Namespace
 
     for name, hint in get_type_hints(config_class).items():
@@ -203,8 +203,8 @@ def _check_groups(config_class: type[Any], values: Any, prefix: str) -> None:
 
 
 def _load_yaml(text: str) -> Any:
-    """The value of a YAML text, as jsonargparse loads it. `YAMLError` if it is not valid, has an alias, the same key twice, or
-    is nested too deeply."""
+    """The value of a YAML text, as jsonargparse loads it. `YAMLError` if it is invalid, has an alias or a
+    repeated key, or is nested too deeply."""
     from jsonargparse import get_loader
     from yaml import YAMLError
 
@@ -216,11 +216,11 @@ def _load_yaml(text: str) -> Any:
 
 
 def _check_yaml(text: str) -> None:
-    """Refuses aliases (a small text may become huge), repeated keys and deep nesting, from the parser's events alone."""
+    """Rejects aliases (small texts may expand to huge values), repeated keys and deep nesting before loading."""
     import yaml
 
-    keys: list[set[str] | None] = []  # of each open collection; None: a sequence
-    is_key: list[bool] = []  # of each open collection: the next node is a key
+    keys: list[set[str] | None] = []  # for each open collection: its keys so far; None: a sequence
+    is_key: list[bool] = []  # for each open collection: whether the next node is a key
     for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         if isinstance(event, yaml.AliasEvent):
             raise yaml.YAMLError(f"alias *{event.anchor}: aliases are not supported; write the value out")
@@ -232,7 +232,7 @@ def _check_yaml(text: str) -> None:
                 if is_key[-1] and isinstance(event, yaml.ScalarEvent):
                     if event.value in names:
                         line = event.start_mark.line + 1
-                        raise yaml.YAMLError(f"line {line}: {event.value!r} is there twice")
+                        raise yaml.YAMLError(f"line {line}: repeated key {event.value!r}")
                     names.add(event.value)
                 is_key[-1] = not is_key[-1]
             if isinstance(event, yaml.CollectionStartEvent):
@@ -243,7 +243,7 @@ def _check_yaml(text: str) -> None:
 
 
 def _check_value(name: str, value: object) -> None:
-    """Raises InputError for values that fit no file: NaN, infinity, integers beyond 64 bits, broken text."""
+    """Raises InputError for values that files cannot store: NaN, infinity, large integers, invalid text."""
     if isinstance(value, float) and not math.isfinite(value):
         raise InputError(name, value, "finite numbers")
     if isinstance(value, int) and not -_MAX_INTEGER <= value <= _MAX_INTEGER:
@@ -263,11 +263,11 @@ def _check_value(name: str, value: object) -> None:
 
 
 def check_command_paths(config: object, config_files: Sequence[str] = ()) -> None:
-    """`check_outputs` for the options of a command and its --config files; where it has an option `overwrite`, that protects
-    files at its outputs.
+    """`check_outputs` for the options of a command and its --config files. If there is an option `overwrite`
+    and it is false, existing output files are an `InputError` as well.
 
-    The class attributes INPUTS and OUTPUTS of `config` are names of options, dotted for those of a group; an output may also
-    be a pattern such as "{out}.run.json". Without them nothing is checked.
+    The class attributes INPUTS and OUTPUTS of `config` are names of options, dotted for those of a group. An
+    output may also be a pattern such as "{out}.run.json". Without them nothing is checked.
     """
     inputs = {
         name: _input_paths(reduce(lambda part, word: getattr(part, word, None), name.split("."), config))
@@ -289,9 +289,9 @@ def check_command_paths(config: object, config_files: Sequence[str] = ()) -> Non
 def check_outputs(
     inputs: Mapping[str, Iterable[str | Path]], outputs: Mapping[str, str | Path | None]
 ) -> None:
-    """Raises InputError if writing an output would replace an input or another output: the same file, by whatever path or
-    link, or an output inside an input folder or around an input. `inputs` and `outputs` are paths by option; inputs that do
-    not exist are ignored, and outputs that are None, "-", devices or pipes."""
+    """Raises InputError if an output would replace an input or another output: it is the same file, possibly
+    through a link, or a folder that contains the other or is contained in it. `inputs` and `outputs` are
+    paths by option. Ignores inputs that do not exist, and outputs that are None, "-", devices or pipes."""
     targets = {
         field: Path(path)
         for field, path in outputs.items()
@@ -312,7 +312,7 @@ def check_outputs(
 
 
 def _overlap(target: Path, other: Path) -> str | None:
-    """What `target` would have to be so that writing it does not change `other`; None if it does not."""
+    """Description of allowed targets if writing `target` would change `other`, for the error; else None."""
     real, other_real = Path(os.path.realpath(target)), Path(os.path.realpath(other))
     if real == other_real or (target.exists() and other.exists() and target.samefile(other)):
         return "another path than that"
@@ -322,7 +322,7 @@ def _overlap(target: Path, other: Path) -> str | None:
 
 
 def _input_paths(value: object) -> list[str]:
-    """Paths that an option may name: every text in it, and PATH of NAME=PATH, of each between commas."""
+    """Possible paths in the value of an option: all strings, and PATH of each comma-separated NAME=PATH."""
     if is_dataclass(value) and not isinstance(value, type):
         value = [getattr(value, field.name) for field in fields(value)]
     if isinstance(value, Mapping):

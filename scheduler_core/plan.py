@@ -1,6 +1,6 @@
-"""Plans and results: what the scheduler and the engine exchange for each step, all to be read only.
+"""Plans and results that scheduler and engine exchange in each step. All objects are read-only.
 
-The classes made in every step are not frozen: that would make them several times as slow to construct.
+The classes created in every step are not frozen, because frozen classes are several times slower to construct.
 """
 
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from typing import Literal
 
 @dataclass(slots=True)
 class PrefillChunk:
-    """A piece of a request's prompt (or, after a preemption, of prompt and generated tokens), of which `start_token` tokens
-    are in the cache already; after the last one the request's next output token is sampled."""
+    """A chunk of a request's prompt (after a preemption also of its generated tokens). The first
+    `start_token` tokens are already in the cache. After the last chunk the next output token is sampled."""
 
     request_id: str
     start_token: int
@@ -34,10 +34,10 @@ class StepPlan:
         step: Number of the step, from 0.
         prefills: Chunks to process.
         decodes: Requests that generate one token each.
-        num_context_tokens: Keys and values read from the cache: tokens of all planned requests already there.
+        num_context_tokens: Tokens of all planned requests whose keys and values are read from the cache.
         admitted: Requests that left the waiting queue for this step.
-        preempted: Requests that wait again, those of `swapped_out` among them.
-        swapped_out: Copies of preempted requests to the host, before their blocks are used again.
+        preempted: Requests that returned to the waiting queue, including those of `swapped_out`.
+        swapped_out: Copies from preempted requests to the host, before their blocks are used again.
         swapped_in: Copies of admitted requests back to the device, before the step.
     """
 
@@ -66,12 +66,12 @@ class StepResult:
     """Result of a step.
 
     Attributes:
-        step: The plan's number.
+        step: Number of the plan.
         stopped: Requests whose new token ended their output; not needed for those that reach max_tokens.
-        num_steps: How often the plan was carried out in a row, a chunk going on where the last one ended (see
-            `Scheduler.steady_steps`); `stopped` is about the last time.
-        ends_s: Of several steps: ends of all but the last, for a policy that wants them (`Scheduler.wants_step_ends`); none:
-            they took equally long.
+        num_steps: Number of times the plan was executed in a row, each chunk continuing the previous one (see
+            `Scheduler.steady_steps`). `stopped` refers to the last one.
+        ends_s: End times of all steps but the last, if the policy needs them (`Scheduler.wants_step_ends`).
+            Empty: all steps took equally long.
     """
 
     step: int
@@ -82,8 +82,8 @@ class StepResult:
 
 @dataclass(slots=True)
 class Finished:
-    """A request that is done and no longer in the scheduler: "stop": the model ended its output; "length": max_tokens were
-    generated."""
+    """A finished request, which is no longer in the scheduler. Its reason is "stop" if the model ended the
+    output, and "length" if max_tokens were generated."""
 
     request_id: str
     reason: Literal["stop", "length"]
@@ -97,8 +97,8 @@ class Finished:
 class Counters:
     """Numbers of events since the scheduler was created.
 
-    `num_added` includes requests of other replicas (`num_moved_in`); `num_swaps` are preemptions with a copy on the host,
-    `num_late_predictions` predictions or failures for requests no longer here, `num_rekeys` steps that recomputed all keys.
+    `num_added` includes requests from other replicas (`num_moved_in`). `num_swaps` counts preemptions with a copy on
+    the host, `num_late_predictions` results for requests that have left, `num_rekeys` steps that recomputed all keys.
     """
 
     num_added: int = 0

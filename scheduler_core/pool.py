@@ -1,4 +1,4 @@
-"""The live requests and the memory they hold: the state that a batch former works on."""
+"""Live requests and their KV memory: the state that a batch former changes."""
 
 import math
 from collections import Counter
@@ -14,12 +14,12 @@ from scheduler_core.request import RequestState, Status
 
 
 class Pool:
-    """Waiting queue, running requests and KV cache, kept consistent.
+    """Consistent set of waiting queue, running requests and KV cache.
 
-    At most `max_num_seqs` requests are in one step, and `max_running` hold memory at the same time. `preemption`: whether a
-    preempted request keeps a copy of its cache on the host, if that has memory left. `evicts_by_key`: victims are chosen by
-    the policy's eviction key; False: the youngest goes. `group`: see `WaitingQueue`; `lockstep`: requests that decode are
-    advanced in lockstep, see `LockstepGroup`.
+    A step has at most `max_num_seqs` requests; at most `max_running` hold memory at the same time.
+    `preemption`: whether a preempted request keeps a copy of its cache on the host while that has free
+    memory. `evicts_by_key`: choose victims by the policy's eviction key; False: the youngest request.
+    `group`: see `WaitingQueue`. `lockstep`: advance decoding requests in lockstep, see `LockstepGroup`.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class Pool:
         self.waiting = WaitingQueue(policy, group)
         #: Tokens that the waiting requests have to process before their next output token.
         self.waiting_prefill_tokens = 0
-        #: Live requests by the level they are scheduled at.
+        #: Number of live requests by the level they are scheduled at.
         self.num_by_level: Counter[int] = Counter()
         self._running: dict[str, RequestState] = {}
         self.evictions = EvictionQueue(policy) if evicts_by_key else None
-        #: The requests that decode, if they do so in lockstep.
+        #: The decoding requests, if they are advanced in lockstep.
         self.lockstep = LockstepGroup(kv) if lockstep and self.evictions is None else None
-        #: With a lockstep group: the other running requests in order of admission, with its number.
+        #: With a lockstep group: the other running requests and their admission numbers, in that order.
         self._prefilling: dict[str, tuple[RequestState, int]] = {}
         self._num_admitted = 0
         #: Requests of other replicas that have blocks and a slot reserved here; `max_running` excludes those slots.
@@ -57,13 +57,13 @@ class Pool:
 
     @property
     def states(self) -> Mapping[str, RequestState]:
-        """All live requests, to read; O(running requests) after a step in lockstep."""
+        """All live requests, read-only; O(running requests) after a step in lockstep."""
         self.sync()
         return self._states
 
     @property
     def running(self) -> Mapping[str, RequestState]:
-        """The running requests in order of admission, to read; the same cost."""
+        """The running requests in order of admission, read-only; cost as for `states`."""
         self.sync()
         return self._running
 
@@ -81,7 +81,7 @@ class Pool:
         return request_id in self._states
 
     def find(self, request_id: str) -> RequestState | None:
-        """A live request, to read; None if it is not here."""
+        """A live request, read-only; None if there is no such request."""
         if self.lockstep is not None:
             self.lockstep.sync(request_id)
         return self._states.get(request_id)
@@ -92,8 +92,8 @@ class Pool:
             self.lockstep.sync_all()
 
     def by_phase(self) -> tuple[list[RequestState], list[RequestState]]:
-        """The running requests in prefill and those that decode, each in order of admission; not to be changed, and those
-        that decode in lockstep are not in sync."""
+        """The running requests in prefill and in decode, each in order of admission. The lists must not be
+        changed. States of requests in lockstep are not in sync."""
         if self.lockstep is not None:
             prefilling = [state for state, _ in self._prefilling.values()] if self._prefilling else []
             return prefilling, self.lockstep.states()
@@ -104,52 +104,52 @@ class Pool:
         return [s for s in running if s.num_computed_tokens < s.prefill_target_tokens], decodes
 
     def prefilled(self, state: RequestState) -> None:
-        """A running request has processed its prompt; its next step is a decode."""
+        """Called when a running request has completed its prefill; its next step is a decode."""
         if self.lockstep is not None:
             _, rank = self._prefilling.pop(state.request_id)
             self.lockstep.join(state, rank)
 
     def end_lockstep(self) -> None:
-        """From now on every request is advanced individually."""
+        """Advances every request individually from now on."""
         if self.lockstep is not None:
             self.lockstep.sync_all()
             self.lockstep = None
 
     def enter(self, state: RequestState, now: float) -> None:
-        """Adds a new request, which waits."""
+        """Adds a new request to the waiting queue."""
         self._states[state.request_id] = state
         self.num_by_level[state.effective_level()] += 1
         self._wait(state, now)
 
     def update(self, state: RequestState, prediction: Prediction | None) -> bool:
-        """Applies a prediction to a live request, see `RequestState.apply_prediction`."""
+        """Applies a prediction to a live request; see `RequestState.apply_prediction`."""
         self.num_by_level[state.effective_level()] -= 1
         is_new = state.apply_prediction(prediction)
         self.num_by_level[state.effective_level()] += 1
         return is_new
 
     def rekey(self, state: RequestState, now: float) -> None:
-        """Updates the queue entry of a request whose key has changed; nothing happens if it is gone."""
+        """Updates the queue entry of a request whose key has changed; ignores a request that has left."""
         if state.status is Status.WAITING:
             self.waiting.push(state, now)
         elif state.status is Status.RUNNING and self.evictions is not None:
             self.evictions.push(state, now)
 
     def start_step(self, now: float) -> None:
-        """Called before each step; brings the keys up to date that change with the steps."""
+        """Updates keys that change from step to step; called before each step."""
         if self.evictions is not None:
             self.evictions.start_step()
         for state in self.policy.take_changed(now):
             self.rekey(state, now)
 
     def reserve_tokens(self, state: RequestState) -> int:
-        """Tokens for which a waiting request gets blocks when it is admitted."""
+        """Number of tokens whose blocks a waiting request takes at its admission."""
         longest = state.request.prompt_tokens + state.request.max_tokens
         return min(max(self.policy.admission_tokens(state), state.known_tokens), longest)
 
     def admit(self, state: RequestState, now: float, reserve_tokens: int | None = None) -> bool:
-        """Moves a waiting request to the running ones, with blocks for all it has to process, or for `reserve_tokens` tokens;
-        False if there is no slot or too few blocks."""
+        """Moves a waiting request to the running ones. It takes blocks for `reserve_tokens` tokens (default:
+        those of the method of that name). Returns False if there is no free slot or too few blocks."""
         running = self._running
         tokens = self.reserve_tokens(state) if reserve_tokens is None else reserve_tokens
         if len(running) >= self.max_running:
@@ -175,7 +175,7 @@ class Pool:
         return True
 
     def grow(self, state: RequestState, num_tokens: int) -> bool:
-        """Takes blocks for `num_tokens` tokens of a running request in all; False if there are too few."""
+        """Grows a running request to the blocks for `num_tokens` tokens; False if too few are free."""
         if num_tokens <= state.kv_tokens:
             return True
         if not self.kv.grow(state.request_id, num_tokens):
@@ -187,10 +187,10 @@ class Pool:
         return True
 
     def preempt(self, state: RequestState, now: float, offload_tokens: int | None = None) -> int:
-        """Takes a running request's memory away; it waits again. Returns the number of tokens copied to the host.
+        """Frees the memory of a running request and returns it to the waiting queue.
 
-        Copied are the first `offload_tokens` (None: all if preemption is by swap, else none), and none if the host has no memory
-        left; the others will be processed again.
+        Copies the first `offload_tokens` tokens to the host (None: all if preemption is by swap, else none), or none
+        if the host has too little memory. The other tokens are recomputed later. Returns the number of copied tokens.
         """
         self._stop_running(state)
         if offload_tokens is None:
@@ -209,14 +209,14 @@ class Pool:
         return offload_tokens
 
     def memory_victim(self, now: float) -> RequestState:
-        """The running request to be preempted when the running ones have no memory left to grow."""
+        """The running request to preempt when no free block is left for the growth of running requests."""
         if self.evictions is not None:
             return self.evictions.first(now)
         return next(reversed(self._running.values()))
 
     def victims_for(self, state: RequestState, now: float) -> list[RequestState] | None:
-        """The fewest running requests to evict for a waiting one to be admitted; None if it may not displace enough of
-        them, or needs none."""
+        """The minimum set of running requests to evict so that a waiting one can be admitted. None if it may
+        not displace enough of them, or if none has to be evicted."""
         if self.evictions is None:
             return None
         tokens = self.reserve_tokens(state)
@@ -237,7 +237,7 @@ class Pool:
         return None
 
     def _would_fit(self, num_tokens: int, victims: list[RequestState]) -> bool:
-        """Whether a request of so many tokens could be admitted without the victims."""
+        """Whether a request of `num_tokens` tokens could be admitted after the eviction of `victims`."""
         num_running = len(self._running) - len(victims)
         freed_blocks = sum(self.kv.held_by(victim.request_id) for victim in victims)
         return num_running < self.max_running and self.kv.fits(
@@ -245,7 +245,7 @@ class Pool:
         )
 
     def leave(self, state: RequestState) -> None:
-        """Forgets a request."""
+        """Removes a request and frees its memory."""
         if state.status is Status.WAITING:
             self._stop_waiting(state)
         else:
@@ -254,8 +254,8 @@ class Pool:
         self._forget(state)
 
     def reserve(self, request_id: str, num_blocks: int) -> bool:
-        """Reserves that many blocks more for a request of another replica, and with the first ones a slot; False (and
-        nothing taken) if there are none."""
+        """Reserves `num_blocks` more blocks for a request of another replica, and at its first call a slot.
+        Returns False, without reserving anything, if they are not free."""
         held = self.kv.held_by(request_id)
         if request_id in self.reserved:
             return self.kv.grow(request_id, (held + num_blocks) * self.kv.block_tokens)
@@ -270,14 +270,14 @@ class Pool:
         return True
 
     def unreserve(self, request_id: str) -> None:
-        """Frees what is reserved for the request, if anything is."""
+        """Frees the reservation of a request, if there is one."""
         if request_id in self.reserved:
             self.kv.release(request_id)
             self.reserved.remove(request_id)
             self.max_running += 1
 
     def take_out(self, state: RequestState) -> None:
-        """Removes a request that moves to another replica. Blocks and slot of a running one stay reserved for it."""
+        """Removes a request that moves to another replica. Blocks and slot of a running one stay reserved."""
         if state.status is Status.WAITING:
             self.leave(state)
             state.num_computed_tokens, state.prefill_target_tokens = 0, state.known_tokens
@@ -290,7 +290,7 @@ class Pool:
         self._forget(state)
 
     def put_in(self, state: RequestState, now: float) -> None:
-        """Adds a request of another replica: it runs on what is reserved for it, or waits if nothing is."""
+        """Adds a request of another replica; it runs in its reserved slot, or waits without a reservation."""
         name = state.request_id
         if name not in self.reserved:
             state.status = Status.WAITING
@@ -332,23 +332,23 @@ class Pool:
             self.evictions.remove(state)
 
     def validate(self, now: float, *, keys_are_fresh: bool) -> None:
-        """Checks the invariants, O(requests); AssertionError names the one that does not hold.
+        """Checks the invariants, O(requests). AssertionError if one is violated.
 
-        `keys_are_fresh`: nothing has happened since keys were brought up to date: check that they are.
+        `keys_are_fresh`: also check the keys, because no event has occurred since they were updated.
         """
         waiting = {state.request_id for state in self.waiting}
         running = set(self.running)
-        assert not waiting & running, "a request both waits and runs"
-        assert waiting | running == set(self.states), "a request is lost"
+        assert not waiting & running, "a request is both waiting and running"
+        assert waiting | running == set(self.states), "a request is neither waiting nor running"
         levels = Counter(state.effective_level() for state in self.states.values())
         assert +self.num_by_level == levels, "a level is miscounted"
         unprocessed = sum(state.known_tokens - state.num_computed_tokens for state in self.waiting)
         assert self.waiting_prefill_tokens == unprocessed, "tokens of waiting requests are miscounted"
         assert len(running) <= self.max_running, "too many running requests"
         offloaded = {state.request_id for state in self.waiting if state.num_computed_tokens > 0}
-        assert not self.reserved & set(self.states), "a request is here and reserved"
+        assert not self.reserved & set(self.states), "a live request also has a reservation"
         self.kv.validate(running | self.reserved, offloaded)
-        # Fresh are the keys that are not recomputed at every use.
+        # Keys that are recomputed at every use are not checked.
         policy = self.policy
         self.waiting.validate(now, keys_are_fresh=keys_are_fresh and policy.key_changes != "with_time")
         if self.evictions is not None:
@@ -363,7 +363,7 @@ class Pool:
     def _validate_state(self, state: RequestState) -> None:
         kv, name = self.kv, state.request_id
         assert state.status is (Status.RUNNING if name in self.running else Status.WAITING)
-        assert 0 <= state.num_output_tokens < state.request.max_tokens, "a finished request is still here"
+        assert 0 <= state.num_output_tokens < state.request.max_tokens, "a finished request was not removed"
         assert state.request.prompt_tokens <= state.prefill_target_tokens <= state.known_tokens
         assert 0 <= state.num_computed_tokens <= state.known_tokens
         assert (state.first_token_s is None) == (state.num_output_tokens == 0)

@@ -1,6 +1,6 @@
-"""Predictions about a request before its first token.
+"""Predictions for a request, made before its first output token.
 
-The constructors raise InputError for values outside their range, NaN included.
+The constructors raise InputError for values outside their range, including NaN.
 """
 
 import math
@@ -16,21 +16,21 @@ from scheduler_core.lengths.quantiles import LEVELS
 from scheduler_core.lengths.table import LengthTable
 from scheduler_core.urgency import effective_level, expected_cost_levels
 
-#: Limit on output tokens where a request has none and an expectation needs one: that of X itself is infinite.
+#: max_tokens for expectations of requests without a limit: the mean of X itself is infinite.
 DEFAULT_MAX_TOKENS = 32_768
 
 
 @dataclass(frozen=True, slots=True)
 class LengthPrediction:
-    """Predicted distribution of the output length X in tokens: log-t, X = exp(mu + sigma T_nu), or that of its quantiles.
+    """Predicted distribution of the output length X in tokens: log-t, X = exp(mu + sigma T_nu), or given by quantiles.
 
     Attributes:
         mu: Location of ln X (ln tokens), in [-50, 50].
         sigma: Scale of ln X, in [1e-9, 50].
         nu: Degrees of freedom, in [0.1, 1e9].
-        artifact_id, artifact_version: Of the artifact that predicted it; empty if there is none.
-        quantiles: Of ln X (ln tokens) at `lengths.quantiles.LEVELS`, in [-50, 50], none below the one before; mu, sigma and nu
-            are then the log-t closest to them. Empty: X is log-t.
+        artifact_id, artifact_version: The artifact that made the prediction; empty if there is none.
+        quantiles: Quantiles of ln X (ln tokens) at `lengths.quantiles.LEVELS`, in [-50, 50], non-decreasing;
+            mu, sigma and nu are then those of the closest log-t. Empty: X is log-t.
     """
 
     mu: float
@@ -48,11 +48,11 @@ class LengthPrediction:
         if self.quantiles:
             bounds = (-50.0, *self.quantiles, 50.0)
             if len(self.quantiles) != len(LEVELS) or not all(low <= high for low, high in pairwise(bounds)):
-                allowed = f"{len(LEVELS)} numbers in [-50, 50], none below the one before"
+                allowed = f"{len(LEVELS)} non-decreasing numbers in [-50, 50]"
                 raise InputError("predicted quantiles", self.quantiles, allowed)
 
     def distribution(self) -> LogT | LogQuantiles:
-        """The distribution itself, with quantiles, expectations and the remaining length."""
+        """The distribution as an object with quantiles, expectations and remaining length."""
         return LogQuantiles(self.quantiles) if self.quantiles else LogT(self.mu, self.sigma, self.nu)
 
     def expected_and_cvar(self, max_tokens: float, alpha: float = 0.9) -> tuple[float, float]:
@@ -63,11 +63,11 @@ class LengthPrediction:
         return expected_and_cvar(self.mu, self.sigma, self.nu, max_tokens, alpha)
 
     def table(self, max_tokens: int) -> LengthTable:
-        """The distribution as a table, for the expected remaining length while tokens come."""
+        """The distribution as a table, for the expected remaining length during decoding."""
         return LengthTable(self.mu, self.sigma, self.nu, max_tokens, self.quantiles)
 
     def moved(self, mu: float, sigma: float) -> "LengthPrediction":
-        """The prediction with another mu and sigma; quantiles keep their distances from mu in units of sigma, within their range."""
+        """The prediction with another mu and sigma; quantiles keep their distances from mu in units of sigma."""
         quantiles = self.quantiles
         if quantiles:
             scale = sigma / self.sigma
@@ -77,10 +77,10 @@ class LengthPrediction:
 
 @dataclass(frozen=True, slots=True)
 class UrgencyPrediction:
-    """Predicted urgency of a request: the probability of each level, the most urgent (0) first, at least two, of sum 1.
+    """Predicted urgency of a request: probabilities of at least two levels, most urgent (0) first; their sum is 1.
 
-    `abstain_threshold` is the artifact's: the lowest probability of the likeliest level that counts, in [0, 1]; None: every
-    one counts; 1: none does, even one that rounding made certain.
+    `abstain_threshold` in [0, 1] belongs to the artifact: if the highest probability is below it, the
+    predictor abstains. None: never abstain; 1: always abstain, even if a probability is rounded to 1.
     """
 
     probabilities: tuple[float, ...]
@@ -97,19 +97,19 @@ class UrgencyPrediction:
         return int(expected_cost_levels(self.probabilities))
 
     def effective_level(self, declared_tier: int, max_promotion: float = 1) -> int:
-        """The level to schedule a request at, 0 the most urgent; see `urgency.effective_level`.
+        """The level to schedule a request at, 0 = most urgent; see `urgency.effective_level`.
 
-        The declared tier holds where the predictor abstains, where the tier is none of the levels, and where the text is
-        less urgent; `level` itself if `max_promotion` is at least the number of levels: the text is trusted without limit.
+        It is the declared tier if the predictor abstains, if the tier is not one of the levels, or if the prediction
+        is less urgent. With `max_promotion` of at least the number of levels it is always the predicted `level`.
         """
         return _effective_level(self, declared_tier, max_promotion)
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPrediction:
-    """Predicted class of the output length: the probability of each class, the shortest first, at least two, of sum 1; and
-    the bounds between the classes in tokens, ascending, one fewer than classes. Class k holds edges[k-1] <= tokens <
-    edges[k]."""
+    """Predicted class of the output length. `probabilities` are those of at least two classes, shortest
+    first, with sum 1. `edges` are the ascending bounds between the classes in tokens, one fewer than classes:
+    class k is for edges[k-1] <= tokens < edges[k]."""
 
     probabilities: tuple[float, ...]
     edges: tuple[float, ...]
@@ -123,7 +123,7 @@ class BucketPrediction:
 
     @property
     def bucket(self) -> int:
-        """The most probable class, 0 = shortest; the shortest of several."""
+        """The most probable class, 0 = shortest; ties go to the shortest."""
         return self.probabilities.index(max(self.probabilities))
 
 
@@ -140,7 +140,7 @@ class PointPrediction:
 
 @dataclass(frozen=True, slots=True)
 class RankPrediction:
-    """A score whose order is that of the expected output lengths, smaller is shorter; its size means nothing."""
+    """Score that orders requests by expected output length (smaller = shorter), without absolute meaning."""
 
     score: float
 
@@ -151,7 +151,7 @@ class RankPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """All predictions of one artifact for a request; None where it has no head."""
+    """All predictions of one artifact for a request; None for heads that it does not have."""
 
     length: LengthPrediction | None = None
     urgency: UrgencyPrediction | None = None

@@ -1,11 +1,11 @@
-"""Predictors from the scheduler's side: never waited for, no request lost.
+"""Asynchronous client side of predictors: the scheduler never waits for them, and every request gets an event.
 
-A `Predictor` is anything with an asynchronous `predict`. `open_predictor` looks one up by its spelling among the installed
-packages (entry point group "tailcast.predictors"), so that this package imports no client itself. `AsyncPredictor`
-submits requests to it with bounded concurrency and returns one event per request.
+A `Predictor` is any object with an asynchronous `predict`. `open_predictor` looks a predictor up by name among
+the installed packages (entry point group "tailcast.predictors"), so that this package does not import any
+client. `AsyncPredictor` submits requests to it with bounded concurrency and returns one event per request.
 
-Without an event the scheduler goes on with the policy's key of unknown lengths, so a policy with a predictor that never
-responds is the policy without predictions.
+Until the event arrives, the scheduler uses the policy's key for unknown lengths. With a predictor that never
+responds, a policy therefore acts as it does without predictions.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ from scheduler_core.predictions import Prediction
 ENTRY_POINT_GROUP = "tailcast.predictors"
 #: The predictors that come with tailcast.
 SHIPPED = ("pretrained", "tiny")
-#: How a predictor is spelled everywhere.
+#: Accepted names of predictors, for help texts and error messages.
 PREDICTORS = "pretrained, tiny, an artifact folder, or grpc://HOST:PORT"
 
 
 @dataclass(frozen=True, slots=True)
 class PredictionRequest:
-    """The input of a prediction: the text sent to the served model, whose name is empty if there is only one, and its
-    sampling temperature, at least 0, None if that is not known."""
+    """Input of a prediction. `prompt` is the text sent to the served model, `served_model` is empty if there
+    is only one, `temperature` is the sampling temperature (>= 0), None if unknown."""
 
     request_id: str
     prompt: str
@@ -53,12 +53,12 @@ class Predictor(Protocol):
 
 
 def open_predictor(predictor: str) -> Predictor:
-    """The predictor of a spelling, neither connected nor loaded yet: "pretrained" or "tiny" (the artifacts that come with
-    tailcast), an artifact folder, or scheme://address, such as grpc://127.0.0.1:50051. `InputError` if there is no such
-    folder, or no installed package has the scheme.
+    """Creates a predictor by name, without connecting or loading: "pretrained" or "tiny" (artifacts that ship
+    with tailcast), an artifact folder, or scheme://address, such as grpc://127.0.0.1:50051. `InputError` if
+    there is no such folder, or no installed package provides the scheme.
 
-    The entry point of the scheme's name in the group "tailcast.predictors" is called with the address; that of `local` with
-    the others, unless one that ships has an entry point of its name.
+    Calls the entry point of the group "tailcast.predictors" that is named like the scheme, with the address.
+    Other names are passed to the entry point `local`, unless a shipped predictor has its own entry point.
     """
     points = {point.name: point for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}
     scheme, separator, address = predictor.partition("://")
@@ -72,7 +72,7 @@ def open_predictor(predictor: str) -> Predictor:
 
 
 class PredictionStatus(Enum):
-    """Outcome of a request: late came after `withdraw`, absent is without a predictor and without a call."""
+    """Outcome of a request. LATE: after `withdraw`; ABSENT: there is no predictor, so there was no call."""
 
     ANSWERED = "answered"
     LATE = "late"
@@ -82,8 +82,8 @@ class PredictionStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PredictionEvent:
-    """Outcome of one submitted request: the prediction, also a late one, or why there is none, and the time from the call to
-    its end in seconds; 0 if there was no call, or it was cancelled."""
+    """Outcome of one submitted request: the prediction (also a late one) or an error message. `latency_s` is
+    the duration of the call in seconds; 0 if there was no call, or it was cancelled."""
 
     request_id: str
     prediction: Prediction | None
@@ -93,12 +93,12 @@ class PredictionEvent:
 
 
 class AsyncPredictor:
-    """Submits without blocking; every submitted request comes back as exactly one event.
+    """Submits requests without blocking and returns exactly one event for each of them.
 
-    Requests that wait for their turn are sent together, up to `max_batch` in one call, 1 where the service does the batching;
-    none waits for a batch to fill. If a call for several fails, each of them is sent once more individually, so that one bad
-    prompt affects no other request. At most `max_in_flight` calls are under way; one that takes longer than `timeout_s` has
-    failed, None waits as long as the predictor does. `InputError` if a limit is not above 0.
+    Queued requests are sent in batches of up to `max_batch` (1 if the service does the batching), without
+    waiting for a batch to fill. If a call for several requests fails, each is sent again individually, so
+    that an invalid prompt does not affect other requests. At most `max_in_flight` calls run at the same time.
+    A call fails after `timeout_s` seconds; None: no timeout. `InputError` if a limit is not above 0.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class AsyncPredictor:
         self._timeout_s = timeout_s
         #: Ids of submitted requests whose event has not been taken.
         self._open: set[str] = set()
-        #: By id, without an event: those that wait for a call, and those in one (True: withdrawn).
+        #: Requests without an event, by id: queued ones, and those in a call (True: withdrawn).
         self._unsent: dict[str, PredictionRequest] = {}
         self._sent: dict[str, bool] = {}
         self._events: asyncio.Queue[PredictionEvent] = asyncio.Queue()
@@ -133,8 +133,8 @@ class AsyncPredictor:
         return len(self._open)
 
     def submit(self, request: PredictionRequest) -> None:
-        """Takes a request and returns at once; needs a running event loop. `InputError` if a request of that id is open already;
-        `TailcastError` if `close` was called."""
+        """Queues a request and returns at once; needs a running event loop. `InputError` if a request with
+        this id is already open; `TailcastError` after `close`."""
         if self._closed:
             raise TailcastError(f"request {request.request_id} was submitted to a closed AsyncPredictor")
         if request.request_id in self._open:
@@ -142,13 +142,13 @@ class AsyncPredictor:
         loop = asyncio.get_running_loop()
         self._open.add(request.request_id)
         self._unsent[request.request_id] = request
-        if not self._pump_is_due:  # at the end of this turn: what is submitted together is sent together
+        if not self._pump_is_due:  # runs after this turn of the event loop, to send its requests in one batch
             self._pump_is_due = True
             loop.call_soon(self._pump)
 
     def withdraw(self, request_id: str) -> bool:
-        """Marks a request that has finished or was aborted: unsent it is never sent and fails, else it comes back late.
-        Returns whether the request was open without an event."""
+        """Marks a request that has finished or was aborted. A queued one is not sent and its event is FAILED;
+        the event of one in a call is LATE. Returns whether the request was open without an event."""
         if self._unsent.pop(request_id, None) is not None:
             self._end(request_id, error="withdrawn before it was sent")
             return True
@@ -164,13 +164,13 @@ class AsyncPredictor:
         return event
 
     def ready_events(self) -> list[PredictionEvent]:
-        """The events that are there already, without waiting."""
+        """All available events, without waiting."""
         events = [self._events.get_nowait() for _ in range(self._events.qsize())]
         self._open -= {event.request_id for event in events}
         return events
 
     async def close(self) -> None:
-        """Cancels calls in flight and closes the predictor; requests still open fail, their events can be taken."""
+        """Cancels calls in flight and closes the predictor; open requests fail, with events."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
@@ -181,7 +181,7 @@ class AsyncPredictor:
         await self._predictor.close()
 
     def _pump(self) -> None:
-        """Starts as many calls as may be in flight."""
+        """Starts calls for queued requests, up to `max_in_flight`."""
         self._pump_is_due = False
         while self._unsent and len(self._tasks) < self._max_in_flight and not self._closed:
             batch = list(islice(self._unsent.values(), self._max_batch))
@@ -194,7 +194,7 @@ class AsyncPredictor:
             task.add_done_callback(lambda _: self._pump())
 
     async def _call(self, batch: list[PredictionRequest]) -> None:
-        """One call; if it fails for several other than by the timeout, one for each."""
+        """Sends a batch. If it fails, except by a timeout, sends each of its requests individually."""
         start = time.perf_counter()
         predictions: Sequence[Prediction | None] = [None] * len(batch)
         error, retry = None, len(batch) > 1
@@ -209,7 +209,7 @@ class AsyncPredictor:
             error, retry = f"no prediction within {self._timeout_s} s", False
         except TailcastError as failure:
             error = str(failure)
-        except Exception as failure:  # any failure of a predictor is an event, never the scheduler's end
+        except Exception as failure:  # any exception of a predictor becomes an event; the scheduler continues
             error = f"{type(failure).__name__}: {failure}"
         if retry:
             for request in batch:
@@ -226,7 +226,7 @@ class AsyncPredictor:
         error: str | None = None,
         latency_s: float = 0.0,
     ) -> None:
-        """Makes the event of a request."""
+        """Puts the event of a request into the queue."""
         is_withdrawn = self._sent.pop(request_id, False)
         status = PredictionStatus.LATE if is_withdrawn else PredictionStatus.ANSWERED
         if prediction is None:

@@ -1,4 +1,4 @@
-"""Processes that share the work of a command."""
+"""Pool of worker processes for a command."""
 
 import multiprocessing
 from collections.abc import Callable, Iterator
@@ -13,9 +13,9 @@ from scheduler_core.errors import TailcastError
 def worker_processes(
     num: int, dead: str, initializer: Callable[[], None] | None = None
 ) -> Iterator[ProcessPoolExecutor]:
-    """`num` processes that write nothing themselves; after an error their unfinished work is dropped at once.
+    """A pool of `num` processes, which must not write files. After an error their unfinished work is cancelled at once.
 
-    If one dies, killed or out of memory, the error is a `TailcastError` with the message `dead`.
+    `TailcastError` with the message `dead` if a process dies, for example because it ran out of memory.
     """
     before = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(num, mp_context=multiprocessing.get_context("spawn"), initializer=initializer)

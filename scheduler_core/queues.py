@@ -1,4 +1,4 @@
-"""Queues of requests: a heap with lazy deletion, the waiting requests, and the running ones in order of eviction."""
+"""Queues of requests: heap with lazy deletion, waiting queue, and running requests in eviction order."""
 
 import math
 from abc import ABC, abstractmethod
@@ -9,14 +9,14 @@ from typing import Any
 from scheduler_core.policies.base import Policy
 from scheduler_core.request import RequestState
 
-#: What to compare by first, then a running number that no other entry has, the request last.
+#: Sort keys, then a unique running number, then the request.
 Entry = tuple[Any, ...]
 
 
 class LazyHeap(ABC):
-    """Min-heap of entries; a replaced entry, or a removed one that was not the first, stays in the heap until it surfaces.
+    """Min-heap with lazy deletion: replaced and removed entries stay until they are popped.
 
-    Push, replace and remove cost O(log n) amortized: when more than half of the heap is dead it is rebuilt.
+    Push, replace and remove cost O(log n) amortized, because the heap is rebuilt when more than half of it is stale.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class LazyHeap(ABC):
 
     @abstractmethod
     def _entry(self, state: RequestState, now: float) -> Entry:
-        """The request's entry now."""
+        """The heap entry of a request at time `now`."""
 
     def __len__(self) -> int:
         return len(self._live)
@@ -39,7 +39,7 @@ class LazyHeap(ABC):
         return request_id in self._live
 
     def push(self, state: RequestState, now: float) -> None:
-        """Puts a request in, or replaces its entry."""
+        """Inserts a request or replaces its entry."""
         entry = self._live[state.request_id] = self._entry(state, now)
         heap = self._heap
         heappush(heap, entry)
@@ -48,7 +48,7 @@ class LazyHeap(ABC):
             heapify(self._heap)
 
     def remove(self, state: RequestState) -> None:
-        """Takes a request out; the first one is out of the heap at once, the others when they surface."""
+        """Removes a request; its heap entry is removed at once if it is the first, else when it is popped."""
         entry = self._live.pop(state.request_id)
         heap = self._heap
         if heap and heap[0] is entry:
@@ -66,7 +66,7 @@ class LazyHeap(ABC):
         return None
 
     def ascending(self) -> Generator[RequestState, None, None]:
-        """The requests in order, O(log n) for each that is looked at.
+        """The requests in order; O(log n) for each.
 
         The heap must not be changed before the iterator is exhausted or closed.
         """
@@ -91,7 +91,7 @@ class LazyHeap(ABC):
         heapify(self._heap)
 
     def validate(self, now: float, *, keys_are_fresh: bool) -> None:
-        """Checks that the heap covers the live entries, and that each is what it would be now if keys are fresh."""
+        """Checks that the heap contains all live entries; with fresh keys, also that no entry is stale."""
         assert {id(e) for e in self._live.values()} <= {id(e) for e in self._heap}
         for entry in self._live.values() if keys_are_fresh else ():
             same = entry[:-2] == self._entry(entry[-1], now)[:-2]
@@ -101,7 +101,7 @@ class LazyHeap(ABC):
 class WaitingQueue(LazyHeap):
     """The waiting requests in the policy's order: min-heap over (group, key, arrival, order).
 
-    Requests of a smaller `group` go before those of a larger one, whatever their keys; None: all are of one.
+    Requests of a smaller `group` come first, regardless of their keys; None: there is only one group.
     """
 
     def __init__(self, policy: Policy, group: Callable[[RequestState], int] | None = None) -> None:
@@ -119,10 +119,10 @@ class WaitingQueue(LazyHeap):
 
 
 class EvictionQueue(LazyHeap):
-    """The running requests in the order of eviction: largest eviction key first, of equal ones the latest arrival.
+    """The running requests in the order of eviction: largest eviction key first, ties by latest arrival.
 
-    For a policy whose running keys change "on_event" the heap is always right. For the others the keys are recomputed,
-    O(n), when the first of a step is read.
+    If the running keys of the policy change "on_event", the heap is always up to date. Otherwise all keys are
+    recomputed, O(n), at the first access in a step.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -137,23 +137,23 @@ class EvictionQueue(LazyHeap):
         return (-key, -state.request.arrival_s, -state.order, self._pushes, state)
 
     def start_step(self) -> None:
-        """Tokens have been processed or time has passed since the last call."""
+        """Marks the keys as stale if they change with tokens or time; called before each step."""
         self._is_stale = self.policy.running_keys == "on_tokens"
 
     def first(self, now: float) -> RequestState:
-        """The request to be evicted first, be it protected or not; there must be one."""
+        """The request to evict first, protected or not. AssertionError if no request is running."""
         if self._is_stale:
             return self._latest_of_largest(*self._current_keys(now))
         state = self.peek()
-        assert state is not None, "nothing runs"
+        assert state is not None, "no request is running"
         return state
 
     def first_displaceable(self, now: float) -> RequestState | None:
-        """The request to be evicted first for a waiting one; None if all are protected."""
+        """The request to evict first for a waiting one; None if all are protected."""
         if not self._is_stale:
             state = self.peek()
             return None if state is None or self.key_of(state) == -math.inf else state
-        # Comparing all once is cheaper than a new heap, and mostly enough.
+        # A single pass over all is cheaper than a new heap, and usually sufficient.
         states, keys = self._current_keys(now)
         return self._latest_of_largest(states, keys) if max(keys, default=-math.inf) > -math.inf else None
 

@@ -1,4 +1,4 @@
-"""Checks of settings: numbers in a range, names among the known ones, parameters by name."""
+"""Validation of settings: ranges of numbers, choices of names, and parameters by name."""
 
 import math
 import sys
@@ -8,19 +8,19 @@ from typing import Any, TypeVar
 
 from scheduler_core.errors import InputError, unknown_name
 
-#: Bounds of numbers that are positive, and of numbers that are finite.
+#: Lower bound of positive numbers, and upper bound of finite numbers.
 POSITIVE, FINITE = 5e-324, sys.float_info.max
 #: Largest number below 1, the upper bound of fractions.
 BELOW_ONE = math.nextafter(1.0, 0.0)
-#: Upper bound of integers that have none.
+#: Upper bound of integers without a limit.
 INTEGERS = sys.maxsize
 
 K = TypeVar("K")
 
 
 def check_ranges(config: object, prefix: str = "", /, **ranges: tuple[float, float]) -> None:
-    """Checks the fields of a configuration, by name the smallest and the largest value; None is allowed, NaN never. An
-    `InputError` names the field, with the prefix, its value and the range."""
+    """Checks the fields of a configuration against (minimum, maximum), by field name. None is allowed, NaN is
+    not. `InputError` with the field (after `prefix`), its value and the range."""
     for name, (low, high) in ranges.items():
         value = getattr(config, name)
         if value is None or low <= value <= high:
@@ -43,8 +43,8 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
 
 
 def construct(registry: str, name: str, kind: type[K], parameters: Mapping[str, Any] | None) -> K:
-    """An object of a dataclass of the registry; `parameters` are values for its fields, the others keep their defaults.
-    `InputError` if a parameter is unknown, or a value is outside its range."""
+    """An object of the dataclass `kind`, which is registered as `name`. `parameters` override defaults of its
+    fields. `InputError` if a parameter is unknown, or a value is outside its range."""
     names = sorted(field.name for field in fields(kind) if field.init)  # type: ignore[arg-type]
     for parameter in parameters or {}:
         if parameter not in names:

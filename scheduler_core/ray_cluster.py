@@ -1,4 +1,4 @@
-"""A Ray cluster for a command: a running one, or a local one that ends with the command."""
+"""Connection of a command to a running Ray cluster, or to a local one that is stopped with the command."""
 
 import os
 import socket
@@ -15,11 +15,11 @@ _STATISTICS = "RAY_USAGE_STATS_ENABLED"
 
 @contextmanager
 def ray_cluster(address: str, field: str, num_cpus: int | None = None) -> Iterator[Any]:
-    """Connects to a cluster and yields the module `ray`; one that this process is connected to is used and left as it is.
-    `TailcastError` if there is no cluster at the address, none can be started, or Ray is not installed.
+    """Connects to a cluster and yields the module `ray`. An existing connection of this process is reused and
+    kept. `TailcastError` if there is no cluster at the address, none can be started, or Ray is not installed.
 
-    `address` is that of a running cluster (HOST:PORT, ray://HOST:PORT, auto), or `local` to start one on this machine, with
-    `num_cpus` processors, None: all; errors call it `field`.
+    `address` is that of a running cluster (HOST:PORT, ray://HOST:PORT, auto), or `local` to start one on this
+    machine with `num_cpus` processors (None: all). `field` names the address in errors.
     """
     try:
         import ray
@@ -36,8 +36,8 @@ def ray_cluster(address: str, field: str, num_cpus: int | None = None) -> Iterat
 
 
 def fetch_result(ray: Any, reference: Any, task: str, retries: int, finished: str) -> Any:
-    """The result of a remote task, or the task's own `TailcastError`; a `TailcastError` with the words `task` ("a block") and
-    `finished` ("finished blocks are kept") if it was lost again after so many `retries` by Ray."""
+    """The result of a remote task; raises the `TailcastError` of the task. If the task is still lost after `retries`
+    by Ray: `TailcastError` with the texts `task` ("a block") and `finished` ("finished blocks are kept")."""
     try:
         return ray.get(reference)
     except ray.exceptions.RayTaskError as error:
@@ -46,7 +46,7 @@ def fetch_result(ray: Any, reference: Any, task: str, retries: int, finished: st
         raise
     except ray.exceptions.RayError as error:
         lost = f"{task} was lost on the Ray cluster {retries + 1} times ({first_line(error)})"
-        raise TailcastError(f"{lost}; {finished}, the same command goes on from there") from error
+        raise TailcastError(f"{lost}; {finished}, run the same command again to continue") from error
 
 
 def _connect(ray: Any, address: str, field: str, num_cpus: int | None) -> None:
@@ -58,11 +58,11 @@ def _connect(ray: Any, address: str, field: str, num_cpus: int | None) -> None:
             raise _no_cluster(address, field, error) from error
         return
     before = os.environ.get(_STATISTICS)
-    # A cluster of ours reports to nobody, unless its user wants it to.
+    # Usage statistics of a local cluster are off by default.
     os.environ.setdefault(_STATISTICS, "0")
     try:
         ray.init(address=LOCAL, num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
-    except Exception as error:  # what Ray raises when its processes do not start within half a minute
+    except Exception as error:  # Ray raises various types if its processes do not start within 30 s
         problem = f"no Ray cluster could be started on this machine ({first_line(error)})"
         raise TailcastError(problem) from error
     finally:
@@ -71,10 +71,10 @@ def _connect(ray: Any, address: str, field: str, num_cpus: int | None) -> None:
 
 
 def _check_reachable(address: str, field: str) -> None:
-    """Tries a connection, because Ray itself takes minutes to give up on an address without a server."""
+    """Tests the connection first, because Ray takes minutes to fail at an address without a server."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
-        return  # "auto", or something that Ray explains
+        return  # "auto", or an address that Ray validates
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
     except (OSError, OverflowError) as error:

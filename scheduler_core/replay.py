@@ -1,4 +1,4 @@
-"""Exact replay of a decision log: the same calls on a new scheduler must have the same outcomes."""
+"""Exact replay of a decision log: the same calls to a new scheduler must have the same outcomes."""
 
 import json
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from scheduler_core.predictions import HEADS, Prediction
 from scheduler_core.request import Request, RequestState
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 
-#: Arguments of the calls that are recorded, in order; the time is the last one of each.
+#: Recorded arguments of each call, in order; the last argument of each call is the time.
 _ARGUMENTS = {
     "add": ("request",),
     "update": ("request_id", "prediction"),
@@ -29,11 +29,11 @@ _ARGUMENTS = {
 
 
 class ReplayError(TailcastError):
-    """A replayed call had another outcome than the recorded one."""
+    """The outcome of a replayed call differs from the recorded one."""
 
 
 def read_log(path: str | Path) -> list[Entry]:
-    """Entries of a written log; `InputError` if it is none, or of another version."""
+    """Entries of a log file. `InputError` if it is not a decision log, or has another schema version."""
     entries: list[Entry] = []
     lines = existing_file(path, "decision log").read_bytes().splitlines()
     for number, line in enumerate(lines, start=1):
@@ -49,8 +49,8 @@ def read_log(path: str | Path) -> list[Entry]:
 
 
 def replay(entries: Iterable[Entry]) -> Scheduler:
-    """Repeats the calls on a new scheduler, which is returned, and compares every outcome, number by number; a `ReplayError`
-    names the first entry that differs."""
+    """Repeats the calls on a new scheduler, which is returned, and compares all outcomes exactly.
+    `ReplayError` with the first entry that differs."""
     entries = list(entries)
     head = entries[0] if entries else {}
     if head.get("op") != "open" or head.get("schema") != SCHEMA:
@@ -65,11 +65,11 @@ def replay(entries: Iterable[Entry]) -> Scheduler:
         arguments = [_argument(name, entry[name]) for name in _ARGUMENTS[op]]
         getattr(scheduler, op)(*arguments, entry["now"])
         if op == "schedule" and entry.get("plan") is not None:
-            # As in the run: asked for when the step began, before what has come since then.
+            # As in the recorded run, `steady_steps` is called at the start of the step, before later events.
             later = map(entries.__getitem__, range(number, len(entries)))
-            done = next((one["result"]["num_steps"] for one in later if one["op"] == "complete"), 1)
-            if done > 1:
-                scheduler.steady_steps(done)
+            num_steps = next((e["result"]["num_steps"] for e in later if e["op"] == "complete"), 1)
+            if num_steps > 1:
+                scheduler.steady_steps(num_steps)
         if log.entries[-1] != entry:
             raise ReplayError(f"entry {number}: recorded {entry}, replayed {log.entries[-1]}")
     return scheduler
@@ -90,7 +90,7 @@ def _argument(name: str, content: Any) -> Any:
 
 
 def _state(content: Entry) -> RequestState:
-    """The state of a request that came from another replica."""
+    """The state of a request that was moved from another replica."""
     state = RequestState(Request(**content["request"]), order=0)
     for name in content.keys() - {"request", "request_id", "prediction", *HEADS}:
         setattr(state, name, content[name])

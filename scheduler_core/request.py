@@ -1,4 +1,4 @@
-"""A request as the scheduler sees it: its limits and targets, and its progress. The true output length is not part of it."""
+"""Requests in the scheduler: their limits, targets and progress, without the true output length."""
 
 import math
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from scheduler_core.predictions import (
     UrgencyPrediction,
 )
 
-#: Maximum number of tiers: orders that combine tier and key in one float keep so many apart.
+#: Maximum number of tiers, limited by policies that combine tier and key in one float.
 MAX_TIERS = 100
 
 
@@ -25,7 +25,7 @@ class Status(Enum):
 
 
 class Phase(Enum):
-    """What a running request does next: process its prompt, or generate one token per step."""
+    """Phase of a running request: processing its prompt, or generating one token per step."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -33,22 +33,22 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A request as it arrives. `InputError` if a field is outside its range.
+    """A request at its arrival. `InputError` if a field is outside its range.
 
     Attributes:
         request_id: Unique among the requests that are in the scheduler at the same time.
-        arrival_s: When it arrived, in seconds on the clock of the caller.
+        arrival_s: Arrival time in seconds on the clock of the caller.
         prompt_tokens: Length of the prompt, > 0.
-        max_tokens: The request's own limit of output tokens, > 0.
+        max_tokens: Maximum number of output tokens, > 0.
         priority: Declared by the client, smaller first (as in vLLM).
-        tier: Declared tier of service, 0 (most urgent) to MAX_TIERS - 1; tiers 0 to 4 are also the levels of urgency,
-            `scheduler_core.urgency.LEVELS`.
-        tenant: Owner of the request; the empty name is a tenant like any other.
+        tier: Declared service tier, 0 (most urgent) to MAX_TIERS - 1; tiers 0 to 4 are also the levels of
+            urgency, `scheduler_core.urgency.LEVELS`.
+        tenant: Owner of the request; the empty name is also a tenant.
         ttft_slo_s: Target of the time from arrival to the first token, in seconds > 0.
         tbt_slo_s: Target of the time between two tokens, in seconds > 0.
         ttlt_slo_s: Target of the time from arrival to the last token, in seconds > 0.
-        cached_prefix_tokens: First tokens of the prompt whose keys and values the engine has already (prefix-cache
-            hits), 0 to prompt_tokens - 1. They need no prefill when the request is first admitted.
+        cached_prefix_tokens: Leading prompt tokens that are in the engine's prefix cache, 0 to prompt_tokens
+            - 1. They need no prefill when the request is first admitted.
     """
 
     request_id: str
@@ -87,12 +87,12 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """A live request inside the scheduler; policies read it, only the scheduler writes it.
+    """A live request in the scheduler. Policies read it; only the scheduler changes it.
 
-    Predictions are None until they come, and kept across preemptions; times are None before the event.
+    Predictions are None until they arrive and are kept across preemptions. Times are None before the event.
 
     Attributes:
-        order: Number of arrival; breaks ties.
+        order: Arrival number; breaks ties.
         prediction: Predicted length.
         prefill_target_tokens: Tokens to process before the next token can be sampled: the prompt, and after a
             preemption by recompute also the tokens generated so far.
@@ -139,8 +139,8 @@ class RequestState:
         return self.request.prompt_tokens + self.num_output_tokens
 
     def apply_prediction(self, prediction: Prediction | None) -> bool:
-        """Takes over the predictions that there are and keeps the others; None means that the predictor failed. Returns
-        whether there is a new prediction, so that the request's key may have changed."""
+        """Stores the heads that `prediction` has and keeps the others; None means that the predictor failed.
+        Returns whether there was a prediction, so that the key of the request may have changed."""
         if prediction is None:
             return False
         self.prediction = prediction.length or self.prediction
@@ -152,14 +152,14 @@ class RequestState:
 
     @property
     def has_prediction(self) -> bool:
-        """Whether anything is predicted of it."""
+        """Whether the request has a prediction of any head."""
         heads = (self.prediction, self.urgency, self.bucket, self.rank, self.point)
         return any(head is not None for head in heads)
 
     def effective_level(self, max_promotion: float = 1) -> int:
-        """The level it is scheduled at, 0 the most urgent; the declared tier while no urgency is predicted.
+        """The level at which the request is scheduled, 0 = most urgent; the declared tier without a predicted urgency.
 
-        The one source of a request's urgency for policies, routers and engine hints; see `UrgencyPrediction.effective_level`.
+        Policies, routers and engine hints all use this level; see `UrgencyPrediction.effective_level`.
         """
         tier = self.request.tier
         return tier if self.urgency is None else self.urgency.effective_level(tier, max_promotion)

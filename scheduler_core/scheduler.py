@@ -1,8 +1,8 @@
 """The scheduler: a state machine without clock, threads, I/O or randomness.
 
-The simulator or engine adapter calls, with the time in seconds as a non-decreasing argument:
-`add` when a request arrives, `update` when its prediction comes or fails, `schedule` for the next step, `complete`
-when that step is done, `abort` when a user gives up. The same calls always give the same plans.
+The simulator or engine adapter calls `add` when a request arrives, `update` when its prediction arrives or
+fails, `schedule` for the next step, `complete` when that step has ended, and `abort` when a client cancels.
+Each call gets the time in seconds, non-decreasing. The same sequence of calls always results in the same plans.
 """
 
 import math
@@ -25,15 +25,15 @@ from scheduler_core.request import Request, RequestState, Status
 
 
 class SchedulerStateError(TailcastError):
-    """A call in the wrong state: two steps at once, a result without a plan, a time that decreases."""
+    """A call in the wrong state: a second open step, a result without a plan, or a decreasing time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig(Limits):
-    """Limits of one engine replica, and its batch former; InputError for values outside their range."""
+    """Limits of one engine replica, and its batch former. `InputError` for values outside their range."""
 
     batching: str = "chunked_prefill"
-    """How a step is formed; one of: chunked_prefill (Sarathi-Serve), orca, rad, rad_prefill_first, request_level,
+    """Batch former; one of: chunked_prefill (Sarathi-Serve), orca, rad, rad_prefill_first, request_level,
     slai, stage_aware, uniboost, vllm (prefill first)."""
     batching_parameters: dict[str, bool | int | float | str] = field(default_factory=dict)
     """Overrides of the batch former's parameters, such as {max_decodes: 64} for slai."""
@@ -44,11 +44,11 @@ class SchedulerConfig(Limits):
 
 
 class Scheduler:
-    """Decides which requests make up each step of one engine replica. `InputError` if policy and batch former do not go
-    together.
+    """Selects the requests of each step of one engine replica. `InputError` if policy and batch former are
+    not compatible.
 
-    `policy` orders the waiting requests and belongs to this scheduler alone; `log` records every call and plan for
-    `replay.replay`.
+    `policy` orders the waiting requests; the object must not be shared between schedulers. `log` records
+    every call and plan for `replay.replay`.
     """
 
     def __init__(self, config: SchedulerConfig, policy: Policy, log: DecisionLog | None = None) -> None:
@@ -59,7 +59,7 @@ class Scheduler:
         former = make_former(config.batching, config.batching_parameters)
         former.check_policy(policy)
         self._former = former
-        #: The live requests and the memory they hold, to read.
+        #: The live requests and their memory, read-only.
         self.pool = Pool(
             policy,
             config.kv_cache(),
@@ -70,7 +70,7 @@ class Scheduler:
             group=former.group,
             lockstep=former.lockstep and policy.progress == "unused",
         )
-        #: None where the policy does not implement it: a call for every token of every request is expensive.
+        #: None if the policy does not implement it, to avoid a call for every token of every request.
         self._on_tokens = None if type(policy).on_tokens is Policy.on_tokens else policy.on_tokens
         self._now = -math.inf
         self._num_steps = 0
@@ -84,12 +84,12 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that hold no memory and wait to be admitted."""
+        """Number of requests that wait for admission and hold no memory."""
         return len(self.pool.waiting)
 
     @property
     def num_running(self) -> int:
-        """Admitted requests."""
+        """Number of admitted requests."""
         return self.pool.num_running
 
     def __contains__(self, request_id: str) -> bool:
@@ -97,35 +97,35 @@ class Scheduler:
 
     @property
     def decoding(self) -> Sequence[RequestState]:
-        """The requests that generate a token in the open step, to read, in the plan's order."""
+        """The requests that generate a token in the open step, in the order of the plan, read-only."""
         batch = self._open_step()[1]
         self.pool.sync()
         return batch.decodes
 
     @property
     def num_common_steps(self) -> int | None:
-        """Decode steps taken in lockstep so far (see `LockstepGroup`); None if requests are advanced individually."""
+        """Number of decode steps in lockstep so far (see `LockstepGroup`); None without a lockstep group."""
         group = self.pool.lockstep
         return None if group is None else group.num_steps
 
     @property
     def wants_step_ends(self) -> bool:
-        """Whether the policy uses the duration of every step, also of several that were taken at once."""
+        """Whether the policy needs the duration of each step if several are completed in one call."""
         return type(self.policy).on_steps is not Policy.on_steps
 
     def find(self, request_id: str) -> RequestState | None:
-        """The request as it is now, to read until the next step; None if it is not here."""
+        """The current state of a request, read-only and valid until the next step; None if it is not live."""
         return self.pool.find(request_id)
 
     def state(self, request_id: str) -> RequestState:
-        """As `find`; KeyError if the request is not here."""
+        """As `find`; KeyError if the request is not live."""
         state = self.pool.find(request_id)
         if state is None:
             raise KeyError(request_id)
         return state
 
     def refusal(self, request: Request) -> InputError | None:
-        """Why the request could never be finished here; None if it could."""
+        """The error if the request could never finish on this replica; None if it could."""
         need, capacity = request.prompt_tokens + request.max_tokens, self.pool.kv.capacity_tokens
         if need <= capacity:
             return self._former.refusal(request, self.config)
@@ -133,8 +133,8 @@ class Scheduler:
         return InputError(name, need, f"at most {capacity} tokens, the whole KV cache")
 
     def add(self, request: Request, now: float) -> None:
-        """A request arrives and waits. `InputError`, and nothing has changed, if its id is already here, or it can never be
-        finished (see `refusal`)."""
+        """Adds an arriving request to the waiting queue. `InputError`, without any change, if its id is
+        already in use or the request can never finish (see `refusal`)."""
         self._check_time(now)
         self._check_new(request)
         self._now = now
@@ -145,10 +145,10 @@ class Scheduler:
         self._record("add", now, request=request)
 
     def update(self, request_id: str, prediction: Prediction | None, now: float) -> None:
-        """The prediction of a request has come; None means that the predictor failed.
+        """Applies the prediction of a request; None means that the predictor failed.
 
-        A prediction for a request that is no longer here is counted as late and otherwise ignored. A failure keeps
-        the request's position. See `RequestState.apply_prediction`.
+        A prediction for a request that is no longer live is counted as late and otherwise ignored. After a
+        failure the request keeps its position. See `RequestState.apply_prediction`.
         """
         self._check_time(now)
         self._now = now
@@ -165,7 +165,7 @@ class Scheduler:
         self.pool.rekey(state, now)
 
     def schedule(self, now: float) -> StepPlan | None:
-        """The next step; None if there is nothing to do. SchedulerStateError if the last step is not complete."""
+        """Plans the next step; None if there is no request to run. SchedulerStateError if a step is open."""
         if not self._now <= now < math.inf:
             self._check_time(now)
         if self._open is not None:
@@ -183,22 +183,24 @@ class Scheduler:
             self._open, self._opened_s, self._promised_steps = (plan, batch), now, 1
         else:
             waits_for_memory = self.pool.reserved and not self.pool.num_running
-            assert waits_for_memory or not self.pool.num_live, "no request is served although there are some"
+            assert waits_for_memory or not self.pool.num_live, (
+                "the step is empty although there are live requests"
+            )
         self._keys_are_fresh = True
         if self._log is not None:
             self._log.record("schedule", now, plan=plan)
         return plan
 
     def steady_steps(self, limit: int) -> int:
-        """How often (1 to `limit`) the open plan may be repeated with the same outcome as calling `complete` and `schedule`
-        after each, if until then nothing arrives, is predicted, stops or is aborted.
+        """How often (1 to `limit`) the open plan may be repeated with the same outcome as `complete` and `schedule`
+        after each step, provided that no request arrives, gets a prediction, stops or is aborted meanwhile.
 
-        A chunk of a prompt goes on each time where the last one ended.
+        Each repetition of a prompt chunk continues where the previous one ended.
         """
         _, batch = self._open_step()
         self._promised_steps = 1
         group, policy = self.pool.lockstep, self.policy
-        # The policy may want another batch after a step, although nothing has happened.
+        # The policy may choose another batch after a step even without an event.
         reorders = policy.progress == "every_step" or (
             (policy.preemptive or policy.needs_queue) and len(self.pool.waiting) > 0
         )
@@ -211,16 +213,16 @@ class Scheduler:
         if group is not None:
             limit = group.steps_to_first_end(limit)
         else:
-            rests = [state.request.max_tokens - state.num_output_tokens for state in batch.decodes]
-            limit = min(limit, min(rests, default=limit))
+            remaining = [state.request.max_tokens - state.num_output_tokens for state in batch.decodes]
+            limit = min(limit, min(remaining, default=limit))
         if limit > 1:
             self._promised_steps = self._former.steady_steps(self.pool, batch, limit)
         return self._promised_steps
 
     def complete(self, result: StepResult, now: float) -> tuple[Finished, ...]:
-        """Ends the open step at `now`; returns the finished requests, in the order of the plan. Their memory is free.
-        `SchedulerStateError` if no step is open, or another one; `InputError` if `stopped` names a request that sampled no
-        token, `num_steps` is not possible, or `ends_s` are not theirs."""
+        """Ends the open step at `now`. Frees the memory of finished requests and returns them in the order of
+        the plan. `SchedulerStateError` if the step of `result` is not open; `InputError` if `stopped` has a
+        request that sampled no token, or `num_steps` or `ends_s` are invalid."""
         if not self._now <= now < math.inf:
             self._check_time(now)
         plan, batch = self._open or self._open_step()
@@ -230,7 +232,7 @@ class Scheduler:
             raise InputError("num_steps", result.num_steps, f"integers from 1 to {self._promised_steps}")
         bounds = (self._opened_s, *result.ends_s, now) if result.ends_s else ()
         if bounds and (
-            len(bounds) != result.num_steps + 1 or any(one > two for one, two in pairwise(bounds))
+            len(bounds) != result.num_steps + 1 or any(start > end for start, end in pairwise(bounds))
         ):
             raise InputError("ends_s", result.ends_s, "ends of all steps but the last, in order")
         if result.stopped:
@@ -252,8 +254,8 @@ class Scheduler:
         return tuple(finished)
 
     def _end_step(self, batch: Batch, result: StepResult, now: float) -> list[Finished]:
-        """The batch was carried out `result.num_steps` times, to its end now; returns the finished requests, in the order of
-        the plan."""
+        """Advances the requests of a batch that was executed `result.num_steps` times; returns the finished
+        requests in the order of the plan."""
         finished: list[Finished] = []
         stopped = result.stopped
         group = self.pool.lockstep
@@ -283,7 +285,7 @@ class Scheduler:
     def _decode_in_lockstep(
         self, group: LockstepGroup, num_steps: int, stopped: tuple[str, ...], now: float
     ) -> list[RequestState]:
-        """Advances all requests in lockstep; returns those that may have ended, in sync and in order."""
+        """Advances all members of the group; returns those that may have finished, in sync and in order."""
         ended = group.advance(num_steps, now)
         if stopped:
             full = set(ended)
@@ -297,9 +299,9 @@ class Scheduler:
     def _decode_individually(
         self, planned: list[RequestState], num_steps: int, stopped: tuple[str, ...], now: float
     ) -> list[RequestState]:
-        """Advances the requests one by one; returns those that may have ended. No calls, as it runs for every token.
+        """Advances the requests one by one; returns those that may have finished. Inlined for speed.
 
-        All memory is taken before any is given back, so that its peak is the same for one long run and for single steps.
+        Takes all memory before any is freed, so that the peak is the same for repeated and for single steps.
         """
         running = Status.RUNNING
         ended: list[RequestState] = []
@@ -311,7 +313,7 @@ class Scheduler:
             state.last_scheduled_s = state.last_token_s = now
             if computed > state.kv_tokens:
                 grown = self.pool.grow(state, computed)
-                assert grown, "steady_steps promised memory that is not there"
+                assert grown, "steady_steps returned more steps than fit into memory"
             if outputs == state.request.max_tokens or state.request_id in stopped:
                 ended.append(state)
         if self._on_tokens is not None:
@@ -319,7 +321,7 @@ class Scheduler:
         return ended
 
     def _prefill(self, state: RequestState, chunk: PrefillChunk, num_steps: int, now: float) -> None:
-        """So many chunks have been processed; after the last one of a prompt there is a token."""
+        """Advances a request by `num_steps` chunks; the last chunk of a prompt also samples a token."""
         tokens = chunk.num_tokens * num_steps
         state.num_computed_tokens += tokens
         state.last_scheduled_s = now
@@ -333,7 +335,7 @@ class Scheduler:
                 state.first_token_s = now
 
     def _end(self, state: RequestState, stopped: tuple[str, ...], finished: list[Finished]) -> None:
-        """The request is done, by its limit or because it has stopped."""
+        """Removes a finished request and appends its result to `finished`."""
         self.pool.leave(state)
         self.policy.on_finish(state)
         assert state.first_scheduled_s is not None and state.first_token_s is not None  # noqa: PT018
@@ -349,7 +351,7 @@ class Scheduler:
         )
 
     def abort(self, request_id: str, now: float) -> bool:
-        """Removes a request in any state, also during a step; False if it is not here (any more)."""
+        """Removes a request in any state, also during a step; False if it is not live."""
         self._check_time(now)
         self._now = now
         self._record("abort", now, request_id=request_id)
@@ -362,19 +364,19 @@ class Scheduler:
         return True
 
     def detach(self, request_id: str, now: float) -> RequestState:
-        """Takes a request out for another replica; blocks and slot of a running one stay reserved for it. `InputError` if the
-        request is not here, or it runs and the batch former does not migrate running requests.
+        """Removes a request that moves to another replica; blocks and slot of a running one stay reserved. `InputError`
+        if the request is not live, or if it is running and the batch former cannot migrate running requests.
 
-        The policy forgets it: to the destination's policy it is an arrival with all its predictions, at its present length.
+        The destination's policy handles it as an arrival with all its predictions and its current length.
         """
         self._check_time(now)
         state = self.pool.find(request_id)
         if state is None:
-            raise InputError("request_id", request_id, "a request that is here")
+            raise InputError("request_id", request_id, "a request that is waiting or running")
         if state.status is Status.RUNNING:
             self._check_migratable()
             plan = self._open[0] if self._open else None
-            assert plan is None or request_id not in plan.decodes, "it takes part in the open step"
+            assert plan is None or request_id not in plan.decodes, "the request is part of the open step"
         self._now = now
         self.pool.take_out(state)
         self.policy.on_finish(state)
@@ -383,15 +385,14 @@ class Scheduler:
         return state
 
     def attach(self, state: RequestState, now: float) -> None:
-        """Takes in a request of another replica: it runs on what is reserved for it, or waits if nothing is. `InputError`, and
-        nothing has changed, if its id is here already, or it can never be finished here."""
+        """Adds a request of another replica: it runs in its reserved slot and blocks, or waits without a reservation.
+        `InputError`, without any change, if its id is already in use, or it can never finish on this replica."""
         self._check_time(now)
         name, pool = state.request_id, self.pool
         self._check_new(state.request)
         reserved_tokens = pool.kv.held_by(name) * pool.kv.block_tokens
-        assert name not in pool.reserved or reserved_tokens >= state.num_computed_tokens, (
-            "too few are reserved"
-        )
+        is_sufficient = name not in pool.reserved or reserved_tokens >= state.num_computed_tokens
+        assert is_sufficient, "too few blocks are reserved"
         self._now = now
         self._record("attach", now, state=state)
         state.order = self.counters.num_added
@@ -403,19 +404,19 @@ class Scheduler:
         self.counters.num_moved_in += 1
 
     def reserve(self, request_id: str, num_blocks: int, now: float) -> bool:
-        """Reserves that many blocks more for a request on its way here, and with the first ones a slot; False if there are none.
-        `InputError` if the batch former does not migrate running requests."""
+        """Reserves `num_blocks` more blocks for a request that moves to this replica, and at its first call a
+        slot; False if they are not free. `InputError` if the batch former cannot migrate running requests."""
         self._check_time(now)
         self._check_migratable()
-        assert request_id not in self.pool, "the request is here already"
-        assert self._open is None or self._promised_steps == 1, "the open step was promised to be repeated"
+        assert request_id not in self.pool, "the request is already on this replica"
+        assert self._open is None or self._promised_steps == 1, "the open step may be repeated (steady_steps)"
         self._now = now
         granted = self.pool.reserve(request_id, num_blocks)
         self._record("reserve", now, request_id=request_id, num_blocks=num_blocks, granted=granted)
         return granted
 
     def unreserve(self, request_id: str, now: float) -> None:
-        """Frees what is reserved for the request, if anything is."""
+        """Frees the reservation of a request, if there is one."""
         self._check_time(now)
         self._now = now
         self.pool.unreserve(request_id)
@@ -427,7 +428,7 @@ class Scheduler:
 
     def _check_new(self, request: Request) -> None:
         if request.request_id in self.pool:
-            raise InputError("request_id", request.request_id, "an id that is not in the scheduler already")
+            raise InputError("request_id", request.request_id, "an id that is not already in the scheduler")
         refusal = self.refusal(request)
         if refusal is not None:
             raise refusal
@@ -439,9 +440,9 @@ class Scheduler:
             raise InputError(name, self.config.batching, allowed)
 
     def validate(self) -> None:
-        """Checks all invariants, O(requests); AssertionError names the one that does not hold.
+        """Checks all invariants, O(requests). AssertionError if one is violated.
 
-        Directly after `schedule` also that no key is stale.
+        Directly after `schedule` it also checks that no key is stale.
         """
         self.pool.validate(self._now, keys_are_fresh=self._keys_are_fresh)
         counters = self.counters

@@ -1,4 +1,4 @@
-"""Statistics for the whole tree: rank correlation, confidence intervals over seeds."""
+"""Statistics shared by all packages: rank correlation, confidence intervals over seeds."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ FloatArray = NDArray[np.float64]
 
 
 def kendall_tau(one: ArrayLike, other: ArrayLike) -> float | None:
-    """Kendall's tau-b of two rankings [n], in O(n log^2 n); None if one of them ranks nothing."""
+    """Kendall's tau-b of two rankings [n], in O(n log^2 n); None if all values of one are equal."""
     first, second = (np.unique(np.asarray(values), return_inverse=True)[1] for values in (one, other))
     order = np.lexsort((second, first))
     first, second = first[order], second[order]
@@ -34,7 +34,7 @@ def _tied_pairs(values: NDArray[Any]) -> int:
 
 
 def _num_inversions(ranks: NDArray[np.int64]) -> int:
-    """Pairs of which the earlier is larger, counted at the highest bit in which the two integers differ."""
+    """Number of pairs whose first value is larger, counted at the highest bit in which both differ."""
     num = 0
     for bit in reversed(range(int(ranks.max()).bit_length())):
         group, is_high = ranks >> bit + 1, (ranks >> bit & 1).astype(bool)
@@ -68,9 +68,9 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def over_seeds(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Trees of metrics of several runs as one tree: each number becomes {mean, low, high, num}.
+    """Merges the metric trees of several runs: each number becomes {mean, low, high, num}.
 
-    A number that is None in some runs, or missing, is that of the others. With one run low and high are None.
+    Runs in which a number is None or missing are ignored for it. With one run low and high are None.
     """
     merged: dict[str, Any] = {}
     for name in dict.fromkeys(name for run in runs for name in run):

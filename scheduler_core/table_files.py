@@ -1,6 +1,6 @@
-"""Tables that users bring: Parquet, CSV, JSON lines, a JSON array or text; a bad file is always the same clear error.
+"""Readers of user tables: Parquet, CSV, JSON lines, a JSON array or text. An invalid file is always an `InputError`.
 
-`file_rows` never holds all of a file in memory. Parquet needs pyarrow.
+`file_rows` never loads a whole file into memory. Parquet needs pyarrow.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-#: Number of a row in its file, as an editor counts, and its values by column.
+#: Number of a row in its file (see `file_rows`), and its values by column.
 Row = tuple[int, Mapping[str, Any]]
 _MaybeRow = tuple[int, Mapping[str, Any] | InputError]
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".txt")
 _BATCH_ROWS = 1024
 _CHUNK_CHARACTERS = 1 << 20
 _SPACE = re.compile(r"\s*")
-# Read-ahead of a streamed column, in bytes: without it a whole column of a row group is held.
+# Read-ahead of a streamed column, in bytes; without it Arrow loads a whole column of a row group.
 BUFFER_BYTES = 1 << 20
-#: Newest version of each schema `NAME/VERSION`, the metadata `tailcast.schema` of a file, that is read.
+#: Newest readable version of each schema. Files have the metadata `tailcast.schema` = `NAME/VERSION`.
 SCHEMA_VERSIONS: Mapping[str, int] = {"samples": 2, "fits": 2, "trace": 1}
 
 
@@ -50,7 +50,7 @@ def import_pyarrow() -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def readable(path: str | Path, field: str, kind: str) -> Iterator[None]:
-    """Turns what Arrow, gzip and csv raise while they read `path` into an `InputError` that names `field` and the `kind` of file."""
+    """Converts read errors of Arrow, gzip and csv into an `InputError` that names `field` and `kind`."""
     try:
         yield
     except InputError:
@@ -63,7 +63,7 @@ def readable(path: str | Path, field: str, kind: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def convertible(where: str) -> Iterator[None]:
-    """Turns what Arrow raises while it converts columns into an `InputError` that names `where`."""
+    """Converts errors of Arrow in the conversion of columns into an `InputError` that names `where`."""
     try:
         yield
     except Exception as error:
@@ -76,7 +76,7 @@ _READ_ERRORS = (OSError, EOFError, zlib.error, csv.Error, UnicodeDecodeError)
 
 
 def _is_arrows(error: Exception) -> bool:
-    """Whether Arrow raised it, which is not imported for text; Ctrl-C while Arrow works is raised as such."""
+    """Whether Arrow raised the error, without importing it. Raises KeyboardInterrupt for Ctrl-C in Arrow."""
     if type(error).__name__ == "ArrowCancelled":
         raise KeyboardInterrupt from error
     return type(error).__module__.startswith("pyarrow")
@@ -89,9 +89,9 @@ def read_parquet(path: str | Path, field: str) -> pa.Table:
 
 
 def open_parquet(path: str | Path, field: str) -> pq.ParquetFile:
-    """A Parquet file to be read in parts; only its footer is read now. `field` is the option that gave the path, for messages.
-    An `InputError` names `field` if it is missing, empty, truncated, no Parquet file, has two columns of one name, or is of a
-    newer schema than this version of tailcast reads."""
+    """Opens a Parquet file to read in parts; reads only its footer. `InputError`, naming the option `field`,
+    if the file is missing, empty, truncated, not Parquet, has a repeated column name, or its schema is newer
+    than this version of tailcast supports."""
     file = existing_file(path, field)
     _, pq = import_pyarrow()
     with readable(path, field, "Parquet"):
@@ -103,7 +103,7 @@ def open_parquet(path: str | Path, field: str) -> pq.ParquetFile:
 
 
 def require_known_schema(schema: pa.Schema, where: str) -> None:
-    """Raises `InputError`, naming `where`, if the metadata name a newer version of one of our schemas."""
+    """Raises `InputError`, naming `where`, if the metadata declare a newer version of a tailcast schema."""
     label = (schema.metadata or {}).get(b"tailcast.schema", b"").decode(errors="replace")
     name, _, version = label.partition("/")
     newest = SCHEMA_VERSIONS.get(name)
@@ -112,7 +112,7 @@ def require_known_schema(schema: pa.Schema, where: str) -> None:
 
 
 def require_unique(names: Iterable[str], where: str) -> None:
-    """Raises `InputError`, naming `where`, if two columns have one name."""
+    """Raises `InputError`, naming `where`, if a column name is repeated."""
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
         raise InputError(f"{where}: columns", repeated[0], "each name once")
@@ -126,7 +126,7 @@ def require_columns(table: pa.Table, names: list[str], where: str) -> None:
 
 
 def file_suffix(path: Path) -> str:
-    """Suffix that tells the format; that of `name.csv.gz` is `.csv`."""
+    """Suffix that determines the format; `.csv` for `name.csv.gz`."""
     return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
 
 
@@ -137,12 +137,12 @@ def file_rows(
     *,
     on_bad_row: Callable[[int, InputError], None] | None = None,
 ) -> Iterator[Row]:
-    """(number of the row in the file, columns) of each row; text lines become the column `prompt`. An `InputError` names a
-    file that cannot be read, or a row that is not one.
+    """Yields (number of the row, values by column); lines of text become the column `prompt`. `InputError` if
+    the file cannot be read, or a row is invalid.
 
-    Numbers count from 1: lines of JSONL, CSV (the heading is 1) and text, elements of an array, rows of Parquet. Text formats
-    may be gzipped (`.gz`). Of a Parquet file `columns` are enough, None: all. `on_bad_row` is called with number and error of
-    a line of JSONL or CSV that is no row; None: the error is raised.
+    Numbers start at 1: lines of JSONL, CSV (the header is 1) and text, elements of an array, rows of Parquet. Text
+    formats may be gzipped (`.gz`). `columns` limits the columns of a Parquet file; None: all. `on_bad_row` is
+    called with the number and error of an invalid row of JSONL or CSV; None: the error is raised.
     """
     file = existing_file(path, field)
     suffix = file_suffix(file)
@@ -194,7 +194,7 @@ def _reason(error: ValueError | RecursionError) -> str:
 
 
 def _array_rows(stream: TextIO, name: str) -> Iterator[Row]:
-    """Elements of one JSON array, decoded as the text comes in."""
+    """Elements of one JSON array, decoded incrementally."""
     decoder = json.JSONDecoder()
     text, position, number = "", 0, 0
 
@@ -227,13 +227,13 @@ def _array_rows(stream: TextIO, name: str) -> Iterator[Row]:
                 value, end = decoder.raw_decode(text, position)
                 break
             except (ValueError, RecursionError) as error:
-                rest = text[position:]
+                unparsed = text[position:]
                 is_deep = isinstance(error, RecursionError)
-                more = "" if is_deep else stream.read(max(_CHUNK_CHARACTERS, len(rest)))
+                more = "" if is_deep else stream.read(max(_CHUNK_CHARACTERS, len(unparsed)))
                 if not more:
                     allowed = f"one JSON object ({_reason(error)})"
-                    raise InputError(f"{name} row {number}", rest[:120], allowed) from error
-                text, position = rest + more, 0
+                    raise InputError(f"{name} row {number}", unparsed[:120], allowed) from error
+                text, position = unparsed + more, 0
         value = replace_lone_surrogates(value, text[position:end])
         position = end
         if not isinstance(value, dict):

@@ -1,10 +1,10 @@
-"""Threads of model libraries: how many, and how they wait."""
+"""Thread settings of model libraries: number of threads and wait policy."""
 
 import os
 
 from scheduler_core.errors import InputError
 
-#: torch and ONNX Runtime take any 32-bit number and then fail, or start as many.
+#: torch and ONNX Runtime accept any 32-bit number and then fail, or start that many threads.
 MAX_THREADS = 1024
 
 
@@ -15,9 +15,9 @@ def check_threads(field: str, value: int | None) -> None:
 
 
 def wait_without_spinning() -> None:
-    """Lets OpenMP threads sleep while they wait, unless the user has set OMP_WAIT_POLICY; before torch is imported.
+    """Makes OpenMP threads sleep while waiting, unless OMP_WAIT_POLICY is set. Call it before torch is imported.
 
-    Threads that spin take the cores from other processes, and from those that they wait for: with one other busy
-    process on two cores, a training step took thirteen times as long.
+    Spinning threads block cores that other threads and processes need: with one other busy process on two cores, a
+    training step took thirteen times as long.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -1,10 +1,10 @@
-"""From predicted urgency to the level a request is scheduled at: expected cost, abstention, limited promotion.
+"""Scheduling level of a request from its predicted urgency: expected cost, abstention, limited promotion.
 
 All functions raise InputError for arguments outside their range.
 
 The levels are those of semantic scheduling (0 = most urgent, 4 = least); `docs/urgency.md` defines them.
-Decision by asymmetric expected cost, Elkan 2001 ("The foundations of cost-sensitive learning"); abstention, Chow 1970
-("On optimum recognition error and reject tradeoff").
+Sources: asymmetric expected cost, Elkan 2001 ("The foundations of cost-sensitive learning"); abstention, Chow
+1970 ("On optimum recognition error and reject tradeoff").
 """
 
 import math
@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from scheduler_core.errors import InputError
 
 LEVELS = ("emergency", "interactive", "standard", "batch", "background")
-# Serving a request one level too late costs this many times serving it one level too early.
+# Cost of serving a request one level too late, relative to one level too early.
 UNDER_TRIAGE_COST = 3.0
 
 
@@ -24,16 +24,16 @@ def expected_cost_levels(
 ) -> NDArray[np.int64]:
     """The level of least expected cost [N], where each level too low costs c and each level too high costs 1.
 
-    With cost c (d - e)+ + (e - d)+ of deciding d when e is true, that is the 1/(1 + c) quantile of the predicted
-    distribution: the smallest d with P(level <= d) >= 1/(1 + c). With c = 1 it is the median.
+    With cost c (d - e)+ + (e - d)+ of deciding d when e is true, the result is the 1/(1 + c) quantile of the
+    predicted distribution: the smallest d with P(level <= d) >= 1/(1 + c). With c = 1 it is the median.
 
-    `probabilities` has the probability of each level, the most urgent first, [N, K], or [K] for a single row, each of sum 1;
-    `under_triage_cost` is c, finite and above 0; above 1 errs on the side of urgency.
+    `probabilities` are those of each level, most urgent first, [N, K], or [K] for a single row; rows sum to
+    1. `under_triage_cost` is c, finite and above 0; values above 1 favor more urgent levels.
     """
     if not 0 < under_triage_cost < math.inf:
         raise InputError("under_triage_cost", under_triage_cost, "numbers > 0")
     rows = _checked_rows(probabilities)
-    # A sum that misses the quantile by rounding alone reaches it.
+    # Tolerate rounding of the cumulative sum.
     at_quantile = np.cumsum(rows, axis=-1) >= 1.0 / (1.0 + under_triage_cost) - 1e-9
     at_quantile[..., -1] = True
     return np.asarray(np.argmax(at_quantile, axis=-1), dtype=np.int64)
@@ -47,16 +47,17 @@ def effective_level(
     *,
     under_triage_cost: float = UNDER_TRIAGE_COST,
 ) -> NDArray[np.int64]:
-    """The level a request is scheduled at, between its declared tier and the prediction from its text.
+    """The level at which a request is scheduled, from its declared tier and the prediction from its text.
 
-    1. Where the highest probability is below `threshold` the predictor abstains: the declared tier holds.
-    2. Else the level of least expected cost (`expected_cost_levels`) is taken, ...
-    3. ... but at most `max_promotion` levels above the declared tier, what a deceptive text can gain at most, and none below.
+    1. If the highest probability is below `threshold`, the predictor abstains: the result is the declared tier.
+    2. Otherwise it is the level of least expected cost (`expected_cost_levels`), ...
+    3. ... but never less urgent than the declared tier and at most `max_promotion` levels more urgent. This limits the
+       gain of a deceptive prompt.
 
     Args:
         probabilities: Probability of each level, the most urgent first; [N, K] or [K].
         declared_tier: Level the client declared; one number or [N].
-        threshold: Least highest probability that counts, from 0 (never abstain) to 1; None: the declared tier always holds.
+        threshold: Minimum of the highest probability, from 0 (never abstain) to 1; None: always the declared tier.
         max_promotion: At least 0.
         under_triage_cost: See `expected_cost_levels`.
 

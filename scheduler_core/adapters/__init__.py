@@ -1,1 +1,1 @@
-"""Policies inside engines that form their batches themselves; an engine is imported only where it is used."""
+"""Adapters for engines and routers of other projects, which are only imported when an adapter is used."""

@@ -1,7 +1,7 @@
 """Prometheus metrics of the scheduler inside an engine, in the registry of the process.
 
-vLLM's scheduler runs in a process of its own, and vLLM's /metrics shows that process only in Prometheus' multi-process
-mode: PROMETHEUS_MULTIPROC_DIR must name an empty folder before vLLM starts.
+vLLM's scheduler runs in a separate process. vLLM's /metrics includes that process only in the multi-process
+mode of Prometheus: set PROMETHEUS_MULTIPROC_DIR to an empty folder before vLLM starts.
 """
 
 import math
@@ -21,7 +21,7 @@ class EngineMetrics:
     """Counters and histograms of one engine process, by default in the default registry."""
 
     def __init__(self, registry: Any = None) -> None:
-        from prometheus_client import REGISTRY, Counter, Gauge, Histogram  # vLLM brings it
+        from prometheus_client import REGISTRY, Counter, Gauge, Histogram  # a dependency of vLLM
 
         registry = REGISTRY if registry is None else registry
 
@@ -35,17 +35,17 @@ class EngineMetrics:
         for status in PredictionStatus:
             self.predictions.labels(status.value)
         self.unscored_admissions = counter(
-            "unscored_admissions", "Requests admitted for the first time before their prediction had come."
+            "unscored_admissions", "Requests first admitted before their prediction arrived."
         )
         self.displacements = counter("displacements", "Running requests preempted to admit a waiting one.")
-        self.rekeys = counter("rekeys", "Steps before which all keys were recomputed.")
-        self.bad_hints = counter("bad_hints", "Hints of requests ignored because of their value.", "hint")
+        self.rekeys = counter("rekeys", "Steps at whose start all keys were recomputed.")
+        self.bad_hints = counter("bad_hints", "Request hints ignored because of an invalid value.", "hint")
         self._latency = histogram(
-            "prediction_latency_seconds", "From the call to its response or failure.", LATENCY_BUCKETS_S
+            "prediction_latency_seconds", "Time from the call to its response or failure.", LATENCY_BUCKETS_S
         )
         self._quantile = histogram(
             "length_quantile",
-            "Predicted probability of an output at most as long as the true one; uniform for true predictions.",
+            "Quantile level of the true output length in its prediction; uniform for calibrated predictions.",
             QUANTILE_BUCKETS,
         )
         self.calibration = CalibrationGauges("tailcast_", registry, multiprocess_mode="livemostrecent")
@@ -58,13 +58,13 @@ class EngineMetrics:
         )
 
     def observe_prediction(self, event: PredictionEvent) -> None:
-        """Counts a prediction that has come or failed."""
+        """Counts a prediction that arrived or failed."""
         self.predictions.labels(event.status.value).inc()
         if event.status is not PredictionStatus.ABSENT and event.latency_s > 0:
             self._latency.observe(event.latency_s)
 
     def observe_length(self, state: RequestState, num_output_tokens: int) -> None:
-        """Observes the quantile of a complete output's length in its predicted distribution."""
+        """Observes the quantile level of the length of a complete output in its predicted distribution."""
         predicted = state.prediction
         if predicted is not None and num_output_tokens > 0:
             z = (math.log(num_output_tokens) - predicted.mu) / predicted.sigma
@@ -73,5 +73,5 @@ class EngineMetrics:
 
 @cache
 def process_metrics() -> EngineMetrics:
-    """Those of this process: a registry takes a name once, however many engines a process makes in turn."""
+    """The metrics of this process. Shared by all its engines, because a registry rejects repeated names."""
     return EngineMetrics()

@@ -1,11 +1,11 @@
-"""A routing strategy of LiteLLM's Router: `TailcastStrategy(router, RoutingSettings(predictor="pretrained")).install()`; in LiteLLM's
-proxy the callback `scheduler_core.adapters.litellm.proxy_handler`.
+"""Routing strategy for LiteLLM's Router: `TailcastStrategy(router, RoutingSettings(predictor="pretrained")).install()`;
+in LiteLLM's proxy the callback `scheduler_core.adapters.litellm.proxy_handler`.
 
-LiteLLM chooses the deployments that a request may go to, by health, cooldown, team, tags and order, and retries and falls
-back as ever; the strategy chooses among them. Its events are LiteLLM's callbacks: the last piece of a stream, success,
-failure.
+LiteLLM selects the eligible deployments of a request by health, cooldown, team, tags and order, and handles
+retries and fallbacks. The strategy chooses one of these deployments. It gets its events from LiteLLM's
+callbacks: last chunk of a stream, success, failure.
 
-Both classes are made when they are imported: this module imports without LiteLLM, as all of scheduler_core does. For users:
+Both classes are created at their first access, so that this module can be imported without LiteLLM. User guide:
 docs/routing.md.
 """
 
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-#: Minor versions whose strategy and callbacks this module fits; tested with 1.109.1.
+#: Minor versions of LiteLLM that this module supports; tested with 1.109.1.
 SUPPORTED = ("1.109",)
 #: Environment variable that names the YAML file of the proxy's settings.
 VARIABLE = "TAILCAST_ROUTING_CONFIG"
-#: Member of a request's metadata that holds the id of the attempt.
+#: Metadata key for the id of the attempt.
 KEY = "tailcast_attempt"
-#: Member that holds ids and deployments of all attempts so far.
+#: Metadata key for ids and deployments of all attempts so far.
 TRIED = "tailcast_tried"
-#: Where a request has LiteLLM's metadata: of newer endpoints in the first; their `metadata` are the client's, for the engine.
+#: Fields of LiteLLM's metadata. Newer endpoints use the first; their `metadata` are those of the client.
 METADATA_FIELDS = ("litellm_metadata", "metadata")
 
 
 class Attempt(str):
-    """Id of one attempt at a request, in its metadata; collected with it, also where no event reports its end.
+    """Id of one attempt at a request, stored in its metadata. Its finalizer ends attempts without an end event.
 
-    Copies of the metadata have the same object.
+    Copies of the metadata share the same object.
     """
 
     def __copy__(self) -> Attempt:
@@ -55,29 +55,29 @@ class Attempt(str):
 
 
 class LiveStrategy(_Base):  # type: ignore[misc]
-    """Mixin for LiteLLM's CustomLogger and CustomRoutingStrategyBase: chooses with `LiveRouting`. `InputError` if there is no
-    such predictor.
+    """Mixin for LiteLLM's CustomLogger and CustomRoutingStrategyBase: chooses with `LiveRouting`.
+    `InputError` if the predictor does not exist.
 
-    It has the requests of this process: with several workers each sees its own.
+    It only tracks the requests of this process; with several workers, each worker tracks its own requests.
     """
 
     def __init__(self, router: Router, settings: RoutingSettings) -> None:
         super().__init__()
         self.router = router
         self.routing = LiveRouting(settings)
-        #: LiteLLM takes two callbacks of one class for the same unless a public text differs.
+        #: LiteLLM treats two callbacks of one class as equal unless a public string attribute differs.
         self.name = uuid.uuid4().hex
         self._num_attempts = 0
 
     def install(self) -> None:
-        """Registers the strategy with the router and for LiteLLM's events."""
+        """Registers the strategy with the router and the event callbacks of LiteLLM."""
         import litellm
 
         self.router.register_plugin(self)
         litellm.logging_callback_manager.add_litellm_callback(self)
 
     def close(self) -> None:
-        """Ends events and predictions; the router goes on with this strategy, by number of requests at best."""
+        """Stops events and predictions. The router keeps the strategy, which then only counts requests."""
         import litellm
 
         litellm.logging_callback_manager.remove_callback_from_all_lists(self)
@@ -91,9 +91,9 @@ class LiveStrategy(_Base):  # type: ignore[misc]
         specific_deployment: bool | None = False,
         request_kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """The deployment that a request goes to; what LiteLLM raises where none may be chosen."""
+        """Chooses the deployment for a request; raises LiteLLM's error if none is eligible."""
         options = {} if request_kwargs is None else request_kwargs
-        offered = await self.router.select(
+        eligible = await self.router.select(
             model,
             options,
             kind="healthy",
@@ -101,9 +101,8 @@ class LiveStrategy(_Base):  # type: ignore[misc]
             input=input,
             specific_deployment=specific_deployment,
         )
-        deployments = {
-            one["model_info"]["id"]: one for one in ([offered] if isinstance(offered, dict) else offered)
-        }
+        choices = [eligible] if isinstance(eligible, dict) else eligible
+        deployments = {choice["model_info"]["id"]: choice for choice in choices}
         registry = self.router.registry()
         for replica_id in self.routing.replica_ids:
             if replica_id not in deployments and not registry.has_deployment(replica_id):
@@ -112,36 +111,36 @@ class LiveStrategy(_Base):  # type: ignore[misc]
         metadata = options.get(field) or {}
         tried = metadata.get(TRIED, ()) if metadata.get("attempted_retries") else ()
         for name, _ in tried:
-            self.routing.abort(name)  # the proxy reports the last failure only
+            self.routing.abort(name)  # the proxy only reports the last failure
         prompt = openai_prompt({"messages": messages, "prompt": input, **options}, metadata)
         self._num_attempts += 1
         name = f"attempt-{self._num_attempts}"
         attempt = Attempt(name)
         weakref.finalize(attempt, self.routing.drop, name).atexit = False
-        # A deployment that fails at once is always the least busy one.
+        # Avoid deployments that failed: one that fails at once always has the least load.
         failed = {replica_id for _, replica_id in tried}
         others = [replica_id for replica_id in deployments if replica_id not in failed]
         replica_id = self.routing.send(name, prompt, others or deployments)
         metadata[TRIED] = (*tried, (name, replica_id))  # all attempts of a request share this mapping
-        options[field] = {**metadata, KEY: attempt}  # events have the one of their attempt
+        options[field] = {**metadata, KEY: attempt}  # identifies the attempt in its events
         return deployments[replica_id]
 
     def get_available_deployment(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: LiteLLM offers the healthy deployments to asynchronous strategies only."""
+        """Not supported: LiteLLM provides the healthy deployments only to asynchronous strategies."""
         raise TailcastError(
-            "the routing strategy serves the asynchronous methods of LiteLLM's Router: call acompletion"
+            "the routing strategy only supports the asynchronous methods of LiteLLM's Router: call acompletion"
         )
 
     async def async_post_call_streaming_deployment_hook(
         self, request_data: dict[str, Any], response_chunk: Any, call_type: Any
     ) -> None:
-        """Called by LiteLLM for the last piece of a stream, long before `async_log_success_event`."""
+        """Called by LiteLLM for the last chunk of a stream, long before `async_log_success_event`."""
         choices = getattr(response_chunk, "choices", None)
         if choices and getattr(choices[0], "finish_reason", None) is not None:
             self.routing.finish(_attempt(request_data))
 
     async def async_log_success_event(self, kwargs: dict[str, Any], response_obj: Any, start_time: Any, end_time: Any) -> None:  # fmt: skip
-        """Called by LiteLLM once a request has its whole output."""
+        """Called by LiteLLM after a request has received its whole output."""
         self.routing.finish(_attempt(kwargs))
 
     async def async_log_failure_event(self, kwargs: dict[str, Any], response_obj: Any, start_time: Any, end_time: Any) -> None:  # fmt: skip
@@ -150,14 +149,14 @@ class LiveStrategy(_Base):  # type: ignore[misc]
 
 
 def _attempt(call: Mapping[str, Any]) -> str:
-    """Id of the attempt that an event is about; empty where it is another router's."""
+    """Id of the attempt of an event; empty if the event belongs to another router."""
     options = call.get("litellm_params") or {}
     return next((str(options[name][KEY]) for name in METADATA_FIELDS if KEY in (options.get(name) or {})), "")
 
 
 class ProxyHandler(_Base):  # type: ignore[misc]
-    """Callback of LiteLLM's proxy that installs the strategy in its router, again where the proxy has made a new one.
-    `InputError` if the file that TAILCAST_ROUTING_CONFIG names is not readable, or a setting is not allowed."""
+    """Callback of LiteLLM's proxy that installs the strategy in the router, and again after the proxy created a
+    new one. `InputError` if the file named by TAILCAST_ROUTING_CONFIG cannot be read, or a setting is invalid."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,14 +175,14 @@ class ProxyHandler(_Base):  # type: ignore[misc]
             return
         if self.strategy is not None:
             self.strategy.close()
-        self.strategy = _made("TailcastStrategy")(router, self._settings)
+        self.strategy = _derived_class("TailcastStrategy")(router, self._settings)
         self.strategy.install()
 
 
 @cache
-def _made(name: str) -> Any:
-    """The class of that name, derived from LiteLLM's. `MissingExtraError` if there is no LiteLLM; `InputError` if the installed
-    LiteLLM is of an untested version."""
+def _derived_class(name: str) -> Any:
+    """The class of that name, derived from LiteLLM's classes. `MissingExtraError` if LiteLLM is not
+    installed; `InputError` if its version is untested."""
     try:
         version = metadata.version("litellm")
     except metadata.PackageNotFoundError as error:
@@ -196,15 +195,15 @@ def _made(name: str) -> Any:
         "TailcastStrategy": (LiveStrategy, CustomLogger, CustomRoutingStrategyBase),
         "TailcastProxyHandler": (ProxyHandler, CustomLogger),
     }
-    # The proxy calls hooks that the class itself has, not inherited ones.
+    # The proxy only calls hooks that are defined in the class itself, not inherited ones.
     hooks = {hook: value for hook, value in vars(bases[name][0]).items() if hook.startswith("async_")}
     return type(name, bases[name], {"__module__": __name__, **hooks})
 
 
 def __getattr__(name: str) -> Any:
     if name == "TailcastStrategy":
-        return _made(name)
+        return _derived_class(name)
     if name == "proxy_handler":
-        handler = globals()[name] = _made("TailcastProxyHandler")()
+        handler = globals()[name] = _derived_class("TailcastProxyHandler")()
         return handler
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Online calibration of a process that serves: its file and its Prometheus metrics."""
+"""Online calibration in a serving process: background thread, state file and Prometheus metrics."""
 
 import json
 import logging
@@ -19,35 +19,35 @@ from scheduler_core.predictions import Prediction
 logger = logging.getLogger(__name__)
 #: Seconds between two writes of the file, and between two updates of the metrics by `publish_if_due`.
 SAVE_S, PUBLISH_S = 60.0, 10.0
-#: Ended requests that wait to be learned from, as while the disk stalls; further ones are left out.
+#: Maximum number of ended requests in the queue, for example while the disk stalls; further ones are dropped.
 MAX_PENDING = 10_000
 
 
 class CalibrationGauges:
-    """Gauges of an `OnlineCalibration`, their names with a prefix; `options` are further arguments of the gauges."""
+    """Gauges of an `OnlineCalibration`, with a prefix in their names; `options` are passed to each gauge."""
 
     def __init__(self, prefix: str, registry: Any, **options: Any) -> None:
-        from prometheus_client import Gauge  # the engine or the extra brings it
+        from prometheus_client import Gauge  # installed with the engine or the extra
 
         def gauge(name: str, text: str, *labels: str) -> Any:
             names = ("served_model", *labels)
             return Gauge(f"{prefix}calibration_{name}", text, names, registry=registry, **options)
 
         self._counts = {
-            "num_outputs": gauge("outputs", "Ended requests that online calibration has learned from."),
-            "num_censored": gauge("censored_outputs", "Those of them that were truncated or aborted."),
+            "num_outputs": gauge("outputs", "Ended requests used for online calibration."),
+            "num_censored": gauge("censored_outputs", "Ended requests that were truncated or aborted."),
             "num_alarms": gauge("drift_alarms", "Drift alarms of the corrected predictions."),
-            "is_used": gauge("in_use", "1 where predictions are corrected, 0 where they stay as they are."),
+            "is_used": gauge("in_use", "1 if predictions are corrected, 0 if they are unchanged."),
         }
         which = "predictions"  # raw or corrected
         self._coverage = gauge(
-            "coverage", "Outputs up to a predicted quantile, as a fraction.", which, "quantile"
+            "coverage", "Fraction of outputs not longer than a predicted quantile.", which, "quantile"
         )
         self._tau = gauge("kendall_tau", "Kendall's tau-b of predicted and true lengths.", which)
         self._crps = gauge("crps_log_tokens", "Mean CRPS of ln tokens.", which)
 
     def publish(self, calibration: OnlineCalibration) -> None:
-        """Sets all of them; those that are not known stay as they are."""
+        """Updates all gauges, except those without a value yet."""
         for served_model in calibration.served_models:
             metrics = calibration.metrics(served_model)
             for name, gauge in self._counts.items():
@@ -64,10 +64,10 @@ class CalibrationGauges:
 
 
 class LiveCalibration:
-    """Corrects predictions, and learns from ended requests in a thread of its own; never fails a request.
+    """Corrects predictions and updates the calibration in a background thread; its errors never fail a request.
 
-    `file` is a JSON file that keeps what has been learned over restarts, None: nothing is kept; `InputError` if it has
-    another content, or cannot be written. `clock` is monotonic, in seconds.
+    `file` is a JSON file that keeps the calibration across restarts; None: no file. `InputError` if its
+    content is invalid, or it cannot be written. `clock` is monotonic, in seconds.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class LiveCalibration:
         self._saved_s = self._published_s = clock()
         self._has_changed = False
         self._num_observed = self._num_learned = 0
-        #: All that is learned, published and written, in order.
+        #: Single thread that runs updates, metrics and writes in order.
         self._thread = ThreadPoolExecutor(1, "tailcast-calibration")
         if self._file is not None and self._file.exists():
             self.calibration.restore(_content(self._file))
@@ -105,7 +105,7 @@ class LiveCalibration:
         finished: bool,
         max_tokens: int | None,
     ) -> None:
-        """An ended request to learn from soon, see `OnlineCalibration.observe`; an impossible one is logged and left out."""
+        """Queues an ended request for `OnlineCalibration.observe`; invalid ones are logged and skipped."""
         if prediction is None or prediction.length is None or output_tokens < 1:
             return
         if self._num_observed - self._num_learned >= MAX_PENDING:
@@ -117,24 +117,24 @@ class LiveCalibration:
         self._submit(self._learn, served_model, observe)
 
     def publish(self) -> None:
-        """Brings the metrics up to date; waits until all observed requests have been learned from."""
+        """Updates the metrics; waits until all observed requests have been processed."""
         published = self._submit(self._gauges.publish, self.calibration)
         if published is not None:
             published.result()
 
     def publish_if_due(self) -> None:
-        """Brings the metrics up to date soon, at most every `PUBLISH_S`."""
+        """Schedules an update of the metrics, at most every `PUBLISH_S` seconds."""
         if self._has_changed and self._clock() - self._published_s >= PUBLISH_S:
             self._published_s = self._clock()
             self._submit(self._gauges.publish, self.calibration)
 
     def close(self) -> None:
-        """Learns from what has been observed, and writes the file; again does nothing."""
+        """Processes all observed requests and writes the file. A second call has no effect."""
         self._submit(self._save)
         self._thread.shutdown()
 
     def _submit(self, task: Callable[..., None], *args: Any) -> Future[None] | None:
-        """Runs a task in the thread; None where that has been closed."""
+        """Runs a task in the thread; None after `close`."""
         with suppress(RuntimeError):
             return self._thread.submit(_run, task, *args)
         return None
@@ -144,11 +144,13 @@ class LiveCalibration:
         try:
             alarm = observe()
         except InputError as error:
-            logger.warning("a length that calibration cannot use: %s", error)
+            logger.warning("calibration skipped an invalid request: %s", error)
             return
         self._has_changed = True
         if alarm is not None:
-            text = "outputs of %r are %s than predicted since about %d of them: the calibration begins anew"
+            text = (
+                "outputs of %r have been %s than predicted for about %d outputs: calibration is mostly reset"
+            )
             logger.warning(text, served_model, alarm.reason.replace("_", " "), alarm.num_outputs)
         if self._clock() - self._saved_s >= SAVE_S:
             self._save()
@@ -160,7 +162,7 @@ class LiveCalibration:
         try:
             write_json(self._file, self.calibration.state())
         except (OSError, TailcastError) as error:
-            logger.warning("what calibration has learned cannot be written: %s", error)
+            logger.warning("the calibration file cannot be written: %s", error)
 
 
 def _run(task: Callable[..., None], *args: Any) -> None:
@@ -175,5 +177,5 @@ def _content(file: Path) -> Any:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(
-            "calibration_file", str(file), f"a file that calibration has written ({error})"
+            "calibration_file", str(file), f"a file written by online calibration ({error})"
         ) from error

@@ -1,4 +1,4 @@
-"""The policy's order over the requests of an engine that forms its batches itself."""
+"""Policy order over the requests of an engine that forms its own batches."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,33 +13,31 @@ from scheduler_core.request import Request, RequestState, Status
 
 
 def order_policy(name: str, parameters: Mapping[str, float], *, sent_once: bool = False) -> Policy:
-    """A policy (see `make_policy`) over the requests of an engine that forms its batches itself. `InputError` if the policy or a
-    parameter is unknown, or the policy decides what only the engine can.
+    """A policy (see `make_policy`) for an engine that forms its own batches. `InputError` if the policy or a
+    parameter is unknown, or if the policy controls batches or memory.
 
-    `sent_once`: the engine gets each key as one number, when the request is sent to it.
+    `sent_once`: each key is a single number that is sent to the engine with the request.
     """
     if name in BATCH_FORMERS and name not in POLICIES:
-        raise InputError(
-            f"policy {name} forms batches, which the engine forms itself: choose an order policy"
-        )
+        raise InputError(f"policy {name} forms batches, but the engine forms its own: choose an order policy")
     policy = make_policy(name, parameters)
     if policy.reserves_memory:
         raise InputError(
-            f"policy {name} reserves KV memory, which the engine allocates itself: choose another policy"
+            f"policy {name} reserves KV memory, but the engine allocates its own: choose another policy"
         )
     if sent_once and (policy.key_changes == "with_time" or policy.needs_queue):
         raise InputError(
-            f"the key of policy {name} changes while a request waits, so that it cannot be sent to an engine as one "
-            "number: choose another policy, or let the proxy hold the queue (--engine none)"
+            f"the key of policy {name} changes while a request waits and cannot be sent to the engine as a constant: "
+            "choose another policy, or let the proxy hold the queue (--engine none)"
         )
     return policy
 
 
 class LiveOrder:
-    """A `RequestState` for each live request of the engine, and the policy's hooks.
+    """Tracks a `RequestState` for each live request of the engine and calls the hooks of the policy.
 
-    The engine decides on admission, tokens per step and memory; this only follows. A state lives from `arrive` to
-    `leave`, so that a prediction outlasts preemptions. Times are seconds on one clock.
+    The engine decides on admission, tokens per step and memory; this class mirrors its decisions. A state exists
+    from `arrive` to `leave`, so predictions are kept across preemptions. All times are in seconds on one clock.
     """
 
     def __init__(self, policy: Policy, max_num_seqs: int) -> None:
@@ -50,8 +48,8 @@ class LiveOrder:
         self._num_arrived = 0
 
     def arrive(self, request: Request, now: float) -> RequestState:
-        """A request is new; it is not in the queue yet."""
-        assert request.request_id not in self.states, "an id that lives already"
+        """Adds a new request, which is not in the queue yet."""
+        assert request.request_id not in self.states, "the request id is already in use"
         state = RequestState(request, order=self._num_arrived)
         self._num_arrived += 1
         self.states[request.request_id] = state
@@ -59,16 +57,16 @@ class LiveOrder:
         return state
 
     def enqueue(self, request_id: str, now: float) -> None:
-        """The request is in the waiting queue, new or again."""
+        """Puts a new or preempted request into the waiting queue."""
         self.waiting.push(self.states[request_id], now)
 
     def dequeue(self, request_id: str) -> None:
-        """The request is no longer in the waiting queue, if it was."""
+        """Removes a request from the waiting queue, if it is there."""
         if request_id in self.waiting:
             self.waiting.remove(self.states[request_id])
 
     def predict(self, request_id: str, prediction: Prediction | None, now: float) -> RequestState | None:
-        """A prediction has come, or failed (None); returns the request, None if it is not live any more."""
+        """Applies a prediction (None: it failed). Returns the request; None if it is no longer live."""
         state = self.states.get(request_id)
         if state is None:
             return None
@@ -78,7 +76,7 @@ class LiveOrder:
         return state
 
     def start_step(self, now: float) -> bool:
-        """Brings the keys up to date before the engine chooses; whether all were recomputed."""
+        """Updates the keys before the engine forms a step. Returns whether all were recomputed."""
         for state in self.policy.take_changed(now):
             self._rekey(state, now)
         pressed = self.policy.on_pressure(len(self.waiting), self._max_num_seqs)
@@ -88,7 +86,7 @@ class LiveOrder:
         return False
 
     def schedule(self, request_ids: Iterable[str], now: float) -> None:
-        """These requests take part in the step; those that waited run from now on."""
+        """Marks the waiting ones among these requests of a step as running."""
         for request_id in request_ids:
             state = self.states.get(request_id)
             if state is None or state.status is not Status.WAITING:
@@ -100,7 +98,7 @@ class LiveOrder:
             self.policy.on_admit(state, now)
 
     def preempt(self, request_id: str, now: float) -> None:
-        """A running request has lost its memory; `enqueue` follows."""
+        """Marks a running request as preempted, without its memory; the caller calls `enqueue` next."""
         state = self.states.get(request_id)
         if state is None:
             return
@@ -113,9 +111,9 @@ class LiveOrder:
     def progress(
         self, request_id: str, num_tokens: int, num_computed_tokens: int, num_output_tokens: int, now: float
     ) -> None:
-        """A step that ends now has processed tokens of the request, if it still runs.
+        """Updates the progress of a running request at the end of a step; ignores other requests.
 
-        Computed tokens are with those of a prefix cache, output tokens with those of this step.
+        `num_computed_tokens` includes prefix-cache hits; `num_output_tokens` includes those of this step.
         """
         state = self.states.get(request_id)
         if state is None or state.status is not Status.RUNNING:
@@ -132,7 +130,7 @@ class LiveOrder:
         self.policy.on_tokens(state, num_tokens, now)
 
     def leave(self, request_id: str) -> RequestState | None:
-        """The request has finished or was aborted, in any state; None if it is not live."""
+        """Removes a request that has finished or was aborted, in any state; None if it is not live."""
         state = self.states.pop(request_id, None)
         if state is None:
             return None
@@ -143,7 +141,7 @@ class LiveOrder:
         return state
 
     def worst_first(self, request_ids: Iterable[str], now: float) -> list[tuple[float, RequestState]]:
-        """Running requests with their eviction keys, the first one to be evicted at the front."""
+        """Running requests with their eviction keys, in the order of eviction."""
         states = [self.states[request_id] for request_id in request_ids if request_id in self.states]
         ranked = [(self.policy.eviction_key(state, now), state) for state in states]
         ranked.sort(key=lambda pair: (pair[0], pair[1].request.arrival_s, pair[1].order), reverse=True)
@@ -160,11 +158,11 @@ class LiveOrder:
         num_free_blocks: int,
         held_blocks: Callable[[str], int | None],
     ) -> list[RequestState]:
-        """The fewest running requests to preempt so that the waiting `head`, which needs `num_blocks`, can be admitted.
+        """The minimum set of running requests to preempt so that the waiting `head`, which needs `num_blocks`,
+        can be admitted. Empty if it fits without, or if the policy does not allow it to displace enough of them.
 
-        None if it fits as it is, or if the policy does not let it displace enough of them. `worst` is as `worst_first`
-        gives it. `held_blocks` gives the KV blocks that a running request holds, None where they cannot be freed now;
-        shared prefixes make it more than what it would free.
+        `worst` is a result of `worst_first`. `held_blocks` returns the KV blocks held by a running request,
+        an upper bound of what it would free if prefixes are shared; None if they cannot be freed now.
         """
         waiting = self.states[head]
         victims: list[RequestState] = []

@@ -1,7 +1,7 @@
-"""Choice of the replica inside the routers of others: their events in, a replica out.
+"""Replica choice for routers of other projects, which report their events to it.
 
-A `Router` of `scheduler_core.routing` chooses among snapshots of replicas. In the simulator a snapshot is a scheduler's
-state; here it is made of what a router in front of engines sees: requests sent, their tokens, their ends, replicas gone.
+A `Router` of `scheduler_core.routing` chooses among snapshots of replicas. In the simulator a snapshot is the state of a
+scheduler. Here it is derived from the events of a router in front of engines: requests sent and ended, replicas removed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from scheduler_core.routing.base import Router, RoutingRequest
 from scheduler_core.routing.prefix_affine import PrefixAffine
 from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot, RequestView, waiting_view
 
-#: Rough number of characters per token: nothing has tokenized a prompt that is to be routed.
+#: Approximate number of characters per token, because routed prompts are not tokenized.
 CHARS_PER_TOKEN = 4
-#: Weight of one request in the mean size of requests.
+#: Weight of a new request in the moving average of request sizes.
 MEAN_WEIGHT = 1 / 64
 #: Tier of requests that declare none.
 DEFAULT_TIER = 2
@@ -36,19 +36,19 @@ DEFAULT_TIER = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingSettings(PredictorSettings):
-    """Settings of a router, and limits of the replicas behind it; no choice waits for a prediction. `InputError` if a value is
-    not allowed.
+    """Settings of a router, and limits of its replicas. Choices never wait for a prediction. `InputError` if
+    a value is invalid.
 
     Attributes:
-        router: Name in `ROUTERS`; all but disaggregated, which needs replicas of two kinds.
+        router: Name in `ROUTERS`, except disaggregated, which needs two kinds of replicas.
         router_parameters: Overrides of the router's parameters.
-        default_max_tokens: max_tokens assumed where a request has none.
-        num_kv_blocks: Blocks in the KV cache of each replica, for routers that look at memory.
+        default_max_tokens: max_tokens of requests that do not set it.
+        num_kv_blocks: Blocks in the KV cache of each replica, for routers that use memory.
         kv_block_tokens: Tokens of one block.
-        max_num_seqs: Requests that a replica runs at the same time; further ones wait there.
-        expire_s: A request of which nothing was seen for so long is taken to have ended, in seconds: the bound on what a
-            lost event can cost.
-        seed: Of routers that draw.
+        max_num_seqs: Maximum number of running requests of a replica; further ones wait there.
+        expire_s: Seconds without an event after which a request is assumed to have ended, in case its end
+            event was lost.
+        seed: Seed of routers that use random numbers.
     """
 
     router: str = "predicted_wait"
@@ -66,25 +66,25 @@ class RoutingSettings(PredictorSettings):
         positive = dict.fromkeys(counts, (1, INTEGERS))
         check_ranges(self, **positive, expire_s=(POSITIVE, FINITE), seed=(0, INTEGERS))
         if self.make_router().role is not ReplicaRole.BOTH:
-            raise InputError("router", self.router, "a router of replicas that are all alike")
+            raise InputError("router", self.router, "a router for identical replicas")
 
     def make_router(self) -> Router:
         """A new router; raises InputError as `make_router` does."""
-        draws = self.router in ROUTERS and ROUTERS[self.router].needs_generator
-        rng = np.random.default_rng(self.seed) if draws else None
+        is_random = self.router in ROUTERS and ROUTERS[self.router].needs_generator
+        rng = np.random.default_rng(self.seed) if is_random else None
         return make_router(self.router, self.router_parameters, rng)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedPrompt:
-    """What a router gets of a request's body.
+    """The fields of a request body that routers use.
 
     Attributes:
         text: The whole prompt, for its length and shared prefixes.
-        user_text: Text for the predictor: the last user message, or the prompt of a text completion; empty without one.
-        max_tokens: None where the request has none.
-        temperature: None where the request has none.
-        tier: Declared urgency, 0 the most urgent.
+        user_text: Text for the predictor: the last user message, or the prompt of a text completion; may be empty.
+        max_tokens: None if the request does not set it.
+        temperature: None if the request does not set it.
+        tier: Declared urgency, 0 = most urgent.
     """
 
     text: str = ""
@@ -95,11 +95,10 @@ class RoutedPrompt:
 
 
 def openai_prompt(body: object, hints: object = None) -> RoutedPrompt:
-    """The prompt in the body of a chat or text completion, whether that is a mapping or an object with attributes: of
-    `messages` or `prompt`, `max_completion_tokens` or `max_tokens`, and `temperature`; `hints` may have the member
-    `tailcast_tier`.
+    """Parses the body of a chat or text completion, which is a mapping or an object with attributes. It uses `messages`
+    or `prompt`, `max_completion_tokens` or `max_tokens`, and `temperature`; from `hints` it uses `tailcast_tier`.
 
-    Members that are absent or malformed are left out: reporting them is the engine's job.
+    Ignores missing and malformed members; the engine reports them.
     """
     messages = member(body, "messages")
     if isinstance(messages, Iterable) and not isinstance(messages, str):
@@ -120,12 +119,12 @@ def openai_prompt(body: object, hints: object = None) -> RoutedPrompt:
 
 
 def member(source: object, name: str) -> Any:
-    """A member of a mapping, or an attribute of another object; None if it has none."""
+    """A member of a mapping, or an attribute of another object; None if it is missing."""
     return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
 
 
 def content_text(content: object) -> str:
-    """The text of a message's content, which may be a list of parts; empty where there is none."""
+    """The text of a message's content, which may be a list of parts; empty if there is no text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Iterable) or isinstance(content, Mapping):
@@ -139,21 +138,21 @@ class _LiveRequest:
     state: RequestState
     replica_id: str
     last_event_s: float
-    #: What routers see of it; None after a change.
+    #: View for the snapshot, as a cache; None after a change.
     view: RequestView | None = None
 
 
 class LiveRouting:
-    """The requests on each replica, kept from events, and a router that chooses with them.
+    """Tracks the requests on each replica from events, and chooses replicas with a router.
 
-    Every method may be called by any thread, none waits: a prediction counts for the choices after it has come. Events of
-    requests or replicas that are not here are ignored, so that they may come twice or late.
+    All methods are thread-safe and do not block; a prediction is used in choices after its arrival. Events of
+    unknown requests or replicas are ignored, so events may be late or repeated.
 
-    The engine's batch is not visible here. The requests of a replica are taken to run in the order in which they were sent,
-    as far as slots and KV blocks suffice.
+    The engine's batches are not visible. The requests of a replica are assumed to run in the order in which
+    they were sent, while slots and KV blocks last.
 
-    `predictor` takes the place of the one that the settings name, `InputError` if there is no such one; `clock` is monotonic,
-    in seconds.
+    `predictor` replaces the one in the settings. `InputError` if the predictor of the settings does not
+    exist. `clock` is monotonic, in seconds.
     """
 
     def __init__(
@@ -167,11 +166,11 @@ class LiveRouting:
         self._router = settings.make_router()
         self._clock = clock
         self._lock = threading.Lock()
-        #: In the order of their last event, the oldest first.
+        #: Live requests by last event, the oldest first.
         self._requests: OrderedDict[str, _LiveRequest] = OrderedDict()
-        #: By replica, in the order in which they were sent.
+        #: Live requests by replica, in the order in which they were sent.
         self._on: dict[str, dict[str, _LiveRequest]] = {}
-        #: Ids that `drop` has got.
+        #: Ids passed to `drop` and not yet processed.
         self._dropped: deque[str] = deque()
         self._num_sent = 0
         #: Mean tokens of the prompts and outputs of finished requests.
@@ -182,19 +181,18 @@ class LiveRouting:
 
     @property
     def num_requests(self) -> dict[str, int]:
-        """Live requests of each replica that has any."""
+        """Number of live requests by replica, without idle replicas."""
         with self._lock:
             self._catch_up()
             return {replica_id: len(requests) for replica_id, requests in self._on.items() if requests}
 
     @property
     def replica_ids(self) -> list[str]:
-        """Replicas that have got a request and are not gone."""
+        """Replicas that have received a request and were not removed."""
         with self._lock:
             return [*self._on]
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether the request is live."""
         return request_id in self._requests
 
     def send(
@@ -204,13 +202,13 @@ class LiveRouting:
         replica_ids: Collection[str],
         num_others: Mapping[str, int] | None = None,
     ) -> str:
-        """Chooses a replica for a request, which counts there from now on; a live one may get another replica.
+        """Chooses a replica for a request and adds the request there. A live request may be sent again.
 
         Args:
-            request_id: Of this attempt: one that was tried in vain comes back under another id.
-            prompt: What it is.
-            replica_ids: At least one to choose from; ties go to the earlier.
-            num_others: By replica: requests there that another router has sent. They count as of mean size.
+            request_id: Id of this attempt; a retry needs another id.
+            prompt: The prompt and its limits.
+            replica_ids: One or more candidates; ties go to the earlier one.
+            num_others: By replica: number of its requests from other routers, which count with the mean size.
         """
         with self._lock:
             now = self._catch_up()
@@ -235,7 +233,7 @@ class LiveRouting:
             return replica_id
 
     def move(self, request_id: str, replica_id: str) -> None:
-        """The host has sent the request to another replica than the chosen one."""
+        """Moves a request that the host sent to another replica than the chosen one."""
         with self._lock:
             live, now = self._requests.get(request_id), self._clock()
             if live is None or live.replica_id == replica_id:
@@ -248,26 +246,26 @@ class LiveRouting:
             self._router.on_migrated(request_id, source, replica_id, now)
 
     def finish(self, request_id: str) -> None:
-        """The request has its whole output."""
+        """Removes a request that has received its whole output."""
         with self._lock:
-            now = self._catch_up()  # its prediction may have come after the last choice
+            now = self._catch_up()  # its prediction may have arrived after the last choice
             live = self._requests.get(request_id)
             if live is not None:
                 self._leave(live, now, finished=True)
 
     def abort(self, request_id: str) -> None:
-        """The request failed or was cancelled."""
+        """Removes a request that failed or was cancelled."""
         with self._lock:
             live = self._requests.get(request_id)
             if live is not None:
                 self._leave(live, self._clock())
 
     def drop(self, request_id: str) -> None:
-        """`abort` for the garbage collector, which may call in the middle of any other call; takes effect at the next."""
+        """Like `abort`, but safe in finalizers, which may run during other calls; delayed to the next call."""
         self._dropped.append(request_id)
 
     def gone(self, replica_id: str) -> None:
-        """The replica has failed or was removed, with all its requests."""
+        """Removes a replica that failed or was removed, with all its requests."""
         with self._lock:
             now = self._clock()
             for live in list(self._on.get(replica_id, {}).values()):
@@ -276,14 +274,14 @@ class LiveRouting:
             self._router.on_gone(replica_id, now)
 
     def close(self) -> None:
-        """Ends the predictor's thread; choices go on without predictions."""
+        """Ends the predictor's thread; later choices are made without predictions."""
         with self._lock:
             thread, self._thread = self._thread, None
         if thread is not None:
             thread.close()
 
     def _catch_up(self) -> float:
-        """Takes in predictions, dropped and expired requests; returns the time."""
+        """Applies predictions, removes dropped and expired requests, and returns the current time."""
         now = self._clock()
         for event in () if self._thread is None else self._thread.take():
             live = self._requests.get(event.request_id)
@@ -318,7 +316,7 @@ class LiveRouting:
             self._thread.withdraw(request_id)
 
     def _snapshot(self, replica_id: str, num_others: int) -> ReplicaSnapshot:
-        """What is known of a replica; `num_others` requests there are not known one by one."""
+        """Snapshot of a replica; `num_others` is the number of its requests from other routers."""
         settings = self._settings
         num_blocks, block_tokens = settings.num_kv_blocks, settings.kv_block_tokens
         views = []
@@ -357,7 +355,7 @@ class LiveRouting:
         )
 
     def _mean_view(self) -> RequestView:
-        """A request of mean size, half done."""
+        """View of a half-finished request of mean size."""
         prompt, output = self._mean_size or (1.0, (self._settings.default_max_tokens + 1) / 2)
         return RequestView(
             request_id="",
@@ -379,7 +377,7 @@ class LiveRouting:
         )
 
     def _prefix_blocks(self, text: str) -> tuple[int, ...]:
-        """A hash of each full block of the prompt's text, over all text up to the block's end."""
+        """For each full block of the prompt's text, a hash of all text up to the end of the block."""
         if not isinstance(self._router, PrefixAffine):
             return ()
         size, blocks, digest = self._settings.kv_block_tokens * CHARS_PER_TOKEN, [], 0
@@ -390,7 +388,7 @@ class LiveRouting:
 
 
 def _output_tokens(state: RequestState) -> float:
-    """Length of an output: as predicted, else half of the limit."""
+    """Expected output length: as predicted, otherwise half of max_tokens."""
     limit = state.request.max_tokens
     if state.prediction is None:
         return (limit + 1) / 2

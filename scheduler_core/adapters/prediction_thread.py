@@ -1,4 +1,4 @@
-"""Predictions for a scheduler that must not wait: requested and received by a thread of their own."""
+"""Background thread that requests and receives predictions for a scheduler that must not block."""
 
 import asyncio
 import logging
@@ -18,28 +18,28 @@ _MARK = "tailcast-mark-of-the-message"
 
 
 class PromptDecoder:
-    """Token ids to the prompt's text: an engine's scheduler only has token ids. May be called in any thread.
+    """Decodes prompts, because the scheduler of an engine only has their token ids. Thread-safe.
 
-    `tokenizer` is the served model's, with `decode` and `apply_chat_template` of transformers; `whole`: decode the whole
-    text, also of a chat with one user message.
+    `tokenizer` is that of the served model, with `decode` and `apply_chat_template` of transformers. `whole`:
+    always decode the whole text, also of a chat with a single user message.
     """
 
     def __init__(self, tokenizer: Any, *, whole: bool = False) -> None:
         self._tokenizer = tokenizer
-        #: The chat template's text before and behind a single user message; both empty without one.
+        #: Text of the chat template before and after a single user message; both empty without a template.
         self._frame = ("", "")
         if not whole:
             message = {"role": "user", "content": _MARK}
-            # Templates are programs of others: whatever they raise, there is no frame.
+            # A template is third-party code that may raise any exception; then there is no frame.
             with suppress(Exception):
                 text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
                 head, mark, tail = text.partition(_MARK)
                 self._frame = (head, tail) if mark else ("", "")
 
     def __call__(self, token_ids: Sequence[int]) -> str:
-        """The only user message of a chat as it stands; else the text without special tokens.
+        """The user message of a chat with a single one, unchanged; otherwise the text without special tokens.
 
-        A chat has one user message if its text begins and ends as the chat template begins and ends around one.
+        A chat has a single user message if its text starts and ends with the parts of the template around a message.
         """
         ids = list(token_ids)
         head, tail = self._frame
@@ -54,10 +54,10 @@ class PromptDecoder:
 
 
 class PredictionThread:
-    """Runs an `AsyncPredictor` in a thread; every query comes back as one event in any case. `decode`, token ids to text, is called
-    in the thread here; None: requests come with their prompts.
+    """Runs an `AsyncPredictor` in a thread; every submitted request results in exactly one event. The thread
+    calls `decode` to convert token ids to text; None: requests already have their prompts.
 
-    `submit`, `withdraw`, `take` and `close` are called by one thread at a time, the scheduler's; none but `close` waits.
+    `submit`, `withdraw`, `take` and `close` must not be called concurrently; only `close` blocks.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class PredictionThread:
     ) -> None:
         self._collector = collector
         self._decode = decode
-        #: Ids of requests whose events have not come.
+        #: Ids of requests without an event so far.
         self._pending: set[str] = set()
         self._events: deque[PredictionEvent] = deque()
         self._loop = asyncio.new_event_loop()
@@ -74,8 +74,8 @@ class PredictionThread:
         self._thread.start()
 
     def submit(self, request: PredictionRequest, token_ids: Sequence[int] | None = None) -> None:
-        """Queries the predictor; the event comes later, or is there at once after `close`. `token_ids` is the prompt; None:
-        that of `request`, and if that is empty there is no text, as with embeddings."""
+        """Queries the predictor; its event follows later, after `close` immediately. `token_ids` is the prompt;
+        None: use the prompt of `request`. If that is empty (prompts given as embeddings), the request fails."""
         self._pending.add(request.request_id)
         if self._loop.is_closed():
             self._fail(request.request_id, "the predictor's thread has ended")
@@ -83,7 +83,7 @@ class PredictionThread:
             self._loop.call_soon_threadsafe(self._send, request, token_ids)
 
     def withdraw(self, request_id: str) -> None:
-        """The request has left: a query that was not sent is dropped."""
+        """Withdraws a request that has left; a query that was not sent yet is dropped."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._collector.withdraw, request_id)
 
@@ -92,7 +92,7 @@ class PredictionThread:
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def close(self) -> None:
-        """Ends the thread; waits for it a few seconds at most."""
+        """Ends the thread; waits for it at most `CLOSE_S` seconds."""
         if not self._loop.is_closed():
             asyncio.run_coroutine_threadsafe(self._close(), self._loop)
             self._thread.join(CLOSE_S)
@@ -120,7 +120,7 @@ class PredictionThread:
     async def _close(self) -> None:
         try:
             await self._collector.close()
-        except Exception:  # a predictor of others may raise anything; the engine goes on
+        except Exception:  # a third-party predictor may raise any exception; the engine continues
             logger.exception("the predictor could not be closed")
         self._collecting.cancel()
         await asyncio.gather(self._collecting, return_exceptions=True)
@@ -136,5 +136,5 @@ class PredictionThread:
             if token_ids is not None and self._decode is not None:
                 request = replace(request, prompt=self._decode(token_ids))
             self._collector.submit(request)
-        except Exception as error:  # a tokenizer of others may raise anything; the engine goes on
+        except Exception as error:  # a third-party tokenizer may raise any exception; the engine continues
             self._fail(request.request_id, f"{type(error).__name__}: {error}")

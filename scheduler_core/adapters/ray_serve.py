@@ -1,11 +1,11 @@
-"""A request router of Ray Serve, also under Ray Serve LLM: `RequestRouterConfig(request_router_class=
-"scheduler_core.adapters.ray_serve.TailcastRequestRouter", request_router_kwargs={...})`, settings as of `RoutingSettings`.
+"""Request router for Ray Serve and Ray Serve LLM: `RequestRouterConfig(request_router_class=
+"scheduler_core.adapters.ray_serve.TailcastRequestRouter", request_router_kwargs={...})` with fields of `RoutingSettings`.
 
-Serve reports to its routers that a request was given to a replica, that it has ended, and which replicas there are; it does
-not report tokens. Replicas still reject what is above `max_ongoing_requests`, and Serve still retries.
+Serve notifies its routers when a request is assigned to a replica, when it ends, and when the set of replicas
+changes, but not of tokens. Replicas still reject requests above `max_ongoing_requests`, and Serve still retries them.
 
-`TailcastRequestRouter` is made when it is imported: this module imports without Ray, as all of scheduler_core does. For
-users: docs/routing.md.
+`TailcastRequestRouter` is created at its first access, so that this module can be imported without Ray. User guide:
+docs/routing.md.
 """
 
 from __future__ import annotations
@@ -40,34 +40,36 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-#: Minor versions whose router interface, which is alpha, this module fits; tested with 2.60.0.
+#: Minor versions of Ray that this module supports (the router interface is alpha); tested with 2.60.0.
 SUPPORTED = ("2.60",)
-#: With it Serve LLM sends requests past the router, which then hears of no end.
+#: With this option Serve LLM bypasses the router, which then gets no end events.
 DIRECT_STREAMING = "RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING"
 
 
 class LiveRequestRouter(_Base):
     """Mixin for Ray Serve's RequestRouter: chooses with `LiveRouting`.
 
-    Serve has a router in each process that sends requests to the deployment. Requests that other processes have sent are
-    known by their number, from the queue lengths that replicas report.
+    Serve runs a router in each process that sends requests to the deployment. Of requests from other
+    processes only the number is available, from the queue lengths that replicas report.
     """
 
     def initialize_state(self, **settings: Any) -> None:
         """Called by Serve with `request_router_kwargs`. `InputError` if a setting is unknown or not allowed."""
         if os.environ.get(DIRECT_STREAMING) == "1":
-            raise InputError(DIRECT_STREAMING, "1", "unset: a router is then not told when requests end")
+            raise InputError(
+                DIRECT_STREAMING, "1", "unset: with it, routers get no event when a request ends"
+            )
         self._tailcast_routing = LiveRouting(RoutingSettings.of(settings, "request_router_kwargs"))
         self._tailcast_num_choices = 0
-        #: Id of the choice for each request that waits for a replica, by its future.
+        #: Id of the choice for each request that waits for a replica, by the future of the request.
         self._tailcast_choices: WeakKeyDictionary[asyncio.Future[Any], str] = WeakKeyDictionary()
-        #: Replica and id of each choice that was sent, oldest first, by Serve's id of the request.
+        #: Replica and id of each assigned choice, oldest first, by Serve's id of the request.
         self._tailcast_sent: dict[str, list[tuple[str, str]]] = {}
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The chosen replica, then all others for the case that it is full; called again until one takes the request."""
+        """Ranks the chosen replica first, then all others. Serve repeats the call until one accepts."""
         if pending_request is None:
             return [candidate_replicas]
         if pending_request.metadata.multiplexed_model_id:
@@ -99,21 +101,21 @@ class LiveRequestRouter(_Base):
     def _tailcast_assigned(
         self, request_id: str, choice: str, future: asyncio.Future[RunningReplica]
     ) -> None:
-        """Serve has given the request to a replica, or it was cancelled."""
+        """Called when Serve has assigned the request to a replica, or the request was cancelled."""
         self._tailcast_choices.pop(future, None)
         if future.cancelled():
             self._tailcast_routing.abort(choice)
             return
         replica_id = future.result().replica_id.unique_id
         self._tailcast_routing.move(choice, replica_id)
-        # Of a request that is cancelled between this and the sending there is no further event: it expires.
+        # A request that is cancelled between assignment and sending gets no further event: it expires.
         for oldest in list(islice(self._tailcast_sent, 2)):
             if not any(name in self._tailcast_routing for _, name in self._tailcast_sent[oldest]):
                 del self._tailcast_sent[oldest]
         self._tailcast_sent.setdefault(request_id, []).append((replica_id, choice))
 
     def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
-        """Called by Serve once for each time that a request was sent, whatever came of it; also where a replica rejects it."""
+        """Called by Serve at the end of each attempt to send a request, including failures and rejections."""
         super().on_request_completed(replica_id, internal_request_id)
         sent = self._tailcast_sent.get(internal_request_id, [])
         for entry in sent:
@@ -125,12 +127,12 @@ class LiveRequestRouter(_Base):
             self._tailcast_sent.pop(internal_request_id, None)
 
     def on_replica_actor_died(self, replica_id: Any) -> None:
-        """Called by Serve."""
+        """Called by Serve when the actor of a replica has died."""
         super().on_replica_actor_died(replica_id)
         self._tailcast_gone({replica_id.unique_id})
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Called by Serve with the replicas that there are."""
+        """Called by Serve with the current replicas."""
         before = {replica_id.unique_id for replica_id in self._replica_id_set}
         super().update_replicas(replicas)
         self._tailcast_gone(before - {replica.replica_id.unique_id for replica in replicas})
@@ -140,7 +142,7 @@ class LiveRequestRouter(_Base):
             self._tailcast_routing.gone(replica_id)
 
     def _tailcast_others(self, candidates: dict[str, RunningReplica]) -> dict[str, int]:
-        """By replica: requests in its queue, as far as that is known, that this router has not sent."""
+        """By replica: number of queued requests from other routers, for known queue lengths."""
         own = self._tailcast_routing.num_requests
         others = {}
         for name, replica in candidates.items():
@@ -151,9 +153,9 @@ class LiveRequestRouter(_Base):
 
 
 def request_prompt(pending_request: PendingRequest) -> RoutedPrompt:
-    """The prompt among the arguments of a call: a chat or text completion as object or mapping, or a text by itself.
+    """The prompt in the arguments of a call: a chat or text completion as an object or mapping, or a plain string.
 
-    The body of a raw HTTP request is not among them: such requests are without text and prediction.
+    The arguments of a raw HTTP request do not include its body, so it has no text and no prediction.
     """
     arguments = (*pending_request.args, *pending_request.kwargs.values())
     for argument in arguments:
@@ -165,8 +167,8 @@ def request_prompt(pending_request: PendingRequest) -> RoutedPrompt:
 
 @cache
 def router_class() -> type:
-    """Ray Serve's RequestRouter with our choice. `MissingExtraError` if there is no Ray Serve; `InputError` if the installed Ray
-    is of an untested version."""
+    """The class `TailcastRequestRouter`, derived from Ray Serve's. `MissingExtraError` if Ray Serve is not
+    installed; `InputError` if the version of Ray is untested."""
     try:
         import ray
         from ray.serve.request_router import LocalityMixin, MultiplexMixin, RequestRouter

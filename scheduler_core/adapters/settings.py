@@ -1,4 +1,4 @@
-"""Settings of the adapters: of predictions, of the scheduler inside an engine, and where they are read from."""
+"""Settings of the adapters: predictions, the scheduler inside an engine, and their sources."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ PROMPT_PARTS = ("user", "whole")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictorSettings:
-    """Settings of the predictions inside an engine or a router; `of` reads them, and those of a subclass, from a mapping.
-    `InputError` if a value is not allowed.
+    """Settings of the predictions inside an engine or a router; `of` creates them, or a subclass, from a
+    mapping. `InputError` if a value is invalid.
 
     Attributes:
-        predictor: pretrained or tiny (they come with tailcast) or an artifact folder, in this process; or grpc://HOST:PORT;
-            None: no predictions.
-        served_model: Name of the served model, for predictors of several.
-        timeout_s: A prediction that takes longer has failed, in seconds.
-        max_in_flight: Calls under way at the same time.
+        predictor: pretrained or tiny (shipped with tailcast) or an artifact folder, in this process;
+            grpc://HOST:PORT; None: no predictions.
+        served_model: Name of the served model, for predictors of several models.
+        timeout_s: Timeout of a prediction in seconds.
+        max_in_flight: Maximum number of concurrent calls.
         max_batch: Maximum number of requests in one call.
     """
 
@@ -56,8 +56,8 @@ class PredictorSettings:
 
     @classmethod
     def of(cls, values: object, source: str) -> Self:
-        """The settings in a mapping of names to values, None for a default; `source` is how errors call it. `InputError` if it
-        is no mapping, or a setting is unknown or not allowed."""
+        """The settings from a mapping of names to values (None: default); `source` names the mapping in
+        errors. `InputError` if it is not a mapping, or a setting is unknown or invalid."""
         if not isinstance(values, Mapping):
             raise InputError(source, values, "names with values, such as {predictor: pretrained}")
         names = [each.name for each in fields(cls)]
@@ -69,12 +69,12 @@ class PredictorSettings:
     def start_thread(
         self, predictor: Predictor, decode: Callable[[Sequence[int]], str] | None = None
     ) -> PredictionThread:
-        """A thread for the predictor within these limits; see `PredictionThread`."""
+        """A `PredictionThread` for the predictor with these limits."""
         limits = {"max_in_flight": self.max_in_flight, "max_batch": self.max_batch}
         return PredictionThread(AsyncPredictor(predictor, **limits, timeout_s=self.timeout_s), decode)
 
 
-#: Annotation of a setting -> its types, and how errors call them.
+#: Annotation of a setting -> its types, and their description in errors.
 _TYPES: Mapping[str, tuple[Any, str]] = {
     "str": (str, "text"),
     "str | None": (str | None, "text, or unset"),
@@ -88,15 +88,15 @@ _TYPES: Mapping[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings(PredictorSettings):
-    """Settings of the scheduler inside an engine. `InputError` if a value is not allowed.
+    """Settings of the scheduler inside an engine. `InputError` if a value is invalid.
 
     Attributes:
         policy: Name of an order policy, or package.module:Class.
         policy_parameters: Overrides of the policy's parameters.
-        prompt: Text for the predictor: "user": of a chat with nothing but one user message that message only, of others
-            the whole text; "whole": always the whole text, as the chat template makes it.
-        online_calibration: Correct the predicted lengths by the requests that have ended.
-        calibration_file: JSON file that keeps what has been learned over restarts; None: none.
+        prompt: Text for the predictor. "user": the user message if a chat consists of exactly one, otherwise
+            the whole text; "whole": always the whole text, as formatted by the chat template.
+        online_calibration: Correct predicted lengths with the lengths of ended requests.
+        calibration_file: JSON file that keeps the calibration across restarts; None: no file.
     """
 
     policy: str
@@ -119,15 +119,15 @@ class EngineSettings(PredictorSettings):
 
 
 def read_settings(additional: Mapping[str, Any], environment: Mapping[str, str]) -> EngineSettings:
-    """The settings from the entry "tailcast" of vLLM's `additional_config`, a mapping or the name of a file, or from the file
-    that TAILCAST_CONFIG names in the environment. `InputError` if there are none, there are two, or a value is not allowed."""
+    """The settings from the entry "tailcast" of vLLM's `additional_config` (a mapping or the name of a file), or from the
+    file named by the environment variable TAILCAST_CONFIG. `InputError` for none or both of them, or an invalid value."""
     entry, file = additional.get(KEY), environment.get(VARIABLE)
     if entry is not None and file is not None:
         raise InputError(VARIABLE, file, f"either this variable or the entry {KEY!r} of --additional-config")
     location = f"--additional-config {KEY}" if file is None else VARIABLE
     source = entry if file is None else file
     if source is None:
-        allowed = f"the name of a YAML file there, or settings as the entry {KEY!r} of --additional-config"
+        allowed = f"the name of a YAML file, or settings in the entry {KEY!r} of --additional-config"
         raise InputError(VARIABLE, None, allowed)
     if isinstance(source, str):
         source = read_yaml(source, location)
@@ -137,16 +137,16 @@ def read_settings(additional: Mapping[str, Any], environment: Mapping[str, str])
 
 
 def check_version(package: str, version: str, supported: Sequence[str]) -> None:
-    """Raises InputError unless the package is of one of these minor versions, which an adapter was tested with."""
+    """Raises InputError unless the package has one of the minor versions that an adapter was tested with."""
     if ".".join(version.split("+")[0].split(".")[:2]) not in supported:
         allowed = ", ".join(f"{minor}.x" for minor in supported)
-        allowed += ": those that this adapter was tested with"
+        allowed += " (the versions that this adapter was tested with)"
         raise InputError(f"version of {package}", version, allowed)
 
 
 def read_yaml(path: str, location: str) -> Any:
     """Content of a YAML file; InputError, naming `location`, if it cannot be read."""
-    import yaml  # vLLM brings it
+    import yaml  # a dependency of the engines
 
     try:
         return yaml.safe_load(Path(path).read_text(encoding="utf-8"))

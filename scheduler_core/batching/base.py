@@ -1,4 +1,4 @@
-"""What a batch former is, and what formers have in common."""
+"""Interface of batch formers, and functions that several of them share."""
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
@@ -14,18 +14,18 @@ from scheduler_core.request import Request, RequestState
 
 
 class BatchFormer(ABC):
-    """Chooses the next step's work, admitting and evicting through the batch. Belongs to one scheduler.
+    """Selects the requests of the next step; admits and evicts through the batch. Belongs to one scheduler.
 
-    A batch former is a keyword-only slots dataclass whose fields are the parameters of its paper; values outside their
-    range raise InputError. It keeps no requests itself.
+    A batch former is a keyword-only slots dataclass whose fields are the parameters of its paper; values
+    outside their range raise InputError. It does not store requests.
 
     Attributes:
-        evicts_by_key: It evicts by the policy's eviction key, whether the policy is preemptive or not.
-        allows_preemptive: A policy may be preemptive.
-        migratable: A running request can come and go between two steps: no batch belongs together, and admission reserves
-            no memory beyond what is to be processed.
-        lockstep: In a step in which any request decodes all running requests do that have processed their prompts, and it
-            does not read their states. Under a policy that does not either they are advanced in lockstep.
+        evicts_by_key: Evicts by the policy's eviction key, also if the policy is not preemptive.
+        allows_preemptive: Supports preemptive policies.
+        migratable: Running requests may be added or removed between two steps: a batch has no fixed members,
+            and admission reserves no memory beyond the tokens to process.
+        lockstep: A step with decodes includes all running requests that have completed their prefill, and the former
+            does not read their states. They are advanced in lockstep if the policy does not read the states either.
     """
 
     __slots__ = ()
@@ -37,34 +37,34 @@ class BatchFormer(ABC):
 
     @abstractmethod
     def form(self, pool: Pool, max_num_batched_tokens: int, now: float) -> Batch:
-        """The next step, of at most so many tokens (prefill and decode); empty only if there are no requests.
+        """Forms the next step, with prefill and decode tokens up to the limit; empty only without requests.
 
-        The pool is changed through the batch alone.
+        Must change the pool only through the batch.
         """
 
     @abstractmethod
     def steady_steps(self, pool: Pool, batch: Batch, limit: int) -> int:
-        """How many times, from 1 to `limit`, the batch just formed would be formed again if nothing arrives or stops.
+        """Number of steps, from 1 to `limit`, with the same batch as the last one, if no request arrives or stops.
 
-        Exact or too small, never too large. Called only for batches of decodes alone, without admissions or evictions.
+        Exact or too small, never too large. Called only for batches without prefills, admissions and evictions.
         """
 
     def steady_chunks(self, batch: Batch, limit: int) -> int:
-        """How many times, from 1 to `limit`, the next steps would process a chunk of the same prompt and size, and no other,
-        none of them the last, as long as the same requests decode.
+        """Number of steps, from 1 to `limit`, with one chunk of the same prompt and size, not its last chunk,
+        while the same requests decode.
 
         Exact or too small, never too large. Called only for batches with chunks and without evictions.
         """
         return 1
 
     def check(self, limits: Limits) -> None:  # noqa: B027
-        """Raises InputError if the parameters do not go together with these limits; here they always do."""
+        """Raises InputError if the parameters are not compatible with the limits; by default they always are."""
 
     def check_policy(self, policy: Policy) -> None:
-        """Raises InputError if the policy does not go together with this former."""
+        """Raises InputError if the policy is not compatible with this former."""
         if policy.preemptive and not self.allows_preemptive:
             allowed = (
-                "policies that are not preemptive: this batch former keeps a request running until it is done"
+                "policies that are not preemptive: this batch former runs each request until it is finished"
             )
             raise InputError(f"policy under {type(self).__name__}", type(policy).__name__, allowed)
 
@@ -73,32 +73,32 @@ class BatchFormer(ABC):
         return limits.max_num_seqs
 
     def refusal(self, request: Request, limits: Limits) -> InputError | None:
-        """Why a request could never be served, beyond the size of the cache; None if it could."""
+        """The error if a request could never be served (apart from the cache size); None if it could."""
         return None
 
     @property
     def group(self) -> Callable[[RequestState], int] | None:
-        """Waiting requests of a smaller group go first, whatever their keys; None: no groups."""
+        """Group of a waiting request; smaller groups come first, regardless of the keys. None: no groups."""
         return None
 
     def on_step(self, step_s: float) -> None:  # noqa: B027
-        """A step has ended after `step_s` seconds."""
+        """Called at the end of a step that took `step_s` seconds."""
 
 
 def whole_prompts_refusal(request: Request, num_tokens: int, limits: Limits) -> InputError | None:
-    """The refusal of formers that process `num_tokens` of the request in one step; None if they fit."""
+    """The error of formers that process `num_tokens` tokens of the request in one step; None if they fit."""
     if num_tokens <= limits.max_num_batched_tokens:
         return None
     name = f"tokens of request {request.request_id} to process in one step"
-    most = f"at most max_num_batched_tokens = {limits.max_num_batched_tokens}"
-    return InputError(name, num_tokens, f"{most}: this batch former splits no prompts")
+    allowed = f"at most max_num_batched_tokens = {limits.max_num_batched_tokens}"
+    return InputError(name, num_tokens, f"{allowed}: this batch former does not split prompts")
 
 
 def steady_decodes(pool: Pool, batch: Batch, limit: int, spare_blocks: int = 0) -> int:
     """`steady_steps` of formers that decode all running requests and admit the first waiting one whenever it fits.
 
-    A head that did not fit now fits even less when the running requests grow, so only memory can end the run, unless
-    the policy may by then have another head.
+    If the first waiting request does not fit now, it does not fit after the growth of the running ones either.
+    So only memory limits the number of steps, unless the order of the waiting requests may change with time.
     """
     if len(pool.waiting) and pool.policy.key_changes == "with_time" and pool.num_running < pool.max_running:
         return 1
@@ -106,10 +106,10 @@ def steady_decodes(pool: Pool, batch: Batch, limit: int, spare_blocks: int = 0) 
 
 
 def steps_that_fit(pool: Pool, batch: Batch, limit: int, spare_blocks: int = 0) -> int:
-    """The most steps, from 1 to `limit`, that the decodes can take before less than `spare_blocks` are free."""
+    """Maximum number of steps, from 1 to `limit`, before fewer than `spare_blocks` blocks are free."""
     if _fits(pool, batch, limit, spare_blocks):
         return limit
-    # The first number from 2 on that does not fit is one too many.
+    # One less than the first number of steps, from 2 on, that does not fit.
     too_many = range(2, limit)
     return 1 + bisect_left(too_many, True, key=lambda steps: not _fits(pool, batch, steps, spare_blocks))
 

@@ -1,4 +1,4 @@
-"""The step under construction."""
+"""The step that a batch former builds."""
 
 from collections.abc import Iterable
 
@@ -12,13 +12,13 @@ class Batch:
     """The requests of one step, with admissions and evictions.
 
     Attributes:
-        budget: Tokens that may still be added; at first their maximum number.
-        prefills: Requests and the chunk of each to process.
+        budget: Number of tokens that can still be added.
+        prefills: Requests, each with its chunk to process.
         decodes: Requests that generate one token.
         admitted: Requests that left the waiting queue.
-        preempted: Requests that wait again.
-        swapped_out: Tokens of the preempted that are copied to the host.
-        swapped_in: Tokens of the admitted that are copied back.
+        preempted: Requests that returned to the waiting queue.
+        swapped_out: Copies of preempted requests to the host.
+        swapped_in: Copies of admitted requests back to the device.
     """
 
     def __init__(self, budget: int) -> None:
@@ -31,7 +31,7 @@ class Batch:
         self.swapped_in: list[KVTransfer] = []
 
     def plan(self, step: int, group: LockstepGroup | None) -> StepPlan:
-        """The plan for the engine; `group`: the requests that decode in lockstep, if they do."""
+        """The plan for the engine. `group`: the requests in lockstep, None without lockstep."""
         decodes: tuple[str, ...] = ()
         context_tokens = 0
         if self.decodes:
@@ -48,32 +48,32 @@ class Batch:
         return StepPlan(step, chunks, decodes, context_tokens, admitted, preempted, *swaps)
 
     def add_chunk(self, state: RequestState, max_tokens: int | None = None) -> None:
-        """A running request processes as many tokens as the budget (and `max_tokens`) allow; one at least."""
+        """Adds a chunk of a running request, as long as the budget and `max_tokens` allow, at least one token."""
         start = state.num_computed_tokens
-        tokens = rest = state.prefill_target_tokens - start
+        tokens = remaining = state.prefill_target_tokens - start
         if tokens > self.budget:
             tokens = self.budget
         if max_tokens is not None and tokens > max_tokens:
             tokens = max_tokens
         assert tokens > 0
-        chunk = PrefillChunk(state.request_id, start, tokens, tokens == rest)
+        chunk = PrefillChunk(state.request_id, start, tokens, tokens == remaining)
         self.prefills.append((state, chunk))
         self.budget -= tokens
 
     def add_decodes(self, states: list[RequestState]) -> None:
-        """Running requests with memory for one more token generate it; the list is not copied."""
+        """Adds decodes of running requests that have memory for one more token; the list is not copied."""
         self.decodes = [*self.decodes, *states] if self.decodes else states
         self.budget -= len(states)
 
     def add(self, state: RequestState) -> None:
-        """A running request does what comes next for it."""
+        """Adds the next chunk of a running request, or its decode."""
         if state.num_computed_tokens < state.prefill_target_tokens:
             self.add_chunk(state)
         else:
             self.add_decodes([state])
 
     def admit(self, pool: Pool, state: RequestState, now: float, reserve_tokens: int | None = None) -> bool:
-        """Admits a waiting request if there is a slot and memory, see `Pool.admit`; adds no tokens of it."""
+        """Admits a waiting request if a slot and memory are free, see `Pool.admit`; adds no tokens."""
         offloaded_tokens = state.num_computed_tokens
         if not pool.admit(state, now, reserve_tokens):
             return False
@@ -83,9 +83,9 @@ class Batch:
         return True
 
     def fill(self, pool: Pool, prefilling: list[RequestState], now: float) -> None:
-        """Chunks of running prompts, then of waiting requests in order, until the budget, slots or memory are used up.
+        """Adds chunks of running, then of waiting requests in order, until the budget, slots or memory are used up.
 
-        No request is admitted after one was preempted.
+        Admits no request after a preemption.
         """
         for state in prefilling:
             if self.budget == 0:
@@ -100,7 +100,7 @@ class Batch:
     def displace(self, pool: Pool, state: RequestState, now: float) -> bool:
         """Admits a waiting request, evicting running ones that the policy lets it displace."""
         if state.request_id in self.preempted:
-            return False  # it was preempted in this very step
+            return False  # it was preempted in this step
         if self.admit(pool, state, now):
             return True
         victims = pool.victims_for(state, now)
@@ -109,7 +109,7 @@ class Batch:
         for victim in victims:
             self.evict(pool, victim, now)
         admitted = self.admit(pool, state, now)
-        assert admitted, "the victims did not suffice"
+        assert admitted, "the evictions did not free enough memory"
         return True
 
     def evict(self, pool: Pool, state: RequestState, now: float, offload_tokens: int | None = None) -> None:
@@ -123,8 +123,9 @@ class Batch:
     def allocate(
         self, pool: Pool, decodes: list[RequestState], now: float, spare_block: bool = False
     ) -> list[RequestState]:
-        """Takes the block for the next token of each, in this order, evicting victims if need be (perhaps the request
-        itself); returns those that still run. `spare_block`: a decode that needs none needs a free one too (Vidur's rule)."""
+        """Takes blocks for the next token of each request, in order; evicts victims if necessary (possibly
+        the request itself). Returns the requests that still run. `spare_block`: a decode without a new block
+        also needs a free one (Vidur's rule)."""
         group = pool.lockstep
         if group is None:
             return self._allocate_individually(pool, decodes, now, spare_block)
@@ -167,12 +168,12 @@ class Batch:
 
 
 def still_running(states: Iterable[RequestState]) -> Iterable[RequestState]:
-    """The requests that have not been evicted."""
+    """The requests that were not evicted."""
     return (state for state in states if state.status is Status.RUNNING)
 
 
 def prefill_tokens_ahead(state: RequestState) -> int:
-    """Tokens that a waiting request has to process between its admission and its next output token."""
+    """Tokens that a waiting request must process after its admission before its next output token."""
     if state.first_scheduled_s is None:
         return state.request.prompt_tokens - state.request.cached_prefix_tokens
     if state.num_computed_tokens >= state.prefill_target_tokens:

@@ -1,4 +1,4 @@
-"""Continuous batching with chunked prefill: decodes first, the rest of the token budget for prompts.
+"""Continuous batching with chunked prefill: decodes first, the remaining token budget for prompts.
 
 Source: Agrawal et al. 2024, "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve", section 4; the
 admission and preemption rules are vLLM's (watermark, the youngest is preempted).
@@ -17,20 +17,19 @@ from scheduler_core.request import RequestState
 class ChunkedPrefill(BatchFormer):
     """One step: every running decode, then running prefills, then waiting requests in the policy's order.
 
-    - A decode that finds no free block preempts the request admitted last (perhaps itself); under a preemptive
-      policy the one with the largest eviction key.
-    - Admission takes the blocks of all tokens a request has to process, keeps the watermark free, and stops at
-      the first waiting request that does not fit: no request is overtaken because of its size.
+    - A decode without a free block preempts the request admitted last (possibly itself); under a preemptive policy
+      the one with the largest eviction key.
+    - Admission takes the blocks of all tokens to process, keeps the watermark free, and stops at the first waiting
+      request that does not fit, so that no request is overtaken because of its size.
     - No request is admitted in a step in which memory ran out.
-    - Under a preemptive policy a waiting request may displace running ones, and prompts are processed in the
-      policy's order whether they run already or not. Otherwise waiting requests never displace running ones.
+    - Under a preemptive policy waiting requests may displace running ones, and prompts of running and waiting
+      requests are processed in the policy's order. Otherwise waiting requests never displace running ones.
 
     Attributes:
-        chunk_tokens: Budget that decodes and prompts share, but which limits the prompts alone: decodes go on when it is
-            used up, to at most max_num_batched_tokens. None: max_num_batched_tokens is that budget (Vidur and
-            Sarathi-Serve have no other).
-        spare_block: A decode needs a free block also when it fills none, as in Vidur (microsoft/vidur @ 7d47513); see
-            `Batch.allocate`.
+        chunk_tokens: Budget of decodes and prompts together that only limits prompts: decodes may exceed it up to
+            max_num_batched_tokens. None: max_num_batched_tokens is the only budget (as in Vidur and Sarathi-Serve).
+        spare_block: A decode needs a free block even if it takes none, as in Vidur (microsoft/vidur @
+            7d47513); see `Batch.allocate`.
     """
 
     lockstep = True
@@ -66,12 +65,12 @@ class ChunkedPrefill(BatchFormer):
         if len(batch.prefills) != 1 or batch.budget:
             return 1
         state, chunk = batch.prefills[0]
-        # The chunk takes all that the decodes leave, so no other chunk comes before its prompt is done.
+        # The chunk uses the whole remaining budget, so no other chunk is added before its prompt is complete.
         return min(limit, max(1, (state.prefill_target_tokens - chunk.start_token - 1) // chunk.num_tokens))
 
     @staticmethod
     def _prefill_by_key(pool: Pool, batch: Batch, prefilling: list[RequestState], now: float) -> None:
-        """Running and waiting prompts together, the smallest key first."""
+        """Adds chunks of running and waiting prompts in one order, smallest key first."""
         keys = {state: pool.policy.key(state, now) for state in prefilling}
         prefilling.sort(key=lambda state: (keys[state], state.request.arrival_s, state.order), reverse=True)
         may_admit = not batch.preempted

@@ -20,21 +20,21 @@ class Rad(BatchFormer):
     """Algorithm 1: keep exactly t_col requests decoding, and prefill one request at a time whenever there are fewer.
 
     decode mode if |D| = t_col or P is empty or n requests were started in this cycle: one token of each in D
-    prefill mode else: the first of P, alone, in chunks of t_lcm = LCM(t_row, t_col, t_red) tokens
+    otherwise prefill mode: only the first of P, in chunks of t_lcm = LCM(t_row, t_col, t_red) tokens
     A cycle ends when D is empty.
 
     | symbol | meaning | unit |
     | --- | --- | --- |
     | P, D | requests in prefill (waiting or started) and in decode | requests |
-    | n | most requests started in a cycle | requests |
+    | n | maximum number of requests started in a cycle | requests |
     | t_row, t_col, t_red | output tile and reduction tile of the matrix products; 128, 256, 32 are best on A100 | tokens |
 
     n > (t_col - 1) T_max / (epsilon T_R) makes the system stable at every load up to 1 - epsilon (Theorem 2), with
     T_max the longest time of a single request and T_R the expected time per request of Theorem 1.
 
-    Differs from the paper: the order of P is the policy's, FCFS there; t_col unset is max_num_seqs, so that it need
-    not be repeated; memory is finite beyond t_col requests: a request that does not fit is not in P for now, and a
-    decode that finds no free block preempts the request admitted last, which does not count as started again.
+    Differs from the paper: P is in the order of the policy (paper: FCFS); if t_col is unset it is max_num_seqs; memory
+    is limited: a request that does not fit is temporarily not in P, and a decode without a free block preempts the
+    request admitted last, which does not count as started again.
     """
 
     allows_preemptive = False
@@ -72,13 +72,13 @@ class Rad(BatchFormer):
             batch.add_decodes(batch.allocate(pool, pool.by_phase()[1], now))
         return batch
 
-    def _prefill(self, pool: Pool, batch: Batch, most_running: int, now: float) -> bool:
-        """Lines 11 to 18: the next chunk of the request under way, or of the first that waits; False in decode mode (line 6)."""
+    def _prefill(self, pool: Pool, batch: Batch, max_running: int, now: float) -> bool:
+        """Lines 11 to 18: adds a chunk of the started or first waiting request; False in decode mode (line 6)."""
         prefilling, _ = pool.by_phase()
         if prefilling:
             batch.add_chunk(prefilling[0], self.chunk_tokens(pool.max_num_seqs))
             return True
-        while pool.num_running < most_running and self._num_started < self.n:
+        while pool.num_running < max_running and self._num_started < self.n:
             head = pool.waiting.peek()
             if head is None or not batch.admit(pool, head, now):
                 return False
@@ -92,7 +92,7 @@ class Rad(BatchFormer):
         full = len(batch.decodes) == self.tile_columns(pool.max_num_seqs)
         may_prefill = len(pool.waiting) and not full and self._num_started < self.n
         if may_prefill and pool.policy.key_changes == "with_time":
-            return 1  # another head might fit
+            return 1  # another request may become the first, and fit
         return steps_that_fit(pool, batch, limit)
 
 
@@ -100,12 +100,12 @@ class Rad(BatchFormer):
 class RadPrefillFirst(Rad):
     """Algorithm 2: all prompts of a cycle first, up to n, then their decodes, t_col at a time.
 
-    Prefills are those of Algorithm 1. In decode mode the first t_col of D are active; one that is done is replaced
-    by the next of D. When D is empty the next cycle starts. Short times between tokens, long times to the first one.
+    Prefills are as in Algorithm 1. In decode mode the first t_col of D are active; a finished one is replaced by the
+    next of D. When D is empty the next cycle starts. The time between tokens is short, the time to the first token long.
 
-    Differs from the paper: a request's first token is sampled by its prefill here (in the paper by its first decode);
-    prefill mode also ends when the next request does not fit into memory; a request preempted in decode mode comes
-    back in the next cycle.
+    Differs from the paper: the first token of a request is sampled by its prefill (paper: by its first decode);
+    prefill mode also ends when the next request does not fit into memory; a request preempted in decode mode
+    resumes in the next cycle.
     """
 
     _decoding: bool = field(default=False, init=False, repr=False)

@@ -1,4 +1,4 @@
-"""Batch formers that reserve memory for the longest output: Orca's iterations, and batches from start to end."""
+"""Batch formers that reserve memory for max_tokens: Orca's iterations, and request-level batches."""
 
 from dataclasses import dataclass
 
@@ -12,19 +12,19 @@ from scheduler_core.request import Request, RequestState
 
 @dataclass(kw_only=True, slots=True)
 class Orca(BatchFormer):
-    """One step: a token of every running request, and the whole prompts of those that join (Yu et al. 2022, "Orca: A
+    """One step: a token of every running request, and the whole prompts of new ones (Yu et al. 2022, "Orca: A
     Distributed Serving System for Transformer-Based Generative Models", section 4.1 and Algorithm 1).
 
-    A request joins only if memory for its prompt and all of its max_tokens can be reserved until it is done: no request
-    is ever preempted for memory.
+    A request is only admitted if memory for its prompt and max_tokens can be reserved until its end, so
+    requests are never preempted for memory.
 
     | symbol | meaning | here |
     | --- | --- | --- |
     | max_bs | maximum number of requests in an iteration | max_num_seqs |
-    | n_slots, n_rsrv | tokens of memory, and those reserved | the KV cache, in blocks; the watermark stays free |
+    | n_slots, n_rsrv | memory in tokens, and its reserved part | the KV cache, in blocks; the watermark stays free |
 
-    Differs from the paper: the order is the policy's, FCFS there; an iteration is limited to max_num_batched_tokens,
-    so a prompt that does not fit next to the decodes waits; no pipeline of several workers.
+    Differs from the paper: the order is that of the policy (paper: FCFS); an iteration is limited to
+    max_num_batched_tokens, so a prompt that does not fit next to the decodes waits; no pipeline of several workers.
     """
 
     allows_preemptive = False
@@ -50,17 +50,17 @@ class Orca(BatchFormer):
 
 @dataclass(kw_only=True, slots=True)
 class RequestLevel(Orca):
-    """Admit up to b requests when none runs, process all their prompts, then decode until all of them are done
-    (FasterTransformer, as Algorithm 3 of Bari, Hegde and de Veciana 2025, "Optimal Scheduling Algorithms for LLM
-    Inference: Theory and Practice", appendix E.1).
+    """Admits up to b requests when none runs, processes all their prompts, then decodes until all are
+    finished (FasterTransformer, as Algorithm 3 of Bari, Hegde and de Veciana 2025, "Optimal Scheduling
+    Algorithms for LLM Inference: Theory and Practice", appendix E.1).
 
     | symbol | meaning | here |
     | --- | --- | --- |
     | b | requests in a batch | max_num_seqs, or as many as fit |
 
-    Differs from the paper: the order is the policy's, FCFS there; a batch takes only requests for which memory for
-    prompt and max_tokens can be reserved (the paper has no limit), so none is ever preempted; short prompts share a
-    step as far as max_num_batched_tokens allows. A finished request leaves at once.
+    Differs from the paper: the order is that of the policy (paper: FCFS); a request joins only if memory for its prompt
+    and max_tokens can be reserved (paper: no memory limit), so none is preempted; short prompts share a step
+    up to max_num_batched_tokens. A finished request leaves at once.
     """
 
     def form(self, pool: Pool, max_num_batched_tokens: int, now: float) -> Batch:
@@ -78,7 +78,7 @@ class RequestLevel(Orca):
         return batch
 
     def steady_steps(self, pool: Pool, batch: Batch, limit: int) -> int:
-        return limit  # no request joins before all are done, and their memory is reserved
+        return limit  # no request joins before all have finished, and their memory is reserved
 
 
 def _admit_with_longest_output(pool: Pool, batch: Batch, state: RequestState, now: float) -> bool:

@@ -1,4 +1,4 @@
-"""SLAI: decodes wait until they become critical, prompts use the time.
+"""SLAI: decodes wait until they are critical, and prompts are processed meanwhile.
 
 Source: Bari, Hegde and de Veciana 2025, "Optimal Scheduling Algorithms for LLM Inference: Theory and Practice"
 (arXiv:2508.01002), sections 6 and 7, Eqs. 8 and 9; "paying first" is the variant of appendix F.
@@ -16,14 +16,14 @@ from scheduler_core.request import RequestState, Status
 
 @dataclass(kw_only=True, slots=True)
 class Slai(BatchFormer):
-    """A decode must be in a batch before its last schedulable time; prompts go before all others.
+    """Schedules each decode before its last schedulable time C, and prompts before decodes that are not critical.
 
     C = e + TBT - delta * t_batch; a decode is critical when now >= C.                     (Eq. 8)
     delta = delta_low if the KV use is below memory_limit, else delta_high                 (section 7.1)
 
     Batch: (1) critical decodes by increasing C; (2) prompts in progress, then new ones in the policy's order (SPF or
-    FCFS in the paper) while the token budget and the slots last; (3) other decodes by increasing C. At most
-    max_decodes decodes in all.
+    FCFS in the paper) while the token budget and slots last; (3) other decodes by increasing C. It has at
+    most max_decodes decodes.
 
     | symbol | meaning | here |
     | --- | --- | --- |
@@ -36,12 +36,12 @@ class Slai(BatchFormer):
     | beta | maximum number of decodes in a batch | max_decodes |
     | paying_first | new prompts of paying requests (TBT <= paying_tbt_s) go before all other new ones | 0 or 1 |
 
-    A decode that finds no free block evicts the prompt in progress that was started last, else itself.
+    A decode without a free block evicts the prompt in progress that was started last, or itself without such a prompt.
 
-    Differs from the paper: C is taken from the present delta and t_batch when a batch is built; the released code
-    fixes it when the previous token comes, so that a switch of delta does not affect waiting decodes. Other decodes
-    count for beta too (not always in the released code), and one that finds no block waits instead of evicting, unless
-    there is nothing else to do.
+    Differs from the paper: C uses delta and t_batch at the time when a batch is formed; the released code fixes C with
+    the previous token, so that a change of delta does not affect waiting decodes. Non-critical decodes also
+    count for beta (not always in the released code); without a free block they wait instead of evicting,
+    unless the batch would be empty.
     """
 
     allows_preemptive = False
@@ -75,14 +75,14 @@ class Slai(BatchFormer):
         self._mean_s += (step_s - self._mean_s) / self._num_steps
 
     def offset_s(self, kv_use: float) -> float:
-        """delta * t_batch, in seconds, at a fraction of used KV blocks."""
+        """delta * t_batch in seconds; `kv_use` is the fraction of used KV blocks."""
         return (self.delta_low if kv_use < self.memory_limit else self.delta_high) * self._mean_s
 
     def form(self, pool: Pool, max_num_batched_tokens: int, now: float) -> Batch:
         batch = Batch(max_num_batched_tokens)
         prefilling, decodes = pool.by_phase()
         due_s = self._due_s(decodes)
-        order = sorted(range(len(decodes)), key=due_s.__getitem__)  # of equal times the one admitted first
+        order = sorted(range(len(decodes)), key=due_s.__getitem__)  # stable: ties by admission
         latest = now + self.offset_s(pool.kv.use)
         num_critical = min(sum([due <= latest for due in due_s]), self.max_decodes)
         critical = [decodes[index] for index in order[:num_critical]]
@@ -102,7 +102,7 @@ class Slai(BatchFormer):
         ]
 
     def _add_critical(self, pool: Pool, batch: Batch, decodes: list[RequestState], now: float) -> None:
-        """Step 2; all of them have priority over prompts for memory."""
+        """Step 2: adds the critical decodes, which take memory from prompts if necessary."""
         for state in [state for state in decodes if state.num_computed_tokens >= state.kv_tokens]:
             while state.status is Status.RUNNING and not pool.grow(state, state.num_computed_tokens + 1):
                 started = pool.by_phase()[0]
@@ -110,7 +110,7 @@ class Slai(BatchFormer):
         batch.add_decodes(list(still_running(decodes)) if batch.preempted else decodes)
 
     def _add_others(self, pool: Pool, batch: Batch, decodes: list[RequestState], now: float) -> None:
-        """Step 4; those without a free block wait, unless the batch would be empty."""
+        """Step 4: adds other decodes; those without a free block wait, unless the batch would be empty."""
         batch.add_decodes(
             [
                 state
@@ -123,4 +123,4 @@ class Slai(BatchFormer):
             self._add_critical(pool, batch, decodes, now)
 
     def steady_steps(self, pool: Pool, batch: Batch, limit: int) -> int:
-        return 1  # what is critical depends on the time
+        return 1  # the set of critical decodes depends on the time

@@ -19,24 +19,24 @@ Ranked = tuple[float, float, int, RequestState]
 
 @dataclass(kw_only=True, slots=True)
 class StageAware(BatchFormer):
-    """The b requests of highest priority, running or not; but no prompts while the very first of them decodes.
+    """The b requests of highest priority, running or waiting; without prompts while the first of them decodes.
 
     1. Candidates C: the b first waiting requests; ongoing O: all that hold memory.        (Algorithm 2, line 3)
-    2. p* = the first of C and O. If p* is in prefill, M = C + O; else M = those of them that decode.  (lines 4 to 12)
-    3. The batch is the first b of M; the others wait, and those in memory stay there.     (lines 13 to 15)
-    4. While memory is short, the request in memory with the lowest priority is evicted; its keys and values are
-       discarded, or copied to the host if that is the faster way to bring them back.      (Algorithm 4, `KVCost`)
+    2. p* = the first of C and O. If p* is in prefill, M = C + O; else M = their decoding requests.   (lines 4 to 12)
+    3. The batch is the first b of M. The others wait; those in memory keep it.            (lines 13 to 15)
+    4. If memory is short, the request in memory with the lowest priority is evicted. Its keys and values are
+       discarded, or copied to the host if loading them is faster.                         (Algorithm 4, `KVCost`)
 
     | symbol | meaning | here |
     | --- | --- | --- |
     | b | requests in a batch | max_num_seqs |
     | priority | (f_e, f_t): urgency, then remaining time | the policy's key; the paper's is policy "semantic" |
-    | cache_rule | which cache-or-recompute rule: "exact" or "paper" | used if preemption is "swap" |
+    | cache_rule | cache-or-recompute rule, "exact" or "paper" | used if preemption is "swap" |
 
-    Differs from the paper: new requests enter the heap at once, there is no unsorted buffer next to it; a batch takes
-    at most max_num_batched_tokens, so a prompt may be processed in chunks; a prompt half processed counts as a
-    prefill; no request is evicted for one of lower or equal priority; admission keeps the
-    watermark free; with preemption "recompute" everything evicted is discarded.
+    Differs from the paper: new requests enter the heap at once, without an unsorted buffer; a batch has at most
+    max_num_batched_tokens tokens, so prompts may be processed in chunks; a partly processed prompt counts as
+    a prefill; no request is evicted for one of lower or equal priority; admission keeps the watermark free;
+    with preemption "recompute" the cache of evicted requests is discarded.
     """
 
     evicts_by_key = True
@@ -88,7 +88,7 @@ class StageAware(BatchFormer):
 
     @staticmethod
     def _candidates(pool: Pool, now: float, *, only_decodes: bool) -> list[Ranked]:
-        """C, and of it only those that would decode, which are those whose cache is on the host."""
+        """C; with `only_decodes` only those that would decode, because their cache is on the host."""
         kv = pool.kv
         if only_decodes and kv.num_free_host_blocks == kv.num_host_blocks:
             return []
@@ -100,7 +100,7 @@ class StageAware(BatchFormer):
         return candidates
 
     def _admit(self, pool: Pool, batch: Batch, state: RequestState, now: float) -> bool:
-        """Algorithm 4 for a request that waits."""
+        """Algorithm 4 for a waiting request."""
         rank = _ranked(pool, state, now)[:3]
         while not batch.admit(pool, state, now):
             if not self._evict_below(pool, batch, rank, now):
@@ -108,7 +108,7 @@ class StageAware(BatchFormer):
         return True
 
     def _allocate(self, pool: Pool, batch: Batch, state: RequestState, now: float) -> bool:
-        """Algorithm 4 for the next token of a request in memory; False if it was its own victim."""
+        """Algorithm 4 for the next token of a request in memory; False if it had to be evicted itself."""
         if not _decodes(state):
             return True
         while not pool.grow(state, state.num_computed_tokens + 1):
@@ -119,7 +119,7 @@ class StageAware(BatchFormer):
         return True
 
     def _evict_below(self, pool: Pool, batch: Batch, rank: tuple[float, float, int], now: float) -> bool:
-        """Evicts the request of lowest priority if it has a lower one than `rank`."""
+        """Evicts the request of lowest priority, if its priority is below `rank`. Returns whether it did."""
         victim = pool.memory_victim(now)
         worst = (pool.policy.eviction_key(victim, now), victim.request.arrival_s, victim.order)
         if worst <= rank:
@@ -137,7 +137,7 @@ class StageAware(BatchFormer):
 
     def steady_steps(self, pool: Pool, batch: Batch, limit: int) -> int:
         static = pool.policy.key_changes != "with_time" and pool.policy.running_keys == "on_event"
-        # Else the order may be another one next time.
+        # Otherwise the order may change in the next step.
         return steps_that_fit(pool, batch, limit) if static else 1
 
 

@@ -1,4 +1,4 @@
-"""UniBoost's dispatch: one order over prompts and decodes, taken anew in every step.
+"""UniBoost's dispatch: one order over prompts and decodes, recomputed in every step.
 
 Source: Li et al., "Beyond Prediction: Tail-Aware Scheduling for LLM Inference", sections 3.2 and 3.3, Algorithm 1.
 """
@@ -21,27 +21,27 @@ from scheduler_core.request import RequestState, Status
 
 @dataclass(kw_only=True, slots=True)
 class OneOrder(BatchFormer):
-    """The M requests of the smallest Phi make up the step, whether they wait, prefill or decode.
+    """The M requests of smallest Phi, whether they wait, prefill or decode.
 
-    1. Until the batch has M requests or C tokens: r = argmin Phi over what is prefill-ready and decode-ready.
-    2. If the keys and values of r's next chunk or token fit, r joins; else the victim is swapped out, and again.
-    3. What is in memory and not among the M is paused: it keeps its memory and does nothing in this step.
+    1. Until the batch has M requests or C tokens: r = argmin Phi over the prefill-ready and decode-ready requests.
+    2. If the keys and values of r's next chunk or token fit, r joins; else swap out the victim and repeat.
+    3. Requests in memory that are not among the M are paused: they keep their memory and skip this step.
 
-    victim = argmax of Phi(v) - swap_token_s n_v over running v with Phi(r) < Phi(v) - delta that the policy lets go
+    victim = argmax of Phi(v) - swap_token_s n_v over unprotected running v with Phi(r) < Phi(v) - delta
 
     | symbol | meaning | here |
     | --- | --- | --- |
-    | Phi | arrival less boost | the policy's key; the paper's is policy "uniboost" |
+    | Phi | arrival minus boost | the policy's key; the paper's is policy "uniboost" |
     | M, C | requests and tokens in a step; C is also the chunk of a prompt | max_num_seqs, max_num_batched_tokens |
-    | delta | what another request has to be ahead of one of the last step to take its place | hysteresis_s |
+    | delta | lead in Phi that another request needs to replace one of the last step | hysteresis_s |
     | n_v, swap_token_s | tokens of v in the cache, time to copy one out and back | tokens, s |
 
-    A policy protects a request by an eviction key of -infinity (MemGuard between two thresholds): it can be paused, but not
-    swapped out, unless nothing else would run. What happens to the victim's cache is `preemption`: swap in the paper.
+    A policy protects a request with an eviction key of -infinity (MemGuard between two thresholds). It can be paused, but
+    is only swapped out if the step would otherwise be empty. `preemption` applies to the victim's cache (paper: swap).
 
-    Differs from the paper: it names priority and swap cost for SELECTVICTIM without a formula; both are seconds here. A
-    request that does not fit without a victim ends the admissions of the step, so that none is overtaken because of its
-    size. The policy's own hysteresis is not used.
+    Differs from the paper: SELECTVICTIM uses priority and swap cost without a formula there; here both are in seconds.
+    Admissions of a step end at the first request that does not fit and has no victim, so that none is
+    overtaken because of its size. The policy's own hysteresis is not used.
     """
 
     evicts_by_key = True
@@ -92,12 +92,12 @@ class OneOrder(BatchFormer):
         policy = pool.policy
         static = policy.key_changes != "with_time" and policy.running_keys == "on_event"
         if not static or len(pool.waiting) or len(batch.decodes) < pool.num_running:
-            return 1  # the order may be another one next time
+            return 1  # the order may change in the next step
         return steps_that_fit(pool, batch, limit)
 
     def _decode_only(self, pool: Pool, batch: Batch, now: float) -> bool:
-        """The step where Phi decides little: all that runs decodes, and none is admitted or swapped out. All with memory for a
-        token get one, in the order of arrival; Phi is computed only to say who takes the last free blocks."""
+        """Fast path for a step in which all running requests decode and none is admitted or swapped out. All requests
+        with memory for a token get one, in order of arrival; Phi only decides which ones take the last free blocks."""
         num = pool.num_running
         if not 0 < num <= min(pool.max_num_seqs, batch.budget):
             return False
@@ -127,26 +127,27 @@ class OneOrder(BatchFormer):
 
     @staticmethod
     def _may_displace(pool: Pool, least_budget: int, now: float) -> bool:
-        """Whether the first waiting request might be admitted, with this budget or a larger one and all free memory, or a
-        running one be swapped out."""
+        """Whether a running request may be swapped out, or the first waiting one may be admitted with at
+        least `least_budget` tokens and all free memory."""
         assert pool.evictions is not None, "this former evicts by key"
         if pool.evictions.first_displaceable(now) is not None:
             return True
         head = pool.waiting.peek()
         if head is None or pool.num_running >= pool.max_running:
             return False
-        rest = prefill_tokens_ahead(head)
-        return pool.kv.fits(head.known_tokens - rest + min(rest, least_budget), waive_watermark=False)
+        remaining = prefill_tokens_ahead(head)
+        num_tokens = head.known_tokens - remaining + min(remaining, least_budget)
+        return pool.kv.fits(num_tokens, waive_watermark=False)
 
     def _rank(self, pool: Pool, state: RequestState, now: float) -> tuple[float, float, int]:
-        """Phi, with an advantage for what was in the last step; of equal ones the earlier."""
+        """Phi, less the hysteresis for requests of the last step; ties by arrival."""
         ahead_s = self.hysteresis_s if state.request_id in self._last else 0.0
         return pool.policy.key(state, now) - ahead_s, state.request.arrival_s, state.order
 
     def _grow(self, pool: Pool, batch: Batch, state: RequestState, later: _Later, now: float) -> bool:
-        """Memory for the next chunk or token of a running request; False: it is paused."""
-        rest = state.prefill_target_tokens - state.num_computed_tokens
-        tokens = state.num_computed_tokens + (min(rest, batch.budget) if rest > 0 else 1)
+        """Takes memory for the next chunk or token of a running request; False if it is paused."""
+        remaining = state.prefill_target_tokens - state.num_computed_tokens
+        tokens = state.num_computed_tokens + (min(remaining, batch.budget) if remaining > 0 else 1)
         while not pool.grow(state, tokens):
             victim = self._victim(pool, state, later, now)
             if victim is None and not batch.prefills and not batch.decodes:
@@ -157,8 +158,8 @@ class OneOrder(BatchFormer):
         return True
 
     def _admit(self, pool: Pool, batch: Batch, state: RequestState, later: _Later, now: float) -> bool:
-        rest = prefill_tokens_ahead(state)
-        tokens = state.known_tokens - rest + min(rest, batch.budget)
+        remaining = prefill_tokens_ahead(state)
+        tokens = state.known_tokens - remaining + min(remaining, batch.budget)
         while not batch.admit(pool, state, now, tokens):
             victim = self._victim(pool, state, later, now) if pool.policy.preemptive else None
             if victim is None:
@@ -167,7 +168,7 @@ class OneOrder(BatchFormer):
         return True
 
     def _victim(self, pool: Pool, state: RequestState, later: _Later, now: float) -> RequestState | None:
-        """SELECTVICTIM among the running requests that come later in the order; None if all are protected."""
+        """SELECTVICTIM among the running requests later in the order; None if there is no suitable one."""
         candidates = later.candidates(pool.policy, now)
         if not candidates:
             return None
@@ -177,17 +178,17 @@ class OneOrder(BatchFormer):
 
 
 class _Later:
-    """The running requests that come later in the order of a step; `ranked`: rank and request, the last of the order first;
-    those that are dealt with are popped. `swap_token_s`: see `OneOrder`."""
+    """The running requests that a step has not processed yet. `ranked` has (*rank, request), last in the
+    order first; processed ones are popped. `swap_token_s`: see `OneOrder`."""
 
     def __init__(self, ranked: list[tuple[Any, ...]], swap_token_s: float) -> None:
         self.ranked = ranked
         self._swap_token_s = swap_token_s
-        #: Index in `ranked`, Phi and swap cost of each that the policy lets go; None: not looked for yet.
+        #: (index in `ranked`, Phi, Phi less swap cost, request) of unprotected ones; None: not computed yet.
         self._candidates: list[tuple[int, float, float, RequestState]] | None = None
 
     def candidates(self, policy: Policy, now: float) -> list[tuple[float, float, RequestState]]:
-        """Phi, Phi - swap_token_s n, and the request, of those that may be swapped out; their Phi is computed once a step."""
+        """(Phi, Phi - swap_token_s n, request) of those that may be swapped out; computed once per step."""
         if self._candidates is None:
             self._candidates = []
             for index, item in enumerate(self.ranked):

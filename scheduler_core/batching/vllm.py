@@ -1,4 +1,4 @@
-"""Prefill first: new prompts interrupt the decodes.
+"""Prefill-first batching: steps of new prompts interrupt the decodes.
 
 Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention", sections
 4.3 and 4.5, and the scheduler of vLLM 0.x without chunked prefill.
@@ -16,19 +16,19 @@ from scheduler_core.request import Request
 
 @dataclass(kw_only=True, slots=True)
 class Vllm(BatchFormer):
-    """If waiting requests fit, a step of their whole prompts alone; else a step of all running decodes.
+    """A step only of whole prompts if waiting requests fit; else a step of all running decodes.
 
     - Admission in the policy's order while slots, blocks (with the watermark) and the token budget last; it stops at
       the first request that does not fit.
-    - A decode that finds no free block preempts the request admitted last, by recompute or by swap.
-    - A swapped request that is admitted needs no prefill; it decodes in the next step of decodes.
+    - A decode without a free block preempts the request admitted last, by recompute or by swap.
+    - An admitted request with a swapped cache needs no prefill; it decodes in the next step of decodes.
     - Under a preemptive policy a waiting request may displace running ones.
 
-    Differs from the paper: preempted requests wait in the policy's order with all others; under FCFS they are the first, and
-    so no new request is admitted before them, as section 4.5 wants.
+    Differs from the paper: preempted requests wait in the policy's order with all others. Under FCFS they are the first,
+    so no new request is admitted before them, as in section 4.5.
 
-    The parameters are what Vidur's vLLM scheduler does otherwise (microsoft/vidur @ 7d47513): `padded`: the budget limits the
-    number of prompts times the longest of them, as if all were padded; `spare_block`: see `Batch.allocate`.
+    The parameters reproduce differences of Vidur's vLLM scheduler (microsoft/vidur @ 7d47513). `padded`: the budget
+    limits the number of prompts times the longest one, as with padding; `spare_block`: see `Batch.allocate`.
     """
 
     lockstep = True

@@ -2,8 +2,8 @@
 
     ln X = mu + sigma T,   T Student's t with nu degrees of freedom;   f(x) = t_nu((ln x - mu)/sigma) / (sigma x)
 
-The mean is infinite for every finite nu, so expectations are of the censored length min(X, M), M = max_tokens (TIE, Eqs.
-8-10). Nothing is sampled.
+The mean is infinite for every finite nu, so expectations are of the censored length min(X, M), M = max_tokens
+(TIE, Eqs. 8-10). They are computed by quadrature, without sampling.
 
 Every expectation follows from the censored mean excess m(a, M) = E[min(X, M) - a | X > a]. With the stop-loss integral
 I(a, M) = integral of P(X > x) over x in [a, M] (Klugman, Panjer & Willmot, "Loss Models", section 3.4),
@@ -18,7 +18,7 @@ By parts, with q the density of the coordinate t of `standard`,
 
     m(a, M) = integral over t in [t_a, t_M] of (x(t) - a) q(t)/S(t_a) dt + (M - a) S(t_M)/S(t_a):
 
-no term is negative, so nothing cancels, and the ratios to S(t_a) are taken before anything underflows.
+no term is negative, so there is no cancellation. Ratios to S(t_a) are computed in logarithms, before any underflow.
 """
 
 import math
@@ -41,11 +41,11 @@ from scheduler_core.lengths.standard import (
 )
 from scheduler_core.lengths.student_t import StudentT
 
-#: Rows worked on at once: their nodes (93 for each) stay in cache, and memory stays bounded.
+#: Rows per block: their nodes (93 per row) stay in the CPU cache, and memory is bounded.
 _ROWS_PER_BLOCK = 1024
 _MAX_VALUE = 1e300
 
-#: What is computed for a block of rows: (standard distribution, mu, sigma, arguments) as columns [N, 1], to a column.
+#: Function of a block of rows: (standard distribution, mu, sigma, arguments), columns [N, 1] -> [N, 1].
 _Task = Callable[..., FloatArray]
 
 
@@ -89,7 +89,7 @@ class LogT:
         return np.exp(self._evaluate(_logcdf, x=np.asarray(x, dtype=np.float64)))
 
     def logsf(self, x: ArrayLike) -> FloatArray:
-        """ln P(X > x): what a length censored at x tokens contributes to a right-censored likelihood."""
+        """ln P(X > x): the log-likelihood of a length that is right-censored at x tokens."""
         return self._evaluate(_logsf, x=np.asarray(x, dtype=np.float64))
 
     def sf(self, x: ArrayLike) -> FloatArray:
@@ -97,7 +97,7 @@ class LogT:
         return np.exp(self.logsf(x))
 
     def logppf(self, q: ArrayLike) -> FloatArray:
-        """ln of the q-quantile, q in [0, 1]: finite for 0 < q < 1 even where the quantile itself is not."""
+        """ln of the q-quantile, q in [0, 1]; finite for 0 < q < 1 even if the quantile itself overflows."""
         return self._evaluate(_logppf, q=checked_level("q", q))
 
     def ppf(self, q: ArrayLike) -> FloatArray:
@@ -106,7 +106,7 @@ class LogT:
             return np.exp(self.logppf(q))
 
     def expected(self, max_tokens: ArrayLike, generated_tokens: ArrayLike = 0.0) -> FloatArray:
-        """E[min(X, M)] in tokens (TIE, Eq. 9); with g > 0 E[min(X, M) - g | X > g], what is left once g are generated.
+        """E[min(X, M)] in tokens (TIE, Eq. 9); with g > 0 the remaining E[min(X, M) - g | X > g] after g tokens.
 
         M limits the whole output, so the result is <= M - g.
         """
@@ -125,7 +125,7 @@ class LogT:
     def cvar(self, alpha: ArrayLike, max_tokens: ArrayLike) -> FloatArray:
         """CVaR_alpha(min(X, M)): mean of the worst fraction 1 - alpha of censored lengths, in tokens (TIE, Eq. 10).
 
-        M where the alpha-quantile v of X reaches M, else v + E[min(X, M) - v | X > v]."""
+        M if the alpha-quantile v of X is at least M, else v + E[min(X, M) - v | X > v]."""
         level = checked_level("alpha", alpha, below_one=True)
         if self._on_lattice(level):
             return self.expected_and_cvar(level, max_tokens)[1]
@@ -133,9 +133,9 @@ class LogT:
         return self._evaluate(censored_cvar, alpha=level, max_tokens=top)
 
     def expected_and_cvar(self, alpha: ArrayLike, max_tokens: ArrayLike) -> tuple[FloatArray, FloatArray]:
-        """(`expected`, `cvar`) with expected <= cvar <= max_tokens: what a risk score needs (TIE, Eq. 11).
+        """(`expected`, `cvar`) with expected <= cvar <= max_tokens, the inputs of a risk score (TIE, Eq. 11).
 
-        With one nu and alpha the vectorized fast path of `log_t_scores`.
+        With a single nu and alpha it uses the vectorized fast path of `log_t_scores`.
         """
         level = checked_level("alpha", alpha, below_one=True)
         top = checked_tokens("max_tokens", max_tokens, positive=True)
@@ -154,13 +154,13 @@ class LogT:
         return mean.reshape(shape)[()], tail_mean.reshape(shape)[()]
 
     def _integrated(self, alpha: FloatArray, top: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """`expected_and_cvar` by the general route, for any parameters."""
+        """`expected_and_cvar` for any parameters, by `mean_excess`."""
         tail_mean = self._evaluate(censored_cvar, alpha=alpha, max_tokens=top)
         mean = self._evaluate(mean_excess, start_tokens=np.zeros(()), max_tokens=top)
         return np.minimum(mean, tail_mean), tail_mean
 
     def _on_lattice(self, alpha: FloatArray) -> bool:
-        """Whether all rows share one nu and one alpha for which there is a lattice."""
+        """Whether all rows share one nu and one alpha that `log_t_scores` covers."""
         return self.nu.size == 1 == alpha.size and log_t_scores.covers(self.nu.item(), alpha.item())
 
     def _parameters(self) -> dict[str, FloatArray]:
@@ -191,7 +191,7 @@ def expected_and_cvar(
 ) -> tuple[float, float]:
     """(E[min(X, M)], CVaR_alpha(min(X, M))) in tokens for one request: the scheduler's fast path.
 
-    The numbers of `LogT.expected_and_cvar` for plain floats; alpha in [0.5, 1).
+    Same results as `LogT.expected_and_cvar`, for plain floats; alpha in [0.5, 1).
     """
     if not (-math.inf < mu < math.inf and 0 < sigma < math.inf and nu > 0):
         raise InputError("mu, sigma, nu", (mu, sigma, nu), "finite mu, finite sigma > 0, nu > 0")
@@ -220,7 +220,7 @@ def _standard_rows(nu: FloatArray) -> Iterator[tuple[slice | NDArray[np.intp], S
 
 
 def _broadcast(named: dict[str, FloatArray]) -> tuple[FloatArray, ...]:
-    """The arrays, broadcast against each other; InputError if their shapes do not fit."""
+    """The arrays, broadcast against each other; InputError if their shapes are incompatible."""
     try:
         return tuple(np.broadcast_arrays(*named.values()))
     except ValueError as error:
@@ -235,7 +235,7 @@ def _check(name: str, array: FloatArray, valid: NDArray[np.bool_], allowed: str)
 
 
 def checked_tokens(name: str, value: ArrayLike, *, positive: bool = False) -> FloatArray:
-    """Lengths as an array; InputError for one that is not allowed."""
+    """Lengths as an array; InputError for an invalid one."""
     array = np.asarray(value, dtype=np.float64)
     valid = np.isfinite(array) & ((array > 0) if positive else (array >= 0))
     return _check(name, array, valid, f"finite numbers {'>' if positive else '>='} 0, in tokens")
@@ -276,9 +276,10 @@ def mean_excess(
     max_tokens: FloatArray,
     start: FloatArray | None = None,
 ) -> FloatArray:
-    """m(a, M) in tokens, a = start_tokens >= 0, M = max_tokens > 0; 0 where a >= M. `start` is t of a, where a is rounded from it.
+    """m(a, M) in tokens, a = start_tokens >= 0, M = max_tokens > 0; 0 where a >= M.
 
-    All arrays are columns [N, 1], or [1, 1] for parameters of `standard`, the distribution of T in ln X = location + scale T.
+    All arrays are columns [N, 1], or [1, 1] for parameters of `standard`, the distribution of T in
+    ln X = location + scale T. `start` is t of a, if a was computed from t.
     """
     inside = start_tokens < max_tokens
     a = np.where(inside, start_tokens, 0.0)
@@ -290,8 +291,8 @@ def mean_excess(
         start = np.where(inside, start, -np.inf)
         rise = top - standard.value(np.where(inside, start, 0.0))
     end = np.maximum(standard.coordinate(top), start)
-    # Everything is taken relative to the density at the origin: the start if it is beyond the mode, else the mode,
-    # or the end if that is before the mode.
+    # Densities are relative to that at the origin: the start if it is right of the mode, else the mode, or the end if
+    # that is left of the mode.
     origin = np.maximum(start, np.minimum(end, 0.0))
     at_start = origin == start
     gap = standard.travel(np.where(at_start, start, 0.0), np.where(at_start, rise, 0.0))
@@ -335,7 +336,7 @@ def censored_cvar(
 
 
 def _value_of(x: FloatArray, location: FloatArray, scale: FloatArray) -> FloatArray:
-    """T of a length, kept finite where the scale is too small for it: nothing lives out there."""
+    """T of a length, clipped to finite values; it overflows for a very small scale, at negligible density."""
     return np.clip((np.log(x) - location) / scale, -_MAX_VALUE, _MAX_VALUE)
 
 

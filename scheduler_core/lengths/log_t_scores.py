@@ -6,18 +6,18 @@ that of the alpha-quantile, and S(t) the probability of a longer output,
     E = integral over t < t_M of exp(mu + sigma T) q(t) dt + M S(t_M)                          (TIE, Eqs. 8-9)
     CVaR = [integral over t_alpha < t < t_M of exp(mu + sigma T) q(t) dt + M S(t_M)] / (1 - alpha)     (Eq. 10)
 
-A lattice of intervals with its origin at t_alpha has T and weight * q at 12 Gauss-Legendre nodes for each interval, and
-S at the edges; it depends on nu and alpha alone and is cached. So a full interval costs 12 exponentials and a dot
-product. In the one partial interval, [e, t_M], the length is written as M - (M - x):
+A lattice of intervals with its origin at t_alpha stores T and weight * q at 12 Gauss-Legendre nodes per
+interval, and S at the edges. It only depends on nu and alpha and is cached, so a full interval costs 12
+exponentials and a dot product. In the partial interval [e, t_M] the length is written as M - (M - x):
 
     integral over [e, t_M] of x q dt + M S(t_M) = M [S(e) - integral over [e, t_M] of (1 - x/M) q dt].
 
-Left of t_alpha the integral is a function of sigma alone, analytic for sigma > 0: for many rows it is taken from a
-Chebyshev interpolant on each octave of sigma, made from the same lattice.
+Left of t_alpha the integral only depends on sigma and is analytic for sigma > 0. For many rows it is computed
+with a Chebyshev interpolant on each octave of sigma, derived from the same lattice.
 
-Intervals of width min(1, 2/sqrt(nu)) (2 for nu = inf) resolve q; the growth of x, at most sqrt(sigma^2 nu + (ln M - mu)^2)
-for each unit of t, halves them as often as it needs to. Relative error below 1e-11 (1e-10 for nu = 1e9), compared with mpmath
-and with the general route of `mean_excess`, which serves what is not covered here.
+Intervals of width min(1, 2/sqrt(nu)) (2 for nu = inf) resolve q. They are halved until they also resolve the growth of
+x, at most sqrt(sigma^2 nu + (ln M - mu)^2) per unit of t. The relative error is below 1e-11 (1e-10 for nu = 1e9) compared
+with mpmath and with the general method of `mean_excess`, which is used for parameters that are not covered here.
 """
 
 import math
@@ -29,21 +29,21 @@ import numpy as np
 from scheduler_core.lengths.standard import LOG_NORMALIZER, FloatArray
 from scheduler_core.lengths.student_t import log_normalizer, standard
 
-#: Left of exp(-27) of the largest length or of the density's peak nothing is counted.
+#: On the left, lengths or densities below exp(-27) of their maximum are neglected.
 _NEGLIGIBLE = 27.0
-#: |ln M - mu| at most this; the lattice reaches to where q is below exp(-_REACH), so that M S(t) is negligible there.
+#: Maximum of |ln M - mu|. The lattice ends where q is below exp(-_REACH), so that M S(t) is negligible there.
 _MAX_GROWTH = 70.0
 _REACH = 130.0
-#: exp(mu) stays finite.
+#: Maximum of mu, so that exp(mu) stays finite.
 _MAX_MU = 600.0
 #: Largest growth of ln x over an interval that 12 nodes resolve.
 _MAX_STEEPNESS = 16.0
 _MAX_LEVEL = 4
-#: Rows worked on at once: 12 numbers for each stay in cache.
+#: Rows per block: 12 numbers per row stay in the CPU cache.
 _ROWS_PER_BLOCK = 2048
 
-#: The interpolant covers sigma in [2^-10, 2^2). The singularity at 0 is three half-octaves away from the middle of each
-#: octave: it leaves an error of (3 + sqrt 8)^-18; exp(sigma T_alpha), up to the exponent below, leaves less.
+#: The interpolant covers sigma in [2^-10, 2^2). The distance of the singularity at 0 from the middle of each octave limits
+#: the error to (3 + sqrt 8)^-18; the error from exp(sigma T_alpha), up to the exponent below, is smaller.
 _MIN_OCTAVE, _MAX_OCTAVE, _NUM_TERMS = -10, 2, 18
 _MAX_EXPONENT_LEFT = 4.0
 
@@ -61,13 +61,13 @@ class Lattice:
     Attributes:
         nu: Degrees of freedom, inf for the normal.
         root: sqrt(nu); 1 for nu = inf.
-        log_c: ln of the density's constant.
+        log_c: ln of the normalization constant of the density.
         origin: t_alpha.
-        width: Of a interval.
-        first: Number of the leftmost interval.
-        last: One more than the number of the rightmost.
-        heights: T at the nodes, interval after interval [(last - first) * 12].
-        masses: Weight * q at the nodes, as long.
+        width: Width of an interval.
+        first: Index of the leftmost interval.
+        last: One more than the index of the rightmost interval.
+        heights: T at the nodes, interval by interval [(last - first) * 12].
+        masses: Weight * q at the nodes, same shape.
         survival: S at the edges, from the left [last - first + 1].
     """
 
@@ -84,7 +84,7 @@ class Lattice:
 
 
 def covers(nu: float, alpha: float) -> bool:
-    """Whether there is a lattice for these; for a smaller nu, or a level closer to 0 or 1, it would be long."""
+    """Whether a lattice is used; for a smaller nu, or a level closer to 0 or 1, it would be too long."""
     return nu >= 0.5 and 1e-6 <= alpha <= 1.0 - 1e-9
 
 
@@ -114,7 +114,7 @@ def lattice(nu: float, alpha: float, level: int) -> Lattice:
 
 
 def _to_powers() -> FloatArray:
-    """Matrix from coefficients of Chebyshev polynomials to those of powers, lowest first."""
+    """Matrix that converts Chebyshev coefficients to power coefficients, lowest first."""
     matrix = np.zeros((_NUM_TERMS, _NUM_TERMS))
     for column, unit in enumerate(np.eye(_NUM_TERMS)):
         matrix[: column + 1, column] = np.polynomial.chebyshev.cheb2poly(unit[: column + 1])
@@ -127,15 +127,15 @@ _TO_POWERS = _to_powers()
 
 @lru_cache(maxsize=128)
 def _left_table(nu: float, alpha: float) -> FloatArray:
-    """Polynomials in x for the integral of exp(sigma T) q(t) over t < t_alpha, sigma = 2^octave (1.5 + x/2): their
-    coefficients, highest power first [_NUM_TERMS, octaves]."""
+    """Coefficients of polynomials in x, highest power first [_NUM_TERMS, octaves], for the integral of
+    exp(sigma T) q(t) over t < t_alpha with sigma = 2^octave (1.5 + x/2)."""
     grid = lattice(nu, alpha, 0)
     end = -grid.first * _NUM_NODES
     angles = np.pi * (np.arange(_NUM_TERMS) + 0.5) / _NUM_TERMS
     octaves = 2.0 ** np.arange(_MIN_OCTAVE, _MAX_OCTAVE)
     sigma = np.multiply.outer(1.5 + np.cos(angles) / 2.0, octaves)
     with np.errstate(under="ignore"):
-        # Beyond exp(_MAX_EXPONENT_LEFT) the table is not used.
+        # The table is not used above exp(_MAX_EXPONENT_LEFT).
         lengths = np.exp(np.minimum(np.multiply.outer(sigma, grid.heights[:end]), 4.0 * _MAX_EXPONENT_LEFT))
     values = lengths @ grid.masses[:end]
     series = np.cos(np.multiply.outer(np.arange(_NUM_TERMS), angles)) @ values * (2.0 / _NUM_TERMS)
@@ -161,8 +161,8 @@ def _left(grid: Lattice, alpha: float, sigma: FloatArray) -> FloatArray:
 def expected_and_cvar_one(
     mu: float, sigma: float, max_tokens: float, nu: float, alpha: float
 ) -> tuple[float, float] | None:
-    """(E, CVaR) of one request in tokens, nu and alpha as `covers` allows; None where the lattice is too coarse or too
-    short for it."""
+    """(E, CVaR) of one request in tokens, for nu and alpha that `covers` accepts; None if the lattice is too
+    coarse or too short."""
     normal = nu == math.inf
     root = 1.0 if normal else math.sqrt(nu)
     log_ratio = math.log(max_tokens) - mu
@@ -187,7 +187,7 @@ def expected_and_cvar_one(
     low = ((lowest if normal else math.asinh(lowest)) - origin) / width
     begin_interval = min(math.floor(low), interval) if low > first else first
 
-    # The partial interval: 1 - x/M is expm1 of something not positive.
+    # The partial interval: x/M - 1 is expm1 of a number <= 0.
     fraction = position - interval
     edge = origin + interval * width
     lost = 0.0
@@ -223,7 +223,7 @@ def expected_and_cvar_one(
 def expected_and_cvar_rows(
     mu: FloatArray, sigma: FloatArray, max_tokens: FloatArray, nu: float, alpha: float
 ) -> tuple[FloatArray, FloatArray]:
-    """`expected_and_cvar_one` for N requests, each argument and result [N]; NaN in place of None."""
+    """`expected_and_cvar_one` for N requests; arguments and results have shape [N]. NaN instead of None."""
     normal = nu == math.inf
     root = 1.0 if normal else math.sqrt(nu)
     log_ratio = np.log(max_tokens) - mu
@@ -280,11 +280,11 @@ def _block(
     if tabled.any():
         left[tabled] = _left(grid, alpha, sigma[tabled])
     if not tabled.all():
-        rest = ~tabled
+        summed = ~tabled
         with np.errstate(over="ignore"):
-            lowest = np.minimum(height[rest], 0.0) - _NEGLIGIBLE / slope[rest]
+            lowest = np.minimum(height[summed], 0.0) - _NEGLIGIBLE / slope[summed]
         low = ((lowest if normal else np.arcsinh(lowest)) - grid.origin) / grid.width
-        begin[rest] = np.minimum(np.floor(np.maximum(low, grid.first)), interval[rest])
+        begin[summed] = np.minimum(np.floor(np.maximum(low, grid.first)), interval[summed])
     heights = grid.heights.reshape(-1, _NUM_NODES)
     masses = grid.masses.reshape(-1, _NUM_NODES)
     for number in range(int(begin.min()), int(interval.max())):
@@ -300,11 +300,11 @@ def _block(
 
 
 def _height_and_log_density(t: FloatArray, nu: float) -> tuple[FloatArray, FloatArray]:
-    """(T, ln q up to its constant) at t; overwrites t."""
+    """(T, ln q up to a constant) at t; overwrites t."""
     if nu == math.inf:
         return t, -0.5 * t * t
     if nu > 100.0:
-        # Here t is small, and rounding of cosh t near 1 counts nu times.
+        # t is small, and rounding errors of cosh t near 1 are multiplied by nu.
         height = np.sinh(t)
         return height, -0.5 * nu * np.log1p(height * height)
     np.exp(t, out=t)

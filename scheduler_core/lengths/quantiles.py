@@ -1,12 +1,12 @@
-"""The distribution of output length X in tokens that has given quantiles of ln X, in place of a shape with parameters.
+"""Distribution of output length X in tokens given by quantiles of ln X instead of a parametric family.
 
-P(ln X <= z) is linear in z between the quantiles q_0 <= ... <= q_K at the levels u_0 < ... < u_K, and exponential beyond them,
-each tail as steep as the gap beside it:
+P(ln X <= z) is linear in z between the quantiles q_0 <= ... <= q_K at the levels u_0 < ... < u_K. The tails
+beyond them are exponential, with scales a and b from the adjacent gaps:
 
     P(ln X <= z) = u_0 exp((z - q_0) / a),        a = (q_1 - q_0) / ln(u_1 / u_0),                      z < q_0
     P(ln X > z)  = (1 - u_K) exp(-(z - q_K) / b),  b = (q_K - q_(K-1)) / ln((1 - u_(K-1)) / (1 - u_K)),  z > q_K
 
-Expectations are those of the censored length, by the stop-loss integral of `distribution`, which is exact on each part.
+Expectations are of the censored length. The stop-loss integral (see `distribution`) has a closed form on each part.
 """
 
 from dataclasses import dataclass, field
@@ -19,21 +19,21 @@ from scheduler_core.errors import InputError
 from scheduler_core.lengths.distribution import checked_level, checked_tokens
 from scheduler_core.lengths.standard import FloatArray
 
-#: u_0, ..., u_K, those of every predicted quantile; the one in the middle is the median.
+#: u_0, ..., u_K: the levels of all predicted quantiles; the middle one is the median.
 LEVELS = (0.01, 0.025, *(round(0.05 * step, 2) for step in range(1, 20)), 0.975, 0.99)
 _U = np.array(LEVELS)
 _STEPS, _LOW, _HIGH = np.diff(_U), _U[0], 1.0 - _U[-1]
 _LOG_LOW, _LOG_HIGH = np.log(_U[1] / _U[0]), np.log((1.0 - _U[-2]) / (1.0 - _U[-1]))
-#: Gaps count as at least this, ln tokens, so that slopes are finite where quantiles are equal.
+#: Minimum gap in ln tokens, so that slopes are finite for equal quantiles.
 _MIN_GAP = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
 class LogQuantiles:
-    """Distribution(s) of output length with given quantiles; arguments, results and errors as of `LogT`.
+    """Distribution(s) of output length with given quantiles; arguments, results and errors are those of `LogT`.
 
     Attributes:
-        quantiles: Of ln X (ln tokens) at `LEVELS` [..., K+1], finite, none below the one before.
+        quantiles: Quantiles of ln X (ln tokens) at `LEVELS` [..., K+1], finite and non-decreasing.
     """
 
     quantiles: Any
@@ -45,7 +45,7 @@ class LogQuantiles:
     def __post_init__(self) -> None:
         array = np.array(self.quantiles, dtype=np.float64)
         if array.shape[-1:] != _U.shape or not np.isfinite(array).all() or (np.diff(array) < 0).any():
-            allowed = f"{len(LEVELS)} finite numbers, none below the one before"
+            allowed = f"{len(LEVELS)} finite, non-decreasing numbers"
             raise InputError("quantiles", array.tolist(), allowed)
         array.setflags(write=False)
         gaps = np.maximum(np.diff(array), _MIN_GAP)
@@ -101,7 +101,7 @@ class LogQuantiles:
             return np.exp(self.logppf(q))
 
     def expected(self, max_tokens: ArrayLike, generated_tokens: ArrayLike = 0.0) -> FloatArray:
-        """E[min(X, M)] in tokens; with g > 0 E[min(X, M) - g | X > g], what is left once g are generated."""
+        """E[min(X, M)] in tokens; with g > 0 the remaining E[min(X, M) - g | X > g] after g tokens."""
         top = checked_tokens("max_tokens", max_tokens, positive=True)
         generated = checked_tokens("generated_tokens", generated_tokens)
         if (generated > top).any():
@@ -113,7 +113,7 @@ class LogQuantiles:
         level = checked_level("alpha", alpha, below_one=True)
         top = checked_tokens("max_tokens", max_tokens, positive=True)
         value = np.minimum(self.ppf(level), top)
-        # Over the fraction 1 - alpha, not P(X > v): of equal quantiles a part belongs to the worst fraction.
+        # Divides by 1 - alpha, not by P(X > v): of equal quantiles, a part is in the worst fraction.
         return np.asarray(value + self._mean_excess(value, top, 1.0 - level))[()]
 
     def expected_and_cvar(self, alpha: ArrayLike, max_tokens: ArrayLike) -> tuple[FloatArray, FloatArray]:
@@ -129,23 +129,23 @@ class LogQuantiles:
         return below, np.clip((z[..., None] - q[..., :-1]) / self._gaps, 0.0, 1.0), above
 
     def _mean_excess(self, start: FloatArray, top: FloatArray, fraction: FloatArray) -> FloatArray:
-        """Integral of P(X > x) over x in [a, M], a = start <= M = top, over `fraction`, which is P(X > a) in the right tail."""
+        """Integral of P(X > x) over [a, M] = [start, top], divided by `fraction`; in the right tail by P(X > a)."""
         q, ends = self.quantiles, (_log(start), _log(top))
         left, middle = [], []
         for z in ends:
             below, _, _ = self._parts(z)
-            # The antiderivatives of 1 - F(ln x), with F = below at the end of the part that lies below z.
+            # Antiderivatives of 1 - F(ln x), at the end of the part of each piece that is below z.
             left.append(np.exp(np.minimum(z, q[..., 0])) * (1.0 - below * self._low / (1.0 + self._low)))
             inner = np.clip(z[..., None], q[..., :-1], q[..., 1:])
             slope = _STEPS / self._gaps
-            rest = 1.0 - _U[:-1] + slope * (1.0 - (inner - q[..., :-1]))
-            middle.append((np.exp(inner) * rest).sum(axis=-1))
+            factor = 1.0 - _U[:-1] + slope * (1.0 - (inner - q[..., :-1]))
+            middle.append((np.exp(inner) * factor).sum(axis=-1))
         is_tail = ends[0] > q[..., -1]
         low, high = (np.maximum(z, q[..., -1]) for z in ends)
         power = 1.0 - 1.0 / self._high
         power = np.where(np.abs(power) < 1e-12, 1e-12, power)
         tail = np.exp(low) * np.expm1(power * (high - low)) / power
-        # In the right tail relative to P(X > a), which may underflow.
+        # In the right tail, `tail` is already relative to P(X > a), which may underflow.
         body = left[1] - left[0] + middle[1] - middle[0] + _HIGH * tail
         excess = np.where(is_tail, tail, body / np.where(is_tail, 1.0, fraction))
         return np.asarray(np.clip(excess, 0.0, top - start))[()]

@@ -1,6 +1,6 @@
-"""Standard distributions: that of T in ln X = location + scale * T, and all that follows from its density.
+"""Standard distributions of T in ln X = location + scale * T, with all functions derived from the density.
 
-A standard distribution is given in a coordinate t in which its density q(t) is log-concave with its mode at t = 0, and
+A standard distribution is defined in a coordinate t in which its density q(t) is log-concave with mode t = 0, and
 T = value(t) is increasing with value(0) = 0.
 
 | distribution of T | coordinate | q(t), up to a constant |
@@ -8,15 +8,15 @@ T = value(t) is increasing with value(0) = 0.
 | Student t, nu degrees of freedom (`student_t`) | T = sqrt(nu) sinh t | sech(t)^nu |
 | normal | T = t | exp(-t^2/2) |
 
-The mass beyond t, away from the center, is q(t) R(t), R(t) = integral over w > 0 of q(t + w)/q(t) (Mills' ratio in this
-coordinate). The integrand falls from 1, and where it is below exp(-41) it is left out. So tails keep their relative
-accuracy however far out they are. Because q is log-concave so is its tail, hence Newton's method on the logarithm of
-the tail converges, and from the right of the root it does so monotonically.
+The mass beyond t, away from the center, is q(t) R(t), R(t) = integral over w > 0 of q(t + w)/q(t) (Mills'
+ratio in this coordinate). The integrand decreases from 1 and is neglected below exp(-41), so the tails are
+accurate in relative terms at any distance. Because q is log-concave, its tail is too. Newton's method on the
+logarithm of the tail therefore converges, and it does so monotonically from the right of the root.
 
-Shapes: one row for each distribution. `t` is a column [N, 1], `w` a column or a matrix [N, K], results have the shape
-of their arguments broadcast; parameters are [N, 1] or [1, 1]. `side` is +1 for the right tail, -1 for the left.
-The caller switches off numpy's warnings of overflow, underflow and division by zero: an infinite logarithm, and a term
-that vanishes, are correct results here.
+Shapes: one row per distribution. `t` is a column [N, 1], `w` a column or a matrix [N, K]; results have the
+broadcast shape of the arguments; parameters are [N, 1] or [1, 1]. `side` is +1 for the right tail, -1 for the
+left. Callers must suppress numpy's warnings of overflow, underflow and division by zero, because infinite
+logarithms and terms that underflow to 0 are correct results here.
 """
 
 import math
@@ -27,19 +27,18 @@ from numpy.typing import NDArray
 
 FloatArray = NDArray[np.float64]
 
-#: What is below exp(-41) = 1.6e-18 of the rest is left out.
+#: Values below exp(-41) = 1.6e-18 of the maximum are neglected.
 NEGLIGIBLE = 41.0
 _MAX_STEPS = 100
-#: ln of the normal density's constant, 1/sqrt(2 pi).
+#: ln of 1/sqrt(2 pi), the constant of the normal density.
 LOG_NORMALIZER = -0.5 * math.log(2.0 * math.pi)
 
 
 def _tanh_sinh(step: float = 0.07, half_count: int = 46) -> tuple[FloatArray, FloatArray]:
     """Nodes and weights of the tanh-sinh rule on [0, 1].
 
-    They crowd double-exponentially at both ends, so an integrand whose features are at the ends of the interval is
-    resolved whatever their scale (Takahasi & Mori, "Double exponential formulas for numerical integration", Publ. RIMS
-    9 (1974), 721-741).
+    The nodes are double-exponentially dense at both ends, so features of the integrand at the ends are resolved at any
+    scale (Takahasi & Mori, "Double exponential formulas for numerical integration", Publ. RIMS 9 (1974), 721-741).
     """
     t = step * np.arange(-half_count, half_count + 1)
     nodes = 1.0 / (1.0 + np.exp(-np.pi * np.sinh(t)))
@@ -59,9 +58,9 @@ def log_complement(log_p: FloatArray) -> FloatArray:
 
 
 class StandardDistribution(ABC):
-    """Rows of standard distributions of one kind: see the module's docstring.
+    """Rows of standard distributions of one kind; see the module's docstring.
 
-    The methods that are implemented here hold for a coordinate that is T itself.
+    The methods implemented here are for a coordinate t that equals T.
     """
 
     def coordinate(self, value: FloatArray) -> FloatArray:
@@ -94,29 +93,29 @@ class StandardDistribution(ABC):
 
     @abstractmethod
     def reach(self, t: FloatArray, side: FloatArray | float, depth: FloatArray | float) -> FloatArray:
-        """A w >= 0 with drop(t, side * w) <= -depth, not much too large."""
+        """A w >= 0 with drop(t, side * w) <= -depth, close to the smallest one."""
 
     @abstractmethod
     def pieces(
         self, scale: FloatArray, start: FloatArray, origin: FloatArray, end: FloatArray
     ) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Where exp(scale T) q(t) is not negligible within [start, end]: (low, middle, high).
+        """(low, middle, high) such that exp(scale T) q(t) is negligible in [start, end] outside [low, high].
 
-        What features it has are at the ends of [low, middle] and [middle, high].
+        Its features are at the ends of [low, middle] and [middle, high].
 
         Args:
             scale: Factor of T in ln X.
-            start: From here, may be -inf.
+            start: Left end, may be -inf.
             origin: max(start, 0), but at most `end`.
-            end: To here.
+            end: Right end.
         """
 
     def width(self, t: FloatArray, side: FloatArray | float) -> FloatArray:
-        """How far out from t the density counts."""
+        """Distance from t at which the density becomes negligible."""
         return self.reach(t, side, NEGLIGIBLE)
 
     def ratio(self, t: FloatArray, side: FloatArray | float) -> FloatArray:
-        """R(t), the mass beyond t over q(t)."""
+        """R(t), the mass beyond t divided by q(t)."""
         width = self.width(t, side)
         falling = np.exp(self.drop(t, side * width * NODES))
         return np.asarray(width * (falling @ WEIGHTS)[:, None])
@@ -143,7 +142,7 @@ class StandardDistribution(ABC):
 
     def outward(self, t: FloatArray, goal: FloatArray, side: FloatArray | float) -> FloatArray:
         """The w >= 0 with ln(mass beyond t + side w) - ln(mass beyond t) = goal <= 0."""
-        # R falls outward, so the start is at or beyond the root.
+        # R decreases outward, so the start value is at or beyond the root.
         w = self.reach(t, side, -goal)
         here = np.log(self.ratio(t, side))
         for _ in range(_MAX_STEPS):
@@ -151,13 +150,13 @@ class StandardDistribution(ABC):
             error = self.drop(t, side * w) + np.log(ratio) - here - goal
             step = error * ratio
             w = np.maximum(w + step, 0.0)
-            # The error after a step goes with its square, down to what rounding leaves.
+            # Convergence is quadratic down to rounding errors.
             if np.all(np.abs(step) <= 1e-9 * w + 4e-16 * (1.0 - goal) * ratio):
                 break
         return w
 
     def quantile(self, log_cdf: FloatArray, log_sf: FloatArray) -> FloatArray:
-        """t with these logarithms of P(T <= value(t)) and P(T > value(t)); -inf gives an infinite t."""
+        """t for the logarithms of P(T <= value(t)) and P(T > value(t)); infinite if one of them is -inf."""
         mode = np.zeros_like(log_sf)
         at_mode = self.log_tail(mode, 1.0)
         right = log_sf <= at_mode

@@ -1,14 +1,14 @@
-"""Student's t distribution for numpy, and for single numbers.
+"""Student's t distribution for numpy arrays and for single numbers.
 
 In the coordinate t = asinh(T / sqrt(nu)) of `standard`,
 
     q(t) = C_nu sech(t)^nu,   C_nu = Gamma((nu+1)/2) / (sqrt(pi) Gamma(nu/2)).
 
-Because ln cosh(t+w) >= ln cosh t + ln cosh w for t, w >= 0, everything beyond t + W, W = arcosh(exp(41/nu)), is below
-exp(-41) of q(t), for every t.
+Because ln cosh(t+w) >= ln cosh t + ln cosh w for t, w >= 0, the density beyond t + W, W = arcosh(exp(41/nu)),
+is below exp(-41) q(t) for every t.
 
-Two other forms exist where this one cannot be used: `training.objectives.student` (torch, with derivatives) and
-`training.fitting.kernels.special` (compiled loops).
+There are two other implementations for purposes that this one does not support: `training.objectives.student`
+(torch, with derivatives) and `training.fitting.kernels.special` (compiled loops).
 """
 
 import math
@@ -19,7 +19,7 @@ import numpy as np
 from scheduler_core.lengths.standard import NEGLIGIBLE, FloatArray, StandardDistribution, StandardNormal
 
 _LN2 = math.log(2.0)
-#: A far end that the growing length lifts to less than exp(-30) of the density's peak is left out.
+#: The far end is neglected if exp(scale T) q(t) is below exp(-30) of its value at the origin there.
 _NEGLIGIBLE_END = 30.0
 
 
@@ -92,10 +92,10 @@ class StudentT(StandardDistribution):
     ) -> tuple[FloatArray, FloatArray, FloatArray]:
         slope = scale * self._root
         width = self._width
-        # Left of this the density or the length itself is below exp(-41) of its largest value.
+        # Left of this the density or the length is below exp(-41) of its maximum.
         lowest = np.arcsinh(np.minimum(np.sinh(end), 0.0) - NEGLIGIBLE / slope)
         low = np.minimum(np.maximum(start, np.maximum(lowest, np.minimum(origin, 0.0) - width)), end)
-        # ln of the integrand is concave, then convex: what is negligible at W and at the end is so between them.
+        # ln of the integrand is concave, then convex: negligible at W and at the end implies in between.
         near = np.minimum(end, np.maximum(origin, 0.0) + width)
         lifted = np.maximum(self._gain(scale, origin, near), self._gain(scale, origin, end))
         high = np.where(lifted < -_NEGLIGIBLE_END, near, end)
@@ -108,18 +108,18 @@ class StudentT(StandardDistribution):
 
 
 def standard(nu: float) -> StandardDistribution:
-    """One row with Student's t of `nu` degrees of freedom > 0, or the normal for nu = inf."""
+    """One row with Student's t of `nu` > 0 degrees of freedom, or the normal for nu = inf."""
     return StandardNormal() if math.isinf(nu) else StudentT(np.full((1, 1), nu))
 
 
 def student_t_cdf(z: float, nu: float) -> float:
-    """P(T <= z) for one finite z, Student's t of finite nu > 0, in microseconds; relative error of either tail below 1e-9."""
+    """P(T <= z) for one finite z, Student's t of finite nu > 0; relative error of both tails below 1e-9. Fast."""
     tail, _ = _tail(z, nu)
     return tail if z < 0 else 1.0 - tail
 
 
 def student_t_hazard(z: float, nu: float) -> float:
-    """Density over P(T > z) for one finite z, Student's t of finite nu > 0; where both underflow, their limit."""
+    """Density / P(T > z) for one finite z, Student's t of finite nu > 0; the limit if both underflow."""
     tail, hazard = _tail(z, nu)
     if z > 0 and hazard is not None:
         return hazard
@@ -128,10 +128,10 @@ def student_t_hazard(z: float, nu: float) -> float:
 
 
 def _tail(z: float, nu: float) -> tuple[float, float | None]:
-    """P(T > |z|), and density(|z|) over it where the fraction is that of the tail itself.
+    """(P(T > |z|), hazard at |z|); the hazard is None if the continued fraction is not that of the tail.
 
-    From the continued fraction of the incomplete beta function (DLMF 8.17.22), evaluated by Lentz's method, on the side
-    of its mean where it converges fast.
+    Uses the continued fraction of the incomplete beta function (DLMF 8.17.22), evaluated by Lentz's method,
+    on the side of its mean where it converges fast.
     """
     square = z * z
     if square == 0.0:

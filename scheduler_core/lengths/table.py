@@ -1,4 +1,4 @@
-"""A length distribution as a table, from which the expected rest is read in microseconds while tokens come."""
+"""Length distribution as a table, for the expected remaining length during decoding, in microseconds."""
 
 import math
 from bisect import bisect_right
@@ -11,7 +11,7 @@ from scheduler_core.lengths.distribution import LogT
 from scheduler_core.lengths.quantiles import LogQuantiles
 from scheduler_core.lengths.standard import FloatArray
 
-#: Survival at the table's points: half per cents in the body, then falling by this factor down to the floor.
+#: Steps of the survival function at the points of the table in its body; factor and floor in its tail.
 _BODY_STEP, _TAIL_FACTOR, _FLOOR = 0.01, 0.75, 1e-9
 
 
@@ -41,9 +41,9 @@ def _quantiles(nu: float) -> FloatArray:
 class LengthTable:
     """Survival S(x) = P(X~ > x) and work W(x) = E[min(X~, x)] of X~ = min(max(X, 1), M), linear between points.
 
-    W is the integral of S over [0, x]. Error of expectations below 2 % or 0.1 tokens for nu >= 3.5 and sigma in [0.001,
-    1.2] (tests). Where S(g) < 1e-9 the prediction has been refuted and M - g is taken to be left. Parameters as of `LogT`, or
-    `quantiles` as of `LogQuantiles` in their place, M = max_tokens.
+    W is the integral of S over [0, x]. Expectations have errors below 2 % or 0.1 tokens for nu >= 3.5 and
+    sigma in [0.001, 1.2] (tests). If S(g) < 1e-9 the prediction is ignored and M - g tokens are assumed to
+    remain. The parameters are those of `LogT`, or `quantiles` of `LogQuantiles` instead; M = max_tokens.
     """
 
     __slots__ = ("_points", "_total_work", "max_tokens", "points", "survival", "work")
@@ -84,12 +84,12 @@ class LengthTable:
         if generated_tokens >= self.max_tokens:
             return 0.0
         alive, done = self._at(generated_tokens)
-        left = self.max_tokens - generated_tokens
-        return left if alive <= 0.0 else min((self._total_work - done) / alive, left)
+        limit = self.max_tokens - generated_tokens
+        return limit if alive <= 0.0 else min((self._total_work - done) / alive, limit)
 
 
 def _survival_at(log_x: float, logs: FloatArray, below: int) -> float:
-    """S(x) between two levels, ln S linear in ln x."""
+    """S(x) between two levels, by interpolation of ln S in ln x."""
     if below == 0:
         return 1.0
     if below == len(logs):

@@ -1,4 +1,4 @@
-"""Scheduling policies, one short file each, and the registry of their names."""
+"""Scheduling policies and the registry of their names."""
 
 import inspect
 from collections.abc import Mapping
@@ -52,8 +52,8 @@ ENTRY_POINT_GROUP = "tailcast.policies"
 
 
 def policy_class(name: str) -> type[Policy]:
-    """The policy of this name: of `POLICIES`, an entry point of "tailcast.policies", or package.module:Class. `InputError` if
-    there is no such policy, or it is not a policy."""
+    """The policy class for a name: a key of `POLICIES`, an entry point of "tailcast.policies", or
+    package.module:Class. `InputError` if it does not exist, or is not a policy."""
     if name in POLICIES:
         return POLICIES[name]
     paths = {point.name: point.value for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}
@@ -70,12 +70,12 @@ def policy_class(name: str) -> type[Policy]:
 
 
 def make_policy(name: str, parameters: Mapping[str, float] | None = None) -> Policy:
-    """A new policy object, see `policy_class`; InputError for an unknown name or parameter, or a value outside its range."""
+    """A new policy, see `policy_class`. `InputError` if a name or parameter is unknown, or a value is invalid."""
     return construct("policy", name, policy_class(name), parameters)
 
 
 def policy_name(policy: Policy) -> str:
-    """A name by which `policy_class` returns the policy's class."""
+    """The name with which `policy_class` returns the policy's class."""
     kind = type(policy)
     names = [name for name, registered in POLICIES.items() if registered is kind]
     return names[0] if names else f"{kind.__module__}:{kind.__qualname__}"

@@ -1,4 +1,4 @@
-"""Orders by attained service, without predictions: LAS and skip-join MLFQ."""
+"""Policies by attained service, without predictions: LAS and skip-join MLFQ."""
 
 import heapq
 import math
@@ -22,11 +22,11 @@ class Las(Policy):
     | w | prompt tokens processed and output tokens generated so far | tokens |
     | q | quantum_tokens; 1 is LAS itself | tokens |
 
-    Starves the longest requests when the load comes near 1: a newcomer is always in front.
+    Starves the longest requests when the load approaches 1, because new requests always come first.
 
-    Differs from the paper: attained service counts in steps of a quantum. Two requests of equal service would otherwise
-    displace each other at every token, and each displacement costs a recomputation or a swap. Work that was lost in a
-    displacement does not count: else a request displaced once would be displaced again and again.
+    Differs from the paper: attained service is rounded down to multiples of a quantum. Otherwise two requests of equal
+    service would displace each other at every token, each time with a recomputation or a swap. Work that was
+    lost in a displacement does not count; otherwise a displaced request would be displaced repeatedly.
     """
 
     key_changes = "never"
@@ -46,8 +46,8 @@ class Las(Policy):
 
 @dataclass(kw_only=True, slots=True)
 class Mlfq(Policy):
-    """Skip-join MLFQ: feedback queues of growing quantum; a request skips those too short for its prompt (Wu et al. 2023,
-    "Fast Distributed Inference Serving for Large Language Models", FastServe, arXiv:2305.05920, section 4.1).
+    """Skip-join MLFQ: feedback queues of increasing quantum; requests skip queues too short for their prompt (Wu et al.
+    2023, "Fast Distributed Inference Serving for Large Language Models", FastServe, arXiv:2305.05920, section 4.1).
 
     q_i = q_1 f^i;   joins the first queue i with q_i >= n t;   key = i;   used up q_i: i + 1;   waited >= alpha: i = 0
 
@@ -57,11 +57,11 @@ class Mlfq(Policy):
     | n, t | prompt tokens not in the prefix cache, prefill_token_s | tokens, s |
     | alpha | starvation_s, 3 | s |
 
-    No starvation: a request that has waited alpha since its last step enters the first queue, served by arrival.
+    No starvation: a request that has waited alpha since its last step moves to the first queue, which is in arrival order.
 
-    Differs from the paper: the time of the first iteration is linear in the prompt instead of profiled; time in service is
-    the duration of the steps that a request takes part in; a request promoted for waiting starts with nothing used; a
-    prompt that takes several steps is one iteration, as there, so no request is displaced in the middle of it.
+    Differs from the paper: the time of the first iteration is linear in the prompt instead of profiled; service time is the
+    duration of the steps of a request; promotion resets the used time; a prompt that takes several steps is
+    one iteration, as in the paper, so no request is displaced during its prompt.
     """
 
     key_changes = "on_event"
@@ -83,7 +83,7 @@ class Mlfq(Policy):
         check_ranges(self, factor=(math.nextafter(1.0, 2.0), FINITE), num_queues=(1, 64))
 
     def quantum_s(self, level: int) -> float:
-        """q_i, in seconds; the last queue has no end."""
+        """q_i, in seconds; infinite for the last queue."""
         last = level >= self.num_queues - 1
         return float("inf") if last else self.base_quantum_s * self.factor**level
 

@@ -1,4 +1,4 @@
-"""Shortest first, no request starts much later than under first come, first served: the default order. Ours."""
+"""The default policy, by tailcast: shortest first, with delays bounded relative to first come, first served."""
 
 import math
 from collections import deque
@@ -21,34 +21,34 @@ from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 from scheduler_core.request import RequestState
 from scheduler_core.statistics import FloatArray, kendall_tau
 
-#: In front of all lengths.
+#: Key below all lengths.
 _FRONT = -1e12
 
-#: Without overload r is 1.05, Q counts for 0.9 and R for 0.8: the rest of `ratio` is left to errors of the estimates.
+#: r, g and h without overload, below the promised `ratio` to leave a margin for errors of the estimates.
 _WAIT_RATIO, _WAIT_FRACTION, _LATENCY_FRACTION = 1.05, 0.9, 0.8
 
-#: By how much the load, less its standard error, exceeds 1 where r is `ratio`.
+#: Overload at which r is `ratio`: load less its standard error, minus 1.
 _OVERLOAD = 0.05
 
-#: Weights of old requests in the mean work fall by this with each new one.
+#: Decay factor of the weights in the mean work, per new request.
 _WORK_FADE = 0.999
 
-#: Arrivals between two computations of the quantiles, and ends between two of the rank correlation.
+#: Arrivals between updates of the quantiles, and ended requests between updates of the rank correlation.
 _REFRESH_EVERY, _RANK_EVERY = 20, 40
 
-#: With more than so many waiting requests, who is due is computed once in the time of so many output tokens.
+#: With a longer queue than the first number, due requests are only computed every so many output token times.
 _LONG_QUEUE, _DUE_EVERY_TOKENS = 256, 4
 
-#: Predictions are used while tau-b with the latest ends is above 0.1; its standard error is 0.04 without any correlation. (With
-#: fewer it may be negative although predictions are good: in a burst the short ones of one moment end one after another.)
+#: Predictions are used while tau-b over the latest ended requests is above 0.1; without correlation its standard error is
+#: 0.04. (A shorter window may give a negative tau for good predictions, because short requests of a burst end in turn.)
 _NUM_RANKED, _MIN_TAU = 256, 0.1
 
-#: Groups of predictions to an octave, and correctly predicted requests that each group starts with.
+#: Groups of predictions per octave, and number of correctly predicted requests in the prior of a group.
 _GROUPS_PER_OCTAVE, _PRIOR_REQUESTS = 2, 4.0
 
 
 def _are_in(values: FloatArray, others: FloatArray) -> NDArray[np.bool_]:
-    """Which of the values [N], ascending, are among the others, ascending."""
+    """Mask [N] of the values that are among the others; both must be ascending."""
     if not len(others):
         return np.zeros(len(values), dtype=bool)
     are_equal: NDArray[np.bool_] = others.take(others.searchsorted(values), mode="clip") == values
@@ -58,12 +58,13 @@ def _are_in(values: FloatArray, others: FloatArray) -> NDArray[np.bool_]:
 class PredictionBias:
     """ratio(g) = (sum of true + k m_g) / (sum of predicted + k m_g), over the finished requests of group g.
 
-    The expectation of a fitted log-t depends on its tail, of which few samples exist: it may be off by a sixth in the mean
-    while every quantile is right. A single ratio over all that have finished would miss that: under shortest first those
-    predicted long have not. Given the prediction, finishing does not depend on the true length.
+    The expectation of a fitted log-t depends on its tail, for which there are few samples: its mean error may
+    be a sixth although all quantiles are correct. A single ratio over all finished requests would be biased,
+    because under shortest first those with long predictions finish late. Given the prediction, the time of
+    the end does not depend on the true length.
 
-    A group is half an octave of predicted lengths, m_g its geometric middle, k = 4 the number of correctly predicted
-    requests that it starts with.
+    A group is half an octave of predicted lengths, m_g its geometric mean, k = 4 the number of correctly
+    predicted requests in its prior.
     """
 
     def __init__(self) -> None:
@@ -72,17 +73,17 @@ class PredictionBias:
 
     @staticmethod
     def _group(predicted_tokens: float) -> int:
-        """The group of a prediction, in tokens; below one token all are alike."""
+        """The group of a prediction in tokens; all predictions below one token are in one group."""
         return math.floor(_GROUPS_PER_OCTAVE * math.log2(max(predicted_tokens, 1.0)))
 
     def learn(self, predicted_tokens: float, true_tokens: float) -> None:
-        """An output expected to have `predicted_tokens` had `true_tokens`."""
+        """Adds a finished request with its expected and true output tokens."""
         group = self._group(predicted_tokens)
         self._predicted[group] = self._predicted.get(group, 0.0) + predicted_tokens
         self._true[group] = self._true.get(group, 0.0) + true_tokens
 
     def ratio(self, predicted_tokens: float) -> float:
-        """Expected true tokens for each predicted one; 1 before anything is learned."""
+        """Expected true tokens per predicted token; 1 without finished requests."""
         group = self._group(predicted_tokens)
         prior = _PRIOR_REQUESTS * math.pow(2.0, (group + 0.5) / _GROUPS_PER_OCTAVE)
         return (self._true.get(group, 0.0) + prior) / (self._predicted.get(group, 0.0) + prior)
@@ -90,33 +91,33 @@ class PredictionBias:
 
 @dataclass(kw_only=True, slots=True)
 class BoundedShortest(Policy):
-    """Shortest predicted length first; a request that has waited as long as it may goes in front, by arrival.
+    """Shortest predicted length first; requests that reach their maximum wait come first, by arrival.
 
-    key = min(exp(mu), M);   in front from the time on when   o t >= L - W   or   a + L - c t <= now
+    key = min(exp(mu), M);   first as soon as   o t >= L - W   or   a + L - c t <= now
     L = min( r max(W, g Q),   r max(W + S, h R) - S )
 
     | symbol | meaning | unit |
     | --- | --- | --- |
     | exp(mu), M | median of the predicted length; max_tokens | tokens |
-    | a, W | arrival; the wait that first come, first served would give the request, estimated when it arrives | s |
-    | S | how long the request runs: its expected work at the measured time per output token | s |
+    | a, W | arrival; wait under first come, first served, estimated at the arrival | s |
+    | S | expected running time: expected work times the measured time per output token | s |
     | Q, R | P99 of W and of W + S over the last `window` arrivals | s |
     | o | work of later arrivals that started before the request | tokens |
     | c | work of the waiting requests that arrived before it | tokens |
     | t | engine time per token of work while requests wait, measured | s |
-    | r, g, h | 1.05, 0.9, 0.8; under overload, where the load less its standard error is 1.05 or more, `ratio`, 1, 1 | - |
-    | ratio | 1.25: how much longer than L / r a request may wait | - |
+    | r, g, h | 1.05, 0.9, 0.8; under overload (load less its standard error >= 1.05) `ratio`, 1, 1 | - |
+    | ratio | promised maximum of wait and latency relative to first come, first served, 1.25 | - |
     | prompt_weight | work of a prompt token; an output token is 1 | tokens |
 
-    The promise: every request starts within `ratio` times the wait that it would have had under first come, first served, or
-    the P99 of those waits if that is longer, and ends within `ratio` times the latency that it would have had, or the P99 of
-    those, up to errors of the estimates. No request is exempt, and none that runs is paused.
+    Guarantee, up to errors of the estimates: every request starts within `ratio` times its wait under first come, first
+    served, or the P99 of those waits if that is longer. It also ends within `ratio` times its latency under
+    first come, first served, or their P99. There are no exemptions, and running requests are never paused.
 
-    Work is E[min(X, M)], corrected by how long outputs of such a prediction have been. W is the work that waits when the
-    request arrives, and by how much the running requests have more or less left than on average: both orders have the same
-    total. Reordering does not change t, so W needs no second engine. Load is the arriving work over what the engine does in
-    the same time; its standard error tells bursts from overload. Without predictions, or while they rank the finished
-    requests no better than chance, the order is that of arrival.
+    Work is E[min(X, M)], corrected by the true lengths of similar predictions (`PredictionBias`). W is the waiting work
+    at the arrival, plus the deviation of the remaining work of running requests from its average; it is the same for
+    both orders. Reordering does not change t, so W can be measured on the same engine. Load is the arriving work divided
+    by the work that the engine can do meanwhile; its standard error distinguishes bursts from overload. Requests are in
+    arrival order without predictions, and while these do not rank the finished requests better than chance.
     """
 
     key_changes = "on_event"
@@ -249,7 +250,7 @@ class BoundedShortest(Policy):
         return self.prompt_weight * (state.request.prompt_tokens - state.request.cached_prefix_tokens)
 
     def _work(self, state: RequestState) -> float:
-        """Expected tokens of work of the whole request; without a usable prediction those of the mean request."""
+        """Expected work of the whole request in tokens; without a usable prediction that of a mean request."""
         if not self._ranks:
             return self._rate.mean_work
         if state.prediction is None:
@@ -259,11 +260,11 @@ class BoundedShortest(Policy):
         return self._prompt_work(state) + min(expected, state.request.max_tokens)
 
     def _mean_service_s(self) -> float:
-        """How long the engine is busy with a request."""
+        """Mean engine time per request, in seconds."""
         return self._sum_work / self._num_work * self._rate.token_s
 
     def _fcfs_wait_s(self, now: float) -> float:
-        """W of a request that arrives now; what runs until then counts in the average of what running requests have left."""
+        """W of a request that arrives now; also updates the average remaining work of running requests."""
         remaining, num_running = self._running.remaining(now, self._rate.step_s), len(self._running)
         if self._load.last_arrival_s is not None:
             self._remaining_s += remaining * (now - self._load.last_arrival_s)
@@ -276,9 +277,9 @@ class BoundedShortest(Policy):
         return max(work, 0.0) * self._rate.token_s
 
     def _refresh_bound(self) -> None:
-        """r, g Q and h R."""
+        """Updates r, g Q and h R."""
         quantile_s = self._fcfs_waits.quantile(0.99)
-        # Where the queue only grows, waits are uniform between 0 and their largest, so their mean is half of that.
+        # In a growing queue waits are uniform between 0 and their maximum, so their mean is half of it.
         is_common = min(1.0, 2.0 * self._fcfs_waits.mean / quantile_s) if quantile_s > 0 else 0.0
         load = self._load.lower_bound(self._rate.token_s, self._mean_service_s())
         overload = min(max((load - 1.0) / _OVERLOAD, 0.0), is_common)
@@ -294,7 +295,7 @@ class BoundedShortest(Policy):
         )
 
     def _rank(self, state: RequestState) -> None:
-        """Whether predictions rank requests is looked at again with the latest ones that have ended."""
+        """Adds a finished request and updates whether predictions rank requests better than chance."""
         self._ranked.append((median_tokens(state), float(state.num_output_tokens)))
         self._num_unranked += 1
         if self._num_unranked < _RANK_EVERY:
@@ -305,7 +306,7 @@ class BoundedShortest(Policy):
         if ranks == self._ranks:
             return
         self._ranks, self._all_changed = ranks, True
-        if not ranks:  # those that wait are those predicted long, so that the waits have been overestimated
+        if not ranks:  # the waiting requests have long predictions, so waits were overestimated
             factor = self._waiting.revise_all(self._rate.mean_work)
             self._fcfs_waits.scale(factor)
             self._fcfs_latencies.clear()

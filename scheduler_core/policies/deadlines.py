@@ -1,4 +1,4 @@
-"""Orders by deadlines: EDF, and TIE with targets."""
+"""Policies with deadlines: EDF, and TIE with latency targets."""
 
 import heapq
 import math
@@ -10,7 +10,7 @@ from scheduler_core.policies.estimates import risk_tokens
 from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 from scheduler_core.request import MAX_TIERS, RequestState, Status
 
-#: Between two levels of the urgent class, and in front of every key of the other class, however many levels there are.
+#: Distance between two levels of the urgent class, and an offset that puts this class before all other keys.
 _LEVEL = 1e8
 _URGENT = -2.0 * MAX_TIERS * _LEVEL
 
@@ -25,12 +25,12 @@ class Edf(Policy):
     | symbol | meaning | unit |
     | --- | --- | --- |
     | a | arrival | s |
-    | D | target for the first token until it is there, then for the last one; the other if there is but one | s |
+    | D | target of the first token until it is generated, then of the last one; the other one if only one is set | s |
     | default_slo_s | D of a request without targets | s |
 
-    No starvation: a deadline is a fixed time, and only requests that arrive less than the largest D later can pass.
+    No starvation: deadlines are fixed, and only requests that arrive less than the largest D later can overtake.
 
-    Differs from the paper: two deadlines follow each other in one request.
+    Differs from the paper: a request has two consecutive deadlines.
     """
 
     key_changes = "on_event"
@@ -63,25 +63,24 @@ class Edf(Policy):
 
 @dataclass(kw_only=True, slots=True)
 class SloTie(Policy):
-    """TIE, until a request's slack is used up; from then on it goes first, by urgency. Ours; the score is that of TIE
-    (section 4, Eqs. 9-12).
+    """TIE until the slack of a request is used up; then the request is urgent and comes first, by level.
+    tailcast's own policy with the score of TIE (section 4, Eqs. 9-12).
 
-    latest start  L = a + D - E[X~] t;   urgent from L - m until the target is missed by m as well
-    key = ln(E + beta CVaR) + a ln(1/gamma)/tau;   urgent: level, then that, in front of all others
+    latest start  L = a + D - E[X~] t;   urgent from L - m until L + m
+    key = ln(E + beta CVaR) + a ln(1/gamma)/tau;   urgent requests first, by level, then by key
 
     | symbol | meaning | unit |
     | --- | --- | --- |
-    | a, D | arrival; target for the last token, else for the first one (then E[X~] t is 0), else none: never urgent | s |
+    | a, D | arrival; target of the last token, else of the first one (without E[X~] t), else none: never urgent | s |
     | X~ = min(X, M) | predicted output length, log-t; max_tokens, also the length without a prediction | tokens |
     | t, m | token_s, time of an output token; margin_s | s |
-    | level | declared tier, raised by at most one level where the text is predicted to be urgent (`RequestState.effective_level`) | - |
+    | level | declared tier, raised by at most one level by predicted urgency (`RequestState.effective_level`) | - |
     | E, CVaR, beta, gamma, tau | as in TIE, with alpha = 0.9 and a fixed beta | tokens, -, -, s |
 
-    Slack is spent on the mean, and only what is about to be late overtakes. A request that cannot make its target any more
-    goes on by TIE's order: it would take time from those that can.
+    Until their slack is used up, requests are ordered for a low mean latency. A request that can no longer
+    meet its target returns to TIE's order, because it would take time from requests that still can.
 
-    Starvation: TIE's decay prevents it among those that are not urgent, as long as the urgent ones alone do not fill the
-    engine; if they do, the others wait.
+    Starvation: TIE's decay prevents it for requests that are not urgent, unless the urgent ones saturate the engine.
     """
 
     key_changes = "on_event"
@@ -112,7 +111,7 @@ class SloTie(Policy):
         while self._due and self._due[0][0] <= now:
             due_s, _, begins, state = heapq.heappop(self._due)
             if state.status is Status.GONE or due_s != self._due_s(state, begins=begins):
-                continue  # Where a prediction has moved it the other entry counts.
+                continue  # outdated: a prediction has moved the time
             if begins:
                 self._urgent.add(state.request_id)
             else:
@@ -133,7 +132,7 @@ class SloTie(Policy):
         return _URGENT + state.effective_level() * _LEVEL + min(max(tie, -0.4 * _LEVEL), 0.4 * _LEVEL)
 
     def _due_s(self, state: RequestState, *, begins: bool) -> float:
-        """When the request becomes urgent, L - m, and when no more, L + m; infinite without a target."""
+        """Start (L - m) or end (L + m) of the urgent time; infinite without a target."""
         request, margin_s = state.request, -self.margin_s if begins else self.margin_s
         if request.ttlt_slo_s is not None:
             return request.arrival_s + request.ttlt_slo_s - risk_tokens(state)[0] * self.token_s + margin_s

@@ -1,4 +1,4 @@
-"""Lengths in tokens that policies compute from a prediction."""
+"""Lengths in tokens derived from predictions, shared by policies."""
 
 import math
 from functools import lru_cache
@@ -13,13 +13,13 @@ def _risk(length: LengthPrediction, max_tokens: int) -> tuple[float, float]:
 
 
 def risk_tokens(state: RequestState) -> tuple[float, float]:
-    """(E[X~], CVaR_0.9(X~)) of X~ = min(X, max_tokens) in tokens; max_tokens where no length is predicted."""
+    """(E[X~], CVaR_0.9(X~)) of X~ = min(X, max_tokens) in tokens; max_tokens without a predicted length."""
     longest = state.request.max_tokens
     return (longest, longest) if state.prediction is None else _risk(state.prediction, longest)
 
 
 def median_tokens(state: RequestState) -> float:
-    """min(exp(mu), max_tokens) in tokens; max_tokens where no length is predicted."""
+    """min(exp(mu), max_tokens) in tokens; max_tokens without a predicted length."""
     longest = state.request.max_tokens
     if state.prediction is None or state.prediction.mu >= math.log(longest):
         return longest

@@ -1,4 +1,4 @@
-"""What first come, first served would do with the requests that an engine has: their waits, its speed, the load."""
+"""Estimates for first come, first served on the same engine: waits of requests, engine speed, and load."""
 
 import math
 from itertools import islice
@@ -9,16 +9,16 @@ from numpy.typing import NDArray
 from scheduler_core.request import RequestState
 from scheduler_core.statistics import FloatArray
 
-#: The load starts as if so many requests had arrived at load 1, and anew after a gap in which so many could have been served.
+#: Requests at load 1 in the prior of the load, and length of a gap (in mean requests) that resets it.
 _PRIOR_ARRIVALS, _IDLE_REQUESTS = 100, 100
 
-#: The load's error is that of at most so many blocks of equal time, in which so many requests, at first and later, can be served.
+#: Blocks for the standard error of the load: maximum number; initial and final length in mean requests.
 _NUM_BLOCKS, _FIRST_BLOCK_REQUESTS, _BLOCK_REQUESTS = 32, 20, 100
 
-#: Weights of old arrivals in the load, and of old busy time in the speed, fall by this with each new one.
+#: Decay factors of the weights in the load (per arrival) and in the speed (per finished request).
 _LOAD_FADE, _RATE_FADE = 0.9998, 0.9995
 
-#: Of its expected work a running request has at least this fraction left.
+#: Minimum remaining fraction of the expected work of a running request.
 _MIN_REMAINING = 0.25
 
 
@@ -44,11 +44,11 @@ class RecentValues:
 
     @property
     def mean(self) -> float:
-        """0 without values."""
+        """Mean of the values; 0 without values."""
         return float(self._values[: len(self)].mean()) if self._num else 0.0
 
     def quantile(self, level: float) -> float:
-        """Linear between the order statistics, as `numpy.quantile`; 0 without values."""
+        """Quantile with linear interpolation, like `numpy.quantile`; 0 without values."""
         if not self._num:
             return 0.0
         position = level * (len(self) - 1)
@@ -60,11 +60,11 @@ class RecentValues:
 
 
 class ArrivalOrder:
-    """The waiting requests in order of arrival, as columns of an array; a request that has left keeps its row, never due.
+    """The waiting requests in order of arrival, as an array; requests that have left keep an entry that is never due.
 
-    Row by row: work, in tokens; work by which later arrivals have overtaken exactly the requests up to this one; arrival
-    number; arrival and wait under first come, first served, in seconds; when the request is due if nothing waits before
-    it, and by how many seconds of work it may be overtaken.
+    Rows of the array: work in tokens; work of later arrivals that have overtaken the requests up to this one; arrival
+    number; arrival and wait under first come, first served, in seconds; due time if no request waits before
+    it; seconds of work by which it may be overtaken.
     """
 
     _WORK, _OVERTAKEN, _ORDER, _ARRIVAL, _FCFS_WAIT, _LATEST, _SLACK = range(7)
@@ -90,7 +90,7 @@ class ArrivalOrder:
         self._bound_row(row)
 
     def revise(self, state: RequestState, work: float) -> float:
-        """Another expectation of its work, if it waits; returns by how much it has grown."""
+        """Updates the expected work of a request, if it waits; returns the increase."""
         row = self._rows.get(state.request_id)
         if row is None:
             return 0.0
@@ -101,7 +101,7 @@ class ArrivalOrder:
         return growth
 
     def revise_all(self, work: float) -> float:
-        """All have the same expectation of work; returns by which factor, at most 1, the total and so all waits fall."""
+        """Sets the expected work of all requests. Scales all waits by the returned change of the total, at most 1."""
         column = self._table[self._WORK, : len(self._states)]
         before = float(column.sum())
         column[column > 0] = work
@@ -111,14 +111,14 @@ class ArrivalOrder:
         return factor
 
     def get(self, state: RequestState) -> tuple[float, float] | None:
-        """Its work, and its wait in seconds under first come, first served; None if it is not here."""
+        """(work, wait under first come, first served in seconds) of a request; None if it does not wait."""
         row = self._rows.get(state.request_id)
         if row is None:
             return None
         return float(self._table[self._WORK, row]), float(self._table[self._FCFS_WAIT, row])
 
     def remove(self, state: RequestState) -> None:
-        """The request does not wait any more, if it did."""
+        """Removes a request, if it waits."""
         row = self._rows.pop(state.request_id, None)
         if row is None:
             return
@@ -128,25 +128,25 @@ class ArrivalOrder:
         table[self._ARRIVAL, row] = table[self._LATEST, row] = table[self._SLACK, row] = np.inf
 
     def overtake(self, state: RequestState, work: float) -> None:
-        """The requests that arrived before this one wait for so much of its work."""
+        """Adds work of this request by which it has overtaken all requests that arrived before it."""
         row = self._table[self._ORDER, : len(self._states)].searchsorted(state.order)
         if row > 0:
             self._table[self._OVERTAKEN, row - 1] += work
 
     def work_behind(self, num_free: int) -> float:
-        """Work of all but the first `num_free` requests."""
+        """Total work of the requests except the first `num_free`."""
         if num_free >= len(self._rows):
             return 0.0
         first = list(islice(self._rows.values(), num_free))
         return self._total_work - float(self._table[self._WORK, first].sum()) if first else self._total_work
 
     def set_bound(self, ratio: float, least_wait_s: float, least_end_s: float, step_s: float) -> None:
-        """A request may wait `ratio` times its wait under first come, first served, or `least_wait_s`, and end likewise.
+        """Sets the bounds of wait and latency, relative to first come, first served.
 
         Args:
-            ratio: Of both.
-            least_wait_s: Bound of shorter waits, in seconds.
-            least_end_s: Bound of shorter latencies, in seconds.
+            ratio: Maximum ratio of both.
+            least_wait_s: Lower limit of the reference wait, in seconds.
+            least_end_s: Lower limit of the reference latency, in seconds.
             step_s: Seconds of a running request per token of work.
         """
         self._bound = ratio, least_wait_s, least_end_s, step_s
@@ -157,7 +157,7 @@ class ArrivalOrder:
         latest_s[:], slack_s[:] = arrival_s + longest_s, longest_s - fcfs_wait_s
 
     def _bound_row(self, row: int) -> None:
-        """`set_bound` of one request."""
+        """Applies the bounds to one request."""
         ratio, least_wait_s, least_end_s, step_s = self._bound
         work, _, _, arrival_s, fcfs_wait_s, *_ = self._table[:, row].tolist()
         service_s = work * step_s
@@ -168,9 +168,9 @@ class ArrivalOrder:
         self._table[self._LATEST :, row] = arrival_s + longest_s, longest_s - fcfs_wait_s
 
     def due(self, now: float, token_s: float) -> NDArray[np.intp]:
-        """Rows of the requests that have waited or were overtaken as long as they may."""
+        """Indices of the requests that have reached their maximum wait or maximum overtaking work."""
         used = len(self._states)
-        # To the left of a row: work of the requests before it, and work that has not overtaken it.
+        # Prefix sums: work of the requests before each one, and work that has not overtaken it.
         np.cumsum(self._table[: self._ORDER, :used], axis=1, out=self._sums[:, 1 : used + 1])
         ahead_s, not_overtaken_s = self._sums[:, :used] * token_s
         overtaken_s = float(self._sums[1, used]) * token_s - not_overtaken_s
@@ -179,21 +179,21 @@ class ArrivalOrder:
         return np.flatnonzero(is_due)
 
     def orders(self, rows: NDArray[np.intp]) -> FloatArray:
-        """Arrival numbers of these rows."""
+        """Arrival numbers of these entries."""
         orders: FloatArray = self._table[self._ORDER, rows]
         return orders
 
     def states(self, rows: NDArray[np.intp]) -> list[RequestState]:
-        """The waiting requests of these rows."""
+        """The waiting requests of these entries."""
         return [state for row in rows.tolist() if (state := self._states[row]) is not None]
 
     def _compact(self) -> None:
-        """Only the rows of waiting requests stay, in an array for some more."""
+        """Drops the entries of requests that have left; allocates an array with space for some more."""
         rows = np.array([row for row, state in enumerate(self._states) if state is not None], int)
         size = max(64, len(rows) + len(rows) // 4)
         table, overtaken = np.zeros((7, size)), self._table[self._OVERTAKEN, : len(self._states)]
         table[:, : len(rows)] = self._table[:, rows]
-        # The sum from a row on stays what it was.
+        # Keeps the suffix sums of the remaining entries.
         from_row = np.cumsum(overtaken[::-1])[::-1][rows]
         table[self._OVERTAKEN, : len(rows)] = from_row - np.append(from_row[1:], 0.0)
         states = self.states(rows)
@@ -203,10 +203,10 @@ class ArrivalOrder:
 
 
 class Load:
-    """Arriving work over what the engine can do meanwhile.
+    """Load: arriving work divided by the work that the engine can do meanwhile.
 
-    Its standard error is that of the mean over blocks of equal time, since arrivals come in bursts. Blocks become twice
-    as long whenever there are `_NUM_BLOCKS` of them, until `_BLOCK_REQUESTS` can be served in one; then the oldest goes.
+    The standard error is computed from blocks of equal time, because arrivals are bursty. Whenever there are `_NUM_BLOCKS`
+    blocks, their length is doubled, until `_BLOCK_REQUESTS` can be served in one; then the oldest block is dropped.
     """
 
     def __init__(self) -> None:
@@ -216,7 +216,7 @@ class Load:
         self._block_s = self._block_begin_s = 0.0
 
     def arrived(self, now: float, work: float, service_s: float) -> None:
-        """A request of so much work, in tokens; the engine is busy with the mean request for `service_s` seconds."""
+        """Adds an arrival with its work in tokens; `service_s` is the mean engine time per request."""
         gap_s = 0.0 if self.last_arrival_s is None else now - self.last_arrival_s
         if not self._blocks or gap_s > _IDLE_REQUESTS * service_s:
             self._seconds = self._work = gap_s = 0.0
@@ -233,14 +233,14 @@ class Load:
         self._blocks[-1] += work
 
     def grow(self, work: float) -> None:
-        """A request that arrived has so much more work than expected, in tokens."""
+        """Adds work in tokens to that of a previous arrival, after a new estimate."""
         self._work += work
         self._blocks[-1] += work
 
     def lower_bound(self, token_s: float, service_s: float) -> float:
-        """The load less its standard error; 0 with too few blocks for that.
+        """The load less its standard error; 0 if there are too few blocks.
 
-        `token_s` and `service_s` are seconds of the engine, per token of work and for the mean request.
+        `token_s` and `service_s` are the engine time per token of work and per mean request, in seconds.
         """
         ended = self._blocks[:-1]
         if len(ended) < 4:
@@ -252,7 +252,7 @@ class Load:
 
 
 class RunningWork:
-    """The running requests, as columns of an array: when they were admitted, in seconds, and their expected work."""
+    """The running requests as an array: rows are the admission time in seconds, and the expected work."""
 
     def __init__(self) -> None:
         self._table = np.zeros((2, 64))
@@ -271,7 +271,7 @@ class RunningWork:
         self._table[:, row] = now, work
 
     def revise(self, request_id: str, work: float) -> float:
-        """Another expectation of its work, if it runs; returns by how much it has grown."""
+        """Updates the expected work of a request, if it runs; returns the increase."""
         row = self._rows.get(request_id)
         if row is None:
             return 0.0
@@ -280,7 +280,7 @@ class RunningWork:
         return growth
 
     def remove(self, request_id: str) -> float | None:
-        """Its expected work; None if it does not run."""
+        """Removes a request and returns its expected work; None if it does not run."""
         row = self._rows.pop(request_id, None)
         if row is None:
             return None
@@ -289,16 +289,16 @@ class RunningWork:
         return work
 
     def remaining(self, now: float, step_s: float) -> float:
-        """Expected work that is left of all."""
+        """Expected remaining work of all running requests."""
         admitted_s, work = self._table
         return float(np.maximum(work - (now - admitted_s) / step_s, _MIN_REMAINING * work).sum())
 
 
 class ServiceRate:
-    """Seconds of the engine per token of work, while requests wait, and of a running request per output token."""
+    """Engine time per token of work while requests wait, and time per output token of a running request."""
 
     def __init__(self) -> None:
-        # Of one short request: an engine may be ten times slower, and its load must not seem that low for long.
+        # Prior of one short request, so that the estimate for a much slower engine adapts quickly.
         self._busy_s, self._busy_work = 0.04, 100.0
         self._decode_s, self._decode_tokens = 1.0, 50.0
         self.mean_work = 0.0
@@ -313,15 +313,15 @@ class ServiceRate:
         return self._decode_s / self._decode_tokens
 
     def advance(self, now: float, has_queue: bool) -> None:
-        """Something has happened; whether requests wait from now on."""
-        # An aborted request had its last token before the latest event.
+        """Called at every event; `has_queue` is whether requests wait from now on."""
+        # The last token of an aborted request may be older than the latest event.
         now = max(now, self._last_s)
         if self._has_queue:
             self._busy_s += now - self._last_s
         self._last_s, self._has_queue = now, has_queue
 
     def finished(self, state: RequestState, work: float) -> None:
-        """A request has ended; half of the busy time is forgotten after some 1,400 of them."""
+        """Adds a finished request; the half-life of the busy time is about 1,400 requests."""
         self._busy_s, self._busy_work = self._busy_s * _RATE_FADE, self._busy_work * _RATE_FADE
         if self._has_queue:
             self._busy_work += work

@@ -1,4 +1,4 @@
-"""LTR: learning to rank, with a quantum against starvation (Fu et al. 2024, "Efficient LLM Scheduling by Learning to
+"""LTR: learning to rank, with starvation prevention (Fu et al. 2024, "Efficient LLM Scheduling by Learning to
 Rank", NeurIPS 37, sections 4.2-4.3)."""
 
 import heapq
@@ -9,26 +9,26 @@ from scheduler_core.policies.base import Policy
 from scheduler_core.ranges import FINITE, check_ranges
 from scheduler_core.request import RequestState, Status
 
-#: Beyond every score, and in front of every score.
+#: Keys after and before all scores.
 _LAST, _PROMOTED = 1e300, -1e300
 
 
 @dataclass(kw_only=True, slots=True)
 class Ltr(Policy):
-    """The request that a ranking model puts first goes first; one passed over too often is served for a while.
+    """Requests in the order of a ranking model; starved requests are promoted for a quantum of steps.
 
-    key = score;   after `starvation_steps` steps without service: in front of all others, for `quantum_steps` steps
+    key = score;   after `starvation_steps` steps without service: before all others, for `quantum_steps` steps
 
     | symbol | meaning | unit |
     | --- | --- | --- |
-    | score | output of the ranking model, smaller = shorter; its size means nothing | - |
-    | starvation_steps | 200 steps in a row without being served | steps |
-    | quantum_steps | 10 steps of service, then demoted and counted anew | steps |
+    | score | output of the ranking model, smaller = shorter; its magnitude has no meaning | - |
+    | starvation_steps | consecutive steps without service before promotion, 200 | steps |
+    | quantum_steps | steps of service until demotion, which resets the counter, 10 | steps |
 
-    No starvation: the promoted go by arrival, and each leaves or has had its quantum.
+    No starvation: promoted requests are in arrival order, and each one finishes or uses up its quantum.
 
-    Differs from the paper: without a rank the predicted ln length serves as score, without either the request is last; the
-    steps of a request are found by a queue of due times, not by a counter in every request.
+    Differs from the paper: without a rank the predicted ln length is the score, and without both the request is last;
+    starved requests are determined with a heap of due times, not with a counter in every request.
     """
 
     key_changes = "on_event"
@@ -52,10 +52,10 @@ class Ltr(Policy):
 
     def on_tokens(self, state: RequestState, num_tokens: int, now: float) -> None:
         self._served[state.request_id] = self._step + 1
-        left = self._quantum.get(state.request_id)
-        if left is not None:
-            if left > 1:
-                self._quantum[state.request_id] = left - 1
+        remaining = self._quantum.get(state.request_id)
+        if remaining is not None:
+            if remaining > 1:
+                self._quantum[state.request_id] = remaining - 1
             else:
                 del self._quantum[state.request_id]
                 self._changed.append(state)
@@ -74,7 +74,7 @@ class Ltr(Policy):
             self._watch(state)
 
     def _watch(self, state: RequestState) -> None:
-        """Looks at the request again when it may have starved; later than now in any case."""
+        """Schedules the next starvation check of the request, at the earliest in the next step."""
         due = max(self._served[state.request_id] + self.starvation_steps, self._step + 1)
         heapq.heappush(self._due, (due, state.order, state))
 

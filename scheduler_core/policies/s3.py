@@ -8,25 +8,25 @@ from dataclasses import dataclass
 from scheduler_core.policies.base import Policy
 from scheduler_core.request import RequestState
 
-#: Upper ends of the buckets but the last, in tokens, where no bucket is predicted: SSJF's classes.
+#: Upper bounds of all buckets but the last in tokens, without predicted buckets: SSJF's classes.
 EDGES = (42.0, 141.0, 294.0, 503.0)
 
 
 @dataclass(kw_only=True, slots=True)
 class S3(Policy):
-    """The request of the shortest predicted bucket goes first, with memory for the bucket's upper end.
+    """Shortest predicted bucket first; reserves memory up to the bucket's upper bound.
 
-    key = i;   tokens reserved = n + min(e_i, M)
+    key = i;   reserved tokens = n + min(e_i, M)
 
     | symbol | meaning | unit |
     | --- | --- | --- |
-    | i | most probable bucket; without buckets that of the predicted median or length; the last without those | - |
-    | e_i | upper end of bucket i, infinite for the last | tokens |
-    | n, M | prompt, the request's own max_tokens | tokens |
+    | i | most probable bucket; else the bucket of the predicted median or length; else the last one | - |
+    | e_i | upper bound of bucket i, infinite for the last | tokens |
+    | n, M | prompt tokens, max_tokens | tokens |
 
-    Differs from the paper: batches are not bin-packed by memory, admission in bucket order does that one request at a time;
-    a request that outgrows its bucket takes block after block, instead of being stopped and restarted with twice the
-    memory. With `reserve` = 0 the buckets are an order alone, as in semantic scheduling.
+    Differs from the paper: instead of bin-packing batches by memory, requests are admitted one by one in bucket order;
+    a request that exceeds its bucket takes more blocks one by one, instead of being restarted with twice the
+    memory. With `reserve` = 0 the buckets only define the order, as in semantic scheduling.
     """
 
     key_changes = "never"
@@ -47,8 +47,8 @@ class S3(Policy):
         if not self.reserve:
             return state.known_tokens
         bucket, edges = self._bucket(state)
-        most = edges[bucket] if bucket < len(edges) else state.request.max_tokens
-        output = min(int(most), state.request.max_tokens)
+        upper = edges[bucket] if bucket < len(edges) else state.request.max_tokens
+        output = min(int(upper), state.request.max_tokens)
         return state.request.prompt_tokens + max(output, state.num_output_tokens)
 
     def _bucket(self, state: RequestState) -> tuple[int, tuple[float, ...]]:

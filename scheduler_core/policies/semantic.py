@@ -1,10 +1,10 @@
-"""The orders of "Semantic Scheduling for LLM Inference": urgency alone (HPJF), and urgency with the remaining time.
+"""Policies of "Semantic Scheduling for LLM Inference": urgency only (HPJF), and urgency with the remaining time.
 
-The batches, eviction and cache-or-recompute rule of the paper are those of the batch former `stage_aware`.
+The batch former `stage_aware` implements the paper's batches, evictions and cache-or-recompute rule.
 
-In the paper a text that claims urgency raises its own request as far as the predictor believes it; here only where the
-predictor does not abstain, and by at most `max_promotion` levels (`RequestState.effective_level`). With `max_promotion`
-of at least the number of levels, 5, the order is the paper's.
+In the paper the predicted urgency of the text is used without a limit. Here it raises a request by at most
+`max_promotion` levels above its tier, and only if the predictor does not abstain (`RequestState.effective_level`).
+With `max_promotion` of at least 5, the number of levels, the order is that of the paper.
 """
 
 import math
@@ -15,7 +15,7 @@ from scheduler_core.kv_cost import KVCost
 from scheduler_core.policies.base import Policy
 from scheduler_core.request import RequestState
 
-#: Seconds between two levels: longer than any request, short enough that a float still tells microseconds apart.
+#: Distance between two levels in seconds: longer than any request, but a float still resolves microseconds.
 _LEVEL_S = 1e8
 
 
@@ -48,7 +48,7 @@ class Hpjf(Policy):
 
 @dataclass(kw_only=True, slots=True)
 class Semantic(Policy):
-    """The most urgent request goes first, within a level the one that needs least time (sections 3.2-3.3).
+    """Most urgent request first, within a level the one with the least remaining time (sections 3.2-3.3).
 
     key = (f_e, f_t), compared in this order;   f_t = prefill(n_left) + decode(n, m_left)
 
@@ -56,11 +56,11 @@ class Semantic(Policy):
     | --- | --- | --- |
     | f_e | declared tier, raised by at most max_promotion levels to the predicted one; 0 = most urgent | - |
     | f_t | estimated remaining computation time | s |
-    | n, n_left | tokens known so far; of these, not in the cache | tokens |
-    | m_left | middle of the predicted bucket, or predicted median or length, or max_tokens, less what is generated; >= 1 | tokens |
-    | alpha_1, alpha_2, gamma_1, gamma_2 | constants of prefill and decode, see `kv_cost.KVCost`; A100 with Qwen1.5-4B | s |
+    | n, n_left | prompt and generated tokens; those not in the cache | tokens |
+    | m_left | middle of the predicted bucket, or predicted median or length, or max_tokens, less generated; >= 1 | tokens |
+    | alpha_1, alpha_2, gamma_1, gamma_2 | constants of prefill and decode (`kv_cost.KVCost`); A100 with Qwen1.5-4B | s |
 
-    Within a level long requests starve under load, and so do all less urgent levels: that is the paper's constraint.
+    Under high load, less urgent levels starve, and long requests within a level; the paper accepts this.
 
     Differs from the paper: the open last bucket ends at max_tokens; the level is that of least expected cost;
     the promotion is limited unless max_promotion is 5 or more.
@@ -86,11 +86,11 @@ class Semantic(Policy):
 
     def remaining_s(self, state: RequestState) -> float:
         """f_t, in seconds."""
-        left = max(self._length(state) - state.num_output_tokens, 1.0)
+        remaining = max(self._length(state) - state.num_output_tokens, 1.0)
         to_process = max(state.known_tokens, state.prefill_target_tokens) - state.num_computed_tokens
         if state.num_computed_tokens >= state.prefill_target_tokens > 0:
             to_process = 0
-        return self._cost.prefill_s(max(to_process, 0)) + self._cost.decode_s(state.known_tokens, left)
+        return self._cost.prefill_s(max(to_process, 0)) + self._cost.decode_s(state.known_tokens, remaining)
 
     def key(self, state: RequestState, now: float) -> float:
         remaining_s = min(self.remaining_s(state), 0.5 * _LEVEL_S)

@@ -1,4 +1,4 @@
-"""Orders by one predicted length: SSJF by the median, SEPT by the mean, HRRN by the mean and the wait, SRPT by the rest."""
+"""Policies by one predicted length: SSJF (median), SEPT (mean), HRRN (mean, wait), SRPT (remaining length)."""
 
 import math
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ class Ssjf(Policy):
     | symbol | meaning | unit |
     | --- | --- | --- |
     | y | predicted length; else the median of the predicted distribution | tokens |
-    | M | the request's own max_tokens; also the length assumed without a prediction | tokens |
+    | M | max_tokens of the request; also the length assumed without a prediction | tokens |
 
-    With an oracle predictor this is SJF on the true lengths, the usual bound.
+    With an oracle predictor this is SJF on the true lengths, the usual reference.
 
-    Differs from the paper: where the artifact has no regression head, y is the median of the predicted distribution;
-    the order is updated when a prediction comes, requests do not wait for it.
+    Differs from the paper: without a regression head in the artifact, y is the median of the predicted distribution;
+    requests do not wait for their predictions, which update the order on arrival.
     """
 
     key_changes = "never"
@@ -49,10 +49,10 @@ class Sept(Policy):
     | symbol | meaning | unit |
     | --- | --- | --- |
     | X | predicted output length, log-t | tokens |
-    | M | the request's own max_tokens; also the length assumed without a prediction | tokens |
+    | M | max_tokens of the request; also the length assumed without a prediction | tokens |
 
     Differs from the paper: the expectation is of the censored length, as in TIE (Eq. 9), because the mean of a
-    log-t is infinite; and as there, only the length of the output counts, not the prompt.
+    log-t is infinite; as in TIE, the key ignores the prompt.
     """
 
     key_changes = "never"
@@ -66,8 +66,8 @@ class Sept(Policy):
 
 @dataclass(kw_only=True, slots=True)
 class Hrrn(Policy):
-    """Highest response ratio next: short requests first, but waiting raises every request, the short ones faster (Brinch
-    Hansen 1971, "An analysis of response ratio scheduling", IFIP Congress; an option of SGLang).
+    """Highest response ratio next: short requests first, but all rise while waiting, short ones faster
+    (Brinch Hansen 1971, "An analysis of response ratio scheduling", IFIP Congress; an option of SGLang).
 
     ratio = (wait + s) / s, largest first;   key = -ratio;   s = token_s E[min(X, M)]
 
@@ -78,10 +78,10 @@ class Hrrn(Policy):
     | token_s | time of one output token | s |
     | X, M | predicted output length, log-t; the request's max_tokens, also the length without a prediction | tokens |
 
-    No starvation: while a request waits its ratio grows without bound, and only newcomers shorter than it can pass.
+    No starvation: the ratio of a waiting request grows without bound, and only shorter new requests can overtake it.
 
-    Differs from the paper: the service time is expected, not known. The order changes with time, so the queue is sorted
-    before every step.
+    Differs from the paper: the service time is an expectation. The order changes with time, so the queue is sorted before
+    every step.
     """
 
     key_changes = "with_time"
@@ -108,14 +108,14 @@ class Srpt(Policy):
     | symbol | meaning | unit |
     | --- | --- | --- |
     | exp(mu) | median of the predicted length | tokens |
-    | M | the request's own max_tokens; also the length without a prediction | tokens |
+    | M | max_tokens of the request; also the length without a prediction | tokens |
     | g | tokens generated so far | tokens |
 
-    With an oracle predictor this is SRPT on the true lengths, the least mean response time there is in one server.
+    With an oracle predictor this is SRPT on the true lengths, which minimizes the mean response time of a single server.
 
-    Differs from the paper: lengths are predicted once; an output longer than predicted has 0 left and stays in front
-    (`trail` and `elis` correct that); a displaced request computes its prefix again, which SRPT holds to be free; only
-    the output counts.
+    Differs from the paper: lengths are predicted once; an output longer than predicted has remaining length 0 and stays
+    first (`trail` and `elis` correct that); a displaced request recomputes its prefix, which is free in SRPT;
+    the key ignores the prompt.
     """
 
     key_changes = "never"

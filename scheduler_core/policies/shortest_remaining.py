@@ -1,4 +1,4 @@
-"""Orders by the expected remaining length while tokens come: TRAIL and ELIS."""
+"""Policies by the expected remaining length, updated during decoding: TRAIL and ELIS."""
 
 import math
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from scheduler_core.request import RequestState
 class _ExpectedRemaining(Policy):
     """key = E[X~ - g | X~ > g], X~ = min(X, M), for g rounded down to a multiple of an interval.
 
-    Without a prediction it is what is left to max_tokens.
+    Without a prediction it is max_tokens less the generated tokens.
     """
 
     key_changes = "never"
@@ -22,29 +22,29 @@ class _ExpectedRemaining(Policy):
     inputs = frozenset({"length"})
 
     _tables: dict[str, LengthTable] = field(default_factory=dict, init=False, repr=False)
-    #: (rounded tokens generated, expected rest) by request.
-    _rests: dict[str, tuple[float, float]] = field(default_factory=dict, init=False, repr=False)
+    #: (rounded generated tokens, expected remaining tokens) by request.
+    _remaining: dict[str, tuple[float, float]] = field(default_factory=dict, init=False, repr=False)
 
     def on_prediction(self, state: RequestState) -> None:
         length = state.prediction
         if length is not None:
             self._tables[state.request_id] = length.table(state.request.max_tokens)
-            self._rests.pop(state.request_id, None)
+            self._remaining.pop(state.request_id, None)
 
     def on_finish(self, state: RequestState) -> None:
         self._tables.pop(state.request_id, None)
-        self._rests.pop(state.request_id, None)
+        self._remaining.pop(state.request_id, None)
 
-    def _rest(self, state: RequestState, interval_tokens: float) -> float:
-        """The key, recomputed after so many tokens."""
+    def _expected_remaining(self, state: RequestState, interval_tokens: float) -> float:
+        """The key, recomputed every `interval_tokens` tokens."""
         table = self._tables.get(state.request_id)
         if table is None:
             return float(state.request.max_tokens - state.num_output_tokens)
         generated = state.num_output_tokens - state.num_output_tokens % interval_tokens
-        rest = self._rests.get(state.request_id)
-        if rest is None or rest[0] != generated:
-            rest = self._rests[state.request_id] = (generated, table.expected_remaining(generated))
-        return rest[1]
+        cached = self._remaining.get(state.request_id)
+        if cached is None or cached[0] != generated:
+            cached = self._remaining[state.request_id] = (generated, table.expected_remaining(generated))
+        return cached[1]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,11 +58,11 @@ class Trail(_ExpectedRemaining):
     | --- | --- | --- |
     | X, M | predicted output length, log-t; max_tokens, also the length without a prediction | tokens |
     | g | tokens generated, rounded down to a multiple of `update_tokens` | tokens |
-    | r | E[X~], the length predicted at first | tokens |
-    | C | limit, 0.8; 1 and more: always displaced, 0: never | - |
+    | r | E[X~], the initially predicted length | tokens |
+    | C | limit, 0.8; 0: requests are never displaced | - |
 
-    Differs from the paper: what remains comes from the prompt's distribution given that the output goes on, not from a
-    probe on the served model's hidden states; it is updated every `update_tokens`, not with every token.
+    Differs from the paper: the remaining length is the conditional expectation of the initial prediction, not the output
+    of a probe on hidden states of the served model; it is updated every `update_tokens` tokens, not with every token.
     """
 
     limit: float = 0.8
@@ -72,7 +72,7 @@ class Trail(_ExpectedRemaining):
         check_ranges(self, limit=(0, FINITE), update_tokens=(1, FINITE))
 
     def key(self, state: RequestState, now: float) -> float:
-        return self._rest(state, self.update_tokens)
+        return self._expected_remaining(state, self.update_tokens)
 
     def eviction_key(self, state: RequestState, now: float) -> float:
         table = self._tables.get(state.request_id)
@@ -83,7 +83,7 @@ class Trail(_ExpectedRemaining):
 @dataclass(kw_only=True, slots=True)
 class Elis(_ExpectedRemaining):
     """ELIS: iterative shortest remaining time first (Choi et al. 2025, "ELIS: Efficient LLM Iterative Scheduling System
-    with Response Length Predictor", arXiv:2505.09142): a new prediction every n tokens; only there is a request displaced.
+    with Response Length Predictor", arXiv:2505.09142): a new prediction, and possible displacement, every n tokens.
 
     key = E[X~ - g_n | X~ > g_n], g_n = n floor(g / n)
 
@@ -92,8 +92,8 @@ class Elis(_ExpectedRemaining):
     | X~ = min(X, M) | predicted output length, log-t; max_tokens, also the length without a prediction | tokens |
     | g, n | tokens generated; window_tokens, 50 | tokens |
 
-    Differs from the paper: the prediction of the next window is the first one given that the output goes on, which costs
-    no call of a model; a new prediction that comes through `update` is used at once.
+    Differs from the paper: instead of calling a model, the prediction of each window is the conditional expectation of the
+    initial one; a new prediction from `update` is used at once.
     """
 
     window_tokens: float = 50
@@ -102,7 +102,7 @@ class Elis(_ExpectedRemaining):
         check_ranges(self, window_tokens=(1, FINITE))
 
     def key(self, state: RequestState, now: float) -> float:
-        return self._rest(state, self.window_tokens)
+        return self._expected_remaining(state, self.window_tokens)
 
     def eviction_key(self, state: RequestState, now: float) -> float:
         within = state.num_output_tokens % self.window_tokens != 0

@@ -1,4 +1,4 @@
-"""Orders by what a request declares on arrival: FCFS, priority, shortest prefill first."""
+"""Policies by properties known at the arrival: FCFS, priority, shortest prefill first."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from scheduler_core.request import RequestState
 
 @dataclass(kw_only=True, slots=True)
 class Fcfs(Policy):
-    """First come, first served; the default of vLLM, and the baseline of every paper. Needs no prediction.
+    """First come, first served: the default of vLLM and the usual baseline. Needs no prediction.
 
     key = arrival time (s)
     """
@@ -23,12 +23,12 @@ class Fcfs(Policy):
 
 @dataclass(kw_only=True, slots=True)
 class Priority(Policy):
-    """The smallest declared priority goes first, arrival order among equals (vLLM, `--scheduling-policy priority`).
+    """Smallest declared priority value first, ties by arrival (vLLM, `--scheduling-policy priority`).
 
     key = priority (no unit, declared by the client)
 
-    Where memory runs out the running request of the largest priority, the youngest of several, goes. Requests of a larger
-    priority starve while smaller ones keep the engine busy: that is what was declared.
+    When memory runs out, the running request of the largest value is preempted, the youngest of several.
+    Requests of a larger value starve while smaller ones saturate the engine, as declared.
     """
 
     key_changes = "never"
@@ -50,9 +50,9 @@ class Spf(Policy):
     | symbol | meaning | unit |
     | --- | --- | --- |
     | n | length of the prompt | tokens |
-    | h | of these, already in the prefix cache | tokens |
+    | h | prompt tokens in the prefix cache | tokens |
 
-    Differs from the paper: the cached prefix does not count.
+    Differs from the paper: the cached prefix is subtracted.
     """
 
     key_changes = "never"

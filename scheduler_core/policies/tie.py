@@ -1,4 +1,4 @@
-"""TIE: tail inflated expectation, shortest first by mean plus adaptive tail risk (TIE, section 4, Eqs. 9-12)."""
+"""TIE (tail inflated expectation): shortest first by mean plus adaptive tail risk (section 4, Eqs. 9-12)."""
 
 import math
 import sys
@@ -8,35 +8,35 @@ from scheduler_core.policies.base import Policy
 from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 from scheduler_core.request import RequestState
 
-#: A predicted length that underflows to 0 tokens still has a logarithm.
+#: Minimum score, so that the logarithm exists if a predicted length underflows to 0 tokens.
 _SMALLEST = sys.float_info.min
 
 
 @dataclass(kw_only=True, slots=True)
 class Tie(Policy):
-    """Shortest expected length first, where a heavy tail counts extra, the more so the longer the queue.
+    """Shortest expected length first, with a penalty for heavy tails that grows with the queue.
 
     score = E[min(X, M)] + beta * CVaR_alpha(min(X, M)),   beta = clip(0.1 * Lq / B, beta_min, beta_max)
-    score falls with waiting as score * gamma^(wait / tau).
+    score decays with waiting as score * gamma^(wait / tau).
     key = ln score + arrival * ln(1/gamma) / tau
 
     | symbol | meaning | unit |
     | --- | --- | --- |
     | X | predicted output length, log-t | tokens |
-    | M | the request's own max_tokens | tokens |
+    | M | max_tokens of the request | tokens |
     | alpha | CVaR level, 0.9 | - |
     | Lq, B | waiting requests, max_num_seqs | requests |
     | pressure_gain | the 0.1 of beta's formula | - |
     | gamma, tau_s | decay 0.9 per 30 s of waiting | -, s |
 
-    Why the key does not depend on time: ln(score * gamma^((now - arrival)/tau)) = ln score
-    - (now - arrival) * ln(1/gamma)/tau, and the term in `now` is the same for all requests. So a heap is exact.
+    The key does not depend on time: ln(score * gamma^((now - arrival)/tau)) = ln score - (now - arrival) * ln(1/gamma)/tau,
+    and the term in `now` is the same for all requests. A heap is therefore exact.
 
-    Differs from the paper: (1) E and CVaR are integrated exactly instead of from 10,000 random draws, with the same M,
-    the request's own max_tokens, in both; (2) no periodic re-heapify, see above; (3) beta lives on a grid of `beta_step` and
-    all waiting requests get the new value when it moves, the released code freezes beta per request; (4) without a
-    prediction, or after a failed one, the score is the highest the request can have, (1 + beta_max) * M (released
-    code: the constants 2048 and 100); (5) a preempted request keeps its prediction.
+    Differs from the paper: (1) E and CVaR are integrated exactly instead of estimated from 10,000 random draws, both with
+    M = max_tokens of the request; (2) there is no periodic re-heapify, see above; (3) beta is rounded to a grid of
+    `beta_step`, and a change applies to all waiting requests (the released code fixes beta per request); (4) without a
+    prediction the score is its maximum, (1 + beta_max) * M (released code: the constants 2048 and 100); (5) a preempted
+    request keeps its prediction.
     """
 
     key_changes = "on_event"

@@ -1,4 +1,4 @@
-"""Boosted arrival orders of "Beyond Prediction: Tail-Aware Scheduling for LLM Inference": DistBoost and UniBoost."""
+"""DistBoost and UniBoost, policies of "Beyond Prediction: Tail-Aware Scheduling for LLM Inference"."""
 
 import math
 from collections import deque
@@ -11,34 +11,34 @@ from scheduler_core.policies.base import Policy
 from scheduler_core.ranges import FINITE, INTEGERS, POSITIVE, check_ranges
 from scheduler_core.request import Phase, RequestState
 
-#: ln 5, and least t99 - t95 in seconds, against a tail that has collapsed.
+#: ln 5, and the minimum of t99 - t95 in seconds, for degenerate tails.
 _LOG_RATIO, _MIN_GAP_S = math.log(5.0), 1e-3
 
-#: Weight of old steps in `WorkRate` falls by this with each new one.
+#: Decay factor of the weights in `WorkRate`, per step.
 _STEP_FADE = 0.5 ** (1.0 / 1000.0)
 
 
 def boost_s(work_s: float, gamma_per_s: float) -> float:
-    """By how many seconds a request of known work is moved ahead of its arrival; falls from infinity (w = 0) to 0.
+    """Boost of a request with known work in seconds, which is subtracted from its arrival time.
 
-    b(w) = (1/gamma) ln( 1 / (1 - exp(-gamma w)) )
+    b(w) = (1/gamma) ln( 1 / (1 - exp(-gamma w)) ), which decreases from infinity (w = 0) to 0
 
-    Least arrival - boost first makes P(response > t) fall fastest in the light-tailed M/G/1 queue (Yu & Scully 2024,
-    "Strongly tail-optimal scheduling in the light-tailed M/G/1", Proc. ACM Meas. Anal. Comput. Syst. 8(2)).
+    Serving the smallest arrival - boost first is optimal for the decay of P(response > t) in the light-tailed M/G/1 queue (Yu
+    & Scully 2024, "Strongly tail-optimal scheduling in the light-tailed M/G/1", Proc. ACM Meas. Anal. Comput. Syst. 8(2)).
 
-    w is the engine time that the request needs, gamma > 0 the rate at which P(response > t) falls.
+    w is the engine time of the request; gamma > 0 is the decay rate of P(response > t).
     """
     return -math.log(-math.expm1(-gamma_per_s * work_s)) / gamma_per_s
 
 
 @dataclass(slots=True)
 class TailRate:
-    """gamma-Ada: the rate at which the tail of the latency falls, from finished requests (UniBoost, Eq. 9).
+    """gamma-Ada: decay rate of the latency tail, estimated from finished requests (UniBoost, Eq. 9).
 
     gamma_hat = ln(0.05/0.01)/(t99 - t95) = ln 5/(t99 - t95);   gamma <- (1 - beta) gamma + beta gamma_hat, within bounds
 
-    gamma_per_s is at first the value before there is an estimate, smoothing beta; the `window` latest latencies count, and
-    there are `update_every` new ones between two estimates.
+    gamma_per_s is the initial value of gamma, smoothing is beta. An estimate uses the `window` latest
+    latencies and is updated after every `update_every` requests.
     """
 
     gamma_per_s: float
@@ -56,7 +56,7 @@ class TailRate:
         self._latencies = deque(maxlen=self.window)
 
     def finished(self, latency_s: float) -> bool:
-        """A request has finished after `latency_s` seconds; True if gamma was estimated again."""
+        """Adds a finished request with its latency; returns whether gamma was updated."""
         self._latencies.append(latency_s)
         self._num_new += 1
         if self._num_new < self.update_every or len(self._latencies) < self.update_every:
@@ -70,11 +70,11 @@ class TailRate:
 
 
 class WorkRate:
-    """Engine seconds per prompt token and per output token, measured while the engine works.
+    """Measured engine time per prompt token and per output token, in seconds.
 
-    A step's duration is divided equally among the tokens processed in it; sums fade with a half-life of 1,000 steps. So the
-    work of all requests adds up to the time the engine was busy, which is what work means in an M/G/1 queue: of a step with
-    32 decodes each token costs a 32nd. It needs the duration of every step.
+    The duration of each step is divided equally among its tokens (a 32nd of a step with 32 decodes); the sums
+    decay with a half-life of 1,000 steps. The work of all requests thus adds up to the busy time of the
+    engine, like work in an M/G/1 queue. Requires the duration of every step.
     """
 
     def __init__(self, prefill_token_s: float = 5e-5, decode_token_s: float = 1e-3) -> None:
@@ -84,14 +84,14 @@ class WorkRate:
         self._step_prefill = self._step_decode = 0
 
     def on_tokens(self, state: RequestState, num_tokens: int) -> None:
-        """Tokens of a request were processed in the step that is ending."""
+        """Adds tokens of a request that the ending step has processed."""
         if state.num_computed_tokens <= state.prefill_target_tokens:
             self._step_prefill += num_tokens
         else:
             self._step_decode += num_tokens
 
     def on_step(self, step_s: float, more: int = 0) -> None:
-        """The step took `step_s` seconds; the tokens so far are also those of so many equal steps `more`."""
+        """Ends a step that took `step_s` seconds; its tokens were added together with those of `more` equal steps."""
         prefill, decode = self._step_prefill // (more + 1), self._step_decode // (more + 1)
         self._step_prefill -= prefill
         self._step_decode -= decode
@@ -111,20 +111,20 @@ class WorkRate:
 
 @dataclass(kw_only=True, slots=True)
 class DistBoost(Policy):
-    """Boosts for the prefill queue, decode by entry (section 3.1, Eqs. 2-6).
+    """Boosted arrival for prefill, start of decode for decodes (section 3.1, Eqs. 2-6).
 
     prefill: key = a - b(s_pre);   decode: key = a_dec;   b(w) = (1/gamma) ln(1/(1 - exp(-gamma w)))
 
     | symbol | meaning | unit |
     | --- | --- | --- |
-    | a, a_dec | arrival, begin of decode | s |
-    | s_pre | engine time of the tokens to prefill, those of the prompt that are not in the prefix cache | s |
+    | a, a_dec | arrival, start of decode | s |
+    | s_pre | engine time of the prompt tokens that are not in the prefix cache | s |
     | gamma | gamma_per_s; large: FCFS, small: shortest prompt first | 1/s |
 
-    No starvation: the boost of a prompt is finite and fixed, so a request that waited longer than b(shortest) is ahead of newcomers.
+    No starvation: boosts are finite and fixed, so a request that has waited longer than b(shortest) precedes new ones.
 
-    Differs from the paper: gamma is per second but work is in tokens there; tokens become seconds by the measured time per
-    prompt token. Keys are recomputed when that has moved by a tenth.
+    Differs from the paper, where gamma is per second but work in tokens: tokens are converted to seconds with the measured
+    time per prompt token. Keys are recomputed when that time has changed by a tenth.
     """
 
     key_changes = "on_event"
@@ -147,7 +147,7 @@ class DistBoost(Policy):
         self._rate.on_step(step_s)
 
     def on_steps(self, now: float, durations_s: Sequence[float]) -> None:
-        # Steps of decodes alone: they do not move the time per prompt token.
+        # These steps only have decodes, which do not change the time per prompt token.
         for more, step_s in zip(reversed(range(len(durations_s))), durations_s, strict=True):
             self._rate.on_step(step_s, more)
 
@@ -167,31 +167,31 @@ class DistBoost(Policy):
 
 @dataclass(kw_only=True, slots=True)
 class UniBoost(Policy):
-    """One boosted order over both phases, without predictions (sections 3.2-3.4, Eqs. 2, 7-9); the batches of its algorithm 1
-    are those of the batch former `uniboost`, under `chunked_prefill` the order decides admissions and evictions alone.
+    """One boosted order over both phases, without predictions (sections 3.2-3.4, Eqs. 2, 7-9). Batch former `uniboost`
+    forms the batches of its algorithm 1; with `chunked_prefill` the order only applies to admissions and evictions.
 
     key = Phi = a - b(w^);   b(w) = (1/gamma) ln(1/(1 - exp(-gamma w)));   j displaces i if Phi(j) < Phi(i) - delta
 
     | symbol | meaning | unit |
     | --- | --- | --- |
     | w~ | effective work: max(attained, s_pre - h) = s_pre - h and, in decode, the generated tokens | tokens |
-    | w^ | MemGuard: w~ brought down to the grid k, 2k, 4k, ... (k below k); without MemGuard w~ | tokens |
+    | w^ | MemGuard: w~ rounded down to the grid k, 2k, 4k, ... (at least k); without MemGuard w~ | tokens |
     | k | bin_tokens | tokens |
     | delta | hysteresis_s | s |
     | gamma | gamma_per_s; gamma-Ada: ln 5/(t99 - t95) of the latest latencies, smoothed (`TailRate`) | 1/s |
 
-    MemGuard (`mem_guard`): a request that was dispatched can be displaced only in the step after its w^ has grown, so at
-    most 1 + floor(log2(S/k)) times for S tokens of work. gamma-Ada: `adapt_gamma`. `signal_by_phase`: w~ is the prompt in
-    prefill and the generated tokens in decode, as in the paper's algorithm.
+    MemGuard (`mem_guard`): a running request can only be displaced in the step after its w^ has grown, so at
+    most 1 + floor(log2(S/k)) times for S tokens of work. gamma-Ada: `adapt_gamma`. `signal_by_phase`: w~ is
+    the prompt in prefill and the generated tokens in decode, as in the paper's algorithm.
 
-    No starvation: boosts are at most b(k), and those of waiting requests do not grow, so a request that waited longer than
-    that is ahead of newcomers; its latency is that of FCFS plus the work that boosts past it (paper, A.2).
+    No starvation: boosts are at most b(k), and those of waiting requests do not grow, so a request that has waited longer
+    precedes new ones; its latency is that of FCFS plus the work that overtakes it by boosts (paper, A.2).
 
-    Differs from the paper: (1) gamma is per second but work is in tokens: tokens become engine seconds by the measured time
-    per prompt token and per output token, and MemGuard scales these seconds by w^/w~; (2) bins by floor (algorithm), not
-    by ceiling (Eq. 8): the stated bound holds for floor; (3) gamma by Eq. 9, the algorithm's line 17 gives a 39th of it;
-    (4) work lost in a preemption does not count as attained; (5) all keys are recomputed when gamma or the times per token
-    have moved by `refresh`, not at every step.
+    Differs from the paper: (1) gamma is per second but work is in tokens: tokens are converted to engine seconds with the
+    measured times per prompt and output token, and MemGuard scales these seconds by w^/w~; (2) bins use floor
+    (algorithm), not ceiling (Eq. 8), because the stated bound holds for floor; (3) gamma is that of Eq. 9;
+    the algorithm's line 17 gives a 39th of it; (4) work lost in a preemption does not count as attained; (5)
+    all keys are recomputed when gamma or the times per token have changed by `refresh`, not at every step.
     """
 
     key_changes = "on_event"
@@ -216,9 +216,9 @@ class UniBoost(Policy):
     _rate: WorkRate = field(init=False, repr=False)
     _tail: TailRate = field(init=False, repr=False)
     _used: tuple[float, float, float] = field(init=False, repr=False)
-    #: gamma before the step.
+    #: gamma at the start of the step.
     _latest_gamma: float = field(init=False, repr=False)
-    #: `_used` has changed between steps that were taken at once.
+    #: Whether `_used` has changed between steps that were completed at once.
     _moved: bool = field(default=False, init=False, repr=False)
     _bins: dict[str, float] = field(default_factory=dict, init=False, repr=False)
     _open: set[str] = field(default_factory=set, init=False, repr=False)
@@ -242,7 +242,7 @@ class UniBoost(Policy):
 
     @property
     def gamma(self) -> float:
-        """The gamma that keys are computed with, per second."""
+        """gamma of the current keys, per second."""
         return self._used[0]
 
     def effective_tokens(self, state: RequestState) -> tuple[int, int]:
@@ -293,15 +293,15 @@ class UniBoost(Policy):
             return
         self._changed.append(state)
         decodes = state.num_computed_tokens > state.prefill_target_tokens
-        for reached in range(tokens - num_tokens + 1 if decodes else tokens, tokens + 1):  # each by itself
+        for reached in range(tokens - num_tokens + 1 if decodes else tokens, tokens + 1):  # token by token
             self._open.discard(name)
             if reached >= 2.0 * self._bins[name]:
                 self._bins[name] = self.quantized(reached)
                 self._open.add(name)
 
     def take_changed(self, now: float) -> Collection[RequestState]:
-        taken, self._changed = self._changed, []
-        return taken
+        changed, self._changed = self._changed, []
+        return changed
 
     def on_step(self, now: float, step_s: float) -> None:
         self._rate.on_step(step_s)
@@ -311,12 +311,12 @@ class UniBoost(Policy):
         for more, step_s in zip(reversed(range(len(durations_s))), durations_s, strict=True):
             self._rate.on_step(step_s, more)
             if more:
-                # What has finished in the last of them has no part in gamma yet.
+                # Requests that finish in the last step do not contribute to gamma yet.
                 self._moved = self._refresh(self._latest_gamma) or self._moved
         self._last_step_s = now
 
     def on_finish(self, state: RequestState) -> None:
-        # A token later than the last step that has ended: it finishes now. Otherwise it was aborted.
+        # It finishes now if its last token is later than the last completed step; otherwise it was aborted.
         if self.adapt_gamma and state.last_token_s is not None and state.last_token_s > self._last_step_s:
             self._tail.finished(state.last_token_s - state.request.arrival_s)
         self._bins.pop(state.request_id, None)
@@ -328,7 +328,7 @@ class UniBoost(Policy):
         return self._refresh(self._latest_gamma) or moved
 
     def _refresh(self, gamma: float) -> bool:
-        """Takes over gamma and the times per token, if one has moved far enough."""
+        """Updates gamma and the times per token of the keys if one has changed enough; returns whether."""
         rates = (gamma, self._rate.prefill_token_s, self._rate.decode_token_s)
         if all(abs(new - old) <= self.refresh * old for new, old in zip(rates, self._used, strict=True)):
             return False

@@ -1,5 +1,5 @@
-"""VTC: virtual token counters, a fair share of tokens for every tenant (Sheng et al. 2024, "Fairness in Serving Large
-Language Models", OSDI, algorithm 2)."""
+"""VTC (virtual token counters): fair sharing of tokens among tenants (Sheng et al. 2024, "Fairness in Serving
+Large Language Models", OSDI, algorithm 2)."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ from scheduler_core.request import RequestState
 
 @dataclass(kw_only=True, slots=True)
 class Vtc(Policy):
-    """The tenant that has been served least goes first, its requests by arrival.
+    """Tenant with the least service first; requests of a tenant by arrival.
 
     on admission c_u += w_p n;   with every output token c_u += w_q;   key = c_u + w_p (prompts of u waiting before it)
 
@@ -20,11 +20,12 @@ class Vtc(Policy):
     | w_p, w_q | weight of a prompt token (1) and of an output token (2) | - |
     | n | prompt tokens not in the prefix cache | tokens |
 
-    A tenant that had nothing waiting is lifted to the least counter among those that have: idling saves up nothing. So two
-    tenants that both always have requests waiting differ by at most 2 max(w_p L_input, w_q M) (paper, theorem 4.4).
+    The counter of a tenant without waiting requests is raised to the minimum of the others at its next
+    arrival, so that idle time earns no credit. The counters of two tenants that always have waiting requests
+    thus differ by at most 2 max(w_p L_input, w_q M) (paper, theorem 4.4).
 
-    Differs from the paper: the second term of the key is what the counter will be when the request's turn comes, so several
-    admissions of one step fall to the right tenants; a request admitted again after a preemption is not charged again.
+    Differs from the paper: the second term of the key anticipates the counter at the admission of the request, so that
+    several admissions in one step are fair; a request that is admitted again after a preemption is not charged again.
     """
 
     key_changes = "with_time"
@@ -44,7 +45,7 @@ class Vtc(Policy):
         check_ranges(self, prompt_weight=(POSITIVE, FINITE), output_weight=(POSITIVE, FINITE))
 
     def counter(self, tenant: str) -> float:
-        """c_u: weighted tokens that the tenant was served, or lifted to; 0 for an unknown one."""
+        """c_u: weighted tokens of the tenant; 0 for an unknown tenant."""
         return self._counter.get(tenant, 0.0)
 
     def on_arrival(self, state: RequestState, now: float) -> None:
@@ -84,7 +85,7 @@ class Vtc(Policy):
         return self.prompt_weight * (state.request.prompt_tokens - state.request.cached_prefix_tokens)
 
     def _leave_queue(self, state: RequestState) -> bool:
-        """Whether it had not been admitted before."""
+        """Removes a request from the queue; returns whether it had not been admitted before."""
         tenant = state.request.tenant
         self._queued[tenant].discard(state.request_id)
         self._last_left = tenant

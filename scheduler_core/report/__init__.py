@@ -1,1 +1,1 @@
-"""What the reports of all commands are made of: HTML pages, figures, tables and sections in Markdown."""
+"""Building blocks of reports: HTML pages, figures and Markdown tables."""

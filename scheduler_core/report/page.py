@@ -1,4 +1,4 @@
-"""Self-contained HTML pages: headings, paragraphs, tables and figures, no outside resources."""
+"""Self-contained HTML pages: headings, paragraphs, tables and figures, without external resources."""
 
 import base64
 from collections.abc import Collection, Iterable, Sequence
@@ -19,7 +19,7 @@ def format_cell(value: object) -> str:
 
 
 class Page:
-    """A page that is put together from top to bottom, with a paragraph `lead` below its title; all text is escaped."""
+    """An HTML page, built from top to bottom, with the paragraph `lead` below its title; escapes all text."""
 
     def __init__(self, title: str, lead: str = "") -> None:
         self._title = title
@@ -27,11 +27,9 @@ class Page:
         self._parts: list[dict[str, Any]] = []
 
     def heading(self, text: str) -> None:
-        """Begins a section."""
         self._parts.append({"kind": "heading", "text": text})
 
     def paragraph(self, text: str) -> None:
-        """Adds a paragraph."""
         self._parts.append({"kind": "paragraph", "text": text, "note": False})
 
     def note(self, text: str) -> None:
@@ -39,7 +37,6 @@ class Page:
         self._parts.append({"kind": "paragraph", "text": text, "note": True})
 
     def code(self, text: str) -> None:
-        """Adds preformatted text."""
         self._parts.append({"kind": "code", "text": text})
 
     def table(
@@ -48,7 +45,7 @@ class Page:
         rows: Iterable[Sequence[object]],
         text_columns: Collection[int] = (),
     ) -> None:
-        """Adds a table; `text_columns` are the indices of columns of prose."""
+        """Adds a table; `text_columns` are the indices of columns with text instead of numbers."""
         table = {
             "kind": "table",
             "header": list(header),

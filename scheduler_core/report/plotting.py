@@ -1,4 +1,4 @@
-"""Common parts of figures: creation, colors, axes, and writing as SVG text or PNG files."""
+"""Helpers for figures: creation, colors, axes, and output as SVG text or PNG files."""
 
 import io
 import re
@@ -12,7 +12,7 @@ from scheduler_core.files import atomic_file
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 DASHES = ("-", "--", ":")
 INK, GRAY = "#1c2733", "#9aa5b1"
-#: Curves that can be told apart by color and dash; a figure with more names none of them.
+#: Number of distinct combinations of color and dash; a figure with more curves has no legend.
 MAX_NAMED_CURVES = len(COLORS) * len(DASHES)
 _DPI = 130
 
@@ -20,7 +20,7 @@ _DPI = 130
 def new_figure(
     width: float, height: float, *, rows: int = 1, columns: int = 1, **subplots: Any
 ) -> tuple[Any, list[Any]]:
-    """A figure without pyplot's global state, width and height in inches, and its axes in reading order."""
+    """A figure without pyplot's global state, and its axes in reading order; width and height in inches."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -36,8 +36,8 @@ def new_figure(
 
 
 def svg(figure: Any, legend_of: Any = None) -> str:
-    """A figure as SVG text, equal for equal figures, with a legend outside the panels if the axis `legend_of` has several
-    curves and not too many to be told apart."""
+    """A figure as reproducible SVG text. It gets a legend outside the panels if the axis `legend_of` has from
+    2 to `MAX_NAMED_CURVES` curves."""
     import matplotlib
 
     handles, labels = ([], []) if legend_of is None else legend_of.get_legend_handles_labels()
@@ -58,18 +58,18 @@ def write_png(figure: Any, path: str | Path) -> None:
 
 
 def color(index: int) -> str:
-    """Color of a curve by its number."""
+    """Color of the curve with this index."""
     return COLORS[index % len(COLORS)]
 
 
 def dash(index: int) -> str:
-    """Dash of a curve by its number; it changes when the colors repeat."""
+    """Line style of the curve with this index; it changes when the colors repeat."""
     return DASHES[index // len(COLORS) % len(DASHES)]
 
 
 def mark_decades(axis: Any, limits: tuple[float, float]) -> None:
-    """Plain numbers at 1, 2, 5 of each decade of a logarithmic axis (`axes.xaxis` or `axes.yaxis`): at 1 alone where
-    that would be many, at evenly spaced numbers where it would be too few."""
+    """Sets ticks with plain numbers at 1, 2 and 5 of each decade of a logarithmic axis (`axes.xaxis` or
+    `axes.yaxis`); only at 1 if the limits span more than a factor of 150."""
     from matplotlib.ticker import LogLocator
 
     low, high = limits

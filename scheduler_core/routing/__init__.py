@@ -1,7 +1,7 @@
-"""Routing over several replicas: choice of the replica of each request, migration, scaling signals.
+"""Routing over several replicas: choice of a replica for each request, migration, and scaling signals.
 
-`Router` chooses, `Dispatcher` keeps track, `MigrationPlanner` and `Migrations` move requests, `AutoScaler` signals.
-No I/O, no clock, no randomness but a generator that is passed in. README.md compares the routers.
+`Router` chooses replicas, `Dispatcher` tracks requests, `MigrationPlanner` and `Migrations` move requests, `AutoScaler`
+emits scaling signals. There is no I/O and no clock; random generators are passed in. README.md compares the routers.
 """
 
 from collections.abc import Mapping
@@ -38,13 +38,13 @@ ROUTERS: dict[str, type[Router]] = {
 def make_router(
     name: str, parameters: Mapping[str, Any] | None = None, rng: np.random.Generator | None = None
 ) -> Router:
-    """A router of the registry; `rng` is for routers that draw. `InputError` for an unknown router or parameter, a parameter
-    outside its range, or no generator where one is needed."""
+    """A new router; `rng` is for routers that use random numbers. `InputError` for an unknown router or
+    parameter, a parameter outside its range, or a missing generator."""
     if name not in ROUTERS:
         raise unknown_name("router", name, ROUTERS)
     arguments = dict(parameters or {})
     if ROUTERS[name].needs_generator:
         if rng is None:
-            raise InputError("rng", rng, f"a numpy Generator: router {name} draws")
+            raise InputError("rng", rng, f"a numpy Generator: router {name} uses random numbers")
         arguments["rng"] = rng
     return construct("router", name, ROUTERS[name], arguments)

@@ -1,4 +1,4 @@
-"""Interface of a router: it chooses the replica of every request."""
+"""Interface of routers, which choose a replica for every request."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingRequest:
-    """A request that has arrived, as routers see it.
+    """The input of a router for a request that has arrived.
 
     Attributes:
         request: The request.
-        tier: Urgency level it is scheduled at, at least 0, the most urgent.
-        prediction: Its predictions; None if there is none yet.
-        prefix_blocks: One hash for each full block of its prompt, each over all tokens up to the block's end; empty
-            without prefix caching.
+        tier: Urgency level at which it is scheduled, >= 0; 0 = most urgent.
+        prediction: Its predictions; None if they have not arrived yet.
+        prefix_blocks: For each full block of its prompt, a hash of all tokens up to the end of the block;
+            empty without prefix caching.
     """
 
     request: Request
@@ -30,15 +30,15 @@ class RoutingRequest:
 
 @dataclass(kw_only=True, slots=True)
 class Router(ABC):
-    """Chooses among replicas. Keeps no requests: the `Dispatcher` does, and calls the hooks.
+    """Chooses among replicas. The `Dispatcher` stores the requests and calls the hooks.
 
     A router is a dataclass whose fields are its parameters; values outside their range raise InputError.
 
     Class variables:
-        needs_requests: Its snapshots must have the requests one by one.
-        sees_tokens: Its choice depends on tokens or blocks, which change with every step, not on numbers of requests only.
-        needs_generator: It draws from its field `rng`.
-        role: Replicas a new request may go to, beside those that run both phases.
+        needs_requests: Snapshots must include the individual requests.
+        sees_tokens: The choice depends on tokens or blocks, which change with every step, not only on request counts.
+        needs_generator: It uses random numbers from its field `rng`.
+        role: Role of the replicas for new requests, in addition to those that run both phases.
         when_all_draining: Without an active replica new requests "wait", or go to the "least_loaded" draining one.
     """
 
@@ -50,23 +50,23 @@ class Router(ABC):
 
     @abstractmethod
     def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
-        """The id of the replica that the request goes to, of at least one in a fixed order: ties go to the earlier."""
+        """The id of the replica for the request, one of `replicas` (at least one); ties go to the earlier."""
 
     def dispatch_key(self, item: RoutingRequest, now: float) -> tuple[float, ...]:
-        """Order of the requests that wait for a replica, smallest first; by default that of arrival."""
+        """Sort key of requests that wait for a replica, smallest first; by default the arrival time."""
         return (item.request.arrival_s,)
 
     def on_dispatched(self, item: RoutingRequest, replica_id: str, now: float) -> None:  # noqa: B027
-        """The request was assigned to the replica."""
+        """Called after the request was assigned to the replica."""
 
     def on_finished(self, request_id: str, replica_id: str, now: float) -> None:  # noqa: B027
-        """The request is done."""
+        """Called after the request has finished."""
 
     def on_aborted(self, request_id: str, replica_id: str, now: float) -> None:  # noqa: B027
-        """The request was aborted, or its replica has failed."""
+        """Called after the request was aborted, or its replica has failed."""
 
     def on_migrated(self, request_id: str, source: str, destination: str, now: float) -> None:  # noqa: B027
-        """The request has changed its replica."""
+        """Called after the request was migrated."""
 
     def on_gone(self, replica_id: str, now: float) -> None:  # noqa: B027
-        """A replica failed with all its requests, or was drained and switched off."""
+        """Called after a replica failed with all its requests, or was drained and stopped."""

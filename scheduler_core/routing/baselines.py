@@ -1,4 +1,4 @@
-"""Routers that need no prediction: round robin, random, shortest queue, power of two choices, least KV."""
+"""Routers without predictions: round robin, random, shortest queue, power of two choices, least KV."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from scheduler_core.routing.snapshot import ReplicaSnapshot
 class RoundRobin(Router):
     """Each replica in turn (Nagle 1987, "On packet switches with infinite storage", IEEE Trans. Commun. 35).
 
-    The next one follows the last choice in the order of ids, so a replica that joins or leaves shifts no other turn.
+    The next replica follows the last choice in the order of ids, so replicas may join and leave without a reset.
     """
 
     _last: str | None = field(default=None, init=False, repr=False)
@@ -28,7 +28,7 @@ class RoundRobin(Router):
 
 @dataclass(kw_only=True, slots=True)
 class RandomChoice(Router):
-    """Every replica with the same probability; `rng` is drawn from once per request."""
+    """A random replica, all with the same probability; draws once per request from `rng`."""
 
     needs_generator: ClassVar[bool] = True
 
@@ -43,8 +43,8 @@ class Jsq(Router):
     """Join the shortest queue: the fewest requests, running and waiting (Winston 1977, "Optimality of the shortest line
     discipline", J. Appl. Probab. 14).
 
-    Optimal for exponential service times and equal servers; blind to differences in length. `waiting_only`: count the waiting
-    requests only, as Vidur's "least outstanding requests" does.
+    Optimal for exponential service times and equal servers; ignores differences in length. `waiting_only`:
+    only count waiting requests, as Vidur's "least outstanding requests" does.
     """
 
     waiting_only: bool = False
@@ -61,7 +61,7 @@ class PowerOfTwo(Router):
     """The shorter queue of two replicas drawn at random (Mitzenmacher 2001, IEEE Trans. Parallel Distrib.
     Syst. 12; Vvedenskaya et al. 1996).
 
-    Nearly as good as comparing all of them, and no herding: routers with the same outdated snapshot choose differently.
+    Nearly as good as comparing all replicas, but without herding: routers with the same stale snapshot choose differently.
     """
 
     needs_generator: ClassVar[bool] = True
@@ -79,8 +79,8 @@ class PowerOfTwo(Router):
 class LeastKv(Router):
     """The replica whose KV cache is least committed: argmin of (M - free + blocks(waiting tokens)) / M.
 
-    M is the number of blocks, free those neither held nor reserved. Without the waiting tokens every request of a burst
-    would go to the same replica. Ties: fewer requests.
+    M is the number of blocks; free blocks are neither held nor reserved. Without the waiting tokens all
+    requests of a burst would go to the same replica. Ties: fewer requests.
     """
 
     sees_tokens: ClassVar[bool] = True

@@ -12,17 +12,17 @@ from scheduler_core.routing.snapshot import Capacity, ReplicaRole, ReplicaSnapsh
 
 @dataclass(kw_only=True, slots=True)
 class Disaggregated(Router):
-    """New requests go to the prefill replica with the least prompt work; a processed prompt moves to a decode replica.
+    """New requests go to the prefill replica with the least prompt work; after prefill they move to a decode replica.
 
-    prefill: argmin of tokens left to prefill, waiting and running
-    decode: argmin of committed KV memory among those with capacity; without capacity the cache stays on its replica, and
-    the decode replica pulls it later (section 4.3)
+    prefill: argmin of the remaining prefill tokens of waiting and running requests
+    decode: argmin of committed KV memory among replicas with capacity; without capacity the cache stays on its replica,
+    and the decode replica pulls it later (section 4.3)
 
-    Replicas of role BOTH take either part. The moves are carried out by `Migrations` with `stage_blocks=None`: the whole
-    cache at once, the request stopped meanwhile.
+    Replicas of role BOTH are used for both phases. `Migrations` executes the moves with `stage_blocks=None`:
+    it copies the whole cache at once while the request is stopped.
 
-    Differs from the paper: the placement search (its section 4.2) is not part of a router; a prefill replica generates
-    tokens itself for as long as no decode replica has capacity.
+    Differs from the paper: the router does not include the placement search (section 4.2); a prefill replica generates
+    tokens itself while no decode replica has capacity.
     """
 
     sees_tokens: ClassVar[bool] = True
@@ -38,7 +38,7 @@ class Disaggregated(Router):
     def plan(
         self, replicas: Sequence[ReplicaSnapshot], in_flight: AbstractSet[str], now: float
     ) -> tuple[Move, ...]:
-        """The transfers to begin now: every request on a prefill replica that generates, in order of arrival."""
+        """The transfers to start now, for all decoding requests on prefill replicas, in order of arrival."""
         targets = [
             replica
             for replica in replicas
@@ -56,8 +56,8 @@ class Disaggregated(Router):
         for row, source in sorted(ready, key=lambda pair: (pair[0].arrival_s, pair[0].request_id)):
             fitting = [target for target in targets if capacities[target.replica_id].fits(row)]
             if not fitting:
-                break  # later requests wait behind: none is overtaken because of its size
-            target = min(fitting, key=lambda one: capacities[one.replica_id].kv_load)
+                break  # later requests also wait, so that none is overtaken because of its size
+            target = min(fitting, key=lambda replica: capacities[replica.replica_id].kv_load)
             capacities[target.replica_id].take(row)
             moves.append(Move(row.request_id, source, target.replica_id))
         return tuple(moves)

@@ -1,4 +1,4 @@
-"""Dispatcher of a cluster: its replicas, the replica of each request, and the requests that wait for one."""
+"""Dispatcher of a cluster: its replicas, the assignment of requests to replicas, and the pending requests."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot, Replic
 
 @dataclass(slots=True)
 class _Entry:
-    """A request and its replica; None while it waits for one. `order` is its number of arrival."""
+    """A request and its replica (None while pending); `order` is its arrival number."""
 
     item: RoutingRequest
     order: int
@@ -20,8 +20,8 @@ class _Entry:
 class Dispatcher:
     """Assigns every request to exactly one replica.
 
-    A request waits here until a replica may take it: at once, unless all drain or there is none. Requests on a replica
-    that fails wait here again; what they had generated is lost with it.
+    A request is pending while no suitable replica exists, for example because all are draining. Requests of a
+    replica that fails become pending again; their generated tokens are lost.
     """
 
     def __init__(self, router: Router) -> None:
@@ -34,51 +34,51 @@ class Dispatcher:
 
     @property
     def num_pending(self) -> int:
-        """Requests that wait for a replica."""
+        """Number of requests that wait for a replica."""
         return len(self._pending)
 
     @property
     def replicas(self) -> Mapping[str, ReplicaStatus]:
-        """Status of every replica there is, in the order in which they joined; failed ones are gone."""
+        """Status of every current replica, in the order in which they joined."""
         return dict(self._status)
 
     def replica_of(self, request_id: str) -> str | None:
-        """The replica of the request; None if it waits for one, or is not here."""
+        """The replica of a request; None if it is pending or unknown."""
         assignment = self._requests.get(request_id)
         return None if assignment is None else assignment.replica_id
 
     def joined(self, replica_id: str, role: ReplicaRole = ReplicaRole.BOTH) -> None:
-        """A replica may be chosen from now on; InputError if there is one of that name."""
+        """Adds a replica; InputError if its id is already in use."""
         if replica_id in self._status:
-            raise InputError("replica_id", replica_id, "a name that no replica has")
+            raise InputError("replica_id", replica_id, "an id that no other replica has")
         self._status[replica_id] = ReplicaStatus.ACTIVE
         self._role[replica_id] = role
 
     def draining(self, replica_id: str) -> None:
-        """A replica gets nothing new from now on."""
+        """Marks a replica as draining: it gets no new requests."""
         self._check_replica(replica_id)
         self._status[replica_id] = ReplicaStatus.DRAINING
 
     def left(self, replica_id: str, now: float) -> None:
-        """An empty replica is switched off."""
+        """Removes an empty replica that was stopped."""
         del self._status[replica_id]
         del self._role[replica_id]
         self.router.on_gone(replica_id, now)
 
     def failed(self, replica_id: str, now: float) -> tuple[RoutingRequest, ...]:
-        """A replica has failed; its requests, returned in order of arrival, wait for another one."""
+        """Removes a failed replica. Its requests, returned in order of arrival, become pending again."""
         self._check_replica(replica_id)
-        here = [one for one in self._requests.values() if one.replica_id == replica_id]
-        lost = sorted(here, key=lambda one: one.order)
-        for one in lost:
-            one.replica_id = None
-            self._pending[one.item.request.request_id] = one
-            self.router.on_aborted(one.item.request.request_id, replica_id, now)
+        entries = [entry for entry in self._requests.values() if entry.replica_id == replica_id]
+        entries.sort(key=lambda entry: entry.order)
+        for entry in entries:
+            entry.replica_id = None
+            self._pending[entry.item.request.request_id] = entry
+            self.router.on_aborted(entry.item.request.request_id, replica_id, now)
         self.left(replica_id, now)
-        return tuple(one.item for one in lost)
+        return tuple(entry.item for entry in entries)
 
     def arrived(self, item: RoutingRequest) -> None:
-        """A request, of another id than all that are here, waits for a replica."""
+        """Adds a pending request with a new id."""
         name = item.request.request_id
         self._requests[name] = self._pending[name] = _Entry(item, self._num_arrived)
         self._num_arrived += 1
@@ -86,70 +86,72 @@ class Dispatcher:
     def dispatch(
         self, snapshots: Mapping[str, ReplicaSnapshot], now: float
     ) -> list[tuple[RoutingRequest, str]]:
-        """Assigns pending requests to replicas, in the router's order, as far as there are replicas for them.
+        """Assigns pending requests to replicas in the router's order; those without a suitable replica stay pending.
 
-        `snapshots` has every replica; each choice sees the earlier ones of this call.
+        `snapshots` has all replicas; each choice takes the earlier ones of this call into account.
         """
         current = {replica_id: snapshots[replica_id] for replica_id in self._status}
         assignments = []
-        for one in sorted(
-            self._pending.values(), key=lambda one: (self.router.dispatch_key(one.item, now), one.order)
-        ):
-            offered = self._offered(one.item, current)
-            if not offered:
+        dispatch_key = self.router.dispatch_key
+        for entry in sorted(self._pending.values(), key=lambda e: (dispatch_key(e.item, now), e.order)):
+            item = entry.item
+            candidates = self._candidates(item, current)
+            if not candidates:
                 continue
-            one.replica_id = chosen = self._choose(one.item, offered, now)
-            del self._pending[one.item.request.request_id]
-            item, snapshot = one.item, current[chosen]
+            entry.replica_id = chosen = self._choose(item, candidates, now)
+            del self._pending[item.request.request_id]
+            snapshot = current[chosen]
             length = None if item.prediction is None else item.prediction.length
             view = waiting_view(item.request, item.tier, length, snapshot.kv_block_tokens)
             current[chosen] = snapshot.with_waiting(view)
-            self.router.on_dispatched(one.item, chosen, now)
-            assignments.append((one.item, chosen))
+            self.router.on_dispatched(item, chosen, now)
+            assignments.append((item, chosen))
         return assignments
 
     def finished(self, request_id: str, now: float) -> None:
-        """The request is done."""
-        self.router.on_finished(request_id, self._placed(request_id), now)
+        """Removes a finished request."""
+        self.router.on_finished(request_id, self._assigned_replica(request_id), now)
         del self._requests[request_id]
 
     def aborted(self, request_id: str, now: float) -> str | None:
-        """The request was aborted; returns the replica that must forget it, None if it was on none."""
+        """Removes an aborted request; returns its replica, None if it was pending."""
         if self._pending.pop(request_id, None) is None:
-            self.router.on_aborted(request_id, self._placed(request_id), now)
+            self.router.on_aborted(request_id, self._assigned_replica(request_id), now)
         return self._requests.pop(request_id).replica_id
 
     def migrated(self, request_id: str, destination: str, now: float) -> None:
-        """The request has changed its replica."""
-        source = self._placed(request_id)
+        """Updates the replica of a migrated request."""
+        source = self._assigned_replica(request_id)
         self._requests[request_id].replica_id = destination
         self.router.on_migrated(request_id, source, destination, now)
 
-    def _offered(self, item: RoutingRequest, current: Mapping[str, ReplicaSnapshot]) -> list[ReplicaSnapshot]:
-        """The replicas that the request may go to, in the order in which they joined."""
-        takes_all = self.router.role is ReplicaRole.BOTH
+    def _candidates(
+        self, item: RoutingRequest, current: Mapping[str, ReplicaSnapshot]
+    ) -> list[ReplicaSnapshot]:
+        """The suitable replicas for a request, in the order in which they joined."""
+        roles = (ReplicaRole.BOTH, self.router.role)
         need = item.request.prompt_tokens + item.request.max_tokens
         fitting = [
             snapshot
             for replica_id, snapshot in current.items()
-            if (takes_all or self._role[replica_id] in (ReplicaRole.BOTH, self.router.role))
+            if (self.router.role is ReplicaRole.BOTH or self._role[replica_id] in roles)
             and need <= snapshot.num_kv_blocks * snapshot.kv_block_tokens
         ]
-        active = [one for one in fitting if self._status[one.replica_id] is ReplicaStatus.ACTIVE]
+        active = [s for s in fitting if self._status[s.replica_id] is ReplicaStatus.ACTIVE]
         if active or self.router.when_all_draining == "wait" or not fitting:
             return active
         if ReplicaStatus.ACTIVE in self._status.values():
             return []
-        return [min(fitting, key=lambda one: one.num_requests)]
+        return [min(fitting, key=lambda snapshot: snapshot.num_requests)]
 
-    def _choose(self, item: RoutingRequest, offered: list[ReplicaSnapshot], now: float) -> str:
-        if all(self._status[one.replica_id] is ReplicaStatus.DRAINING for one in offered):
-            return offered[0].replica_id
-        return self.router.choose(item, offered, now)
+    def _choose(self, item: RoutingRequest, candidates: list[ReplicaSnapshot], now: float) -> str:
+        if all(self._status[s.replica_id] is ReplicaStatus.DRAINING for s in candidates):
+            return candidates[0].replica_id
+        return self.router.choose(item, candidates, now)
 
-    def _placed(self, request_id: str) -> str:
+    def _assigned_replica(self, request_id: str) -> str:
         replica_id = self.replica_of(request_id)
-        assert replica_id is not None, f"request {request_id} is on no replica"
+        assert replica_id is not None, f"request {request_id} is not assigned to a replica"
         return replica_id
 
     def _check_replica(self, replica_id: str) -> None:

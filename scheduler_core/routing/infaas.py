@@ -22,7 +22,7 @@ class _ReplicaStats:
 
 @dataclass(kw_only=True, slots=True)
 class Infaas(Router):
-    """The replica of least cost; no migration, no view of memory.
+    """The replica of least cost; without migration and without regard to memory.
 
     cost(r) = alpha * q + beta * s / target_s + gamma * penalty(state)
     s <- ewma * observed + (1 - ewma) * s after each finished request
@@ -34,17 +34,17 @@ class Infaas(Router):
     | target_s | target of the service time | s |
     | penalty | 0 ACTIVE, 1 OVERLOADED, 0.5 INTERFERED, 2 INACTIVE | - |
 
-    | state | holds while |
+    | state | condition |
     | --- | --- |
     | INACTIVE | the replica has no requests and has finished none |
-    | OVERLOADED | s > overload_factor * target_s and q >= overload_depth; then for `overload_hold` choices more |
-    | INTERFERED | s > interference_factor * target_s and q < interference_depth: slow although hardly anything waits; then `interference_hold` more |
-    | ACTIVE | else |
+    | OVERLOADED | s > overload_factor * target_s and q >= overload_depth; kept for `overload_hold` more choices |
+    | INTERFERED | s > interference_factor * target_s and q < interference_depth; kept for `interference_hold` more |
+    | ACTIVE | otherwise |
 
-    Differs from the paper, which gives the cost alone: states, factors (1.3, 1.15), depths (2, 1), holds (3, 2) and
-    penalties are those of its released code; s enters as a ratio to the target, so that the three terms have the same
-    unit; a waiting request counts once (released: a preempted one twice); the released factor for the request's
-    priority scales all replicas alike and is left out.
+    Differs from the paper, which only defines the cost: states, factors (1.3, 1.15), depths (2, 1), holds (3, 2) and
+    penalties are those of its released code; s is divided by the target, so that all three terms are
+    dimensionless; a waiting request counts once (released code: a preempted one twice); the released code's
+    factor for the priority of the request is omitted, because it is the same for all replicas.
     """
 
     alpha: float = 1.0
@@ -73,7 +73,7 @@ class Infaas(Router):
         return min(replicas, key=self.cost).replica_id
 
     def cost(self, replica: ReplicaSnapshot) -> float:
-        """Cost of giving the next request to the replica (Eq. 5), in its state after the last choice."""
+        """Cost of assigning the next request to the replica (Eq. 5), with its state after the last choice."""
         stats = self._of(replica.replica_id)
         penalties = {
             "active": 0.0,
@@ -97,7 +97,7 @@ class Infaas(Router):
             stats.health, stats.hold = health, hold
 
     def _observed_health(self, replica: ReplicaSnapshot, stats: _ReplicaStats) -> tuple[Health, int]:
-        """State by the table, and the choices for which it is held."""
+        """The state by the table, and the number of choices for which it is kept."""
         if stats.service_s is None and replica.num_requests == 0:
             return "inactive", 0
         relative = (stats.service_s or 0.0) / self.target_s

@@ -1,4 +1,4 @@
-"""Multi-tier Llumnix: headroom, freeness, dispatch, the choice of requests that migrate, and auto-scaling signals (Vestrum et
+"""Multi-tier Llumnix: headroom, freeness, dispatch, migration planning, and auto-scaling signals (Vestrum et
 al., "Beyond Binary Priorities: Multi-Tier SLA Scheduling", section 3; Sun et al. 2024, "Llumnix", OSDI)."""
 
 import math
@@ -18,8 +18,8 @@ from scheduler_core.urgency import LEVELS
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """KV memory counted as used on a replica for each tier that is present (multi-tier, section 3.3): `fractions` are H_p / M
-    by tier, the most urgent first. `InputError` without a tier, or for a fraction outside [0, 1]."""
+    """KV memory counted as used for each tier that is present on a replica (multi-tier, section 3.3). `fractions`
+    are H_p / M by tier, most urgent first. `InputError` without a tier, or for a fraction outside [0, 1]."""
 
     fractions: tuple[float, ...]
 
@@ -31,8 +31,8 @@ class Headroom:
                 raise InputError("headroom fraction", fraction, "numbers in [0, 1]")
 
     def blocks(self, tiers: Iterable[int], num_kv_blocks: int) -> float:
-        """V_headroom = sum of H_p over the tiers that are present, each once (Eq. 4), of M blocks. `InputError` if there is no
-        such tier."""
+        """V_headroom: sum of H_p over the distinct tiers (Eq. 4), in blocks of M = num_kv_blocks.
+        `InputError` for an unknown tier."""
         present = set(tiers)
         for tier in present:
             if not 0 <= tier < len(self.fractions):
@@ -43,8 +43,8 @@ class Headroom:
 def exponential_headroom(
     num_tiers: int = len(LEVELS), max_fraction: float = 0.20, decay: float = 1.0
 ) -> Headroom:
-    """H_p = M h_max exp(-lambda p) (Eq. 3) for K tiers, without rounding; `decay` is lambda: 1 in figure 3, 2.5/(K - 1) in the
-    paper's released code, which rounds the blocks down. `InputError` without a tier, or for an argument outside its range."""
+    """H_p = M h_max exp(-lambda p) (Eq. 3) for K tiers. `decay` is lambda: 1 in figure 3, 2.5/(K - 1) in the paper's
+    released code, which also rounds the blocks down. `InputError` for an argument outside its range."""
     if not 0 <= max_fraction <= 1:
         raise InputError("max_fraction", max_fraction, "numbers in [0, 1]")
     if not 0 <= decay < math.inf:
@@ -53,9 +53,9 @@ def exponential_headroom(
 
 
 def virtual_usage_blocks(replica: ReplicaSnapshot) -> float:
-    """Sum of V(r) without headroom (Eq. 2), in blocks.
+    """Sum of V(r) without headroom (Eq. 2), in blocks; infinite for a draining replica.
 
-    Running: the blocks held. Head of the queue: the blocks it needs to be admitted. A draining replica: infinite.
+    V is the number of held blocks for running requests, and the blocks needed for admission for the head of the queue.
     """
     if replica.status is ReplicaStatus.DRAINING:
         return math.inf
@@ -63,19 +63,19 @@ def virtual_usage_blocks(replica: ReplicaSnapshot) -> float:
 
 
 def normal_freeness(replica: ReplicaSnapshot) -> float:
-    """F_normal = (M - sum V) / B, without headroom, in blocks per running request: for auto-scaling, where isolation must
-    not look like load.
+    """F_normal = (M - sum V) / B in blocks per running request. It is used for auto-scaling and therefore excludes
+    headroom, which is not load.
 
-    The paper leaves B = 0 open: an idle replica counts as B = 1, so that F = M - sum V, more than with any batch.
+    B = 0, which the paper does not define, is treated as B = 1: F = M - sum V is larger than with any batch.
     """
     return (replica.num_kv_blocks - virtual_usage_blocks(replica)) / (replica.num_running or 1)
 
 
 def full_freeness(replica: ReplicaSnapshot, headroom: Headroom) -> float:
-    """F_full, with headroom: for dispatch and migration (Eqs. 1, 2, 4); minus infinity for a draining replica.
+    """F_full, with headroom, for dispatch and migration (Eqs. 1, 2, 4); minus infinity for a draining replica.
 
-    Differs from the paper's Eq. 2, which adds H for each running request: as its text and Eq. 4 say, H_p is charged once
-    for each tier that has a running or waiting request on the replica.
+    Differs from the paper's Eq. 2, which adds H for each running request: according to its text and Eq. 4,
+    H_p is charged once for each tier with a running or waiting request on the replica.
     """
     reserved = headroom.blocks(replica.tiers, replica.num_kv_blocks)
     used = virtual_usage_blocks(replica) + reserved
@@ -87,9 +87,9 @@ def queue_freeness(replica: ReplicaSnapshot, headroom: Headroom) -> float:
 
     F = R / B if R >= 0 else R,  R = M - blocks held - blocks that all waiting requests need - headroom
 
-    F_full counts the head of the queue only, so in a burst a replica with a thousand waiting requests is as free as one with
-    one. R < 0, a queue, is not divided by B: else the larger batch would be the freer. Llumnix's public code dispatches by
-    the demand of all waiting requests, too.
+    F_full only counts the head of the queue, so a burst of a thousand waiting requests has the same freeness
+    as one. R < 0 (a queue) is not divided by B, because otherwise a larger batch would increase the freeness.
+    Llumnix's public code also dispatches by the demand of all waiting requests.
     """
     if replica.status is ReplicaStatus.DRAINING:
         return -math.inf
@@ -101,7 +101,7 @@ def queue_freeness(replica: ReplicaSnapshot, headroom: Headroom) -> float:
 
 @dataclass(kw_only=True, slots=True)
 class Llumnix(Router):
-    """Dispatches strictly by tier, first come first served within a tier, to the replica of greatest freeness.
+    """Dispatches strictly by tier, first come first served within a tier, to the replica with the largest freeness.
 
     r* = argmax F_full(r),   F_full = (M - sum V - sum_p H_p [tier p is present]) / B
 
@@ -111,10 +111,10 @@ class Llumnix(Router):
     | V | virtual usage, see `virtual_usage_blocks` | blocks |
     | H_p | headroom of tier p, see `Headroom` | blocks |
 
-    With draining replicas only: the one with the fewest requests (section 3.4).
+    If all replicas are draining: the one with the fewest requests (section 3.4).
 
-    Differs from the paper: ties of freeness go to the replica with fewer requests, so that a burst onto equal replicas
-    is distributed. `whole_queue` dispatches by `queue_freeness`, which is better in bursts.
+    Differs from the paper: ties of freeness go to the replica with fewer requests, which distributes a burst over equal
+    replicas. `whole_queue` dispatches by `queue_freeness`, which is better in bursts.
     """
 
     sees_tokens: ClassVar[bool] = True
@@ -124,7 +124,7 @@ class Llumnix(Router):
     whole_queue: bool = False
 
     def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
-        self.headroom.blocks((item.tier,), 1)  # an unknown tier is refused here, not on the replica
+        self.headroom.blocks((item.tier,), 1)  # raises for an unknown tier
         freeness = queue_freeness if self.whole_queue else full_freeness
         return max(
             replicas, key=lambda replica: (freeness(replica, self.headroom), -replica.num_requests)
@@ -136,24 +136,24 @@ class Llumnix(Router):
 
 @dataclass(kw_only=True, slots=True)
 class MigrationPlanner:
-    """Every interval_s, if max F - min F >= threshold: one request from each fullest to each freest replica (section 3.5).
+    """Moves one request per pair of full and free replicas every interval_s, if max F - min F >= threshold (section 3.5).
 
-    sources: F <= min F + band;  destinations: F >= max F - band, active;  paired fullest with freest.
-    candidate: waiting requests first (no cache to copy), then generating ones; the least urgent tier first, then the
+    sources: F <= min F + band;  destinations: F >= max F - band, active;  paired by rank, fullest with freest.
+    candidates: waiting requests first (no cache to copy), then decoding ones; the least urgent tier first, then the
     smallest cache, then the latest arrival.
 
     | symbol | meaning | unit |
     | --- | --- | --- |
     | F | F_full, see `full_freeness` | blocks per running request |
     | threshold | theta, 0.3 | blocks per running request |
-    | band | distance from the extreme within which replicas take part, 0.1 (released code) | blocks per running request |
+    | band | maximum distance from min F or max F, 0.1 (released code) | blocks per running request |
     | interval_s | 50 ms | s |
 
-    A draining replica has F = -infinity: it is always a source, and everything leaves it, one request per interval.
+    A draining replica has F = -infinity: it is always a source, and all its requests leave, one per interval.
 
-    Differs from the paper: a request moves only where it fits now (blocks and slot), or a waiting one would move back at
-    the next tick because its demand goes with it; from a draining replica waiting requests move in any case. While a
-    replica drains the others are balanced too.
+    Differs from the paper: a request only moves if blocks and a slot are free at its destination. Otherwise the demand
+    of a waiting request would move with it, and it would move back at the next tick. From a draining replica
+    waiting requests always move. While a replica drains the others are balanced as well.
     """
 
     headroom: Headroom = field(default_factory=exponential_headroom)
@@ -168,8 +168,8 @@ class MigrationPlanner:
     def plan(
         self, replicas: Sequence[ReplicaSnapshot], in_flight: AbstractSet[str], now: float
     ) -> tuple[Move, ...]:
-        """The migrations to begin now, of all replicas with their requests; none before the interval is over."""
-        # A sum of intervals that misses the next tick by rounding alone has reached it.
+        """The migrations to start now; empty within an interval. Snapshots must include requests."""
+        # Tolerates rounding of sums of intervals.
         if now - self._last_s < self.interval_s * (1 - 1e-9):
             return ()
         self._last_s = now
@@ -194,7 +194,7 @@ class MigrationPlanner:
         lowest, highest = by_freeness[0][0], by_freeness[-1][0]
         if highest - lowest < self.threshold or highest == lowest:
             return []
-        middle = (lowest + highest) / 2  # with a wide band no replica is both
+        middle = (lowest + highest) / 2  # with a wide band no replica is source and destination
         sources = [replica for f, replica in by_freeness if f <= lowest + self.band and f < middle]
         targets = [replica for f, replica in reversed(by_freeness) if f >= highest - self.band and f > middle]
         return zip(sources, targets, strict=False)
@@ -218,20 +218,20 @@ class MigrationPlanner:
         return []
 
     def candidates(self, source: ReplicaSnapshot, in_flight: AbstractSet[str]) -> Iterator[RequestView]:
-        """The requests that may leave the replica, in the order in which they would."""
+        """The requests that may leave the replica, in order of preference."""
         movable = [
             ((row.running, -row.tier, row.kv_blocks, -row.arrival_s), index, row)
             for index, row in enumerate(source.requests)
             if row.request_id not in in_flight and (row.decoding or not row.running)
         ]
-        heapify(movable)  # mostly the first one fits
+        heapify(movable)  # usually the first one fits
         while movable:
             yield heappop(movable)[-1]
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleOut:
-    """Start one replica more."""
+    """Start one more replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,12 +252,12 @@ class AutoScaler:
     | F_normal | freeness without headroom | blocks per running request |
     | out_below, in_above | -0.5 and 1.5 in the paper | blocks per running request |
     | min_replicas, max_replicas | bounds of the number of active replicas | - |
-    | interval_s | shortest time between two signals | s |
+    | interval_s | minimum time between two signals | s |
 
-    F_normal is about M/B, and M for an idle replica, so `in_above` has to fit the size of the cache.
+    F_normal is about M/B, and M for an idle replica, so choose `in_above` according to the size of the cache.
 
-    Differs from the paper: draining replicas are left out of the mean (their infinite usage would always scale out);
-    the number of replicas and the rate of signals are bounded.
+    Differs from the paper: the mean excludes draining replicas (their infinite usage would always scale out); the number
+    of replicas and the rate of signals are bounded.
     """
 
     out_below: float = -0.5
@@ -273,7 +273,7 @@ class AutoScaler:
         check_ranges(self, min_replicas=(1, self.max_replicas), interval_s=(0, FINITE))
 
     def signal(self, replicas: Sequence[ReplicaSnapshot], now: float) -> ScaleOut | ScaleIn | None:
-        """The signal for all replicas there are, if any; `now` in seconds."""
+        """The scaling signal for the cluster with these replicas, None for no change; `now` in seconds."""
         active = [replica for replica in replicas if replica.status is ReplicaStatus.ACTIVE]
         if not active or now - self._last_s < self.interval_s:
             return None

@@ -1,17 +1,17 @@
 """Live migration of requests between replicas, as a state machine (Llumnix, Sun et al. 2024, section 4.2; multi-tier,
 section 3.5).
 
-A running request is copied in stages of `stage_blocks` blocks while it goes on generating: full blocks never change. What
-is left for the last stage, at most `stage_blocks`, is copied with the request stopped; then the destination takes it
-over. A request that does not grow meanwhile takes ceil(blocks / stage_blocks) stages. A waiting request has no cache and
-changes its queue at once.
+A running request is copied in stages of `stage_blocks` blocks while it continues to generate; full blocks
+never change. The last stage of at most `stage_blocks` blocks is copied while the request is stopped; then the
+destination takes over. A request that does not grow meanwhile takes ceil(blocks / stage_blocks) stages. A
+waiting request has no cache and moves to the queue of the destination at once.
 
     start -> copying (live) -> ... -> handover (stopped) -> committed
                   |                        |
                   +------- aborted --------+
 
-Until it is committed the request is the source's, afterwards the destination's: always on exactly one side. The
-destination reserves blocks stage by stage; whatever ends the migration gives them back.
+The request belongs to the source until the commit and to the destination afterwards, always to exactly one of
+them. The destination reserves blocks stage by stage; they are freed when the migration ends without a commit.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from scheduler_core.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A planned change of replica."""
+    """A planned migration of a request."""
 
     request_id: str
     source: str
@@ -34,9 +34,9 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Copy blocks of the request's KV cache, then call `Migrations.copied`.
+    """Instruction to copy blocks of the request's KV cache and then call `Migrations.copied`.
 
-    A live copy lets the request go on generating; else it is stopped until it runs at the destination.
+    During a live copy the request continues to generate; otherwise it is stopped until it runs at the destination.
     """
 
     move: Move
@@ -54,7 +54,7 @@ class Committed:
 
 
 class AbortReason(Enum):
-    """Why a migration ended without a change of replica."""
+    """Reason for a migration that ended without a change of replica."""
 
     NOT_MOVABLE = "the request is neither waiting nor generating on the source"
     FINISHED = "the request is done"
@@ -69,7 +69,7 @@ class AbortReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """The migration is over; the request stays on its source, if it is live."""
+    """The migration ended without a commit; the request stays on its source, if it is live."""
 
     move: Move
     reason: AbortReason
@@ -84,15 +84,15 @@ class _Ongoing:
     num_stages: int = 0
     copied_blocks: int = 0
     copying_blocks: int = 0
-    left_blocks: int = 0  # when the stage under way began
-    stopped: RequestState | None = None  # taken out of the source for the last stage
+    left_blocks: int = 0  # at the start of the current stage
+    stopped: RequestState | None = None  # detached from the source for the last stage
 
 
 class Migrations:
-    """All migrations under way; returns what to copy, and takes the events that end a copy or a migration.
+    """All ongoing migrations: returns the copies to execute, and handles events that end a copy or a migration.
 
-    `schedulers`, by id, are looked up at every call, so replicas may join and leave; at most `stage_blocks` > 0 blocks are
-    copied in one stage, None copies everything in one stage, stopped (disaggregated serving).
+    `schedulers` maps ids to schedulers and may change between calls. At most `stage_blocks` > 0 blocks are
+    copied in one stage. None: one stage with the request stopped (disaggregated serving).
     """
 
     def __init__(self, schedulers: Mapping[str, Scheduler], stage_blocks: int | None = 64) -> None:
@@ -104,7 +104,7 @@ class Migrations:
 
     @property
     def in_flight(self) -> frozenset[str]:
-        """Ids of the requests that are being migrated."""
+        """Ids of the migrating requests."""
         return frozenset(self._ongoing)
 
     @property
@@ -114,20 +114,20 @@ class Migrations:
         return frozenset(side for move in moves for side in (move.source, move.destination))
 
     def stopped(self, request_id: str) -> bool:
-        """Whether the request is in its last stage: on no replica, with memory reserved at its source."""
+        """Whether the request is in its last stage: detached, with memory reserved at its source."""
         ongoing = self._ongoing.get(request_id)
         return ongoing is not None and ongoing.stopped is not None
 
     def start(self, move: Move, now: float) -> Outcome:
-        """Begins a migration: `Copy` for a request with a cache, `Committed` for a waiting one, else `Aborted`. `InputError` if
-        source and destination are the same, or their blocks differ in size."""
+        """Starts a migration: returns `Copy` for a request with a cache, `Committed` for a waiting one, else
+        `Aborted`. `InputError` if source and destination are the same, or their block sizes differ."""
         assert move.request_id not in self._ongoing, "a second migration of a request"
         source, destination = self._schedulers[move.source], self._schedulers[move.destination]
         if (
             move.source == move.destination
             or source.config.kv_block_tokens != destination.config.kv_block_tokens
         ):
-            allowed = f"another replica than {move.source}, with as many tokens per block"
+            allowed = f"another replica than {move.source}, with the same block size"
             raise InputError("destination", move.destination, allowed)
         state = source.find(move.request_id)
         if state is not None and state.status is Status.WAITING:
@@ -139,7 +139,7 @@ class Migrations:
         return self._next_stage(ongoing, state, now)
 
     def copied(self, request_id: str, now: float) -> Outcome:
-        """The last `Copy` of this request is done: the next `Copy`, or `Committed`, or `Aborted`."""
+        """Called when the last `Copy` of a request is complete; returns the next outcome."""
         ongoing = self._ongoing[request_id]
         ongoing.copied_blocks += ongoing.copying_blocks
         if ongoing.stopped is None:
@@ -153,7 +153,7 @@ class Migrations:
         return Committed(move, ongoing.num_stages, ongoing.copied_blocks)
 
     def left_source(self, request_id: str, reason: AbortReason, now: float) -> Aborted | None:
-        """The request is done, or has lost its cache, on its source; None if it was not being migrated. A stopped one cannot."""
+        """Ends the migration of a request that left its source or lost its cache; None if not migrating."""
         ongoing = self._ongoing.get(request_id)
         if ongoing is None:
             return None
@@ -161,7 +161,7 @@ class Migrations:
         return self._end(ongoing, reason, now)
 
     def on_aborted(self, request_id: str, now: float) -> Aborted | None:
-        """The request was aborted; None if it was not being migrated. A stopped one is dropped here."""
+        """Ends the migration of an aborted request; None if not migrating. Removes a stopped request."""
         ongoing = self._ongoing.get(request_id)
         if ongoing is None:
             return None
@@ -170,14 +170,14 @@ class Migrations:
         return self._end(ongoing, AbortReason.ABORTED, now)
 
     def on_draining(self, replica_id: str, now: float) -> tuple[Aborted, ...]:
-        """A replica drains: migrations to it end, those away from it go on."""
-        coming = [one for one in self._ongoing.values() if one.move.destination == replica_id]
-        return tuple(self._stay(one, AbortReason.DESTINATION_DRAINING, now) for one in coming)
+        """Ends migrations to a draining replica; those away from it continue."""
+        incoming = [ongoing for ongoing in self._ongoing.values() if ongoing.move.destination == replica_id]
+        return tuple(self._stay(ongoing, AbortReason.DESTINATION_DRAINING, now) for ongoing in incoming)
 
     def on_failed(self, replica_id: str, now: float) -> tuple[Aborted, ...]:
-        """A replica has failed: requests on their way to it stay, those that were leaving it are lost with it.
+        """Ends migrations of a failed replica: those to it leave the request on its source; requests on it are lost.
 
-        Its scheduler is not called, and need no longer be there.
+        Does not call its scheduler, which may already be removed.
         """
         aborted = []
         for ongoing in list(self._ongoing.values()):

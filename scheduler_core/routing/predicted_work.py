@@ -1,5 +1,5 @@
-"""Expected remaining lengths, from the predicted distributions: the replica with the least work left, or that of the soonest
-free slot."""
+"""Routers by expected remaining lengths, from the predicted distributions: least remaining work, or the
+earliest free slot."""
 
 import heapq
 import math
@@ -15,7 +15,7 @@ from scheduler_core.ranges import FINITE, INTEGERS, check_ranges
 from scheduler_core.routing.base import Router, RoutingRequest
 from scheduler_core.routing.snapshot import ReplicaSnapshot, RequestView
 
-#: What an expectation depends on: the prediction, max_tokens and the tokens generated.
+#: Inputs of an expectation: the prediction, max_tokens and the generated tokens.
 _Inputs = tuple[LengthPrediction | None, int, int]
 
 
@@ -23,8 +23,8 @@ _Inputs = tuple[LengthPrediction | None, int, int]
 class _ExpectedRemaining(Router):
     """E[min(X, M) - g | X > g] of every request, recomputed every `refresh_tokens` generated tokens.
 
-    Conditioned on the g tokens generated: a request that has outlived its prediction does not count as nearly done, under a
-    heavy tail it counts as more. Without a prediction X is taken as uniform on 1..M, so (M - g + 1)/2 remain.
+    It is conditional on the g generated tokens: a request that exceeds its predicted length is not treated as nearly
+    finished; with a heavy tail its remaining length grows. Without a prediction X is uniform on 1..M: (M - g + 1)/2.
     """
 
     sees_tokens: ClassVar[bool] = True
@@ -37,7 +37,7 @@ class _ExpectedRemaining(Router):
         check_ranges(self, refresh_tokens=(1, INTEGERS))
 
     def _refresh(self, rows: Sequence[RequestView]) -> None:
-        """Computes the expectations that are missing or outdated, all at once."""
+        """Computes all missing or outdated expectations in one vectorized call."""
         predicted: list[tuple[str, _Inputs, LengthPrediction]] = []
         for row in rows:
             tokens = row.num_output_tokens // self.refresh_tokens * self.refresh_tokens
@@ -49,9 +49,9 @@ class _ExpectedRemaining(Router):
                 self._left[row.request_id] = (inputs, (row.max_tokens - tokens + 1) / 2)
             else:
                 predicted.append((row.request_id, inputs, row.prediction))
-        by_quantiles = [one for one in predicted if one[2].quantiles]
+        by_quantiles = [row for row in predicted if row[2].quantiles]
         if by_quantiles:
-            predicted = [one for one in predicted if not one[2].quantiles]
+            predicted = [row for row in predicted if not row[2].quantiles]
             self._add(by_quantiles, LogQuantiles([item.quantiles for _, _, item in by_quantiles]))
         if predicted:
             self._add(
@@ -75,20 +75,20 @@ class _ExpectedRemaining(Router):
 
 @dataclass(kw_only=True, slots=True)
 class PredictedWork(_ExpectedRemaining):
-    """Joins the replica with the least expected remaining work: shortest queue, with each request at its own length.
+    """The replica with the least expected remaining work: shortest queue weighted by remaining lengths.
 
     W(r) = sum over requests i on r of  c_p * P_i + c_d * E[min(X_i, M_i) - g_i | X_i > g_i]
 
     | symbol | meaning | unit |
     | --- | --- | --- |
-    | P_i | tokens left to prefill | tokens |
+    | P_i | remaining prefill tokens | tokens |
     | X_i | predicted output length, log-t | tokens |
     | M_i, g_i | max_tokens; tokens generated so far | tokens |
     | c_p, c_d | prefill_token_s, decode_token_s: engine time per token | s |
     | refresh_tokens | generated tokens after which the expectation is recomputed | tokens |
 
-    Ties: fewer requests. Right for engines that share their time among their requests; where a batch hides what one more
-    request costs and slots are what is short, `PredictedWait` is better.
+    Ties: fewer requests. Suitable for engines whose requests share the engine time; if batching makes an additional
+    request nearly free and slots are the bottleneck, `PredictedWait` is better.
 
     The defaults are the simulator's 7B model with 64 requests in a batch: 54.7 us per prompt token; (17.16 ms + 64 x
     54.7 us)/64 = 323 us per generated token.
@@ -106,7 +106,7 @@ class PredictedWork(_ExpectedRemaining):
         return min(replicas, key=lambda replica: (self.work_s(replica), replica.num_requests)).replica_id
 
     def work_s(self, replica: ReplicaSnapshot) -> float:
-        """Engine time that the replica's requests were expected to need when the last choice was made, in seconds."""
+        """Expected remaining engine time of the replica's requests as of the last choice, in seconds."""
         prefill = sum(row.prefill_left_tokens for row in replica.requests)
         decode = math.fsum(self._left[row.request_id][1] for row in replica.requests)
         return self.prefill_token_s * prefill + self.decode_token_s * decode
@@ -114,11 +114,11 @@ class PredictedWork(_ExpectedRemaining):
 
 @dataclass(kw_only=True, slots=True)
 class PredictedWait(_ExpectedRemaining):
-    """Joins the replica on which a new request is expected to get a slot soonest; shortest queue while slots are free.
+    """The replica on which a new request is expected to get a slot first; shortest queue while slots are free.
 
-    Every request holds a slot for as many steps as it has tokens left, and the waiting ones take the slots in order:
+    Every request holds a slot for as many steps as it has remaining tokens; waiting ones take the slots in order:
 
-    t_1 <= ... <= t_s: steps until each slot is free, 0 now; running: E[min(X_i, M_i) - g_i | X_i > g_i]
+    t_1 <= ... <= t_s: steps until each slot is free, 0 if it is; running: E[min(X_i, M_i) - g_i | X_i > g_i]
     each waiting request i: t_1 <- t_1 + E[min(X_i, M_i) - g_i | X_i > g_i], sort
     wait(r) = t_1
 
@@ -126,10 +126,10 @@ class PredictedWait(_ExpectedRemaining):
     | --- | --- | --- |
     | X_i | predicted output length, log-t | tokens |
     | M_i, g_i | max_tokens; tokens generated so far | tokens |
-    | s | slots: max_num_seqs; while the next request waits for memory, the running ones only | - |
+    | s | slots: max_num_seqs; only those of running requests while the next one waits for memory | - |
     | refresh_tokens | generated tokens after which an expectation is recomputed | tokens |
 
-    Steps of all replicas are taken as equally long, and prompts as short. Ties: fewer requests.
+    Assumes equally long steps on all replicas, and short prompts. Ties: fewer requests.
     """
 
     def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
@@ -138,7 +138,7 @@ class PredictedWait(_ExpectedRemaining):
         return min(replicas, key=lambda replica: (self._wait(replica), replica.num_requests)).replica_id
 
     def _wait(self, replica: ReplicaSnapshot) -> float:
-        """Steps until a new request is expected to get a slot."""
+        """Expected number of steps until a new request gets a slot."""
         if _has_free_slot(replica):
             return 0.0
         left = [self._left[row.request_id][1] for row in replica.requests]

@@ -1,4 +1,4 @@
-"""Prefix affinity: the replica that has most of the prompt in its cache, unless it is too busy (the cache-aware load
+"""Prefix affinity: the replica with the longest cached prefix, unless it is too busy (the cache-aware load
 balancer of Zheng et al. 2024, "SGLang", arXiv:2312.07104; Preble, Srivatsa et al. 2024, arXiv:2407.00023)."""
 
 import math
@@ -13,20 +13,20 @@ from scheduler_core.routing.snapshot import ReplicaSnapshot
 
 @dataclass(kw_only=True, slots=True)
 class PrefixAffine(Router):
-    """The longest shared prefix wins, as long as its replica is not much busier than the least busy one.
+    """The replica with the longest shared prefix, unless it is much busier than the least busy one.
 
     hit(r) = longest k such that the k-th prefix block of the prompt was sent to r before
-    affine if  num_requests(r) <= min num_requests + imbalance  and  hit(r) >= min_fraction * blocks; else shortest queue.
+    affine if  num_requests(r) <= min num_requests + imbalance  and  hit(r) >= min_fraction * blocks; else shortest queue
 
     | symbol | meaning | unit |
     | --- | --- | --- |
     | hit | blocks of the prompt that the replica probably holds | blocks |
-    | imbalance | requests that a replica may be ahead of the least busy one | requests |
-    | min_fraction | least fraction of the prompt for which affinity counts | - |
-    | max_blocks | blocks remembered for each replica, least recently used | blocks |
+    | imbalance | maximum number of requests above that of the least busy replica | requests |
+    | min_fraction | minimum fraction of the prompt for affinity | - |
+    | max_blocks | blocks stored per replica (LRU) | blocks |
 
-    Differs from the papers: the router remembers what it sent and not what the engine evicted, so a hit is a guess
-    (as in SGLang's router); the memory is a table of hashed prefixes instead of a radix tree.
+    Differs from the papers: the router stores the prefixes that it sent, without evictions of the engine, so hits are
+    estimates (as in SGLang's router); they are in a table of hashes instead of a radix tree.
     """
 
     imbalance: int = 8
@@ -51,7 +51,7 @@ class PrefixAffine(Router):
         return min(replicas, key=lambda replica: replica.num_requests).replica_id
 
     def hit_blocks(self, item: RoutingRequest, replica_id: str) -> int:
-        """Leading blocks of the prompt that were sent to the replica before and are still remembered."""
+        """Number of leading prompt blocks that were sent to the replica before and are still stored."""
         sent = self._sent.get(replica_id, OrderedDict())
         for count, block in enumerate(item.prefix_blocks):
             if block not in sent:
@@ -60,7 +60,7 @@ class PrefixAffine(Router):
 
     def on_dispatched(self, item: RoutingRequest, replica_id: str, now: float) -> None:
         sent = self._sent.setdefault(replica_id, OrderedDict())
-        # From the last block to the first, so that a prefix is forgotten later than what follows it.
+        # In reverse order, so that a prefix is evicted later than the blocks that follow it.
         for block in reversed(item.prefix_blocks):
             sent[block] = None
             sent.move_to_end(block)

@@ -1,4 +1,4 @@
-"""Snapshots of replicas: what a router knows of them at one time."""
+"""Snapshots of replicas, the input of routers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scheduler_core.scheduler import Scheduler
 
 
 class ReplicaStatus(Enum):
-    """Whether a replica takes requests."""
+    """Whether a replica accepts new requests."""
 
     ACTIVE = "active"
     DRAINING = "draining"
@@ -30,9 +30,9 @@ class ReplicaRole(Enum):
 
 
 class RequestView(NamedTuple):
-    """One request on a replica; a named tuple, since routers and planners make many of them. `tier` is the urgency level it
-    is scheduled at, 0 the most urgent; `kv_blocks` are held, 0 while it waits; `demand_blocks` are needed to be admitted, and
-    what it holds while it runs; `decoding`: its prompt is processed."""
+    """One request on a replica; a named tuple, because many are created. `tier` is the urgency level at which it is
+    scheduled, 0 = most urgent; `kv_blocks` are the held blocks, 0 while it waits; `demand_blocks` those needed for
+    admission, or the held ones while it runs; `decoding`: its prefill is complete."""
 
     request_id: str
     arrival_s: float
@@ -49,7 +49,7 @@ class RequestView(NamedTuple):
 
     @property
     def prefill_left_tokens(self) -> int:
-        """Tokens to process before the next one can be sampled."""
+        """Tokens to process before the next token can be sampled."""
         if self.decoding:
             return 0
         return self.prompt_tokens + self.num_output_tokens - self.num_computed_tokens
@@ -64,10 +64,10 @@ class ReplicaSnapshot:
         num_free_blocks: Blocks neither held nor reserved.
         num_running: Running requests; B in the multi-tier paper.
         used_blocks: Blocks held by running requests.
-        head_demand_blocks: Blocks the request served next needs; 0 if nothing waits.
-        waiting_prefill_tokens: Tokens that the waiting requests have to process before their next output token.
-        tiers: Tiers of all requests here, running or waiting, each once, in order.
-        requests: All of them, the running ones first, if the router needs them (`Router.needs_requests`).
+        head_demand_blocks: Blocks needed by the first waiting request; 0 if no request waits.
+        waiting_prefill_tokens: Tokens that the waiting requests must process before their next output token.
+        tiers: Distinct tiers of its running and waiting requests, in order.
+        requests: Its requests, running ones first, if the router needs them (`Router.needs_requests`).
     """
 
     replica_id: str
@@ -87,23 +87,23 @@ class ReplicaSnapshot:
 
     @property
     def num_requests(self) -> int:
-        """Running and waiting requests."""
+        """Number of running and waiting requests."""
         return self.num_running + self.num_waiting
 
     @property
     def kv_load(self) -> float:
-        """Fraction of the KV cache that is held, reserved or waited for; above 1 if more is waited for than there is."""
+        """Fraction of the KV cache that is held, reserved or needed by waiting requests; may exceed 1."""
         committed = self.num_kv_blocks - self.num_free_blocks
         return (committed + self.blocks_for(self.waiting_prefill_tokens)) / self.num_kv_blocks
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that the tokens of one request fill here."""
+        """Blocks needed for `num_tokens` tokens of one request."""
         return -(-num_tokens // self.kv_block_tokens)
 
     def with_waiting(self, view: RequestView) -> ReplicaSnapshot:
-        """The snapshot after one more request has joined the queue: for a dispatcher of several requests at once.
+        """The snapshot with one more waiting request, for dispatching several requests at once.
 
-        The new request is taken to be served next only if nothing else waits.
+        The new request is the head of the queue only if no other request waits.
         """
         return replace(
             self,
@@ -123,8 +123,8 @@ def take_snapshot(
     role: ReplicaRole = ReplicaRole.BOTH,
     keep_requests: bool = True,
 ) -> ReplicaSnapshot:
-    """The scheduler as it is now; its requests, O(requests), are looked at when they are first read, which must be before
-    anything happens to the scheduler."""
+    """Snapshot of a scheduler. Its requests are collected at their first access, O(requests), which must
+    precede any change of the scheduler."""
     pool, config = scheduler.pool, scheduler.config
     reserved = sum(pool.kv.held_by(name) for name in pool.reserved)
     head = pool.waiting.peek()
@@ -147,7 +147,7 @@ def take_snapshot(
 
 
 class _Views(Iterable[RequestView]):
-    """The requests of a pool, the running ones first, made when they are first read."""
+    """The requests of a pool, running ones first, collected at the first access."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -182,7 +182,7 @@ def _view(state: RequestState, kv: KVCache) -> RequestView:
 def waiting_view(
     request: Request, tier: int, prediction: LengthPrediction | None, kv_block_tokens: int
 ) -> RequestView:
-    """A request in the queue of a replica with blocks of that size, as it was sent."""
+    """View of a new request in the queue of a replica with blocks of `kv_block_tokens` tokens."""
     return RequestView(
         request_id=request.request_id,
         arrival_s=request.arrival_s,
@@ -204,7 +204,7 @@ class Capacity:
 
     @property
     def kv_load(self) -> float:
-        """As of the snapshot, after the moves."""
+        """`ReplicaSnapshot.kv_load` after the moves so far."""
         taken = self._replica.num_free_blocks - self._blocks
         return self._replica.kv_load + taken / self._replica.num_kv_blocks
 
@@ -213,6 +213,6 @@ class Capacity:
         return row.demand_blocks <= self._blocks and self._slots > 0
 
     def take(self, row: RequestView) -> None:
-        """A request comes."""
+        """Subtracts the blocks and the slot of a request."""
         self._blocks -= row.demand_blocks
         self._slots -= 1

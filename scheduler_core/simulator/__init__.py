@@ -1,1 +1,1 @@
-"""Simulator: a trace, a policy and a model of the engine's speed in, latencies out."""
+"""Simulator: latencies of a request trace under a policy and a model of the engine's step times."""

@@ -29,52 +29,52 @@ from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime
 from scheduler_core.simulator.trace import MAX_TIME_S, MAX_TOKENS
 from scheduler_core.simulator.workloads.workload import Workload
 
-#: Names for an order policy together with the true lengths.
+#: Reference policies: an order policy that always gets the true lengths.
 BOUNDS = {"sjf": "ssjf"}
 
-#: Maximum number of runs of one command that differ in their seed alone.
+#: Maximum number of runs of one command that only differ in their seed.
 MAX_SEEDS = 10_000
 #: Maximum number of clients of a closed loop.
 MAX_CLIENTS = 100_000_000
-#: Each replica has a scheduler of its own; 10,000 take about half a GB.
+#: Each replica has its own scheduler; 10,000 take about half a GB.
 MAX_REPLICAS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """Replicas of the simulated engine, all alike, and the router in front of them."""
+    """Identical replicas of the simulated engine, and the router in front of them."""
 
     num_replicas: int = 1
-    """Replicas; 1 needs no router."""
+    """Number of replicas; 1 needs no router."""
     router: str = "jsq"
-    """Chooses the replica of a request: round_robin, random, jsq, least_kv, power_of_two, prefix_affine, predicted_work,
-    predicted_wait, infaas, llumnix, disaggregated; see scheduler_core/routing/README.md."""
+    """Router that chooses the replica of each request: round_robin, random, jsq, least_kv, power_of_two, prefix_affine,
+    predicted_work, predicted_wait, infaas, llumnix, disaggregated; see scheduler_core/routing/README.md."""
     router_parameters: dict[str, float | bool] = field(default_factory=dict)
     """Overrides of the router's parameters, such as {alpha: 2} for infaas or {whole_queue: true} for llumnix."""
     num_prefill_replicas: int = 0
     """disaggregated: number of replicas that process prompts; the others generate."""
     num_tiers: int = 5
-    """llumnix and migration: K, tiers with headroom of their own."""
+    """llumnix and migration: number of tiers with headroom (K)."""
     headroom_fraction: float = 0.20
-    """llumnix and migration: fraction of the KV cache kept free for tier 0 where it is present (h_max)."""
+    """llumnix and migration: fraction of the KV cache kept free on replicas with requests of tier 0 (h_max)."""
     headroom_decay: float = 1.0
-    """llumnix and migration: lambda; tier p has exp(-lambda p) of tier 0's headroom."""
+    """llumnix and migration: lambda; the headroom of tier p is exp(-lambda p) times that of tier 0."""
     migration: bool = False
-    """Move requests from the fullest to the freest replicas while they run (multi-tier paper, section 3.5)."""
+    """Move running requests from the fullest to the freest replicas (multi-tier paper, section 3.5)."""
     migration_threshold: float = 0.3
-    """Migration: least difference of freeness, in blocks per running request (theta)."""
+    """Migration: minimum difference of freeness, in blocks per running request (theta)."""
     interval_s: float = 0.05
     """Seconds between two decisions of migration, disaggregation and auto-scaling."""
     stage_blocks: int = 64
     """Migration: KV blocks copied in one stage."""
     min_replicas: int | None = None
-    """Auto-scaling: minimum number of replicas; the others start when needed. Unset: all start at once."""
+    """Auto-scaling: minimum number of replicas; the others start when needed. Unset: no auto-scaling."""
     startup_s: float = 0.0
-    """Auto-scaling: seconds until a replica has started."""
+    """Auto-scaling: seconds that a replica takes to start."""
     scale_out_below: float = -0.5
     """Auto-scaling: start a replica when the mean freeness is lower."""
     scale_in_above: float = 1.5
-    """Auto-scaling: drain one when it is higher."""
+    """Auto-scaling: drain a replica when the mean freeness is higher."""
 
     def __post_init__(self) -> None:
         check_ranges(self, num_replicas=(1, MAX_REPLICAS), min_replicas=(1, self.num_replicas))
@@ -87,23 +87,21 @@ class ClusterConfig:
             raise InputError("num_prefill_replicas", prefill, "fewer than num_replicas")
         if self.migration and disaggregated:
             raise InputError(
-                "migration", True, "false with router disaggregated, which moves requests itself"
+                "migration", True, "false with router disaggregated, which has its own migrations"
             )
         self.headroom()
         self.make_router(0)
 
     @property
     def replica_ids(self) -> tuple[str, ...]:
-        """Names of the replicas."""
         width = len(str(self.num_replicas - 1))
         return tuple(f"{index:0{width}d}" for index in range(self.num_replicas))
 
     def headroom(self) -> Headroom:
-        """Headroom by tier."""
         return exponential_headroom(self.num_tiers, self.headroom_fraction, self.headroom_decay)
 
     def make_router(self, seed: int) -> Router:
-        """A new router; one that draws does so from `seed`."""
+        """A new router; `seed` is for routers that use random numbers."""
         if self.router == "llumnix":
             whole_queue = self.router_parameters.get("whole_queue", False)
             if set(self.router_parameters) - {"whole_queue"} or not isinstance(whole_queue, bool):
@@ -114,7 +112,7 @@ class ClusterConfig:
         return make_router(self.router, self.router_parameters, rng)
 
     def simulation_arguments(self, seed: int) -> Mapping[str, Any]:
-        """Arguments of `Simulation` that follow from this; none with one replica."""
+        """Arguments of `Simulation` for this cluster; empty with one replica."""
         if self.num_replicas == 1:
             return {}
         names, router = self.replica_ids, self.make_router(seed)
@@ -147,65 +145,65 @@ class SimulationConfig:
     INPUTS = ("trace", "workload", "step_time_parameters", "vary")
 
     policy: str
-    """Order of the requests: fcfs (arrival), bounded_shortest (shortest first, no request much later than in fcfs), ssjf
-    (shortest predicted median), sept (smallest predicted mean), tie (mean plus tail risk), uniboost, semantic and others, see
-    scheduler_core/policies/README.md; or sjf (shortest true length: the bound). A policy of your own: package.module:Class, or a name that an installed package declares as entry
-    point of tailcast.policies."""
+    """Order of the requests: fcfs (arrival), bounded_shortest (shortest first, with bounded delay relative to
+    fcfs), ssjf (shortest predicted median), sept (smallest predicted mean), tie (mean plus tail risk), uniboost,
+    semantic and others, see scheduler_core/policies/README.md; or sjf (shortest true length, as a reference).
+    Custom policies: package.module:Class, or the name of an entry point in the group tailcast.policies."""
     trace: str | None = None
     """Requests: JSON lines, CSV or Parquet with columns request_id, arrival_s, prompt_tokens, output_tokens (the true
     length), max_tokens; optional prompt, prompt_id, tier, priority, tenant, category, ttft_slo_s, tbt_slo_s, ttlt_slo_s,
-    session_id, turn, think_time_s, prefix_tokens, and a predicted log-t length mu, sigma, nu. Instead of workload."""
+    session_id, turn, think_time_s, prefix_tokens, and a predicted log-t length mu, sigma, nu. Alternative to workload."""
     workload: Workload | None = None
-    """Requests drawn from a description, with the seed. Instead of trace."""
+    """Requests drawn from a description with the seed. Alternative to trace."""
     policy_parameters: dict[str, float] = field(default_factory=dict)
     """Overrides of the policy's parameters, such as {gamma: 0.95} for tie."""
     predictor: str | None = None
-    """Source of predictions: pretrained or tiny (they come with tailcast), an artifact folder or grpc://HOST:PORT (a running
-    serve-predictor), each called for every prompt; trace (the trace's columns mu, sigma, nu), oracle (true lengths), none.
-    sjf, a bound, always has the oracle. Default: trace for policies that use predicted lengths, none for the others."""
+    """Source of predictions: pretrained or tiny (shipped with tailcast), an artifact folder or grpc://HOST:PORT (a running
+    serve-predictor), each called for every prompt; trace (columns mu, sigma, nu of the trace), oracle (true lengths),
+    none. sjf always uses the oracle. Default: trace for policies that use predicted lengths, none for the others."""
     predictor_delay_s: float | None = None
-    """Simulated seconds from a request's arrival to its prediction. Default: the measured time of each live call, of which
-    16 are made at a time, so that it contains the wait in the service's own queue; 0 for trace and oracle."""
+    """Simulated seconds from a request's arrival to its prediction. Default: the measured time of each live call,
+    which includes queueing in the service because 16 calls are made concurrently; 0 for trace and oracle."""
     default_max_tokens: int | None = None
-    """max_tokens of requests for which the trace has none, as public traces; at least as long as their outputs. Unset: the
-    trace must have max_tokens."""
+    """max_tokens of requests without one, as in public traces; at least as large as their output lengths.
+    Unset: the trace must have max_tokens."""
     served_model: str = ""
-    """Name of the served model, for predictors of several; unset: the trace's column model."""
+    """Name of the served model, for predictors of several models. Unset: the column model of the trace."""
     online_calibration: bool = False
-    """Correct the predicted lengths of each served model by the requests that have finished before, see
-    docs/online-calibration.md; policies and metrics then have the corrected ones."""
+    """Correct the predicted lengths of each served model with the lengths of finished requests, see
+    docs/online-calibration.md. Policies and metrics then use the corrected predictions."""
     predictor_noise: float = 0.0
-    """Oracle: standard deviation of the error of its ln length; the predicted distribution is as wide as that."""
+    """Oracle: standard deviation of the error of ln length, and scale of the predicted distribution."""
     rate: float | None = None
-    """Requests per second. Trace: Poisson arrivals in the trace's order are drawn instead of its own. Workload: its own
-    kind of arrivals at this rate."""
+    """Requests per second. Trace: Poisson arrivals in the order of the trace replace its arrivals. Workload:
+    its arrival process at this rate."""
     load: float | None = None
-    """Like rate, as a fraction of the rate at which the engine (all replicas together) is estimated to be always
-    busy (1 = saturated)."""
+    """Like rate, as a fraction of the estimated rate at which the engine (all replicas together) is always busy
+    (1 = saturated)."""
     seed: int = 0
-    """Seed of everything that is drawn: arrivals, the workload, the predictor's noise, routers that draw."""
+    """Seed of all random numbers: arrivals, workload, noise of the oracle, routers."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    """Limits of the simulated engine: of each replica."""
+    """Limits of each replica of the simulated engine."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """Replicas, router and migration."""
     step_time: LinearStepTime = field(default_factory=LinearStepTime)
     """Durations of the simulated engine's steps."""
     step_time_model: str | None = None
-    """Another model of step times: quadratic (Semantic Scheduling), staircase (RAD, Eq. 7), roofline (data sheets), table
-    (measured operators). Unset: linear, with the values of step_time."""
+    """Model of step times: quadratic (Semantic Scheduling), staircase (RAD, Eq. 7), roofline (data sheets),
+    table (measured operators). Unset: linear, with the values of step_time."""
     step_time_parameters: dict[str, Any] = field(default_factory=dict)
-    """Parameters of that model, such as {model: llama-2-7b, gpu: a100-80gb} for roofline; also the result of `simulate
-    calibrate`."""
+    """Parameters of step_time_model, such as {model: llama-2-7b, gpu: a100-80gb} for roofline, or the result
+    of `simulate calibrate`."""
     num_clients: int | None = None
-    """A closed loop: number of clients that each send their next request after the output of their last. Unset:
-    requests arrive at their times."""
+    """Closed loop: number of clients, each of which sends its next request after its previous output. Unset:
+    open loop, requests arrive at their arrival times."""
     client_think_time_s: float = 0.0
-    """Closed loop: mean seconds between an output and the next request, exponential."""
+    """Closed loop: mean seconds between an output and the next request, exponentially distributed."""
     prefix_cache_tokens: int = 0
-    """Tokens of earlier turns of conversations that each replica keeps; the prefix that a turn shares with the previous one
-    needs no prefill then. 0: none."""
+    """Size of each replica's prefix cache in tokens, for conversations; the prefix that a turn shares with
+    the previous one then needs no prefill. 0: no cache."""
     exact_steps: bool = False
-    """Take every decode step by itself instead of many at once; slower, same result."""
+    """Simulate every decode step individually instead of many at once; slower, same result."""
 
     def __post_init__(self) -> None:
         if (self.trace is None) == (self.workload is None):
@@ -225,28 +223,28 @@ class SimulationConfig:
             raise InputError("step_time_model", None, "a model for step_time_parameters")
 
     def simulation(self, **changes: Any) -> SimulationConfig:
-        """The configuration of the simulation alone, without the further options of a command."""
+        """The configuration of the simulation only, without other options of a command."""
         values = {item.name: getattr(self, item.name) for item in fields(SimulationConfig)}
         return SimulationConfig(**values | changes)
 
     def make_scheduler(self, log: DecisionLog | None = None) -> Scheduler:
-        """A new scheduler of one replica; `InputError` if policy and batch former do not go together."""
+        """A new scheduler of one replica; `InputError` if policy and batch former are not compatible."""
         return Scheduler(self.scheduler, make_policy(self.order_policy, self.policy_parameters), log)
 
     def make_step_time(self) -> StepTime:
-        """The model of step times; `InputError` if there is no such model or parameter, or its files cannot be used."""
+        """The model of step times; `InputError` if a name or parameter is unknown, or a file is invalid."""
         if self.step_time_model is None:
             return self.step_time
         return make_step_time(self.step_time_model, self.step_time_parameters)
 
     @property
     def order_policy(self) -> str:
-        """The policy that orders the queue: that of `policy`, or the one a bound is built on."""
+        """The policy that orders the queue: `policy`, or the policy behind a reference such as sjf."""
         return BOUNDS.get(self.policy, self.policy)
 
     @property
     def prediction_source(self) -> str:
-        """`predictor`, or its default for the policy; of a bound always the oracle."""
+        """`predictor`, or its default for the policy; always the oracle for a reference such as sjf."""
         if self.policy in BOUNDS:
             return "oracle"
         if self.predictor is not None:

@@ -1,4 +1,4 @@
-"""Requests to a live engine through OpenAI's completions API, open loop, with the time of every token."""
+"""Open-loop requests to a live engine with OpenAI's completions API, with the time of every token."""
 
 import http.client
 import json
@@ -15,15 +15,15 @@ import numpy as np
 
 from scheduler_core.errors import InputError, TailcastError
 
-#: Short words, so that a prompt of n of them has about n tokens with any tokenizer.
+#: Short words: a prompt of n words has about n tokens with any tokenizer.
 WORDS = ("the", "of", "and", "to", "in", "is", "it", "for", "on", "was", "as", "with", "be", "at", "by", "or")
 
 
 @dataclass(slots=True, kw_only=True)
 class Probe:
-    """A request and, once it was sent, its response; times in seconds from the start of the measurement: when to send it,
-    when it was sent, and that of each token, of a chunk with several tokens only once. Numbers of tokens are as the engine
-    counts."""
+    """A request and its response. Times are seconds from the start of the measurement: `arrival_s` when to
+    send it, `sent_s` when it was sent, `token_s` the time of each token (of a chunk with several tokens only
+    once). Token counts are those reported by the engine."""
 
     request_id: str
     arrival_s: float = 0.0
@@ -45,7 +45,7 @@ class Endpoint:
     served_model: str
     """Name of the served model."""
     timeout_s: float = 60.0
-    """A response that is silent for so many seconds has failed."""
+    """Seconds without data after which a response has failed."""
     extra_body: dict[str, Any] = field(default_factory=dict)
     """Further fields of each request; {ignore_eos: true} makes vLLM generate max_tokens tokens."""
 
@@ -56,7 +56,7 @@ class Endpoint:
 
 
 def random_prompt(num_words: int, rng: np.random.Generator) -> str:
-    """A prompt of so many words, new to every prefix cache."""
+    """A prompt of `num_words` random words, to avoid hits in prefix caches."""
     return " ".join(rng.choice(WORDS, size=num_words))
 
 
@@ -67,30 +67,30 @@ def send(
     api_key: str | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Sends every request at its time, whatever has become of the others, and fills in all responses. `TailcastError` with the
-    error of the first one if all requests failed.
+    """Sends every request at its time, independently of the others, and fills in all responses.
+    `TailcastError` with the error of the first one if all requests failed.
 
     `progress` is called with 1 after each response, from several threads.
     """
     start = time.perf_counter()
 
-    def send_one(one: Probe) -> None:
-        _send(endpoint, api_key, one, start)
+    def send_one(probe: Probe) -> None:
+        _send(endpoint, api_key, probe, start)
         progress(1)
 
     threads = []
-    for one in sorted(probes, key=lambda one: one.arrival_s):
-        time.sleep(max(0.0, start + one.arrival_s - time.perf_counter()))
-        threads.append(threading.Thread(target=send_one, args=(one,), daemon=True))
+    for probe in sorted(probes, key=lambda probe: probe.arrival_s):
+        time.sleep(max(0.0, start + probe.arrival_s - time.perf_counter()))
+        threads.append(threading.Thread(target=send_one, args=(probe,), daemon=True))
         threads[-1].start()
     for thread in threads:
         thread.join()
-    if all(one.error is not None for one in probes):
+    if all(probe.error is not None for probe in probes):
         raise TailcastError(f"engine {endpoint.url}: all requests failed: {probes[0].error}")
 
 
 def _send(endpoint: Endpoint, api_key: str | None, probe: Probe, start: float) -> None:
-    """One request; fills in its response, also with errors."""
+    """Sends one request and fills in its response or error."""
     body = {
         "model": endpoint.served_model,
         "prompt": probe.prompt,
@@ -121,7 +121,7 @@ def _send(endpoint: Endpoint, api_key: str | None, probe: Probe, start: float) -
 
 
 def _read_stream(stream: Iterable[bytes], probe: Probe, start: float) -> None:
-    """Server-sent events: a chunk per token, the usage at the end."""
+    """Parses server-sent events: one chunk per token, and the usage at the end."""
     for line in stream:
         if not line.startswith(b"data:"):
             continue

@@ -1,8 +1,8 @@
-"""The event loop: replicas of an engine, each driven through the same `Scheduler` that an engine adapter drives.
+"""The event loop: engine replicas, each with the same `Scheduler` that engine adapters use.
 
-A replica begins a step when its last one has ended and it has work. Arrivals, predictions and migrations reach it at their
-own times and are considered at its next step. Runs of decode steps in which nothing arrives, finishes or runs out of memory
-are taken at once; the result is the same to the last bit. A single replica is a cluster of one without a router.
+A replica starts a step when its last one has ended and it has work. Arrivals, predictions and migrations reach
+it at any time and take effect in its next step. Runs of decode steps without arrival, end of a request or lack
+of memory are simulated at once, with bit-identical results. A single replica is a cluster without a router.
 """
 
 import math
@@ -31,18 +31,18 @@ from scheduler_core.simulator.step_time.base import StepTime
 from scheduler_core.simulator.trace import Trace, TraceRequest
 from scheduler_core.simulator.watch import ReplicaWatch, RunWatch, Step
 
-#: A copy of KV blocks between replicas takes `LINK_LATENCY_S`, which the multi-tier paper's code declares and never charges,
-#: and `BLOCK_COPY_S` per block: 16 tokens of Mistral-7B (128 KiB each) over 100 Gb/s. Each replica sends one at a time.
+#: A copy of KV blocks between replicas takes `LINK_LATENCY_S` (declared but never charged in the multi-tier paper's code)
+#: plus `BLOCK_COPY_S` per block: 16 tokens of Mistral-7B (128 KiB each) over 100 Gb/s. A replica sends one copy at a time.
 LINK_LATENCY_S = 5e-3
 BLOCK_COPY_S = 16 * 131_072 / 12.5e9
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaChange:
-    """An event in the life of a replica, in seconds on the clock of the trace.
+    """A planned status change of a replica, in seconds on the clock of the trace.
 
-    "join": it may be chosen from now on, and not from the start if that is its first change; "drain": it gets nothing new;
-    "fail": it is gone with all its requests; it may join again if the simulation can rebuild it.
+    "join": it is available from now on (if this is its first change, not before); "drain": it gets no new requests; "fail":
+    it is removed with all its requests. It may join again if the simulation can rebuild it.
     """
 
     time_s: float
@@ -52,16 +52,17 @@ class ReplicaChange:
 
 @dataclass(slots=True)
 class SimulationOutcome:
-    """Result of a simulation, over all replicas, in the order in which requests finished; refused are those that could never
-    run, with the reason by id.
+    """Result of a simulation over all replicas.
 
     Attributes:
+        records: Finished requests, in the order of their end.
+        refused: Requests that could never run: reason by id.
         start_s, end_s: First arrival, end of the last step.
-        busy_s, num_steps: Of all replicas together.
+        busy_s, num_steps: Sums over all replicas.
         request_seconds, waiting_seconds, replica_seconds: Integrals over time of the numbers of requests in the system
             (arrived, not finished), of waiting requests, and of replicas that run, drain or start.
-        num_migrated_blocks: Blocks copied for requests that changed their replica.
-        num_restarts: Requests that started again because their replica had failed.
+        num_migrated_blocks: Blocks copied for migrated requests.
+        num_restarts: Requests restarted after a failure of their replica.
         scaling: Decisions of the auto-scaler and their times in seconds.
     """
 
@@ -82,33 +83,33 @@ class SimulationOutcome:
 
 
 class Simulation:
-    """Runs a trace to its end; no request is lost, each finishes or is refused.
+    """Runs a trace to its end; each request finishes or is refused.
 
     Args:
-        step_time: Durations of the engine's steps, of all replicas or by id.
-        schedulers: A fresh scheduler for each replica, by id; a single one needs no id. Afterwards their counters and memory
-            peaks can be read.
-        predictions: Reach the schedulers as `update` events, `latency_s` after the arrivals.
-        router: Chooses the replica of each request; a fresh one. None with one replica.
+        step_time: Durations of the engine's steps, for all replicas or by id.
+        schedulers: A new scheduler for each replica, by id; a single one needs no id. Their counters and
+            memory peaks can be read afterwards.
+        predictions: Passed to the schedulers as `update` events, `latency_s` after the arrivals.
+        router: A new router that chooses the replica of each request. None with one replica.
         clients: A closed loop of clients; None: requests arrive at their times.
-        prefix_cache_tokens: Tokens of earlier turns of conversations that each replica keeps until it stops or fails.
-        calibration: Corrects each prediction when it reaches the scheduler, by the requests that have finished until then.
-        served_model: Its name for that; empty: that of each row's `model`.
-        exact_steps: Take every step by itself, as an engine does; slower, same result. Always so with a planner.
+        prefix_cache_tokens: Size of each replica's prefix cache, for conversations.
+        calibration: Corrects each prediction when it reaches the scheduler, with the requests finished until then.
+        served_model: Name of the served model for `calibration`; empty: `model` of each row.
+        exact_steps: Simulate every step individually; slower, same result. Always the case with a planner.
         progress: Called with the number of requests finished or refused since the last call.
-        roles: By replica: the phases it runs; both where missing.
+        roles: Phases by replica; default: both.
         planner: Moves requests between replicas every `interval_s`.
         stage_blocks: See `Migrations`.
-        changes: Replicas that join, drain or fail. Those that join later, or that only the scaler starts, are among the
-            schedulers too.
+        changes: Replicas that join, drain or fail. `schedulers` must include those that join later or are
+            started by the scaler.
         scaler: Starts and drains replicas every `interval_s`; None: all run.
-        standby: Replicas that only the scaler starts. A drained one can be started again.
-        startup_s: Time until a replica that the scaler starts can be chosen; it counts for `max_replicas` at once.
-        rebuild: Makes a fresh scheduler for a replica that joins again after it has failed; None: none does.
+        standby: Replicas that are only started by the scaler. Drained replicas can be started again.
+        startup_s: Time until a replica started by the scaler is available; it counts for `max_replicas` at once.
+        rebuild: Creates a new scheduler for a replica that joins again after a failure; None: not supported.
 
     Raises:
-        InputError: There is no replica, or no router that is needed; a change or a standby replica is unknown; by `run`:
-            requests remain for which no replica came.
+        InputError: There is no replica, or a required router is missing; a change or a standby replica is unknown; in `run`:
+            there was no suitable replica for some requests.
     """
 
     def __init__(
@@ -160,7 +161,7 @@ class Simulation:
             self._add_replica(name, scheduler)
         self._predicted = predictions.by_id
         self._calibration, self._served_model = calibration, served_model
-        #: By request id: corrected predictions of requests in the system.
+        #: Corrected predictions of requests in the system, by request id.
         self._corrected: dict[str, Prediction] = {}
         self._source = EventSource(trace, predictions, clients)
         self._progress = progress
@@ -171,11 +172,11 @@ class Simulation:
         self._planner = planner
         self._interval_s = interval_s
         self._migrations = Migrations(self._schedulers, stage_blocks)
-        #: By request id: a copy under way and its end; infinite: it waits for the end of a step.
+        #: Ongoing copies and their end times, by request id; infinite: waiting for the end of a step.
         self._copies: dict[str, tuple[float, Copy]] = {}
         #: Requests whose move waits for the end of a step.
         self._pending_moves: set[str] = set()
-        #: Predictions that have come, and those that wait for the end of a migration.
+        #: Predictions that have arrived, and those that wait for the end of a migration.
         self._delivered: dict[str, Prediction | None] = {}
         self._delayed: dict[str, Prediction | None] = {}
         self._scaler = scaler
@@ -183,11 +184,11 @@ class Simulation:
         self._startup_s = startup_s
         self._starting: set[str] = set()
         self._next_tick_s = math.inf
-        #: Requests in the system and waiting, since when, and whether they may have changed.
+        #: Numbers of requests in the system and waiting, their time, and whether they may have changed.
         self._counts = (0, 0)
         self._counted_s = 0.0
         self._may_count = False
-        #: Replicas that run, drain or start, and since when.
+        #: Number of replicas that run, drain or start, and the time since then.
         self._num_replicas = 0
         self._replicas_s = 0.0
         self._outcome = SimulationOutcome()
@@ -209,7 +210,7 @@ class Simulation:
         """Runs until every request has finished or was refused."""
         now = self._counted_s = self._outcome.start_s = self._source.start_s
         if self._dispatcher is not None:
-            # Changes are in falling order of time: the last entry of a replica is its first change.
+            # Changes are in descending order of time: the last entry of a replica is its first change.
             first_changes = {change.replica_id: change.kind for change in self._changes}
             later = self._standby | {name for name, kind in first_changes.items() if kind == "join"}
             for name in self._replicas:
@@ -221,22 +222,22 @@ class Simulation:
         while now < math.inf:
             now = self._advance(now)
         if self._dispatcher is not None and self._dispatcher.num_pending:
-            allowed = "a replica in the end that can take every request"
+            allowed = "at least one final replica that can run every request"
             raise InputError("roles, changes", self._roles, allowed)
         assert not self._rows, "a request was lost"
-        assert not self._migrations.in_flight, "a migration never ended"
+        assert not self._migrations.in_flight, "a migration did not end"
         self._outcome.end_s = self._counted_s
         self._count_replicas(self._counted_s)
         return self._outcome
 
     @property
     def _num_pending(self) -> int:
-        """Requests that wait for a replica."""
+        """Number of requests that wait for a replica."""
         return 0 if self._dispatcher is None else self._dispatcher.num_pending
 
     def _advance(self, now: float) -> float:
-        """All events of this time: steps and copies end, requests and predictions arrive, requests move, steps begin.
-        Returns the time of the next event; infinite if none will come."""
+        """Processes all events at time `now`: ends of steps and copies, arrivals, predictions, migrations,
+        starts of steps. Returns the time of the next event; infinite if there is none."""
         replicas, source = self._replicas, self._source
         for replica in replicas.values():
             if replica.step is not None and replica.step.end_s <= now:
@@ -255,7 +256,7 @@ class Simulation:
             self._tick(now)
             self._count_replicas(now)
         next_s = source.next_s
-        # What comes to one of several replicas shortens the run of its steps, see `_reach`.
+        # Events at one of several replicas shorten its run of steps, see `_reach`.
         until_s = math.inf if self._dispatcher is not None and not self._fresh else next_s
         if self._changes:
             next_s, until_s = min(next_s, self._changes[-1].time_s), min(until_s, self._changes[-1].time_s)
@@ -274,7 +275,7 @@ class Simulation:
         return next_s
 
     def _count(self, now: float) -> None:
-        """Integrates the numbers of requests up to now, if they have changed."""
+        """Integrates the numbers of requests up to `now`, if they have changed."""
         self._may_count = False
         waiting = self._num_pending
         for replica in self._replicas.values():
@@ -287,7 +288,7 @@ class Simulation:
             self._counts, self._counted_s = counts, now
 
     def _count_replicas(self, now: float) -> None:
-        """Integrates the number of replicas up to now."""
+        """Integrates the number of replicas up to `now`."""
         self._outcome.replica_seconds += max(0.0, now - self._replicas_s) * self._num_replicas
         replicas = self._replicas if self._dispatcher is None else self._dispatcher.replicas
         self._num_replicas, self._replicas_s = len(replicas) + len(self._starting), now
@@ -304,7 +305,7 @@ class Simulation:
                 self._update(name, prediction, event.time_s)
 
     def _prediction(self, row: TraceRequest) -> Prediction | None:
-        """The prediction of a request, corrected by those that have finished."""
+        """The prediction of a request, corrected by online calibration."""
         prediction = self._predicted[row.request_id]
         if self._calibration is None or prediction is None or prediction.length is None:
             return prediction
@@ -315,7 +316,7 @@ class Simulation:
         return corrected
 
     def _observe(self, item: Finished, row: TraceRequest) -> None:
-        """Calibrates by a request that has finished."""
+        """Updates online calibration with a finished request."""
         prediction = self._predicted.get(row.request_id)
         if self._calibration is None or prediction is None or prediction.length is None:
             return
@@ -347,7 +348,7 @@ class Simulation:
         refusals = [replica.scheduler.refusal(request) for replica in self._replicas.values()]
         may_fit_later = not refusals and any(change.kind == "join" for change in self._changes)
         if not may_fit_later and all(refusal is not None for refusal in refusals):
-            self._outcome.refused[name] = str(refusals[0]) if refusals else "no replica is left"
+            self._outcome.refused[name] = str(refusals[0]) if refusals else "there is no replica"
             self._end_request(row, now)
             return
         self._rows[name] = row
@@ -363,7 +364,7 @@ class Simulation:
             self._dispatch(self._dispatcher, now)
 
     def _reach(self, replica: SimulatedReplica, now: float) -> None:
-        """Something reaches the replica now: it is considered at the end of the single step that is under way."""
+        """Called before an event at a replica; shortens its run of steps so that the event takes effect."""
         replica.shorten(now)
         if replica.step is not None and replica.step.end_s <= now:
             self._complete(replica, replica.step)
@@ -378,7 +379,7 @@ class Simulation:
         if not dispatcher.num_pending:
             return
         snapshots = self._snapshots(dispatcher, keep_requests=dispatcher.router.needs_requests)
-        for item, replica_id in dispatcher.dispatch({one.replica_id: one for one in snapshots}, now):
+        for item, replica_id in dispatcher.dispatch({s.replica_id: s for s in snapshots}, now):
             request, replica = item.request, self._replicas[replica_id]
             self._reach(replica, now)
             cached = replica.prefix_cache.hit(self._rows[request.request_id])
@@ -397,8 +398,8 @@ class Simulation:
             self._starting.discard(name)
             if name not in self._replicas:
                 if self._rebuild is None:
-                    problem = f"replica {name} joins after it has failed"
-                    raise InputError("changes", problem, "that, with `rebuild`")
+                    problem = f"replica {name} joins again after a failure, which needs `rebuild`"
+                    raise InputError(f"changes: {problem}")
                 self._add_replica(name, self._rebuild(name))
             dispatcher.joined(name, self._roles[name])
         elif change.kind == "drain":
@@ -421,12 +422,12 @@ class Simulation:
         snapshots = []
         for name, status in dispatcher.replicas.items():
             scheduler, role = self._replicas[name].scheduler, self._roles[name]
-            one = take_snapshot(scheduler, name, status=status, role=role, keep_requests=keep_requests)
-            snapshots.append(one)
+            snapshot = take_snapshot(scheduler, name, status=status, role=role, keep_requests=keep_requests)
+            snapshots.append(snapshot)
         return tuple(snapshots)
 
     def _begin(self, replica: SimulatedReplica, now: float, until_s: float) -> Step | None:
-        """Begins the replica's next step, if it has work."""
+        """Starts the next step of a replica, if it has work."""
         step = replica.begin(now, until_s)
         if step is not None and (step.plan.admitted or step.plan.preempted):
             self._may_count = True
@@ -459,7 +460,7 @@ class Simulation:
         self._end_request(row, now)
 
     def _tick(self, now: float) -> None:
-        """Decisions of scaler and planner; moves begin when their source is between two steps."""
+        """Executes decisions of scaler and planner; moves start when their source is between two steps."""
         self._next_tick_s = now + self._interval_s
         dispatcher = self._dispatcher
         assert dispatcher is not None, "planner and scaler need a router"
@@ -474,15 +475,16 @@ class Simulation:
 
     def _scale(self, scaler: AutoScaler, dispatcher: Dispatcher, now: float) -> None:
         status = dispatcher.replicas
-        for name, one in status.items():
+        for name, replica_status in status.items():
             replica = self._replicas[name]
             idle = replica.scheduler.num_waiting == replica.scheduler.num_running == 0
-            if one is ReplicaStatus.DRAINING and idle and name not in self._migrations.replicas:
+            is_draining = replica_status is ReplicaStatus.DRAINING
+            if is_draining and idle and name not in self._migrations.replicas:
                 dispatcher.left(name, now)
                 self._standby.add(name)
                 replica.prefix_cache = PrefixCache(self._prefix_cache_tokens)
         signal = scaler.signal(self._snapshots(dispatcher, keep_requests=False), now)
-        num_active = sum(one is ReplicaStatus.ACTIVE for one in status.values()) + len(self._starting)
+        num_active = sum(s is ReplicaStatus.ACTIVE for s in status.values()) + len(self._starting)
         may_start = bool(self._standby) and num_active < scaler.max_replicas
         if signal is None or (isinstance(signal, ScaleOut) and not may_start):
             return
@@ -512,7 +514,7 @@ class Simulation:
         name = copy.move.request_id
 
         def resume(at: float) -> None:
-            # Between the end of the copy and that of the step the migration may have ended, and another have begun.
+            # Before the end of the step the migration may have ended, and another one started.
             if name in self._copies and self._copies[name][1] is copy:
                 del self._copies[name]
                 self._handle(self._migrations.copied(name, at), at)
@@ -523,7 +525,7 @@ class Simulation:
             resume(now)
 
     def _handle(self, result: Outcome | None, now: float) -> None:
-        """Carries out the result of a call to `Migrations`."""
+        """Executes the result of a call to `Migrations`."""
         if result is None:
             return
         name, outcome = result.move.request_id, self._outcome

@@ -1,4 +1,4 @@
-"""Metrics of a run, in seconds where a name ends in _s; names and meanings as in the architecture notes."""
+"""Metrics of a run; names that end in _s are in seconds. README.md explains them."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,16 +16,16 @@ from scheduler_core.simulator.tables import Columns
 from scheduler_core.simulator.watch import GAP_CLASS, QUANTILES, RunWatch, TokenGaps, named_statistics
 from scheduler_core.statistics import FloatArray, kendall_tau
 
-#: Fraction of the longest outputs that the starvation slope is about.
+#: Fraction of requests with the longest outputs, for the starvation slope.
 LONG_FRACTION = 0.1
-#: Fields with more groups than this are not listed.
+#: Maximum number of groups of a field; there are no group metrics with more.
 MAX_GROUPS = 64
-#: Quantiles that coverage is computed for.
+#: Quantiles for coverage.
 LEVELS = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of everything in a tree that is no mapping."""
+    """(dotted name, value) of all leaves of a tree of mappings."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{prefix}{key}.")
@@ -41,8 +41,8 @@ def flat(tree: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def metric(tree: Mapping[str, Any], name: str) -> float:
-    """The number of this dotted name, `ttft_s.p50` or `groups.tenant.paying.tbt_s.p99` for instance; an `InputError` names
-    those that begin like it."""
+    """The number with this dotted name, such as `ttft_s.p50` or `groups.tenant.paying.tbt_s.p99`; an
+    `InputError` lists names with the same first part."""
     numbers = dict(flat(tree))
     if name not in numbers:
         head = name.split(".")[0]
@@ -53,8 +53,8 @@ def metric(tree: Mapping[str, Any], name: str) -> float:
 
 
 def summary(values: Iterable[float | None] | FloatArray) -> dict[str, float] | None:
-    """mean, p50, p90, p95, p99, p999, max (percentiles interpolated linearly) and tail_ratio = p99 / p50 of all values but
-    None and NaN; None without any. Without tail_ratio if the median is 0."""
+    """mean, p50, p90, p95, p99, p999, max (percentiles with linear interpolation) and tail_ratio = p99 / p50
+    of the values, without None and NaN. None without values; no tail_ratio if the median is 0."""
     array = np.asarray(values if isinstance(values, np.ndarray) else [*values], np.float64)
     array = array[~np.isnan(array)]
     if array.size == 0:
@@ -63,17 +63,17 @@ def summary(values: Iterable[float | None] | FloatArray) -> dict[str, float] | N
 
 
 def jain_index(values: Sequence[float] | FloatArray) -> float | None:
-    """(sum x)^2 / (n sum x^2): 1 when all are equal, 1/n when one has everything (Jain et al. 1984); None without x > 0."""
+    """(sum x)^2 / (n sum x^2), from 1/n (one x > 0) to 1 (all equal); None without x > 0 (Jain et al. 1984)."""
     array = np.asarray(values, float)
     squares = float((array**2).sum())
     return float(array.sum()) ** 2 / (len(array) * squares) if squares > 0 else None
 
 
 def starvation_slope(requests: Columns) -> float | None:
-    """Growth of the latency of long requests with their order of arrival, in seconds per request (UniBoost, appendix).
+    """Growth of the latency of long requests with their arrival number, in seconds per request (UniBoost, appendix).
 
-    The least-squares slope of ttlt_s over the position among all arrivals, for the tenth of the requests with the longest
-    outputs; near 0 without starvation. None with fewer than 3 of them.
+    It is the least-squares slope of ttlt_s over the position in the order of arrival, for the 10 % of
+    requests with the longest outputs; near 0 without starvation. None for fewer than 3 such requests.
     """
     order = np.argsort(requests["arrival_s"], kind="stable")
     tokens = requests["output_tokens"][order]
@@ -90,17 +90,17 @@ def run_metrics(
     watch: RunWatch,
     isolated_latency_s: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Metrics of one run, which README.md explains; those of targets are None without any.
+    """Metrics of one run, see README.md; SLO metrics are None without targets.
 
     - `fairness_tenants`: Jain's index of the mean 1 / slowdown of each tenant.
-    - `groups`: by tier, tenant and category, where there is more than one: the same for each.
-    - `littles_law_error`: the relative gap between the time average of the number of requests in the system, integrated
-      event by event, and throughput times mean ttlt_s: rounding apart it must be 0.
+    - `groups`: request metrics by tier, tenant and category, if there are several values.
+    - `littles_law_error`: relative difference between the time average of the number of requests in the system and
+      throughput times mean ttlt_s; must be 0 up to rounding.
 
-    `isolated_latency_s` has by request id the latency on an idle engine.
+    `isolated_latency_s` maps request ids to the latency on an idle engine.
     """
     requests = request_columns(outcome.records)
-    requests["slowdown"] = requests["ttlt_s"] / [isolated_latency_s[one] for one in requests["request_id"]]
+    requests["slowdown"] = requests["ttlt_s"] / [isolated_latency_s[name] for name in requests["request_id"]]
     span = outcome.end_s - outcome.start_s
     per_s = 1.0 / span if span > 0 else 0.0
     in_system = outcome.request_seconds * per_s
@@ -136,7 +136,7 @@ def run_metrics(
 
 
 def _request_metrics(requests: Columns, per_s: float, num_refused: int) -> dict[str, Any]:
-    """Metrics of any set of requests."""
+    """Metrics of a set of requests."""
     with_target, meets = has_slo(requests), meets_slo(requests)
     num, met = int(with_target.sum()), int((with_target & meets).sum())
     return {name: summary(requests[name]) for name in (*LATENCIES, "slowdown")} | {
@@ -148,15 +148,15 @@ def _request_metrics(requests: Columns, per_s: float, num_refused: int) -> dict[
 
 
 def _codes(column: NDArray[Any]) -> tuple[list[Any], NDArray[np.int64]]:
-    """The values of a column [n] in order, and the number of each row's value [n]."""
-    # A dictionary numbers the values: sorting a million texts takes seconds.
+    """Sorted distinct values of a column [n], and the index of each row's value [n]."""
+    # Uses a dictionary, because np.unique would sort all strings, which takes seconds for a million rows.
     rows = column.tolist()
     numbers = {value: number for number, value in enumerate(sorted(set(rows)))}
     return list(numbers), np.array([numbers[value] for value in rows], np.int64)
 
 
 def _group_metrics(requests: Columns, name: str, per_s: float, gaps: TokenGaps) -> dict[str, Any]:
-    """By value of the column: metrics of its requests and their gaps; empty with one group, or too many."""
+    """Metrics of the requests and their gaps, by value of the column; empty for one group or too many."""
     keys, codes = _codes(requests[name])
     if not 1 < len(keys) <= MAX_GROUPS:
         return {}
@@ -170,10 +170,10 @@ def _group_metrics(requests: Columns, name: str, per_s: float, gaps: TokenGaps) 
 
 
 def predictor_statistics(predictions: Predictions, schedulers: Mapping[str, Scheduler]) -> dict[str, Any]:
-    """Source of predictions, how many came, failed or came too late, and the duration of the calls."""
-    present = [one for one in predictions.by_id.values() if one is not None]
-    lengths = [one.length for one in present if one.length is not None]
-    artifacts = {f"{one.artifact_id} {one.artifact_version}".strip() for one in lengths}
+    """Source of predictions; numbers of successful, failed and late predictions; latency of the calls."""
+    present = [prediction for prediction in predictions.by_id.values() if prediction is not None]
+    lengths = [prediction.length for prediction in present if prediction.length is not None]
+    artifacts = {f"{length.artifact_id} {length.artifact_version}".strip() for length in lengths}
     return {
         "source": predictions.source,
         "num_predicted": len(present),
@@ -188,8 +188,8 @@ def predictor_statistics(predictions: Predictions, schedulers: Mapping[str, Sche
 def prediction_quality(requests: Columns) -> dict[str, Any] | None:
     """Scores of the predicted log-t lengths of the finished requests; None without predictions.
 
-    `mae_tokens` is that of the median, `mae_log` and `rmse_log` those of mu against ln length, `kendall_tau` (None if one
-    side ranks nothing) that of medians and lengths, `coverage` the fraction of lengths up to the predicted P50, P90, P99.
+    `mae_tokens` is the error of the median; `mae_log` and `rmse_log` are errors of mu as ln length; `kendall_tau` is that
+    of medians and lengths (None if all are equal); `coverage` is the fraction of lengths up to the predicted P50, P90, P99.
     """
     predicted = np.isfinite(requests["predicted_mu"])
     if not predicted.any():
@@ -199,7 +199,7 @@ def prediction_quality(requests: Columns) -> dict[str, Any] | None:
         for name in ("predicted_mu", "predicted_sigma", "predicted_nu", "output_tokens")
     )
     error_log = mu - np.log(length)
-    # mu + sigma t: one quantile of Student's t for each nu, not one for each request.
+    # The quantile is mu + sigma t: compute t once per distinct nu, not per request.
     values, codes = np.unique(nu, return_inverse=True)
     student = LogT(0.0, 1.0, values)
     return {

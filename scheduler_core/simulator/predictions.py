@@ -1,4 +1,4 @@
-"""Predictions for a trace, fetched once and used by any number of simulated policies."""
+"""Predictions for a trace, fetched once for any number of simulated policies."""
 
 import asyncio
 import math
@@ -18,10 +18,10 @@ from scheduler_core.predictor import (
 )
 from scheduler_core.simulator.trace import Trace
 
-#: Scale of an oracle's distribution: so tight that every quantile is the true length to 1e-4 relative.
+#: Scale of an oracle's distribution, so small that all quantiles equal the true length up to a relative 1e-4.
 ORACLE_SIGMA = 1e-6
 ORACLE_NU = 3.5
-#: A call of a live predictor without a response after so many seconds has failed.
+#: Timeout of a call of a live predictor in seconds.
 TIMEOUT_S = 60.0
 
 Progress = Callable[[int], None]
@@ -29,11 +29,11 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """A predictor's output for the requests of a trace.
+    """Predictions for the requests of a trace.
 
-    By request id: what all heads predicted, None where the predictor failed, missing where it was never asked; time of the
-    call in seconds, 0 where missing; the reason of a failure. `source` is "none", "trace", "oracle", or the predictor's URL
-    or class.
+    `by_id` has the predictions of all heads by request id: None if the predictor failed, missing if it was not called.
+    `latency_s` is the time of the call in seconds (missing: 0); `errors` has the reasons of failures.
+    `source` is "none", "trace", "oracle", or the URL or class of the predictor.
     """
 
     source: str = "none"
@@ -43,12 +43,12 @@ class Predictions:
 
     @property
     def num_failed(self) -> int:
-        """Requests for which the predictor failed."""
+        """Number of requests for which the predictor failed."""
         return sum(prediction is None for prediction in self.by_id.values())
 
 
 def trace_predictions(trace: Trace) -> Predictions:
-    """The predictions in the trace itself; rows without one count as failed. `InputError` if no row carries a prediction."""
+    """The predictions in the trace; rows without one count as failed. `InputError` if there is none."""
     by_id = {
         row.request_id: Prediction(length=row.prediction) if row.prediction else None
         for row in trace.requests
@@ -61,7 +61,7 @@ def trace_predictions(trace: Trace) -> Predictions:
 def oracle_predictions(
     trace: Trace, noise: float = 0.0, rng: np.random.Generator | None = None
 ) -> Predictions:
-    """The true lengths: ln X_predicted = ln X + N(0, noise^2) by `rng`, with a distribution as wide as that."""
+    """The true lengths with noise: mu = ln X + N(0, noise^2), with `noise` as sigma."""
     errors = [0.0] * len(trace) if rng is None else rng.normal(0.0, noise, len(trace)).tolist()
     sigma = max(noise, ORACLE_SIGMA)
     by_id = {}
@@ -79,11 +79,11 @@ def fetch_predictions(
     max_in_flight: int = 16,
     progress: Progress | None = None,
 ) -> Predictions:
-    """Queries a live predictor, or one of a spelling as of `open_predictor`, for every request of the trace, one call each,
-    and closes it. `InputError` if the predictor is unknown, or a row has no prompt; `TailcastError` if all of the first
-    `max_in_flight` calls failed.
+    """Queries a live predictor (or one opened by name, see `open_predictor`) with one call per request, and
+    closes it. `InputError` if the predictor is unknown, or a row has no prompt; `TailcastError` if all of the
+    first `max_in_flight` calls failed.
 
-    Not to be called from a running event loop. The served model of each row is its `model` if `served_model` is empty;
+    Must not be called from a running event loop. If `served_model` is empty, `model` of each row is used.
     `progress` is called with 1 after each call.
     """
     opened = open_predictor(predictor) if isinstance(predictor, str) else predictor

@@ -1,4 +1,4 @@
-"""Finished requests, as records and as columns."""
+"""Finished requests as records and as columns."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from scheduler_core.simulator.trace import TraceRequest
 BoolArray = NDArray[np.bool_]
 
 SCHEMA = "tailcast.simulated_requests/5"
-#: The latencies that every result summarizes.
+#: Latencies that are summarized in every result.
 LATENCIES = (
     "ttft_s", "ttlt_s", "normalized_latency_s", "tpot_s", "queueing_delay_s", "normalized_waiting_s", "queueing_delay_per_token_s",
 )  # fmt: skip
-#: Fields of a record that are those of its row in the trace.
+#: Fields that a record copies from its row in the trace.
 _OF_TRACE = (
     "arrival_s", "prompt_tokens", "max_tokens", "tier", "tenant", "category", "ttft_slo_s", "tbt_slo_s", "ttlt_slo_s",
     "session_id", "turn",
@@ -32,17 +32,17 @@ _trace_values = attrgetter(*_OF_TRACE)
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """A finished request, to be read only; times are seconds on the simulated clock, other fields those of `TraceRequest`.
+    """A finished request, read-only. Times are seconds on the simulated clock; other fields are those of `TraceRequest`.
 
-    Not frozen, as that would take several times as long to make, and there may be millions.
+    Not frozen, because frozen classes are several times slower to construct, and there may be millions of records.
 
     Attributes:
-        first_scheduled_s: When it first left the waiting queue.
-        finish_s: When its last token was generated.
+        first_scheduled_s: Time when it first left the waiting queue.
+        finish_s: Time of its last token.
         finish_reason: "stop", or "length" if max_tokens was reached.
-        predicted_mu: Predicted location of ln length; None without a prediction, as its scale and degrees of freedom.
-        max_tbt_s: Longest gap between two of its tokens; None: it had only one, or gaps were not measured. Steps taken at
-            once and one by one give the same but for rounding, so it is not compared.
+        predicted_mu: Predicted location of ln length; None without a prediction, like its scale and degrees of freedom.
+        max_tbt_s: Longest gap between two of its tokens; None if it had only one, or gaps were not measured.
+            It depends on `exact_steps` by rounding, so it is not compared.
         replica_id: Replica that finished it; None without a router.
     """
 
@@ -79,7 +79,7 @@ class RequestRecord:
         finish_s: float,
         replica_id: str | None = None,
     ) -> RequestRecord:
-        """The record of a request that has just finished; `row` has its real arrival."""
+        """The record of a request that has just finished; `row` has its actual arrival."""
         length = None if prediction is None else prediction.length
         return cls(
             request_id=item.request_id,
@@ -98,7 +98,7 @@ class RequestRecord:
 
     @property
     def queueing_delay_s(self) -> float:
-        """From arrival to admission."""
+        """Time from arrival to admission."""
         return self.first_scheduled_s - self.arrival_s
 
     @property
@@ -124,10 +124,10 @@ class RequestRecord:
 
 
 def request_columns(records: Sequence[RequestRecord], seed: int = 0) -> Columns:
-    """Columns [n] of requests: the seed, all fields of `RequestRecord` (NaN where a number is None), and `LATENCIES`.
+    """Columns [n] of requests: the seed, all fields of `RequestRecord` (NaN instead of None), and `LATENCIES`.
 
-    `normalized_waiting_s` is that of Semantic Scheduling (section 3, and its code): from arrival to the end per output
-    token, so the same as `normalized_latency_s`.
+    `normalized_waiting_s` is defined as in Semantic Scheduling (section 3, and its code): time from arrival
+    to the end per output token, which equals `normalized_latency_s`.
     """
     types: dict[str, Any] = {"int": np.int64, "float": np.float64, "str": object}
     columns: Columns = {"seed": np.full(len(records), seed, np.int64)}
@@ -149,14 +149,14 @@ def request_columns(records: Sequence[RequestRecord], seed: int = 0) -> Columns:
 
 
 def has_slo(columns: Columns) -> BoolArray:
-    """Requests [n] with a target of any kind."""
+    """Mask [n] of requests with at least one target."""
     targets = [columns[name] for name in ("ttft_slo_s", "tbt_slo_s", "ttlt_slo_s")]
     return np.asarray(np.isfinite(targets).any(axis=0))
 
 
 def meets_slo(columns: Columns) -> BoolArray:
-    """Requests [n] that met all targets they have. Without a measured longest gap the mean gap stands for it."""
+    """Mask [n] of requests that met all their targets; uses the mean gap if the longest was not measured."""
     gap_s = np.where(np.isnan(columns["max_tbt_s"]), columns["tpot_s"], columns["max_tbt_s"])
     pairs = ((columns["ttft_s"], "ttft_slo_s"), (gap_s, "tbt_slo_s"), (columns["ttlt_s"], "ttlt_slo_s"))
-    # A comparison with NaN is false.
+    # Comparisons with NaN (no target) are false.
     return np.asarray(~np.any([values > columns[target] for values, target in pairs], axis=0))

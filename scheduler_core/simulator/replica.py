@@ -1,4 +1,4 @@
-"""One simulated replica: its scheduler, the step that it is carrying out, and its prefix cache."""
+"""One simulated replica: its scheduler, its current step, and its prefix cache."""
 
 import math
 from bisect import bisect_left
@@ -20,10 +20,10 @@ _UNLIMITED_STEPS = 1 << 30
 
 
 class PrefixCache:
-    """The last turn of every conversation; the least recently used is evicted first.
+    """LRU cache of the last turn of every conversation.
 
-    It has memory of its own, in addition to the blocks of the running requests: `KVCache` charges each request for all its
-    tokens, as shared blocks are not modeled. Copies of the prefix of a running request are not counted twice.
+    Its memory is separate from the blocks of running requests: `KVCache` charges each request for all its tokens, because
+    shared blocks are not modeled. Copies of the prefix of a running request are not counted twice.
     """
 
     def __init__(self, capacity_tokens: int) -> None:
@@ -32,14 +32,14 @@ class PrefixCache:
         self._tokens: OrderedDict[str, int] = OrderedDict()
 
     def hit(self, row: TraceRequest) -> int:
-        """Tokens of a new turn's prompt that are in the cache; the conversation counts as used now."""
+        """Number of cached prompt tokens of a new turn; marks the conversation as recently used."""
         if row.session_id is None or row.session_id not in self._tokens:
             return 0
         self._tokens.move_to_end(row.session_id)
         return min(row.prefix_tokens, self._tokens[row.session_id])
 
     def keep(self, row: TraceRequest) -> None:
-        """A turn has ended; its prompt and output stay, as far as the capacity allows."""
+        """Stores prompt and output of a turn that has ended, and evicts others to keep the capacity."""
         name = row.session_id
         if name is None:
             return
@@ -50,7 +50,7 @@ class PrefixCache:
 
 
 def prefix_blocks(row: TraceRequest, kv_block_tokens: int) -> tuple[int, ...]:
-    """Hashes of the full blocks of a conversation's prompt, which its turns share; none without a conversation."""
+    """Hashes of the full prompt blocks, shared by the turns of a conversation; empty without a conversation."""
     if row.session_id is None:
         return ()
     return tuple(
@@ -60,9 +60,9 @@ def prefix_blocks(row: TraceRequest, kv_block_tokens: int) -> tuple[int, ...]:
 
 
 class FinishQueue:
-    """A heap of requests by the step after which they have their true length; steps count for all of them.
+    """Heap of requests in lockstep, by the number of the step at which they reach their true length.
 
-    See `Scheduler.num_common_steps` for the number of a step.
+    Steps are counted as in `Scheduler.num_common_steps`.
     """
 
     def __init__(self) -> None:
@@ -70,23 +70,23 @@ class FinishQueue:
         self._steps: dict[str, int] = {}
 
     def add(self, request_id: str, step: int) -> None:
-        """The request finishes when so many steps have been taken."""
+        """Adds a request that finishes when `step` steps have been taken."""
         self._steps[request_id] = step
         heappush(self._heap, (step, request_id))
 
     def drop(self, request_id: str) -> None:
-        """The request decodes no longer and has not finished; ignored if it did not decode."""
+        """Removes a request that stopped decoding before its end; ignores unknown requests."""
         self._steps.pop(request_id, None)
 
     def next_step(self) -> int:
-        """Steps taken when the first request finishes; there must be one."""
+        """Number of the step at which the first request finishes; the queue must not be empty."""
         heap, steps = self._heap, self._steps
         while steps.get(heap[0][1]) != heap[0][0]:
             heappop(heap)
         return heap[0][0]
 
     def pop_until(self, step: int) -> list[str]:
-        """Takes out the requests that finish within so many steps, in no particular order."""
+        """Removes and returns the requests that finish within `step` steps, in no particular order."""
         heap, steps = self._heap, self._steps
         finished: list[str] = []
         while heap and heap[0][0] <= step:
@@ -98,11 +98,11 @@ class FinishQueue:
 
 
 class SimulatedReplica:
-    """Carries out the plans of a scheduler in simulated time; everything between two steps is left to the caller.
+    """Executes the plans of a scheduler in simulated time; the caller handles all events between two steps.
 
-    `rows` are those of the trace of all requests in the system, by id; `exact`: one step at a time; `fresh`: a step that is
-    under way when something may reach the replica is taken by itself, so that a snapshot at that time shows the end of its
-    last step, as with single steps.
+    `rows` are the trace rows of all requests in the system, by id. `exact`: simulate steps individually.
+    `fresh`: simulate a step individually if an event may occur during it, so that snapshots at that time are
+    the same as with individual steps.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class SimulatedReplica:
         self.prefix_cache = PrefixCache(prefix_cache_tokens)
         #: The current step; None: idle.
         self.step: Step | None = None
-        #: When the link is free for the next copy.
+        #: Time at which the link is free for the next copy.
         self.link_free_s = -math.inf
         self._step_time = step_time
         self._rows = rows
@@ -130,34 +130,34 @@ class SimulatedReplica:
         self._fresh = fresh
         self._watch = watch
         self._run: DecodeRun | None = None
-        #: The requests of `_run`.
+        #: Ids of the requests of `_run`.
         self._decodes: tuple[str, ...] = ()
-        #: Steps that all decodes had taken in lockstep before this one; None: they are not in lockstep.
+        #: Number of steps in lockstep before the current one; None without lockstep.
         self._lockstep: int | None = None
         self._finishes = FinishQueue()
-        #: Ends of several steps with a chunk each.
+        #: End times of several steps with one chunk each.
         self._chunk_ends: list[float] = []
-        #: Without lockstep: tokens that each of the plan's decodes has still to generate.
+        #: Without lockstep: remaining tokens of each decode of the plan.
         self._remaining: list[int] = []
         self._deferred: list[Callable[[float], None]] = []
 
     def between_steps(self, action: Callable[[float], None], now: float) -> None:
-        """Calls `action` with the time, now or at the end of the current step."""
+        """Calls `action` with the time: at once if idle, else at the end of the current step."""
         if self.step is None:
             action(now)
         else:
             self._deferred.append(action)
 
     def run_deferred(self, now: float) -> None:
-        """Calls the actions that have waited for the end of the step."""
+        """Calls the actions that were deferred to the end of the step."""
         if self._deferred:
             actions, self._deferred = self._deferred, []
             for action in actions:
                 action(now)
 
     def begin(self, now: float, until_s: float) -> Step | None:
-        """Begins the next step; None without work. Several are taken at once until `until_s`, when something may reach the
-        replica from outside."""
+        """Starts the next step; None without work. Several equal steps are combined until `until_s`, the time
+        of the next external event."""
         scheduler = self.scheduler
         plan = scheduler.schedule(now)
         if plan is None:
@@ -200,7 +200,7 @@ class SimulatedReplica:
         return self.step
 
     def shorten(self, now: float) -> None:
-        """Something reaches the replica: of several steps taken at once only those remain that have begun before now."""
+        """Called at an event: shortens several combined steps to those that have started before `now`."""
         step = self.step
         if step is None or step.num_steps == 1 or step.end_s <= now:
             return
@@ -216,7 +216,7 @@ class SimulatedReplica:
         step.num_steps = steps
 
     def _repeat_chunk(self, plan: StepPlan, end_s: float, until_s: float) -> list[float]:
-        """Ends of this step, which ends at `end_s`, and of those that process one more chunk of the same prompt each."""
+        """End times of this step (`end_s`) and of the next ones, with another chunk of the same prompt each."""
         ends, lockstep = [end_s], self._lockstep
         if lockstep is None or len(plan.prefills) != 1:
             return ends
@@ -235,7 +235,7 @@ class SimulatedReplica:
         return ends
 
     def _contexts(self, plan: StepPlan) -> Sequence[int]:
-        """Tokens in the cache of the requests that decode."""
+        """Numbers of cached tokens of the decoding requests."""
         if not plan.decodes:
             return ()
         if self._lockstep is None:
@@ -246,16 +246,16 @@ class SimulatedReplica:
         return DecodeContexts(len(plan.decodes), total, self._read_contexts)
 
     def _read_contexts(self, more: int = 0) -> list[int]:
-        """The contexts one by one, `more` steps after the start of this plan."""
+        """The individual contexts, `more` steps after the start of this plan."""
         return [state.num_computed_tokens + more for state in self.scheduler.decoding]
 
     def _update_finishes(self, plan: StepPlan, lockstep: int) -> None:
-        """Requests were preempted, or decode again without a prefill."""
+        """Updates the queue for requests that were preempted, or that resume decoding without a prefill."""
         for name in plan.preempted:
             self._finishes.drop(name)
         for transfer in plan.swapped_in:
             state = self.scheduler.state(transfer.request_id)
-            # It may have been evicted again for the same step.
+            # It may have been evicted again in the same step.
             if state.status is Status.RUNNING and state.phase is Phase.DECODE:
                 remaining = self._rows[state.request_id].output_tokens - state.num_output_tokens
                 self._finishes.add(state.request_id, lockstep + remaining)
@@ -268,7 +268,7 @@ class SimulatedReplica:
         return steps - 1 if self._fresh and steps > 1 and run.end_s(steps) >= until_s else steps
 
     def complete(self, step: Step) -> tuple[Finished, ...]:
-        """Ends the current step; requests with their true length stop. Those at max_tokens the scheduler ends itself."""
+        """Ends the current step and stops requests at their true length, if that is below max_tokens."""
         rows, scheduler, lockstep = self._rows, self.scheduler, self._lockstep
         plan, num_steps = step.plan, step.num_steps
         if lockstep is not None and plan.decodes:
@@ -303,7 +303,7 @@ class SimulatedReplica:
         return finished
 
     def _set_durations(self, step: Step) -> None:
-        """The duration of each of several steps."""
+        """Sets the durations of several combined steps."""
         if self._run is None:
             step.first_end_s = self._chunk_ends[0]
             step.rest = [StepGroup(after - before, 0.0, 1) for before, after in pairwise(self._chunk_ends)]
@@ -313,7 +313,7 @@ class SimulatedReplica:
             step.rest = self._run.steps(second, step.num_steps - 1)
 
     def _finished_decodes(self, plan: StepPlan, num_steps: int, lockstep: int | None) -> list[str]:
-        """The plan's decodes that have their true length after so many steps, in the plan's order."""
+        """The decodes that reach their true length after `num_steps` steps, in the order of the plan."""
         if lockstep is not None:
             done = self._finishes.pop_until(lockstep)
             return sorted(done, key=plan.decodes.index) if len(done) > 1 else done

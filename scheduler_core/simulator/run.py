@@ -1,4 +1,4 @@
-"""One simulation from configuration to result."""
+"""One simulation, from its configuration to its result."""
 
 import platform
 from collections.abc import Callable
@@ -39,12 +39,12 @@ class SimulationResult:
 
     Attributes:
         config, versions: The resolved configuration; versions of tailcast, Python and numpy.
-        trace: Source, hash, number of requests and mean arrival rate of the trace that was run.
+        trace: Source, hash, number of requests and mean arrival rate of the trace.
         metrics: See `metrics.run_metrics`; with several replicas also `cluster`: migrations and scaling.
-        predictor: See `metrics.predictor_statistics`; with online calibration also `online_calibration`: by served model
-            `OnlineCalibration.metrics`.
-        records, refused: Requests in the order they finished; by id of the others, why they could never run.
-        watch: Gaps between tokens, memory in use, and every step if requested.
+        predictor: See `metrics.predictor_statistics`; with online calibration also `online_calibration`:
+            `OnlineCalibration.metrics` by served model.
+        records, refused: Requests in the order of their end; reasons of refused requests by id.
+        watch: Gaps between tokens, KV cache usage, and every step if requested.
     """
 
     config: dict[str, Any]
@@ -57,7 +57,7 @@ class SimulationResult:
     watch: RunWatch
 
     def to_json(self) -> dict[str, Any]:
-        """Everything but the records and observations, ready to be written as JSON."""
+        """All fields except records and watch, as JSON content."""
         names = ("config", "versions", "trace", "metrics", "predictor", "refused")
         return {"schema": SCHEMA, **{name: getattr(self, name) for name in names}}
 
@@ -74,7 +74,7 @@ def prepare_trace(config: SimulationConfig) -> Trace:
     elif rate is None:
         trace = workload.trace(config.seed)
     if config.load is not None:
-        # Lengths do not depend on the rate, so that the load can be computed from any.
+        # Lengths do not depend on the rate, so any rate can be used to compute the load.
         rate = config.load * _saturation_rate_rps(config, trace)
     elif rate is None:
         return trace
@@ -86,7 +86,7 @@ def prepare_trace(config: SimulationConfig) -> Trace:
 
 
 def _saturation_rate_rps(config: SimulationConfig, trace: Trace) -> float:
-    """Of all replicas together."""
+    """Saturation rate of all replicas together."""
     rate = saturation_rate_rps(trace, config.scheduler, config.make_step_time())
     return rate * config.cluster.num_replicas
 
@@ -94,7 +94,7 @@ def _saturation_rate_rps(config: SimulationConfig, trace: Trace) -> float:
 def prepare_predictions(
     config: SimulationConfig, trace: Trace, progress: Progress | None = None
 ) -> Predictions:
-    """Predictions of the configuration for every request, live ones over the network."""
+    """Predictions for every request, from the source in the configuration."""
     source = config.prediction_source
     if source == "none":
         return Predictions()
@@ -118,23 +118,23 @@ def run_simulation(
 ) -> SimulationResult:
     """Simulates one policy until every request has finished.
 
-    To compare policies on the same arrivals and predictions, call `prepare_trace` and `prepare_predictions` once and pass the
-    results to every run.
+    To compare policies with the same arrivals and predictions, call `prepare_trace` and `prepare_predictions`
+    once and pass the results to every run.
 
     Args:
-        trace: Requests with their arrivals, used as they are; None prepares those of the configuration.
-        predictions: None prepares those of `config.predictor`. Not used by a bound such as sjf, which has the true lengths.
-        log: Records all decisions; one replica only.
-        progress: Called with the number of requests done since the last call.
-        watch: Observes the run; None: gaps between tokens and memory in use.
+        trace: Requests with their arrivals; None: `prepare_trace(config)`.
+        predictions: None: `prepare_predictions(config, trace)`, as always for references such as sjf.
+        log: Records all decisions; only for one replica.
+        progress: Called with the number of requests that ended since the last call.
+        watch: Observes the run; None: gaps between tokens and KV cache usage.
 
     Raises:
-        TailcastError: The configuration or trace cannot be used, no request of the trace fits into the engine, or calls to
-            the predictor fail.
+        TailcastError: The configuration or trace is invalid, no request fits into the engine, or calls to the
+            predictor fail.
     """
     cluster = config.cluster
     if log is not None and cluster.num_replicas > 1:
-        raise InputError("decisions", cluster.num_replicas, "a log of one replica only")
+        raise InputError("decisions", cluster.num_replicas, "one replica with a decision log")
     if trace is None:
         trace = prepare_trace(config)
     if predictions is None or config.policy in BOUNDS:
@@ -178,7 +178,7 @@ def run_simulation(
         metrics["cluster"] = {
             "num_migrations": outcome.num_migrations,
             "num_migrated_blocks": outcome.num_migrated_blocks,
-            "aborted_migrations": {one.value: num for one, num in outcome.aborted_migrations.items()},
+            "aborted_migrations": {reason.value: num for reason, num in outcome.aborted_migrations.items()},
             "num_restarts": outcome.num_restarts,
             "num_scalings": len(outcome.scaling),
         }

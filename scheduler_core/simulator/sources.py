@@ -1,4 +1,4 @@
-"""Events that reach a simulated engine from outside: open and closed loops, conversations, predictions."""
+"""External events of a simulated engine: open and closed loops, conversations, predictions."""
 
 import heapq
 import math
@@ -14,7 +14,7 @@ from scheduler_core.simulator.trace import Trace, TraceRequest
 
 
 class TraceEvent(NamedTuple):
-    """The arrival of a request, or of its prediction; `request` has its real arrival."""
+    """The arrival of a request or of its prediction; `request` has its actual arrival time."""
 
     time_s: float
     request: TraceRequest
@@ -23,11 +23,10 @@ class TraceEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosedLoop:
-    """Clients that each send the next request after the output of their last one and a time to think (by `rng` exponential
-    with this mean, without it constant).
+    """Clients that send their next request after their previous output and a think time, exponential with
+    mean `think_time_s` or, without `rng`, constant.
 
-    The requests come in the order of the trace, whose own arrival times are ignored but for the first: then all clients
-    begin.
+    Requests are sent in the order of the trace. Of its arrival times only the first is used, as the start of all clients.
     """
 
     num_clients: int
@@ -38,32 +37,32 @@ class ClosedLoop:
 class EventSource:
     """All arrivals and predictions in order of time; some arrivals depend on the end of other requests.
 
-    At equal times requests arrive before predictions come, each in the order of the trace.
+    At equal times, arrivals precede predictions; both are in the order of the trace.
 
     - A turn of a conversation with a think time arrives that long after the end of the previous turn, but not before its
-      own `arrival_s`. A turn that was refused has ended when it arrived.
-    - With `clients` every request waits for a client; the trace then may have no think times.
-    - A prediction comes its `latency_s` after the arrival.
+      `arrival_s`. A refused turn ends at its arrival.
+    - With `clients` every request waits for a client; the trace must not have think times.
+    - A prediction arrives `latency_s` after its request.
     """
 
     def __init__(self, trace: Trace, predictions: Predictions, clients: ClosedLoop | None = None) -> None:
         self._predicted, self._delays_s = predictions.by_id, predictions.latency_s
         self._clients = clients
         rows = sorted(trace.requests, key=lambda row: row.arrival_s)
-        #: By the id of a turn: the next turn, which waits for its end.
+        #: Next turn of a conversation, by the id of the turn whose end it waits for.
         self._next_turns = _next_turns(rows)
         if clients is not None and self._next_turns:
-            raise InputError("clients", clients.num_clients, "none, if the trace has think times of its own")
+            raise InputError("clients", clients.num_clients, "no clients if the trace has think times")
         later = {row.request_id for row in self._next_turns.values()}
         rows = [row for row in rows if row.request_id not in later] if later else rows
         self.start_s = rows[0].arrival_s
         rows.reverse()
-        #: Arrivals to come, the next one last; with a closed loop the requests that were not sent yet.
+        #: Future arrivals, the next one last; in a closed loop the requests that were not sent yet.
         self._rows = rows
-        #: (time, is it a prediction, running number, request).
+        #: (time, whether it is a prediction, running number, request).
         self._heap: list[tuple[float, bool, int, TraceRequest]] = []
         self._num_pushed = 0
-        #: When the next event is due, in seconds; infinite if there is none for now.
+        #: Time of the next event in seconds; infinite if there is none for now.
         self.next_s = math.inf
         if clients is not None:
             for _ in range(min(clients.num_clients, len(rows))):
@@ -77,7 +76,7 @@ class EventSource:
         return due
 
     def pop(self) -> TraceEvent:
-        """The next event. There must be one."""
+        """Removes and returns the next event, which must exist."""
         rows, heap = self._rows, self._heap
         if rows and self._clients is None and (not heap or (rows[-1].arrival_s, False) <= heap[0][:2]):
             row = rows.pop()
@@ -91,7 +90,7 @@ class EventSource:
         return TraceEvent(time_s, row, is_arrival)
 
     def end_request(self, row: TraceRequest, now: float) -> None:
-        """A request has finished or was refused: the next turn of its conversation or its client's next request follows."""
+        """Called when a request finished or was refused; schedules the next turn or the client's next request."""
         if self._next_turns:
             turn = self._next_turns.pop(row.request_id, None)
             if turn is not None:
@@ -114,7 +113,7 @@ class EventSource:
 
 
 def _next_turns(rows: list[TraceRequest]) -> dict[str, TraceRequest]:
-    """By the id of a turn: the next turn of its conversation, if that has a think time."""
+    """The next turn of the conversation, if it has a think time, by the id of each turn."""
     turns: dict[str, list[TraceRequest]] = {}
     for row in rows:
         if row.session_id is not None:

@@ -1,7 +1,7 @@
-"""Sweeps: many configurations, simulated here, in several processes or on a Ray cluster; every result is a file.
+"""Sweeps: many configurations, simulated in this process, in several processes or on a Ray cluster.
 
-A result is named by a hash of everything that it depends on and written atomically, so that a killed sweep continues
-where it was.
+Every result is a file, named by a hash of all its inputs and written atomically, so that an interrupted sweep
+can be resumed.
 """
 
 import hashlib
@@ -27,17 +27,17 @@ from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.run import SimulationResult, run_simulation
 
 SCHEMA = "tailcast.cell/3"
-#: Names for settings that make sense only together: K of the multi-tier paper is of the workload and of the cluster.
+#: Names of settings that must be equal: workload and cluster both have K of the multi-tier paper.
 JOINT = {"num_tiers": ("workload.tiers.num_tiers", "cluster.num_tiers")}
-#: Maximum number of simulations of one sweep: all are laid out before the first begins.
+#: Maximum number of simulations of one sweep, because all are listed before the first starts.
 MAX_CELLS = 1_000_000
-#: Settings whose change changes what a load of 1 is.
+#: Settings that change the capacity and thus the rate at a load of 1.
 _CAPACITY_SETTINGS = (
     "scheduler.max_num", "scheduler.num_kv_blocks", "scheduler.kv_", "cluster.num_replicas", "step_time"
 )  # fmt: skip
-#: How often a simulation is repeated whose worker or node was lost.
+#: Number of retries of a simulation whose worker or node was lost.
 RETRIES = 2
-#: More than any machine has cores.
+#: Maximum number of worker processes.
 MAX_PROCESSES = 1024
 
 Point = tuple[tuple[str, Any], ...]
@@ -46,13 +46,13 @@ Simulated = Generator[tuple[str, SimulationResult], None, None]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One simulation of a sweep; `settings` distinguish it from the others, by dotted name, the seed among them."""
+    """One simulation of a sweep; `settings` are the varied settings by dotted name, including the seed."""
 
     config: SimulationConfig
     settings: Mapping[str, Any]
 
     def key(self) -> str:
-        """SHA-256 of the configuration, the contents of the files it reads, and the version of tailcast."""
+        """SHA-256 of the configuration, the contents of its input files, and the version of tailcast."""
         config = asdict(self.config)
         content = {
             "config": config,
@@ -63,12 +63,12 @@ class Cell:
 
 
 def point_of(settings: Mapping[str, Any]) -> Point:
-    """The settings without the seed: cells of the same point differ in nothing else."""
+    """The settings without the seed; cells of the same point only differ in the seed."""
     return tuple((name, value) for name, value in settings.items() if name != "seed")
 
 
 def _files(tree: Any) -> Iterator[str]:
-    """Paths in a configuration: the trace, and files of lengths."""
+    """Input files of a configuration: the trace, and files of lengths."""
     if isinstance(tree, Mapping):
         for name, value in tree.items():
             if name in ("trace", "file") and isinstance(value, str):
@@ -76,29 +76,29 @@ def _files(tree: Any) -> Iterator[str]:
             else:
                 yield from _files(value)
     elif isinstance(tree, Sequence) and not isinstance(tree, str):
-        for one in tree:
-            yield from _files(one)
+        for item in tree:
+            yield from _files(item)
 
 
 def with_setting(config: Any, name: str, value: Any) -> Any:
-    """A copy of a dataclass (or mapping) with one setting changed, `scheduler.max_num_seqs` for instance; `InputError` if
-    there is no such setting, or the value is outside its range."""
-    head, _, rest = name.partition(".")
+    """A copy of a dataclass (or mapping) with one changed setting, such as `scheduler.max_num_seqs`;
+    `InputError` if the setting does not exist, or the value is outside its range."""
+    head, _, tail = name.partition(".")
     is_mapping = isinstance(config, Mapping)
     if not is_mapping and head not in (names := [item.name for item in fields(config)]):
         raise InputError(f"setting {name}", head, ", ".join(names))
-    if rest:
+    if tail:
         part = config.get(head) if is_mapping else getattr(config, head)
         if not isinstance(part, Mapping) and (is_mapping or not is_dataclass(part)):
-            raise InputError(f"setting {name}", head, "a setting that is set and has parts")
-        value = with_setting(part, rest, value)
+            raise InputError(f"setting {name}", head, "a group of settings that is not unset")
+        value = with_setting(part, tail, value)
     elif not is_mapping:
         _check_type(head, value, get_type_hints(type(config))[head])
     return {**config, head: value} if is_mapping else replace(config, **{head: value})
 
 
 def _check_type(name: str, value: Any, hint: Any) -> None:
-    """Raises `InputError` where a value of a setting is not of its type; options are checked by the command line."""
+    """Raises `InputError` if a value has not the type of its setting; the parser only checks options."""
     types = {get_origin(member) or member for member in get_args(hint) or (hint,)}
     if float in types:
         types.add(int)
@@ -108,8 +108,8 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
 
 
 def grid(base: SimulationConfig, vary: Mapping[str, Sequence[Any]], seeds: Sequence[int]) -> list[Cell]:
-    """All combinations of the settings `vary` (values by dotted name, or by a name in `JOINT`), each with every seed;
-    `InputError` if a setting is unknown or has no values, or a combination makes no sense."""
+    """All combinations of the settings `vary` (values by dotted name, or by a name in `JOINT`), each with
+    every seed. `InputError` if a setting is unknown or has no values, or a combination is invalid."""
     for name, values in vary.items():
         if not values:
             raise InputError(f"values of {name}", values, "at least one")
@@ -136,17 +136,17 @@ def grid(base: SimulationConfig, vary: Mapping[str, Sequence[Any]], seeds: Seque
 
 
 def _check_load(base: SimulationConfig, vary: Mapping[str, Sequence[Any]]) -> None:
-    """A load is a fraction of a capacity: where that differs from cell to cell, cells would get different arrivals."""
+    """Raises InputError for loads with varying capacity, because cells would then differ in arrivals."""
     if base.load is None and "load" not in vary:
         return
     for name in vary:
         if name.startswith(_CAPACITY_SETTINGS):
-            allowed = f"rate instead, as {name} changes what a load is"
+            allowed = f"unset; use rate, because {name} changes the capacity that a load refers to"
             raise InputError("load", base.load or list(vary["load"]), allowed)
 
 
 class CellStore:
-    """Results by key in a folder, which is made if it is missing; `InputError` if it cannot be made."""
+    """Results by key in a folder, which is created if missing; `InputError` if it cannot be created."""
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = writable_target(Path(folder) / "cell", "out").parent
@@ -156,7 +156,7 @@ class CellStore:
         return self._folder / f"{key[:24]}.json"
 
     def read(self, key: str) -> dict[str, Any] | None:
-        """The result; None if it is not there yet, `InputError` if what is there was not written by a sweep."""
+        """The result; None if it does not exist yet, `InputError` if the file was not written by a sweep."""
         path = self.path(key)
         if not path.exists():
             return None
@@ -164,13 +164,13 @@ class CellStore:
             content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             matches = content["key"] == key and content["schema"] == SCHEMA
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise InputError("out", str(path), "a folder with files of sweeps alone") from error
+            raise InputError("out", str(path), "a folder that only has files of sweeps") from error
         if not matches:
             raise InputError("out", str(path), f"a result of schema {SCHEMA} with key {key}")
         return content
 
     def write(self, key: str, cell: Cell, result: SimulationResult) -> dict[str, Any]:
-        """Writes a result, atomically; returns what `read` will."""
+        """Writes a result atomically; returns the content, as `read` does."""
         content = {"schema": SCHEMA, "key": key, "settings": dict(cell.settings)}
         content |= {name: getattr(result, name) for name in ("config", "versions", "trace", "metrics")}
         write_json(self.path(key), content)
@@ -184,8 +184,8 @@ class SweepWorkers:
     workers: int = 1
     """Processes on this machine."""
     ray: bool = False
-    """Use a Ray cluster instead (extra: ray). Every node needs this version of tailcast, and the input files under the same
-    path."""
+    """Use a Ray cluster instead (extra: ray). Every node needs this version of tailcast, and the input files
+    at the same path."""
     ray_address: str | None = None
     """Address of the Ray cluster (HOST:PORT, ray://HOST:PORT or auto). Unset: that of the environment variable
     RAY_ADDRESS, or a new one on this machine."""
@@ -193,19 +193,19 @@ class SweepWorkers:
     def __post_init__(self) -> None:
         check_ranges(self, workers=(1, MAX_PROCESSES))
         if self.ray and self.workers > 1:
-            raise InputError("workers", self.workers, "1 with ray, whose cluster has workers of its own")
+            raise InputError("workers", self.workers, "1 with ray, because the cluster has its own workers")
         if self.ray_address is not None and not self.ray:
             raise InputError("ray_address", self.ray_address, "unset without ray")
 
     def ready(self) -> AbstractContextManager[Any]:
-        """Keeps the Ray cluster for several calls of `run_cells`; see `ray_cluster` for errors."""
+        """Context that keeps the Ray cluster for several calls of `run_cells`; errors: see `ray_cluster`."""
         if not self.ray:
             return nullcontext()
         return ray_cluster(self.ray_address or os.environ.get("RAY_ADDRESS") or LOCAL, "ray_address")
 
 
 def simulate_cell(cell: Cell) -> SimulationResult:
-    """One cell, without the records of its requests."""
+    """Simulates one cell; drops the records of its requests."""
     result = run_simulation(cell.config)
     result.records.clear()
     return result
@@ -217,13 +217,13 @@ def run_cells(
     workers: SweepWorkers = SweepWorkers(),
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """Results of all cells in their order; those in the store are read, the others simulated, by default in this process, and
-    stored at once. `progress` is called with the number of cells that are done since the last call.
+    """Results of all cells in order. Cells in the store are read; the others are simulated, by default in this
+    process, and stored at once. `progress` is called with the number of cells finished since the last call.
 
     Raises:
-        InputError: A cell cannot be simulated, or there is no cluster at the address; finished cells stay in the store.
-        MissingExtraError: Ray is requested and not installed.
-        TailcastError: A cell was lost on the Ray cluster again and again, or a node has another version of tailcast.
+        InputError: A cell is invalid, or there is no cluster at the address; finished cells stay in the store.
+        MissingExtraError: Ray is requested but not installed.
+        TailcastError: A cell was lost on the Ray cluster after all retries, or a node has another version of tailcast.
     """
     keys = [cell.key() for cell in cells]
     results = {key: stored for key in dict.fromkeys(keys) if (stored := store.read(key)) is not None}
@@ -238,7 +238,7 @@ def run_cells(
 
 
 def _simulate(todo: dict[str, Cell], workers: SweepWorkers) -> Simulated:
-    """(key, result) of every cell as it is done."""
+    """(key, result) of every cell when it is finished."""
     if workers.ray:
         yield from _on_ray(todo)
     elif workers.workers == 1:
@@ -250,8 +250,8 @@ def _simulate(todo: dict[str, Cell], workers: SweepWorkers) -> Simulated:
 
 def _in_processes(todo: dict[str, Cell], num: int) -> Simulated:
     dead = (
-        "a process that simulated died, killed or out of memory; simulations that are done are kept, the same "
-        "command continues from there; fewer --workers need less memory"
+        "a worker process died (killed or out of memory); finished simulations are kept, run the same command "
+        "again to continue; fewer --workers need less memory"
     )
     with worker_processes(num, dead) as pool:
         with _interrupts_blocked():
@@ -262,7 +262,7 @@ def _in_processes(todo: dict[str, Cell], num: int) -> Simulated:
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Started processes inherit it: Ctrl-C, which reaches the whole group, is handled by the parent."""
+    """Blocks SIGINT in processes started meanwhile, so that only the parent handles Ctrl-C."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -274,7 +274,7 @@ def _interrupts_blocked() -> Iterator[None]:
 
 
 def _on_ray(todo: dict[str, Cell]) -> Simulated:
-    """On the cluster that this process is connected to."""
+    """Simulates on the cluster to which this process is connected."""
     import ray
 
     remote = ray.remote(num_cpus=1, max_retries=RETRIES)(simulate_cell)
@@ -282,7 +282,7 @@ def _on_ray(todo: dict[str, Cell]) -> Simulated:
     local = metadata.version("tailcast")
     while waiting:
         (done,), _ = ray.wait(list(waiting), num_returns=1)
-        key, consequence = waiting.pop(done), "those that are done are kept"
+        key, consequence = waiting.pop(done), "finished simulations are kept"
         result: SimulationResult = fetch_result(ray, done, "a simulation", RETRIES, consequence)
         version = result.versions["tailcast"]
         if version != local:

@@ -1,4 +1,4 @@
-"""Results as tables: Parquet, CSV or JSON lines by the name's ending."""
+"""Results as tables: Parquet, CSV or JSON lines, by the suffix of the file name."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,12 +14,12 @@ from scheduler_core.table_files import import_pyarrow, open_parquet, readable
 TABLE_SUFFIXES = (".parquet", ".csv", ".jsonl")
 #: Columns [n] by name: integers, numbers (NaN: empty) or text (objects; None: empty).
 Columns = dict[str, NDArray[Any]]
-#: Rows that are turned into text at a time.
+#: Number of rows per batch in the conversion to text.
 _BATCH_ROWS = 50_000
 
 
 def check_table_path(path: str | Path, field: str) -> Path:
-    """The path of a table; `InputError` if its name ends in something else, or the folder cannot be written to."""
+    """The path of a table; `InputError` if its suffix is not supported, or the folder is not writable."""
     target = Path(path)
     if target.suffix not in TABLE_SUFFIXES:
         raise InputError(field, str(path), "a name that ends in " + ", ".join(TABLE_SUFFIXES))
@@ -27,11 +27,10 @@ def check_table_path(path: str | Path, field: str) -> Path:
 
 
 def write_table(columns: Mapping[str, Any], path: str | Path, schema: str, field: str) -> None:
-    """Writes columns as Parquet, CSV or JSON lines by the name's ending, atomically; `field` is the option that names the
-    path.
+    """Writes columns as Parquet, CSV or JSON lines, by the suffix, atomically; `field` is the option with the path.
 
-    A column has values [n], None or NaN where there is none; values of several types become text. Parquet gets the name of
-    the `schema` as metadata `tailcast.schema`.
+    A column has values [n]; None or NaN are missing values. Values of mixed types are converted to text. In
+    Parquet the metadata `tailcast.schema` is set to `schema`.
     """
     target = check_table_path(path, field)
     pa, pq = import_pyarrow()
@@ -58,13 +57,13 @@ def _array(pa: Any, values: Any) -> Any:
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Columns of rows; None where a row does not have the column."""
+    """Rows converted to columns; None if a row does not have the column."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
 
 
 def read_columns(path: str | Path, names: Sequence[str], schema: str, field: str) -> Columns:
-    """Columns of a Parquet table that `write_table` wrote; `InputError` if it is not one, or another version wrote it."""
+    """Columns of a Parquet table of `write_table`; `InputError` if it is invalid or has another schema."""
     parquet = open_parquet(path, field)
     stored = (parquet.schema_arrow.metadata or {}).get(b"tailcast.schema", b"").decode("utf-8", "replace")
     if stored != schema:

@@ -1,4 +1,4 @@
-"""Request traces: what arrives when, and (for the simulator only) true output lengths; read from files and written."""
+"""Reading and writing of request traces: arrivals and, for the simulator only, true output lengths."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from scheduler_core.request import MAX_TIERS, Request
 from scheduler_core.simulator.tables import write_table
 from scheduler_core.table_files import file_rows
 
-#: Latest arrival in seconds: the simulated clock is a float, which has a resolution of 2 microseconds there. Times since
+#: Latest arrival in seconds. The simulated clock, a float, has a resolution of 2 microseconds at this time. Times since
 #: 1970 are below it.
 MAX_TIME_S = 1e10
 #: Maximum number of tokens of a prompt or an output.
@@ -58,20 +58,20 @@ _request_values = attrgetter(*_OF_REQUEST)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRequest:
-    """One row of a trace; fields of the same names as those of `Request` have their meanings.
+    """One row of a trace; fields that `Request` also has are documented there.
 
     Attributes:
-        arrival_s: Seconds from the start of the trace; of a later turn of a conversation the earliest possible arrival,
-            see `think_time_s`.
-        output_tokens: True length of the output, from 1 to max_tokens; for the simulator alone.
-        max_tokens: The request's own limit, or the default for requests without one.
+        arrival_s: Seconds from the start of the trace; for later turns of a conversation the earliest
+            possible arrival, see `think_time_s`.
+        output_tokens: True length of the output, from 1 to max_tokens; only for the simulator.
+        max_tokens: Maximum number of output tokens; a default for requests without a limit.
         model: Name of the served model, for live predictors.
         category: Kind of request, such as reasoning or chat.
-        session_id: Conversation that it is a turn of; None: none.
+        session_id: Conversation of which it is a turn; None: no conversation.
         turn: Number of the turn in its conversation, from 0.
-        think_time_s: Seconds between the end of the previous turn and this turn's arrival; None: it arrives at
-            `arrival_s` in any case.
-        prefix_tokens: Leading tokens of the prompt that the previous turn has left in the cache, 0 to prompt_tokens - 1.
+        think_time_s: Seconds between the end of the previous turn and the arrival of this one; None: it
+            always arrives at `arrival_s`.
+        prefix_tokens: Leading prompt tokens that are in the cache after the previous turn, 0 to prompt_tokens - 1.
     """
 
     request_id: str
@@ -96,14 +96,14 @@ class TraceRequest:
     prefix_tokens: int = 0
 
     def request(self, cached_prefix_tokens: int = 0) -> Request:
-        """The request as the scheduler sees it, without the true length; `InputError` if a value is outside its range."""
+        """The request for the scheduler, without the true length; `InputError` if a value is invalid."""
         values = zip(_OF_REQUEST, _request_values(self), strict=True)
         return Request(**dict(values), cached_prefix_tokens=cached_prefix_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in the order of their arrival; `sha256` is that of their file, empty without one."""
+    """Requests in the order of their arrival; `sha256` is the hash of the file, empty without a file."""
 
     requests: tuple[TraceRequest, ...]
     source: str = ""
@@ -114,12 +114,12 @@ class Trace:
 
     @property
     def mean_rate_rps(self) -> float | None:
-        """Arrivals per second from the first to the last; None if they all come at once."""
+        """Arrivals per second between the first and the last one; None if all arrive at the same time."""
         span = self.requests[-1].arrival_s - self.requests[0].arrival_s
         return (len(self) - 1) / span if span > 0 and math.isfinite(span) else None
 
     def fingerprint(self) -> str:
-        """SHA-256 of ids, arrivals, lengths, limits and tiers in order: equal for the same requests from any file."""
+        """SHA-256 of ids, tenants, arrivals, lengths, limits and tiers, independent of the file format."""
         digest = hashlib.sha256()
         for name in ("request_id", "tenant"):
             digest.update("\0".join(getattr(row, name) for row in self.requests).encode())
@@ -139,17 +139,17 @@ class Trace:
 def load_trace(
     path: str | Path, *, need_arrivals: bool = True, default_max_tokens: int | None = None
 ) -> Trace:
-    """Reads a trace from JSON lines (.jsonl), CSV (.csv) or Parquet (.parquet); an `InputError` names row, column and value
-    that cannot be used, and what could.
+    """Reads a trace from JSON lines (.jsonl), CSV (.csv) or Parquet (.parquet). `InputError` with row,
+    column, value and allowed values if it is invalid.
 
-    Columns: those of `TraceRequest`, of which request_id, arrival_s, prompt_tokens, output_tokens and max_tokens are needed;
-    a predicted log-t length is in mu, sigma, nu (all three or none). Others are ignored, and an empty value is that of a
-    missing column. Rows are sorted by arrival.
+    Columns are the fields of `TraceRequest`; request_id, arrival_s, prompt_tokens, output_tokens and
+    max_tokens are required. A predicted log-t length is in mu, sigma, nu (all three or none). Other columns
+    are ignored; empty values are treated as missing. Rows are sorted by arrival.
 
     Args:
-        need_arrivals: False if arrival times will be drawn: arrival_s may then be missing or empty and is 0.
-        default_max_tokens: max_tokens of the requests that have none, as in public traces; outputs may not be longer.
-            None: every request needs max_tokens of its own.
+        need_arrivals: False if arrival times will be drawn: arrival_s may then be missing or empty and is set to 0.
+        default_max_tokens: max_tokens of requests without one, as in public traces; outputs must not be
+            longer. None: every request must have max_tokens.
     """
     file = existing_file(path, "trace")
     defaults = {} if need_arrivals else {"arrival_s": 0.0}
@@ -169,7 +169,7 @@ def load_trace(
 
 
 def _request(location: str, row: Mapping[str, Any], defaults: Mapping[str, float]) -> TraceRequest:
-    """The request of one row of a file, all values checked."""
+    """Validates one row of a file and converts it to a request."""
 
     def error(name: str, value: object, allowed: str) -> InputError:
         if name == "max_tokens":
@@ -224,8 +224,8 @@ def _request(location: str, row: Mapping[str, Any], defaults: Mapping[str, float
 
 
 def write_trace(trace: Trace, path: str | Path) -> None:
-    """Writes a trace as JSON lines, CSV or Parquet by the name's ending, atomically; `load_trace` reads it back. Optional
-    columns in which every row has the default are left out."""
+    """Writes a trace for `load_trace` as JSON lines, CSV or Parquet, by the suffix, atomically. Optional
+    columns that only have default values are omitted."""
     defaults = {item.name: item.default for item in fields(TraceRequest)}
     columns = {}
     for name in COLUMNS:

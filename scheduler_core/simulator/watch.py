@@ -1,6 +1,6 @@
-"""Observations of a run that its records do not have: gaps between tokens (TBT), memory in use, every step.
+"""Observations of a run beyond its records: gaps between tokens (TBT), KV cache usage, every step.
 
-Gaps take little memory: a histogram per class, the longest gap per request.
+Gaps are stored compactly: one histogram per class, and the longest gap of each request.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from scheduler_core.scheduler import Scheduler
 from scheduler_core.simulator.step_time.base import StepGroups
 from scheduler_core.simulator.tables import Columns
 
-#: Ratio of the bounds of a bin: quantiles are right to half a percent.
+#: ln of the ratio of the bounds of a bin; quantiles are accurate to 0.5 %.
 _RATIO = math.log(1.005)
 _LOWEST_S = 1e-6
 _NUM_BINS = 5600  # to 1e6 s
 
-#: Tier and tenant of a request: its gaps are counted by it.
+#: Tier and tenant of a request, by which gaps are counted.
 GapClass = tuple[int, str]
 GAP_CLASS = ("tier", "tenant")
 #: Levels of the quantiles that are reported.
@@ -45,7 +45,7 @@ def _bin(gap_s: float) -> int:
 
 @dataclass(slots=True, eq=False)
 class GapHistogram:
-    """Gaps in bins whose bounds grow by 0.5 %, their sum and the longest, in seconds."""
+    """Histogram of gaps with bounds that grow by 0.5 %, their sum and maximum, in seconds."""
 
     counts: np.ndarray = field(default_factory=lambda: np.zeros(_NUM_BINS, np.int64))
     total_s: float = 0.0
@@ -58,7 +58,7 @@ class GapHistogram:
         self.longest_s = max(self.longest_s, gap_s)
 
     def add_steps(self, steps: StepGroups, num: int) -> None:
-        """Counts the duration of every step as `num` gaps; O(bins that they fall into)."""
+        """Counts the duration of every step as `num` gaps; O(affected bins)."""
         for group in steps:
             if group.growth_s == 0.0:
                 self.add(group.first_s, num * group.num_steps)
@@ -76,7 +76,7 @@ class GapHistogram:
             self.longest_s = max(self.longest_s, group.longest_s)
 
     def quantile(self, level: float) -> float:
-        """Quantile of the gaps, right to 0.5 %; NaN without gaps."""
+        """Quantile of the gaps, accurate to 0.5 %; NaN without gaps."""
         total = int(self.counts.sum())
         if total == 0:
             return math.nan
@@ -91,14 +91,13 @@ class GapHistogram:
         return named_statistics(self.total_s / total, [*map(self.quantile, QUANTILES)], self.longest_s)
 
     def curve(self) -> tuple[np.ndarray, np.ndarray]:
-        """(gaps in seconds, fraction of gaps up to there): the distribution function."""
+        """Distribution function as (gaps in seconds, fraction of gaps up to each)."""
         used = np.flatnonzero(self.counts)
         total = max(1, int(self.counts.sum()))
         return _LOWEST_S * np.exp((used + 0.5) * _RATIO), np.cumsum(self.counts)[used] / total
 
     @classmethod
     def merged(cls, parts: Iterable[GapHistogram]) -> GapHistogram:
-        """All gaps together."""
         merged = cls()
         for part in parts:
             merged.counts += part.counts
@@ -109,8 +108,8 @@ class GapHistogram:
 
 @dataclass(slots=True)
 class TokenGaps:
-    """Gaps between the tokens of the same request: histograms by class, the longest in seconds by request id. Steps that were
-    taken at once count each with its own duration, and cost no more for that."""
+    """Gaps between tokens of the same request: histograms by class, the longest gap in seconds by request id.
+    Combined steps are counted with their individual durations at no extra cost."""
 
     by_class: defaultdict[GapClass, GapHistogram] = field(default_factory=lambda: defaultdict(GapHistogram))
     longest_s: dict[str, float] = field(default_factory=dict)
@@ -118,8 +117,8 @@ class TokenGaps:
     def add_decodes(
         self, states: Sequence[RequestState], start_s: float, first_end_s: float, rest: StepGroups = ()
     ) -> None:
-        """Counts the gaps of requests that each got a token in every one of some steps: start and end of the first, durations
-        of the others. Called before `complete`."""
+        """Counts the gaps of requests that got a token in each of some steps, with start and end of the first
+        step and durations of the others. Called before `complete`."""
         step_s = first_end_s - start_s
         longest_rest_s = max([steps.longest_s for steps in rest], default=0.0)
         num_regular: dict[GapClass, int] = {}
@@ -145,16 +144,16 @@ class TokenGaps:
 
     def merged(self, field: str | None = None, value: object = None) -> GapHistogram:
         """The gaps of all requests, or of those with this value of a field of `GAP_CLASS`."""
-        at = None if field is None else GAP_CLASS.index(field)
-        parts = (part for one, part in self.by_class.items() if at is None or one[at] == value)
+        index = None if field is None else GAP_CLASS.index(field)
+        parts = (part for key, part in self.by_class.items() if index is None or key[index] == value)
         return GapHistogram.merged(parts)
 
 
 class LockstepGaps:
-    """Gaps of requests that decode in lockstep: the cost of a step does not depend on their number.
+    """Gaps of requests that decode in lockstep; the cost of a step does not depend on their number.
 
-    The longest gap of a request is that of its first step, or the longest of all common gaps since. Of those only the ones
-    are stored that no later gap exceeds: the first of them after a request has joined is its longest.
+    The longest gap of a request is that of its first step, or the longest of all common gaps since. Only common
+    gaps that no later gap exceeds are stored; the first of them after the request has joined is its longest.
     """
 
     def __init__(self, gaps: TokenGaps) -> None:
@@ -163,11 +162,11 @@ class LockstepGaps:
         self._last_s = 0.0
         #: Requests without a step so far: class, time of the last token.
         self._new: dict[str, tuple[GapClass, float]] = {}
-        #: The others: class, number of the first common gap after their own first one, and that first one.
+        #: Other requests: class, index of the first common gap after their first gap; length of the latter.
         self._since: dict[str, tuple[GapClass, int]] = {}
         self._first_s: dict[str, float] = {}
         self._num_of: dict[GapClass, int] = {}
-        #: Numbers and lengths of the common gaps that no later one exceeds; the lengths fall.
+        #: Indices and (decreasing) lengths of the common gaps that no later one exceeds.
         self._long_at: list[int] = []
         self._long_s: list[float] = []
         self._num_gaps = 0
@@ -176,11 +175,11 @@ class LockstepGaps:
         return len(self._new) + len(self._since)
 
     def join(self, state: RequestState, last_s: float) -> None:
-        """A request decodes from the next step on; its last token came at `last_s`."""
+        """Adds a request that decodes from the next step on; its last token was at `last_s`."""
         self._new[state.request_id] = ((state.request.tier, state.request.tenant), last_s)
 
     def leave(self, request_id: str) -> None:
-        """A request decodes no longer; ignored if it did not."""
+        """Removes a request that no longer decodes; ignores unknown requests."""
         if self._new.pop(request_id, None) is not None or request_id not in self._since:
             return
         name, since = self._since.pop(request_id)
@@ -195,12 +194,12 @@ class LockstepGaps:
             self._gaps.longest_s[request_id] = longest_s
 
     def keep(self, request_ids: Iterable[str] = ()) -> None:
-        """All requests but these decode no longer."""
+        """Removes all requests except these."""
         for name in {*self._new, *self._since}.difference(request_ids):
             self.leave(name)
 
     def add_decodes(self, first_end_s: float, end_s: float, rest: StepGroups) -> None:
-        """Counts the gaps of some steps of all: the end of the first and of the last, durations of all but the first."""
+        """Counts the gaps of common steps, with ends of the first and last, durations of all but the first."""
         gaps, num_of = self._gaps, self._num_of
         if num_of:
             gap_s = first_end_s - self._last_s
@@ -222,7 +221,7 @@ class LockstepGaps:
         self._last_s = end_s
 
     def _add_common(self, gap_s: float) -> None:
-        """Appends a common gap; shorter ones before it are no longer needed."""
+        """Appends a common gap and drops earlier ones that are not longer."""
         at, lengths = self._long_at, self._long_s
         while lengths and lengths[-1] <= gap_s:
             at.pop()
@@ -237,8 +236,8 @@ STEPS_SCHEMA = "tailcast.simulated_steps/2"
 
 @dataclass(slots=True)
 class Step:
-    """A plan that a replica is carrying out `num_steps` times; of several steps the end of the first, and the durations of
-    the others."""
+    """A plan that a replica executes `num_steps` times; `first_end_s` is the end of the first of them, and
+    `rest` has the durations of the others."""
 
     plan: StepPlan
     num_steps: int
@@ -249,11 +248,11 @@ class Step:
 
 
 class StepTable:
-    """One row per step of a replica, or per run of equal steps that was taken at once.
+    """Table with one row per step of a replica, or per run of combined equal steps.
 
-    Of steps taken at once a row has the work of each: `num_decodes` requests got a token in each of the `num_steps` steps
-    between `start_s` and `end_s`; `num_prefill_tokens` of `num_prefills` requests were processed; `num_context_tokens` is
-    what the first of them read from the cache. `num_running`, `num_waiting` and `num_kv_blocks` (in use) are as of the end.
+    A row has the work of each of its `num_steps` steps between `start_s` and `end_s`: `num_decodes` requests got a token,
+    `num_prefill_tokens` tokens of `num_prefills` requests were processed; `num_context_tokens` is the number of tokens
+    read from the cache in the first step. `num_running`, `num_waiting` and `num_kv_blocks` (in use) are values at the end.
     """
 
     _NAMES = (
@@ -274,8 +273,8 @@ class StepTable:
         ))  # fmt: skip
 
     def columns(self, seed: int) -> Columns:
-        """Columns [n] in the order in which the steps ended: the seed, the replica, times and counts, and `step_s` (mean
-        duration of one step), `batch_size` (requests in it), `num_tokens` (tokens it processed) and `kv_usage`."""
+        """Columns [n] in the order of the ends of the steps: seed, replica, times, counts, `step_s` (mean duration
+        of a step), `batch_size` (requests per step), `num_tokens` (processed tokens per step) and `kv_usage`."""
         values = [np.array(column) for column in zip(*self._rows, strict=True)]
         named = dict(zip(self._NAMES, values, strict=True))
         return {
@@ -291,8 +290,8 @@ class StepTable:
 
 @dataclass(slots=True)
 class RunWatch:
-    """Observations of all replicas of one run: gaps between tokens; every step, None: not recorded; the integral over time of
-    the fraction of KV blocks in use, summed over replicas, with that time, and the fraction at its highest."""
+    """Observations of all replicas of one run: gaps between tokens; the table of steps (None: not recorded); the
+    fraction of KV blocks in use, as an integral over time and replicas, with the integrated time, and its maximum."""
 
     gaps: TokenGaps = field(default_factory=TokenGaps)
     steps: StepTable | None = None
@@ -321,9 +320,9 @@ class ReplicaWatch:
         self._prefilled: list[RequestState] = []
 
     def before_complete(self, step: Step) -> None:
-        """Called at the end of a step, before the scheduler has completed it; adds the gaps that end in it."""
+        """Called at the end of a step, before `Scheduler.complete`; adds the gaps that end in it."""
         plan, scheduler, gaps, lockstep = step.plan, self._scheduler, self._watch.gaps, self._lockstep
-        self._prefilled = [scheduler.state(one.request_id) for one in plan.prefills if one.is_last]
+        self._prefilled = [scheduler.state(chunk.request_id) for chunk in plan.prefills if chunk.is_last]
         # A request whose cache was recomputed samples its next token at the end of a prefill.
         recomputed = [state for state in self._prefilled if state.last_token_s is not None]
         if lockstep is not None and scheduler.num_common_steps is None:
@@ -347,7 +346,7 @@ class ReplicaWatch:
             gaps.add_decodes(recomputed, step.start_s, step.end_s)
 
     def after_complete(self, step: Step, finished: Iterable[Finished]) -> None:
-        """Called when the scheduler has completed the step."""
+        """Called after `Scheduler.complete`."""
         scheduler, watch = self._scheduler, self._watch
         if self._lockstep is not None:
             for state in self._prefilled:

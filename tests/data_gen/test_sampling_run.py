@@ -250,7 +250,7 @@ def test_a_second_process_is_kept_out(out: Path) -> None:
     refused: list[WorkResult] = []
 
     def intrude(result: WorkResult) -> None:
-        with pytest.raises(InputError, match="no other process is working on"):
+        with pytest.raises(InputError, match="no other process has locked"):
             run(out)
         refused.append(result)
 

@@ -128,7 +128,7 @@ def test_broken_json_is_refused(tmp_path: Path) -> None:
         (b"{", "valid JSON"),
         (b"\xff\xfe\x00", "valid JSON"),
         (b'{"format_version": true}', "format_version: got True"),
-        (b'{"nu": 1, "a": {"b": 1, "b": 2}}', "the key 'b' stands twice"),
+        (b'{"nu": 1, "a": {"b": 1, "b": 2}}', "the key 'b' occurs twice"),
         (b'{"nu": NaN}', "NaN is not a finite number"),
         (b'{"a": ' * 101 + b"1" + b"}" * 101, "deeper than 100 levels"),
         (b'{"a":' + b"[" * 100_000, "nested too deeply"),

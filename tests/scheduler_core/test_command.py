@@ -89,8 +89,8 @@ def error_of(arguments: list[str], capsys: Capsys) -> str:
     ("text", "named"),
     [
         (bomb(), "alias *a0: aliases are not supported"),
-        ("out: x\ncount: 1\ncount: 2\n", "line 3: 'count' is there twice"),
-        ("inner:\n  rate: 1\n  rate: 2\n", "'rate' is there twice"),
+        ("out: x\ncount: 1\ncount: 2\n", "line 3: repeated key 'count'"),
+        ("inner:\n  rate: 1\n  rate: 2\n", "repeated key 'rate'"),
         ("[" * 200, "nested lists and mappings"), ("inner: [1]\n", "inner"),
         ("count: null\n", "count: got None"), ("count: " + "9" * 5000, "Exceeds the limit"),
         ("count: 9223372036854775808", "count: got 9223372036854775808; allowed: integers of 64 bits"),

@@ -196,17 +196,17 @@ def test_any_number_of_runs_by_name_and_a_verdict(tmp_path: Path, capsys: pytest
     text = capsys.readouterr().out
     assert text.startswith("Verdict")
     assert "bound: configured differently" in text and "spf: all metrics" in text  # noqa: PT018
-    for num, told in ((1, "two results or more"), (2, "fcfs is there twice")):
+    for num, told in ((1, "two results or more"), (2, "fcfs is repeated")):
         assert typed("compare" + num * f" {folder}/fcfs.json") == 2
         assert told in capsys.readouterr().err
 
 
 def test_a_hint_where_nobody_waited(trace: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert run(trace, "--policy fcfs --load 0.05") == 0
-    assert "nobody waited: load " in caplog.text and "of 64 slots" in caplog.text  # noqa: PT018
+    assert "no request waited: on average " in caplog.text and "of 64 slots" in caplog.text  # noqa: PT018
     caplog.clear()
     assert run(trace, "--policy fcfs --load 1.5") == 0
-    assert "nobody waited" not in caplog.text
+    assert "no request waited" not in caplog.text
 
 
 def test_other_requests_or_versions_are_not_compared(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:

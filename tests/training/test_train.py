@@ -243,7 +243,7 @@ def test_a_finished_checkpoint_is_replaced_only_on_demand(bert, samples, tmp_pat
     before = weights(out)
     with pytest.raises(InputError, match="out: .*--overwrite true replaces this checkpoint"):
         train(tiny(bert, samples, out, seed=1))
-    refused = pytest.raises(InputError, match="a run that no other process is working on")
+    refused = pytest.raises(InputError, match="a folder that no other process has locked")
     with locked_folder(tmp_path / "out.partial", "out"), refused:
         train(tiny(bert, samples, out, seed=1, overwrite=True))
     assert same(before, weights(out))

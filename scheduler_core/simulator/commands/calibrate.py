@@ -1,4 +1,4 @@
-"""`simulate calibrate`: measures a live engine and fits a model of its step times to it, with the error on another load."""
+"""`simulate calibrate`: fits a model of step times to a live engine, and validates it on another load."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 SCHEMA = "tailcast.calibration/1"
 Kind = Literal["linear", "staircase"]
 
-#: Steps further from the fit than so many median deviations are hiccups of the machine and left out.
+#: Steps whose relative error exceeds this multiple of the median error are outliers and left out.
 OUTLIER = 5.0
 #: Fitted parameters by model.
 PARAMETERS: dict[str, tuple[str, ...]] = {
@@ -46,33 +46,33 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
 class EngineCalibrationConfig(Endpoint):
     """Measure a live OpenAI-compatible engine at one load, fit step times, and predict another load.
 
-    An API key is taken from the environment, OPENAI_API_KEY.
+    The API key is read from the environment variable OPENAI_API_KEY.
     """
 
     OUTPUTS = ("json",)
 
     json: str
-    """Where to write the result: the model and its parameters for simulate run, and the errors on both loads."""
+    """Path of the result: the model with its parameters for simulate run, and the errors on both loads."""
     overwrite: bool = False
-    """Replace files at the outputs."""
+    """Replace existing output files."""
     rate: float = 1.0
-    """Requests per second of the load that the model is fitted to."""
+    """Requests per second of the load to which the model is fitted."""
     held_out_rate: float = 2.0
-    """Requests per second of the load that the fitted model has to predict."""
+    """Requests per second of the load that the fitted model predicts."""
     num_requests: int = 60
-    """Requests of each load."""
+    """Number of requests of each load."""
     rounds: int = 3
-    """Parts of each load, measured alternately, so that a machine that gets slower does so for both."""
+    """Number of parts of each load, measured alternately, so that a slowdown of the machine affects both loads."""
     prompt_words: tuple[int, int] = (8, 512)
-    """Shortest and longest prompt in words, about as many tokens; drawn evenly on a logarithmic scale."""
+    """Minimum and maximum length of prompts in words (about as many tokens), log-uniformly distributed."""
     output_tokens: tuple[int, int] = (8, 128)
-    """Smallest and largest max_tokens, drawn likewise."""
+    """Minimum and maximum of max_tokens, log-uniformly distributed."""
     model: Kind = "linear"
     """The fitted model: linear, staircase (RAD, Eq. 7)."""
     seed: int = 0
     """Seed of prompts and arrivals."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    """Limits of the measured engine, as it was started."""
+    """Limits of the measured engine, as configured at its start."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,19 +83,19 @@ class EngineCalibrationConfig(Endpoint):
         for name in ("prompt_words", "output_tokens"):
             low, high = getattr(self, name)
             if not 1 <= low <= high:
-                raise InputError(name, (low, high), "two integers > 0, the smaller one first")
+                raise InputError(name, (low, high), "two integers > 0 in ascending order")
         check_choice("model", self.model, PARAMETERS)
 
 
 def run(config: EngineCalibrationConfig) -> None:
-    """Carries out `simulate calibrate`."""
+    """Runs `simulate calibrate`."""
     target = writable_target(config.json, "json")
     with progress_bar(2 * config.num_requests, "measuring") as bar:
         api_key = os.environ.get("OPENAI_API_KEY")
         result = run_calibration(config, api_key=api_key, progress=bar.update)
     write_json(target, {"schema": SCHEMA, **result})
     error = result["held_out"]["error"]["ttlt_s"]
-    logger.info("%s: mean ttlt of the held-out load off by %+.1f %%", config.model, 100 * error)
+    logger.info("%s: error of the mean ttlt of the held-out load %+.1f %%", config.model, 100 * error)
 
 
 def run_calibration(
@@ -106,9 +106,9 @@ def run_calibration(
 ) -> dict[str, Any]:
     """Measures both loads alternately, and fits the model to the first.
 
-    The result has `step_time` (name and parameters, for `make_step_time`), `num_steps` that it was fitted to, `num_outliers`
-    among them left out as hiccups, `median_step_error` and `held_out_median_step_error` (relative, of a step of each load),
-    `fitted` and `held_out` (`latency_error` of each load), and `config`.
+    The result has `step_time` (name and parameters, for `make_step_time`), `num_steps` and `num_outliers`
+    (measured steps, and those left out of the fit), `median_step_error` and `held_out_median_step_error`
+    (relative, for a step of each load), `fitted` and `held_out` (`latency_error` of each load), and `config`.
     """
     generators = [np.random.default_rng([config.seed, number]) for number in range(2)]
     parts: list[list[list[Probe]]] = [[], []]
@@ -118,7 +118,7 @@ def run_calibration(
             send(config, measured[-1], api_key=api_key, progress=progress)
     first, second = map(joined, parts)
     fit = fit_step_time(step_samples(first), config.model)
-    errors = [abs(fit.step_time.step_s(one.work) / one.seconds - 1) for one in step_samples(second)]
+    errors = [abs(fit.step_time.step_s(step.work) / step.seconds - 1) for step in step_samples(second)]
     return {
         "config": asdict(config),
         "step_time": {"name": config.model, "parameters": fit.parameters},
@@ -150,35 +150,35 @@ def draw_probes(
 
 
 def joined(parts: Sequence[Sequence[Probe]]) -> list[Probe]:
-    """Separate measurements as one: each begins a second after the end of the one before."""
+    """Concatenates separate measurements; each starts a second after the end of the previous one."""
     responses: list[Probe] = []
     start_s = 0.0
     for part in parts:
         responses += [
-            replace(one, sent_s=one.sent_s + start_s, token_s=[at_s + start_s for at_s in one.token_s])
-            for one in part
+            replace(probe, sent_s=probe.sent_s + start_s, token_s=[at_s + start_s for at_s in probe.token_s])
+            for probe in part
         ]
-        start_s = 1.0 + max((max([one.sent_s, *one.token_s]) for one in responses), default=start_s)
+        start_s = 1.0 + max((max([probe.sent_s, *probe.token_s]) for probe in responses), default=start_s)
     return responses
 
 
 def step_samples(responses: Sequence[Probe]) -> list[StepSample]:
-    """Steps of the engine, as far as the times of tokens show them.
+    """Steps of the engine, inferred from the times of tokens.
 
-    The time between two tokens of a request is one step, in which every other request between its first and its last
-    token generates a token too, and every request whose first token comes at its end had its prompt processed. The time
-    to the first token of a request that met an idle engine is the step of its prompt. Responses in which chunks held
-    several tokens show no steps and only count for the others.
+    The time between two tokens of a request is one step. Its decodes are all requests between their first and
+    last token; its prefills are the requests whose first token is at its end. The time to the first token of
+    a request on an idle engine is the step of its prompt. Responses with several tokens in a chunk yield no
+    steps, but are part of the work of other steps.
     """
-    complete = [one for one in responses if one.error is None]
+    complete = [probe for probe in responses if probe.error is None]
     samples = []
-    for one in complete:
-        others = [other for other in complete if other is not one]
-        if not any(other.sent_s < one.token_s[0] and other.token_s[-1] > one.sent_s for other in others):
-            chunk = PrefillChunk(one.request_id, 0, one.prompt_tokens, True)
-            samples.append(StepSample(one.token_s[0] - one.sent_s, StepWork((chunk,))))
-        if len(one.token_s) == one.output_tokens:
-            for before_s, after_s in pairwise(one.token_s):
+    for probe in complete:
+        others = [other for other in complete if other is not probe]
+        if not any(other.sent_s < probe.token_s[0] and other.token_s[-1] > probe.sent_s for other in others):
+            chunk = PrefillChunk(probe.request_id, 0, probe.prompt_tokens, True)
+            samples.append(StepSample(probe.token_s[0] - probe.sent_s, StepWork((chunk,))))
+        if len(probe.token_s) == probe.output_tokens:
+            for before_s, after_s in pairwise(probe.token_s):
                 if after_s > before_s:
                     samples.append(StepSample(after_s - before_s, _work(complete, before_s, after_s)))
     return samples
@@ -188,43 +188,40 @@ def _work(responses: Sequence[Probe], before_s: float, after_s: float) -> StepWo
     """The work of the engine between two tokens of a request."""
     middle_s, late_s = (before_s + after_s) / 2, after_s + (after_s - before_s) / 2
     chunks, contexts = [], []
-    for one in responses:
-        first_s, last_s = one.token_s[0], one.token_s[-1]
+    for probe in responses:
+        first_s, last_s = probe.token_s[0], probe.token_s[-1]
         if first_s <= middle_s < last_s:
-            contexts.append(one.prompt_tokens + bisect_right(one.token_s, middle_s) - 1)
-        elif middle_s < first_s <= late_s and one.sent_s < middle_s:
-            chunks.append(PrefillChunk(one.request_id, 0, one.prompt_tokens, True))
+            contexts.append(probe.prompt_tokens + bisect_right(probe.token_s, middle_s) - 1)
+        elif middle_s < first_s <= late_s and probe.sent_s < middle_s:
+            chunks.append(PrefillChunk(probe.request_id, 0, probe.prompt_tokens, True))
     return StepWork(tuple(chunks), contexts)
 
 
 def latency_error(responses: Sequence[Probe], step_time: StepTime, limits: SchedulerConfig) -> dict[str, Any]:
-    """Simulates the measured requests with their arrivals, first come first served; `TailcastError` if the engine's limits
-    are too small for a request that it did serve.
+    """Simulates the measured requests with their arrivals under FCFS. `TailcastError` if the configured
+    limits are too small for a request that the engine has served.
 
-    The result has `num_requests` that succeeded, `num_failed`, which are left out; means of ttft_s, ttlt_s and tpot_s,
-    `measured` and `simulated` in seconds, and `error`: (simulated - measured) / measured.
+    The result has `num_requests` (successful) and `num_failed` (left out); the means of ttft_s, ttlt_s and
+    tpot_s in seconds, `measured` and `simulated`; and `error`: (simulated - measured) / measured.
     """
-    complete = [one for one in responses if one.error is None]
+    complete = [probe for probe in responses if probe.error is None]
     rows = tuple(
         TraceRequest(
-            request_id=one.request_id,
-            arrival_s=one.sent_s,
-            prompt_tokens=one.prompt_tokens,
-            output_tokens=one.output_tokens,
-            max_tokens=max(one.max_tokens, one.output_tokens),
+            request_id=probe.request_id,
+            arrival_s=probe.sent_s,
+            prompt_tokens=probe.prompt_tokens,
+            output_tokens=probe.output_tokens,
+            max_tokens=max(probe.max_tokens, probe.output_tokens),
         )
-        for one in complete
+        for probe in complete
     )
     scheduler = Scheduler(limits, make_policy("fcfs"))
     outcome = Simulation(Trace(rows), scheduler, step_time, Predictions()).run()
     if outcome.refused:
         reason = next(iter(outcome.refused.values()))
         raise TailcastError(f"scheduler: these are not the engine's limits: {reason}")
-    measured = _means([(one.sent_s, one.token_s[0], one.token_s[-1], one.output_tokens) for one in complete])
-    records = outcome.records
-    simulated = _means(
-        [(one.arrival_s, one.first_token_s, one.finish_s, one.output_tokens) for one in records]
-    )
+    measured = _means([(p.sent_s, p.token_s[0], p.token_s[-1], p.output_tokens) for p in complete])
+    simulated = _means([(r.arrival_s, r.first_token_s, r.finish_s, r.output_tokens) for r in outcome.records])
     return {
         "num_requests": len(complete),
         "num_failed": len(responses) - len(complete),
@@ -235,7 +232,7 @@ def latency_error(responses: Sequence[Probe], step_time: StepTime, limits: Sched
 
 
 def _means(rows: Sequence[tuple[float, float, float, int]]) -> dict[str, float]:
-    """Mean latencies of requests: arrival, first and last token in seconds, number of tokens."""
+    """Mean latencies; rows are arrival, first and last token in seconds, and number of tokens."""
     arrival_s, first_s, last_s, tokens = np.array(rows, float).T
     several = tokens > 1
     gaps = (last_s - first_s)[several] / (tokens[several] - 1)
@@ -254,8 +251,8 @@ class StepSample:
 
 @dataclass(frozen=True, slots=True)
 class StepTimeFit:
-    """A model fitted to steps, some of them left out as hiccups; `parameters` are in seconds, `median_error` is the median
-    over all steps of |predicted - measured| / measured."""
+    """A model fitted to steps without outliers; `parameters` are in seconds, `median_error` is the median of
+    |predicted - measured| / measured over all steps."""
 
     step_time: StepTime
     parameters: dict[str, float]
@@ -265,15 +262,14 @@ class StepTimeFit:
 
 
 def fit_step_time(samples: Sequence[StepSample], kind: Kind = "linear") -> StepTimeFit:
-    """Least squares of relative errors with no negative time, twice: the second time without hiccups. `InputError` if there
-    are too few steps, a duration is not above 0, or nothing could be fitted.
+    """Fits step times by non-negative least squares of relative errors, a second time without outliers.
+    `InputError` if there are too few steps, a duration is not above 0, or the fit fails.
 
-    Both prompts and decodes must be among the steps, of different sizes. The fit is then scaled so that all steps together
-    take as long as measured, hiccups included: queues are as long as the mean of all steps makes them, and relative errors
-    pull a fit to noisy steps towards the short ones (E[1/s] / E[1/s^2] instead of E[s], for one kind of step). `staircase`
-    has its default tiles.
+    The steps must include prompts and decodes of different sizes. The fit is then scaled to the measured total time of all
+    steps, including outliers, because queues depend on the mean step time, and relative errors bias a fit to noisy steps
+    towards short ones (E[1/s] / E[1/s^2] instead of E[s], for steps of one size). `staircase` has its default tiles.
     """
-    from scipy.optimize import nnls  # the simulator alone needs no scipy
+    from scipy.optimize import nnls  # the simulator itself does not need scipy
 
     names = PARAMETERS[kind]
     seconds = np.array([sample.seconds for sample in samples])
@@ -295,7 +291,7 @@ def fit_step_time(samples: Sequence[StepSample], kind: Kind = "linear") -> StepT
 
 
 def _features(work: StepWork, kind: Kind) -> list[float]:
-    """The factor of each parameter."""
+    """The factor of each parameter in the step time."""
     if kind == "linear":
         return [1.0, work.num_prefill_tokens, len(work.contexts), work.num_context_tokens]
     tiles = StaircaseStepTime()

@@ -1,4 +1,4 @@
-"""`simulate capacity`: the highest load that meets targets, by bisection with confidence intervals over seeds."""
+"""`simulate capacity`: highest load that meets targets, by bisection with confidence intervals over seeds."""
 
 import logging
 import tempfile
@@ -26,15 +26,15 @@ Simulate = Callable[[Sequence[Cell]], Sequence[Mapping[str, Any]]]
 class CapacityConfig(BaseConfig):
     """Find the highest load (or rate) that meets targets, by bisection.
 
-    At every load seeds are added until the confidence intervals tell whether the targets are met.
+    At every load, seeds are added until the confidence intervals show whether the targets are met.
     """
 
     OUTPUTS = ("json", "cells")
 
     json: str
-    """Where to write the result."""
+    """Path of the result."""
     overwrite: bool = False
-    """Replace files at the outputs."""
+    """Replace existing output files."""
     at_most: dict[str, float] = field(default_factory=dict)
     """Targets: metrics by dotted name and their upper bounds, such as {ttft_s.p50: 0.5}."""
     at_least: dict[str, float] = field(default_factory=dict)
@@ -44,13 +44,13 @@ class CapacityConfig(BaseConfig):
     low: float = 0.1
     """A load that meets the targets."""
     high: float = 2.0
-    """A load that does not."""
+    """A load that does not meet the targets."""
     tolerance: float = 0.02
-    """Stop when the two ends differ by less than this, relatively."""
+    """Stop when the relative difference of the two ends is less than this."""
     max_seeds: int = 8
-    """Maximum number of seeds at every load, at least 2; if that leaves it open, the mean decides."""
+    """Maximum number of seeds at every load, at least 2; if the intervals are inconclusive then, the means decide."""
     cells: str | None = None
-    """Folder where simulations are kept, so that an interrupted search can continue. Unset: none."""
+    """Folder for results of simulations, to resume an interrupted search. Unset: a temporary folder."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,17 +64,18 @@ class CapacityConfig(BaseConfig):
 
 
 def find_capacity(config: CapacityConfig, simulate: Simulate) -> dict[str, Any]:
-    """Bisects between `low`, which must meet the targets, and `high`, which must not, else `InputError`.
+    """Bisects between `low`, which must meet the targets, and `high`, which must not; otherwise `InputError`.
 
-    The result has `level`: the highest that meets the targets; `failing`: the lowest that does not; `probes`: all that were
-    tried, in order, each with its `level`; `meets`: whether the targets were met; `clear`: whether the confidence intervals
-    decided, else the means did; `estimates`: by metric, the interval over seeds.
+    The result has `level`, the highest level that meets the targets; `failing`, the lowest that does not; and
+    `probes`, all tested levels in order. A probe has `level`; `meets` (the targets); `clear` (whether the confidence
+    intervals were conclusive; otherwise the means decided); and `estimates`, the intervals over seeds by metric.
     """
     probes: list[dict[str, Any]] = []
     for name, level, should_meet in (("low", config.low, True), ("high", config.high, False)):
         probes.append(_probe(config, level, simulate))
         if probes[-1]["meets"] != should_meet:
-            values = ", ".join(f"{key} = {one['mean']:.4g}" for key, one in probes[-1]["estimates"].items())
+            means = {key: estimate["mean"] for key, estimate in probes[-1]["estimates"].items()}
+            values = ", ".join(f"{key} = {mean:.4g}" for key, mean in means.items())
             verb = "meets" if should_meet else "does not meet"
             raise InputError(name, level, f"a {config.unit} that {verb} the targets: {values}")
     good, bad = config.low, config.high
@@ -90,7 +91,7 @@ def find_capacity(config: CapacityConfig, simulate: Simulate) -> dict[str, Any]:
 def _probe(config: CapacityConfig, level: float, simulate: Simulate) -> dict[str, Any]:
     """Adds seeds, two at a time, until the confidence interval of each metric is on one side of its bound.
 
-    The seeds are the same at all levels, so that levels differ in load and nothing else.
+    All levels use the same seeds, so that they only differ in load.
     """
     base = config.simulation()
     load, rate = (level, None) if config.unit == "load" else (None, level)
@@ -103,7 +104,7 @@ def _probe(config: CapacityConfig, level: float, simulate: Simulate) -> dict[str
             Cell(replace(base, load=load, rate=rate, seed=seed), {config.unit: level, "seed": seed}) for seed in seeds
         ])  # fmt: skip
         estimates = {
-            name: interval([metric(one["metrics"], name) for one in results]) for name, _, _ in targets
+            name: interval([metric(result["metrics"], name) for result in results]) for name, _, _ in targets
         }
         met = {
             end: [sign * getattr(estimates[name], end) <= sign * bound for name, bound, sign in targets]
@@ -113,13 +114,13 @@ def _probe(config: CapacityConfig, level: float, simulate: Simulate) -> dict[str
         fails, clear = (False, False) in ends, all(low == high for low, high in ends)
         if fails or clear or num_seeds >= config.max_seeds:
             meets = not fails and all(met["mean"])
-            decided = {name: asdict(one) for name, one in estimates.items()}
-            return {"level": level, "meets": meets, "clear": fails or clear, "estimates": decided}
+            intervals = {name: asdict(estimate) for name, estimate in estimates.items()}
+            return {"level": level, "meets": meets, "clear": fails or clear, "estimates": intervals}
         num_seeds = min(num_seeds + 2, config.max_seeds)
 
 
 def run(config: CapacityConfig) -> None:
-    """Carries out `simulate capacity`."""
+    """Runs `simulate capacity`."""
     target = writable_target(config.json, "json")
     bar = progress_bar(None, "simulating", "run")
     with tempfile.TemporaryDirectory() as scratch, bar, config.ready():

@@ -1,4 +1,4 @@
-"""`simulate compare`: runs of the same requests, each with the first: every metric seed against seed, and request by request."""
+"""`simulate compare`: compares runs on the same requests with the first one, by metric and by request."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 #: Samples of the bootstrap.
 _NUM_RESAMPLES = 1000
-#: Columns of the tables of requests that are read.
+#: Columns to read from the tables of requests.
 _COLUMNS = ("seed", "request_id", "arrival_s", "prompt_tokens", "output_tokens", *LATENCIES)
 #: Metrics of the verdict; lower is better.
 _VERDICT = ("ttft_s", "ttlt_s")
@@ -38,23 +38,23 @@ _Table = tuple[str, str, Sequence[str], Sequence[Sequence[Any]]]
 
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig:
-    """Compare results of `simulate run` on the same requests, each with the first: a verdict, every metric over seeds,
-    request by request with bootstrap confidence intervals, and how the configurations differ.
+    """Compare results of `simulate run` on the same requests with the first one: a verdict, every metric over
+    seeds, latencies by request with bootstrap confidence intervals, and differences of the configurations.
 
-    Runs need a table of requests (--requests, Parquet) for the comparison by request.
+    The comparison by request needs a table of requests of each run (--requests, Parquet).
     """
 
     INPUTS = ("runs",)
     OUTPUTS = ("json", "report")
 
     runs: list[str]
-    """JSON results of two runs or more, each FILE or NAME=FILE; differences are to the first."""
+    """JSON results of two or more runs, each FILE or NAME=FILE; the first is the baseline."""
     overwrite: bool = False
-    """Replace files at the outputs."""
+    """Replace existing output files."""
     json: str | None = None
-    """Where to write the comparison as JSON."""
+    """Path of the comparison as JSON."""
     report: str | None = None
-    """Where to write it as a page (.html)."""
+    """Path of the comparison as a page (.html)."""
 
     def __post_init__(self) -> None:
         if len(self.paths) < 2:
@@ -62,20 +62,20 @@ class CompareConfig:
 
     @property
     def paths(self) -> dict[str, Path]:
-        """Name -> file; without a name the file's, without its ending."""
+        """Name -> file; the default name is that of the file without suffix."""
         paths: dict[str, Path] = {}
         for entry in self.runs:
             name, _, file = entry.rpartition("=") if not Path(entry).exists() else ("", "", entry)
             name = name or Path(file).stem
             if name in paths:
-                raise InputError("runs", entry, f"names of their own, as in NAME=FILE; {name} is there twice")
+                raise InputError("runs", entry, f"distinct names, as in NAME=FILE; {name} is repeated")
             paths[name] = Path(file)
         return paths
 
 
 def difference(a: float, b: float, ends: tuple[float, float] | None = None) -> dict[str, Any]:
-    """A number of two runs: a, b, difference = b - a, ratio = b / a (None if a is 0), and low, high: an interval of the
-    difference, with clear: whether it leaves out 0; None without one."""
+    """Comparison of a number of two runs: a, b, difference = b - a, ratio = b / a (None if a is 0); low and high,
+    the ends of an interval of the difference, and clear, whether it excludes 0; None without an interval."""
     low, high = ends or (None, None)
     clear = None if low is None or high is None else low > 0 or high < 0
     ratio = b / a if a else None
@@ -83,8 +83,8 @@ def difference(a: float, b: float, ends: tuple[float, float] | None = None) -> d
 
 
 def paired(a: Columns, b: Columns) -> tuple[Columns, Columns]:
-    """The requests [n] that are in both tables, row by row, those of each seed in the order of their arrival.
-    `InputError` if they have no request in common, or a request has another length in the other run."""
+    """The requests [n] that are in both tables, row by row, by seed and arrival. `InputError` if there is no
+    common request, or the lengths of a request differ."""
     keys, keys_b = (
         list(zip(one["seed"].tolist(), one["request_id"].tolist(), strict=True)) for one in (a, b)
     )
@@ -107,9 +107,9 @@ def bootstrap_interval(
 ) -> tuple[float, float] | None:
     """95 % percentile interval of the mean of paired differences [n]; None with fewer than two blocks.
 
-    Latencies of neighbors go up and down together with the queue, so requests are not drawn one by one: that would make
-    intervals far too narrow. Blocks of ceil(sqrt(n)) consecutive requests of a seed [n], which do not overlap, are drawn
-    with replacement, as many as there are (Carlstein 1986; Lahiri 2003, section 2.6).
+    Latencies of consecutive requests are correlated through the queue, so intervals from individually
+    resampled requests would be far too narrow. Therefore disjoint blocks of ceil(sqrt(n)) consecutive requests
+    of a seed are resampled with replacement, as many as there are (Carlstein 1986; Lahiri 2003, section 2.6).
     """
     totals, sizes = np.zeros(_NUM_RESAMPLES), np.zeros(_NUM_RESAMPLES)
     num_all = 0
@@ -128,11 +128,10 @@ def bootstrap_interval(
 
 
 def latency_differences(a: Columns, b: Columns) -> dict[str, Any]:
-    """Requests `paired` in two runs, by name of the latency.
+    """Comparison of `paired` requests of two runs, by name of the latency.
 
-    - `num`: requests that have it in both runs; `lower_fraction`: of these, those for which b is lower, by more than
-      rounding.
-    - `statistics`: mean (with a bootstrap interval), p50, p90, p99: differences of the statistics, not of single requests.
+    - `num`: requests with this latency in both runs; `lower_fraction`: fraction for which b is lower by more than rounding.
+    - `statistics`: differences of mean (with a bootstrap interval), p50, p90 and p99 of the two distributions.
     """
     rng = np.random.default_rng(0)
     latencies = {}
@@ -152,15 +151,15 @@ def latency_differences(a: Columns, b: Columns) -> dict[str, Any]:
 
 
 def compare(config: CompareConfig) -> dict[str, Any]:
-    """Reads all results and compares each with the first; `InputError` if they are not of the same requests.
+    """Reads all results and compares each with the first; `InputError` if their requests differ.
 
     Returns:
         schema; baseline, the name of the first; num_seeds; and runs, by the names of the others:
 
         - `verdict`: mean ttft_s and ttlt_s, each with better, worse, no clear difference, or one run: no interval.
-        - `metrics`: by dotted name: every metric that both have with every seed; means over seeds, the interval is
-          Student's t of each seed against itself.
-        - `settings`: by dotted name: the two values of settings that differ.
+        - `metrics`: by dotted name, every metric that both runs have with every seed: means over seeds, with the
+          Student's t interval of the differences per seed.
+        - `settings`: by dotted name, the two values of settings that differ.
         - `requests`: see `latency_differences`; None without tables.
     """
     paths = config.paths
@@ -178,7 +177,7 @@ def compare(config: CompareConfig) -> dict[str, Any]:
         _check_seeds(results[first], results[name], first, name)
     if len(tables) < len(paths):
         without = ", ".join(str(path) for name, path in paths.items() if name not in tables)
-        text = "not compared by request: without a table (simulate run --requests FILE.parquet): %s"
+        text = "no comparison by request: no table of requests (simulate run --requests FILE.parquet) for %s"
         logger.warning(text, without)
     columns = {
         name: read_columns(path, _COLUMNS, REQUESTS_SCHEMA, f"requests of {name}")
@@ -211,21 +210,21 @@ def compare(config: CompareConfig) -> dict[str, Any]:
 
 
 def _verdict(metrics: Mapping[str, Any], requests: Mapping[str, Any] | None) -> dict[str, Any]:
-    """By latency: the difference of means, request by request where that is known, and what it says."""
+    """By latency: the difference of means, by request if there are tables, and its interpretation."""
     verdict = {}
     for name in _VERDICT:
-        one = metrics[f"{name}.mean"]
+        mean = metrics[f"{name}.mean"]
         if requests is not None and name in requests["latencies"]:
-            one = requests["latencies"][name]["statistics"]["mean"]
-        text = "one run: no interval" if one["clear"] is None else "no clear difference"
-        if one["clear"]:
-            text = "better" if one["difference"] < 0 else "worse"
-        verdict[name] = {**one, "verdict": text}
+            mean = requests["latencies"][name]["statistics"]["mean"]
+        text = "one run: no interval" if mean["clear"] is None else "no clear difference"
+        if mean["clear"]:
+            text = "better" if mean["difference"] < 0 else "worse"
+        verdict[name] = {**mean, "verdict": text}
     return verdict
 
 
 def _read_result(path: Path, field: str) -> dict[str, Any]:
-    """The result of a run, which has everything that is compared."""
+    """Reads the result of a run; `InputError` if a part that is compared is missing."""
     try:
         result = json.loads(existing_file(path, field).read_text(encoding="utf-8"))
         schema = str(result["schema"])
@@ -238,13 +237,13 @@ def _read_result(path: Path, field: str) -> dict[str, Any]:
     except InputError:
         raise
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        problem = f"a JSON result as simulate run wrote it ({type(error).__name__}: {error})"
+        problem = f"a JSON result written by simulate run ({type(error).__name__}: {error})"
         raise InputError(field, str(path), problem) from error
     return dict(result)
 
 
 def _check_seeds(a: Mapping[str, Any], b: Mapping[str, Any], name_a: str, name_b: str) -> None:
-    """Raises `InputError` if two results were run with other seeds, or with other requests."""
+    """Raises `InputError` if the seeds or requests of two results differ."""
     first, second = ({one["seed"]: one["trace"] for one in result["runs"]} for result in (a, b))
     if list(first) != list(second):
         seeds_a, seeds_b = (", ".join(map(str, one)) for one in (first, second))
@@ -259,7 +258,7 @@ def _check_seeds(a: Mapping[str, Any], b: Mapping[str, Any], name_a: str, name_b
 
 
 def _metric_differences(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Every metric that all runs have, in the order of the first."""
+    """Differences of every metric that all runs have, in the order of the first run."""
     first, second = ([dict(flat(run["metrics"])) for run in runs] for runs in (a, b))
     differences = {}
     for name in first[0]:
@@ -267,14 +266,14 @@ def _metric_differences(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str,
             own, other = ([run[name] for run in runs] for runs in (first, second))
             ends = None
             if len(own) > 1:
-                one = interval([y - x for x, y in zip(own, other, strict=True)])
-                ends = (one.low, one.high)
+                estimate = interval([y - x for x, y in zip(own, other, strict=True)])
+                ends = (estimate.low, estimate.high)
             differences[name] = difference(float(np.mean(own)), float(np.mean(other)), ends)
     return differences
 
 
 def run(config: CompareConfig) -> None:
-    """Carries out `simulate compare`; without a file to write to, the tables go to stdout."""
+    """Runs `simulate compare`; without an output file, prints the tables to stdout."""
     for name in config.OUTPUTS:
         if getattr(config, name) is not None:
             writable_target(getattr(config, name), name)
@@ -300,8 +299,8 @@ def run(config: CompareConfig) -> None:
 def _tables(comparison: Mapping[str, Any]) -> list[_Table]:
     baseline, num_seeds = comparison["baseline"], comparison["num_seeds"]
     note = (
-        f"Mean latencies in seconds against {baseline}, with the 95 % interval of the difference; all ran the same requests "
-        f"with {num_seeds} seed(s)."
+        f"Mean latencies in seconds compared with {baseline}, with the 95 % interval of the difference. All runs used the same "
+        f"requests with {num_seeds} seed(s)."
     )
     rows = []
     for name, run in comparison["runs"].items():
@@ -324,8 +323,8 @@ def _run_tables(baseline: str, name: str, num_seeds: int, run: Mapping[str, Any]
     if requests is not None:
         note = (
             f"{requests['num_pairs']} requests, b - a in seconds. Low and high: 95 % interval of b - a, by a bootstrap "
-            "of blocks of consecutive requests of each seed. 'b lower': fraction of the requests for which b is lower. Only "
-            f"a finished {requests['num_only_a']} others, only b {requests['num_only_b']}."
+            "of blocks of consecutive requests of each seed. 'b lower': fraction of the requests for which b is lower. "
+            f"{requests['num_only_a']} other requests finished only in a, {requests['num_only_b']} only in b."
         )
         rows = [
             [f"{latency}, {key}", *_cells(one), f"{values['lower_fraction']:.1%}" if key == "mean" else ""]
@@ -336,8 +335,8 @@ def _run_tables(baseline: str, name: str, num_seeds: int, run: Mapping[str, Any]
     note = ""
     if num_seeds > 1:
         note = (
-            "Means over seeds. Low and high: 95 % interval of the mean of b - a, each seed against itself "
-            "(Student's t). b / a is marked * where that interval leaves out 0, ? where it does not."
+            "Means over seeds. Low and high: 95 % interval of the mean of b - a, paired by seed "
+            "(Student's t). b / a is marked * if that interval excludes 0, otherwise ?."
         )
     marks = {None: "", True: "*", False: "?"}
     rows = [

@@ -1,4 +1,4 @@
-"""`simulate run`: one policy on one workload, with one or more seeds."""
+"""`simulate run`: simulates one policy on one workload, with one or more seeds."""
 
 import json
 import logging
@@ -28,11 +28,11 @@ from scheduler_core.simulator.watch import GAP_CLASS, STEPS_SCHEMA, RunWatch, St
 from scheduler_core.statistics import FloatArray, over_seeds
 
 logger = logging.getLogger(__name__)
-#: A distribution function: values, and the fraction of values up to each.
+#: Distribution function: values, and the fraction of values up to each.
 Curve = tuple[FloatArray, FloatArray]
-#: Levels of the quantiles of which a distribution function is drawn.
+#: Levels of the quantiles in the plot of a distribution function.
 _LEVELS = np.linspace(0.0, 1.0, 400)
-#: Mean number of waiting requests below which a policy has nothing to order.
+#: Mean number of waiting requests below which policies make no difference.
 HARDLY_ANY = 0.01
 _STATISTICS = {"mean": "mean", "p50": "P50", "p90": "P90", "p95": "P95", "p99": "P99", "p999": "P99.9", "max": "max",
                "tail_ratio": "P99 / P50"}  # fmt: skip
@@ -50,23 +50,23 @@ class RunConfig(SimulationConfig):
     OUTPUTS = ("json", "requests", "steps", "decisions", "report")
 
     json: str
-    """Where to write the result: configuration, versions, metrics, statistics of the predictor; with batch former rad
-    also T_R, T_max and n of its theorems."""
+    """Path of the result: configuration, versions, metrics, statistics of the predictor; with batch former
+    rad also T_R, T_max and n of its theorems."""
     overwrite: bool = False
-    """Replace files at the outputs."""
+    """Replace existing output files."""
     requests: str | None = None
-    """Where to write a table with one row per request and seed (.parquet, .csv or .jsonl); `simulate compare` pairs the
-    requests of two runs by it, if it is Parquet."""
+    """Path of a table with one row per request and seed (.parquet, .csv or .jsonl); `simulate compare` needs
+    it as Parquet for the comparison by request."""
     steps: str | None = None
-    """Where to write a table with one row per step (.parquet, .csv or .jsonl): batch size, tokens, KV blocks in use,
-    duration, queue. Steps that were taken at once are one row; with exact_steps every step has its own."""
+    """Path of a table with one row per step (.parquet, .csv or .jsonl): batch size, tokens, KV blocks in use,
+    duration, queue. A run of equal steps is one row; with exact_steps every step has its own row."""
     decisions: str | None = None
-    """Where to write the decision log (JSON lines): every call to the scheduler and every plan, for exact replay."""
+    """Path of the decision log (JSON lines): every call to the scheduler and every plan, for exact replay."""
     report: str | None = None
-    """Where to write a page with tables and figures (.html)."""
+    """Path of a page with tables and figures (.html)."""
     num_seeds: int = 1
-    """Runs with the seeds seed, seed + 1, ...; the result then has means with 95 % confidence intervals under
-    `intervals`, and everything else is that of the first seed."""
+    """Number of runs, with the seeds seed, seed + 1, ...; the result then has means with 95 % confidence
+    intervals under `intervals`; everything else is from the first seed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,7 +79,7 @@ class RunConfig(SimulationConfig):
 
 
 def run(config: RunConfig) -> None:
-    """Carries out `simulate run`."""
+    """Runs `simulate run`."""
     for name in config.OUTPUTS:
         path = getattr(config, name)
         if path is not None:
@@ -104,10 +104,12 @@ def run(config: RunConfig) -> None:
             columns = {column: np.concatenate([part[column] for part in parts]) for column in parts[0]}
             write_table(columns, getattr(config, name), schema, name)
     content = first.to_json() | {"num_seeds": config.num_seeds, "runs": runs, "requests": None}
-    if config.requests is not None:  # from the folder of the result, so that both can be moved together
+    if (
+        config.requests is not None
+    ):  # relative to the folder of the result, so that both can be moved together
         content["requests"] = os.path.relpath(config.requests, Path(config.json).parent)
     if config.num_seeds > 1:
-        content["intervals"] = over_seeds([one["metrics"] for one in runs])
+        content["intervals"] = over_seeds([item["metrics"] for item in runs])
     if config.scheduler.batching == "rad":
         bounds = rad_bounds(first_trace, config.scheduler, config.make_step_time())
         content["rad_bounds"] = asdict(bounds)
@@ -122,14 +124,14 @@ def run(config: RunConfig) -> None:
     if first.metrics["mean_requests_waiting"] < HARDLY_ANY:
         slots = config.scheduler.max_num_seqs * first.metrics["mean_replicas"]
         text = (
-            "nobody waited: load %.2f of %g slots, so every policy gives the same latencies; a higher --load or --rate, or "
-            "fewer --scheduler.max_num_seqs, makes them differ"
+            "no request waited: on average %.2f of %g slots were in use, so all policies have the same latencies; use a "
+            "higher --load or --rate, or a smaller --scheduler.max_num_seqs"
         )
         logger.warning(text, first.metrics["mean_requests_in_system"], slots)
 
 
 def _simulated(config: RunConfig, simulation: SimulationConfig, trace: Trace) -> SimulationResult:
-    """The run of one seed, with progress bars and the decision log."""
+    """Runs one seed, with progress bars and the decision log."""
     log = DecisionLog() if config.decisions is not None else None
     if "://" in simulation.prediction_source:
         with progress_bar(len(trace), "predicting") as bar:
@@ -152,8 +154,8 @@ def _simulated(config: RunConfig, simulation: SimulationConfig, trace: Trace) ->
 def write_run_page(
     result: SimulationResult, path: str | Path, intervals: Mapping[str, Any] | None = None
 ) -> None:
-    """Writes the HTML report of a run: latencies, also by group, one figure of their distributions, all other metrics; with
-    several seeds of the first one, but for the intervals over them (see `statistics.over_seeds`)."""
+    """Writes the HTML report of a run: latencies (also by group), a figure of their distributions, and all other metrics.
+    With several seeds it is that of the first one; `intervals` are those over all seeds (see `statistics.over_seeds`)."""
     metrics, seed = result.metrics, result.config["seed"]
     page = Page(f"Simulation: {result.config['policy']}, {result.trace['num_requests']} requests")
     page.note(_summary(result))
@@ -162,20 +164,19 @@ def write_run_page(
     page.table(["", *_STATISTICS.values()], rows)
     if intervals is not None:
         page.heading("Means over seeds, 95 % confidence")
-        page.note(f"Student's t: wide with few seeds. Everything else on this page is of seed {seed} alone.")
+        page.note(f"Student's t: wide with few seeds. Everything else on this page is for seed {seed} only.")
         rows = []
         for name in _LATENCIES:
-            if one := intervals.get(name):
-                ends = [
-                    one[statistic][key] for statistic in ("mean", "p99") for key in ("mean", "low", "high")
-                ]
-                rows.append([name, *ends, one["mean"]["num"]])
+            if latency := intervals.get(name):
+                keys = [(statistic, end) for statistic in ("mean", "p99") for end in ("mean", "low", "high")]
+                ends = [latency[statistic][end] for statistic, end in keys]
+                rows.append([name, *ends, latency["mean"]["num"]])
         page.table(["seconds", "mean", "low", "high", "P99", "low", "high", "seeds"], rows)
     for name, groups in metrics["groups"].items():
         if groups:
             page.heading(f"By {name}, seconds")
-            numbers = {key or "(none)": dict(flat(one)) for key, one in groups.items()}
-            rows = [[key, *map(one.get, _GROUP_COLUMNS.values())] for key, one in numbers.items()]
+            numbers = {key or "(none)": dict(flat(group)) for key, group in groups.items()}
+            rows = [[key, *map(group.get, _GROUP_COLUMNS.values())] for key, group in numbers.items()]
             page.table([name, *_GROUP_COLUMNS], rows)
     field = next((name for name, groups in metrics["groups"].items() if groups), None)
     page.heading("Distribution of latencies")
@@ -201,7 +202,7 @@ def _summary(result: SimulationResult) -> str:
 
 
 def _curves(result: SimulationResult, field: str | None) -> dict[str, dict[str, Curve]]:
-    """By latency, by value of the field: the distribution function."""
+    """Distribution functions by latency and by value of the field."""
     columns, gaps = request_columns(result.records), result.watch.gaps
     values = [None] if field is None else sorted(set(columns[field].tolist()))
     curves: dict[str, dict[str, Curve]] = {"TTFT": {}, "TBT": {}, "TTLT": {}}
@@ -216,7 +217,7 @@ def _curves(result: SimulationResult, field: str | None) -> dict[str, dict[str, 
 
 
 def distribution_functions(panels: Mapping[str, Mapping[str, Curve]]) -> str:
-    """One panel per name, in each one curve per group; the time axis is logarithmic."""
+    """Plots one panel per latency with one curve per group; the time axis is logarithmic."""
     figure, axes = new_figure(3.6 * len(panels), 3.2, columns=len(panels))
     for axis, (title, curves) in zip(axes, panels.items(), strict=True):
         for index, (name, (x, y)) in enumerate(curves.items()):

@@ -6,13 +6,17 @@ from collections.abc import Sequence
 
 from scheduler_core.command import chosen_command, command, entry_point
 
-#: By name: its configuration in the module of that name, fields given by position, what it does.
+#: Name -> (configuration class in the module of that name, positional fields, description).
 COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "run": ("RunConfig", (), "simulate one policy on a trace or workload; metrics, tables, a page"),
-    "compare": ("CompareConfig", ("runs",), "results side by side, each with the first, and a verdict"),
+    "compare": ("CompareConfig", ("runs",), "compare results with the first one, with a verdict"),
     "workload": ("WorkloadConfig", (), "draw a trace from the description of a workload"),
-    "sweep": ("SweepConfig", ("out",), "policies x loads x settings x seeds, in parallel, resumable"),
-    "capacity": ("CapacityConfig", (), "the highest load that meets a target"),
+    "sweep": (
+        "SweepConfig",
+        ("out",),
+        "simulate policies x loads x settings x seeds, in parallel, resumable",
+    ),
+    "capacity": ("CapacityConfig", (), "find the highest load that meets targets"),
     "calibrate": ("EngineCalibrationConfig", (), "measure a live engine and fit step times to it"),
 }
 

@@ -1,4 +1,4 @@
-"""`simulate sweep`: policies x loads x other settings x seeds, as tables and a page."""
+"""`simulate sweep`: simulates policies x loads x other settings x seeds; writes tables and a page."""
 
 import logging
 import math
@@ -41,10 +41,10 @@ _AXES = {"load": "load, fraction of the estimated capacity", "rate": "requests p
 
 @dataclass(frozen=True, kw_only=True)
 class BaseConfig(SimulationConfig, SweepWorkers):
-    """Settings that all simulations of a sweep have in common, and the processes that carry them out."""
+    """Settings of all simulations of a sweep, and its worker processes."""
 
     policy: str = "fcfs"
-    """As for simulate run; not used where policies are varied."""
+    """As for simulate run; not used if policies are varied."""
 
     def __post_init__(self) -> None:
         SimulationConfig.__post_init__(self)
@@ -55,27 +55,27 @@ class BaseConfig(SimulationConfig, SweepWorkers):
 class SweepConfig(BaseConfig):
     """Simulate all combinations of policies, loads, other settings and seeds.
 
-    Every simulation is a file in OUT/cells, named by a hash of everything it depends on and written atomically: a sweep
-    that was killed continues where it was, and one whose configuration was changed runs what is new. OUT/cells.parquet has
-    a row per simulation, OUT/points.parquet a row per combination and metric with 95 % confidence intervals over seeds,
-    OUT/report.html the curves of latency over load.
+    Every simulation is a file in OUT/cells, named by a hash of all its inputs and written atomically. An
+    interrupted sweep can be resumed, and after a change of the configuration only new simulations run.
+    OUT/cells.parquet has one row per simulation, OUT/points.parquet one row per combination and metric with
+    95 % confidence intervals over seeds, and OUT/report.html the curves of latency over load.
     """
 
     OUTPUTS = tuple(f"{{out}}/{name}" for name in _RESULTS)
 
     out: str
-    """Folder of the results; other files in it stay."""
+    """Folder of the results; other files in it are kept."""
     policies: list[str] = field(default_factory=list)
-    """Policies. Empty: the one of `policy`."""
+    """Policies. Empty: only `policy`."""
     loads: list[float] = field(default_factory=list)
-    """Loads. Empty: the one of `load`."""
+    """Loads. Empty: only `load`."""
     rates: list[float] = field(default_factory=list)
     """Rates in requests per second, instead of loads."""
     vary: dict[str, list[Any]] = field(default_factory=dict)
-    """More settings by dotted name, such as {scheduler.batching: [chunked_prefill, vllm], cluster.router: [jsq]}; num_tiers is that of workload
-    and cluster together."""
+    """More settings by dotted name, such as {scheduler.batching: [chunked_prefill, vllm], cluster.router:
+    [jsq]}; num_tiers sets workload.tiers and cluster."""
     num_seeds: int = 3
-    """Seeds seed, seed + 1, ... of each combination."""
+    """Number of seeds of each combination: seed, seed + 1, ..."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,7 +92,7 @@ class SweepConfig(BaseConfig):
 
 
 def run(config: SweepConfig) -> None:
-    """Carries out `simulate sweep`."""
+    """Runs `simulate sweep`."""
     cells = config.cells()
     folder = check_shared_folder(config.out, "sweep", _RESULTS)
     store = CellStore(folder / "cells")
@@ -107,7 +107,7 @@ def run(config: SweepConfig) -> None:
 
 
 def cell_row(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The row of a cell: its settings, its arrival rate, and every number of its metrics."""
+    """The row of a cell: settings, arrival rate, and all numbers of its metrics."""
     rate = result["trace"]["arrival_rate_rps"]
     return {**result["settings"], "arrival_rate_rps": rate, **dict(flat(result["metrics"]))}
 
@@ -122,11 +122,11 @@ def point_rows(results: Results) -> list[dict[str, Any]]:
 
 
 def over_points(results: Results) -> dict[Point, dict[str, Interval]]:
-    """By point, in order of appearance: every metric by dotted name, over the seeds that have it."""
+    """Intervals of all metrics over seeds, by dotted name, for each point in order of appearance."""
     points: dict[Point, dict[str, list[float]]] = {}
-    for one in results:
-        metrics = points.setdefault(point_of(one["settings"]), {})
-        for name, value in flat(one["metrics"]):
+    for result in results:
+        metrics = points.setdefault(point_of(result["settings"]), {})
+        for name, value in flat(result["metrics"]):
             metrics.setdefault(name, []).append(value)
     return {point: {name: interval(values) for name, values in one.items()} for point, one in points.items()}
 
@@ -142,15 +142,15 @@ def write_sweep_page(results: Results, path: str | Path) -> None:
             others = [(name.split(".")[-1], value) for name, value in point if name != axis]
             words = [str(value) if name == "policy" else f"{name}={value}" for name, value in others]
             for title, name in _PANELS.items():
-                one = metrics[name]
-                position = (float(dict(point)[axis]), one.mean, one.low, one.high)
+                estimate = metrics[name]
+                position = (float(dict(point)[axis]), estimate.mean, estimate.low, estimate.high)
                 panels[title].setdefault(", ".join(words) or "all", []).append(position)
         page.heading("Latency over load")
         caption = "Means over seeds; bars: 95 % confidence of the mean."
         page.figure(_load_latency(panels, _AXES[axis]), caption)
     page.heading("All points")
     page.note(
-        "Mean over seeds, and half the width of its 95 % confidence interval where there are several; seconds where a name ends in _s."
+        "Mean over seeds, with several seeds ± half the width of its 95 % confidence interval. Names in _s: seconds."
     )
     settings = list(dict.fromkeys(name for point in points for name, _ in point))
     rows = []
@@ -164,7 +164,7 @@ def write_sweep_page(results: Results, path: str | Path) -> None:
 def _load_latency(
     panels: Mapping[str, Mapping[str, Sequence[tuple[float, float, float, float]]]], x_label: str
 ) -> str:
-    """One panel per latency, in each one curve per system of points (load, mean, low, high); the bar is the interval."""
+    """Plots one panel per latency with one curve per system, from points (load, mean, low, high)."""
     figure, axes = new_figure(3.2 * len(panels), 3.2, columns=len(panels))
     for axis, (title, curves) in zip(axes, panels.items(), strict=True):
         means: list[float] = []
@@ -175,7 +175,7 @@ def _load_latency(
             finite = np.isfinite(low) & np.isfinite(high)
             axis.vlines(x[finite], np.maximum(low, 1e-9)[finite], high[finite], color=color(index), alpha=0.4)
             means.extend(mean[np.isfinite(mean) & (mean > 0)])
-        if means:  # an interval that reaches below 0 must not stretch the axis
+        if means:  # do not stretch the axis for intervals that extend below 0
             axis.set_ylim(min(means) / 2, max(means) * 2)
         axis.set_yscale("log")
         mark_decades(axis.yaxis, axis.get_ylim())

@@ -1,4 +1,4 @@
-"""`simulate workload`: a trace drawn from a description, to look at or to use elsewhere."""
+"""`simulate workload`: draws a trace from the description of a workload."""
 
 from dataclasses import dataclass
 
@@ -15,11 +15,11 @@ class WorkloadConfig(Workload):
     OUTPUTS = ("out",)
 
     out: str
-    """Where to write the trace (.parquet, .csv or .jsonl)."""
+    """Path of the trace (.parquet, .csv or .jsonl)."""
     overwrite: bool = False
-    """Replace files at the outputs."""
+    """Replace existing output files."""
     seed: int = 0
-    """Seed of everything that is drawn."""
+    """Seed of all random numbers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -27,5 +27,5 @@ class WorkloadConfig(Workload):
 
 
 def run(config: WorkloadConfig) -> None:
-    """Carries out `simulate workload`."""
+    """Runs `simulate workload`."""
     write_trace(config.trace(config.seed), config.out)

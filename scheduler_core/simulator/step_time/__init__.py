@@ -1,4 +1,4 @@
-"""Models of step times by name, and what follows from one: isolated latencies and the saturation rate."""
+"""Models of step times by name, and derived quantities: isolated latencies, saturation rate, RAD's bounds."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from scheduler_core.simulator.step_time.staircase import StaircaseStepTime
 from scheduler_core.simulator.trace import Trace, TraceRequest
 from scheduler_core.statistics import FloatArray
 
-#: Makes a model from its parameters, which are keyword arguments.
+#: Factories of models by name; their keyword arguments are the parameters.
 STEP_TIMES: dict[str, Callable[..., StepTime]] = {
     "linear": LinearStepTime,
     "quadratic": quadratic_step_time,
@@ -30,20 +30,20 @@ STEP_TIMES: dict[str, Callable[..., StepTime]] = {
 
 
 def make_step_time(name: str, parameters: Mapping[str, Any] | None = None) -> StepTime:
-    """A model of step times; `InputError` if its name or a parameter is unknown or missing, or a value is outside its range.
+    """A model of step times; `InputError` if the name or a parameter is unknown or missing, or a value is outside its range.
 
-    `name` is linear; quadratic (a setting of the paper with {preset: a100-4b}, or its constants); staircase; roofline
-    ({model: ..., gpu: ...}); table ({directory: ..., num_layers: ...}, see `read_operator_table`).
+    `name` is linear; quadratic ({preset: a100-4b} for a setting of the paper, or constants); staircase;
+    roofline ({model: ..., gpu: ...}); table ({directory: ..., num_layers: ...}, see `read_operator_table`).
     """
     check_choice("step time", name, STEP_TIMES)
     try:
         return STEP_TIMES[name](**(parameters or {}))
-    except TypeError as error:  # an argument that is unknown or missing
+    except TypeError as error:  # an unknown or missing argument
         raise InputError(f"parameters of step time {name}: {str(error).rpartition('() ')[2]}") from error
 
 
 def isolated_latency_s(row: TraceRequest, config: SchedulerConfig, step_time: StepTime) -> float:
-    """Seconds from arrival to last token on an idle engine: the prompt in the largest chunks, then token by token."""
+    """Latency to the last token on an idle engine in seconds: prompt in maximum chunks, then decodes."""
     total, start, budget = 0.0, 0, config.max_num_batched_tokens
     while start < row.prompt_tokens:
         size = min(budget, row.prompt_tokens - start)
@@ -56,7 +56,7 @@ def isolated_latency_s(row: TraceRequest, config: SchedulerConfig, step_time: St
 
 
 def _mean_sizes(trace: Trace) -> tuple[FloatArray, FloatArray, float]:
-    """Prompt and output tokens [n], and the mean context of a decode: p + o/2, weighted with its time, proportional to o."""
+    """Prompt and output tokens [n], and the mean context of a decode: the mean of p + o/2 weighted by o."""
     prompt = np.array([row.prompt_tokens for row in trace.requests], float)
     output = np.array([row.output_tokens for row in trace.requests], float)
     return prompt, output, float(np.average(prompt + output / 2, weights=output))
@@ -65,12 +65,12 @@ def _mean_sizes(trace: Trace) -> tuple[FloatArray, FloatArray, float]:
 def saturation_rate_rps(trace: Trace, config: SchedulerConfig, step_time: StepTime) -> float:
     """Estimated request rate at which one replica is always busy with full batches.
 
-    With B requests in every batch, a request of p prompt and o output tokens takes of the engine's time
+    With B requests in every batch, the engine time of a request with p prompt and o output tokens is
 
         p (T(c, B) - T(0, B)) / c + (o - 1) T(0, B) / B + T(0, B) / B,
 
-    T(c, B) a step with a prompt chunk of c tokens and B decodes of average context, c as large as the budget allows
-    but no larger than the average prompt. B is max_num_seqs, or less if the KV cache holds fewer requests of average size.
+    where T(c, B) is the time of a step with a prompt chunk of c tokens and B decodes of average context; c is the average
+    prompt, limited by the budget. B is max_num_seqs, or less if fewer requests of average size fit into the KV cache.
     """
     prompt, output, context = _mean_sizes(trace)
     capacity = config.num_kv_blocks * config.kv_block_tokens * (1 - config.kv_watermark) / context
@@ -85,10 +85,10 @@ def saturation_rate_rps(trace: Trace, config: SchedulerConfig, step_time: StepTi
 
 @dataclass(frozen=True, slots=True)
 class RadBounds:
-    """What RAD's theorems say of requests on an engine (Bari et al., theorems 1 and 2): T_R, the mean engine time of a
-    request at optimal tiling, above a rate of 1 / T_R every policy is unstable; T_max, the longest such time of one request;
-    and the smallest n of batch former "rad" that is stable at every load up to 1 - epsilon: n > (t_col - 1) T_max / (epsilon
-    T_R)."""
+    """Quantities of RAD's theorems 1 and 2 (Bari et al.). `expected_s` is T_R, the mean engine time of a request at optimal
+    tiling; every policy is unstable above a rate of 1 / T_R. `longest_s` is T_max, the maximum of this time.
+    `num_per_cycle` is the smallest n of batch former "rad" that is stable at every load up to 1 - epsilon:
+    n > (t_col - 1) T_max / (epsilon T_R)."""
 
     expected_s: float
     longest_s: float
@@ -96,10 +96,10 @@ class RadBounds:
 
 
 def rad_bounds(trace: Trace, config: SchedulerConfig, step_time: StepTime, epsilon: float = 0.1) -> RadBounds:
-    """T_R, T_max and n of requests like those of a trace, under a batch former "rad" up to a load of 1 - `epsilon`.
+    """T_R, T_max and n for requests like those of a trace, with batch former "rad" up to a load of 1 - `epsilon`.
 
-    The time of a request is that of its prompt alone in chunks of t_lcm tokens, the last one as if it were full, and its
-    part of decode steps of t_col requests of average context; in T_max it decodes alone in steps as long.
+    The time of a request is that of its prompt in chunks of t_lcm tokens (the last one rounded up), plus its fraction
+    of decode steps with t_col requests of average context; for T_max, plus the whole time of such decode steps.
     """
     if not 0 < epsilon < 1:
         raise InputError("epsilon", epsilon, "numbers between 0 and 1")

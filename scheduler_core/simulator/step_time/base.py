@@ -1,7 +1,7 @@
-"""How long steps of the engine take: the interface of every model, the linear one, and runs of steps.
+"""Step times of the engine: the interface of all models, the linear model, and runs of steps.
 
-In a run the end of the k-th step is a function of the start and k alone, so that taking the steps one by one or many at
-once gives the same times to the last bit.
+The end of the k-th step of a run only depends on the start and on k, so that individual and combined steps
+have bit-identical times.
 """
 
 import math
@@ -15,16 +15,16 @@ from scheduler_core.errors import InputError
 from scheduler_core.plan import PrefillChunk
 from scheduler_core.ranges import check_ranges
 
-#: Shortest step in seconds: a shorter one is lost when it is added to the simulated clock.
+#: Minimum duration of a step in seconds, because of the resolution of the simulated clock, a float.
 MIN_STEP_S = 1e-9
-#: Longest time of a step's part, in seconds: with longer ones the simulated clock, a float, has no resolution left.
+#: Maximum duration of each part of a step in seconds, to keep that resolution.
 MAX_STEP_S = 3600.0
 
 
 class DecodeContexts(Sequence[int]):
-    """Contexts of `num` decoding requests, of the sum `total`; `read` computes them all when they are needed.
+    """Lazy sequence of the contexts of `num` decoding requests with the sum `total`; `read` computes them when needed.
 
-    Valid until the requests take their next step.
+    Valid until the next step of the requests.
     """
 
     __slots__ = ("_num", "_read", "total")
@@ -51,8 +51,8 @@ def total_of(contexts: Sequence[int]) -> int:
 
 @dataclass(slots=True)
 class StepWork:
-    """The work of one step: chunks of prompts, the tokens in the KV cache before the step of every request that generates a
-    token (`contexts`), and tokens copied between the KV cache and the host's memory."""
+    """Work of one step: chunks of prompts, contexts of the decoding requests (cached tokens before the step),
+    and the number of tokens copied between the KV cache and host memory."""
 
     prefills: Sequence[PrefillChunk] = ()
     contexts: Sequence[int] = ()
@@ -60,22 +60,22 @@ class StepWork:
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Prompt tokens processed."""
+        """Number of processed prompt tokens."""
         return sum([chunk.num_tokens for chunk in self.prefills])
 
     @property
     def num_tokens(self) -> int:
-        """Tokens processed: those of the prompts and one per decode."""
+        """Number of processed tokens: prompt tokens, and one per decode."""
         return self.num_prefill_tokens + len(self.contexts)
 
     @property
     def num_context_tokens(self) -> int:
-        """Tokens read from the KV cache, for prompts and decodes together."""
+        """Number of tokens read from the KV cache, for prompts and decodes together."""
         return sum([chunk.start_token for chunk in self.prefills]) + total_of(self.contexts)
 
 
 class StepGroup(NamedTuple):
-    """`num_steps` > 0 consecutive steps: the first takes `first_s`, each next one `growth_s` >= 0 longer."""
+    """`num_steps` > 0 consecutive steps; the first takes `first_s`, each next one `growth_s` >= 0 longer."""
 
     first_s: float
     growth_s: float
@@ -83,7 +83,7 @@ class StepGroup(NamedTuple):
 
     @property
     def longest_s(self) -> float:
-        """Duration of the last."""
+        """Duration of the last step, which is the longest."""
         return self.first_s + self.growth_s * (self.num_steps - 1)
 
     @property
@@ -96,7 +96,7 @@ StepGroups = Sequence[StepGroup]
 
 
 class DecodeRun(ABC):
-    """A run of decode steps from `start_s` on; `num_done` is the number of steps taken so far, counted by the caller."""
+    """A run of decode steps that starts at `start_s`; the caller counts completed steps in `num_done`."""
 
     __slots__ = ("_start_s", "num_done")
 
@@ -106,18 +106,18 @@ class DecodeRun(ABC):
 
     @abstractmethod
     def elapsed_s(self, num_steps: int) -> float:
-        """Seconds from the start to the end of step number `num_steps`, counted from 1; it grows with every step."""
+        """Seconds from the start to the end of step `num_steps`, counted from 1; strictly increasing."""
 
     def at(self, num_steps: int) -> float:
         """End of step number `num_steps`, counted from 1."""
         return self._start_s + self.elapsed_s(num_steps)
 
     def end_s(self, more_steps: int) -> float:
-        """When the run will have taken `more_steps` steps more."""
+        """End of the run after `more_steps` further steps."""
         return self._start_s + self.elapsed_s(self.num_done + more_steps)
 
     def steps_to_reach(self, time_s: float, limit: int) -> int:
-        """The fewest steps more, from 1 to `limit`, that end at or after `time_s`; `limit` if none does."""
+        """Minimum number of further steps that end at or after `time_s`, from 1 to `limit`."""
         steps = min(self._guess(time_s, limit), limit)
         while steps < limit and self.end_s(steps) < time_s:
             steps += 1
@@ -131,11 +131,11 @@ class DecodeRun(ABC):
 
     @abstractmethod
     def _guess(self, time_s: float, limit: int) -> int:
-        """How many steps more, at least 1, end at or after the time, but for rounding; looks no further than `limit`."""
+        """`steps_to_reach` up to rounding errors, at least 1; computes no steps beyond `limit`."""
 
 
 class PolynomialRun(DecodeRun):
-    """Every step takes `growth_s` longer than the one before: k first_s + growth_s k (k-1) / 2."""
+    """Run whose steps take `growth_s` longer than the previous one: k first_s + growth_s k (k-1) / 2."""
 
     __slots__ = ("_first_s", "_growth_s")
 
@@ -161,15 +161,15 @@ class PolynomialRun(DecodeRun):
 
 
 class PiecewiseRun(DecodeRun):
-    """Runs of identical steps; `segment` gives for the number of a step (from 0): (its duration, the number of the first step
-    that may take another time)."""
+    """Run of segments with identical steps; `segment` maps the number of a step (from 0) to its duration and
+    to the number of the first later step with a different duration."""
 
     __slots__ = ("_before_s", "_each_s", "_end", "_firsts", "_segment")
 
     def __init__(self, start_s: float, segment: Callable[[int], tuple[float, int]]) -> None:
         super().__init__(start_s)
         self._segment = segment
-        #: Of each segment: number of its first step, seconds before that step, duration of each of its steps.
+        #: For each segment: number of its first step, seconds before that step, duration of each step.
         self._firsts: list[int] = []
         self._before_s: list[float] = []
         self._each_s: list[float] = []
@@ -212,15 +212,15 @@ class PiecewiseRun(DecodeRun):
 
 
 class StepTime(Protocol):
-    """A model of the engine's speed. It never clamps: sizes beyond its range are an `InputError`."""
+    """Model of the engine's step times. Sizes outside its range are an `InputError`, never clamped."""
 
     def step_s(self, work: StepWork) -> float:
         """Duration of a step in seconds, > 0."""
         ...
 
     def run(self, contexts: Sequence[int], start_s: float) -> DecodeRun:
-        """Consecutive steps from `start_s` on in which the same requests generate one token each, and nothing else is done;
-        `contexts` are as of before the first step, and valid during the call alone."""
+        """Consecutive steps, starting at `start_s`, in which only these requests generate one token each.
+        `contexts` are those before the first step, and only valid during the call."""
         ...
 
 
@@ -228,32 +228,31 @@ class StepTime(Protocol):
 class LinearStepTime:
     """t = base_s + per_prefill_token_s * P + per_decode_s * D + per_context_token_s * C + per_swapped_token_s * S.
 
-    P prefill tokens, D decoding requests, C tokens read from the KV cache, S tokens copied between the KV cache and the
-    host. The defaults stand for a 7B model on one 48 GB GPU: base and per-token times are the least-squares line through
-    the chunk timings that SLAI ships for Mistral-7B on an RTX 6000 Ada (64 to 1024 tokens: 22.7 to 74.7 ms; agrimUT/SLAI @
-    5098a7a); the context term is Mistral-7B's 128 KiB of keys and values per token (32 layers, 8 heads of 128, fp16) over
-    960 GB/s; the swap term is the same 128 KiB over the 25 GB/s that PCIe 4.0 x16 reaches.
+    P prefill tokens, D decoding requests, C tokens read from the KV cache, S tokens copied between the KV cache and
+    the host. The defaults are for a 7B model on one 48 GB GPU: base and per-token times are a least-squares line
+    through the chunk timings published with SLAI for Mistral-7B on an RTX 6000 Ada (64 to 1024 tokens: 22.7 to 74.7
+    ms; agrimUT/SLAI @ 5098a7a); the context term is Mistral-7B's 128 KiB of keys and values per token (32 layers, 8
+    heads of 128, fp16) at 960 GB/s; the swap term is the same 128 KiB at 25 GB/s, which PCIe 4.0 x16 reaches.
     """
 
     base_s: float = 0.01716
-    """Seconds every step takes."""
+    """Seconds per step."""
     per_prefill_token_s: float = 5.47e-5
-    """Seconds per prompt token processed."""
+    """Seconds per processed prompt token."""
     per_decode_s: float = 5.47e-5
     """Seconds per request that generates a token."""
     per_context_token_s: float = 1.37e-7
     """Seconds per token read from the KV cache."""
     per_swapped_token_s: float = 5.24e-6
-    """Seconds per token copied between the KV cache and the host's memory; the step waits for it."""
+    """Seconds per token copied between the KV cache and host memory; the step waits for it."""
 
     def __post_init__(self) -> None:
         check_ranges(self, **{item.name: (0, MAX_STEP_S) for item in fields(self)})
         if self.base_s + min(self.per_prefill_token_s, self.per_decode_s) < MIN_STEP_S:
-            allowed = f"seconds >= {MIN_STEP_S:g}, if the time per token is less"
+            allowed = f"seconds >= {MIN_STEP_S:g}, unless the time per token is at least that"
             raise InputError("base_s", self.base_s, allowed)
 
     def step_s(self, work: StepWork) -> float:
-        """See `StepTime`."""
         return (
             self.base_s
             + self.per_prefill_token_s * work.num_prefill_tokens

@@ -1,4 +1,4 @@
-"""Step times from profiles: the time of every operator of a layer, tabulated by the size of its input, in files.
+"""Step times from profiles: files with the time of every operator of a layer by the size of its input.
 
 Source: Agrawal et al. 2024, "Vidur: A Large-Scale Simulation Framework for LLM Inference", sections 4.2 and 4.3; keys and
 rounding as in its code (microsoft/vidur @ 7d47513).
@@ -17,7 +17,7 @@ from scheduler_core.ranges import FINITE, check_ranges
 from scheduler_core.simulator.step_time.base import DecodeRun, PiecewiseRun, StepWork, total_of
 from scheduler_core.table_files import import_pyarrow
 
-#: Operators whose time depends on the number of tokens, rounded up to a multiple of 8, and which every profile has.
+#: Required operators whose time depends on the number of tokens, rounded up to a multiple of 8.
 TOKEN_OPERATORS = (
     "attn_pre_proj", "attn_post_proj", "attn_rope", "mlp_up_proj", "mlp_down_proj", "mlp_act", "input_layernorm",
     "post_attention_layernorm", "add",
@@ -29,7 +29,7 @@ COLLECTIVE_OVERHEAD_MS = 0.02
 SUFFIXES = (".csv", ".csv.gz", ".parquet")
 
 Table = NDArray[np.float64]
-#: What the two indices of a table are, and the units that they count in.
+#: Description of the indices of a table, and their units.
 _Sizes = tuple[str, tuple[int, ...]]
 _DECODES: _Sizes = ("decodes, mean context", (1, KV_STEP))
 _CHUNKS: _Sizes = ("tokens before the chunks, root of their squared sizes", (KV_STEP, 1))
@@ -39,16 +39,16 @@ _CHUNKS: _Sizes = ("tokens before the chunks, root of their squared sizes", (KV_
 class OperatorTable:
     """t = num_layers * (tokens[N] + decode[D, K] + prefill[K', s]).
 
-    N tokens in the step, D decodes, K the mean of their contexts, the new token among them, rounded down and then up to
-    a multiple of 64; K' the sum over the chunks of the tokens before each, rounded up to multiples of 64; s the root of
-    the sum of the squared chunks, rounded. Embedding, output layer and the time of the host are not in it, nor in the
-    profiles. Copies to the host are not profiled and an error. In all tables NaN stands for sizes that were not profiled.
+    N tokens in the step, D decodes, K the mean of their contexts including the new token, rounded down and then up to a
+    multiple of 64; K' the sum over the chunks of the tokens before each, rounded up to multiples of 64; s the root of the
+    sum of the squared chunk sizes, rounded. Embedding, output layer and host time are not included, as in the profiles.
+    Copies to the host are not profiled and raise an error. In all tables NaN means that a size was not profiled.
 
     Attributes:
-        tokens_s: Operators that depend on the number of tokens alone, per layer: element N is the time of N tokens.
+        tokens_s: Operators that only depend on the number of tokens, per layer: element N is the time of N tokens.
         decode_s: Attention of decodes per layer, [decodes, cache size / 64].
         prefill_s: Attention of prompts per layer, [cache size / 64, tokens of a chunk].
-        batching_overhead: Relative slow-down of attention with more than one decode or more than one chunk; Vidur takes
+        batching_overhead: Relative slowdown of attention with several decodes or several chunks; Vidur uses
             0.1 for grouped-query attention.
     """
 
@@ -58,7 +58,7 @@ class OperatorTable:
     prefill_s: Table
     batching_overhead: float = 0.0
     _tokens_row: list[float] = field(init=False, repr=False)
-    #: Rows that were needed so far.
+    #: Cache of table rows as lists.
     _decode_rows: dict[int, list[float]] = field(init=False, repr=False, default_factory=dict)
     _prefill_rows: dict[int, list[float]] = field(init=False, repr=False, default_factory=dict)
 
@@ -67,9 +67,10 @@ class OperatorTable:
         object.__setattr__(self, "_tokens_row", self.tokens_s.tolist())
 
     def step_s(self, work: StepWork) -> float:
-        """See `StepTime`."""
         if work.num_swapped_tokens:
-            raise InputError("num_swapped_tokens", work.num_swapped_tokens, "0: copies were not profiled")
+            raise InputError(
+                "num_swapped_tokens", work.num_swapped_tokens, "0, because copies are not profiled"
+            )
         contexts, prefills = work.contexts, work.prefills
         num = len(contexts)
         if len(prefills) == 1:
@@ -90,7 +91,7 @@ class OperatorTable:
         return self.num_layers * layer_s
 
     def run(self, contexts: Sequence[int], start_s: float) -> DecodeRun:
-        """The mean context grows by one token per step, so up to 64 steps in a row take equally long."""
+        """The mean context grows by one token per step, so up to 64 consecutive steps take equally long."""
         num = len(contexts)
         mean = total_of(contexts) // num + 1
         tokens_s = self._tokens(num)
@@ -118,7 +119,7 @@ class OperatorTable:
         """An entry of a table of attention, for `num` decodes or chunks."""
         first, second = index
         row = rows.get(first)
-        if row is None:  # as a list, whose items are read several times as fast
+        if row is None:  # a list, because access to its items is several times faster
             row = rows[first] = table[first].tolist() if first < len(table) else []
         seconds = row[second] if second < len(row) else math.nan
         if seconds != seconds:
@@ -135,16 +136,16 @@ def _not_profiled(table: Table, index: tuple[int, ...], what: str, units: tuple[
 def read_operator_table(
     directory: str | Path, *, num_layers: int, tensor_parallel: int = 1, batching_overhead: float = 0.0
 ) -> OperatorTable:
-    """Reads one file per operator.
+    """Reads a profile with one file per operator.
 
-    `<operator>` with columns num_tokens, prediction for those of `TOKEN_OPERATORS` and attn_kv_cache_save, and all_reduce if
-    there is tensor parallelism; attn_decode with batch_size, kv_cache_size, prediction; attn_prefill with kv_cache_size,
-    prefill_chunk_size_squared, prediction. `prediction` is the time of one layer in milliseconds; other columns may follow.
+    Columns are num_tokens and prediction for `TOKEN_OPERATORS`, attn_kv_cache_save and, with tensor parallelism,
+    all_reduce; batch_size, kv_cache_size and prediction for attn_decode; kv_cache_size, prefill_chunk_size_squared
+    and prediction for attn_prefill. `prediction` is the time of one layer in milliseconds; other columns are ignored.
 
     Args:
-        directory: Folder of the files. Sizes that a table lacks are an error when they are needed.
-        num_layers: Layers of the model, or of one pipeline stage.
-        tensor_parallel: Devices that share a layer; above 1 every layer has two collectives.
+        directory: Folder of the files. Missing sizes raise an error when they are needed.
+        num_layers: Number of layers of the model, or of one pipeline stage.
+        tensor_parallel: Number of devices that share a layer; with more than 1 every layer has two collectives.
         batching_overhead: See `OperatorTable`.
     """
     folder = Path(directory)
@@ -174,7 +175,7 @@ def read_operator_table(
 
 
 def _by_tokens(folder: Path, operator: str) -> Table:
-    """Element n is the time of n tokens."""
+    """Times of an operator; element n is the time of n tokens."""
     rows = _read(folder, operator, ("num_tokens", "prediction"))
     column = np.full(int(rows[:, 0].max()) + 1, np.nan)
     column[0] = 0.0
@@ -183,7 +184,7 @@ def _by_tokens(folder: Path, operator: str) -> Table:
 
 
 def _grid(rows: Table, operator: str) -> Table:
-    """Number of requests, or tokens of a chunk, by cache size in units of 64; row 0 is none."""
+    """Table [requests or chunk tokens, cache size / 64]; row 0 is 0."""
     sizes = rows[:, 1].astype(int)
     if np.any(sizes % KV_STEP):
         first = int(sizes[sizes % KV_STEP > 0][0])
@@ -195,7 +196,7 @@ def _grid(rows: Table, operator: str) -> Table:
 
 
 def _read(folder: Path, operator: str, columns: tuple[str, ...]) -> Table:
-    """The named columns of an operator's file, [rows, columns]."""
+    """The columns of an operator's file, [rows, columns]."""
     pa, pq = import_pyarrow()
     from pyarrow import csv
 

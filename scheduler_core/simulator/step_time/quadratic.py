@@ -1,4 +1,4 @@
-"""Step times of "Semantic Scheduling for LLM Inference": quadratic prefill, decode that grows with the context."""
+"""Step times of "Semantic Scheduling for LLM Inference": quadratic prefill, decode linear in the context."""
 
 import math
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ from scheduler_core.simulator.step_time.base import DecodeRun, PolynomialRun, St
 class QuadraticStepTime(KVCost):
     """prefill(n) = alpha_1 n^2 + alpha_2 n; a decode after c tokens takes gamma_1 c + gamma_2; copies beta per token.
 
-    `KVCost` explains the constants. Source: section 3.3, Eqs. 3 and 4; the constants are those of its code
-    (Wenyueh/latency_optimization_with_priority_constraints @ 6d232be), see `PRESETS`. The paper prints alpha_1 of the first
-    setting as 1.466e-2; the code has e-09.
+    See `KVCost` for the constants. Source: section 3.3, Eqs. 3 and 4; the constants are those of its code
+    (Wenyueh/latency_optimization_with_priority_constraints @ 6d232be), see `PRESETS`. In the paper alpha_1 of
+    the first setting is 1.466e-2; in the code it is 1.466e-9.
 
-    The code has no cost of batching: a step takes as long as its longest member ("max"). "sum" is the other extreme,
-    one after the other.
+    The code models no cost of batching: a step takes as long as its longest member ("max"). With "sum", the other
+    extreme, members are processed one after the other.
     """
 
     batching: Literal["max", "sum"] = "max"
-    """How the times of the members of a step make up its own: max (the longest), sum."""
+    """Time of a step from those of its members: max (the longest), sum."""
 
     def __post_init__(self) -> None:
         KVCost.__post_init__(self)
@@ -32,7 +32,7 @@ class QuadraticStepTime(KVCost):
         check_choice("batching", self.batching, ("max", "sum"))
 
     def step_s(self, work: StepWork) -> float:
-        """See `StepTime`. A chunk takes the time of the prompt up to its end, less that up to its start."""
+        """See `StepTime`. A chunk takes the time of the prompt up to its end less that up to its start."""
         times = [
             self.prefill_s(chunk.start_token + chunk.num_tokens) - self.prefill_s(chunk.start_token)
             for chunk in work.prefills
@@ -42,7 +42,7 @@ class QuadraticStepTime(KVCost):
         return seconds + self.beta * work.num_swapped_tokens
 
     def run(self, contexts: Sequence[int], start_s: float) -> DecodeRun:
-        """Every step takes gamma_1 longer per member that counts."""
+        """Each step takes gamma_1 ("max") or gamma_1 per request ("sum") longer than the previous one."""
         num, total = (1, max(contexts)) if self.batching == "max" else (len(contexts), total_of(contexts))
         return PolynomialRun(start_s, self.gamma_1 * total + self.gamma_2 * num, self.gamma_1 * num)
 
@@ -63,7 +63,7 @@ PRESETS: dict[str, QuadraticStepTime] = {
 
 
 def quadratic_step_time(preset: str | None = None, **constants: Any) -> QuadraticStepTime:
-    """A setting of the paper by name, or a model with these constants."""
+    """A model with the constants of a setting of the paper, by name, or with these constants."""
     if preset is None:
         return QuadraticStepTime(**constants)
     if preset not in PRESETS or constants:

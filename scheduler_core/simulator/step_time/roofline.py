@@ -1,4 +1,4 @@
-"""Step times from data sheets: work over the device's peak, computing or reading, whichever takes longer."""
+"""Step times from data sheets: the maximum of compute time and memory time (roofline model)."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from scheduler_core.simulator.step_time.base import DecodeRun, PolynomialRun, St
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """NVIDIA's data sheet; `flops`: dense 16-bit matrix operations per second with tensor cores, without sparsity."""
+    """Data sheet of an NVIDIA GPU; `flops` are dense 16-bit tensor-core operations per second."""
 
     flops: float
     bytes_per_s: float
@@ -21,8 +21,8 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """A decoder-only transformer with gated feed-forward layers, as Llama, Mistral and Qwen are; `source` is the model whose
-    config.json has these numbers. If `tied`, input and output embeddings are one matrix."""
+    """Size of a decoder-only transformer with gated feed-forward layers, such as Llama, Mistral and Qwen. `source` is
+    the model whose config.json has these numbers; with `tied`, input and output embeddings are the same matrix."""
 
     num_layers: int
     hidden: int
@@ -36,23 +36,23 @@ class ModelSize:
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of the matrices of all layers; norms and biases, which are few, are left out."""
+        """Number of weights in the matrices of all layers, without norms and biases, which are negligible."""
         attention = self.hidden * self.head * (2 * self.num_heads + 2 * self.num_kv_heads)
         return self.num_layers * (attention + 3 * self.hidden * self.intermediate)
 
     @property
     def num_parameters(self) -> int:
-        """Weights of all matrices, embeddings among them."""
+        """Number of weights of all matrices, including embeddings."""
         return self.layer_parameters + self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     @property
     def attention_flops(self) -> float:
-        """Operations of the attention of one token to another, in all layers."""
+        """Operations for the attention of one token to another, in all layers."""
         return 4.0 * self.num_layers * self.num_heads * self.head
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values of a token in 16 bit."""
+        """Bytes of keys and values per token in 16 bit."""
         return 4 * self.num_layers * self.num_kv_heads * self.head
 
 
@@ -87,10 +87,11 @@ MODELS: dict[str, ModelSize] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RooflineStepTime:
-    """t = overhead_s + max(F_w / f, B_w / b) + max(F_a / f, B_a / b) for a chunk each, and once for all decodes + copies.
+    """t = overhead_s + max(F_w / f, B_w / b) + attention + copies; attention is the sum of max(F_a / f, B_a / b) over the
+    chunks, plus one such term for all decodes.
 
     Linear layers: F_w = 2 W tokens, plus 2 V per sampled token; B_w = 2 (W + V), the weights, read once per step.
-    Attention of c tokens after k: F_a = 4 L H c (k + (c + 1) / 2), B_a = the keys and values of k + c tokens.
+    Attention of c tokens after k: F_a = 4 L H c (k + (c + 1) / 2), B_a = bytes of the keys and values of k + c tokens.
 
     | symbol | meaning | unit |
     | --- | --- | --- |
@@ -98,29 +99,29 @@ class RooflineStepTime:
     | L, H | layers; query heads times their size | - |
     | f, b | efficiency times operations and bytes per second of all devices of the replica | 1/s |
 
-    Source: Williams et al. 2009 (roofline); the operations are those of any decoder-only transformer. The efficiencies
-    are typical of such kernels: within 20 % of Vidur's profile of Llama-3-8B on an A100
-    from 1 to 128 decodes and from 256 to 4,096 prompt tokens (tests). For numbers to rely on, calibrate.
+    Source: Williams et al. 2009 (roofline); the operations are those of any decoder-only transformer. With the default
+    efficiencies, step times are within 20 % of Vidur's profile of Llama-3-8B on an A100 for 1 to 128 decodes
+    and 256 to 4,096 prompt tokens (tests). For precise results use `simulate calibrate`.
     """
 
     model: str = "llama-3-8b"
-    """Size of the served model, see `MODELS`."""
+    """Served model, see `MODELS`."""
     gpu: str = "a100-80gb"
     """Device, see `GPUS`."""
     tensor_parallel: int = 1
-    """Devices that share every layer."""
+    """Number of devices that share every layer."""
     compute_efficiency: float = 0.6
-    """Fraction of the peak operations that is reached, in (0, 1]."""
+    """Achieved fraction of the peak operations, in (0, 1]."""
     memory_efficiency: float = 0.75
-    """Fraction of the peak bandwidth that is reached, in (0, 1]."""
+    """Achieved fraction of the peak bandwidth, in (0, 1]."""
     overhead_s: float = 1e-3
-    """Further seconds of every step: launches, sampling, the host."""
+    """Additional seconds per step: kernel launches, sampling, host."""
     collective_s: float = 2e-5
     """Seconds of each of two collectives per layer in addition to its transfer, with several devices."""
     link_bytes_per_s: float = 300e9
     """Bandwidth between the devices of a replica, in one direction."""
     host_bytes_per_s: float = 25e9
-    """Bandwidth to the host's memory; 25e9 is PCIe 4.0 x16."""
+    """Bandwidth to host memory; 25e9 is PCIe 4.0 x16."""
 
     def __post_init__(self) -> None:
         check_choice("model", self.model, MODELS)
@@ -142,7 +143,7 @@ class RooflineStepTime:
         return GPUS[self.gpu].bytes_per_s * self.memory_efficiency * self.tensor_parallel
 
     def num_kv_blocks(self) -> int:
-        """Blocks of 16 tokens that fit into 90 % of the devices' memory together with the weights, which must fit."""
+        """Number of blocks of 16 tokens that fit into 90 % of the memory with the weights; InputError if none."""
         memory = GPUS[self.gpu].memory_bytes * self.tensor_parallel * 0.9
         blocks = int((memory - 2 * self.size.num_parameters) // (self.size.kv_bytes_per_token * 16))
         if blocks <= 0:
@@ -151,7 +152,6 @@ class RooflineStepTime:
         return blocks
 
     def step_s(self, work: StepWork) -> float:
-        """See `StepTime`."""
         sampled = len(work.contexts) + sum([chunk.is_last for chunk in work.prefills])
         seconds = self._linear(work.num_tokens, sampled)
         seconds += self._decodes(len(work.contexts), total_of(work.contexts))
@@ -177,7 +177,7 @@ class RooflineStepTime:
         return seconds
 
     def _decodes(self, num: int, context: int) -> float:
-        """Attention of decodes, each of which also reads what it has just written."""
+        """Attention time of decodes, each of which also reads the keys and values of its new token."""
         reading = self.size.kv_bytes_per_token / self._bytes_per_s
         return (context + num) * max(self.size.attention_flops / self._flops, reading)
 

@@ -1,4 +1,4 @@
-"""Step times that rise in steps of a matrix tile: RAD's model of a GPU."""
+"""Step times that increase with the number of matrix tiles: RAD's model of a GPU."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -18,20 +18,20 @@ class StaircaseStepTime:
 
     | symbol | meaning | unit |
     | --- | --- | --- |
-    | tau | tokens in the step: decodes and those of the chunks | tokens |
+    | tau | tokens in the step: decodes and chunk tokens | tokens |
     | i | position of a token, from 1 | tokens |
     | t_row, t_col, t_red | sides of a matrix tile; 128 x 256 and 32 for an A100 | - |
     | d | size of a head | - |
     | linear_tile_s | 1 / mu_lin: one column of tiles of all linear layers | s |
-    | per_token_s | 1 / mu_nlin: what is done token by token | s |
+    | per_token_s | 1 / mu_nlin: operations per token | s |
     | decode_tile_s | N / mu_v: a tile of a decode's attention, all layers and heads | s |
     | prefill_tile_s | N / (s mu): a tile of a chunk's attention, all layers and heads | s |
 
-    Source: the paper of RAD and SLAI, Eq. 7. Differs from it: base_s, which Eq. 7 has not, and copies. The defaults stand
-    for Mistral-7B on an RTX 6000 Ada: base_s, linear_tile_s and per_token_s are the least-squares fit (none negative, at
-    most 5 % off) to the chunk timings that SLAI ships (64 to 1024 tokens: 22.7 to 74.7 ms; agrimUT/SLAI @ 5098a7a);
-    decode_tile_s reads its 128 KiB of keys and values per token at 960 GB/s; prefill_tile_s does the operations of its
-    attention at 60 % of 364 TFLOPS.
+    Source: the paper of RAD and SLAI, Eq. 7, which has neither base_s nor copies. The defaults are for Mistral-7B on an
+    RTX 6000 Ada: base_s, linear_tile_s and per_token_s are a non-negative least-squares fit (errors up to 5 %) to the chunk
+    timings published with SLAI (64 to 1024 tokens: 22.7 to 74.7 ms; agrimUT/SLAI @ 5098a7a); decode_tile_s is
+    the time to read 128 KiB of keys and values per token at 960 GB/s; prefill_tile_s is the time of the
+    attention operations at 60 % of 364 TFLOPS.
     """
 
     base_s: float = 0.01483
@@ -44,7 +44,7 @@ class StaircaseStepTime:
     t_red: int = 32
     d: int = 128
     per_swapped_token_s: float = 5.24e-6
-    """Seconds per token copied between the KV cache and the host's memory."""
+    """Seconds per token copied between the KV cache and host memory."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -53,7 +53,6 @@ class StaircaseStepTime:
             raise InputError("base_s, linear_tile_s, per_token_s", 0.0, "one of them > 0")
 
     def step_s(self, work: StepWork) -> float:
-        """See `StepTime`."""
         chunk_tiles = sum([self.chunk_tiles(one.start_token, one.num_tokens) for one in work.prefills])
         return (
             self._linear(work.num_tokens)
@@ -63,7 +62,7 @@ class StaircaseStepTime:
         )
 
     def run(self, contexts: Sequence[int], start_s: float) -> DecodeRun:
-        """A step takes as long as the one before until a context reaches into another tile."""
+        """The duration of steps is constant until a context reaches another tile."""
         linear_s = self._linear(len(contexts))
         contexts = list(contexts)
 
@@ -80,13 +79,13 @@ class StaircaseStepTime:
         return self.base_s + self.linear_tile_s * -(-num_tokens // self.t_col) + self.per_token_s * num_tokens
 
     def decode_tiles(self, context: int) -> float:
-        """Tiles of the attention of a decode after `context` tokens, in units of one tile, per layer and head."""
+        """Number of tiles of a decode's attention after `context` tokens, per layer and head."""
         position = context + 1
         rows, columns = -(-position // self.t_row), -(-position // self.t_col)
         return self.d / self.t_col * rows + self.d / self.t_row * columns
 
     def chunk_tiles(self, start_token: int, num_tokens: int) -> float:
-        """Tiles of the attention of a chunk after `start_token` tokens."""
+        """Number of tiles of a chunk's attention after `start_token` tokens, per layer and head."""
         last = start_token + num_tokens
         rows, reductions = -(-last // self.t_row), -(-last // self.t_red)
         return -(-num_tokens // self.t_col) * (self.d / self.t_red * rows + self.d / self.t_row * reductions)

@@ -1,1 +1,1 @@
-"""Workloads: requests drawn from a description by a seed."""
+"""Synthetic workloads: requests drawn from a description with a seed."""

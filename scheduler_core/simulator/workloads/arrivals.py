@@ -1,4 +1,4 @@
-"""Arrival processes: Poisson, Gamma (bursty), diurnal, in spikes, all at once, or those of a trace."""
+"""Arrival processes: Poisson, gamma (bursty), diurnal, spikes, all at once, or arrivals of a trace."""
 
 import math
 from dataclasses import dataclass
@@ -16,26 +16,26 @@ Process = Literal["poisson", "gamma", "diurnal", "spikes", "at_once", "trace"]
 
 @dataclass(frozen=True, kw_only=True)
 class Arrivals:
-    """When requests arrive. The same seed at another rate gives the same arrivals faster or slower."""
+    """Arrival process of requests. With the same seed, another rate only scales the arrival times."""
 
     process: Process = "poisson"
-    """poisson (independent exponential gaps); gamma (gaps of any coefficient of variation: bursty above 1); diurnal (Poisson
-    whose rate swings with a period); spikes (every gap_s a random number of requests at the same time); at_once (all at time
-    0: offline work); trace (those of the file that the lengths come from, faster or slower if a rate is given)."""
+    """poisson (independent exponential gaps); gamma (gaps with coefficient of variation cv: bursty above 1); diurnal
+    (Poisson with a periodic rate); spikes (every gap_s a random number of simultaneous requests); at_once (all at
+    time 0: offline work); trace (arrivals of the file with the lengths, scaled to the rate if it is set)."""
     rate_rps: float | None = None
-    """Mean arrivals per second. Unset: 1 for the drawn processes, the trace's own rate for trace, what gap_s and
-    max_burst give for spikes."""
+    """Mean arrivals per second. Unset: 1 for the random processes, the rate of the trace for trace, the rate
+    that follows from gap_s and max_burst for spikes."""
     cv: float = 3.0
     """gamma: coefficient of variation of the gaps; 1 is Poisson."""
     period_s: float = 86_400.0
-    """diurnal: length of a day in seconds."""
+    """diurnal: period in seconds."""
     swing: float = 0.8
-    """diurnal: the rate moves between (1 - swing) and (1 + swing) times its mean, from 0 to 1; it starts at the mean
-    and rises."""
+    """diurnal: relative amplitude from 0 to 1; the rate varies between (1 - swing) and (1 + swing) times its
+    mean, starts at the mean and rises."""
     gap_s: float = 0.1
-    """spikes: seconds between two of them (Semantic Scheduling, section 4.1: 0.1 or 1.0)."""
+    """spikes: seconds between two spikes (Semantic Scheduling, section 4.1: 0.1 or 1.0)."""
     max_burst: int = 10
-    """spikes: each brings 0 to this many requests, every number equally likely."""
+    """spikes: maximum number of requests in a spike; the number is uniform from 0."""
     max_gap_ratio: float | None = None
     """poisson, gamma: longest gap, in mean gaps (Vidur clips its Poisson gaps at 3, which makes the rate
     1 / (1 - exp(-3)) = 1.052 times the nominal one). Unset: no limit."""
@@ -47,7 +47,7 @@ class Arrivals:
         check_ranges(self, gap_s=(1e-6, MAX_TIME_S), max_burst=(1, 1_000_000))
 
     def times(self, num: int, rng: np.random.Generator) -> FloatArray:
-        """Arrival times in seconds, ascending; shape [num]. Not of process trace, whose times stand in a file."""
+        """Arrival times in seconds, ascending; shape [num]. Not for process trace, which reads a file."""
         rate = 1.0 if self.rate_rps is None else self.rate_rps
         if self.process == "at_once":
             return np.zeros(num)
@@ -73,7 +73,7 @@ class Arrivals:
         return np.repeat(np.arange(len(sizes)) * gap_s, sizes)[:num]
 
     def _diurnal(self, operational: FloatArray) -> FloatArray:
-        """Arrivals of a constant rate, moved to the time at which the swinging rate has as many in expectation.
+        """Transforms arrivals of a constant rate to the diurnal rate, by the inverse of its cumulative rate.
 
         Solves t + swing P/(2 pi) (1 - cos(2 pi t / P)) = u by interpolation on 10,000 points per period.
         """
@@ -85,16 +85,18 @@ class Arrivals:
 
 
 def check_rate(name: str, rate_rps: float, num: int) -> None:
-    """Raises `InputError` for a rate at which the simulated clock does not reach the last of `num` requests."""
+    """Raises `InputError` if the last of `num` requests would arrive too late for the simulated clock."""
     if not num / MAX_TIME_S <= rate_rps < math.inf:
         raise InputError(name, rate_rps, f"at least {num / MAX_TIME_S:g}: {num} requests in {MAX_TIME_S:g} s")
 
 
 def at_rate(times: FloatArray, rate_rps: float) -> FloatArray:
-    """Ascending arrivals [N] faster or slower, at a mean rate from the first to the last: all gaps times one factor, so that
-    bursts stay bursts. `InputError` if they are all at the same time."""
+    """Scales ascending arrivals [N] to a mean rate between the first and the last; all gaps have the same
+    factor, which preserves bursts. `InputError` if they are all at the same time."""
     span = float(times[-1] - times[0])
     factor = (len(times) - 1) / span / rate_rps if span > 0 else math.inf
     if not factor * span < math.inf:
-        raise InputError("rate_rps", rate_rps, "unset: the trace's requests arrive all at the same time")
+        raise InputError(
+            "rate_rps", rate_rps, "unset, because all requests of the trace arrive at the same time"
+        )
     return np.asarray((times - times[0]) * factor)

@@ -1,4 +1,4 @@
-"""Lengths of prompts and outputs: from distributions, or from the rows of a trace or of fitted distributions."""
+"""Lengths of prompts and outputs from distributions, or from rows of a trace or of fitted distributions."""
 
 import math
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ from scheduler_core.table_files import file_rows
 
 IntArray = NDArray[np.int64]
 
-#: Longest output drawn from a fitted distribution when the workload sets no max_tokens.
+#: Maximum output drawn from a fitted distribution if the workload has no max_tokens.
 MAX_DRAWN_TOKENS = 32_768
-#: zipf has a table with the probability of each value.
+#: Maximum number of values of zipf, whose probabilities are tabulated.
 MAX_ZIPF_VALUES = 10_000_000
 Kind = Literal["fixed", "uniform", "zipf", "log_t", "buckets"]
 _COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens", "mu", "sigma", "nu")
@@ -30,16 +30,16 @@ _COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens", "mu", "sigma", "nu")
 
 @dataclass(frozen=True, kw_only=True)
 class TokenDistribution:
-    """Distribution of a number of tokens, always an integer from `low` to `high`."""
+    """Distribution of a number of tokens, an integer from `low` to `high`."""
 
     kind: Kind = "uniform"
-    """fixed (always low); uniform; zipf (the k-th value from low has probability proportional to k^-theta: the
-    multi-tier paper's code); log_t (exp(mu + sigma t_nu), rounded and clipped to low..high, as max_tokens does); buckets (a
-    bucket by its weight, uniform inside)."""
+    """fixed (always low); uniform; zipf (the k-th value from low has probability proportional to k^-theta, as
+    in the multi-tier paper's code); log_t (exp(mu + sigma t_nu), rounded and clipped to low..high); buckets
+    (a bucket by weight, uniform within it)."""
     low: int = 1
-    """Smallest number of tokens."""
+    """Minimum number of tokens."""
     high: int = 1024
-    """Largest number of tokens."""
+    """Maximum number of tokens."""
     theta: float = 1.2
     """zipf: exponent."""
     mu: float = 5.0
@@ -49,10 +49,10 @@ class TokenDistribution:
     nu: float = 3.5
     """log_t: degrees of freedom."""
     edges: tuple[int, ...] = ()
-    """buckets: ascending bounds, one more than weights; a bucket holds edge[k] <= tokens < edge[k+1], the last one its
-    upper bound too."""
+    """buckets: ascending bounds, one more than weights; bucket k is edge[k] <= tokens < edge[k+1], the last
+    one includes its upper bound."""
     weights: tuple[float, ...] = ()
-    """buckets: their weights, in any unit."""
+    """buckets: relative weights."""
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, get_args(Kind))
@@ -75,7 +75,7 @@ class TokenDistribution:
         )
 
     def draw(self, num: int, rng: np.random.Generator) -> IntArray:
-        """Numbers of tokens; shape [num]."""
+        """Draws numbers of tokens; shape [num]."""
         if self.kind == "fixed":
             return np.full(num, self.low, np.int64)
         if self.kind == "uniform":
@@ -94,7 +94,7 @@ class TokenDistribution:
 
 
 def log_t_tokens(parameters: FloatArray, low: int, high: int, rng: np.random.Generator) -> IntArray:
-    """One length [N] from each log-t with these mu, sigma, nu [3, N], rounded and clipped to low..high."""
+    """Draws one length [N] from each log-t with parameters [3, N], rounded and clipped to low..high."""
     mu, sigma, nu = parameters
     logs = mu + sigma * rng.standard_t(nu)
     return np.asarray(np.rint(np.exp(np.clip(logs, math.log(low), math.log(high)))), np.int64)
@@ -102,28 +102,28 @@ def log_t_tokens(parameters: FloatArray, low: int, high: int, rng: np.random.Gen
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Lengths of prompts and outputs: from a file, or from distributions."""
+    """Lengths of prompts and outputs, from a file or from distributions."""
 
     file: str | None = None
-    """Rows to draw prompt and output lengths from, with replacement: a trace (columns prompt_tokens, output_tokens: the
-    pairs as they are), or fitted distributions (columns mu, sigma, nu, as fit-dist writes them: an output is drawn from
-    each, and that distribution is the request's prediction; prompts come from prompt_tokens or from the distribution
-    `prompt`). Instead of distributions."""
+    """File whose rows are drawn with replacement: a trace (columns prompt_tokens, output_tokens, used as
+    pairs), or fitted distributions (columns mu, sigma, nu, as written by fit-dist: an output is drawn from
+    each, and the distribution is the prediction of the request; prompts are from the column prompt_tokens or
+    from the distribution `prompt`). Alternative to distributions."""
     in_order: bool = False
-    """file: take the rows in their order from the first on, as often as needed, instead of drawing them."""
+    """file: use the rows in order, repeated as needed, instead of drawing them."""
     prompt: TokenDistribution | None = None
-    """Distribution of the prompt's tokens."""
+    """Distribution of prompt tokens."""
     output: TokenDistribution | None = None
-    """Distribution of the output's tokens."""
+    """Distribution of output tokens."""
     total: TokenDistribution | None = None
-    """Distribution of prompt and output together, instead of one for each."""
+    """Distribution of prompt plus output tokens. Alternative to prompt and output."""
     prompt_fraction: float = 2 / 3
-    """total: fraction of the prompt, rounded to integers, at least one token each (2/3: two prompt tokens per output token,
-    as in the multi-tier paper)."""
+    """total: fraction of prompt tokens, rounded to integers, at least one token each (2/3: two prompt tokens
+    per output token, as in the multi-tier paper)."""
     max_tokens: int | None = None
-    """max_tokens of every request; longer outputs end there. Unset: the longest output drawn."""
+    """max_tokens of every request; longer outputs are truncated. Unset: the longest drawn output."""
     max_total_tokens: int | None = None
-    """Requests with more tokens in all are shortened to this many, prompt and output in proportion (SLAI: 8192)."""
+    """Maximum of prompt plus output tokens; longer requests are shortened proportionally (SLAI: 8192)."""
 
     def __post_init__(self) -> None:
         if self.file is None and self.total is None and (self.prompt is None or self.output is None):
@@ -139,7 +139,7 @@ class Lengths:
     def draw(
         self, num: int, rng: np.random.Generator
     ) -> tuple[IntArray, IntArray, int, list[LengthPrediction]]:
-        """Prompts [num], outputs [num], max_tokens, and the distributions that outputs were drawn from, if a file has them."""
+        """Prompts [num], outputs [num], max_tokens, and the distributions of the outputs if a file has them."""
         predictions: list[LengthPrediction] = []
         if self.file is not None:
             prompt, output, predictions = self._from_file(self.file, num, rng)
@@ -175,13 +175,13 @@ class Lengths:
         assert rows.parameters is not None
         parameters = rows.parameters[:, indices]
         output = log_t_tokens(parameters, 1, self.max_tokens or MAX_DRAWN_TOKENS, rng)
-        return prompt, output, [LengthPrediction(*one) for one in parameters.T.tolist()]
+        return prompt, output, [LengthPrediction(*row) for row in parameters.T.tolist()]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LengthRows:
-    """Columns [N] of a file of lengths; None: the file has no such column. `parameters` [3, N] are mu, sigma, nu of the
-    outputs' log-t distributions, and None where output_tokens is there."""
+    """Columns [N] of a file of lengths; None if the file does not have them. `parameters` [3, N] are mu,
+    sigma, nu of the log-t distributions of outputs; None if there is a column output_tokens."""
 
     source: str
     prompt_tokens: IntArray | None
@@ -196,9 +196,9 @@ class LengthRows:
 
 
 def read_lengths(path: str) -> LengthRows:
-    """Reads a file of lengths: .parquet, .csv or .jsonl with a column output_tokens, or with mu and sigma (and nu, else
-    3.5); optional prompt_tokens and arrival_s. A file that has not changed is read once; `InputError` if it is missing, or
-    a column is missing, empty somewhere or not above 0."""
+    """Reads a file of lengths: .parquet, .csv or .jsonl with a column output_tokens, or with mu, sigma and
+    optionally nu (default: 3.5); optional prompt_tokens and arrival_s. Unchanged files are cached.
+    `InputError` if the file or a column is missing, or a value is missing or not above 0."""
     file = existing_file(path, "lengths.file")
     return _read(file, file.stat().st_mtime_ns)
 

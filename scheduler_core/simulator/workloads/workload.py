@@ -1,4 +1,4 @@
-"""A workload: a description of requests, their classes, tiers and conversations, and the trace drawn by a seed."""
+"""Description of a workload (requests, classes, tiers, conversations), and traces drawn from it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,10 +14,10 @@ from scheduler_core.simulator.workloads.arrivals import Arrivals, at_rate, check
 from scheduler_core.simulator.workloads.lengths import IntArray, Lengths, TokenDistribution, read_lengths
 from scheduler_core.statistics import FloatArray
 
-#: A request takes about half a kilobyte.
+#: Maximum number of requests, each of which takes about half a kilobyte.
 MAX_REQUESTS = 100_000_000
 
-#: Fields of a class that all of its requests have.
+#: Fields of a class that are copied to its requests.
 _CLASS_FIELDS = ("tenant", "category", "priority", "ttft_slo_s", "tbt_slo_s", "ttlt_slo_s")
 Mix = Literal["uniform", "gaussian", "gaussian_released", "enterprise"]
 _ENTERPRISE = {
@@ -27,13 +27,13 @@ _GAUSSIAN_RELEASED = {2: (0.3, 0.7), 3: (0.15, 0.70, 0.15), 5: (0.05, 0.2, 0.5, 
 
 
 def tier_weights(mix: str, num_tiers: int) -> FloatArray:
-    """Fraction of requests of each tier, the most urgent first; shape [K], of sum 1 (multi-tier paper, section 4.2).
+    """Fraction of requests of each tier, most urgent first; shape [K], with sum 1 (multi-tier paper, section 4.2).
 
     - uniform: 1/K each.
-    - gaussian: the paper's words: a bell around the middle tier with standard deviation K/4.
-    - gaussian_released: its code's: fixed fractions for K = 2, 3, 5 and exp(-2 d^2 / K) at distance d from the middle else.
-    - enterprise: its code's fractions for K = 3, 4, 5; beyond that 10 % for the first tier, 70 % over the middle ones, 20 %
-      for the last, as the paper says in words.
+    - gaussian: as described in the paper, a normal density around the middle tier with standard deviation K/4.
+    - gaussian_released: as in its code, fixed fractions for K = 2, 3, 5, else exp(-2 d^2 / K) at distance d from the middle.
+    - enterprise: the fractions of its code for K = 3, 4, 5; for more tiers, as described in the paper, 10 % for the first
+      tier, 70 % for the middle ones, and 20 % for the last.
     """
     check_choice("mix", mix, get_args(Mix))
     if not 1 <= num_tiers <= MAX_TIERS:
@@ -57,13 +57,13 @@ class RequestClass:
     """One class of requests."""
 
     weight: float = 1.0
-    """Its fraction of the requests, in any unit: weights are divided by their sum."""
+    """Relative weight; the fraction of requests is the weight divided by the sum of all weights."""
     tenant: str = ""
-    """A user or group of users, such as paying or free."""
+    """User or group of users, such as paying or free."""
     category: str = ""
     """Kind of work, such as reasoning or chat."""
     tier: int | None = None
-    """Declared urgency, 0 the most urgent. Unset: by the workload's tiers, or 2."""
+    """Declared urgency, 0 = most urgent. Unset: drawn from the workload's tiers, or 2."""
     priority: int = 0
     """Declared priority, smaller first."""
     ttft_slo_s: float | None = None
@@ -73,7 +73,7 @@ class RequestClass:
     ttlt_slo_s: float | None = None
     """Target of the time to the last token."""
     lengths: Lengths | None = None
-    """Its own lengths. Unset: the workload's."""
+    """Lengths of this class. Unset: those of the workload."""
 
     def __post_init__(self) -> None:
         check_ranges(self, weight=(POSITIVE, FINITE))
@@ -81,13 +81,13 @@ class RequestClass:
 
 @dataclass(frozen=True, kw_only=True)
 class Tiers:
-    """Tiers drawn for every request, independently of everything else."""
+    """Distribution of tiers, drawn independently for every request."""
 
     num_tiers: int = 1
-    """K; tiers are 0 (the most urgent) to K - 1."""
+    """Number of tiers K; tiers are 0 (most urgent) to K - 1."""
     mix: Mix = "uniform"
-    """Their fractions: uniform; gaussian (a bell around the middle, standard deviation K/4); gaussian_released (as in the
-    multi-tier paper's code); enterprise (10 % critical, most in the middle or last)."""
+    """Fractions of the tiers: uniform; gaussian (normal density around the middle, standard deviation K/4);
+    gaussian_released (as in the multi-tier paper's code); enterprise (10 % critical, most in the middle or last)."""
 
     def __post_init__(self) -> None:
         tier_weights(self.mix, self.num_tiers)
@@ -95,28 +95,28 @@ class Tiers:
 
 @dataclass(frozen=True, kw_only=True)
 class Sessions:
-    """Conversations: every drawn request becomes a turn; turns follow after time to think and have a growing prefix."""
+    """Conversations: every drawn request becomes a turn; turns have think times and a growing prefix."""
 
     mean_turns: float = 4.0
-    """Mean number of turns, at least 1; they have a geometric distribution."""
+    """Mean number of turns, at least 1, geometrically distributed."""
     max_turns: int = 32
-    """Conversations end here at the latest."""
+    """Maximum number of turns of a conversation."""
     mean_think_time_s: float = 10.0
-    """Mean seconds between an output's last token and the next turn; exponential."""
+    """Mean seconds between the last token of an output and the next turn, exponentially distributed."""
     max_prompt_tokens: int = 4096
-    """A conversation ends before a turn whose prompt (all previous turns and the new text) would be longer."""
+    """Maximum prompt (previous turns and new text) in tokens; a conversation ends before a turn that exceeds it."""
 
     def __post_init__(self) -> None:
         check_ranges(self, mean_turns=(1.0, FINITE), max_turns=(1, MAX_REQUESTS))
         check_ranges(self, mean_think_time_s=(0, MAX_TIME_S), max_prompt_tokens=(1, MAX_TOKENS))
 
     def conversations(self, rows: list[TraceRequest], rng: np.random.Generator) -> list[TraceRequest]:
-        """Turns, conversation by conversation, until all rows are used.
+        """Groups all rows into turns of conversations, one conversation after the other.
 
-        The rows are taken in order: the k-th conversation begins when the k-th row arrives, and each of its turns adds
-        the next unused row's prompt as new text. A later turn's prompt is all that was said before it (`prefix_tokens`)
-        and its new text; its arrival is that of the previous turn plus the time to think, as if outputs took no time,
-        and `think_time_s` is the wait of a closed loop after the output.
+        The k-th conversation starts at the arrival of the k-th row. Each of its turns uses the next unused
+        row, whose prompt is the new text. The prompt of a later turn consists of all previous turns
+        (`prefix_tokens`) and the new text. Its arrival is that of the previous turn plus the think time,
+        without the time of outputs; `think_time_s` is the wait after the previous output in the simulation.
         """
         turns: list[TraceRequest] = []
         number = 0
@@ -130,7 +130,7 @@ class Sessions:
     def _turns(
         self, rows: list[TraceRequest], name: str, arrival_s: float, rng: np.random.Generator
     ) -> list[TraceRequest]:
-        """The turns of one conversation: as many of the rows as fit into the longest prompt."""
+        """The turns of one conversation: as many rows as `max_prompt_tokens` allows."""
         first, prefix = rows[0], 0
         turns: list[TraceRequest] = []
         for turn, row in enumerate(rows):
@@ -147,7 +147,7 @@ class Sessions:
         return turns
 
 
-#: Lengths of chats.
+#: Default lengths, typical of chats.
 _CHAT = Lengths(
     prompt=TokenDistribution(kind="log_t", mu=5.5, sigma=0.8, high=4096),
     output=TokenDistribution(kind="log_t", mu=5.0, sigma=0.7, high=2048),
@@ -156,10 +156,10 @@ _CHAT = Lengths(
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The requests that arrive at the engine: how many, when, how long, and of which class.
+    """Description of the requests that arrive at the engine: number, arrivals, lengths, classes.
 
-    Arrivals, lengths, classes and conversations draw from streams of their own, so that another rate leaves the
-    lengths as they are.
+    Arrivals, lengths, classes and conversations use separate random streams, so that another rate does not
+    change the lengths.
     """
 
     num_requests: int = 1000
@@ -169,34 +169,34 @@ class Workload:
     lengths: Lengths = _CHAT
     """Lengths of prompts and outputs."""
     classes: tuple[RequestClass, ...] = ()
-    """Classes of requests with weights, targets and lengths of their own, such as paying and free, or reasoning and chat."""
+    """Classes of requests with their own weights, targets and lengths, such as paying and free, or reasoning and chat."""
     tiers: Tiers | None = None
-    """Tiers drawn by a mix, for every request whose class has none. Unset: tier 2."""
+    """Distribution of tiers for requests whose class has none. Unset: tier 2."""
     sessions: Sessions | None = None
-    """Conversations of several turns; rate_rps then counts conversations. Unset: all requests are independent."""
+    """Conversations of several turns; rate_rps is then the rate of conversations. Unset: requests are independent."""
 
     def __post_init__(self) -> None:
         check_ranges(self, num_requests=(1, MAX_REQUESTS))
         if self.arrivals.rate_rps is not None:
             check_rate("rate_rps", self.arrivals.rate_rps, self.num_requests)
         if self.arrivals.process == "trace" and self.lengths.file is None:
-            raise InputError("arrivals.process", "trace", "trace only with lengths.file")
+            raise InputError("arrivals.process", "trace", "another process, unless lengths.file is set")
         if self.arrivals.process == "trace" and not self.lengths.in_order:
             raise InputError("lengths.in_order", False, "true with arrivals.process = trace")
 
     def trace(self, seed: int) -> Trace:
-        """The requests in order of arrival, the same for the same seed; `InputError` if a file cannot be used."""
-        seeds = np.random.SeedSequence(seed).spawn(4)
-        arrival_rng, length_rng, class_rng, session_rng = [np.random.default_rng(one) for one in seeds]
+        """Draws the requests in order of arrival, reproducibly by seed; `InputError` if a file is invalid."""
+        streams = map(np.random.default_rng, np.random.SeedSequence(seed).spawn(4))
+        arrival_rng, length_rng, class_rng, session_rng = streams
         classes, tiers = np.zeros(self.num_requests, np.int64), np.full(self.num_requests, 2)
         if self.classes:
-            classes = _choices([one.weight for one in self.classes], self.num_requests, class_rng)
+            classes = _choices([item.weight for item in self.classes], self.num_requests, class_rng)
         if self.tiers is not None:
             weights = tier_weights(self.tiers.mix, self.tiers.num_tiers)
             tiers = _choices(weights, self.num_requests, class_rng)
         values = self._request_values(classes, tiers, length_rng)
         times = self._times(arrival_rng)
-        rows = [TraceRequest(arrival_s=float(time), **one) for one, time in zip(values, times, strict=True)]
+        rows = [TraceRequest(arrival_s=float(time), **row) for row, time in zip(values, times, strict=True)]
         if self.sessions is not None:
             rows = self.sessions.conversations(rows, session_rng)
         rows.sort(key=lambda row: row.arrival_s)
@@ -219,14 +219,14 @@ class Workload:
     def _request_values(
         self, indices: IntArray, tiers: IntArray, rng: np.random.Generator
     ) -> list[dict[str, Any]]:
-        """Fields of every request but its arrival."""
+        """Fields of every request except its arrival."""
         values: list[dict[str, Any]] = [{} for _ in range(self.num_requests)]
         classes: Sequence[RequestClass] = self.classes or (RequestClass(),)
-        for index, one in enumerate(classes):
+        for index, item in enumerate(classes):
             members = np.flatnonzero(indices == index)
             if not len(members):
                 continue
-            prompt, output, max_tokens, predictions = (one.lengths or self.lengths).draw(len(members), rng)
+            prompt, output, max_tokens, predictions = (item.lengths or self.lengths).draw(len(members), rng)
             for position, member in enumerate(members):
                 values[member] = dict(
                     request_id=f"r{member}",
@@ -234,13 +234,13 @@ class Workload:
                     output_tokens=int(output[position]),
                     max_tokens=max_tokens,
                     prediction=predictions[position] if predictions else None,
-                    tier=int(tiers[member]) if one.tier is None else one.tier,
-                    **{name: getattr(one, name) for name in _CLASS_FIELDS},
+                    tier=int(tiers[member]) if item.tier is None else item.tier,
+                    **{name: getattr(item, name) for name in _CLASS_FIELDS},
                 )
         return values
 
 
 def _choices(weights: Sequence[float] | FloatArray, num: int, rng: np.random.Generator) -> IntArray:
-    """Indices [num], each with a probability in proportion to its weight."""
+    """Draws indices [num] with probabilities proportional to their weights."""
     fractions = np.asarray(weights) / np.sum(weights)
     return np.asarray(rng.choice(len(fractions), num, p=fractions))

@@ -256,7 +256,7 @@ def test_a_policy_that_preempts_is_refused_where_nobody_can_be_displaced() -> No
 @pytest.mark.parametrize("former", ["orca", "request_level", "vllm"])
 def test_a_prompt_that_must_not_be_split_has_to_fit_into_a_step(former: str) -> None:
     core = scheduler(batching=former, max_num_batched_tokens=100, max_num_seqs=4)
-    with pytest.raises(InputError, match="splits no prompts"):
+    with pytest.raises(InputError, match="does not split prompts"):
         core.add(request("a", prompt=101, cap=1), 0.0)
     core.add(request("a", prompt=100, cap=1), 0.0)
 

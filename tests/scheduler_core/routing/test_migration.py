@@ -110,7 +110,7 @@ def test_calls_in_the_wrong_state_are_refused() -> None:
     with pytest.raises(InputError, match="destination"):
         migrations.start(Move("x", "a", "a"), 0.0)
     sides["c"] = scheduler(kv_block_tokens=8)
-    with pytest.raises(InputError, match="as many tokens per block"):
+    with pytest.raises(InputError, match="the same block size"):
         migrations.start(Move("x", "a", "c"), 0.0)
     with pytest.raises(InputError, match="stage_blocks"):
         Migrations(sides, stage_blocks=0)
