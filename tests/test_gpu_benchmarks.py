@@ -169,10 +169,7 @@ def test_what_is_missing_is_said(
     monkeypatch.setitem(gpu.STEPS, "sampling", ("no_such_package",))
     assert main(["--check", "--steps", "sampling", "minilm", "--work", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines == [
-        "sampling: skipped, not installed: no_such_package",
-        "minilm: skipped, needs --data",
-    ]
+    assert lines == ["sampling: skipped, not installed: no_such_package", "minilm: skipped, needs --data"]
     monkeypatch.setattr(gpu, "gpu_name", lambda: None)
     assert main(["--out", str(tmp_path / "out")]) == 2
     assert "no GPU here" in capsys.readouterr().err

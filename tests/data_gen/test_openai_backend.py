@@ -15,18 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_gen.backend import SampledOutput, SampleFailure, SamplingSettings, Work, WorkResult, sample_seed
+from data_gen.openai import responses
 from data_gen.openai.backend import OpenAIBackend
 from data_gen.openai.http_client import allow_descriptors, retry_after_s
 from data_gen.openai.options import EngineError, OpenAIOptions
-from data_gen.openai.responses import (
-    MAX_LINE_BYTES,
-    EventStreamParser,
-    RequestBodies,
-    ResponseChoice,
-    ResponseError,
-    read_error_response,
-    read_response,
-)
 from data_gen.prompts import Message, Prompt
 from scheduler_core.errors import InputError
 from tests.fake_openai import GOOD, Completions, FakeEngine, Fault, error, first, length_of, running
@@ -342,7 +334,7 @@ def test_a_stream_means_the_same_in_pieces_of_any_size(sizes: list[int], text: s
     ]
     chunks = (f"data: {json.dumps(one, ensure_ascii=False)}\r\n\r\n".encode() for one in events)
     data = b"".join([b": a comment\n\n", *chunks, b"data: [DONE]\n\n"])
-    reader, position = EventStreamParser(), 0
+    reader, position = responses.EventStreamParser(), 0
     for size in [*sizes, len(data)]:
         reader.feed(data[position : position + size], 1.0)
         position += size
@@ -353,9 +345,9 @@ def test_a_stream_means_the_same_in_pieces_of_any_size(sizes: list[int], text: s
     assert (reply.prompt_tokens, reply.completion_tokens) == (3, 9)
 
 
-def choice_of(*pieces: dict[str, Any]) -> ResponseChoice:
+def choice_of(*pieces: dict[str, Any]) -> responses.ResponseChoice:
     """The choice of a stream of pieces, which arrive one second after the other."""
-    reader = EventStreamParser()
+    reader = responses.EventStreamParser()
     for second, piece in enumerate((*pieces, {"delta": {}, "finish_reason": "stop"}), start=1):
         event = json.dumps({"choices": [{"index": 0, **piece}]})
         reader.feed(f"data: {event}\n\n".encode(), float(second))
@@ -380,13 +372,13 @@ def test_the_first_token_is_not_the_role_and_surrogates_are_joined() -> None:
         (b'data: {"usage": {"prompt_tokens": 2147483648}}', "malformed"),
         (b'data: {"error": {"message": "engine died"}}', "server_error"),
         (b'data: {"choices": [{"index": 0, "delta": {"content": "x"}}]}', "truncated"),
-        pytest.param(b"x" * (MAX_LINE_BYTES + 1), "malformed", id="endless line"),
+        pytest.param(b"x" * (responses.MAX_LINE_BYTES + 1), "malformed", id="endless line"),
         (b"", "empty"),
     ],
 )
 def test_a_broken_stream_is_named(data: bytes, kind: str) -> None:
-    reader = EventStreamParser()
-    with pytest.raises(ResponseError) as raised:
+    reader = responses.EventStreamParser()
+    with pytest.raises(responses.ResponseError) as raised:
         reader.feed(data, 0.0)
         reader.feed(b"\n\n", 0.0)
         reader.finish()
@@ -405,19 +397,19 @@ JSON = st.recursive(
 @given(st.binary(max_size=60) | JSON.map(lambda content: json.dumps(content).encode()))
 def test_whatever_a_server_sends_is_a_response_or_a_named_problem(payload: bytes) -> None:
     try:
-        problems = [choice.problem for choice in read_response(payload).choices]
+        problems = [choice.problem for choice in responses.read_response(payload).choices]
         kinds = ["good" if problem is None else problem.kind for problem in problems]
-    except ResponseError as error:
+    except responses.ResponseError as error:
         kinds = [error.kind]
     assert kinds
     assert set(kinds) <= {"malformed", "empty", "server_error", "truncated", "finish_reason", "good"}
-    assert read_error_response(500, payload).kind == "http_500"
+    assert responses.read_error_response(500, payload).kind == "http_500"
 
 
 def test_choices_are_put_in_order_and_names_of_ends_differ_between_engines() -> None:
     reasons = {2: "eos_token", 0: "stop_sequence", 3: "length", 1: "stop"}
     entries = [{"index": i, "text": str(i), "finish_reason": reason} for i, reason in reasons.items()]
-    choices = read_response(json.dumps({"choices": entries}).encode()).choices
+    choices = responses.read_response(json.dumps({"choices": entries}).encode()).choices
     assert [choice.text for choice in choices] == ["0", "1", "2", "3"]
     assert [choice.finish_reason for choice in choices] == ["stop", "stop", "stop", "length"]
 
@@ -434,12 +426,12 @@ def test_choices_are_put_in_order_and_names_of_ends_differ_between_engines() -> 
     ],
 )
 def test_statuses_are_sorted(status: int, message: str, kind: str, retry: bool) -> None:
-    problem = read_error_response(status, json.dumps({"error": {"message": message}}).encode())
+    problem = responses.read_error_response(status, json.dumps({"error": {"message": message}}).encode())
     assert (problem.kind, problem.retry) == (kind, retry)
 
 
 def body_of(prompt: Prompt, indices: tuple[int, ...], **changed: Any) -> dict[str, Any]:
-    bodies = RequestBodies(OpenAIOptions(**changed), SETTINGS, "m")
+    bodies = responses.RequestBodies(OpenAIOptions(**changed), SETTINGS, "m")
     return dict(json.loads(bodies.body(bodies.prefix(prompt), prompt, indices)))
 
 

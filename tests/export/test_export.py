@@ -176,10 +176,7 @@ def test_abstain_threshold_is_the_users_or_the_checkpoints(checkpoints: Folders,
 
 
 def test_version_is_of_the_content_and_an_old_artifact_is_replaced_on_demand(
-    checkpoints: Folders,
-    artifacts: Folders,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    checkpoints: Folders, artifacts: Folders, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "a"
     shutil.copytree(artifacts["bert-legacy"], out)

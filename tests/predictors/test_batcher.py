@@ -282,9 +282,7 @@ async def test_model_threads_are_bound_to_a_core_each_and_no_other_thread_is() -
     threads.close()
 
 
-def test_model_threads_are_bound_only_if_there_are_as_many_as_cores(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_model_threads_are_bound_only_if_there_are_as_many_as_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {7, 1, 5, 3}, raising=False)
     assert worker_cores(num_workers=4) == [1, 3, 5, 7]
     assert worker_cores(num_workers=2, process=1, num_processes=2) == [5, 7]

@@ -32,17 +32,7 @@ from predictors.runtime import open_runtime
 from predictors.service.batcher import BatchingSettings
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.predictor import PredictionRequest
-from tests.predictors.fakes import (
-    NU,
-    RICH,
-    GatedRuntime,
-    expected,
-    expected_rich,
-    running_server,
-    until,
-    without_numbers,
-    write_artifact,
-)
+from tests.predictors import fakes
 
 PROMPTS = ["name three rivers", "sea", "write a long essay about the sea", "a a a"]
 KINDS = ("calls", "blocking")
@@ -142,7 +132,7 @@ class Client:
 
 @pytest.fixture
 async def address(artifact_folder: Path) -> AsyncIterator[str]:
-    async with running_server(open_runtime(artifact_folder)) as (_, address):
+    async with fakes.running_server(open_runtime(artifact_folder)) as (_, address):
         yield address
 
 
@@ -159,8 +149,10 @@ async def test_predictions_come_in_the_order_of_the_requests(
     async with Client(kind, address) as client:
         predictions = await client.predict(requests(prompts))
     for prompt, prediction in zip(prompts, predictions, strict=True):
-        assert (prediction.length.mu, prediction.length.sigma) == pytest.approx(expected(prompt), rel=1e-5)
-        assert (prediction.length.nu, prediction.length.artifact_id) == (NU, "tiny")
+        assert (prediction.length.mu, prediction.length.sigma) == pytest.approx(
+            fakes.expected(prompt), rel=1e-5
+        )
+        assert (prediction.length.nu, prediction.length.artifact_id) == (fakes.NU, "tiny")
         assert len(prediction.length.artifact_version) == 12
 
 
@@ -168,9 +160,9 @@ async def test_predictions_come_in_the_order_of_the_requests(
 async def test_all_heads_and_conditions_pass_through_every_client(rich_folder: Path, kind: str) -> None:
     first = PredictionRequest("a", "sea", 100, "huge-llm", 0.5)
     batch = [first, PredictionRequest("b", "name three rivers", 100, temperature=1.5)]
-    rows = [expected_rich("sea", 2, 0.5), expected_rich("name three rivers", 0, 1.5)]
+    rows = [fakes.expected_rich("sea", 2, 0.5), fakes.expected_rich("name three rivers", 0, 1.5)]
     async with (
-        running_server(open_runtime(rich_folder)) as (_, address),
+        fakes.running_server(open_runtime(rich_folder)) as (_, address),
         Client(kind, str(rich_folder) if kind == "in process" else address) as client,
     ):
         predictions = await client.predict(batch)
@@ -180,9 +172,9 @@ async def test_all_heads_and_conditions_pass_through_every_client(rich_folder: P
     for prediction, response, row in zip(predictions, responses, rows, strict=True):
         assert (prediction.length.mu, prediction.length.nu) == pytest.approx((row["mu"], row["nu"]), rel=1e-5)
         assert prediction.urgency.probabilities == pytest.approx(tuple(row["urgency"]), rel=1e-5)
-        assert prediction.urgency.abstain_threshold == RICH["abstain_threshold"]
+        assert prediction.urgency.abstain_threshold == fakes.RICH["abstain_threshold"]
         assert prediction.bucket.probabilities == pytest.approx(tuple(row["bucket"]), rel=1e-5)
-        assert prediction.bucket.edges == RICH["bucket_edges"]
+        assert prediction.bucket.edges == fakes.RICH["bucket_edges"]
         assert prediction.point.tokens == pytest.approx(max(row["regression_tokens"], 1.0), rel=1e-5)
         assert prediction.rank.score == pytest.approx(row["rank"], rel=1e-5)
         assert response.truncated_length.max_tokens == 100
@@ -228,23 +220,23 @@ async def test_message_over_the_limit_names_the_limit(address: str, monkeypatch:
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_deadline_ends_the_wait_of_its_call_alone(artifact_folder: Path, kind: str) -> None:
-    runtime = GatedRuntime(artifact_folder, is_open=False)
-    async with running_server(runtime) as (_, address), Client(kind, address) as client:
+    runtime = fakes.GatedRuntime(artifact_folder, is_open=False)
+    async with fakes.running_server(runtime) as (_, address), Client(kind, address) as client:
         patient = asyncio.ensure_future(client.mus(requests(["sea"])))
         assert (await client.error(requests(["a"]), timeout_s=0.05)).code == "DEADLINE_EXCEEDED"
         runtime.gate.set()
-        assert await patient == pytest.approx([expected("sea")[0]], rel=1e-6)
+        assert await patient == pytest.approx([fakes.expected("sea")[0]], rel=1e-6)
 
 
 async def test_cancelling_the_caller_frees_the_service(artifact_folder: Path) -> None:
-    runtime = GatedRuntime(artifact_folder, is_open=False)
+    runtime = fakes.GatedRuntime(artifact_folder, is_open=False)
     batching = BatchingSettings(max_batch=1, max_wait_s=0.0)
-    async with running_server(runtime, batching=batching) as (server, address):
+    async with fakes.running_server(runtime, batching=batching) as (server, address):
         async with connect(address) as predictor:
             call = asyncio.ensure_future(predictor.predict(requests()))
-            await until(lambda: server.artifacts.num_in_flight == 4)
+            await fakes.until(lambda: server.artifacts.num_in_flight == 4)
             call.cancel()
-            await until(lambda: server.artifacts.num_in_flight == 0)
+            await fakes.until(lambda: server.artifacts.num_in_flight == 0)
         runtime.gate.set()
     assert len(runtime.batches) <= 1
 
@@ -311,7 +303,7 @@ async def test_every_caller_has_a_call_of_its_own_over_connections_in_turn() -> 
     servicer.gate.clear()
     async with serving(servicer) as address, Client("calls", address, num_connections=3) as client:
         calls = [asyncio.ensure_future(client.mus(requests(["sea"]))) for _ in range(6)]
-        await until(lambda: servicer.num_under_way == 6)
+        await fakes.until(lambda: servicer.num_under_way == 6)
         assert sorted(servicer.num_calls_by_peer.values()) == [2, 2, 2]
         servicer.gate.set()
         assert await asyncio.gather(*calls) == [[3.0]] * 6
@@ -334,7 +326,7 @@ async def test_closed_client_opens_again(address: str, artifact_folder: Path, ki
     client = Client(kind, str(artifact_folder) if kind == "in process" else address)
     for _ in range(2):
         async with client:
-            assert await client.mus(requests(["sea"])) == pytest.approx([expected("sea")[0]], rel=1e-6)
+            assert await client.mus(requests(["sea"])) == pytest.approx([fakes.expected("sea")[0]], rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["calls", "in process"])
@@ -385,7 +377,7 @@ async def test_missing_artifact_is_an_input_error_and_closing_it_is_harmless(tmp
 
 
 async def test_an_artifact_that_cannot_predict_is_refused_and_leaves_no_thread(tmp_path: Path) -> None:
-    folder = without_numbers(write_artifact(tmp_path / "a"))
+    folder = fakes.without_numbers(fakes.write_artifact(tmp_path / "a"))
     before = set(threading.enumerate())
     async with InProcessPredictor(folder) as predictor:
         for _ in range(3):
@@ -396,7 +388,7 @@ async def test_an_artifact_that_cannot_predict_is_refused_and_leaves_no_thread(t
         running = set(threading.enumerate()) - before
         return sum(thread.name.startswith("tailcast") for thread in running)
 
-    await until(lambda: num_threads() == 0)
+    await fakes.until(lambda: num_threads() == 0)
 
 
 def test_client_imports_without_what_only_the_service_needs() -> None:

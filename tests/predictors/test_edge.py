@@ -27,14 +27,7 @@ from predictors.service.errors import UnauthenticatedError
 from predictors.service.security import BearerTokens, grpc_credentials
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.predictor import PredictionRequest
-from tests.predictors.fakes import (
-    GatedRuntime,
-    expected,
-    failure,
-    running_server,
-    serve_config,
-    server_and_stub,
-)
+from tests.predictors import fakes
 from tests.predictors.test_cli import PATIENCE_S, running
 
 CANARY = "canary-4711"
@@ -266,7 +259,7 @@ def test_half_a_request_does_not_hold_a_drain(tmp_path: Path, artifact_folder: P
             connection.close()
 
 
-class QuotingRuntime(GatedRuntime):
+class QuotingRuntime(fakes.GatedRuntime):
     """Its model calls fail, and quote a prompt in all the ways in which exceptions can."""
 
     def run(self, *arguments: Any, **options: Any) -> Any:
@@ -283,9 +276,9 @@ async def test_unexpected_errors_quote_no_prompt_to_callers_or_the_log(
 ) -> None:
     caplog.handler.addFilter(RequestDataFilter())
     caplog.set_level(logging.DEBUG)
-    runtime = QuotingRuntime(artifact_folder) if fault == "model" else GatedRuntime(artifact_folder)
+    runtime = QuotingRuntime(artifact_folder) if fault == "model" else fakes.GatedRuntime(artifact_folder)
     async with (
-        running_server(runtime, http_port=0) as (server, address),
+        fakes.running_server(runtime, http_port=0) as (server, address),
         grpc.aio.insecure_channel(address) as channel,
         aiohttp.ClientSession(base_url=f"http://127.0.0.1:{server.http_port}") as session,
     ):
@@ -299,7 +292,7 @@ async def test_unexpected_errors_quote_no_prompt_to_callers_or_the_log(
             assert response.status == 500
             text = await response.text()
         data = pb.PredictRequest(prompt=CANARY).SerializeToString()
-        error = await failure(channel.unary_unary(PREDICT)(data))
+        error = await fakes.failure(channel.unary_unary(PREDICT)(data))
         text += f"{error.details()} {error.trailing_metadata()}"
         stream = channel.stream_stream(PREDICT + "Stream")(iter([data]))
         text += str([outcome async for outcome in stream])
@@ -377,7 +370,10 @@ async def http_accepts(port: int | None, tls: TlsSettings | None) -> bool:
 @pytest.mark.parametrize("mutual", [False, True], ids=["tls", "mutual"])
 async def test_certificates_decide_who_is_let_in(artifact_folder: Path, pki: Path, mutual: bool) -> None:
     options = server_files(pki, mutual=mutual)
-    async with running_server(open_runtime(artifact_folder), http_port=0, **options) as (server, address):
+    async with fakes.running_server(open_runtime(artifact_folder), http_port=0, **options) as (
+        server,
+        address,
+    ):
         address = address.replace("127.0.0.1", "localhost")
         for authority, certificate, is_accepted in (
             ("ours", None, not mutual),
@@ -390,7 +386,7 @@ async def test_certificates_decide_who_is_let_in(artifact_folder: Path, pki: Pat
             for client in ("calls", "blocking"):
                 if is_accepted:
                     mu = await median_log(client, address, tls)
-                    assert mu == pytest.approx(expected(REQUEST.prompt)[0], rel=1e-6)
+                    assert mu == pytest.approx(fakes.expected(REQUEST.prompt)[0], rel=1e-6)
                 else:
                     with pytest.raises(PredictorError, match=address) as caught:
                         await median_log(client, address, tls)
@@ -404,7 +400,7 @@ def test_bad_files_of_a_server_are_named(tmp_path: Path, pki: Path, option: str)
     for name in ("nothing", "text"):
         files = server_files(pki, mutual=True) | {option: str(tmp_path / name)}
         with pytest.raises(InputError, match=option):
-            grpc_credentials(serve_config(**files))
+            grpc_credentials(fakes.serve_config(**files))
 
 
 async def test_bad_files_of_a_client_are_named(pki: Path) -> None:
@@ -427,7 +423,7 @@ def token_file(tmp_path: Path) -> str:
 async def test_only_known_tokens_get_in_and_probes_need_none(artifact_folder: Path, token_file: str) -> None:
     options = {"token_file": token_file, "http_port": 0}
     async with (
-        server_and_stub(open_runtime(artifact_folder), **options) as (server, stub),
+        fakes.server_and_stub(open_runtime(artifact_folder), **options) as (server, stub),
         aiohttp.ClientSession(base_url=f"http://127.0.0.1:{server.http_port}") as session,
     ):
         sea = pb.PredictRequest(prompt="sea")
@@ -439,7 +435,7 @@ async def test_only_known_tokens_get_in_and_probes_need_none(artifact_folder: Pa
         refused = [*(stub.Predict(sea, metadata=metadata) for metadata in (None, *wrong))]
         refused += [stub.PredictStream().read(), reflection.read()]
         for call in refused:
-            assert (await failure(call)).code() == grpc.StatusCode.UNAUTHENTICATED
+            assert (await fakes.failure(call)).code() == grpc.StatusCode.UNAUTHENTICATED
         answer = await stub.Check(health_pb2.HealthCheckRequest())
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
         for path, headers, status in (

@@ -16,13 +16,7 @@ from predictors.manifest import Conditions
 from predictors.runtime import CPU, open_runtime
 from predictors.tokenizer import MAX_CHARS_PER_TOKEN, PromptTokenizer
 from scheduler_core.errors import InputError, TailcastError
-from tests.predictors.fakes import (
-    VOCAB,
-    WORDS,
-    expected_rich,
-    write_artifact,
-    write_rich_artifact,
-)
+from tests.predictors.fakes import VOCAB, WORDS, expected_rich, write_artifact, write_rich_artifact
 
 MAX_LENGTH = 8
 PROMPTS = ["name three rivers", "sea", "write a long essay about the sea", "a a a a", "unknown words", "sea"]

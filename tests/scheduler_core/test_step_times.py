@@ -36,20 +36,15 @@ from scheduler_core.simulator.commands.calibrate import (
     step_samples,
 )
 from scheduler_core.simulator.engine_probe import Endpoint, Probe, random_prompt, send
-from scheduler_core.simulator.step_time import make_step_time
+from scheduler_core.simulator.step_time import make_step_time, operator_table
 from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime, StepWork
-from scheduler_core.simulator.step_time.operator_table import (
-    TOKEN_OPERATORS,
-    OperatorTable,
-    read_operator_table,
-)
 from scheduler_core.simulator.step_time.quadratic import PRESETS, QuadraticStepTime
 from scheduler_core.simulator.step_time.roofline import GPUS, MODELS, RooflineStepTime
 from scheduler_core.simulator.step_time.staircase import StaircaseStepTime
 from tests.fake_openai import event, running
 from tests.scheduler_core.helpers import PLAIN, random_trace, request, simulate, token_times
 
-TABLE = OperatorTable(
+TABLE = operator_table.OperatorTable(
     num_layers=2, tokens_s=1e-4 + 1e-6 * np.arange(129),
     decode_s=1e-6 * np.arange(65)[:, None] * (1 + np.sqrt(np.arange(129)))[None, :],
     prefill_s=1e-7 * (1 + np.arange(33)[:, None] * 64) * np.arange(1025)[None, :], batching_overhead=0.1,
@@ -193,7 +188,7 @@ def write_profile(folder: Path, suffix: str) -> None:
     nums, sizes = [1, 1, 1, 2, 2, 2], [0, 64, 128, 0, 64, 128]
     times = [num + size / 1000 for num, size in zip(nums, sizes, strict=True)]
     tables: dict[str, dict[str, list[Any]]] = {
-        **dict.fromkeys((*TOKEN_OPERATORS, "attn_kv_cache_save", "all_reduce"), per_token),
+        **dict.fromkeys((*operator_table.TOKEN_OPERATORS, "attn_kv_cache_save", "all_reduce"), per_token),
         "attn_decode": {"batch_size": nums, "kv_cache_size": sizes, "prediction": times},
         "attn_prefill": {
             "kv_cache_size": [0, 64], "prefill_chunk_size_squared": [64, 64], "prediction": [5.0, 6.0],
@@ -211,7 +206,7 @@ def write_profile(folder: Path, suffix: str) -> None:
 @pytest.mark.parametrize("suffix", [".csv", ".csv.gz", ".parquet"])
 def test_a_profile_is_read_and_rounded(tmp_path: Path, suffix: str) -> None:
     write_profile(tmp_path, suffix)
-    model = read_operator_table(tmp_path, num_layers=10, tensor_parallel=2)
+    model = operator_table.read_operator_table(tmp_path, num_layers=10, tensor_parallel=2)
     # 9 tokens are 16 for nine operators and two collectives (0.02 ms more each), 9 for the cache: ms per layer.
     tokens_ms = 9 * 0.016 + 0.009 + 2 * (0.016 + 0.02)
     work = StepWork((chunk(1, 8),), [70])
@@ -220,7 +215,7 @@ def test_a_profile_is_read_and_rounded(tmp_path: Path, suffix: str) -> None:
         model.step_s(StepWork((chunk(0, 7),)))  # no row of 49
     (tmp_path / f"attn_rope{suffix}").write_text("num_tokens,other\n1,2\n")
     with pytest.raises(InputError, match="profile"):
-        read_operator_table(tmp_path, num_layers=10)
+        operator_table.read_operator_table(tmp_path, num_layers=10)
 
 
 @pytest.mark.parametrize(
