@@ -202,8 +202,7 @@ def _nested(changes: dict[str, str]) -> dict[str, Any]:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     folder = tmp_path_factory.mktemp("inputs")
     good = write_good_files(folder / "good")
-    bad = write_hostile_files(folder / "bad")
-    return folder, [str(path) for path in (*bad, *good.values())]
+    return folder, [str(path) for path in (*write_hostile_files(folder / "bad"), *good.values())]
 
 
 @contextlib.contextmanager
@@ -241,8 +240,7 @@ def _arguments(command: Command, call: Call, inputs: Path, out: Path) -> list[st
     changes = {name: value for name, value in call.changes.items() if name not in command.positionals}
     if call.in_file and changes:
         file = out.parent / "config.yaml"
-        text = json.dumps(_nested(changes))
-        file.write_text(text, encoding="utf-8")
+        file.write_text(json.dumps(_nested(changes)), encoding="utf-8")
         args.append(f"--config={file}")
         kept = {name: value for name, value in values.items() if name not in changes} | stream
         changes = {}

@@ -142,8 +142,7 @@ def test_charts_hold_all_probability(prediction: LengthPrediction, max_tokens: i
 
 
 def test_fit_finds_the_distribution_of_samples() -> None:
-    rng = np.random.default_rng(1)
-    lengths = np.maximum(np.exp(5 + 0.5 * rng.standard_t(3.5, 4000)), 1).astype(np.int64)
+    lengths = np.maximum(np.exp(5 + 0.5 * np.random.default_rng(1).standard_t(3.5, 4000)), 1).astype(np.int64)
     limit = 200
     fitted = tailcast.fit(np.minimum(lengths, limit), finished=list(lengths < limit))
     assert fitted.mu == pytest.approx(5.0, abs=0.03)

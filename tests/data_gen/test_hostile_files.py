@@ -222,7 +222,6 @@ def test_damaged_bytes_are_named(name: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize(("name", "max_bytes"), SIZES)
 def test_a_full_disk_leaves_no_rests(name: str, max_bytes: int) -> None:
     source = SOURCES[name]
-    content = source.content(source.rows)
-    code, lines = run(source, content, max_bytes)
+    code, lines = run(source, source.content(source.rows), max_bytes)
     assert code == 2
     assert "File too large" in lines[-1]

@@ -171,8 +171,7 @@ def test_lists_become_samples_and_unknown_ends_stay_unknown_by_default(tmp_path:
         (4, 9, "unknown", "hidden"),
         (5, 10, "unknown", "other"),
     ]
-    common = (0.5, None, prompt_id_of("Hi"))
-    assert set(values_of(rows, "temperature", "max_tokens", "prompt_id")) == {common}
+    assert set(values_of(rows, "temperature", "max_tokens", "prompt_id")) == {(0.5, None, prompt_id_of("Hi"))}
     _, rows = imported("log", path, columns=mapping, unknown="stop")
     assert [r["finish_reason"] for r in rows] == ["stop", "length"] + ["stop"] * 4
     report, _ = imported("log", path, columns=mapping, unknown="drop")

@@ -156,8 +156,7 @@ def test_top_p_keeps_the_likeliest_tokens_only(tiny_model: Path) -> None:
 
 
 def test_a_prompt_beyond_the_context_is_refused_and_the_rest_goes_on(tiny_model: Path) -> None:
-    long = Prompt("long", " ".join(["w1"] * 90))
-    work = [Work(long, (0, 1)), Work(PROMPTS[0], (0, 1))]
+    work = [Work(Prompt("long", " ".join(["w1"] * 90)), (0, 1)), Work(PROMPTS[0], (0, 1))]
     results = list(backend(tiny_model).sample(work, SamplingSettings(2, 16, 1.0, 1.0, seed=1)))
     (refused,) = [result for result in results if result.failures]
     assert (refused.prompt.prompt_id, refused.outputs) == ("long", ())

@@ -46,8 +46,7 @@ def backend(
 ) -> Iterator[OpenAIBackend]:
     """A backend that does not wait long for anything."""
     hasty = {"backoff_s": 0.002, "max_backoff_s": 0.02, "start_wait_s": 0.0, "timeout_s": 20.0}
-    urls = tuple(f"{engine.url}/v1" for engine in engines)
-    options = OpenAIOptions(base_urls=urls, **{**hasty, **changes})
+    options = OpenAIOptions(base_urls=tuple(f"{engine.url}/v1" for engine in engines), **{**hasty, **changes})
     with closing(OpenAIBackend(options, environment or {})) as client:
         yield client
 

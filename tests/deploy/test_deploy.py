@@ -62,8 +62,7 @@ def test_kubernetes_accepts_every_manifest(path: Path) -> None:
 
 def test_kustomization_names_all_manifests() -> None:
     [kustomization] = documents(DEPLOY / "kubernetes" / "kustomization.yaml")
-    others = {path.name for path in MANIFESTS} - {"kustomization.yaml"}
-    assert set(kustomization["resources"]) == others
+    assert set(kustomization["resources"]) == {path.name for path in MANIFESTS} - {"kustomization.yaml"}
 
 
 def test_manifests_speak_of_the_same_pods_and_ports() -> None:

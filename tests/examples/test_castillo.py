@@ -47,8 +47,7 @@ def data(tmp_path: Path) -> Path:
     others = [{"prompt": text, "subset": "own", "model": "m", "n_tokens": 9} for text in ("first", "second")]
     write(folder / "multi_model" / "alpaca_eval.parquet", others)
     common = {"dataset": "d", "prompt_id": "p", "prompt": "Hello?", "model": "m", "temperature": 0.8}
-    zero = common | {"full_prompt_tokens": 6, "n_tokens": 7}
-    write(folder / "multi_model" / "zeroeval.parquet", [zero])
+    write(folder / "multi_model" / "zeroeval.parquet", [common | {"full_prompt_tokens": 6, "n_tokens": 7}])
     oasst = common | {"top_p": 0.9, "run": "r", "tokens": [5, 400], "finished": [True, False]}
     write(folder / "repeated_samples" / "oasst_sampling_reports.parquet", [oasst])
     return folder

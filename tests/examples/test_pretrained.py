@@ -133,8 +133,7 @@ def test_scores_of_an_unseen_source() -> None:
 @pytest.mark.parametrize("predictor", ["pretrained", "tiny"])
 def test_sources_are_scored_with_what_the_artifact_predicts(predictor: str, tmp_path: Path) -> None:
     prompts = [f"Write {number} lines on the sea. " * number for number in range(1, 25)]
-    runtime = open_runtime(predictor)
-    mu = runtime.predict(prompts, ["gpt-4"] * 24).mu
+    mu = open_runtime(predictor).predict(prompts, ["gpt-4"] * 24).mu
     order = np.argsort(np.argsort(mu))
     rows = [
         {"prompt_id": str(number), "prompt": prompt, "model": "gpt-4", "output_tokens": np.array([10 + order[number]])}

@@ -109,8 +109,7 @@ def test_every_field_is_needed_and_an_edited_one_is_another_version(rich_folder:
 @pytest.mark.parametrize("name", ["model.onnx", "tokenizer.json", "manifest.json"])
 def test_changed_or_missing_file_is_refused(tmp_path: Path, name: str) -> None:
     folder = write_artifact(tmp_path / "a")
-    content = (folder / name).read_bytes()
-    (folder / name).write_bytes(content[:-2])
+    (folder / name).write_bytes((folder / name).read_bytes()[:-2])
     reason = "a file with valid JSON" if name == "manifest.json" else rf"artifact file {name}: got 'SHA-256"
     with pytest.raises(InputError, match=reason):
         open_artifact(folder)

@@ -83,8 +83,7 @@ async def test_waiting_requests_are_joined_by_length_starting_from_the_oldest() 
     await bench.release(2)
     await bench.release(3)
     assert bench.batches[3] == [53]
-    answers = await asyncio.gather(*callers)
-    assert outcomes(answers) == [f"r{item}" for item in (50, 10, 51, 11, 52, 49, 53)]
+    assert outcomes(await asyncio.gather(*callers)) == [f"r{item}" for item in (50, 10, 51, 11, 52, 49, 53)]
 
 
 async def test_waits_for_company_but_not_longer_than_allowed() -> None:

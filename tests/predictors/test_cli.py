@@ -122,8 +122,7 @@ def get(port: int, path: str) -> tuple[int, str]:
 
 def replace_artifact(folder: Path, name: str) -> None:
     """Moves the link `current` to a new version."""
-    target = write_artifact(folder / name, artifact_version=name)
-    (folder / "next").symlink_to(target)
+    (folder / "next").symlink_to(write_artifact(folder / name, artifact_version=name))
     (folder / "next").replace(folder / "current")
 
 

@@ -385,8 +385,7 @@ async def test_an_artifact_that_cannot_predict_is_refused_and_leaves_no_thread(t
                 await predictor.predict(requests(["sea"]))
 
     def num_threads() -> int:
-        running = set(threading.enumerate()) - before
-        return sum(thread.name.startswith("tailcast") for thread in running)
+        return sum(thread.name.startswith("tailcast") for thread in set(threading.enumerate()) - before)
 
     await fakes.until(lambda: num_threads() == 0)
 

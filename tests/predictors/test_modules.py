@@ -51,8 +51,7 @@ def test_prompt_length_is_the_last_feature(bert_folder):
     with torch.no_grad():
         features = model.features(**batch)
     assert features.shape == (2, model.num_features) == (2, 3 * 32 + 1)
-    counted = np.log(batch["attention_mask"].sum(1).numpy()) / 5
-    np.testing.assert_allclose(features[:, -1], counted, rtol=1e-6)
+    np.testing.assert_allclose(features[:, -1], np.log(batch["attention_mask"].sum(1).numpy()) / 5, rtol=1e-6)
 
 
 def test_towers_are_the_published_ones(bert_folder):

@@ -255,5 +255,4 @@ async def test_tritonclient_works_unchanged(addresses: dict[str, str], kind: str
 
 def test_tritonclient_and_ours_live_in_one_process() -> None:
     service_pb2 = pytest.importorskip("tritonclient.grpc").service_pb2
-    sent = infer_request().SerializeToString()
-    assert service_pb2.ModelInferRequest.FromString(sent).model_name == "tiny"
+    assert service_pb2.ModelInferRequest.FromString(infer_request().SerializeToString()).model_name == "tiny"

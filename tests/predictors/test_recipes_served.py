@@ -107,8 +107,7 @@ async def proxied(order: Order, folder: Path, model: str) -> list[str]:
         for row in TRACE.requests:
             tasks.append(asyncio.create_task(proxy.post(chat(row.prompt or ""))))
             await until(lambda: proxy.server.num_in_flight == len(tasks))
-        answered = 'tailcast_proxy_predictions_total{outcome="answered"}'
-        await proxy.reaches(answered, len(tasks))
+        await proxy.reaches('tailcast_proxy_predictions_total{outcome="answered"}', len(tasks))
         go.set()
         assert {status for status, _ in await asyncio.gather(*tasks)} == {200}
     ids = {row.prompt: row.request_id for row in TRACE.requests}

@@ -114,8 +114,7 @@ def test_bad_conditions_are_named(rich_folder: Path, artifact_folder: Path) -> N
     ):
         with pytest.raises(InputError, match=message):
             runtime.predict(["sea"], served_models, temperatures)
-    ignored = plain.predict(["sea"], ["tiny-llm"], [0.7])
-    np.testing.assert_array_equal(ignored.mu, plain.predict(["sea"]).mu)
+    np.testing.assert_array_equal(plain.predict(["sea"], ["tiny-llm"], [0.7]).mu, plain.predict(["sea"]).mu)
 
 
 def test_graph_that_is_not_what_the_manifest_says_is_refused(tmp_path: Path) -> None:

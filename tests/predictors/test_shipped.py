@@ -217,8 +217,7 @@ def test_there_is_no_graph_to_run_on_a_gpu() -> None:
 
 
 def errors(content: object) -> list[str]:
-    validator = jsonschema.Draft202012Validator(SCHEMA)
-    return [error.json_path for error in validator.iter_errors(content)]
+    return [error.json_path for error in jsonschema.Draft202012Validator(SCHEMA).iter_errors(content)]
 
 
 def read(folder: Path) -> dict[str, Any]:

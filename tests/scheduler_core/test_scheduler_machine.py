@@ -85,8 +85,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data(), bundle=st.none() | bundles)
     def predict(self, data: st.DataObject, bundle: Prediction | None) -> None:
-        name = data.draw(st.sampled_from(sorted(self.live)))
-        self.core.update(name, bundle, self.now)
+        self.core.update(data.draw(st.sampled_from(sorted(self.live))), bundle, self.now)
 
     @rule(name=st.sampled_from(["r0", "r1", "r99999"]))
     def predict_late(self, name: str) -> None:
@@ -111,8 +110,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.core.validate()
         limits = self.core.config
-        planned = plan.num_prefill_tokens + len(plan.decodes)
-        assert 0 < planned <= limits.max_num_batched_tokens
+        assert 0 < plan.num_prefill_tokens + len(plan.decodes) <= limits.max_num_batched_tokens
         names = [*plan.decodes, *(chunk.request_id for chunk in plan.prefills)]
         assert len(names) == len(set(names)) <= limits.max_num_seqs
         assert set(names) <= set(self.live)

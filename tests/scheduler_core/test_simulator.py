@@ -119,8 +119,7 @@ def test_predictions_come_after_their_delay() -> None:
 
 
 def test_requests_that_never_fit_are_reported_not_lost() -> None:
-    trace = Trace((trace_row("big", 0.0, 1000, 5), trace_row("ok", 0.5, 10, 5)))
-    result = simulate(trace, scheduler=TIGHT)
+    result = simulate(Trace((trace_row("big", 0.0, 1000, 5), trace_row("ok", 0.5, 10, 5))), scheduler=TIGHT)
     assert [record.request_id for record in result.records] == ["ok"]
     assert "whole KV cache" in result.refused["big"]
     assert result.metrics["num_refused"] == 1
@@ -308,8 +307,7 @@ def test_histogram_quantiles_are_right_to_half_a_percent() -> None:
         assert histogram.quantile(share) == pytest.approx(np.quantile(values, share), rel=0.01)
     assert histogram.total_s == pytest.approx(values.sum())
     assert histogram.longest_s == values.max()
-    both = GapHistogram.merged([histogram, histogram])
-    assert both.counts.sum() == 40_000
+    assert GapHistogram.merged([histogram, histogram]).counts.sum() == 40_000
     assert GapHistogram().summary() is None
 
 
@@ -360,8 +358,7 @@ def test_rates_that_a_policy_measures_do_not_depend_on_steps_taken_at_once(forme
     limits = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=64, num_kv_blocks=60, batching=former)
     trace = random_trace(150, seed=8, rate_rps=2.0)
     config = {"policy_parameters": parameters, "scheduler": limits}
-    result = check_many_steps_at_once(trace, "uniboost", **config)
-    assert result.metrics["num_preemptions"] > 0
+    assert check_many_steps_at_once(trace, "uniboost", **config).metrics["num_preemptions"] > 0
     keys = []
     for exact in (False, True):
         core = Scheduler(limits, make_policy("uniboost", parameters), log := DecisionLog())

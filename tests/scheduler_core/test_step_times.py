@@ -111,8 +111,7 @@ def test_quadratic_times_by_hand() -> None:
     assert model.step_s(StepWork((), [300], 3)) == pytest.approx(4.0 + 6.0)
     # m tokens after a prompt of n: gamma_1 (m^2 / 2 + n m + m / 2) + gamma_2 m, where the paper counts the token itself.
     n, m = 50, 20
-    expected = 0.01 * (m * m / 2 + n * m + m / 2) + m
-    assert model.run([n + 1], 0.0).end_s(m) == pytest.approx(expected)
+    assert model.run([n + 1], 0.0).end_s(m) == pytest.approx(0.01 * (m * m / 2 + n * m + m / 2) + m)
 
 
 def test_the_staircase_rises_where_a_tile_begins_and_by_hand_only_there() -> None:

@@ -52,8 +52,7 @@ def test_a_grid_has_every_combination_with_every_seed() -> None:
 
 
 def test_a_bound_stands_beside_policies_with_a_live_predictor() -> None:
-    base = replace(BASE, predictor="grpc://127.0.0.1:1")
-    cells = grid(base, {"policy": ["tie", "sjf"]}, range(1))
+    cells = grid(replace(BASE, predictor="grpc://127.0.0.1:1"), {"policy": ["tie", "sjf"]}, range(1))
     sources = {cell.config.policy: cell.config.prediction_source for cell in cells}
     assert sources == {"tie": "grpc://127.0.0.1:1", "sjf": "oracle"}
     assert simulate_cell(cells[1]).predictor["source"] == "oracle"
@@ -115,16 +114,14 @@ def test_a_killed_sweep_goes_on_and_does_none_twice(tmp_path: Path, monkeypatch:
     assert sorted(done) == sorted(cell.key() for cell in cells), "each once"
     assert (sum(told), told[0]) == (len(cells), 3)
     assert [one["settings"] for one in results] == [dict(cell.settings) for cell in cells]
-    again = run_cells(cells, store)
-    assert (again, len(done)) == (results, len(cells))
+    assert (run_cells(cells, store), len(done)) == (results, len(cells))
 
 
 @pytest.mark.slow
 def test_processes_give_what_one_process_gives(tmp_path: Path) -> None:
     cells = grid(BASE, {"policy": ["fcfs", "sjf"]}, range(1))
     alone = run_cells(cells, CellStore(tmp_path / "a"))
-    together = run_cells(cells, CellStore(tmp_path / "b"), SweepWorkers(workers=2))
-    assert alone == together
+    assert alone == run_cells(cells, CellStore(tmp_path / "b"), SweepWorkers(workers=2))
 
 
 @pytest.mark.slow

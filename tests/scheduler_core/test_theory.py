@@ -95,8 +95,7 @@ def waits(policy: str, load: float, lengths: Lengths, mean_tokens: float, num_re
     for seed in range(NUM_RUNS):
         rng = np.random.default_rng(seed)
         arrivals = np.cumsum(rng.exponential(mean_tokens * BASE_S / load, num_requests))
-        tokens = lengths(rng, num_requests)
-        pairs = zip(arrivals.tolist(), tokens.tolist(), strict=True)
+        pairs = zip(arrivals.tolist(), lengths(rng, num_requests).tolist(), strict=True)
         rows = tuple(trace_row(str(i), at_s, 1, num, MAX_TOKENS) for i, (at_s, num) in enumerate(pairs))
         limits = SchedulerConfig(max_num_seqs=1)
         result = simulate(Trace(rows), policy, scheduler=limits, step_time=QUEUE_STEP)

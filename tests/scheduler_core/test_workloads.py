@@ -218,8 +218,7 @@ def test_zipf_is_that_of_the_multi_tier_papers_code() -> None:
 
 def test_buckets_and_log_t() -> None:
     rng = np.random.default_rng(5)
-    law = TokenDistribution(kind="buckets", edges=(64, 128, 512), weights=(3.0, 1.0))
-    draws = law.draw(20_000, rng)
+    draws = TokenDistribution(kind="buckets", edges=(64, 128, 512), weights=(3.0, 1.0)).draw(20_000, rng)
     assert np.mean(draws < 128) == pytest.approx(0.75, abs=0.015)
     assert (draws.min(), draws.max()) == (64, 512)
     tokens = TokenDistribution(kind="log_t", mu=5.0, sigma=0.5, high=1000).draw(20_000, rng)

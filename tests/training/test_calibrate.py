@@ -113,8 +113,7 @@ def test_conformal_coverage_is_guaranteed_on_exchangeable_data(count, level, kin
     # A cap of each row's own, as exchangeable as the rest.
     limits = np.where(rng.random(z.shape) < censored_fraction, draw(z.shape), np.inf)
     finished = z <= limits
-    observed = np.minimum(z, limits)
-    pairs = zip(observed[:, :count], finished[:, :count], strict=True)
+    pairs = zip(np.minimum(z, limits)[:, :count], finished[:, :count], strict=True)
     offsets = np.array([estimation.conformal_offset(*pair, level) for pair in pairs])
     covered = float((z[:, count] <= offsets).mean())
     error = 4 * math.sqrt(level * (1 - level) / repeats)
@@ -135,8 +134,7 @@ def test_conformal_quantiles_fall_back_where_rows_are_few():
 
 
 def test_one_sample_of_a_row_and_one_row_of_a_prompt_count():
-    data = residuals(1000)
-    repeated = data.take(np.repeat(np.arange(1000), 5))
+    repeated = residuals(1000).take(np.repeat(np.arange(1000), 5))
     pooled, *models = estimation.fit_conformal(repeated, MODELS, np.random.default_rng(0))["offsets"].values()
     assert [entry["num_rows"] for entry in pooled.values()] == [500] * 3
     assert sum(entries["p50"]["num_rows"] for entries in models) == 1000
@@ -201,8 +199,7 @@ def test_rows_of_unknown_served_models_say_nothing_of_a_mean_over_the_known_ones
     checkpoint = random_checkpoint(tmp_path, conditioning=conditioning)
     data = write_drawn_answers(tmp_path / "a.parquet", checkpoint, num_prompts=60, num_answers=4)
     table = pq.read_table(data)
-    known = pc.equal(table["model"], MODELS[0])
-    names = pc.if_else(known, table["model"], pa.scalar("another"))
+    names = pc.if_else(pc.equal(table["model"], MODELS[0]), table["model"], pa.scalar("another"))
     pq.write_table(table.set_column(table.column_names.index("model"), "model", names), data)
     args = [str(checkpoint), "--data", str(data), "--out", str(tmp_path / "out"), "--progress", "false"]
     assert main([*args, "--method", "likelihood"]) in (0, 3)

@@ -55,8 +55,7 @@ def test_pair_accuracy_is_the_share_of_pairs_ordered_right(pairs):
     rows = itertools.combinations(range(len(pairs)), 2)
     products = [(score[i] - score[j]) * (true[i] - true[j]) for i, j in rows if true[i] != true[j]]
     right = [(1 + np.sign(product)) / 2 for product in products]
-    found = ranking(score, true)["pair_accuracy"]
-    assert found == (pytest.approx(np.mean(right)) if right else None)
+    assert ranking(score, true)["pair_accuracy"] == (pytest.approx(np.mean(right)) if right else None)
 
 
 def one_each(lengths, finished=True, limit=np.inf):
@@ -165,8 +164,7 @@ def metrics(rows, *edges, **prediction):
 
 
 def test_the_fits_themselves_beat_the_baselines(rows):
-    baselines = baselines_of(rows.fits)
-    content, _ = compare(rows, candidate(rows), baselines, ceiling_seed=0)
+    content, _ = compare(rows, candidate(rows), baselines_of(rows.fits), ceiling_seed=0)
     assert content["model"]["mu"]["r2"] == pytest.approx(1.0)
     assert content["model"]["kendall_tau"]["median_vs_fitted_mu"] == pytest.approx(1.0)
     assert content["model"]["pair_accuracy"]["fitted_mu"] == pytest.approx(1.0)
@@ -275,8 +273,7 @@ def test_groups_that_were_truncated_throughout_count_for_distributions_only(tmp_
 def folder(tmp_path_factory):
     """A checkpoint, outputs drawn from it with and without max_tokens, and fits."""
     root = tmp_path_factory.mktemp("evaluate")
-    bare = random_checkpoint(root / "bare")
-    lists = write_drawn_answers(root / "lists.parquet", bare, max_tokens=400)
+    lists = write_drawn_answers(root / "lists.parquet", random_checkpoint(root / "bare"), max_tokens=400)
     assert fit_dist([str(lists), "--out", str(root / "fits.parquet"), "--alternatives", "false"]) == 0
     rows = EvaluationRows.of(read_fits_or_fit(lists, FitOptions()))
     info = {"data": {"split": SPLIT, "baselines": asdict(baselines_of(rows.fits))}}
@@ -401,8 +398,7 @@ def test_some_groups_of_one_served_model_also_for_a_ranking_predictor(folder, tm
 
 def test_baselines_of_another_file(folder, tmp_path, caplog):
     bare = folder / "bare/checkpoint"
-    without = evaluate(bare, folder / "lists.parquet", tmp_path / "e.json")
-    assert without["baselines"] == {}
+    assert evaluate(bare, folder / "lists.parquet", tmp_path / "e.json")["baselines"] == {}
     assert "--baselines_from" in caplog.text
     train = write_rows(tmp_path / "train.parquet", num_prompts=90, num_samples=8)
     test = write_rows(tmp_path / "test.parquet", num_prompts=40, num_samples=8, seed=1)

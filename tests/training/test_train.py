@@ -166,8 +166,7 @@ def test_it_learns_from_words_and_served_model(objective, bert, tmp_path):
     options = {"stage1": stage(4, 3e-3, warmup_fraction=0.1), "stage2": stage(25, 3e-3, patience=25)}
     options |= {"tower": WIDE, "conditioning": ConditioningOptions(width=8)}
     options["length"] = LengthTask(objective=objective, within=objective != "mse")
-    info = train(tiny(bert, rows, tmp_path / "out", **options))
-    assert info["metrics"]["validation"]["r2_log"] > 0.75
+    assert train(tiny(bert, rows, tmp_path / "out", **options))["metrics"]["validation"]["r2_log"] > 0.75
     texts = ["write a short list of 12"] * 4 + ["write a long list of 13"]
     models, temperatures = [*SERVED_MODELS, None, "small"], [0.0, 0.7, None, 0.7, 0.0]
     prediction = predict(load_checkpoint(tmp_path / "out"), texts, models, temperatures)
@@ -477,9 +476,8 @@ def test_processes_of_one_and_of_several_machines_share_both_stages(num_nodes, b
     assert [node.returncode for node in nodes] == [0] * num_nodes, errors
     rows = history(tmp_path / "out")
     assert [(row["stage"], row["epoch"]) for row in rows] == [("1", "0"), ("1", "1"), ("2", "0")]
-    checkpoint = load_checkpoint(tmp_path / "out")
     # 18 prompts in batches of at most 8: two batches for each process, one of them for the second time.
-    num_prompts = checkpoint.training_info["data"]["num_prompts"]["train"]
+    num_prompts = load_checkpoint(tmp_path / "out").training_info["data"]["num_prompts"]["train"]
     assert all(num_prompts <= int(row["num_prompts"]) <= num_prompts + 8 for row in rows)
     assert not (tmp_path / "out.partial").exists()
     assert "stage 2 epoch 1/1" in errors[0]
@@ -542,8 +540,7 @@ def test_the_system_prompt_is_learnt_from_where_it_is_read(bert, chats, tmp_path
     train(tiny(bert, chats, out, max_length=32, conversations=True, **parts))
     options = {"predictor": str(out), "json": str(tmp_path / "e.json"), "ceiling": False, "progress": False}
     whole = evaluate(EvaluateConfig(data=str(chats), **options))["model"]["mu"]["r2"]
-    table = pq.read_table(chats)
-    pq.write_table(table.drop_columns(["messages"]), tmp_path / "last.parquet")
+    pq.write_table(pq.read_table(chats).drop_columns(["messages"]), tmp_path / "last.parquet")
     last = evaluate(EvaluateConfig(data=str(tmp_path / "last.parquet"), **options))["model"]["mu"]["r2"]
     assert whole > 0.8
     assert last < 0.5  # without the system prompt nothing tells long answers from short ones

@@ -102,8 +102,7 @@ def test_crps_is_the_integral_of_its_definition():
 
 
 def test_crps_is_best_at_the_truth_also_where_answers_are_cut():
-    rng = np.random.default_rng(0)
-    drawn = np.exp(4.0 + 0.5 * rng.standard_t(3.5, 20_000))
+    drawn = np.exp(4.0 + 0.5 * np.random.default_rng(0).standard_t(3.5, 20_000))
     truncated = samples([np.minimum(drawn, 90.0).tolist()], max_tokens=[90.0])
     truncated = truncated._replace(finished=truncated.tokens < 90.0)
     true, *others = (
@@ -162,8 +161,7 @@ def test_regression_compares_z_scores_of_each_answer():
     batch = SimpleNamespace(samples=samples([[9, 19]]), weight=torch.ones(1))
     model = SimpleNamespace(normalization=Normalization(regression_mean=2.0, regression_std=0.5))
     for objective, expected in (("l1", np.abs(1 - target).mean()), ("mse", ((1 - target) ** 2).mean())):
-        task = RegressionTask(objective=objective)
-        loss = head_loss(task, torch.tensor([1.0]), LossInputs(model, batch))
+        loss = head_loss(RegressionTask(objective=objective), torch.tensor([1.0]), LossInputs(model, batch))
         assert float(loss.values) == pytest.approx(expected)
 
 
@@ -187,8 +185,7 @@ def test_the_error_of_sigma_within_is_over_the_rows_that_have_a_fit():
 
 def test_list_mle_is_the_plackett_luce_likelihood_of_the_order():
     score = torch.tensor([0.2, 1.5, -0.3, 0.9])
-    length = torch.tensor([100.0, 400.0, 55.0, 230.0])
-    found = list_mle(score, length, group_tokens=10)
+    found = list_mle(score, torch.tensor([100.0, 400.0, 55.0, 230.0]), group_tokens=10)
     left, expected = [1, 3, 0, 2], 0.0
     while left:
         expected += float(torch.logsumexp(score[left], 0) - score[left[0]])

@@ -163,14 +163,12 @@ def test_labels_are_split_by_their_text(tmp_path):
 
 def test_a_batch_has_each_prompt_once_for_all_its_rows_and_labels_by_text(rows_file, tokenizer):
     rows = all_rows(rows_file)
-    labels = {rows.prompts[2]: (3, 1.0), "the server is down": (0, 2.0)}
-    data = SplitData.of(rows, labels, tokenizer, READING)
+    data = SplitData.of(rows, {rows.prompts[2]: (3, 1.0), "the server is down": (0, 2.0)}, tokenizer, READING)
     assert len(data) == 31
     assert data.name(30) == "the server is down"
     conditioning = Conditioning(("other", *rows.models))
     config = SimpleNamespace(conditioning=conditioning, max_length=READING.max_length)
-    model = SimpleNamespace(normalization=Normalization(), config=config)
-    examples = Examples(data, model)
+    examples = Examples(data, SimpleNamespace(normalization=Normalization(), config=config))
     batching = Batching(batch_size=4, shuffled=False, by_length=False)
     plans = list(EpochPlans(data.num_tokens, data.row_offsets, batching))
     batch = next(iter(loader(examples, plans)))

@@ -135,8 +135,7 @@ def test_weights_cannot_overflow_sixteen_bits_on_any_processor():
 def test_half_precision_is_near(graphs, kind, with_attention):
     model = fused(graphs[kind]) if with_attention else simplified(graphs[kind])
     feed = feed_of(model)
-    normalized = [node.outputs[0] for node in model.graph if node.op_type == "LayerNormalization"]
-    last = normalized[4]
+    last = [node.outputs[0] for node in model.graph if node.op_type == "LayerNormalization"][4]
     assert to_half(model, last, feed) > 20
     assert graph.probe(model, [last], feed)[last].dtype == np.float16
     assert {value.dtype for value in model.graph.outputs} == {ir.DataType.FLOAT}

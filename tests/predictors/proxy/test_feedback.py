@@ -164,8 +164,7 @@ async def test_from_live_traffic_to_training_drift_and_comparison(
     rows = pq.read_table(tmp_path / "samples.parquet").to_pylist()
     assert [row["output_tokens"] for row in rows] == [min(int(length), 500) for length in lengths]
     assert {(row["prompt"], row["model"], row["max_tokens"]) for row in rows} == {(SHORT, "tiny-llm", 500)}
-    trace = imported(log, tmp_path / "trace.parquet", schema="trace")
-    assert trace["num_without_arrival"] == 0
+    assert imported(log, tmp_path / "trace.parquet", schema="trace")["num_without_arrival"] == 0
 
 
 def record(**more: Any) -> dict[str, Any]:
@@ -251,8 +250,7 @@ def test_logs_are_summarized_and_folders_imported(tmp_path: Path, capsys: pytest
     assert summary["finish_reasons"]["length"] == 1
     assert summary["served_models"]["a"]["median_tokens"] == 20
     out = tmp_path / "samples.parquet"
-    words = ["feedback", str(segment.parent), "--out", str(out), "--model", "m"]
-    assert import_command(words) == 0
+    assert import_command(["feedback", str(segment.parent), "--out", str(out), "--model", "m"]) == 0
     reasons = json.loads((tmp_path / "samples.parquet.run.json").read_text())["finish_reasons"]
     assert reasons == {"stop": 3, "length": 1, "error": 1}
 

@@ -166,8 +166,7 @@ async def test_aging_overtakes_a_shorter_newcomer() -> None:
     queue, clock = new_queue("sept", 1, 50.0)
     passed: list[str] = []
     await queue.enter(request(0))
-    late = (request(1, 0.0), request(2, 100.0))
-    tasks = [asyncio.create_task(visit(queue, one, passed)) for one in late]
+    tasks = [asyncio.create_task(visit(queue, one, passed)) for one in (request(1, 0.0), request(2, 100.0))]
     await asyncio.sleep(0)
     queue.update("r1", of_length(6.0))
     queue.update("r2", of_length(1.0))

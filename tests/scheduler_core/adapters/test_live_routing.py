@@ -44,8 +44,7 @@ def test_requests_go_where_fewer_are_and_ends_are_seen() -> None:
 
 
 def test_requests_of_other_routers_count() -> None:
-    routing = LiveRouting(settings())
-    assert routing.send("1", RoutedPrompt(), REPLICAS, {"a": 1}) == "b"
+    assert LiveRouting(settings()).send("1", RoutedPrompt(), REPLICAS, {"a": 1}) == "b"
 
 
 def test_predictions_count_for_the_choices_after_they_have_come() -> None:

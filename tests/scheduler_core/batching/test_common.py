@@ -96,8 +96,7 @@ def test_what_is_swapped_is_not_computed_again(former: str) -> None:
     assert run.core.counters.num_swaps == sum(len(plan.swapped_out) for plan in run.plans)
     assert run.prefill_tokens == {item.request_id: item.prompt_tokens for item, _ in given}
     out = {moved.request_id for plan in run.plans for moved in plan.swapped_out}
-    back = {moved.request_id for plan in run.plans for moved in plan.swapped_in}
-    assert out == back
+    assert out == {moved.request_id for plan in run.plans for moved in plan.swapped_in}
 
 
 @pytest.mark.parametrize("former", BATCH_FORMERS)
@@ -123,8 +122,7 @@ def test_a_request_may_be_aborted_in_every_state(former: str, in_step: bool) -> 
         preemption = "swap" if wanted == "offloaded" else "recompute"
         limits = {"max_num_batched_tokens": 31, "preemption": preemption, **KEEP.get(former, {})}
         core = core_of(former, **limits)
-        given = rows(15, gap_s=0.3)
-        run = helpers.Drive(core, given)
+        run = helpers.Drive(core, rows(15, gap_s=0.3))
         victim = None
         while victim is None and (run.coming or core.num_waiting + core.num_running or not run.plans):
             if run.step() is None:

@@ -42,8 +42,7 @@ def trace_of(seed: int, load: float, num: int = 800, *, is_bursty: bool = False)
 
 def random_predictions(trace: Trace, seed: int) -> Predictions:
     """Lengths of other requests."""
-    rng = np.random.default_rng([seed, 7])
-    lengths = rng.permutation([row.output_tokens for row in trace.requests])
+    lengths = np.random.default_rng([seed, 7]).permutation([row.output_tokens for row in trace.requests])
     return _predictions(trace, [float(length) for length in lengths])
 
 

@@ -68,8 +68,7 @@ def test_prefix_affine_follows_the_longest_shared_prefix_until_its_replica_is_to
     first = item("1", prefix_blocks=(1, 2, 3, 4))
     assert affine.choose(first, empty, 0.0) == "a"
     affine.on_dispatched(first, "a", 0.0)
-    other = item("2", prefix_blocks=(7, 8))
-    affine.on_dispatched(other, "b", 0.0)
+    affine.on_dispatched(item("2", prefix_blocks=(7, 8)), "b", 0.0)
     alike = item("3", prefix_blocks=(1, 2, 9, 10))
     assert (affine.hit_blocks(alike, "a"), affine.hit_blocks(alike, "b")) == (2, 0)
     near = [replica("a", running("x", 1)), replica("b")]
