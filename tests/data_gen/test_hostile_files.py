@@ -138,9 +138,8 @@ def run(source: Source, content: bytes, max_bytes: int | None = None) -> tuple[i
         file.write_bytes(content)
         tokenizer = save_word_tokenizer(Path(folder) / "tokenizer")
         names = {"FILE": str(file), "OUT": str(out), "TOKENIZER": str(tokenizer)}
-        words = [names.get(word, word) for word in source.words]
         with nullcontext() if max_bytes is None else largest_file(max_bytes):
-            code = source.command(words)
+            code = source.command([names.get(word, word) for word in source.words])
         left = {path.name for path in Path(folder).iterdir()} - {file.name, "tokenizer"}
     lines = errors.getvalue().splitlines()
     assert "Traceback" not in errors.getvalue()

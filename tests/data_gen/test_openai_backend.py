@@ -255,8 +255,7 @@ def test_the_key_is_sent_and_shown_nowhere(caplog: pytest.LogCaptureFixture) -> 
             assert "not allowed" in shown
             assert key not in shown
             assert "team-secret" not in shown
-        unset = {"X-Team": "env:TEAM"}
-        with pytest.raises(InputError, match="TEAM"), backend(engine, headers=unset):
+        with pytest.raises(InputError, match="TEAM"), backend(engine, headers={"X-Team": "env:TEAM"}):
             pass
 
 
@@ -534,10 +533,9 @@ def test_one_bad_choice_does_not_cost_the_others() -> None:
 
 
 def test_a_run_in_which_everything_is_refused_stops_early() -> None:
-    many = [Work(Prompt(f"q{i}", "q"), (0, 1)) for i in range(100)]
     with running(Completions(behave=lambda number, body: error(400, "bad field"))) as (server,):
         with backend(server, concurrency=2) as engine, pytest.raises(EngineError, match="bad field"):
-            list(engine.sample(many, SETTINGS))
+            list(engine.sample([Work(Prompt(f"q{i}", "q"), (0, 1)) for i in range(100)], SETTINGS))
         assert len(server.bodies) < 30
 
 

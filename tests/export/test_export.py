@@ -277,10 +277,9 @@ def test_model_that_torch_cannot_export_is_one_error(
 
 
 def test_tokenizer_that_differs_from_training_is_caught(artifacts: Folders, checkpoints: Folders) -> None:
-    checkpoint = load_checkpoint(checkpoints["bert"])
     other = PromptTokenizer(artifacts["deberta"] / "tokenizer.json", max_length=48, truncation_side="right")
     with pytest.raises(TailcastError, match="tokenizer differ on"):
-        check_tokenizer(checkpoint, other)
+        check_tokenizer(load_checkpoint(checkpoints["bert"]), other)
 
 
 def test_numbers_that_depend_on_batch_mates_or_are_none_are_caught(

@@ -503,8 +503,7 @@ async def test_a_bad_new_version_is_refused_and_the_old_one_stays(
 
 
 async def test_what_is_loaded_needs_its_folder_no_more_and_without_a_source_stays(tmp_path: Path) -> None:
-    runtime = open_runtime(write_artifact(tmp_path / "a"))
-    async with server_and_stub(runtime) as (server, stub):
+    async with server_and_stub(open_runtime(write_artifact(tmp_path / "a"))) as (server, stub):
         shutil.rmtree(tmp_path / "a")
         response = await stub.Predict(pb.PredictRequest(token_ids=pb.TokenIds(ids=[1, VOCAB["sea"], 2])))
         with pytest.raises(ReloadError, match="no source"):

@@ -223,9 +223,8 @@ def test_a_manifest_with_other_levels_and_numbers_that_are_no_quantiles_are_refu
         changed = content | changes
         with pytest.raises(InputError, match="artifact manifest, (quantile_levels|outputs)"):
             parse_manifest(changed | {"artifact_version": content_version(changed)})
-    row = PredictedRow(mu=5.0, sigma=0.5, nu=3.5, quantiles=[5.0] * (K - 1) + [4.0])
     with pytest.raises(TailcastError, match="predicted quantiles: got"):
-        check_range([row])
+        check_range([PredictedRow(mu=5.0, sigma=0.5, nu=3.5, quantiles=[5.0] * (K - 1) + [4.0])])
 
 
 def test_a_new_served_model_is_added_to_a_checkpoint_with_quantiles(trained: Path, tmp_path: Path) -> None:

@@ -427,9 +427,8 @@ def test_a_client_sends_its_next_request_when_it_has_its_answer_and_has_thought(
 @given(st.integers(1, 6), st.floats(0.0, 3.0), st.integers(0, 1000))
 @settings(max_examples=20, deadline=None)
 def test_a_closed_loop_never_has_more_under_way_than_clients(num: int, think_s: float, seed: int) -> None:
-    trace = random_trace(25, seed=seed, cap=20, most_prompt=30)
     clients = ClosedLoop(num_clients=num, think_time_s=think_s, rng=np.random.default_rng(seed))
-    out = run(trace, clients=clients)
+    out = run(random_trace(25, seed=seed, cap=20, most_prompt=30), clients=clients)
     assert len(out.records) == 25
     edges = [(record.finish_s, -1) for record in out.records]
     edges += [(record.arrival_s, 1) for record in out.records]

@@ -150,11 +150,9 @@ def test_sizes_of_models_are_the_published_ones() -> None:
 def test_a_roofline_is_near_a_profile() -> None:
     """Layers of Llama-3-8B on an A100 in Vidur's profile, in ms: decodes after 500 tokens, prompts in one chunk."""
     model = RooflineStepTime()
-    decodes = {1: 10.72, 16: 11.94, 32: 12.65, 64: 14.91, 128: 19.37}
-    prompts = {256: 21.07, 512: 37.32, 1024: 81.94, 2048: 165.73, 4096: 347.23}
-    for num, milliseconds in decodes.items():
+    for num, milliseconds in {1: 10.72, 16: 11.94, 32: 12.65, 64: 14.91, 128: 19.37}.items():
         assert model.step_s(StepWork((), [500] * num)) == pytest.approx(milliseconds / 1e3, rel=0.2)
-    for num, milliseconds in prompts.items():
+    for num, milliseconds in {256: 21.07, 512: 37.32, 1024: 81.94, 2048: 165.73, 4096: 347.23}.items():
         assert model.step_s(StepWork((chunk(0, num),))) == pytest.approx(milliseconds / 1e3, rel=0.2)
 
 

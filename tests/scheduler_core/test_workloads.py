@@ -166,9 +166,8 @@ def test_saturation_rate_of_one_seat_is_one_over_the_service_time() -> None:
     """One request at a time, 0.5 s per step and nothing else: o steps each."""
     trace = random_trace(100)
     step_time = LinearStepTime(base_s=0.5, per_prefill_token_s=0, per_decode_s=0, per_context_token_s=0)
-    mean_tokens = np.mean([row.output_tokens for row in trace.requests])
     rate = saturation_rate_rps(trace, SchedulerConfig(max_num_seqs=1), step_time)
-    assert rate == pytest.approx(1 / (0.5 * mean_tokens))
+    assert rate == pytest.approx(1 / (0.5 * np.mean([row.output_tokens for row in trace.requests])))
 
 
 @pytest.mark.parametrize(
@@ -210,10 +209,9 @@ def test_zipf_is_that_of_the_multi_tier_papers_code() -> None:
     """P(k) ~ k^-1.2 on 64..512: 83 % below 128 tokens (its sampler, an approximation, gives 82)."""
     draws = TokenDistribution(kind="zipf", low=64, high=512, theta=1.2).draw(50_000, np.random.default_rng(4))
     weights = np.arange(1, 450, dtype=float) ** -1.2
-    exact = weights[:64].sum() / weights.sum()
     assert draws.min() == 64
     assert draws.max() <= 512
-    assert np.mean(draws < 128) == pytest.approx(exact, abs=0.01)
+    assert np.mean(draws < 128) == pytest.approx(weights[:64].sum() / weights.sum(), abs=0.01)
 
 
 def test_buckets_and_log_t() -> None:

@@ -94,9 +94,8 @@ def test_a_known_model_is_corrected_and_all_others_stay_the_same_to_the_bit(tmp_
 
 
 def test_a_new_served_model_is_known_afterwards_and_again_after_a_second_log(tmp_path: Path) -> None:
-    old = fakes.write_rich_artifact(tmp_path / "old")
     log = write_log(tmp_path / "log.jsonl", lambda text, rng: shifted(text, rng, 2), "new-llm")
-    assert adapted(log, old, tmp_path / "one") == 0
+    assert adapted(log, fakes.write_rich_artifact(tmp_path / "old"), tmp_path / "one") == 0
     more = write_log(tmp_path / "more.jsonl", lambda text, rng: shifted(text, rng, 0), "newer-llm")
     assert adapted(more, tmp_path / "one", tmp_path / "two") == 0
     first, second = (open_runtime(tmp_path / name, provider="cpu") for name in ("one", "two"))

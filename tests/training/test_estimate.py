@@ -142,8 +142,7 @@ def test_both_solvers_find_the_same_optimum(label, integers):
     groups = [draw(rng, 5.0, 0.5, size, cap) for size in (4, 10, 40) for cap in (10**9, 220, 150)]
     lengths = HARD + [x for x, _ in groups]
     rows = sample(lengths, [[True] * len(row) for row in HARD] + [finished for _, finished in groups])
-    weighted = sample(lengths, weights=[rng.uniform(0.5, 3.0, len(row)) for row in lengths])
-    for each in (rows, weighted):
+    for each in (rows, sample(lengths, weights=[rng.uniform(0.5, 3.0, len(row)) for row in lengths])):
         batched, reference = (
             estimate(each, compared_families(3.5)[label], solver=solver, integers=integers)
             for solver in ("batched", "lbfgsb")

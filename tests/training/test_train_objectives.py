@@ -113,9 +113,8 @@ def test_crps_is_best_at_the_truth_also_where_answers_are_cut():
 
 
 def test_the_loss_of_quantiles_is_the_pinball_loss_at_each_level():
-    rng = np.random.default_rng(0)
     rows, limits = [[30, 90, 90], [7], [400.0, 12.0, 20.0]], [90.0, float("inf"), 1000.0]
-    quantiles = np.sort(rng.normal(4.0, 1.0, (3, len(LEVELS))))
+    quantiles = np.sort(np.random.default_rng(0).normal(4.0, 1.0, (3, len(LEVELS))))
     drawn = samples(rows, censored=[(0, 1), (0, 2)], max_tokens=limits)
     predicted = torch.tensor(quantiles, dtype=torch.float32, requires_grad=True)
     loss = pinball_loss(predicted, torch.tensor(LEVELS), drawn)

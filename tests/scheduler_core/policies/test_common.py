@@ -69,8 +69,7 @@ def test_keys_are_finite_before_and_after_every_prediction(name: str) -> None:
 def table() -> dict[str, list[str]]:
     """Cells of the first table of the README by policy."""
     rows = {}
-    text = (FOLDER / "README.md").read_text(encoding="utf-8").partition("\n## ")[0]
-    for line in text.splitlines():
+    for line in (FOLDER / "README.md").read_text(encoding="utf-8").partition("\n## ")[0].splitlines():
         if line.startswith("| `"):
             cells = [cell.strip() for cell in line.strip("|").split("|")]
             rows[cells[0].strip("`")] = cells
@@ -134,9 +133,8 @@ def expected_costs(row: NDArray[np.float64], cost: float) -> list[float]:
 
 @given(row=probability_rows, cost=costs)
 def test_the_decided_level_has_the_least_expected_cost(row: NDArray[np.float64], cost: float) -> None:
-    decided = int(expected_cost_levels(row, cost))
     found = expected_costs(row, cost)
-    assert found[decided] <= min(found) + 1e-6
+    assert found[int(expected_cost_levels(row, cost))] <= min(found) + 1e-6
 
 
 @given(row=probability_rows, tier=tiers, promotion=st.integers(0, 5), threshold=st.floats(0, 1))

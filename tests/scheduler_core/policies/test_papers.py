@@ -292,9 +292,8 @@ def test_uniboost_without_its_phases_is_boosted_by_work_and_has_hysteresis() -> 
 
 def test_uniboost_signal_by_phase() -> None:
     """Prompt 1000 and 10 tokens generated: the signal is 10 tokens of decode, not 1010."""
-    policy = UniBoost(signal_by_phase=True)
     item = state(prompt=1000, num_computed_tokens=1010, num_output_tokens=10)
-    assert policy.effective_tokens(item) == (0, 10)
+    assert UniBoost(signal_by_phase=True).effective_tokens(item) == (0, 10)
     assert UniBoost().effective_tokens(item) == (1000, 10)
 
 
@@ -307,9 +306,8 @@ def test_ssjf_orders_by_predicted_median_and_takes_max_tokens_without_one() -> N
 
 
 def test_sept_orders_by_the_expectation_of_the_capped_length() -> None:
-    policy = Sept()
     narrow, wide = predicted("a", 50, 0.1), predicted("b", 45, 1.5)
-    assert key(policy, narrow) == pytest.approx(float(LogT(math.log(50), 0.1).expected(100)))
+    assert key(Sept(), narrow) == pytest.approx(float(LogT(math.log(50), 0.1).expected(100)))
     assert key(Ssjf(), wide) < key(Ssjf(), narrow), "by median the wide one is shorter"
     fresh = Sept()
     tail = predicted("c", 45, 1.5, cap=4000)

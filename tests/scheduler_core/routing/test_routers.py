@@ -45,10 +45,9 @@ def test_least_kv_counts_blocks_and_what_waits_for_them() -> None:
     """a: 10 of 100 blocks held, 30 waited for: 0.40. b: 30 of 100 held: 0.30. c: 100 of 400 held: 0.25."""
     one = replica("a", running("1", 10), waiting("2", 30))
     two = replica("b", running("3", 30))
-    three = replica("c", running("4", 100), blocks=400)
     kv = router("least_kv")
     assert kv.choose(item(), [one, two], 0.0) == "b"
-    assert kv.choose(item(), [one, two, three], 0.0) == "c"
+    assert kv.choose(item(), [one, two, replica("c", running("4", 100), blocks=400)], 0.0) == "c"
 
 
 def test_power_of_two_joins_the_shorter_of_two_drawn() -> None:
@@ -64,9 +63,8 @@ def test_power_of_two_joins_the_shorter_of_two_drawn() -> None:
 
 def test_prefix_affine_follows_the_longest_shared_prefix_until_its_replica_is_too_busy() -> None:
     affine = PrefixAffine(imbalance=1)
-    empty = [replica("a"), replica("b")]
     first = item("1", prefix_blocks=(1, 2, 3, 4))
-    assert affine.choose(first, empty, 0.0) == "a"
+    assert affine.choose(first, [replica("a"), replica("b")], 0.0) == "a"
     affine.on_dispatched(first, "a", 0.0)
     affine.on_dispatched(item("2", prefix_blocks=(7, 8)), "b", 0.0)
     alike = item("3", prefix_blocks=(1, 2, 9, 10))
