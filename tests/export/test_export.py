@@ -30,15 +30,8 @@ from predictors.tokenizer import PromptTokenizer
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.files import sha256_file
 from tailcast.cli_variants import main as export_variants
-from tests.export.conftest import (
-    CALIBRATION,
-    EXPORTS,
-    PLAIN,
-    TRAINING_INFO,
-    Folders,
-    export,
-    write_checkpoint,
-)
+from tests.export import conftest
+from tests.export.conftest import EXPORTS, Folders, export
 from tests.predictors.test_artifact import private_key_file, public_key_file
 from tests.predictors.test_shipped import errors as schema_errors
 from tests.predictors.test_shipped import read as read_manifest
@@ -97,9 +90,9 @@ def test_manifest_tells_the_artifacts_source_and_outputs(artifacts: Folders, che
     assert manifest.urgency_levels == URGENCY_LEVELS
     assert manifest.abstain_threshold == 0.35
     assert manifest.bucket_edges == (64, 512)
-    assert manifest.calibration == asdict(CALIBRATION)
-    assert manifest.training_data == TRAINING_INFO["data"]
-    assert manifest.metrics == TRAINING_INFO["metrics"]
+    assert manifest.calibration == asdict(conftest.CALIBRATION)
+    assert manifest.training_data == conftest.TRAINING_INFO["data"]
+    assert manifest.metrics == conftest.TRAINING_INFO["metrics"]
     parity = manifest.parity
     shapes = {shape.split()[0] for shape in parity["max_abs_diff"]}
     assert {"1x1", "1x2", "2x1", "1x48", "64x1", "64x32", "42x48"} <= shapes
@@ -112,7 +105,9 @@ def test_manifest_tells_the_artifacts_source_and_outputs(artifacts: Folders, che
 
 
 def test_left_truncation_travels_with_the_artifact(tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path, "bert", **PLAIN, max_length=8, truncation_side="left")
+    checkpoint = conftest.write_checkpoint(
+        tmp_path, "bert", **conftest.PLAIN, max_length=8, truncation_side="left"
+    )
     export(checkpoint, tmp_path / "a")
     prompt = "story " * 50 + "name the rivers"
     mu = open_runtime(tmp_path / "a").predict([prompt]).mu
@@ -135,7 +130,7 @@ def test_left_truncation_travels_with_the_artifact(tmp_path: Path) -> None:
 def test_inputs_and_outputs_are_those_of_the_heads(
     tmp_path: Path, heads: Heads, conditioning: Conditioning | None, inputs: list[str]
 ) -> None:
-    checkpoint = write_checkpoint(tmp_path, "bert", heads=heads, conditioning=conditioning)
+    checkpoint = conftest.write_checkpoint(tmp_path, "bert", heads=heads, conditioning=conditioning)
     manifest = export(checkpoint, tmp_path / "a")
     assert [tensor.name for tensor in manifest.inputs] == ["input_ids", "attention_mask", *inputs]
     runtime = open_runtime(tmp_path / "a")
@@ -154,7 +149,7 @@ def test_inputs_and_outputs_are_those_of_the_heads(
 @pytest.mark.parametrize("legacy_exporter", [True, False])
 def test_the_mean_over_known_served_models_is_in_the_graph(tmp_path: Path, *, legacy_exporter: bool) -> None:
     conditioning = Conditioning(("a", "b", "c"), width=4, unknown_is_mean=True)
-    checkpoint = write_checkpoint(tmp_path, "bert", conditioning=conditioning)
+    checkpoint = conftest.write_checkpoint(tmp_path, "bert", conditioning=conditioning)
     options = {"legacy_exporter": legacy_exporter, "parity_tokens": 256, "parity_shapes": 0}
     export(checkpoint, tmp_path / "a", **options)  # compared with torch
     predicted = open_runtime(tmp_path / "a").predict(["name 3 rivers"] * 4, ["a", "other", "b", "c"])
@@ -334,9 +329,9 @@ def test_true_architecture_exports_and_gives_torchs_numbers(tmp_path: Path, name
     poolings = ("mean", "last") if config["model_type"] == "opt" else ("cls", "mean", "max")
     options = {"max_length": 512, "pooling": poolings, "prompt_length": True}
     model = predictor(build_encoder(config), **options)
-    model.set_calibration(CALIBRATION)
+    model.set_calibration(conftest.CALIBRATION)
     tokenizer = load_tokenizer(tiny_bert(tmp_path / "tokenizer"))
-    save_checkpoint(tmp_path / "checkpoint", model, tokenizer, TRAINING_INFO)
+    save_checkpoint(tmp_path / "checkpoint", model, tokenizer, conftest.TRAINING_INFO)
     del model
     gc.collect()
     out = tmp_path / "artifact"

@@ -39,15 +39,8 @@ from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime
 from scheduler_core.simulator.step_time.staircase import StaircaseStepTime
 from scheduler_core.simulator.trace import Trace, load_trace, write_trace
 from scheduler_core.simulator.watch import GapHistogram, RunWatch
-from tests.scheduler_core.helpers import (
-    PLAIN,
-    ROUND,
-    random_trace,
-    scheduler,
-    simulate,
-    token_times,
-    trace_row,
-)
+from tests.scheduler_core import helpers
+from tests.scheduler_core.helpers import random_trace, scheduler, simulate, trace_row
 
 ALL_POLICIES = (*POLICIES, *BOUNDS)
 TIGHT = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=48, num_kv_blocks=40, kv_block_tokens=16)
@@ -60,7 +53,7 @@ def test_times_of_a_small_run_worked_out_by_hand() -> None:
     Step 3: two decodes (0.02), context 11 + 5 (0.016): 1.036 s, ends 6.556; a is done (3), b has 2.
     Step 4: one decode (0.01), context 6 (0.006): 1.016 s, ends 7.572; b is done (3).
     """
-    result = simulate(Trace((trace_row("a", 2.0, 10, 3), trace_row("b", 3.0, 5, 3))), step_time=PLAIN)
+    result = simulate(Trace((trace_row("a", 2.0, 10, 3), trace_row("b", 3.0, 5, 3))), step_time=helpers.PLAIN)
     a, b = result.records
     assert (a.request_id, b.request_id) == ("a", "b")
     assert (a.first_scheduled_s, a.first_token_s) == (2.0, 4.0)
@@ -112,7 +105,9 @@ def test_predictions_come_after_their_delay() -> None:
     rows = (trace_row("a", 0.0, 1, 5), trace_row("b", 0.5, 1, 5), trace_row("c", 0.6, 1, 5, prediction=seen))
     limits = SchedulerConfig(max_num_seqs=1)
     for delay_s, order in ((1.0, "acb"), (100.0, "abc")):
-        result = simulate(Trace(rows), "tie", scheduler=limits, predictor_delay_s=delay_s, step_time=PLAIN)
+        result = simulate(
+            Trace(rows), "tie", scheduler=limits, predictor_delay_s=delay_s, step_time=helpers.PLAIN
+        )
         assert "".join(record.request_id for record in result.records) == order
         assert result.predictor["num_failed"] == 2
         assert result.predictor["num_late"] == (3 if delay_s == 100.0 else 0)
@@ -246,7 +241,7 @@ def test_gaps_of_a_small_run_worked_out_by_hand(exact: bool) -> None:
     """a: prefill 0 to 2, tokens at 2, then b's prefill (0.5 s more) at 3.5, then 4.5, 5.5. b: 3.5, 4.5."""
     trace = Trace((trace_row("a", 0.0, 10, 4, tier=0), trace_row("b", 1.0, 5, 2, tier=1, tenant="x")))
     watch = RunWatch()
-    result = simulate(trace, step_time=ROUND, exact_steps=exact, watch=watch)
+    result = simulate(trace, step_time=helpers.ROUND, exact_steps=exact, watch=watch)
     a, b = sorted(result.records, key=lambda one: one.request_id)
     assert (a.max_tbt_s, b.max_tbt_s) == (pytest.approx(1.5), pytest.approx(1.0))
     first, second = watch.gaps.by_class[0, ""], watch.gaps.by_class[1, "x"]
@@ -264,7 +259,7 @@ def test_the_longest_gap_is_that_of_the_token_times_also_after_preemptions() -> 
     log = DecisionLog()
     result = simulate(trace, scheduler=tight, exact_steps=True, log=log)
     assert result.metrics["num_preemptions"] > 0
-    times = token_times(log)
+    times = helpers.token_times(log)
     for record in result.records:
         gaps = np.diff(times[record.request_id])
         assert len(gaps) == record.output_tokens - 1
@@ -412,7 +407,7 @@ def test_uniboosts_former_forms_the_same_batches_without_the_order_where_that_de
 
 def run(trace: Trace, **more: object) -> SimulationOutcome:
     core = scheduler(num_kv_blocks=200)
-    return Simulation(trace, core, ROUND, Predictions(), **more).run()  # type: ignore[arg-type]
+    return Simulation(trace, core, helpers.ROUND, Predictions(), **more).run()  # type: ignore[arg-type]
 
 
 def test_a_client_sends_its_next_request_when_it_has_its_answer_and_has_thought() -> None:

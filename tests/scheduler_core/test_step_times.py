@@ -25,16 +25,8 @@ from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.plan import PrefillChunk, StepResult
 from scheduler_core.policies import make_policy
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
-from scheduler_core.simulator.commands.calibrate import (
-    EngineCalibrationConfig,
-    StepSample,
-    draw_probes,
-    fit_step_time,
-    joined,
-    latency_error,
-    run_calibration,
-    step_samples,
-)
+from scheduler_core.simulator.commands import calibrate
+from scheduler_core.simulator.commands.calibrate import EngineCalibrationConfig, StepSample, fit_step_time
 from scheduler_core.simulator.engine_probe import Endpoint, Probe, random_prompt, send
 from scheduler_core.simulator.step_time import make_step_time, operator_table
 from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime, StepWork
@@ -253,12 +245,12 @@ def measured(step_time: StepTime, rate_rps: float, num: int = 80, seed: int = 0)
 
 
 def test_step_times_are_found_again_from_the_times_of_tokens() -> None:
-    fit = fit_step_time(step_samples(measured(TRUE, 6.0)))
+    fit = fit_step_time(calibrate.step_samples(measured(TRUE, 6.0)))
     for name in ("base_s", "per_prefill_token_s", "per_decode_s", "per_context_token_s"):
         assert fit.parameters[name] == pytest.approx(getattr(TRUE, name), rel=0.1), name
     assert fit.median_error < 0.02
     assert fit.num_outliers < 0.2 * fit.num_samples
-    unseen = latency_error(measured(TRUE, 20.0, seed=1), fit.step_time, LIMITS)
+    unseen = calibrate.latency_error(measured(TRUE, 20.0, seed=1), fit.step_time, LIMITS)
     assert unseen["num_requests"] == 80
     assert all(abs(error) < 0.1 for error in unseen["error"].values()), unseen
 
@@ -267,7 +259,7 @@ def test_noise_and_hiccups_change_the_mean_and_not_the_proportions() -> None:
     """2 % of the steps take 20 times as long: they are left out, but queues follow the mean of all steps."""
     rng = np.random.default_rng(0)
     samples = []
-    for one in step_samples(measured(TRUE, 6.0)):
+    for one in calibrate.step_samples(measured(TRUE, 6.0)):
         factor = float(np.exp(rng.normal(0, 0.1))) * (20.0 if rng.random() < 0.02 else 1.0)
         samples.append(StepSample(one.seconds * factor, one.work))
     fit = fit_step_time(samples)
@@ -282,13 +274,13 @@ def test_noise_and_hiccups_change_the_mean_and_not_the_proportions() -> None:
 def test_parts_measured_in_turn_are_one_measurement() -> None:
     config = EngineCalibrationConfig(json="", url="http://x/v1", served_model="m", num_requests=20, rounds=3)
     rng = np.random.default_rng(0)
-    ids = [one.request_id for index in range(3) for one in draw_probes(config, 2.0, index, rng)]
+    ids = [one.request_id for index in range(3) for one in calibrate.draw_probes(config, 2.0, index, rng)]
     assert ids == [f"r{number}" for number in range(20)]
     rows = measured(TRUE, 6.0)
-    later = joined([rows, rows])
+    later = calibrate.joined([rows, rows])
     assert later[: len(rows)] == rows
     assert min(one.sent_s for one in later[len(rows) :]) > max(one.token_s[-1] for one in rows)
-    once, twice = (fit_step_time(step_samples(one)) for one in (rows, later))
+    once, twice = (fit_step_time(calibrate.step_samples(one)) for one in (rows, later))
     assert twice.num_samples == 2 * once.num_samples
     assert twice.parameters == pytest.approx(once.parameters, rel=1e-6)
 
@@ -357,7 +349,9 @@ def test_a_live_engine_is_calibrated_on_one_load_and_predicted_on_another() -> N
     loads: dict[str, Any] = {"rate": 2.0, "held_out_rate": 5.0, "num_requests": 40}
     loads |= {"prompt_words": (8, 300), "output_tokens": (5, 30), "scheduler": LIMITS}
     with fake_engine(true, LIMITS) as url:
-        result = run_calibration(EngineCalibrationConfig(json="", url=url, served_model="m", **loads))
+        result = calibrate.run_calibration(
+            EngineCalibrationConfig(json="", url=url, served_model="m", **loads)
+        )
     written = json.loads(json.dumps(result))
     again = make_step_time(written["step_time"]["name"], written["step_time"]["parameters"])
     assert isinstance(again, LinearStepTime)

@@ -12,17 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import plain_vidur_loop
-from benchmarks.vidur_validation import (
-    SARATHI,
-    Case,
-    errors,
-    limits_of,
-    read_case,
-    simulate,
-    table_of,
-    trace_of,
-)
+from benchmarks import plain_vidur_loop, vidur_validation
+from benchmarks.vidur_validation import SARATHI, Case, limits_of, simulate
 from scheduler_core.simulator.step_time.operator_table import OperatorTable, read_operator_table
 
 CUT = Path(__file__).parent / "vidur_cut"
@@ -37,7 +28,7 @@ def cut_case(num_blocks: int = 30_208) -> tuple[Case, OperatorTable]:
         rows = list(csv.DictReader(stream))
     limits = limits_of(SARATHI, num_blocks)
     table = read_operator_table(CUT, num_layers=32, batching_overhead=0.1)
-    return Case("cut", trace_of(rows[:-1]), limits, 1, "", 1, "", list(rows), 0), table
+    return Case("cut", vidur_validation.trace_of(rows[:-1]), limits, 1, "", 1, "", list(rows), 0), table
 
 
 @pytest.mark.parametrize("exact_steps", [False, True])
@@ -88,7 +79,9 @@ def test_every_request_of_every_run_has_vidurs_times() -> None:
     folders = sorted(path.parent for path in Path(RUNS or "").glob("*/summary.json"))
     assert folders
     for folder in folders:
-        case = read_case(folder)
-        found = errors(case, simulate(case, table_of(case, folder.parent / "cost_tables")))
+        case = vidur_validation.read_case(folder)
+        found = vidur_validation.errors(
+            case, simulate(case, vidur_validation.table_of(case, folder.parent / "cost_tables"))
+        )
         assert max(found.first_token_s, found.finish_s) < 1e-9, (folder.name, found)
         assert (found.num_iterations, found.num_restarts) == (0, 0), (folder.name, found)
