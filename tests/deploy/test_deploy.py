@@ -101,17 +101,13 @@ def test_the_metric_that_is_scaled_on_exists() -> None:
     assert name in (DEPLOY / "metrics-adapter.yaml").read_text(encoding="utf-8")
 
 
-def compose_command() -> list[str]:
-    [compose] = documents(DEPLOY / "compose.yaml")
-    return [*compose["services"]["predictor"]["command"]]
-
-
 @pytest.mark.parametrize("source", ["compose", "kubernetes", "image"])
 def test_every_option_is_one_of_the_command(source: str, tmp_path: Path) -> None:
     [default] = re.findall(r"^CMD (\[.*\])$", DOCKERFILE, flags=re.MULTILINE)
-    options = {"compose": compose_command, "kubernetes": lambda: container()["args"]}
-    options["image"] = lambda: json.loads(default)
-    command, *arguments = [*entrypoint(), *options[source]()]
+    [compose] = documents(DEPLOY / "compose.yaml")
+    options = {"compose": compose["services"]["predictor"]["command"], "kubernetes": container()["args"]}
+    options["image"] = json.loads(default)
+    command, *arguments = [*entrypoint(), *options[source]]
     assert command == "serve-predictor"
     seen: list[ServeConfig] = []
 
@@ -160,11 +156,6 @@ async def test_health_check_tells_a_server_that_serves_from_none(artifact_folder
     async with running_server(open_runtime(artifact_folder)) as (_, address):
         assert await asyncio.to_thread(is_serving, address)
     assert not await asyncio.to_thread(is_serving, address, 1.0)
-
-
-@pytest.fixture(scope="module")
-def artifact_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_artifact(tmp_path_factory.mktemp("deploy") / "tiny")
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ PROMPTS = ["write an essay", "name rivers", "name an essay " * 4]
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> None:
+def encoder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=language_model.LAYERS + 2,
@@ -44,10 +44,6 @@ def model(monkeypatch: pytest.MonkeyPatch) -> None:
         return LlamaForCausalLM(copy.deepcopy(config)), tokenizer
 
     monkeypatch.setattr(TransformersBackend, "load", load)
-
-
-@pytest.fixture
-def encoder(model: None, tmp_path: Path) -> Path:
     language_model.write_encoder(tmp_path / "encoder", PROMPTS)
     return tmp_path / "encoder"
 

@@ -344,17 +344,11 @@ def test_true_architecture_exports_and_gives_torchs_numbers(tmp_path: Path, name
     shutil.rmtree(tmp_path)
 
 
-@pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An artifact with all heads and conditions whose products are wide enough to be quantized."""
-    root = tmp_path_factory.mktemp("variants")
-    encoder = tiny_bert(root / "encoder", hidden_size=64)
-    save_checkpoint(root / "checkpoint", predictor(encoder), load_tokenizer(encoder), {})
-    export(root / "checkpoint", root / "artifact", parity_tokens=64, parity_shapes=0)
-    return root / "artifact"
-
-
-def test_the_command_makes_evaluates_and_reports(artifact, tmp_path):
+def test_the_command_makes_evaluates_and_reports(tmp_path):
+    # Wide enough that its products are worth quantizing.
+    encoder, artifact = tiny_bert(tmp_path / "encoder", hidden_size=64), tmp_path / "artifact"
+    save_checkpoint(tmp_path / "checkpoint", predictor(encoder), load_tokenizer(encoder), {})
+    export(tmp_path / "checkpoint", artifact, parity_tokens=64, parity_shapes=0)
     data = write_rows(tmp_path / "rows.parquet", num_prompts=18, models=("small-llm", "large-llm"))
     out = tmp_path / "variants"
     arguments = [str(artifact), "--data", str(data), "--out", str(out), "--shapes", '["1x8", "4x500"]']

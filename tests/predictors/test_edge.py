@@ -369,11 +369,8 @@ async def http_accepts(port: int | None, tls: TlsSettings | None) -> bool:
 
 @pytest.mark.parametrize("mutual", [False, True], ids=["tls", "mutual"])
 async def test_certificates_decide_who_is_let_in(artifact_folder: Path, pki: Path, mutual: bool) -> None:
-    options = server_files(pki, mutual=mutual)
-    async with fakes.running_server(open_runtime(artifact_folder), http_port=0, **options) as (
-        server,
-        address,
-    ):
+    options = server_files(pki, mutual=mutual) | {"http_port": 0}
+    async with fakes.running_server(open_runtime(artifact_folder), **options) as (server, address):
         address = address.replace("127.0.0.1", "localhost")
         for authority, certificate, is_accepted in (
             ("ours", None, not mutual),

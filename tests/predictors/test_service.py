@@ -173,6 +173,12 @@ async def test_errors_carry_details(stub: Any) -> None:
     assert bad.field_violations[0].description == error.details()
 
 
+@pytest.fixture
+def runtime(artifact_folder: Path) -> fakes.GatedRuntime:
+    """Its gate is closed."""
+    return fakes.GatedRuntime(artifact_folder, is_open=False)
+
+
 @contextlib.asynccontextmanager
 async def full(runtime: fakes.GatedRuntime, others: Any = ()) -> AsyncIterator[tuple[Any, Any]]:
     """A server whose first artifact has no free slot, until the runtime's gate opens."""
@@ -184,8 +190,7 @@ async def full(runtime: fakes.GatedRuntime, others: Any = ()) -> AsyncIterator[t
         await asyncio.gather(*accepted)
 
 
-async def test_a_full_queue_refuses_at_once_without_parsing_and_recovers(artifact_folder: Path) -> None:
-    runtime = fakes.GatedRuntime(artifact_folder, is_open=False)
+async def test_a_full_queue_refuses_at_once_without_parsing_and_recovers(runtime: fakes.GatedRuntime) -> None:
     unknown = pb.PredictRequest(prompt="sea", artifact_id="unknown artifact")
     async with full(runtime) as (server, stub):
         for data in (b"\xff\xff\xff", SEA.SerializeToString(), unknown.SerializeToString()):
@@ -203,9 +208,8 @@ async def test_a_full_queue_refuses_at_once_without_parsing_and_recovers(artifac
         assert (await fakes.failure(stub.call("Predict", b"\xff\xff\xff"))).code() == INVALID
 
 
-async def test_a_full_artifact_does_not_close_the_others(tmp_path: Path, artifact_folder: Path) -> None:
+async def test_a_full_artifact_does_not_close_the_others(tmp_path: Path, runtime: fakes.GatedRuntime) -> None:
     other = open_runtime(fakes.write_artifact(tmp_path / "second", artifact_id="second"))
-    runtime = fakes.GatedRuntime(artifact_folder, is_open=False)
     async with full(runtime, [other]) as (_, stub):
         # The first artifact keeps the only thread busy, so the second takes what its queue holds, and no more.
         request = pb.PredictRequest(prompt="sea", artifact_id="second")
@@ -233,9 +237,8 @@ async def test_a_full_service_answers_from_its_cache(artifact_folder: Path) -> N
 
 @pytest.mark.parametrize(("timeout", "timeout_s"), [(0.05, None), (None, 0.01), (None, None)])
 async def test_late_and_cancelled_calls_leave_the_queue_and_cost_no_work(
-    artifact_folder: Path, timeout: float | None, timeout_s: float | None
+    runtime: fakes.GatedRuntime, timeout: float | None, timeout_s: float | None
 ) -> None:
-    runtime = fakes.GatedRuntime(artifact_folder, is_open=False)
     async with fakes.server_and_stub(runtime, batching=ONE_BY_ONE) as (server, stub):
         first = asyncio.ensure_future(stub.Predict(SEA))
         await fakes.until(lambda: server.artifacts.num_in_flight == 1)
@@ -293,8 +296,7 @@ async def test_health_is_serving_only_after_warm_up(artifact_folder: Path) -> No
     await server.stop()
 
 
-async def test_stop_answers_what_is_inside_and_ends_health_watchers(artifact_folder: Path) -> None:
-    runtime = fakes.GatedRuntime(artifact_folder, is_open=False)
+async def test_stop_answers_what_is_inside_and_ends_health_watchers(runtime: fakes.GatedRuntime) -> None:
     server = PredictionServer([runtime], ONE_BY_ONE, fakes.serve_config())
     async with grpc.aio.insecure_channel(f"127.0.0.1:{await server.start()}") as channel:
         stub: Any = fakes.Stub(channel)
@@ -312,8 +314,7 @@ async def test_stop_answers_what_is_inside_and_ends_health_watchers(artifact_fol
         await asyncio.wait_for(stopping, timeout=20)
 
 
-async def test_stop_does_not_wait_longer_than_allowed(artifact_folder: Path) -> None:
-    runtime = fakes.GatedRuntime(artifact_folder, is_open=False)
+async def test_stop_does_not_wait_longer_than_allowed(runtime: fakes.GatedRuntime) -> None:
     server = PredictionServer([runtime], ONE_BY_ONE, fakes.serve_config(drain_timeout_s=0.01))
     async with grpc.aio.insecure_channel(f"127.0.0.1:{await server.start()}") as channel:
         call = asyncio.ensure_future(fakes.Stub(channel).Predict(SEA))
@@ -414,11 +415,6 @@ def request(number: int, prompt: str = "sea") -> pb.PredictRequest:
     return pb.PredictRequest(request_id=str(number), prompt=prompt)
 
 
-@pytest.fixture
-def runtime(artifact_folder: Path) -> fakes.GatedRuntime:
-    return fakes.GatedRuntime(artifact_folder, is_open=False)
-
-
 async def test_a_wrong_or_refused_request_is_an_outcome_and_the_stream_goes_on(
     runtime: fakes.GatedRuntime,
 ) -> None:
@@ -499,12 +495,6 @@ async def test_draining_answers_what_was_read_and_ends_the_stream(runtime: fakes
         await stopping
 
 
-@pytest.fixture
-async def rich_stub(rich_folder: Path) -> AsyncIterator[Any]:
-    async with fakes.server_and_stub(open_runtime(rich_folder)) as (_, rich_stub):
-        yield rich_stub
-
-
 async def test_one_batch_holds_rows_of_different_served_models_and_every_head(rich_folder: Path) -> None:
     runtime = fakes.GatedRuntime(rich_folder)
     batching = BatchingSettings(max_batch=4, max_wait_s=60.0)
@@ -551,8 +541,9 @@ def test_urgency_abstains_below_the_threshold_and_decides_the_effective_level() 
         assert (message.abstain_threshold if message.HasField("abstain_threshold") else None) == threshold
 
 
-async def test_metadata_tells_heads_and_conditions(rich_stub: Any) -> None:
-    metadata = await rich_stub.GetMetadata(pb.GetMetadataRequest())
+async def test_metadata_tells_heads_and_conditions(rich_folder: Path) -> None:
+    async with fakes.server_and_stub(open_runtime(rich_folder)) as (_, rich_stub):
+        metadata = await rich_stub.GetMetadata(pb.GetMetadataRequest())
     assert tuple(metadata.heads) == fakes.RICH["heads"]
     assert tuple(metadata.served_models) == fakes.SERVED_MODELS
     assert metadata.conditioned_on_served_model

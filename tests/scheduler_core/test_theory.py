@@ -111,10 +111,6 @@ def check_mean(means: np.ndarray, expected: float, most_error: float = 0.05) -> 
     assert means.mean() == pytest.approx(expected, abs=4 * error)
 
 
-def constant(tokens: int) -> Lengths:
-    return lambda rng, size: np.full(size, tokens)
-
-
 def geometric(mean: float) -> Lengths:
     return lambda rng, size: np.minimum(rng.geometric(1 / mean, size), MAX_TOKENS)
 
@@ -122,8 +118,8 @@ def geometric(mean: float) -> Lengths:
 @pytest.mark.parametrize(("load", "num_requests"), [(0.3, 600), (0.7, 1600)])
 def test_constant_lengths_wait_as_in_m_d_1(load: float, num_requests: int) -> None:
     """Pollaczek-Khinchine: W = rho S / (2 (1 - rho))."""
-    service_s = 8 * BASE_S
-    check_mean(waits("fcfs", load, constant(8), 8, num_requests), load * service_s / (2 * (1 - load)))
+    means = waits("fcfs", load, lambda rng, size: np.full(size, 8), 8, num_requests)
+    check_mean(means, load * (8 * BASE_S) / (2 * (1 - load)))
 
 
 @pytest.mark.parametrize(("load", "num_requests"), [(0.3, 1000), (0.7, 1800)])

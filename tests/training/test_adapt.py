@@ -154,19 +154,13 @@ def test_what_cannot_be_adapted_is_refused_with_the_reason(tmp_path: Path) -> No
         adapted(log, old, tmp_path / "new", held_back=0.95)
 
 
-@pytest.fixture(scope="module")
-def bert_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("bert")
-    export(write_checkpoint(root, "bert"), root / "artifact")
-    return root / "artifact"
-
-
-def test_features_of_the_encoder_say_what_the_heads_do_not(bert_artifact: Path, tmp_path: Path) -> None:
+def test_features_of_the_encoder_say_what_the_heads_do_not(tmp_path: Path) -> None:
     def draw(text: str, rng: np.random.Generator) -> int:
         return drawn(6.5 if "essay" in text else 3.5, 0.3, rng)
 
+    export(write_checkpoint(tmp_path, "bert"), tmp_path / "artifact")
     log = write_log(tmp_path / "log.jsonl", draw, "new-llm", 300)
-    assert adapted(log, bert_artifact, tmp_path / "new") == 0
+    assert adapted(log, tmp_path / "artifact", tmp_path / "new") == 0
     runtime = open_runtime(tmp_path / "new", provider="cpu")
     [record] = runtime.artifact.manifest.metrics["adaptations"]
     assert record["corrections"]["new-llm"]["kind"] == "features"
