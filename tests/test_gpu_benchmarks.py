@@ -155,9 +155,7 @@ def test_a_step_is_run_again_until_its_page_is_finished(
     assert "Failed: the GPU is lost" in (tmp_path / "pages/sampling.md").read_text()
 
 
-def test_a_step_is_stopped_at_the_limit(
-    fake_steps: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_limit_stops_a_step(fake_steps: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(gpu.MEASUREMENTS, "sampling", lambda run: run.command("endless"))
     assert main([*fake_steps, "--steps", "sampling", "--limit_s", "0"]) == 1
     assert "Unfinished: stopped by --limit_s 0" in (tmp_path / "pages/sampling.md").read_text()

@@ -164,9 +164,7 @@ def test_lost_outputs_are_failures_and_unrequested_ones_do_not_count(out: Path) 
 
 
 @pytest.mark.parametrize(("kind", "stops"), [("no_token_count", True), ("too_long", False)])
-def test_failures_in_a_row_stop_a_run_unless_the_prompts_cause_them(
-    out: Path, kind: str, stops: bool
-) -> None:
+def test_failures_in_a_row_stop_a_run_unless_prompts_cause_them(out: Path, kind: str, stops: bool) -> None:
     backend = FakeBackend(fails(99, kind, lambda p, i: int(p[1:]) > 4))
     if stops:
         with pytest.raises(RunStoppedError, match=f"the last: {kind}"):

@@ -77,9 +77,7 @@ def test_the_report_is_held_out_from_every_set(data: Path, tmp_path: Path) -> No
     assert {f"sum up input text {number}" for number in range(50)} <= trained
 
 
-def test_alpacas_inputs_are_joined_as_in_castillo_and_a_share_can_be_taken(
-    data: Path, tmp_path: Path
-) -> None:
+def test_alpacas_inputs_are_joined_as_in_castillo_and_a_share_is_taken(data: Path, tmp_path: Path) -> None:
     prepare(data, tmp_path / "all", alpaca_share=1.0)
     whole = prompts_of(tmp_path / "all" / "train_alpaca_52k.parquet")
     assert "Sum up\nInput: text 3" in whole

@@ -189,19 +189,15 @@ def test_the_crps_of_two_outputs_is_least_at_the_teachers_mu_and_sigma() -> None
 
 def test_rows_of_the_teacher_have_its_mu_and_sigma(tmp_path: Path) -> None:
     encoder, names = tiny_bert(tmp_path / "encoder"), tuple(f"org/{number}" for number in range(10))
-    config = PredictorConfig(
-        encoder=encoder,
-        heads=Heads(length=LengthHead()),
-        max_length=32,
-        conditioning=Conditioning(served_models=names, temperature=True),
-    )
+    conditioning = Conditioning(served_models=names, temperature=True)
+    heads = Heads(length=LengthHead())
+    config = PredictorConfig(encoder=encoder, heads=heads, max_length=32, conditioning=conditioning)
     model = PromptPredictor(config, load_encoder(encoder), Normalization(mu_mean=7.0, mu_std=1.0)).eval()
     tokenizer = load_tokenizer(encoder)
     save_checkpoint(tmp_path / "teacher", model, tokenizer, {})
-    distillation.write_teacher_rows(
-        tmp_path / "rows.parquet", tmp_path / "teacher", PROMPTS, {"org/1": 0.6}, seed=0
-    )
-    rows = pd.read_parquet(tmp_path / "rows.parquet")
+    file = tmp_path / "rows.parquet"
+    distillation.write_teacher_rows(file, tmp_path / "teacher", PROMPTS, {"org/1": 0.6}, seed=0)
+    rows = pd.read_parquet(file)
     assert rows.groupby("prompt").model.nunique().eq(8).all()
     assert rows.temperature.notna().eq(rows.model == "org/1").all()
     expected = predict_prompts(

@@ -105,9 +105,8 @@ def test_manifest_tells_the_artifacts_source_and_outputs(artifacts: Folders, che
 
 
 def test_left_truncation_travels_with_the_artifact(tmp_path: Path) -> None:
-    checkpoint = conftest.write_checkpoint(
-        tmp_path, "bert", **conftest.PLAIN, max_length=8, truncation_side="left"
-    )
+    options = conftest.PLAIN | {"max_length": 8, "truncation_side": "left"}
+    checkpoint = conftest.write_checkpoint(tmp_path, "bert", **options)
     export(checkpoint, tmp_path / "a")
     prompt = "story " * 50 + "name the rivers"
     mu = open_runtime(tmp_path / "a").predict([prompt]).mu
@@ -237,9 +236,7 @@ def test_bad_option_is_named(arguments: list[str], message: str, capsys: pytest.
     assert message in one_error_line(capsys)
 
 
-def test_parity_failure_writes_nothing(
-    checkpoints: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_parity_no_artifact(checkpoints: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def another_model_than_was_exported(path: str) -> object:
         checkpoint = load_checkpoint(path)
         forward = checkpoint.model.forward

@@ -149,11 +149,9 @@ async def test_predictions_come_in_the_order_of_the_requests(
     async with Client(kind, address) as client:
         predictions = await client.predict(requests(prompts))
     for prompt, prediction in zip(prompts, predictions, strict=True):
-        assert (prediction.length.mu, prediction.length.sigma) == pytest.approx(
-            fakes.expected(prompt), rel=1e-5
-        )
-        assert (prediction.length.nu, prediction.length.artifact_id) == (fakes.NU, "tiny")
-        assert len(prediction.length.artifact_version) == 12
+        length = prediction.length
+        assert (length.mu, length.sigma) == pytest.approx(fakes.expected(prompt), rel=1e-5)
+        assert (length.nu, length.artifact_id, len(length.artifact_version)) == (fakes.NU, "tiny", 12)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "in process"])

@@ -105,18 +105,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = {"data": write_rows(folder / "rows.parquet"), "out": folder / "checkpoint"}
     options |= {"encoder": tiny_bert(folder / "encoder"), "max_length": 24, "batch_size": 8, "threads": 1}
     options |= {"length.quantiles": "true", "length.objective": "crps", "conditioning.width": 4}
-    options |= {
-        "tower.hidden_sizes": [16],
-        "tower.dropouts": [0.0],
-        "progress": "false",
-        "accelerator": "cpu",
-    }
-    options |= {
-        "stage1.epochs": 8,
-        "stage1.learning_rate": 3e-3,
-        "stage2.epochs": 2,
-        "stage2.learning_rate": 3e-3,
-    }
+    options |= {"tower.hidden_sizes": [16], "tower.dropouts": [0.0], "progress": "false"}
+    options |= {"stage1.epochs": 8, "stage1.learning_rate": 3e-3, "accelerator": "cpu"}
+    options |= {"stage2.epochs": 2, "stage2.learning_rate": 3e-3}
     assert train([str(word) for name, value in options.items() for word in (f"--{name}", value)]) == 0
     checkpoint = load_checkpoint(folder / "checkpoint")
     checkpoint.model.set_calibration(Calibration((1.0, 1.5, 1.0, 0.8), (0.0, 0.2, 0.0, -0.1)))
@@ -149,9 +140,8 @@ async def test_clients_policies_and_statistics_get_the_quantiles_of_the_graph(tr
         exact = LogQuantiles(response.quantiles)
         numbers = response.truncated_length
         means[request.request_id] = numbers.expected_tokens
-        assert (numbers.expected_tokens, numbers.cvar_tokens) == pytest.approx(
-            exact.expected_and_cvar(0.9, 100)
-        )
+        means_of_exact = exact.expected_and_cvar(0.9, 100)
+        assert (numbers.expected_tokens, numbers.cvar_tokens) == pytest.approx(means_of_exact)
         expected = [min(float(exact.ppf(level)), 100.0) for level in (0.5, 0.9, 0.99)]
         assert [quantile.tokens for quantile in numbers.quantiles] == pytest.approx(expected)
         assert (response.median_tokens, response.p90_tokens) == pytest.approx(expected[:2])
@@ -207,9 +197,7 @@ def test_adapted_predictions_have_their_quantiles_moved_along(trained: Path, tmp
 
 
 @pytest.mark.parametrize("legacy_exporter", [True, False])
-def test_quantiles_of_the_mean_over_served_models_are_in_the_graph(
-    tmp_path: Path, *, legacy_exporter: bool
-) -> None:
+def test_quantiles_of_the_mean_over_models_are_in_the_graph(tmp_path: Path, *, legacy_exporter: bool) -> None:
     conditioning = replace(CONDITIONING, unknown_is_mean=True)
     checkpoint = write_checkpoint(tmp_path, "bert", heads=Heads(length=HEAD), conditioning=conditioning)
     options = {"legacy_exporter": legacy_exporter, "parity_tokens": 256, "parity_shapes": 0}
@@ -229,17 +217,9 @@ def test_a_manifest_with_other_levels_and_numbers_that_are_no_quantiles_are_refu
 
 def test_a_new_served_model_is_added_to_a_checkpoint_with_quantiles(trained: Path, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.parquet", models=(*SERVED_MODELS, "newcomer"))
-    options = [
-        "--init",
-        str(trained / "checkpoint"),
-        "--data",
-        str(data),
-        "--threads",
-        "1",
-        "--progress",
-        "false",
-    ]
-    options += ["--accelerator", "cpu", "--stage2.epochs", "15", "--stage2.learning_rate", "0.1"]
+    options = ["--init", str(trained / "checkpoint"), "--data", str(data), "--progress", "false"]
+    options += ["--threads", "1", "--accelerator", "cpu"]
+    options += ["--stage2.epochs", "15", "--stage2.learning_rate", "0.1"]
     assert train([*options, "--out", str(tmp_path / "no"), "--conditioning.width", "4"]) == 2
     assert train([*options, "--out", str(tmp_path / "out"), "--only_conditioning", "true"]) == 0
     head = load_checkpoint(tmp_path / "out").config.heads.length

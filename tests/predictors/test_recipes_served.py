@@ -49,9 +49,7 @@ SERVED_MODEL = "small"
 
 TEXTS = [text if row % 2 else text.replace("write", "now") for row, (text, _, _) in enumerate(prompts(12))]
 EQUAL = {"arrival_s": 0.0, "prompt_tokens": 8, "output_tokens": 20, "max_tokens": 100}
-TRACE = Trace(
-    tuple(TraceRequest(request_id=f"r{row}", prompt=text, **EQUAL) for row, text in enumerate(TEXTS))
-)
+TRACE = Trace(tuple(TraceRequest(request_id=f"r{at}", prompt=text, **EQUAL) for at, text in enumerate(TEXTS)))
 
 
 @pytest.fixture(

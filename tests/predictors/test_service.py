@@ -41,6 +41,7 @@ INPUTS = {"prompt", "token_ids", "messages"}
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 EXHAUSTED, INVALID = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 ONE_WORKER = BatchingSettings(max_batch=1, max_wait_s=0.0, max_queue=50)
 EOF: Any = grpc.aio.EOF
 PROMPTS = ["sea", "name three rivers", "a a a", "write a long essay"]
@@ -76,12 +77,10 @@ async def test_max_tokens_adds_numbers_of_the_truncated_length(stub: Any, option
     assert response.expected_tokens == response.truncated_length.expected_tokens
     assert response.median_tokens == pytest.approx(math.exp(response.mu))
     assert response.p90_tokens <= 300
-    assert response.truncated_length == truncated_length(
-        LengthPrediction(response.mu, response.sigma, response.nu),
-        max_tokens=300,
-        cvar_level=options.get("cvar_level", 0.9),
-        levels=levels,
-    )
+    length = LengthPrediction(response.mu, response.sigma, response.nu)
+    cvar_level = options.get("cvar_level", 0.9)
+    expected = truncated_length(length, max_tokens=300, cvar_level=cvar_level, levels=levels)
+    assert response.truncated_length == expected
 
 
 @given(
@@ -91,9 +90,7 @@ async def test_max_tokens_adds_numbers_of_the_truncated_length(stub: Any, option
     cvar_level=st.sampled_from([0.0, 0.3, 0.5, 0.9, 0.999]),
     level=st.floats(1e-4, 0.9999),
 )
-def test_truncated_length_equals_the_distribution(
-    mu: float, sigma: float, max_tokens: int, cvar_level: float, level: float
-) -> None:
+def test_truncated_length(mu: float, sigma: float, max_tokens: int, cvar_level: float, level: float) -> None:
     length = LengthPrediction(mu, sigma, fakes.NU)
     numbers = truncated_length(length, max_tokens=max_tokens, cvar_level=cvar_level, levels=[level])
     lengths = LogT(mu, sigma, fakes.NU)
@@ -283,10 +280,7 @@ async def test_health_is_serving_only_after_warm_up(artifact_folder: Path) -> No
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.config.port}") as channel:
         stub = fakes.Stub(channel)
         assert await health_of(stub, SERVICE, wait_for_ready=True) == NOT_SERVING
-        assert await fakes.status(stub.Predict(SEA)) == (
-            grpc.StatusCode.UNAVAILABLE,
-            "the service is starting",
-        )
+        assert await fakes.status(stub.Predict(SEA)) == (UNAVAILABLE, "the service is starting")
         runtime.gate.set()
         assert await starting == server.config.port
         for service in ("", SERVICE, OIP_SERVICE, "tiny"):
@@ -307,7 +301,7 @@ async def test_stop_answers_what_is_inside_and_ends_health_watchers(runtime: fak
         stopping = asyncio.create_task(server.stop())
         assert (await watch.read()).status == NOT_SERVING
         refused = await fakes.status(stub.Predict(SEA))
-        assert refused == (grpc.StatusCode.UNAVAILABLE, "the service is shutting down")
+        assert refused == (UNAVAILABLE, "the service is shutting down")
         assert await fakes.status(stub.PredictBatch(pb.PredictBatchRequest(requests=[SEA] * 2))) == refused
         runtime.gate.set()
         assert len(await asyncio.gather(*inside)) == 2
@@ -394,9 +388,8 @@ async def test_listeners_share_a_port_that_no_other_server_gets(artifact_folder:
 
 
 async def test_an_artifact_for_conversations_encodes_all_messages(tmp_path: Path) -> None:
-    async with fakes.server_and_stub(
-        open_runtime(fakes.write_artifact(tmp_path / "a", conversations=True))
-    ) as (_, stub):
+    folder = fakes.write_artifact(tmp_path / "a", conversations=True)
+    async with fakes.server_and_stub(open_runtime(folder)) as (_, stub):
         messages = chat(("system", "name rivers"), ("user", "the sea"))
         response = await stub.Predict(pb.PredictRequest(messages=messages))
     assert response.mu == pytest.approx(fakes.expected("system: name rivers\n\nuser: the sea")[0], rel=1e-6)
@@ -415,9 +408,7 @@ def request(number: int, prompt: str = "sea") -> pb.PredictRequest:
     return pb.PredictRequest(request_id=str(number), prompt=prompt)
 
 
-async def test_a_wrong_or_refused_request_is_an_outcome_and_the_stream_goes_on(
-    runtime: fakes.GatedRuntime,
-) -> None:
+async def test_a_wrong_or_refused_request_is_an_outcome_of_the_stream(runtime: fakes.GatedRuntime) -> None:
     batching = BatchingSettings(max_batch=1, max_wait_s=0.0, max_queue=1)
     async with fakes.server_and_stub(runtime, batching=batching) as (server, stub):
         stream = stub.PredictStream()
@@ -431,10 +422,8 @@ async def test_a_wrong_or_refused_request_is_an_outcome_and_the_stream_goes_on(
         await stream.done_writing()
         assert await stream.read() is EOF
         assert await stream.code() == grpc.StatusCode.OK
-    assert {outcome.error.request_id: outcome.error.code for outcome in refused} == {
-        "1": grpc.StatusCode.INVALID_ARGUMENT.value[0],
-        "2": grpc.StatusCode.RESOURCE_EXHAUSTED.value[0],
-    }
+    codes = {outcome.error.request_id: outcome.error.code for outcome in refused}
+    assert codes == {"1": INVALID.value[0], "2": EXHAUSTED.value[0]}
 
 
 async def test_answers_come_as_they_are_ready(runtime: fakes.GatedRuntime) -> None:
@@ -491,7 +480,7 @@ async def test_draining_answers_what_was_read_and_ends_the_stream(runtime: fakes
         await fakes.until(lambda: server.artifacts.default.state == "shutting down")
         runtime.gate.set()
         assert {(await stream.read()).prediction.request_id for _ in range(3)} == {"0", "1", "2"}
-        assert (await fakes.failure(stream.read())).code() == grpc.StatusCode.UNAVAILABLE
+        assert (await fakes.failure(stream.read())).code() == UNAVAILABLE
         await stopping
 
 
@@ -563,9 +552,8 @@ async def test_artifact_that_knows_only_its_own_models_refuses_others(tmp_path: 
     folder = fakes.write_rich_artifact(tmp_path / "a", conditioning=conditioning)
     async with fakes.server_and_stub(open_runtime(folder)) as (_, rich_stub):
         for name in ("other", ""):
-            _, message = await fakes.status(
-                rich_stub.Predict(pb.PredictRequest(prompt="sea", served_model=name))
-            )
+            sea = pb.PredictRequest(prompt="sea", served_model=name)
+            _, message = await fakes.status(rich_stub.Predict(sea))
             assert message == f"served_model: got {name!r}; allowed: one of tiny-llm, huge-llm"
         requests = [pb.PredictRequest(prompt="sea", served_model=name) for name in ("other", "tiny-llm")]
         batch = await rich_stub.PredictBatch(pb.PredictBatchRequest(requests=requests))

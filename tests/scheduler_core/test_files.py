@@ -186,10 +186,8 @@ def test_each_of_two_replaces_all(tmp_path: Path, one_step: bool, monkeypatch: p
 def test_a_file_that_comes_while_a_folder_is_written_is_kept(tmp_path: Path) -> None:
     out = tmp_path / "out"
     filled(out, "kind", "before")
-    with (
-        pytest.raises(TailcastError, match="holds mine"),
-        files.atomic_directory(out, "kind", overwrite=True),
-    ):
+    replaced = files.atomic_directory(out, "kind", overwrite=True)
+    with pytest.raises(TailcastError, match="holds mine"), replaced:
         (out / "mine").touch()
     assert sorted(os.listdir(out)) == [files.RECORD, "before", "mine"]
 

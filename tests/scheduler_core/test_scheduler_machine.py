@@ -68,9 +68,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add(self, prompt: int, cap: int, cached: int, **fields: Any) -> None:
         name = f"r{self.next_id}"
         self.next_id += 1
-        item = helpers.request(
-            name, self.now, prompt, cap, cached_prefix_tokens=min(cached, prompt - 1), **fields
-        )
+        fields["cached_prefix_tokens"] = min(cached, prompt - 1)
+        item = helpers.request(name, self.now, prompt, cap, **fields)
         refusal = self.core.refusal(item)
         capacity = self.core.config.num_kv_blocks * self.core.config.kv_block_tokens
         assert refusal is not None or prompt + cap <= capacity

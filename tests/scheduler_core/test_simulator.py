@@ -103,11 +103,9 @@ def test_predictions_come_after_their_delay() -> None:
     """At 0, a is admitted alone; b and c wait. c's prediction (short) comes before a is done only if it is quick."""
     seen = LengthPrediction(0.0, 0.1, 3.5)
     rows = (trace_row("a", 0.0, 1, 5), trace_row("b", 0.5, 1, 5), trace_row("c", 0.6, 1, 5, prediction=seen))
-    limits = SchedulerConfig(max_num_seqs=1)
+    config: dict[str, Any] = {"scheduler": SchedulerConfig(max_num_seqs=1), "step_time": helpers.PLAIN}
     for delay_s, order in ((1.0, "acb"), (100.0, "abc")):
-        result = simulate(
-            Trace(rows), "tie", scheduler=limits, predictor_delay_s=delay_s, step_time=helpers.PLAIN
-        )
+        result = simulate(Trace(rows), "tie", predictor_delay_s=delay_s, **config)
         assert "".join(record.request_id for record in result.records) == order
         assert result.predictor["num_failed"] == 2
         assert result.predictor["num_late"] == (3 if delay_s == 100.0 else 0)

@@ -346,12 +346,10 @@ def test_nobody_there_and_wrong_values_are_told() -> None:
 @pytest.mark.slow
 def test_a_live_engine_is_calibrated_on_one_load_and_predicted_on_another() -> None:
     true = LinearStepTime(base_s=0.03, per_prefill_token_s=4e-4, per_decode_s=3e-3, per_context_token_s=0.0)
-    loads: dict[str, Any] = {"rate": 2.0, "held_out_rate": 5.0, "num_requests": 40}
+    loads: dict[str, Any] = {"json": "", "rate": 2.0, "held_out_rate": 5.0, "num_requests": 40}
     loads |= {"prompt_words": (8, 300), "output_tokens": (5, 30), "scheduler": LIMITS}
     with fake_engine(true, LIMITS) as url:
-        result = calibrate.run_calibration(
-            EngineCalibrationConfig(json="", url=url, served_model="m", **loads)
-        )
+        result = calibrate.run_calibration(EngineCalibrationConfig(url=url, served_model="m", **loads))
     written = json.loads(json.dumps(result))
     again = make_step_time(written["step_time"]["name"], written["step_time"]["parameters"])
     assert isinstance(again, LinearStepTime)

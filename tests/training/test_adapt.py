@@ -45,11 +45,11 @@ def entry(number: int, prompt: str, tokens: int, model: str, **request: Any) -> 
 
 
 def write_log(
-    path: Path, draw: Callable[[str, np.random.Generator], int], model: str, count: int = 100
+    path: Path, draw: Callable[[str, np.random.Generator], int], model: str, num: int = 100
 ) -> Path:
     """A log of requests whose lengths are drawn from their prompts."""
     rng = np.random.default_rng(1)
-    lines = [entry(number, text, draw(text, rng), model) for number, text in enumerate(prompts(count))]
+    lines = [entry(number, text, draw(text, rng), model) for number, text in enumerate(prompts(num))]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 

@@ -63,9 +63,8 @@ def test_no_change_is_kept_where_nothing_is_wrong():
     selected = estimation.select_calibration(folds(exact), 2, list(estimation.METHODS))
     assert selected.method == "identity"
     assert selected.calibration == Calibration.identity(2)
-    other = estimation.select_calibration(
-        folds(residuals(4000, scale=(2.0, 1.0))), 2, list(estimation.METHODS)
-    )
+    wide = folds(residuals(4000, scale=(2.0, 1.0)))
+    other = estimation.select_calibration(wide, 2, list(estimation.METHODS))
     assert other.method != "identity"
     chosen = other.trials[f"{other.method}, {other.pooling:g}"]
     assert other.trials["identity, 1"]["largest_shift"] > chosen["largest_shift"]

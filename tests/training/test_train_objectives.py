@@ -122,10 +122,8 @@ def test_the_loss_of_quantiles_is_the_pinball_loss_at_each_level():
 def test_mse_is_of_the_z_scores_and_its_weight_rises_linearly():
     scores = torch.tensor([[1.0, 2.0, 9.0], [0.0, -1.0, 9.0]])
     batch = SimpleNamespace(fits=torch.tensor([[0.0, 0.5], [0.0, 1.0]]), weight=torch.ones(2))
-    model = SimpleNamespace()
-    loss = losses.head_loss(
-        LengthTask(objective="mse"), scores, losses.LossInputs(model, batch, sigma_weight=2.0)
-    )
+    inputs = losses.LossInputs(SimpleNamespace(), batch, sigma_weight=2.0)
+    loss = losses.head_loss(LengthTask(objective="mse"), scores, inputs)
     assert loss.values.tolist() == [1.0 + 2 * 2.25, 2 * 4.0]
 
 
@@ -150,10 +148,9 @@ def test_regression_compares_z_scores_of_each_answer():
     target = (np.log1p([9, 19]) - 2.0) / 0.5
     batch = SimpleNamespace(samples=samples([[9, 19]]), weight=torch.ones(1))
     model = SimpleNamespace(normalization=Normalization(regression_mean=2.0, regression_std=0.5))
+    inputs = losses.LossInputs(model, batch)
     for objective, expected in (("l1", np.abs(1 - target).mean()), ("mse", ((1 - target) ** 2).mean())):
-        loss = losses.head_loss(
-            RegressionTask(objective=objective), torch.tensor([1.0]), losses.LossInputs(model, batch)
-        )
+        loss = losses.head_loss(RegressionTask(objective=objective), torch.tensor([1.0]), inputs)
         assert float(loss.values) == pytest.approx(expected)
 
 

@@ -82,6 +82,14 @@ async def test_without_counts_events_are_counted(tmp_path: Path) -> None:
     assert (row["counted_by"], row["output_tokens"]) == ("deltas", 3)
 
 
+async def hang_up(proxy: fake_engine.RunningProxy, body: Any) -> None:
+    """Leaves a stream after its first bytes."""
+    response = await proxy.client.post(proxy.url + fake_engine.CHAT, json=body)
+    await response.content.readany()
+    response.close()
+    await fake_engine.until(lambda: proxy.server.num_in_flight == 0)
+
+
 async def test_a_hang_up_censors_and_broken_responses_are_no_lengths(tmp_path: Path) -> None:
     first = fake_engine.stream_events(["a"], None)[0]
 
@@ -100,10 +108,7 @@ async def test_a_hang_up_censors_and_broken_responses_are_no_lengths(tmp_path: P
             await fake_engine.until(lambda: proxy.server.num_in_flight == 0)
         assert list(tmp_path.iterdir()) == []  # nor a segment without records
         async with running_proxy(fake.url, feedback=str(tmp_path)) as proxy:
-            response = await proxy.client.post(proxy.url + fake_engine.CHAT, json=chat("x", stream=True))
-            await response.content.readany()
-            response.close()
-            await fake_engine.until(lambda: proxy.server.num_in_flight == 0)
+            await hang_up(proxy, chat("x", stream=True))
     [row] = records(tmp_path)
     assert (row["finish_reason"], row["finished"], row["counted_by"]) == ("abort", False, "deltas")
 
@@ -378,25 +383,16 @@ async def test_what_counts(artifact_folder: Path) -> None:
         return await fake_engine.plain(request, body)
 
     async with running_engine(script) as fake, running_proxy(fake.url, **options(artifact_folder)) as proxy:
-
-        async def hang_up(**more: Any) -> None:
-            response = await proxy.client.post(
-                proxy.url + fake_engine.CHAT, json=chat("stall", stream=True, **more)
-            )
-            await response.content.readany()
-            response.close()
-            await fake_engine.until(lambda: proxy.server.num_in_flight == 0)
-
         for text, more in (("fail", {}), ("filtered", {}), (SHORT, {"stream": True}), (SHORT, {"n": 2})):
             await proxy.post(chat(text, **more))
-        await hang_up()
+        await hang_up(proxy, chat("stall", stream=True))
         assert await proxy.metric(OUTPUTS) == 0
         counted = [(SHORT, {}), (SHORT, {"stream": True, **usage}), ("truncated", {})]
         for number, (text, more) in enumerate(counted, start=1):
             await proxy.post(chat(text, **more))
             assert await proxy.metric(OUTPUTS) == number
         assert await proxy.metric(CENSORED) == 1
-        await hang_up(**usage)
+        await hang_up(proxy, chat("stall", stream=True, **usage))
         assert (await proxy.metric(OUTPUTS), await proxy.metric(CENSORED)) == (4, 2)
         requested = [body["stream_options"] for body in fake.bodies if "stream_options" in body]
         assert requested == [usage["stream_options"]] * len(requested)

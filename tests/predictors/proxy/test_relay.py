@@ -119,9 +119,8 @@ async def test_an_answer_that_breaks_off_breaks_off_for_the_client() -> None:
     async def script(request: web.Request, body: bytes) -> web.StreamResponse:
         if json.loads(body)["max_tokens"] == 1:
             return await fake_engine.plain(request, body)
-        return await fake_engine.break_off(
-            request, b"data: 1\n\ndata: half", {"Content-Type": "text/event-stream"}
-        )
+        headers = {"Content-Type": "text/event-stream"}
+        return await fake_engine.break_off(request, b"data: 1\n\ndata: half", headers)
 
     async with running_engine(script) as fake, running_proxy(fake.url, engine="none") as proxy:
         for _ in range(3):

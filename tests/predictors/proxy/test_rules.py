@@ -256,11 +256,9 @@ MALFORMED = {
 
 @pytest.mark.parametrize("name", MALFORMED)
 async def test_a_bad_request(name: str) -> None:
-    options = {"client_priority": "replace", "max_body_mib": 1, "access_log": True, "request_timeout_s": 1.0}
-    async with (
-        running_engine(fake_engine.respond) as fake,
-        running_proxy(fake.url, engine="vllm", **options) as proxy,
-    ):
+    options: dict[str, Any] = {"engine": "vllm", "client_priority": "replace", "max_body_mib": 1}
+    options |= {"access_log": True, "request_timeout_s": 1.0}
+    async with running_engine(fake_engine.respond) as fake, running_proxy(fake.url, **options) as proxy:
         code = (await proxy.raw(MALFORMED[name]))[9:12]
         assert code == b"200" if name in ("query", "WebSocket") else code[:1] in (b"4", b"5")
         assert code not in (b"500", b"502", b"503", b"504")
@@ -288,9 +286,8 @@ async def test_an_engine_that_is_gone_or_breaks_off_or_is_silent_or_sends_no_htt
         writer.close()
 
     async def breaks(request: web.Request, body: bytes) -> web.StreamResponse:
-        return await fake_engine.break_off(
-            request, CANARY.encode(), {"Content-Length": "99", "x-own": CANARY}
-        )
+        headers = {"Content-Length": "99", "x-own": CANARY}
+        return await fake_engine.break_off(request, CANARY.encode(), headers)
 
     async def code(url: str) -> bytes:
         async with running_proxy(url, engine="vllm", idle_timeout_s=0.2, access_log=True) as proxy:

@@ -24,12 +24,10 @@ A100_7B = KVCost(
 )
 
 
-def drive(
-    former: str, rows: list[tuple[Request, int]], policy: str | Policy = "fcfs", **limits: Any
-) -> Drive:
+def drive(former: str, rows: list[tuple[Request, int]], policy: str | Policy = "fcfs", **more: Any) -> Drive:
     """A run to its end, one second per step, blocks of one token."""
-    parameters = limits.pop("parameters", {})
-    values = {"kv_block_tokens": 1, "kv_watermark": 0.0, "num_kv_blocks": 1000, **limits}
+    parameters = more.pop("parameters", {})
+    values = {"kv_block_tokens": 1, "kv_watermark": 0.0, "num_kv_blocks": 1000, **more}
     made = Drive(scheduler(policy, batching=former, batching_parameters=parameters, **values), rows)
     made.run()
     return made
