@@ -24,8 +24,6 @@ from training.cli_fit_dist import main as fit_dist
 from training.cli_read_feedback import main as read_feedback
 from training.drift import main as evaluate_stream
 
-Main = Callable[[Sequence[str]], int]
-
 CHAT = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
 PREDICTION = {"mu": 1.0, "sigma": 0.5, "nu": 3.5}
 RECORD = {
@@ -67,7 +65,7 @@ class Source:
 
     rows: list[dict[str, Any]]
     suffix: str
-    command: Main
+    command: Callable[[Sequence[str]], int]
     words: tuple[str, ...]
     out: str = "out.parquet"
 

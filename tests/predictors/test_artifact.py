@@ -30,7 +30,6 @@ from predictors.manifest import (
     parse_manifest,
 )
 from predictors.proto import predictor_v1_pb2 as pb
-from predictors.proto.predictor_v1_pb2_grpc import PredictorStub
 from predictors.runtime import open_runtime
 from predictors.service.artifacts import ArtifactSource, open_sources
 from predictors.service.batcher import BatchingSettings
@@ -345,20 +344,15 @@ async def test_bad_signature_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
 
 async def test_wrong_signatures_are_refused_at_a_reload(tmp_path: Path) -> None:
     key = public_key_file(tmp_path / "ours.pub")
-    bad = write_artifact(tmp_path / "bad", artifact_version="two")
     link = tmp_path / "current"
     link.symlink_to(signed(tmp_path / "one", artifact_version="one"))
     sources, runtimes = open_sources(serve_config(artifact=str(link), provider="cpu", public_key=str(key)))
-    async with (
-        running_server(runtimes, reopen=lambda name: sources[name].open()) as (server, address),
-        grpc.aio.insecure_channel(address) as channel,
-    ):
-        stub: Any = PredictorStub(channel)  # type: ignore[no-untyped-call]
+    async with server_and_stub(runtimes, reopen=lambda name: sources[name].open()) as (server, stub):
 
         async def version() -> str:
-            return version_prefix((await stub.Predict(pb.PredictRequest(prompt="sea"))).artifact_version)
+            return version_prefix((await stub.Predict(SEA)).artifact_version)
 
-        (tmp_path / "next").symlink_to(bad)
+        (tmp_path / "next").symlink_to(write_artifact(tmp_path / "bad", artifact_version="two"))
         (tmp_path / "next").replace(link)
         with pytest.raises(ReloadError, match="with a public key it must be there"):
             await server.artifacts.reload("tiny")
@@ -421,8 +415,7 @@ async def test_a_new_version_takes_over_and_no_request_is_lost(tmp_path: Path) -
         inside = asyncio.ensure_future(stub.Predict(SEA))
         await until(lambda: server.artifacts.num_in_flight == 1)
         assert not await server.artifacts.reload("tiny")
-        write_artifact(tmp_path / "two", artifact_version="two")
-        (tmp_path / "next").symlink_to(tmp_path / "two")
+        (tmp_path / "next").symlink_to(write_artifact(tmp_path / "two", artifact_version="two"))
         (tmp_path / "next").replace(link)
         assert await server.artifacts.reload("tiny")
         later = await stub.Predict(SEA)

@@ -32,7 +32,6 @@ from tests.predictors.test_cli import PATIENCE_S, running
 
 CANARY = "canary-4711"
 SECRET = CANARY.encode()
-MAX_BYTES = 2**20
 HEAD = b"POST / HTTP/1.1\r\nHost: x\r\n"
 PREDICT = "/tailcast.predictor.v1.Predictor/Predict"
 TOKEN = "a-known-token"
@@ -93,7 +92,7 @@ async def echo(request: web.Request) -> web.Response:
 
 @contextlib.asynccontextmanager
 async def serving(request_timeout_s: float) -> AsyncIterator[int]:
-    application = web.Application(client_max_size=MAX_BYTES)
+    application = web.Application(client_max_size=2**20)
     application.router.add_post("/", echo)
     runner = HttpRunner(application, request_timeout_s=request_timeout_s, shutdown_timeout=1)
     await runner.setup()
@@ -177,11 +176,10 @@ def http_request(*headers: bytes, body: bytes = b"", path: bytes = b"/v1/predict
 
 
 PROMPT = b'{"prompt": "' + SECRET + b'"'
-LINE = b"POST /v1/predict HTTP/1.1\r\n"
 HTTP = [
     SECRET + b"\r\n\r\n",
     b"POST /v1/predict?key=" + SECRET + b" HTTP/1\r\n\r\n",
-    LINE + b"Authorization Bearer " + SECRET + b"\r\n\r\n",
+    b"POST /v1/predict HTTP/1.1\r\nAuthorization Bearer " + SECRET + b"\r\n\r\n",
     http_request(b"Authorization: Bearer " + SECRET, body=PROMPT + b"}"),
     http_request(b"Authorization: Bearer \xff" + SECRET, body=PROMPT + b"}"),
     http_request(AUTHORIZED, b"Expect: " + SECRET),
@@ -278,8 +276,7 @@ async def test_unexpected_errors_quote_no_prompt_to_callers_or_the_log(
     caplog.set_level(logging.DEBUG)
     runtime = QuotingRuntime(artifact_folder) if fault == "model" else fakes.GatedRuntime(artifact_folder)
     async with (
-        fakes.running_server(runtime, http_port=0) as (server, address),
-        grpc.aio.insecure_channel(address) as channel,
+        fakes.server_and_stub(runtime, http_port=0) as (server, stub),
         aiohttp.ClientSession(base_url=f"http://127.0.0.1:{server.http_port}") as session,
     ):
 
@@ -292,9 +289,9 @@ async def test_unexpected_errors_quote_no_prompt_to_callers_or_the_log(
             assert response.status == 500
             text = await response.text()
         data = pb.PredictRequest(prompt=CANARY).SerializeToString()
-        error = await fakes.failure(channel.unary_unary(PREDICT)(data))
+        error = await fakes.failure(stub.call("Predict", data))
         text += f"{error.details()} {error.trailing_metadata()}"
-        stream = channel.stream_stream(PREDICT + "Stream")(iter([data]))
+        stream = stub.channel.stream_stream(PREDICT + "Stream")(iter([data]))
         text += str([outcome async for outcome in stream])
     assert CANARY not in text
     assert ("the batch failed (RuntimeError)" in text) is (fault == "model")

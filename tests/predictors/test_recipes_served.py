@@ -45,7 +45,6 @@ ORDERS = {
 }
 #: One recipe of every head; `make test-all` runs the others too.
 QUICK = {"minilm-quickstart", "ssjf-bert", "s3-distilbert-buckets", "ltr-opt125m-listmle", "semantic"}
-SERVED_MODEL = "small"
 
 TEXTS = [text if row % 2 else text.replace("write", "now") for row, (text, _, _) in enumerate(prompts(12))]
 EQUAL = {"arrival_s": 0.0, "prompt_tokens": 8, "output_tokens": 20, "max_tokens": 100}
@@ -81,7 +80,7 @@ def simulated(order: Order, predictions: Predictions) -> list[str]:
 async def test_the_head_of_a_recipe_orders_requests(served: tuple[Order, Path]) -> None:
     order, folder = served
     runtime = open_runtime(folder)
-    model = SERVED_MODEL if runtime.artifact.manifest.served_models else ""
+    model = "small" if runtime.artifact.manifest.served_models else ""
     async with running_server(runtime) as (_, address):
         remote = await asyncio.to_thread(fetch_predictions, TRACE, f"grpc://{address}", served_model=model)
     local = await asyncio.to_thread(fetch_predictions, TRACE, str(folder), served_model=model)

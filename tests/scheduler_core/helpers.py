@@ -87,7 +87,6 @@ def compatible_pairs(policies: Iterable[str], formers: Iterable[str]) -> list[tu
 
 
 def run_step(core: Scheduler, now: float, stopped: Sequence[str] = ()) -> tuple[Finished, ...]:
-    """Schedules and completes one step."""
     plan = core.schedule(now)
     assert plan is not None
     return core.complete(StepResult(plan.step, tuple(stopped)), now)
@@ -116,7 +115,6 @@ def token_times(log: DecisionLog) -> dict[str, list[float]]:
 def trace_row(
     name: str, arrival_s: float, prompt_tokens: int, output_tokens: int, max_tokens: int = 50, **more: Any
 ) -> TraceRequest:
-    """A row of a trace."""
     return TraceRequest(
         request_id=name, arrival_s=arrival_s, prompt_tokens=prompt_tokens, output_tokens=output_tokens,
         max_tokens=max_tokens, **more,

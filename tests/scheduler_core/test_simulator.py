@@ -42,7 +42,6 @@ from scheduler_core.simulator.watch import GapHistogram, RunWatch
 from tests.scheduler_core import helpers
 from tests.scheduler_core.helpers import random_trace, scheduler, simulate, trace_row
 
-ALL_POLICIES = (*POLICIES, *BOUNDS)
 TIGHT = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=48, num_kv_blocks=40, kv_block_tokens=16)
 
 
@@ -91,7 +90,7 @@ def check_many_steps_at_once(trace: Trace, policy: str, **values: Any) -> Simula
     return fast
 
 
-@pytest.mark.parametrize("policy", ALL_POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, *BOUNDS])
 @pytest.mark.parametrize("limits", [TIGHT, SchedulerConfig(max_num_seqs=16)], ids=["tight", "roomy"])
 def test_many_steps_at_once_equal_single_steps(policy: str, limits: SchedulerConfig) -> None:
     trace = random_trace(80, seed=3, rate_rps=8)

@@ -23,8 +23,6 @@ from predictors.manifest import MODEL
 from scheduler_core.predictor import PredictionRequest
 from tests.predictors.fakes import write_artifact
 
-ONE_TRY = ClientSettings(timeout_s=5.0, max_attempts=1)
-
 
 def write_costly_artifact(folder: Path, *, layers: int = 24, width: int = 512) -> Path:
     """The tiny artifact with the same answers, which cost milliseconds of matrix products: the model is the bottleneck.
@@ -84,7 +82,7 @@ class Served:
 
 def one_answer(address: str) -> bool:
     """Whether a server answers one prompt within some seconds."""
-    with SyncPredictor(address, ONE_TRY) as client:
+    with SyncPredictor(address, ClientSettings(timeout_s=5.0, max_attempts=1)) as client:
         try:
             return bool(client.predict([PredictionRequest("", "sea", 1)]))
         except PredictorError:

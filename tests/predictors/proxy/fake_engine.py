@@ -90,7 +90,6 @@ async def respond(request: web.Request, body: bytes) -> web.Response:
 
 
 async def stalled(request: web.Request, body: bytes) -> web.StreamResponse:
-    """Never responds."""
     await asyncio.Event().wait()
     raise AssertionError
 
@@ -109,8 +108,6 @@ def running_engine(script: Script = plain) -> AbstractAsyncContextManager[FakeEn
 
 @dataclass
 class RunningProxy:
-    """A proxy and a client of it."""
-
     server: ProxyServer
     url: str
     admin: str
@@ -170,5 +167,4 @@ async def running_proxy(engine_url: str, **options: Any) -> AsyncIterator[Runnin
 
 
 def chat(text: str, **more: Any) -> dict[str, Any]:
-    """A chat request."""
     return {"model": "tiny-llm", "messages": [{"role": "user", "content": text}], "max_tokens": 500} | more

@@ -59,6 +59,5 @@ def replica(name: str, *views: RequestView, blocks: int = 100, **more: Any) -> R
 
 
 def router(name: str, seed: int = 0) -> Router:
-    """A router with default parameters."""
     rng = np.random.default_rng(seed) if ROUTERS[name].needs_generator else None
     return make_router(name, rng=rng)

@@ -26,8 +26,6 @@ from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot, Replic
 from tests.scheduler_core.routing.helpers import item, predicted, replica, router, running, waiting
 
 NAMES = sorted(ROUTERS)
-#: New requests go to prefill replicas alone where the phases are separated.
-ROLES = {"disaggregated": ReplicaRole.PREFILL}
 DRAINING = ReplicaStatus.DRAINING
 EVENTS = st.sampled_from(["add", "finish", "abort", "drain", "fail", "join"])
 NO_HEADROOM = llumnix.Headroom((0.0,) * 5)
@@ -186,7 +184,7 @@ class World:
 
     def __init__(self, name: str, replicas: Sequence[str], seed: int = 0) -> None:
         self.dispatcher = Dispatcher(router(name, seed))
-        self.role = ROLES.get(name, ReplicaRole.BOTH)
+        self.role = ReplicaRole.PREFILL if name == "disaggregated" else ReplicaRole.BOTH
         self.held: dict[str, dict[str, RequestView]] = {}
         self.drained_at: dict[str, int] = {}
         for one in replicas:
@@ -345,7 +343,7 @@ def test_one_urgent_request_keeps_the_others_off_its_replica() -> None:
     blocks, F_full = 100 - 20 - 0.37 = 79.6. Without headroom a would be freer (90 against 80)."""
     urgent, other = replica("a", running("1", 10, tier=0)), replica("b", running("2", 20, tier=4))
     assert llumnix.Llumnix().choose(item(), [urgent, other], 0.0) == "b"
-    assert llumnix.Llumnix(headroom=llumnix.Headroom((0.0,) * 5)).choose(item(), [urgent, other], 0.0) == "a"
+    assert llumnix.Llumnix(headroom=NO_HEADROOM).choose(item(), [urgent, other], 0.0) == "a"
 
 
 def test_a_burst_onto_equal_replicas_is_distributed() -> None:
