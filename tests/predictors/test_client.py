@@ -15,17 +15,8 @@ from typing import Any
 import grpc
 import pytest
 
-from predictors.client import (
-    ClientSettings,
-    GrpcPredictor,
-    InProcessPredictor,
-    PredictorError,
-    SyncPredictor,
-    connect,
-    grpc_client,
-    load,
-    messages,
-)
+from predictors import client as clients
+from predictors.client import ClientSettings, InProcessPredictor, PredictorError, SyncPredictor, connect, load
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.proto import predictor_v1_pb2_grpc
 from predictors.runtime import open_runtime
@@ -108,7 +99,7 @@ class Client:
         elif kind == "blocking":
             self.client = SyncPredictor(address, ClientSettings(**settings))
         else:
-            self.client = GrpcPredictor(address, ClientSettings(**settings))
+            self.client = clients.GrpcPredictor(address, ClientSettings(**settings))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """A method of the client, to be awaited."""
@@ -142,8 +133,8 @@ async def test_predictions_come_in_the_order_of_the_requests(
     address: str, kind: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # So that many are sent in several calls.
-    monkeypatch.setattr(messages, "MAX_BATCH_BYTES", 300)
-    monkeypatch.setattr(messages, "MAX_BATCH_REQUESTS", 7)
+    monkeypatch.setattr(clients.messages, "MAX_BATCH_BYTES", 300)
+    monkeypatch.setattr(clients.messages, "MAX_BATCH_REQUESTS", 7)
     prompts = [PROMPTS[index % 4] + " a" * (index % 9) for index in range(count)]
     prompts += ["the " * 500] * (count > 4)
     async with Client(kind, address) as client:
@@ -209,7 +200,7 @@ async def test_unreachable_server_is_named(kind: str) -> None:
 
 
 async def test_message_over_the_limit_names_the_limit(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_client, "MAX_MESSAGE_BYTES", 4096)
+    monkeypatch.setattr(clients.grpc_client, "MAX_MESSAGE_BYTES", 4096)
     async with Client("calls", address) as client:
         error = await client.error(requests(["sea " * 2000]))
     assert error.code == "RESOURCE_EXHAUSTED"
@@ -259,7 +250,7 @@ async def test_only_what_no_server_took_is_retried_and_not_for_ever(kind: str) -
 
 async def test_retries_stop_while_most_calls_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """gRPC's throttling: with a bucket of 4 tokens a failing service is called again once, then no more."""
-    monkeypatch.setattr(grpc_client, "RETRY_THROTTLING", {"maxTokens": 4, "tokenRatio": 0.2})
+    monkeypatch.setattr(clients.grpc_client, "RETRY_THROTTLING", {"maxTokens": 4, "tokenRatio": 0.2})
     servicer = Scripted(num_failures=100)
     async with serving(servicer) as address, Client("calls", address) as client:
         for _ in range(10):

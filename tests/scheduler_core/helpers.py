@@ -8,19 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from scheduler_core import predictions as heads
 from scheduler_core.decision_log import DecisionLog
 from scheduler_core.errors import InputError
 from scheduler_core.plan import Finished, StepPlan, StepResult
 from scheduler_core.policies import make_policy
 from scheduler_core.policies.base import Policy
-from scheduler_core.predictions import (
-    BucketPrediction,
-    LengthPrediction,
-    PointPrediction,
-    Prediction,
-    RankPrediction,
-    UrgencyPrediction,
-)
+from scheduler_core.predictions import LengthPrediction, Prediction
 from scheduler_core.request import Request
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.config import SimulationConfig
@@ -56,9 +50,9 @@ def full_prediction(median: float, sigma: float = 0.4, level: int = 2) -> Predic
     urgency = [0.0] * 5
     urgency[level] = 1.0
     return Prediction(
-        length=LengthPrediction(math.log(median), sigma, 3.5), urgency=UrgencyPrediction(tuple(urgency)),
-        bucket=BucketPrediction(tuple(float(index == hot) for index in range(4)), edges),
-        rank=RankPrediction(math.log(median)), point=PointPrediction(median),
+        length=LengthPrediction(math.log(median), sigma, 3.5), urgency=heads.UrgencyPrediction(tuple(urgency)),
+        bucket=heads.BucketPrediction(tuple(float(index == hot) for index in range(4)), edges),
+        rank=heads.RankPrediction(math.log(median)), point=heads.PointPrediction(median),
     )  # fmt: skip
 
 

@@ -13,18 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler_core import predictions as heads
 from scheduler_core.batching.uniboost import OneOrder
 from scheduler_core.decision_log import DecisionLog
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.policies import POLICIES, make_policy
-from scheduler_core.predictions import (
-    BucketPrediction,
-    LengthPrediction,
-    PointPrediction,
-    Prediction,
-    RankPrediction,
-    UrgencyPrediction,
-)
+from scheduler_core.predictions import LengthPrediction, Prediction
 from scheduler_core.predictor import PredictionRequest
 from scheduler_core.replay import replay
 from scheduler_core.request import Request, RequestState
@@ -137,10 +131,10 @@ class Echo:
         levels[(1, 4, 3, 0)[number]] = bucket[(3, 0, 1, 2)[number]] = 1.0
         return Prediction(
             length=LengthPrediction(4.0 - number, 0.5, 3.5, "echo", "7"),
-            point=PointPrediction((3.0, 1.0, 4.0, 2.0)[number]),
-            rank=RankPrediction((2.0, 4.0, 1.0, 3.0)[number]),
-            bucket=BucketPrediction(tuple(bucket), (8.0, 16.0, 32.0)),
-            urgency=UrgencyPrediction(tuple(levels)),
+            point=heads.PointPrediction((3.0, 1.0, 4.0, 2.0)[number]),
+            rank=heads.RankPrediction((2.0, 4.0, 1.0, 3.0)[number]),
+            bucket=heads.BucketPrediction(tuple(bucket), (8.0, 16.0, 32.0)),
+            urgency=heads.UrgencyPrediction(tuple(levels)),
         )
 
     async def close(self) -> None:

@@ -22,20 +22,14 @@ from scheduler_core.lengths.quantiles import LEVELS
 from tests.training.checkpoints import MODELS, SMALL_TOWER, random_checkpoint, write_drawn_answers
 from tests.training.data import assert_refused, write_lists, write_rows, write_sample_file
 from training.cli_fit_dist import main as fit_dist
+from training.evaluating import scores as scoring
 from training.evaluating.baselines import baselines_of
 from training.evaluating.cli import main
 from training.evaluating.evaluation import CONFORMAL_SCHEMA, Candidate, ScoredPredictor, ceilings, compare
 from training.evaluating.predictors import PredictedRows
 from training.evaluating.report import COLUMNS, report_lines, table_rows
 from training.evaluating.rows import EvaluationRows
-from training.evaluating.scores import (
-    OutputLengths,
-    kendall_tau,
-    ranking,
-    regression,
-    score_outputs,
-    standard_quantiles,
-)
+from training.evaluating.scores import OutputLengths, kendall_tau, ranking, regression, score_outputs
 from training.fitting.fits import FitOptions, read_fits_or_fit
 
 SPLIT = {"seed": 3, "fractions": [0.5, 0.25, 0.25]}
@@ -102,7 +96,7 @@ def test_a_nu_of_its_own_for_each_prompt_scores_as_one_by_one():
         own = one_each(outputs.lengths[[row]], outputs.finished[[row]], 200.0)
         single = score_outputs(mu[[row]], sigma[[row]], float(nu[row]), own)
         assert together.crps_log[row] == pytest.approx(single.crps_log[0], rel=1e-9)
-    assert standard_quantiles(np.array([0.9]), np.inf)[0, 0] == pytest.approx(stats.norm.ppf(0.9))
+    assert scoring.standard_quantiles(np.array([0.9]), np.inf)[0, 0] == pytest.approx(stats.norm.ppf(0.9))
 
 
 def test_the_true_distributions_are_calibrated_and_best_in_spite_of_truncation():

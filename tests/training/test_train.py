@@ -21,17 +21,9 @@ from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.files import locked_folder
 from tests.training.data import SERVED_MODELS, assert_refused, write_labels, write_rows, write_sample_file
 from tests.training.tiny import ENCODERS, tiny_bert
+from training import config as tasks
 from training.cli_train import main
-from training.config import (
-    BucketTask,
-    ConditioningOptions,
-    LengthTask,
-    RankTask,
-    StageConfig,
-    TowerOptions,
-    TrainConfig,
-    UrgencyTask,
-)
+from training.config import ConditioningOptions, LengthTask, StageConfig, TowerOptions, TrainConfig
 from training.evaluating.cli import EvaluateConfig
 from training.evaluating.run import evaluate
 from training.fitting.samples import with_conversations
@@ -46,7 +38,7 @@ WIDE = TowerOptions(hidden_sizes=(32, 16), dropouts=(0.0, 0.0))
 LOSS = r"loss of a batch in epoch 0 is not finite \(prompts p0\d\d, p0\d\d, p0\d\d, ...; length nan\)"
 GRADIENT = "gradient of a batch in epoch 0"
 MEMORY = r"batch of \d prompts \(the longest has \d+ tokens.*batch_tokens"
-URGENCY_ALONE = {"length": None, "urgency": UrgencyTask(), "urgency_data": "{labels}", "data": None}
+URGENCY_ALONE = {"length": None, "urgency": tasks.UrgencyTask(), "urgency_data": "{labels}", "data": None}
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 
 
@@ -200,7 +192,7 @@ def test_half_precision_trains_float32_weights_and_a_learned_nu(bert, several, t
 
 def test_under_triage_counts_in_the_best_epoch_of_urgency_alone(bert, tmp_path):
     labels = write_labels(tmp_path / "labels.parquet", count=80)
-    urgency = UrgencyTask(levels=("a", "b", "c", "d", "e"))
+    urgency = tasks.UrgencyTask(levels=("a", "b", "c", "d", "e"))
     options = {"data": None, "urgency_data": str(labels), "length": None, "urgency": urgency}
     info = train(tiny(bert, None, tmp_path / "out", stage1=stage(8, 5e-3), stage2=NO_STAGE, **options))
     rows = history(tmp_path / "out")
@@ -250,7 +242,7 @@ def test_a_finished_checkpoint_is_replaced_only_on_demand(bert, samples, tmp_pat
 
 
 LONG = {"stage1": stage(3, warmup_fraction=0.2), "stage2": stage(3), "batch_tokens": 60, "rows_per_prompt": 2}
-LONG |= {"conditioning": ConditioningOptions(width=4), "bucket": BucketTask(), "rank": RankTask()}
+LONG |= {"conditioning": ConditioningOptions(width=4), "bucket": tasks.BucketTask(), "rank": tasks.RankTask()}
 
 
 @pytest.fixture(scope="module")
