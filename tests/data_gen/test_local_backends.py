@@ -173,11 +173,6 @@ def test_unknown_models_are_named(model: str, message: str) -> None:
         backend(Path(model)).load()
 
 
-def survival(alpha: float, p_max: float, tokens: int) -> float:
-    """P(N > tokens), exactly."""
-    return float(alpha * p_max**-alpha * beta(alpha, tokens + 1) * betainc(alpha, tokens + 1, p_max))
-
-
 def lengths(alpha: float, p_max: float, count: int) -> np.ndarray:
     mixture = TerminationMixture(alpha, p_max)
     drawn = np.random.Generator(np.random.PCG64(0)).random((count, 2))
@@ -191,7 +186,8 @@ def test_drawn_lengths_follow_the_survival_function(alpha: float, p_max: float) 
     drawn = lengths(alpha, p_max, 20_000)
     assert drawn.min() >= 1
     for tokens in (1, int(1 / p_max), int(4 / p_max), int(20 / p_max)):
-        fraction = survival(alpha, p_max, tokens)
+        # P(N > tokens), exactly.
+        fraction = alpha * p_max**-alpha * beta(alpha, tokens + 1) * betainc(alpha, tokens + 1, p_max)
         error = math.sqrt(fraction * (1 - fraction) / len(drawn))
         assert (drawn > tokens).mean() == pytest.approx(fraction, abs=4 * error)
 

@@ -83,14 +83,10 @@ def test_phrases_are_added_to_training_texts_alone(tmp_path: Path, option: str, 
     assert Counter(text.split for text in copies) == {"train": 2 * len(levels)}
     assert {text.claimed for text in copies} == {claimed}
     phrases = [phrase.phrase for phrase in (seed_set.read_claims() if claimed else seed_set.read_openers())]
-    assert all(text.level in levels_without(text.text, phrases, levels) for text in copies)
-
-
-def levels_without(text: str, phrases: list[str], levels: dict[str, int]) -> set[int]:
-    """Levels of the texts that this one was before one of the phrases was added."""
-    origin = [text.removeprefix(f"{phrase} ") for phrase in phrases]
-    origin += [text.removesuffix(f" {phrase}") for phrase in phrases]
-    return {levels[candidate] for candidate in origin if candidate in levels}
+    for text in copies:
+        origins = [text.text.removeprefix(f"{phrase} ") for phrase in phrases]
+        origins += [text.text.removesuffix(f" {phrase}") for phrase in phrases]
+        assert text.level in {levels[origin] for origin in origins if origin in levels}
 
 
 def test_the_same_seed_adds_the_same_claims() -> None:

@@ -22,7 +22,7 @@ from predictors.service.metrics import ArtifactMetrics, ServiceMetrics
 from scheduler_core.adapters.engine_metrics import EngineMetrics
 from scheduler_core.command import command as make_command
 from scheduler_core.predictor import PredictionRequest
-from tests.predictors.fakes import expected, running_server, write_artifact
+from tests.predictors.fakes import expected, running_server
 from tests.predictors.proxy.fake_engine import chat, plain, running_engine, running_proxy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -210,10 +210,8 @@ def series(exposition: str) -> set[str]:
     return names
 
 
-@pytest.fixture
-async def scraped(tmp_path: Path) -> set[str]:
-    """Series of all three processes, each after a request."""
-    artifact_folder = write_artifact(tmp_path / "artifact")
+async def test_every_metric_of_the_dashboard_is_scraped(artifact_folder: Path) -> None:
+    """Of all three processes, each after a request."""
     registry = CollectorRegistry()
     EngineMetrics(registry)
     names = series(generate_latest(registry).decode())
@@ -230,14 +228,10 @@ async def scraped(tmp_path: Path) -> set[str]:
         assert (await proxy.post(chat("three rivers")))[0] == 200
         async with proxy.client.get(proxy.admin + "/metrics") as response:
             names |= series(await response.text())
-    return names
-
-
-async def test_every_metric_of_the_dashboard_is_scraped(scraped: set[str]) -> None:
     expressions = [target["expr"] for panel in PANELS for target in panel.get("targets", [])]
     asked = {name for text in expressions for name in re.findall(r"\btailcast_\w+", text)}
     assert len(asked) > 30
-    assert asked - scraped == set()
-    calibration = {name for name in scraped if "calibration_" in name}
+    assert asked - names == set()
+    calibration = {name for name in names if "calibration_" in name}
     assert calibration
     assert {name for name in calibration - asked if not name.endswith("censored_outputs")} == set()

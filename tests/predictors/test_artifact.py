@@ -46,13 +46,6 @@ SEA = pb.PredictRequest(prompt="sea")
 NO_NUMBERS = "the model gave mu = nan"
 
 
-def change_manifest(folder: Path, **changes: Any) -> None:
-    """Edits manifest.json; its version is made that of the new content."""
-    content = content_of(folder) | changes
-    content["artifact_version"] = content_version(content)
-    (folder / "manifest.json").write_text(json.dumps(content))
-
-
 def content_of(folder: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
     return content
@@ -213,7 +206,9 @@ def test_weights_outside_the_folder_are_refused(tmp_path: Path, location: str) -
     tensor.data_location = onnx.TensorProto.EXTERNAL
     tensor.external_data.add(key="location", value=location)
     (folder / "model.onnx").write_bytes(model.SerializeToString())
-    change_manifest(folder, files=hash_files(folder))
+    content = content_of(folder) | {"files": hash_files(folder)}
+    content["artifact_version"] = content_version(content)
+    (folder / "manifest.json").write_text(json.dumps(content))
     with pytest.raises(InputError, match=r"artifact file model\.onnx: got .*xternal"):
         open_runtime(folder)
 

@@ -7,7 +7,6 @@ import csv
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -52,7 +51,9 @@ def test_the_first_requests_of_a_run_have_vidurs_times(exact_steps: bool) -> Non
 def test_memory_and_restarts_are_those_of_an_independent_loop(given: dict[str, str], num_blocks: int) -> None:
     case, table = cut_case(num_blocks)
     # Every size gets a time, as fewer blocks and other batches need sizes that the cut has no rows for.
-    table = replace(table, **dense())
+    decode_s = 1e-6 * np.arange(129)[:, None] * np.arange(65)[None, :] + 2e-5
+    prefill_s = 1e-7 * (np.arange(65)[:, None] * 64 + np.arange(4097)[None, :])
+    table = replace(table, tokens_s=np.arange(4097) * 1e-6 + 2e-4, decode_s=decode_s, prefill_s=prefill_s)
     case = replace(case, limits=limits_of(given, num_blocks))
     requests = [(row.arrival_s, row.prompt_tokens, row.output_tokens) for row in case.trace.requests]
     kind = given["replica_scheduler_config_type"]
@@ -66,13 +67,6 @@ def test_memory_and_restarts_are_those_of_an_independent_loop(given: dict[str, s
     assert (len(out.records), restarts > 3) == (len(requests), num_blocks < 1000)
 
 
-def dense() -> dict[str, Any]:
-    tokens = np.arange(4097) * 1e-6 + 2e-4
-    decode = 1e-6 * np.arange(129)[:, None] * np.arange(65)[None, :] + 2e-5
-    prefill = 1e-7 * (np.arange(65)[:, None] * 64 + np.arange(4097)[None, :])
-    return {"tokens_s": tokens, "decode_s": decode, "prefill_s": prefill}
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(RUNS is None, reason="TAILCAST_VIDUR_RUNS does not name the folder of the reference runs")
 def test_every_request_of_every_run_has_vidurs_times() -> None:
@@ -80,8 +74,7 @@ def test_every_request_of_every_run_has_vidurs_times() -> None:
     assert folders
     for folder in folders:
         case = vidur_validation.read_case(folder)
-        found = vidur_validation.errors(
-            case, simulate(case, vidur_validation.table_of(case, folder.parent / "cost_tables"))
-        )
+        table = vidur_validation.table_of(case, folder.parent / "cost_tables")
+        found = vidur_validation.errors(case, simulate(case, table))
         assert max(found.first_token_s, found.finish_s) < 1e-9, (folder.name, found)
         assert (found.num_iterations, found.num_restarts) == (0, 0), (folder.name, found)

@@ -507,8 +507,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(options, message, bert, sample
     assert_refused(main, command(bert, samples, tmp_path / "out", *words), message, tmp_path, capsys)
 
 
-@pytest.fixture
-def chats(tmp_path):
+def test_the_system_prompt_is_learnt_from_where_it_is_read(bert, tmp_path):
     """The same last messages under two system prompts, of which one makes outputs ten times as long."""
     rng = np.random.default_rng(0)
     rows = []
@@ -518,13 +517,8 @@ def chats(tmp_path):
         row["messages"] = [{"role": "system", "content": system}, {"role": "user", "content": row["prompt"]}]
         tokens = np.ceil(length * np.exp(rng.normal(0, 0.1, 4))).astype(int)
         rows.append(row | {"output_tokens": tokens.tolist()})
-    path = tmp_path / "chats.parquet"
-    pq.write_table(pa.Table.from_pylist(rows), path)
-    return path
-
-
-def test_the_system_prompt_is_learnt_from_where_it_is_read(bert, chats, tmp_path):
-    out = tmp_path / "checkpoint"
+    chats, out = tmp_path / "chats.parquet", tmp_path / "checkpoint"
+    pq.write_table(pa.Table.from_pylist(rows), chats)
     parts = {"stage1": NO_STAGE, "stage2": stage(100, 1e-2, batch_size=8)}
     parts["tower"] = TowerOptions(hidden_sizes=(16,), dropouts=(0.0,), layer_norm=False)
     train(tiny(bert, chats, out, max_length=32, conversations=True, **parts))
