@@ -39,8 +39,6 @@ WORDS = ["fcfs", "tie", "sjf", "trace", "oracle", "none", "cpu", "127.0.0.1", "l
 
 @dataclass(frozen=True)
 class Command:
-    """A command under test."""
-
     module: str  # where its `main` is
     config: str  # its configuration, MODULE:CLASS
     # Options with which it ends soon: well, or for lack of a good input. OUT is the folder for results, GOOD and BAD are
@@ -50,13 +48,11 @@ class Command:
     positionals: tuple[str, ...] = ()  # fields given by position
 
     def main(self, args: list[str]) -> int:
-        """Calls it."""
         code: int = importlib.import_module(self.module).main(args)
         return code
 
     @property
     def config_class(self) -> type[Any]:
-        """The dataclass of its options."""
         module, name = self.config.split(":")
         found: type[Any] = getattr(importlib.import_module(module), name)
         return found

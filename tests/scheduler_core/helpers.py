@@ -210,7 +210,6 @@ class Drive:
 
     @property
     def lines(self) -> list[str]:
-        """What each step did, see `line`."""
         return [line(plan) for plan in self.plans]
 
     @property

@@ -107,9 +107,8 @@ def test_quadratic_times_by_hand() -> None:
 
 
 def test_the_staircase_rises_where_a_tile_begins_and_by_hand_only_there() -> None:
-    nothing = StaircaseStepTime(
-        base_s=0.0, linear_tile_s=0.0, per_token_s=1e-9, decode_tile_s=0.0, prefill_tile_s=0.0
-    )
+    tiles = dict.fromkeys(("linear_tile_s", "decode_tile_s", "prefill_tile_s"), 0.0)
+    nothing = StaircaseStepTime(base_s=0.0, per_token_s=1e-9, **tiles)
     model = replace(nothing, linear_tile_s=1.0, per_token_s=0.0)
     times = [model.step_s(StepWork((chunk(0, num),))) for num in (1, 256, 257, 512, 513)]
     assert times == [1.0, 1.0, 2.0, 2.0, 3.0]
@@ -286,9 +285,8 @@ def test_parts_measured_in_turn_are_one_measurement() -> None:
 
 
 def test_a_staircase_is_found_again() -> None:
-    model = StaircaseStepTime(
-        base_s=0.01, linear_tile_s=5e-3, per_token_s=2e-5, decode_tile_s=2e-5, prefill_tile_s=1e-5
-    )
+    tiles = {"linear_tile_s": 5e-3, "decode_tile_s": 2e-5, "prefill_tile_s": 1e-5}
+    model = StaircaseStepTime(base_s=0.01, per_token_s=2e-5, **tiles)
     rng = np.random.default_rng(0)
     works = []
     for _ in range(300):

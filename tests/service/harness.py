@@ -66,7 +66,6 @@ class Served:
 
     @property
     def address(self) -> str:
-        """For clients."""
         return f"127.0.0.1:{self.port}"
 
     def queue_length(self) -> float:
@@ -76,7 +75,6 @@ class Served:
         return sum(float(line.split()[-1]) for line in lines if line.startswith("tailcast_queue_length{"))
 
     def answers(self) -> bool:
-        """Whether one prompt is answered now."""
         return one_answer(self.address)
 
 

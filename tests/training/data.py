@@ -84,7 +84,6 @@ def write_lists(path: Path, lengths: list[list[float | None]], **columns: list[o
 
 
 def lengths_of(groups) -> list[list[int]]:
-    """The lengths of each group."""
     return [part.tolist() for part in np.split(groups.flat_lengths, groups.offsets[1:-1])]
 
 

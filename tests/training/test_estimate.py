@@ -80,7 +80,6 @@ def log_likelihood(distribution, lengths, finished, *, integers: bool = False) -
 
 
 def sample(rows, finished=None, weights=None):
-    """A Sample of lists of lengths."""
     lengths = np.concatenate(rows).astype(np.int64)
     ended = np.ones(len(lengths), bool) if finished is None else np.concatenate(finished).astype(bool)
     offsets = np.cumsum([0, *map(len, rows)])
@@ -88,7 +87,6 @@ def sample(rows, finished=None, weights=None):
 
 
 def single(lengths, finished=None, weights=None):
-    """A Sample of one group."""
     return sample([lengths], *(None if part is None else [part] for part in (finished, weights)))
 
 

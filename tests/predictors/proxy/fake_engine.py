@@ -85,7 +85,6 @@ def paused(events: list[bytes], go: asyncio.Event | None) -> Script:
 
 
 async def respond(request: web.Request, body: bytes) -> web.Response:
-    """An empty response."""
     return web.Response()
 
 
@@ -102,7 +101,6 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def running_engine(script: Script = plain) -> AbstractAsyncContextManager[FakeEngine]:
-    """The engine on a free port."""
     return fake_openai.running_engine(script)
 
 

@@ -258,7 +258,6 @@ async def test_stop_answers_what_is_inside() -> None:
 
 
 def cut(data: bytes, places: list[int]) -> list[bytes]:
-    """The bytes in pieces."""
     ends = sorted({place % (len(data) + 1) for place in places} | {0, len(data)})
     return [data[one:two] for one, two in itertools.pairwise(ends)]
 

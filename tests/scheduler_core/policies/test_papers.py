@@ -38,7 +38,6 @@ def sure(tokens: float) -> LengthPrediction:
 
 
 def predicted(name: str, median: float, sigma: float = 0.5, **more: Any) -> RequestState:
-    """A waiting request with a predicted length."""
     return state(name, prediction=prediction(median, sigma), **more)
 
 
