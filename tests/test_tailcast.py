@@ -100,9 +100,8 @@ def test_what_cannot_be_predicted_is_named(artifact: Path, arguments: dict[str, 
 
 
 def test_predictors_without_lengths_and_checkpoints_are_refused(tmp_path: Path) -> None:
-    folder = write_rich_artifact(tmp_path / "urgency", heads=("urgency",))
     with pytest.raises(InputError, match="an artifact with a length head"):
-        tailcast.load(folder)
+        tailcast.load(write_rich_artifact(tmp_path / "urgency", heads=("urgency",)))
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "training.json").write_text("{}")
     for open_it in (tailcast.load, open_predictor, lambda path: Forecaster(path, "predictor", 1.0)):

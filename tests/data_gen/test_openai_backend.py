@@ -239,10 +239,9 @@ def test_wrong_servers_and_models_are_named() -> None:
 def test_the_key_is_sent_and_shown_nowhere(caplog: pytest.LogCaptureFixture) -> None:
     key = "sk-very-secret"
     refusal = error(400, f"key {key} is not allowed to do this, context length")
-    script = Completions(key=key, behave=first(4, refusal))
     environment = {"MY_KEY": key, "TEAM": "team-secret"}
     changes = {"api_key_env": "MY_KEY", "headers": {"X-Team": "env:TEAM", "X-Kind": "test"}}
-    with running(script) as (engine,):
+    with running(Completions(key=key, behave=first(4, refusal))) as (engine,):
         with backend(engine) as client, pytest.raises(InputError, match="api_key_env"):
             _ = client.name
         with backend(engine, environment=environment, body={"priority": 2}, **changes) as client:
@@ -565,9 +564,8 @@ def test_a_server_that_takes_few_is_not_hammered() -> None:
 
 
 def test_a_restarted_server_is_waited_for_and_nothing_is_lost() -> None:
-    many = LONG_WORK[:150]
     with running(Completions(delay_s=0.005)) as (server,), backend(server, concurrency=8) as engine:
-        results = engine.sample(many, SETTINGS)
+        results = engine.sample(LONG_WORK[:150], SETTINGS)
         seen = [next(results) for _ in range(20)]
         server.halt()
         timer = threading.Timer(0.2, server.resume)
@@ -622,10 +620,9 @@ def test_a_server_missing_at_the_start_joins_later() -> None:
 
 
 def test_a_broken_server_is_put_aside_when_its_retry_budget_is_spent() -> None:
-    many = works(100)
     scripts = Completions(delay_s=0.001), Completions(behave=lambda number, body: error(500))
     options = {"concurrency": 16, "max_attempts": 50}
     with running(*scripts) as (good, bad), backend(good, bad, **options) as engine:
-        outputs, failures = gathered(engine.sample(many, SETTINGS))
+        outputs, failures = gathered(engine.sample(works(100), SETTINGS))
         assert (len(outputs), failures) == (400, {})
         assert len(bad.bodies) < len(good.bodies)

@@ -76,9 +76,8 @@ def test_of_a_text_in_two_sources_the_first_label_counts(tmp_path: Path) -> None
 def test_phrases_are_added_to_training_texts_alone(tmp_path: Path, option: str, claimed: bool) -> None:
     out = tmp_path / "train.parquet"
     assert main([str(out), option, "2"]) == 0
-    texts = read_labels(out)
     plain = {text.text: text for text in seed_set.seed_labels("llm") + seed_set.seed_labels("quiet")}
-    copies = [text for text in texts if text.text not in plain]
+    copies = [text for text in read_labels(out) if text.text not in plain]
     levels = {text.text: text.level for text in plain.values() if text.split == "train"}
     assert Counter(text.split for text in copies) == {"train": 2 * len(levels)}
     assert {text.claimed for text in copies} == {claimed}

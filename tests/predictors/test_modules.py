@@ -275,10 +275,9 @@ def test_max_length_beyond_the_positions_is_refused(kind, max_length, positions)
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     longest = positions + 2 * (kind == "roberta")
     sizes |= {"vocab_size": 20, "pad_token_id": 1, "max_position_embeddings": longest}
-    encoder = build_encoder({"model_type": kind} | sizes)
     config = PredictorConfig(encoder=kind, max_length=max_length, heads=Heads(rank=RankHead(TOWER)))
     with pytest.raises(InputError, match=f"at most the encoder's {positions} positions"):
-        PromptPredictor(config, encoder, NORMALIZATION)
+        PromptPredictor(config, build_encoder({"model_type": kind} | sizes), NORMALIZATION)
 
 
 @pytest.mark.parametrize("hidden_sizes", [(), (6,)])

@@ -243,10 +243,9 @@ def test_predictions_of_known_quality() -> None:
     rng = np.random.default_rng(1)
     mu, nu = rng.uniform(4, 9, 4000), np.tile([3.5, 30.0], 2000)
     lengths = np.maximum(1, np.round(np.exp(mu + 0.5 * rng.standard_t(nu)))).astype(int)
-    rows = zip(lengths.tolist(), mu.tolist(), nu.tolist(), strict=True)
     records = [
         replace(RECORD, output_tokens=length, predicted_mu=one, predicted_sigma=0.5, predicted_nu=free)
-        for length, one, free in rows
+        for length, one, free in zip(lengths.tolist(), mu.tolist(), nu.tolist(), strict=True)
     ]
     found = prediction_quality(request_columns(records))
     assert found is not None

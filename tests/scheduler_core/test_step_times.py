@@ -395,9 +395,8 @@ class _Stepping:
             contexts = [state.num_computed_tokens for state in core.decoding]
             seconds = self._step_time.step_s(StepWork(plan.prefills, contexts))
             await asyncio.sleep(max(0.0, start + seconds - time.monotonic()))
-            sampled = [*plan.decodes, *(chunk.request_id for chunk in plan.prefills if chunk.is_last)]
             finished = {one.request_id for one in core.complete(StepResult(plan.step), time.monotonic())}
-            for name in sampled:
+            for name in [*plan.decodes, *(chunk.request_id for chunk in plan.prefills if chunk.is_last)]:
                 self._streams[name].put_nowait(name in finished)
 
 

@@ -68,9 +68,8 @@ def test_all_formats_give_the_same_requests_sorted_by_arrival(suffix: str, tmp_p
     ],
 )  # fmt: skip
 def test_wrong_values_have_row_and_column(suffix: str, column: str, value: object, tmp_path: Path) -> None:
-    rows = [GOOD[0], {**GOOD[1], column: value}]
     with pytest.raises(InputError, match=rf"row \d.*({column}|sigma)"):
-        load_trace(write(tmp_path / f"trace{suffix}", rows))
+        load_trace(write(tmp_path / f"trace{suffix}", [GOOD[0], {**GOOD[1], column: value}]))
 
 
 @pytest.mark.parametrize(

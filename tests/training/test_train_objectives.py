@@ -146,9 +146,8 @@ def test_ordinal_cross_entropy_is_the_mean_over_the_thresholds():
 
 def test_regression_compares_z_scores_of_each_answer():
     target = (np.log1p([9, 19]) - 2.0) / 0.5
-    batch = SimpleNamespace(samples=samples([[9, 19]]), weight=torch.ones(1))
     model = SimpleNamespace(normalization=Normalization(regression_mean=2.0, regression_std=0.5))
-    inputs = losses.LossInputs(model, batch)
+    inputs = losses.LossInputs(model, SimpleNamespace(samples=samples([[9, 19]]), weight=torch.ones(1)))
     for objective, expected in (("l1", np.abs(1 - target).mean()), ("mse", ((1 - target) ** 2).mean())):
         loss = losses.head_loss(RegressionTask(objective=objective), torch.tensor([1.0]), inputs)
         assert float(loss.values) == pytest.approx(expected)

@@ -126,9 +126,8 @@ def test_bursts_are_no_overload() -> None:
     """Bursts of 20 requests that keep the engine busy for 20 s: how often the load is surely above 1.05."""
 
     def share(load: float, seed: int) -> float:
-        times = np.cumsum(np.random.default_rng(seed).exponential(20.0 / load, 300)).tolist()
         estimate, bounds = Load(), []
-        for time_s in times:
+        for time_s in np.cumsum(np.random.default_rng(seed).exponential(20.0 / load, 300)).tolist():
             for _ in range(20):
                 estimate.arrived(time_s, 1.0, 1.0)
             bounds.append(estimate.lower_bound(1.0, 1.0))
