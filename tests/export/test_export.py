@@ -32,9 +32,9 @@ from scheduler_core.files import sha256_file
 from tailcast.cli_variants import main as export_variants
 from tests.export import conftest
 from tests.export.conftest import EXPORTS, Folders, export
+from tests.predictors.fakes import read_manifest
 from tests.predictors.test_artifact import private_key_file, public_key_file
 from tests.predictors.test_shipped import errors as schema_errors
-from tests.predictors.test_shipped import read as read_manifest
 from tests.training.checkpoints import TOWER, predictor
 from tests.training.data import write_rows, write_sample_file
 from tests.training.tiny import tiny_bert
@@ -369,7 +369,7 @@ def test_the_command_makes_evaluates_and_reports(tmp_path):
         assert folder.is_dir() == variants[name]["accepted"]
         if folder.is_dir():  # a variant is an artifact like any other
             opened = open_artifact(folder, public_key=public_key)
-            assert schema_errors(json.loads((folder / "manifest.json").read_text())) == []
+            assert schema_errors(read_manifest(folder)) == []
             assert opened.manifest.variant["name"] == name
             assert opened.manifest.variant["metrics"] == variants[name]["metrics"]
             assert opened.manifest.variant["made_from"] == report["artifact"]["artifact_version"]

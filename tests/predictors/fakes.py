@@ -64,6 +64,17 @@ def write_artifact(folder: Path, **changes: Any) -> Path:
     return _write(folder, graph, **fields)
 
 
+def replace_artifact(folder: Path, name: str) -> None:
+    """Moves the link `current` to a new version."""
+    (folder / "next").symlink_to(write_artifact(folder / name, artifact_version=name))
+    (folder / "next").replace(folder / "current")
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+    return content
+
+
 def without_numbers(folder: Path) -> Path:
     """Changes an artifact of this file so that all it predicts is NaN; it stays a valid one."""
     manifest = open_artifact(folder).manifest

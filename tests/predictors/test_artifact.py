@@ -31,24 +31,13 @@ from predictors.signing import read_private_key, read_public_key, sign_file
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.predictor import PredictionRequest
 from tests.predictors import fakes
-from tests.predictors.fakes import (
-    GatedRuntime,
-    expected,
-    server_and_stub,
-    write_artifact,
-    write_rich_artifact,
-)
+from tests.predictors.fakes import GatedRuntime, expected, server_and_stub, write_artifact
 
 OURS = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 OTHER = Ed25519PrivateKey.from_private_bytes(bytes(range(32, 64)))
 REQUEST = PredictionRequest("r", "sea", 1)
 SEA = pb.PredictRequest(prompt="sea")
 NO_NUMBERS = "the model gave mu = nan"
-
-
-def content_of(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
-    return content
 
 
 def parse(content: dict[str, Any], **changes: Any) -> Manifest:
@@ -58,7 +47,7 @@ def parse(content: dict[str, Any], **changes: Any) -> Manifest:
 
 
 def test_version_follows_the_content(artifact_folder: Path, tmp_path: Path) -> None:
-    content = content_of(artifact_folder)
+    content = fakes.read_manifest(artifact_folder)
     version = content["artifact_version"]
     assert version == content_version(dict(reversed(content.items())))
     assert re.fullmatch("[0-9a-f]{12}", version)
@@ -74,15 +63,17 @@ def test_version_follows_the_content(artifact_folder: Path, tmp_path: Path) -> N
 
 def test_every_field_is_needed_and_an_edited_one_is_another_version(rich_folder: Path) -> None:
     with pytest.raises(InputError, match="artifact_version: got .*changed after the export"):
-        parse_manifest(content_of(rich_folder) | {"max_length": 17})
-    for field in content_of(rich_folder):
-        content = content_of(rich_folder)
+        parse_manifest(fakes.read_manifest(rich_folder) | {"max_length": 17})
+    for field in fakes.read_manifest(rich_folder):
+        content = fakes.read_manifest(rich_folder)
         del content[field]
         with pytest.raises(InputError, match=f"artifact manifest, {field}"):
             parse_manifest(content)
     for version, advice in ((manifests.FORMAT_VERSION + 1, "upgrade"), (4, "export it again")):
         with pytest.raises(InputError, match=rf"format_version: got \d+; allowed: .*{advice}"):
-            parse_manifest(content_of(rich_folder) | {"format_version": version, "something_new": {}})
+            parse_manifest(
+                fakes.read_manifest(rich_folder) | {"format_version": version, "something_new": {}}
+            )
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "tokenizer.json", "manifest.json"])
@@ -165,14 +156,14 @@ CONTRADICTIONS: list[tuple[str, object, str]] = [
 @pytest.mark.parametrize(("field", "value", "named"), WRONG)
 def test_wrong_field_is_named(artifact_folder: Path, field: str, value: object, named: str) -> None:
     with pytest.raises(InputError, match=f"^artifact manifest, {re.escape(named)}[^:]*: got") as caught:
-        parse(content_of(artifact_folder), **{field: value})
+        parse(fakes.read_manifest(artifact_folder), **{field: value})
     assert len(str(caught.value).splitlines()) == 1
 
 
 def test_fields_that_contradict_each_other_are_named(rich_folder: Path) -> None:
     for field, value, named in CONTRADICTIONS:
         with pytest.raises(InputError, match=f"^artifact manifest, ({named}): got"):
-            parse(content_of(rich_folder), **{field: value})
+            parse(fakes.read_manifest(rich_folder), **{field: value})
 
 
 @pytest.mark.parametrize("name", ["notes.txt", ".hidden", "model.onnx.data", ".tailcast.jsonl"])
@@ -206,7 +197,7 @@ def test_weights_outside_the_folder_are_refused(tmp_path: Path, location: str) -
     tensor.data_location = onnx.TensorProto.EXTERNAL
     tensor.external_data.add(key="location", value=location)
     (folder / "model.onnx").write_bytes(model.SerializeToString())
-    content = content_of(folder) | {"files": hash_files(folder)}
+    content = fakes.read_manifest(folder) | {"files": hash_files(folder)}
     content["artifact_version"] = content_version(content)
     (folder / "manifest.json").write_text(json.dumps(content))
     with pytest.raises(InputError, match=r"artifact file model\.onnx: got .*xternal"):
@@ -336,8 +327,7 @@ async def test_wrong_signatures_are_refused_at_a_reload(tmp_path: Path) -> None:
         async def version() -> str:
             return fakes.version_prefix((await stub.Predict(SEA)).artifact_version)
 
-        (tmp_path / "next").symlink_to(write_artifact(tmp_path / "bad", artifact_version="two"))
-        (tmp_path / "next").replace(link)
+        fakes.replace_artifact(tmp_path, "two")
         with pytest.raises(ReloadError, match="with a public key it must be there"):
             await server.artifacts.reload("tiny")
         assert await version() == "one"
@@ -390,7 +380,7 @@ async def test_start_refuses_equal_ids_and_what_reloads_refuse(tmp_path: Path, a
 
 async def test_a_new_version_takes_over_and_no_request_is_lost(tmp_path: Path) -> None:
     link = tmp_path / "current"
-    link.symlink_to(write_artifact(tmp_path / "one", artifact_version="one"))
+    fakes.replace_artifact(tmp_path, "one")
     old = GatedRuntime(link, is_open=False)
     batching = BatchingSettings(max_batch=1, max_wait_s=0.0, max_queue=50, num_workers=2)
     options = {"batching": batching, "reopen": lambda name: source(link).open()}
@@ -399,8 +389,7 @@ async def test_a_new_version_takes_over_and_no_request_is_lost(tmp_path: Path) -
         inside = asyncio.ensure_future(stub.Predict(SEA))
         await fakes.until(lambda: server.artifacts.num_in_flight == 1)
         assert not await server.artifacts.reload("tiny")
-        (tmp_path / "next").symlink_to(write_artifact(tmp_path / "two", artifact_version="two"))
-        (tmp_path / "next").replace(link)
+        fakes.replace_artifact(tmp_path, "two")
         assert await server.artifacts.reload("tiny")
         later = await stub.Predict(SEA)
         assert not inside.done()
@@ -461,8 +450,11 @@ def damaged(folder: Path) -> Path:
         (lambda path: source(damaged(write_artifact(path / "a"))).open(), "SHA-256"),
         (lambda path: source(write_artifact(path / "a", artifact_id="x")).open(), "artifact_id: got 'x'"),
         (lambda path: source(write_artifact(path / "a", artifact_id="tiny")).open(), "heads"),
-        (lambda path: Broken(write_rich_artifact(path / "a", artifact_version="new")), "no memory"),
-        (lambda path: source(fakes.without_numbers(write_rich_artifact(path / "a"))).open(), NO_NUMBERS),
+        (lambda path: Broken(fakes.write_rich_artifact(path / "a", artifact_version="new")), "no memory"),
+        (
+            lambda path: source(fakes.without_numbers(fakes.write_rich_artifact(path / "a"))).open(),
+            NO_NUMBERS,
+        ),
     ],
     ids=["missing", "damaged", "another id", "fewer heads", "warm-up fails", "no numbers"],
 )

@@ -1,7 +1,6 @@
 """Quantiles of the length from head to policy: trained, calibrated, exported, served, and ordered by."""
 
 import asyncio
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from scheduler_core.lengths.quantiles import LEVELS
 from scheduler_core.predictor import PredictionRequest
 from scheduler_core.simulator.predictions import fetch_predictions
 from tests.export.conftest import export, write_checkpoint
-from tests.predictors.fakes import running_server, server_and_stub
+from tests.predictors.fakes import read_manifest, running_server, server_and_stub
 from tests.predictors.test_recipes_served import TRACE, Order, simulated
 from tests.training.checkpoints import CONDITIONING, NORMALIZATION, TOWER, predictor
 from tests.training.data import SERVED_MODELS, write_rows
@@ -206,7 +205,7 @@ def test_quantiles_of_the_mean_over_models_are_in_the_graph(tmp_path: Path, *, l
 
 
 def test_a_manifest_with_other_levels_and_numbers_that_are_no_quantiles_are_refused(trained: Path) -> None:
-    content = json.loads((trained / "artifact/manifest.json").read_text())
+    content = read_manifest(trained / "artifact")
     for changes in ({"quantile_levels": [0.1, 0.9]}, {"nu": None}):
         changed = content | changes
         with pytest.raises(InputError, match="artifact manifest, (quantile_levels|outputs)"):

@@ -32,7 +32,13 @@ from scheduler_core.adapters.settings import read_settings
 from scheduler_core.errors import InputError
 from scheduler_core.predictor import PredictionRequest, open_predictor
 from scheduler_core.simulator.commands.simulate import main as simulate
-from tests.predictors.fakes import expected, running_server, write_artifact, write_rich_artifact
+from tests.predictors.fakes import (
+    expected,
+    read_manifest,
+    running_server,
+    write_artifact,
+    write_rich_artifact,
+)
 
 PROMPT = "name three rivers"
 SHORT, LONG = "Say yes.", "Write a detailed essay about the history of Rome, its emperors and its wars."
@@ -220,11 +226,6 @@ def errors(content: object) -> list[str]:
     return [error.json_path for error in jsonschema.Draft202012Validator(SCHEMA).iter_errors(content)]
 
 
-def read(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
-    return content
-
-
 def test_schema_is_that_of_the_types() -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     assert manifest_schema() == SCHEMA, "python -m predictors.manifest > predictors/manifest.schema.json"
@@ -233,8 +234,8 @@ def test_schema_is_that_of_the_types() -> None:
 
 def test_manifests_fit(artifact_folder: Path, rich_folder: Path) -> None:
     for folder in (artifact_folder, rich_folder):
-        assert errors(read(folder)) == []
-        assert read(folder).keys() == set(SCHEMA["required"])
+        assert errors(read_manifest(folder)) == []
+        assert read_manifest(folder).keys() == set(SCHEMA["required"])
     assert set(SCHEMA["required"]) == SCHEMA["properties"].keys() - {"quantile_levels"}
 
 

@@ -28,6 +28,13 @@ ROUND = LinearStepTime(base_s=1.0, per_prefill_token_s=0.1, per_decode_s=0.0, pe
 PLAIN = LinearStepTime(base_s=1.0, per_prefill_token_s=0.1, per_decode_s=0.01, per_context_token_s=0.001)
 
 
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def request(name: str, arrival_s: float = 0.0, prompt: int = 10, cap: int = 100, **more: Any) -> Request:
     """A request; `more` are its other fields."""
     return Request(request_id=name, arrival_s=arrival_s, prompt_tokens=prompt, max_tokens=cap, **more)

@@ -18,6 +18,7 @@ from scheduler_core.predictions import LengthPrediction, Prediction
 from scheduler_core.request import Request
 from tests.predictors.fakes import NU, expected, write_rich_artifact
 from tests.predictors.proxy.fake_engine import chat, gated, running_engine, running_proxy, until
+from tests.scheduler_core.helpers import Clock
 
 SHORT, LONG = "name name name", "sea sea sea"
 
@@ -125,14 +126,6 @@ async def test_a_key_beyond_the_range_costs_the_hint_and_not_the_request(artifac
         status, _ = await proxy.post(chat(SHORT))
         assert (status, fake.bodies) == (200, [chat(SHORT)])
         assert await proxy.metric('tailcast_proxy_hints_total{outcome="impossible"}') == 1
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def new_queue(policy: str, release: int, aging_per_s: float = 0.0) -> tuple[HoldQueue, Clock]:
