@@ -29,6 +29,7 @@ from predictors.service.artifacts import Reopen
 from predictors.service.batcher import BatchingSettings
 from predictors.service.grpc_methods import SERVICE
 from predictors.service.server import PredictionServer
+from tests.scheduler_core.helpers import settle
 
 WORDS = "name three rivers write a long essay about the sea nan crash last".split()  # noqa: SIM905
 VOCAB = {token: number for number, token in enumerate(("[PAD]", "[CLS]", "[SEP]", "[UNK]", *WORDS))}
@@ -249,12 +250,6 @@ class ManualClock:
             timer.callback()
         self._now = until
         await settle()
-
-
-async def settle() -> None:
-    """Lets every task that can run do so until it waits."""
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 class GatedRuntime:

@@ -31,7 +31,7 @@ from predictors.signing import read_private_key, read_public_key, sign_file
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.predictor import PredictionRequest
 from tests.predictors import fakes
-from tests.predictors.fakes import GatedRuntime, expected, server_and_stub, write_artifact
+from tests.predictors.fakes import GatedRuntime, expected, read_manifest, server_and_stub, write_artifact
 
 OURS = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 OTHER = Ed25519PrivateKey.from_private_bytes(bytes(range(32, 64)))
@@ -47,7 +47,7 @@ def parse(content: dict[str, Any], **changes: Any) -> Manifest:
 
 
 def test_version_follows_the_content(artifact_folder: Path, tmp_path: Path) -> None:
-    content = fakes.read_manifest(artifact_folder)
+    content = read_manifest(artifact_folder)
     version = content["artifact_version"]
     assert version == content_version(dict(reversed(content.items())))
     assert re.fullmatch("[0-9a-f]{12}", version)
@@ -63,17 +63,15 @@ def test_version_follows_the_content(artifact_folder: Path, tmp_path: Path) -> N
 
 def test_every_field_is_needed_and_an_edited_one_is_another_version(rich_folder: Path) -> None:
     with pytest.raises(InputError, match="artifact_version: got .*changed after the export"):
-        parse_manifest(fakes.read_manifest(rich_folder) | {"max_length": 17})
-    for field in fakes.read_manifest(rich_folder):
-        content = fakes.read_manifest(rich_folder)
+        parse_manifest(read_manifest(rich_folder) | {"max_length": 17})
+    for field in read_manifest(rich_folder):
+        content = read_manifest(rich_folder)
         del content[field]
         with pytest.raises(InputError, match=f"artifact manifest, {field}"):
             parse_manifest(content)
     for version, advice in ((manifests.FORMAT_VERSION + 1, "upgrade"), (4, "export it again")):
         with pytest.raises(InputError, match=rf"format_version: got \d+; allowed: .*{advice}"):
-            parse_manifest(
-                fakes.read_manifest(rich_folder) | {"format_version": version, "something_new": {}}
-            )
+            parse_manifest(read_manifest(rich_folder) | {"format_version": version, "something_new": {}})
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "tokenizer.json", "manifest.json"])
@@ -156,14 +154,14 @@ CONTRADICTIONS: list[tuple[str, object, str]] = [
 @pytest.mark.parametrize(("field", "value", "named"), WRONG)
 def test_wrong_field_is_named(artifact_folder: Path, field: str, value: object, named: str) -> None:
     with pytest.raises(InputError, match=f"^artifact manifest, {re.escape(named)}[^:]*: got") as caught:
-        parse(fakes.read_manifest(artifact_folder), **{field: value})
+        parse(read_manifest(artifact_folder), **{field: value})
     assert len(str(caught.value).splitlines()) == 1
 
 
 def test_fields_that_contradict_each_other_are_named(rich_folder: Path) -> None:
     for field, value, named in CONTRADICTIONS:
         with pytest.raises(InputError, match=f"^artifact manifest, ({named}): got"):
-            parse(fakes.read_manifest(rich_folder), **{field: value})
+            parse(read_manifest(rich_folder), **{field: value})
 
 
 @pytest.mark.parametrize("name", ["notes.txt", ".hidden", "model.onnx.data", ".tailcast.jsonl"])
@@ -197,7 +195,7 @@ def test_weights_outside_the_folder_are_refused(tmp_path: Path, location: str) -
     tensor.data_location = onnx.TensorProto.EXTERNAL
     tensor.external_data.add(key="location", value=location)
     (folder / "model.onnx").write_bytes(model.SerializeToString())
-    content = fakes.read_manifest(folder) | {"files": hash_files(folder)}
+    content = read_manifest(folder) | {"files": hash_files(folder)}
     content["artifact_version"] = content_version(content)
     (folder / "manifest.json").write_text(json.dumps(content))
     with pytest.raises(InputError, match=r"artifact file model\.onnx: got .*xternal"):
@@ -451,10 +449,7 @@ def damaged(folder: Path) -> Path:
         (lambda path: source(write_artifact(path / "a", artifact_id="x")).open(), "artifact_id: got 'x'"),
         (lambda path: source(write_artifact(path / "a", artifact_id="tiny")).open(), "heads"),
         (lambda path: Broken(fakes.write_rich_artifact(path / "a", artifact_version="new")), "no memory"),
-        (
-            lambda path: source(fakes.without_numbers(fakes.write_rich_artifact(path / "a"))).open(),
-            NO_NUMBERS,
-        ),
+        (lambda at: source(fakes.without_numbers(fakes.write_rich_artifact(at / "a"))).open(), NO_NUMBERS),
     ],
     ids=["missing", "damaged", "another id", "fewer heads", "warm-up fails", "no numbers"],
 )

@@ -32,13 +32,8 @@ from scheduler_core.adapters.settings import read_settings
 from scheduler_core.errors import InputError
 from scheduler_core.predictor import PredictionRequest, open_predictor
 from scheduler_core.simulator.commands.simulate import main as simulate
-from tests.predictors.fakes import (
-    expected,
-    read_manifest,
-    running_server,
-    write_artifact,
-    write_rich_artifact,
-)
+from tests.predictors import fakes
+from tests.predictors.fakes import expected, read_manifest
 
 PROMPT = "name three rivers"
 SHORT, LONG = "Say yes.", "Write a detailed essay about the history of Rome, its emperors and its wars."
@@ -256,7 +251,7 @@ CLIENT, PLAIN = (
 
 
 async def test_client_example(artifact_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async with running_server(open_runtime(artifact_folder)) as (_, address):
+    async with fakes.running_server(open_runtime(artifact_folder)) as (_, address):
         code = CLIENT.replace("127.0.0.1:50051", address)
         names: dict[str, object] = {}
         # The example starts its own loop, so it runs in a thread; the server stays in this one.
@@ -269,7 +264,7 @@ async def test_client_example(artifact_folder: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-@pytest.mark.parametrize("write", [write_artifact, write_rich_artifact])
+@pytest.mark.parametrize("write", [fakes.write_artifact, fakes.write_rich_artifact])
 def test_plain_onnxruntime_example(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], Path]
 ) -> None:

@@ -1,5 +1,6 @@
 """Small builders shared by the scheduler's tests."""
 
+import asyncio
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -26,6 +27,12 @@ from scheduler_core.simulator.trace import Trace, TraceRequest
 ROUND = LinearStepTime(base_s=1.0, per_prefill_token_s=0.1, per_decode_s=0.0, per_context_token_s=0.0)
 #: As `ROUND`, and 0.01 s per decode, 0.001 s per token of context.
 PLAIN = LinearStepTime(base_s=1.0, per_prefill_token_s=0.1, per_decode_s=0.01, per_context_token_s=0.001)
+
+
+async def settle() -> None:
+    """Lets every task that can run do so until it waits."""
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 class Clock:

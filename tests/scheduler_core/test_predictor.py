@@ -16,7 +16,7 @@ from scheduler_core.predictor import AsyncPredictor, PredictionRequest, Predicto
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.predictions import Predictions
 from scheduler_core.simulator.records import RequestRecord
-from tests.scheduler_core.helpers import random_trace, simulate
+from tests.scheduler_core.helpers import random_trace, settle, simulate
 
 PREDICTION = Prediction(length=LengthPrediction(4.0, 0.5, 3.5, "artifact", "1"))
 
@@ -60,12 +60,6 @@ class Addressed(Scripted):
         self.address = address
 
 
-async def idle() -> None:
-    """Runs everything that needs no event from outside."""
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
 def submit(collector: AsyncPredictor, *names: str, prompt: str = "good") -> None:
     for name in names:
         collector.submit(PredictionRequest(name, prompt, 100))
@@ -103,7 +97,7 @@ async def test_one_bad_request_affects_no_other(prompt: str, error: str, max_bat
     submit(collector, "c")
     assert collector.num_open == 3
     assert collector.ready_events() == [], "submitting does not wait"
-    await idle()
+    await settle()
     events = {event.request_id: event for event in collector.ready_events()}
     assert events["a"].prediction == events["c"].prediction == PREDICTION
     assert events["a"].error is None
@@ -127,13 +121,13 @@ async def test_a_withdrawn_request_comes_back_late_and_an_unsent_one_is_never_se
     predictor = Scripted(gate_is_open=False)
     collector = AsyncPredictor(predictor, max_in_flight=1)
     submit(collector, "sent", "unsent")
-    await idle()
+    await settle()
     assert collector.withdraw("sent")
     assert not collector.withdraw("sent"), "once"
     assert collector.withdraw("unsent")
     assert not collector.withdraw("unknown")
     predictor.gate.set()
-    await idle()
+    await settle()
     events = {event.request_id: event for event in collector.ready_events()}
     assert events["sent"].status is predictors.PredictionStatus.LATE
     assert events["sent"].prediction == PREDICTION, "it may still be of use, as to check calibration"
@@ -145,7 +139,7 @@ async def test_closing_cancels_calls_and_loses_no_request() -> None:
     predictor = Scripted(gate_is_open=False)
     collector = AsyncPredictor(predictor, max_in_flight=2)
     submit(collector, *"abc")
-    await idle()
+    await settle()
     assert predictor.in_flight == 2
     submit(collector, "just submitted")
     await collector.close()
