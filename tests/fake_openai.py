@@ -43,7 +43,6 @@ class FakeEngine:
 
     @property
     def bodies(self) -> list[dict[str, Any]]:
-        """The parsed bodies in the order of their arrival."""
         return [json.loads(body) for _, _, _, body in self.requests if body]
 
     async def start(self) -> None:

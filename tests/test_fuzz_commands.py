@@ -28,7 +28,6 @@ from hypothesis import strategies as st
 from tests.hostile import write_good_files, write_hostile_files
 from tests.properties import examples
 
-EXIT_CODES = {0, 2, 3, 130}
 #: No command takes as long with inputs as small as these.
 SECONDS = 60
 #: What a command that stopped leaves to go on from; everything else is whole or not there.
@@ -40,8 +39,6 @@ WORDS = ["fcfs", "tie", "sjf", "trace", "oracle", "none", "cpu", "127.0.0.1", "l
 
 @dataclass(frozen=True)
 class Command:
-    """A command under test."""
-
     module: str  # where its `main` is
     config: str  # its configuration, MODULE:CLASS
     # Options with which it ends soon: well, or for lack of a good input. OUT is the folder for results, GOOD and BAD are
@@ -51,13 +48,11 @@ class Command:
     positionals: tuple[str, ...] = ()  # fields given by position
 
     def main(self, args: list[str]) -> int:
-        """Calls it."""
         code: int = importlib.import_module(self.module).main(args)
         return code
 
     @property
     def config_class(self) -> type[Any]:
-        """The dataclass of its options."""
         module, name = self.config.split(":")
         found: type[Any] = getattr(importlib.import_module(module), name)
         return found
@@ -202,8 +197,7 @@ def _nested(changes: dict[str, str]) -> dict[str, Any]:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     folder = tmp_path_factory.mktemp("inputs")
     good = write_good_files(folder / "good")
-    bad = write_hostile_files(folder / "bad")
-    return folder, [str(path) for path in (*bad, *good.values())]
+    return folder, [str(path) for path in (*write_hostile_files(folder / "bad"), *good.values())]
 
 
 @contextlib.contextmanager
@@ -241,8 +235,7 @@ def _arguments(command: Command, call: Call, inputs: Path, out: Path) -> list[st
     changes = {name: value for name, value in call.changes.items() if name not in command.positionals}
     if call.in_file and changes:
         file = out.parent / "config.yaml"
-        text = json.dumps(_nested(changes))
-        file.write_text(text, encoding="utf-8")
+        file.write_text(json.dumps(_nested(changes)), encoding="utf-8")
         args.append(f"--config={file}")
         kept = {name: value for name, value in values.items() if name not in changes} | stream
         changes = {}
@@ -313,7 +306,7 @@ def test_a_command_ends_with_an_exit_code_and_one_line(name: str, folders: tuple
     @given(calls(name, files))
     def check(call: Call) -> None:
         found = outcome(name, call, inputs)
-        assert found.code in EXIT_CODES, found
+        assert found.code in {0, 2, 3, 130}, found
         assert "Traceback" not in found.stderr, found
         lines = [line for line in found.stderr.splitlines() if re.match(r"\S.*: error: ", line)]
         assert len(lines) == (1 if found.code == 2 else 0), found

@@ -78,10 +78,8 @@ def _scores(tau: float) -> dict[str, object]:
     return {"num_prompts": 9, "coverage": coverage, "crps_tokens": 99.0, "crps_log_tokens": 0.3, **scores}
 
 
-@pytest.fixture
-def trained(tmp_path: Path) -> Path:
-    """What `examples.pretrained` leaves of a small minilm."""
-    out = tmp_path / "minilm"
+def test_a_trained_predictor_has_a_table_and_weights_in_parts(tmp_path: Path) -> None:
+    out = tmp_path / "minilm"  # as `examples.pretrained` leaves it
     for name in ("checkpoint", "calibrated", "variants/int8"):
         (out / name).mkdir(parents=True)
     training = {
@@ -95,15 +93,11 @@ def trained(tmp_path: Path) -> Path:
     (out / "evaluation.json").write_text(json.dumps(evaluation))
     save_file({"a": torch.ones(3)}, str(out / "calibrated" / WEIGHTS))
     (out / "variants/int8/model.onnx").write_bytes(b"int8")
-    return out
-
-
-def test_a_trained_predictor_has_a_table_and_weights_in_parts(trained: Path, tmp_path: Path) -> None:
-    table = training_table("minilm", trained)
+    table = training_table("minilm", out)
     assert "| 7 | 70 | 8 | 4.5 | 1234.0 | 6 of stage 2 | 0.4500 |" in table
     assert "| minilm | 9 | 0.700 | 0.610 |" in table
     assert "| float32 | 9 | 0.700 | 0.620 |" in table
-    parts = write_weights("minilm", trained, PART_MIB)
+    parts = write_weights("minilm", out, PART_MIB)
     assert join_parts(parts, tmp_path / "weights") == {"minilm-fp16.tar": 0, "minilm-int8.tar": 0}
     assert load_file(tmp_path / "weights/minilm-fp16" / WEIGHTS)["a"].dtype == torch.float16
     assert (tmp_path / "weights/minilm-int8/model.onnx").read_bytes() == b"int8"
@@ -155,9 +149,7 @@ def test_a_step_is_run_again_until_its_page_is_finished(
     assert "Failed: the GPU is lost" in (tmp_path / "pages/sampling.md").read_text()
 
 
-def test_a_step_is_stopped_at_the_limit(
-    fake_steps: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_limit_stops_a_step(fake_steps: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(gpu.MEASUREMENTS, "sampling", lambda run: run.command("endless"))
     assert main([*fake_steps, "--steps", "sampling", "--limit_s", "0"]) == 1
     assert "Unfinished: stopped by --limit_s 0" in (tmp_path / "pages/sampling.md").read_text()
@@ -169,10 +161,7 @@ def test_what_is_missing_is_said(
     monkeypatch.setitem(gpu.STEPS, "sampling", ("no_such_package",))
     assert main(["--check", "--steps", "sampling", "minilm", "--work", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines == [
-        "sampling: skipped, not installed: no_such_package",
-        "minilm: skipped, needs --data",
-    ]
+    assert lines == ["sampling: skipped, not installed: no_such_package", "minilm: skipped, needs --data"]
     monkeypatch.setattr(gpu, "gpu_name", lambda: None)
     assert main(["--out", str(tmp_path / "out")]) == 2
     assert "no GPU here" in capsys.readouterr().err

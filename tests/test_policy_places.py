@@ -182,7 +182,6 @@ def row(name: str) -> str:
 
 @contextmanager
 def stand_in() -> Iterator[None]:
-    """vLLM is the stand-in."""
     with pytest.MonkeyPatch.context() as patch:
         for name, module in modules().items():
             patch.setitem(sys.modules, name, module)

@@ -100,9 +100,8 @@ def test_what_cannot_be_predicted_is_named(artifact: Path, arguments: dict[str, 
 
 
 def test_predictors_without_lengths_and_checkpoints_are_refused(tmp_path: Path) -> None:
-    folder = write_rich_artifact(tmp_path / "urgency", heads=("urgency",))
     with pytest.raises(InputError, match="an artifact with a length head"):
-        tailcast.load(folder)
+        tailcast.load(write_rich_artifact(tmp_path / "urgency", heads=("urgency",)))
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "training.json").write_text("{}")
     for open_it in (tailcast.load, open_predictor, lambda path: Forecaster(path, "predictor", 1.0)):
@@ -142,8 +141,7 @@ def test_charts_hold_all_probability(prediction: LengthPrediction, max_tokens: i
 
 
 def test_fit_finds_the_distribution_of_samples() -> None:
-    rng = np.random.default_rng(1)
-    lengths = np.maximum(np.exp(5 + 0.5 * rng.standard_t(3.5, 4000)), 1).astype(np.int64)
+    lengths = np.maximum(np.exp(5 + 0.5 * np.random.default_rng(1).standard_t(3.5, 4000)), 1).astype(np.int64)
     limit = 200
     fitted = tailcast.fit(np.minimum(lengths, limit), finished=list(lengths < limit))
     assert fitted.mu == pytest.approx(5.0, abs=0.03)

@@ -4,6 +4,7 @@ import random
 import resource
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 
 from data_gen.backend import SampledOutput, SampleFailure, SamplingSettings, Work, WorkResult, uniforms
 from data_gen.prompts import Prompt
@@ -11,10 +12,7 @@ from data_gen.prompts import Prompt
 Plan = Callable[[str, int, int], SampleFailure | None]
 
 
-def no_failures(prompt_id: str, sample_index: int, attempt: int) -> SampleFailure | None:
-    return None
-
-
+@dataclass(eq=False)
 class FakeBackend:
     """Lengths from the seeded uniforms.
 
@@ -27,25 +25,19 @@ class FakeBackend:
 
     name, served_model, seeded = "fake", "counter", True
 
-    def __init__(
-        self,
-        plan: Plan = no_failures,
-        *,
-        shuffle: int = 0,
-        window: int = 7,
-        stop_after: int | None = None,
-        version: str = "1",
-        on_stored: Callable[[WorkResult], None] = lambda result: None,
-    ) -> None:
-        self.plan = plan
-        self.version = version
-        self.on_stored = on_stored
+    plan: Plan = lambda prompt_id, sample_index, attempt: None
+    _: KW_ONLY
+    shuffle: int = 0
+    window: int = 7
+    stop_after: int | None = None
+    version: str = "1"
+    on_stored: Callable[[WorkResult], None] = lambda result: None
+
+    def __post_init__(self) -> None:
         self.asked: list[tuple[str, int]] = []
         self.given: list[tuple[str, int]] = []
         self.num_closed = 0
-        self._order = random.Random(shuffle)
-        self._window = window
-        self._stop_after = stop_after
+        self._order = random.Random(self.shuffle)
         self._attempts: dict[tuple[str, int], int] = {}
 
     def sample(self, work: Iterable[Work], settings: SamplingSettings) -> Generator[WorkResult, None, None]:
@@ -54,7 +46,7 @@ class FakeBackend:
             for item in work:
                 self.asked += [(item.prompt.prompt_id, index) for index in item.indices]
                 held += [(item.prompt, index) for index in item.indices]
-                while len(held) > self._window:
+                while len(held) > self.window:
                     yield (result := self._result(held, settings))
                     self.on_stored(result)
             while held:
@@ -65,7 +57,7 @@ class FakeBackend:
 
     def _result(self, held: list[tuple[Prompt, int]], settings: SamplingSettings) -> WorkResult:
         """One random answer, together with all held ones of its prompt every third time."""
-        if self._stop_after is not None and len(self.given) >= self._stop_after:
+        if self.stop_after is not None and len(self.given) >= self.stop_after:
             raise KeyboardInterrupt
         prompt, index = held.pop(self._order.randrange(len(held)))
         indices = [index]

@@ -100,8 +100,7 @@ def test_filters_and_sources_reach_run_and_summary(tmp_path: Path, caplog: pytes
     arguments += ["--filters.deduplicate", "true", "--filters.near-duplicates", "0.8", "--limit", "2"]
     with caplog.at_level(logging.INFO):
         assert main(arguments) == 0
-    messages = read_samples(out).column("messages").to_pylist()
-    assert messages == [chat] * 4 + [None] * 4
+    assert read_samples(out).column("messages").to_pylist() == [chat] * 4 + [None] * 4
     # The limit is reached before anything is left out.
     assert json.loads((tmp_path / "s.parquet.run.json").read_text())["notes"]["skipped"] == {}
     with caplog.at_level(logging.INFO):

@@ -24,8 +24,6 @@ from training.cli_fit_dist import main as fit_dist
 from training.cli_read_feedback import main as read_feedback
 from training.drift import main as evaluate_stream
 
-Main = Callable[[Sequence[str]], int]
-
 CHAT = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
 PREDICTION = {"mu": 1.0, "sigma": 0.5, "nu": 3.5}
 RECORD = {
@@ -67,7 +65,7 @@ class Source:
 
     rows: list[dict[str, Any]]
     suffix: str
-    command: Main
+    command: Callable[[Sequence[str]], int]
     words: tuple[str, ...]
     out: str = "out.parquet"
 
@@ -138,9 +136,8 @@ def run(source: Source, content: bytes, max_bytes: int | None = None) -> tuple[i
         file.write_bytes(content)
         tokenizer = save_word_tokenizer(Path(folder) / "tokenizer")
         names = {"FILE": str(file), "OUT": str(out), "TOKENIZER": str(tokenizer)}
-        words = [names.get(word, word) for word in source.words]
         with nullcontext() if max_bytes is None else largest_file(max_bytes):
-            code = source.command(words)
+            code = source.command([names.get(word, word) for word in source.words])
         left = {path.name for path in Path(folder).iterdir()} - {file.name, "tokenizer"}
     lines = errors.getvalue().splitlines()
     assert "Traceback" not in errors.getvalue()
@@ -222,7 +219,6 @@ def test_damaged_bytes_are_named(name: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize(("name", "max_bytes"), SIZES)
 def test_a_full_disk_leaves_no_rests(name: str, max_bytes: int) -> None:
     source = SOURCES[name]
-    content = source.content(source.rows)
-    code, lines = run(source, content, max_bytes)
+    code, lines = run(source, source.content(source.rows), max_bytes)
     assert code == 2
     assert "File too large" in lines[-1]

@@ -83,10 +83,9 @@ def test_burstgpt_skips_failures_and_keeps_sessions(tmp_path: Path) -> None:
 
 def test_mooncake_counts_milliseconds_and_the_simulator_reads_it(tmp_path: Path) -> None:
     imported("mooncake", write(tmp_path / "m.jsonl", MOONCAKE), max_tokens=500, model="kimi")
-    trace = load_trace(tmp_path / "m.jsonl.imported.parquet")
-    assert [
-        (row.arrival_s, row.prompt_tokens, row.output_tokens, row.max_tokens) for row in trace.requests
-    ] == [(0.0, 6755, 500, 500), (3.052, 7319, 490, 500)]
+    rows = load_trace(tmp_path / "m.jsonl.imported.parquet").requests
+    values = [(row.arrival_s, row.prompt_tokens, row.output_tokens, row.max_tokens) for row in rows]
+    assert values == [(0.0, 6755, 500, 500), (3.052, 7319, 490, 500)]
     imported("mooncake", tmp_path / "m.jsonl")
     with pytest.raises(InputError, match="max_tokens"):
         load_trace(tmp_path / "m.jsonl.imported.parquet")
@@ -95,8 +94,7 @@ def test_mooncake_counts_milliseconds_and_the_simulator_reads_it(tmp_path: Path)
 def test_any_table_is_a_trace_by_a_mapping(tmp_path: Path) -> None:
     """Vidur's columns, as docs/importing.md maps them."""
     columns = "prompt_tokens=num_prefill_tokens,output_tokens=num_decode_tokens"
-    text = "arrived_at,num_prefill_tokens,num_decode_tokens\n7.5,10,5\n9,3,2\n"
-    source = write(tmp_path / "v.csv", text)
+    source = write(tmp_path / "v.csv", "arrived_at,num_prefill_tokens,num_decode_tokens\n7.5,10,5\n9,3,2\n")
     report, rows = imported("log", source, columns=columns, schema="trace")
     assert (rows[0]["arrival_s"], rows[0]["prompt_tokens"], report["num_without_arrival"]) == (None, 10, 2)
     _, rows = imported("log", source, columns=f"{columns},arrival_s=arrived_at", schema="trace")
@@ -137,9 +135,8 @@ def test_castillo_in_its_original_layout(tmp_path: Path) -> None:
     report, rows = imported("castillo", path)
     samples = [(0, 170, "stop"), (1, 15000, "length"), (2, 15000, "length")]
     assert values_of(rows, "sample_index", "output_tokens", "finish_reason") == samples
-    assert set(values_of(rows, "model", "max_tokens", "prompt_tokens", "engine")) == {
-        ("google/gemma-3-4b-it", 15000, 184, "imported:castillo")
-    }
+    common = ("google/gemma-3-4b-it", 15000, 184, "imported:castillo")
+    assert set(values_of(rows, "model", "max_tokens", "prompt_tokens", "engine")) == {common}
     assert report["finish_reasons"] == {"stop": 1, "length": 2}
     with pytest.raises(InputError, match="row 2 column prompt_id, model.*each prompt once"):
         imported("castillo", write(path, json.dumps([row, row])))
@@ -171,8 +168,7 @@ def test_lists_become_samples_and_unknown_ends_stay_unknown_by_default(tmp_path:
         (4, 9, "unknown", "hidden"),
         (5, 10, "unknown", "other"),
     ]
-    common = (0.5, None, prompt_id_of("Hi"))
-    assert set(values_of(rows, "temperature", "max_tokens", "prompt_id")) == {common}
+    assert set(values_of(rows, "temperature", "max_tokens", "prompt_id")) == {(0.5, None, prompt_id_of("Hi"))}
     _, rows = imported("log", path, columns=mapping, unknown="stop")
     assert [r["finish_reason"] for r in rows] == ["stop", "length"] + ["stop"] * 4
     report, _ = imported("log", path, columns=mapping, unknown="drop")

@@ -143,21 +143,18 @@ def test_first_tokens_follow_the_model_distribution(tiny_model: Path) -> None:
     expected = 2000 * probabilities
     common = expected >= 5
     common[[0, 2]] = False  # decoding drops <pad> and <unk>, so they cannot be told apart
-    statistic = float((((counts - expected) ** 2) / expected)[common].sum())
     assert common.sum() >= 5
-    assert statistic < chi2.ppf(0.999, common.sum())
+    assert float((((counts - expected) ** 2) / expected)[common].sum()) < chi2.ppf(0.999, common.sum())
 
 
 def test_top_p_keeps_the_likeliest_tokens_only(tiny_model: Path) -> None:
     greedy = sampled(tiny_model, SamplingSettings(1, 16, 0.0, 1.0, seed=1), 8)
-    nucleus = sampled(tiny_model, SamplingSettings(3, 16, 1.0, 1e-6, seed=1), 8)
-    for key, result in nucleus.items():
+    for key, result in sampled(tiny_model, SamplingSettings(3, 16, 1.0, 1e-6, seed=1), 8).items():
         assert {output.text for output in result} == {greedy[key][0].text}
 
 
 def test_a_prompt_beyond_the_context_is_refused_and_the_rest_goes_on(tiny_model: Path) -> None:
-    long = Prompt("long", " ".join(["w1"] * 90))
-    work = [Work(long, (0, 1)), Work(PROMPTS[0], (0, 1))]
+    work = [Work(Prompt("long", " ".join(["w1"] * 90)), (0, 1)), Work(PROMPTS[0], (0, 1))]
     results = list(backend(tiny_model).sample(work, SamplingSettings(2, 16, 1.0, 1.0, seed=1)))
     (refused,) = [result for result in results if result.failures]
     assert (refused.prompt.prompt_id, refused.outputs) == ("long", ())
@@ -174,11 +171,6 @@ def test_unknown_models_are_named(model: str, message: str) -> None:
         backend(Path(model)).load()
 
 
-def survival(alpha: float, p_max: float, tokens: int) -> float:
-    """P(N > tokens), exactly."""
-    return float(alpha * p_max**-alpha * beta(alpha, tokens + 1) * betainc(alpha, tokens + 1, p_max))
-
-
 def lengths(alpha: float, p_max: float, count: int) -> np.ndarray:
     mixture = TerminationMixture(alpha, p_max)
     drawn = np.random.Generator(np.random.PCG64(0)).random((count, 2))
@@ -192,7 +184,8 @@ def test_drawn_lengths_follow_the_survival_function(alpha: float, p_max: float) 
     drawn = lengths(alpha, p_max, 20_000)
     assert drawn.min() >= 1
     for tokens in (1, int(1 / p_max), int(4 / p_max), int(20 / p_max)):
-        fraction = survival(alpha, p_max, tokens)
+        # P(N > tokens), exactly.
+        fraction = alpha * p_max**-alpha * beta(alpha, tokens + 1) * betainc(alpha, tokens + 1, p_max)
         error = math.sqrt(fraction * (1 - fraction) / len(drawn))
         assert (drawn > tokens).mean() == pytest.approx(fraction, abs=4 * error)
 

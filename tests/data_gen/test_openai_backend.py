@@ -15,18 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_gen.backend import SampledOutput, SampleFailure, SamplingSettings, Work, WorkResult, sample_seed
+from data_gen.openai import responses
 from data_gen.openai.backend import OpenAIBackend
 from data_gen.openai.http_client import allow_descriptors, retry_after_s
 from data_gen.openai.options import EngineError, OpenAIOptions
-from data_gen.openai.responses import (
-    MAX_LINE_BYTES,
-    EventStreamParser,
-    RequestBodies,
-    ResponseChoice,
-    ResponseError,
-    read_error_response,
-    read_response,
-)
 from data_gen.prompts import Message, Prompt
 from scheduler_core.errors import InputError
 from tests.fake_openai import GOOD, Completions, FakeEngine, Fault, error, first, length_of, running
@@ -54,8 +46,7 @@ def backend(
 ) -> Iterator[OpenAIBackend]:
     """A backend that does not wait long for anything."""
     hasty = {"backoff_s": 0.002, "max_backoff_s": 0.02, "start_wait_s": 0.0, "timeout_s": 20.0}
-    urls = tuple(f"{engine.url}/v1" for engine in engines)
-    options = OpenAIOptions(base_urls=urls, **{**hasty, **changes})
+    options = OpenAIOptions(base_urls=tuple(f"{engine.url}/v1" for engine in engines), **{**hasty, **changes})
     with closing(OpenAIBackend(options, environment or {})) as client:
         yield client
 
@@ -248,10 +239,9 @@ def test_wrong_servers_and_models_are_named() -> None:
 def test_the_key_is_sent_and_shown_nowhere(caplog: pytest.LogCaptureFixture) -> None:
     key = "sk-very-secret"
     refusal = error(400, f"key {key} is not allowed to do this, context length")
-    script = Completions(key=key, behave=first(4, refusal))
     environment = {"MY_KEY": key, "TEAM": "team-secret"}
     changes = {"api_key_env": "MY_KEY", "headers": {"X-Team": "env:TEAM", "X-Kind": "test"}}
-    with running(script) as (engine,):
+    with running(Completions(key=key, behave=first(4, refusal))) as (engine,):
         with backend(engine) as client, pytest.raises(InputError, match="api_key_env"):
             _ = client.name
         with backend(engine, environment=environment, body={"priority": 2}, **changes) as client:
@@ -264,8 +254,7 @@ def test_the_key_is_sent_and_shown_nowhere(caplog: pytest.LogCaptureFixture) -> 
             assert "not allowed" in shown
             assert key not in shown
             assert "team-secret" not in shown
-        unset = {"X-Team": "env:TEAM"}
-        with pytest.raises(InputError, match="TEAM"), backend(engine, headers=unset):
+        with pytest.raises(InputError, match="TEAM"), backend(engine, headers={"X-Team": "env:TEAM"}):
             pass
 
 
@@ -342,7 +331,7 @@ def test_a_stream_means_the_same_in_pieces_of_any_size(sizes: list[int], text: s
     ]
     chunks = (f"data: {json.dumps(one, ensure_ascii=False)}\r\n\r\n".encode() for one in events)
     data = b"".join([b": a comment\n\n", *chunks, b"data: [DONE]\n\n"])
-    reader, position = EventStreamParser(), 0
+    reader, position = responses.EventStreamParser(), 0
     for size in [*sizes, len(data)]:
         reader.feed(data[position : position + size], 1.0)
         position += size
@@ -353,9 +342,9 @@ def test_a_stream_means_the_same_in_pieces_of_any_size(sizes: list[int], text: s
     assert (reply.prompt_tokens, reply.completion_tokens) == (3, 9)
 
 
-def choice_of(*pieces: dict[str, Any]) -> ResponseChoice:
+def choice_of(*pieces: dict[str, Any]) -> responses.ResponseChoice:
     """The choice of a stream of pieces, which arrive one second after the other."""
-    reader = EventStreamParser()
+    reader = responses.EventStreamParser()
     for second, piece in enumerate((*pieces, {"delta": {}, "finish_reason": "stop"}), start=1):
         event = json.dumps({"choices": [{"index": 0, **piece}]})
         reader.feed(f"data: {event}\n\n".encode(), float(second))
@@ -380,13 +369,13 @@ def test_the_first_token_is_not_the_role_and_surrogates_are_joined() -> None:
         (b'data: {"usage": {"prompt_tokens": 2147483648}}', "malformed"),
         (b'data: {"error": {"message": "engine died"}}', "server_error"),
         (b'data: {"choices": [{"index": 0, "delta": {"content": "x"}}]}', "truncated"),
-        pytest.param(b"x" * (MAX_LINE_BYTES + 1), "malformed", id="endless line"),
+        pytest.param(b"x" * (responses.MAX_LINE_BYTES + 1), "malformed", id="endless line"),
         (b"", "empty"),
     ],
 )
 def test_a_broken_stream_is_named(data: bytes, kind: str) -> None:
-    reader = EventStreamParser()
-    with pytest.raises(ResponseError) as raised:
+    reader = responses.EventStreamParser()
+    with pytest.raises(responses.ResponseError) as raised:
         reader.feed(data, 0.0)
         reader.feed(b"\n\n", 0.0)
         reader.finish()
@@ -405,19 +394,19 @@ JSON = st.recursive(
 @given(st.binary(max_size=60) | JSON.map(lambda content: json.dumps(content).encode()))
 def test_whatever_a_server_sends_is_a_response_or_a_named_problem(payload: bytes) -> None:
     try:
-        problems = [choice.problem for choice in read_response(payload).choices]
+        problems = [choice.problem for choice in responses.read_response(payload).choices]
         kinds = ["good" if problem is None else problem.kind for problem in problems]
-    except ResponseError as error:
+    except responses.ResponseError as error:
         kinds = [error.kind]
     assert kinds
     assert set(kinds) <= {"malformed", "empty", "server_error", "truncated", "finish_reason", "good"}
-    assert read_error_response(500, payload).kind == "http_500"
+    assert responses.read_error_response(500, payload).kind == "http_500"
 
 
 def test_choices_are_put_in_order_and_names_of_ends_differ_between_engines() -> None:
     reasons = {2: "eos_token", 0: "stop_sequence", 3: "length", 1: "stop"}
     entries = [{"index": i, "text": str(i), "finish_reason": reason} for i, reason in reasons.items()]
-    choices = read_response(json.dumps({"choices": entries}).encode()).choices
+    choices = responses.read_response(json.dumps({"choices": entries}).encode()).choices
     assert [choice.text for choice in choices] == ["0", "1", "2", "3"]
     assert [choice.finish_reason for choice in choices] == ["stop", "stop", "stop", "length"]
 
@@ -434,12 +423,12 @@ def test_choices_are_put_in_order_and_names_of_ends_differ_between_engines() -> 
     ],
 )
 def test_statuses_are_sorted(status: int, message: str, kind: str, retry: bool) -> None:
-    problem = read_error_response(status, json.dumps({"error": {"message": message}}).encode())
+    problem = responses.read_error_response(status, json.dumps({"error": {"message": message}}).encode())
     assert (problem.kind, problem.retry) == (kind, retry)
 
 
 def body_of(prompt: Prompt, indices: tuple[int, ...], **changed: Any) -> dict[str, Any]:
-    bodies = RequestBodies(OpenAIOptions(**changed), SETTINGS, "m")
+    bodies = responses.RequestBodies(OpenAIOptions(**changed), SETTINGS, "m")
     return dict(json.loads(bodies.body(bodies.prefix(prompt), prompt, indices)))
 
 
@@ -543,10 +532,9 @@ def test_one_bad_choice_does_not_cost_the_others() -> None:
 
 
 def test_a_run_in_which_everything_is_refused_stops_early() -> None:
-    many = [Work(Prompt(f"q{i}", "q"), (0, 1)) for i in range(100)]
     with running(Completions(behave=lambda number, body: error(400, "bad field"))) as (server,):
         with backend(server, concurrency=2) as engine, pytest.raises(EngineError, match="bad field"):
-            list(engine.sample(many, SETTINGS))
+            list(engine.sample([Work(Prompt(f"q{i}", "q"), (0, 1)) for i in range(100)], SETTINGS))
         assert len(server.bodies) < 30
 
 
@@ -576,9 +564,8 @@ def test_a_server_that_takes_few_is_not_hammered() -> None:
 
 
 def test_a_restarted_server_is_waited_for_and_nothing_is_lost() -> None:
-    many = LONG_WORK[:150]
     with running(Completions(delay_s=0.005)) as (server,), backend(server, concurrency=8) as engine:
-        results = engine.sample(many, SETTINGS)
+        results = engine.sample(LONG_WORK[:150], SETTINGS)
         seen = [next(results) for _ in range(20)]
         server.halt()
         timer = threading.Timer(0.2, server.resume)
@@ -633,10 +620,9 @@ def test_a_server_missing_at_the_start_joins_later() -> None:
 
 
 def test_a_broken_server_is_put_aside_when_its_retry_budget_is_spent() -> None:
-    many = works(100)
     scripts = Completions(delay_s=0.001), Completions(behave=lambda number, body: error(500))
     options = {"concurrency": 16, "max_attempts": 50}
     with running(*scripts) as (good, bad), backend(good, bad, **options) as engine:
-        outputs, failures = gathered(engine.sample(many, SETTINGS))
+        outputs, failures = gathered(engine.sample(works(100), SETTINGS))
         assert (len(outputs), failures) == (400, {})
         assert len(bad.bodies) < len(good.bodies)

@@ -67,8 +67,7 @@ def test_all_turns_of_a_conversation_share_a_split(tmp_path: Path) -> None:
 
 def test_language_and_category(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "lmsys.jsonl", LMSYS)
-    options = SourceOptions(languages=("english", "French"), category="model")
-    found = list(open_prompts(source, options))
+    found = list(open_prompts(source, SourceOptions(languages=("english", "French"), category="model")))
     assert [(p.prompt_id, p.category) for p in found] == [("c1", "m")]
     with pytest.raises(InputError, match="row 1: columns.*'topic'"):
         list(open_prompts(source, SourceOptions(category="topic")))

@@ -42,8 +42,7 @@ def test_the_shipped_set_is_read_and_joins_new_ones(tmp_path: Path) -> None:
     shipped = read_samples(SHIPPED_SAMPLES)
     assert shipped.schema.equals(SCHEMA)
     write_samples(tmp_path / "new.parquet", to_table([SAMPLE, FULL]))
-    joined = join_samples([SHIPPED_SAMPLES, tmp_path / "new.parquet"])
-    assert joined.num_rows == shipped.num_rows + 2
+    assert join_samples([SHIPPED_SAMPLES, tmp_path / "new.parquet"]).num_rows == shipped.num_rows + 2
     with pytest.raises(InputError, match="'a'.*each \\(prompt_id, model, sample_index\\) once"):
         join_samples([tmp_path / "new.parquet", SHIPPED_SAMPLES, tmp_path / "new.parquet"])
 
@@ -65,11 +64,9 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
 
 
 def test_the_hash_of_a_prompt_is_that_of_what_is_sent() -> None:
-    plain = Prompt("a", "hello")
-    assert prompt_sha256(plain) == hashlib.sha256(b"hello").hexdigest()
+    assert prompt_sha256(Prompt("a", "hello")) == hashlib.sha256(b"hello").hexdigest()
     chat = Prompt("a", "hello", messages=(Message("system", "ß"), Message("user", "hello")))
-    sent = '[["system", "ß"], ["user", "hello"]]'
-    assert prompt_sha256(chat) == hashlib.sha256(sent.encode()).hexdigest()
+    assert prompt_sha256(chat) == hashlib.sha256('[["system", "ß"], ["user", "hello"]]'.encode()).hexdigest()
     assert prompt_sha256(Prompt("b", "half \ud83d")) != prompt_sha256(Prompt("b", "half ?"))
 
 
@@ -141,8 +138,7 @@ def test_dispersion_is_within_each_prompt() -> None:
         "top_decile_fraction": (40 / 78 + 0.1) / 2,
         "skewness": scipy.stats.skew(first),
     }
-    measures = {name: summary["mean"] for name, summary in content["measures"].items()}
-    assert measures == pytest.approx(expected)
+    assert {name: summary["mean"] for name, summary in content["measures"].items()} == pytest.approx(expected)
 
 
 def test_extreme_sets_have_cards_too(tmp_path: Path) -> None:

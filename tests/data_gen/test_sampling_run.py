@@ -19,16 +19,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from data_gen import sampling_run
 from data_gen.backend import SampledOutput, SampleFailure, SamplingSettings, Work, WorkResult
 from data_gen.prompts import Message, Prompt
 from data_gen.samples import SCHEMA, prompt_sha256, read_samples
-from data_gen.sampling_run import (
-    PERMANENT_FAILURES,
-    STORE_NAME,
-    SamplingRunOptions,
-    run_sampling,
-    summary_lines,
-)
+from data_gen.sampling_run import STORE_NAME, run_sampling
 from data_gen.store import FAILED, RunStoppedError, SampleStore
 from scheduler_core.errors import InputError
 from tests.data_gen import killed_run
@@ -50,7 +45,7 @@ def run(
     out: Path, backend: Any = None, prompts: Any = PROMPTS, settings: Any = SETTINGS, **options: Any
 ) -> dict[str, Any]:
     others = {"engine_options": options.pop("engine_options", None), "notes": {"a": "b"}}
-    run_options = SamplingRunOptions(**options)
+    run_options = sampling_run.SamplingRunOptions(**options)
     return run_sampling(backend or FakeBackend(), prompts, settings, out, run_options, **others)
 
 
@@ -134,7 +129,7 @@ def test_failures_that_remain_are_rows_and_the_same_call_tries_just_them(out: Pa
     assert len(rows) == TOTAL
     assert [(r["prompt_id"], r["sample_index"], r["output_tokens"]) for r in failed] == [("p3", 1, 0)]
     assert failed[0]["error"] == "http_500: attempt 2"
-    lines = "\n".join(summary_lines(summary, out))
+    lines = "\n".join(sampling_run.summary_lines(summary, out))
     assert "failed, http_500: 1, e.g. prompt p3 sample 1: attempt 2" in lines
     assert "retries the failed samples" in lines
     again = FakeBackend()
@@ -144,7 +139,7 @@ def test_failures_that_remain_are_rows_and_the_same_call_tries_just_them(out: Pa
     assert not partial_of(out).exists()
 
 
-@pytest.mark.parametrize("kind", sorted(PERMANENT_FAILURES))
+@pytest.mark.parametrize("kind", sorted(sampling_run.PERMANENT_FAILURES))
 def test_what_cannot_pass_is_not_tried_again(out: Path, kind: str) -> None:
     backend = FakeBackend(fails(9, kind, lambda p, i: p == "p7"))
     summary = run(out, backend)
@@ -169,9 +164,7 @@ def test_lost_outputs_are_failures_and_unrequested_ones_do_not_count(out: Path) 
 
 
 @pytest.mark.parametrize(("kind", "stops"), [("no_token_count", True), ("too_long", False)])
-def test_failures_in_a_row_stop_a_run_unless_the_prompts_cause_them(
-    out: Path, kind: str, stops: bool
-) -> None:
+def test_failures_in_a_row_stop_a_run_unless_prompts_cause_them(out: Path, kind: str, stops: bool) -> None:
     backend = FakeBackend(fails(99, kind, lambda p, i: int(p[1:]) > 4))
     if stops:
         with pytest.raises(RunStoppedError, match=f"the last: {kind}"):

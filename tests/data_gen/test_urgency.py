@@ -13,25 +13,17 @@ import pytest
 
 from data_gen.cli_import_urgency import main
 from data_gen.filters import NearDuplicates, normalized
+from data_gen.urgency import seed_set
 from data_gen.urgency.labels import read_labels, text_split
 from data_gen.urgency.mixture import with_phrases
-from data_gen.urgency.seed_set import (
-    PARTS,
-    neutral_texts,
-    read_claims,
-    read_openers,
-    read_pairs,
-    seed_labels,
-    seed_rows,
-)
 from predictors.modules.heads import URGENCY_LEVELS
 from scheduler_core.errors import InputError
 from scheduler_core.urgency import LEVELS
 
 MAPPING = "critical=interactive,high=interactive,medium=standard,low=batch,very_low=background"
-ALL = {part: seed_rows(part) for part in PARTS}
+ALL = {part: seed_set.seed_rows(part) for part in seed_set.PARTS}
 EVERY_TEXT = [seed for part in ALL.values() for seed in part]
-PAIRS = read_pairs()
+PAIRS = seed_set.read_pairs()
 
 
 @pytest.fixture
@@ -48,7 +40,7 @@ def test_the_seed_set_is_written_with_its_levels_and_splits(tmp_path: Path) -> N
     out = tmp_path / "seed.parquet"
     assert main([str(out), "--sources", "llm,quiet,triage"]) == 0
     texts = read_labels(out)
-    assert texts == [text for part in ("llm", "quiet", "triage") for text in seed_labels(part)]
+    assert texts == [text for part in ("llm", "quiet", "triage") for text in seed_set.seed_labels(part)]
     assert pq.read_schema(out).metadata[b"schema"] == b"urgency/1"
     report = json.loads((tmp_path / "seed.parquet.run.json").read_text())
     assert report["num_texts"] == len(texts)
@@ -68,7 +60,7 @@ def test_labels_of_a_file_are_mapped_to_levels_and_weighted(tmp_path: Path, tick
 
 
 def test_of_a_text_in_two_sources_the_first_label_counts(tmp_path: Path) -> None:
-    seed = seed_labels("llm")[0]
+    seed = seed_set.seed_labels("llm")[0]
     own = tmp_path / "own.csv"
     own.write_text(f'text,level,weight\n"{seed.text}",background,\nA text of our own,1,2.5\n')
     out = tmp_path / "mix.parquet"
@@ -84,25 +76,20 @@ def test_of_a_text_in_two_sources_the_first_label_counts(tmp_path: Path) -> None
 def test_phrases_are_added_to_training_texts_alone(tmp_path: Path, option: str, claimed: bool) -> None:
     out = tmp_path / "train.parquet"
     assert main([str(out), option, "2"]) == 0
-    texts = read_labels(out)
-    plain = {text.text: text for text in seed_labels("llm") + seed_labels("quiet")}
-    copies = [text for text in texts if text.text not in plain]
+    plain = {text.text: text for text in seed_set.seed_labels("llm") + seed_set.seed_labels("quiet")}
+    copies = [text for text in read_labels(out) if text.text not in plain]
     levels = {text.text: text.level for text in plain.values() if text.split == "train"}
     assert Counter(text.split for text in copies) == {"train": 2 * len(levels)}
     assert {text.claimed for text in copies} == {claimed}
-    phrases = [phrase.phrase for phrase in (read_claims() if claimed else read_openers())]
-    assert all(text.level in levels_without(text.text, phrases, levels) for text in copies)
-
-
-def levels_without(text: str, phrases: list[str], levels: dict[str, int]) -> set[int]:
-    """Levels of the texts that this one was before one of the phrases was added."""
-    origin = [text.removeprefix(f"{phrase} ") for phrase in phrases]
-    origin += [text.removesuffix(f" {phrase}") for phrase in phrases]
-    return {levels[candidate] for candidate in origin if candidate in levels}
+    phrases = [phrase.phrase for phrase in (seed_set.read_claims() if claimed else seed_set.read_openers())]
+    for text in copies:
+        origins = [text.text.removeprefix(f"{phrase} ") for phrase in phrases]
+        origins += [text.text.removesuffix(f" {phrase}") for phrase in phrases]
+        assert text.level in {levels[origin] for origin in origins if origin in levels}
 
 
 def test_the_same_seed_adds_the_same_claims() -> None:
-    texts, claims = seed_labels("llm"), read_claims()
+    texts, claims = seed_set.seed_labels("llm"), seed_set.read_claims()
     generators = map(np.random.default_rng, (1, 1, 2))
     first, again, other = (with_phrases(texts, claims, 1, each, claimed=True) for each in generators)
     assert first == again != other
@@ -181,7 +168,7 @@ def test_ids_are_unique_and_no_two_texts_nearly_the_same() -> None:
     assert [text for text in texts if not index.add(normalized(text))] == []
 
 
-@pytest.mark.parametrize("part", list(PARTS))
+@pytest.mark.parametrize("part", list(seed_set.PARTS))
 def test_splits_are_the_hash_of_the_text_and_every_level_is_in_each(part: str) -> None:
     by_stratum: Counter[tuple[str, str]] = Counter()
     for seed in ALL[part]:
@@ -205,7 +192,7 @@ def test_pairs_differ_by_their_claim_alone() -> None:
     assert len({pair.language for pair in PAIRS}) >= 8
     assert min(Counter(pair.level for pair in PAIRS).values()) >= 30
     assert min(Counter(pair.position for pair in PAIRS).values()) >= 15
-    assert read_pairs("test") == [pair for pair in PAIRS if pair.split == "test"]
+    assert seed_set.read_pairs("test") == [pair for pair in PAIRS if pair.split == "test"]
 
 
 def plain(phrase: str) -> str:
@@ -214,16 +201,16 @@ def plain(phrase: str) -> str:
 
 def test_phrases_for_training_are_none_of_those_for_tests() -> None:
     text = PAIRS[0].text
-    openers = {plain(opener.phrase) for opener in read_openers()}
+    openers = {plain(opener.phrase) for opener in seed_set.read_openers()}
     assert len(openers) >= 80
     rows = resources.files("data_gen.urgency.seed").joinpath("neutral.jsonl").read_text(encoding="utf-8")
     control = {plain(json.loads(row)["phrase"]) for row in rows.splitlines()}
     assert control
     assert not openers & control
-    assert {opener.added_to(text).startswith(text) for opener in read_openers()} == {True, False}
-    claims = {plain(claim.phrase) for claim in read_claims()}
+    assert {opener.added_to(text).startswith(text) for opener in seed_set.read_openers()} == {True, False}
+    claims = {plain(claim.phrase) for claim in seed_set.read_claims()}
     assert len(claims) >= 40
     assert not claims & {plain(pair.claim) for pair in PAIRS} - {""}
-    for pair, neutral in zip(PAIRS, neutral_texts(PAIRS), strict=True):
+    for pair, neutral in zip(PAIRS, seed_set.neutral_texts(PAIRS), strict=True):
         assert pair.claim not in neutral
         assert neutral not in (pair.text, pair.claimed_text)

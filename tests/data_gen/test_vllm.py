@@ -207,12 +207,6 @@ def test_a_real_engine_answers_and_repeats_itself(vllm_python: Path, tmp_path: P
         assert [row[name] for row in again] == [row[name] for row in whole[8:12]]
 
 
-@pytest.fixture(scope="module")
-def model_folder(vllm_python: Path) -> Path:
-    """The packaged GGUF model as vLLM reads it; converted once and kept in vLLM's environment."""
-    return packaged_model(vllm_python.parents[1] / "models" / MODEL)
-
-
 class VllmServer:
     """A vLLM server in a process group of its own, always on the same port; it takes minutes until it responds."""
 
@@ -260,8 +254,10 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes], 
 
 
 @pytest.mark.slow
-def test_a_run_outlives_command_and_server(vllm_python: Path, model_folder: Path, tmp_path: Path) -> None:
+def test_a_run_outlives_command_and_server(vllm_python: Path, tmp_path: Path) -> None:
     out, log = tmp_path / "samples.parquet", tmp_path / "command.log"
+    # Converted once and kept in vLLM's environment.
+    model_folder = packaged_model(vllm_python.parents[1] / "models" / MODEL)
     server = VllmServer(vllm_python, model_folder, tmp_path / "server.log")
     command = [sys.executable, "-m", "data_gen.cli_gen_samples", "templates:4?seed=1", "--out", str(out)]
     command += f"--backend openai --num_samples 4 --max_tokens {MAX_TOKENS} --seed 5 --keep_text true".split()

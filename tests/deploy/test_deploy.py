@@ -22,7 +22,7 @@ from predictors.service.metrics import ArtifactMetrics, ServiceMetrics
 from scheduler_core.adapters.engine_metrics import EngineMetrics
 from scheduler_core.command import command as make_command
 from scheduler_core.predictor import PredictionRequest
-from tests.predictors.fakes import expected, running_server, write_artifact
+from tests.predictors.fakes import expected, running_server
 from tests.predictors.proxy.fake_engine import chat, plain, running_engine, running_proxy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,8 +62,7 @@ def test_kubernetes_accepts_every_manifest(path: Path) -> None:
 
 def test_kustomization_names_all_manifests() -> None:
     [kustomization] = documents(DEPLOY / "kubernetes" / "kustomization.yaml")
-    others = {path.name for path in MANIFESTS} - {"kustomization.yaml"}
-    assert set(kustomization["resources"]) == others
+    assert set(kustomization["resources"]) == {path.name for path in MANIFESTS} - {"kustomization.yaml"}
 
 
 def test_manifests_speak_of_the_same_pods_and_ports() -> None:
@@ -102,17 +101,13 @@ def test_the_metric_that_is_scaled_on_exists() -> None:
     assert name in (DEPLOY / "metrics-adapter.yaml").read_text(encoding="utf-8")
 
 
-def compose_command() -> list[str]:
-    [compose] = documents(DEPLOY / "compose.yaml")
-    return [*compose["services"]["predictor"]["command"]]
-
-
 @pytest.mark.parametrize("source", ["compose", "kubernetes", "image"])
 def test_every_option_is_one_of_the_command(source: str, tmp_path: Path) -> None:
     [default] = re.findall(r"^CMD (\[.*\])$", DOCKERFILE, flags=re.MULTILINE)
-    options = {"compose": compose_command, "kubernetes": lambda: container()["args"]}
-    options["image"] = lambda: json.loads(default)
-    command, *arguments = [*entrypoint(), *options[source]()]
+    [compose] = documents(DEPLOY / "compose.yaml")
+    options = {"compose": compose["services"]["predictor"]["command"], "kubernetes": container()["args"]}
+    options["image"] = json.loads(default)
+    command, *arguments = [*entrypoint(), *options[source]]
     assert command == "serve-predictor"
     seen: list[ServeConfig] = []
 
@@ -161,11 +156,6 @@ async def test_health_check_tells_a_server_that_serves_from_none(artifact_folder
     async with running_server(open_runtime(artifact_folder)) as (_, address):
         assert await asyncio.to_thread(is_serving, address)
     assert not await asyncio.to_thread(is_serving, address, 1.0)
-
-
-@pytest.fixture(scope="module")
-def artifact_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_artifact(tmp_path_factory.mktemp("deploy") / "tiny")
 
 
 @pytest.mark.slow
@@ -220,10 +210,8 @@ def series(exposition: str) -> set[str]:
     return names
 
 
-@pytest.fixture
-async def scraped(tmp_path: Path) -> set[str]:
-    """Series of all three processes, each after a request."""
-    artifact_folder = write_artifact(tmp_path / "artifact")
+async def test_every_metric_of_the_dashboard_is_scraped(artifact_folder: Path) -> None:
+    """Of all three processes, each after a request."""
     registry = CollectorRegistry()
     EngineMetrics(registry)
     names = series(generate_latest(registry).decode())
@@ -240,14 +228,10 @@ async def scraped(tmp_path: Path) -> set[str]:
         assert (await proxy.post(chat("three rivers")))[0] == 200
         async with proxy.client.get(proxy.admin + "/metrics") as response:
             names |= series(await response.text())
-    return names
-
-
-async def test_every_metric_of_the_dashboard_is_scraped(scraped: set[str]) -> None:
     expressions = [target["expr"] for panel in PANELS for target in panel.get("targets", [])]
     asked = {name for text in expressions for name in re.findall(r"\btailcast_\w+", text)}
     assert len(asked) > 30
-    assert asked - scraped == set()
-    calibration = {name for name in scraped if "calibration_" in name}
+    assert asked - names == set()
+    calibration = {name for name in names if "calibration_" in name}
     assert calibration
     assert {name for name in calibration - asked if not name.endswith("censored_outputs")} == set()

@@ -47,8 +47,7 @@ def data(tmp_path: Path) -> Path:
     others = [{"prompt": text, "subset": "own", "model": "m", "n_tokens": 9} for text in ("first", "second")]
     write(folder / "multi_model" / "alpaca_eval.parquet", others)
     common = {"dataset": "d", "prompt_id": "p", "prompt": "Hello?", "model": "m", "temperature": 0.8}
-    zero = common | {"full_prompt_tokens": 6, "n_tokens": 7}
-    write(folder / "multi_model" / "zeroeval.parquet", [zero])
+    write(folder / "multi_model" / "zeroeval.parquet", [common | {"full_prompt_tokens": 6, "n_tokens": 7}])
     oasst = common | {"top_p": 0.9, "run": "r", "tokens": [5, 400], "finished": [True, False]}
     write(folder / "repeated_samples" / "oasst_sampling_reports.parquet", [oasst])
     return folder
@@ -78,9 +77,7 @@ def test_the_report_is_held_out_from_every_set(data: Path, tmp_path: Path) -> No
     assert {f"sum up input text {number}" for number in range(50)} <= trained
 
 
-def test_alpacas_inputs_are_joined_as_in_castillo_and_a_share_can_be_taken(
-    data: Path, tmp_path: Path
-) -> None:
+def test_alpacas_inputs_are_joined_as_in_castillo_and_a_share_is_taken(data: Path, tmp_path: Path) -> None:
     prepare(data, tmp_path / "all", alpaca_share=1.0)
     whole = prompts_of(tmp_path / "all" / "train_alpaca_52k.parquet")
     assert "Sum up\nInput: text 3" in whole

@@ -14,14 +14,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data_gen.transformers_backend import TransformersBackend
 from examples.pretrained import language_model
-from examples.pretrained.language_model import (
-    LAYERS,
-    ArtifactConfig,
-    join_checkpoint,
-    make_artifact,
-    split_checkpoint,
-    write_encoder,
-)
 from predictors.modules.checkpoint import load_checkpoint, save_checkpoint
 from predictors.modules.config import PredictorConfig
 from predictors.modules.encoder import load_encoder, load_tokenizer, tokenize
@@ -36,10 +28,10 @@ PROMPTS = ["write an essay", "name rivers", "name an essay " * 4]
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> None:
+def encoder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=LAYERS + 2,
+        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=language_model.LAYERS + 2,
         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=512, pad_token_id=0,
     )  # fmt: skip
     words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="an"))
@@ -52,17 +44,13 @@ def model(monkeypatch: pytest.MonkeyPatch) -> None:
         return LlamaForCausalLM(copy.deepcopy(config)), tokenizer
 
     monkeypatch.setattr(TransformersBackend, "load", load)
-
-
-@pytest.fixture
-def encoder(model: None, tmp_path: Path) -> Path:
-    write_encoder(tmp_path / "encoder", PROMPTS)
+    language_model.write_encoder(tmp_path / "encoder", PROMPTS)
     return tmp_path / "encoder"
 
 
 def test_the_encoder_has_the_first_layers_and_the_chat_template(encoder: Path) -> None:
     loaded, tokenizer = load_encoder(str(encoder)), load_tokenizer(str(encoder))
-    assert len(loaded.layers) == LAYERS
+    assert len(loaded.layers) == language_model.LAYERS
     [ids] = tokenize(tokenizer, ["name rivers"], max_length=64)
     words = [WORDS[number] for number in ids]
     assert words == ["<|im_start|>", "user", "name", "rivers", "<|im_end|>", "<|im_start|>", "assistant"]
@@ -85,11 +73,11 @@ def test_a_checkpoint_is_whole_again_from_its_trained_weights(encoder: Path, tmp
     conformal = tmp_path / "conformal.json"
     conformal.write_text("{}")
     save_checkpoint(tmp_path / "whole", model, tokenizer, record, extra_files={"conformal.json": conformal})
-    split_checkpoint(tmp_path / "whole", encoder, tmp_path / "trained")
+    language_model.split_checkpoint(tmp_path / "whole", encoder, tmp_path / "trained")
     stored = sum(file.stat().st_size for file in (tmp_path / "trained").iterdir())
     assert stored < (tmp_path / "whole" / "model.safetensors").stat().st_size
     assert "/a/file" not in (tmp_path / "trained" / "training.json").read_text()
-    join_checkpoint(tmp_path / "trained", tmp_path / "joined")
+    language_model.join_checkpoint(tmp_path / "trained", tmp_path / "joined")
     joined = load_checkpoint(tmp_path / "joined")
     whole = predict_prompts(model.eval(), tokenizer, PROMPTS)
     again = predict_prompts(joined.model, joined.tokenizer, PROMPTS)
@@ -101,7 +89,7 @@ def test_a_checkpoint_is_whole_again_from_its_trained_weights(encoder: Path, tmp
 
 @pytest.mark.slow
 def test_the_artifact_of_the_shipped_weights_orders_prompts(tmp_path: Path) -> None:
-    make_artifact(ArtifactConfig(out=str(tmp_path / "smollm2")))
+    language_model.make_artifact(language_model.ArtifactConfig(out=str(tmp_path / "smollm2")))
     runtime = open_runtime(tmp_path / "smollm2" / "artifact", provider="cpu")
     prompts = [
         "Answer yes or no: is 7 a prime number?",

@@ -9,23 +9,8 @@ import pandas as pd
 import pytest
 import torch
 
-from examples.pretrained.distillation import (
-    OFFSET,
-    made_up_prompts,
-    real_prompts,
-    teacher_predictions,
-    write_teacher_rows,
-)
+from examples.pretrained import distillation, tiny
 from examples.pretrained.prepare import SET_ASIDE, SOURCES, Prepared, prepare, served_model
-from examples.pretrained.tiny import (
-    Prompts,
-    TinyNetwork,
-    bags_of,
-    calibrated,
-    make_tokenizer,
-    stored_targets,
-    train,
-)
 from examples.pretrained.unseen import markdown, score_source, score_sources
 from predictors.modules.checkpoint import save_checkpoint
 from predictors.modules.config import Conditioning, PredictorConfig
@@ -148,8 +133,7 @@ def test_scores_of_an_unseen_source() -> None:
 @pytest.mark.parametrize("predictor", ["pretrained", "tiny"])
 def test_sources_are_scored_with_what_the_artifact_predicts(predictor: str, tmp_path: Path) -> None:
     prompts = [f"Write {number} lines on the sea. " * number for number in range(1, 25)]
-    runtime = open_runtime(predictor)
-    mu = runtime.predict(prompts, ["gpt-4"] * 24).mu
+    mu = open_runtime(predictor).predict(prompts, ["gpt-4"] * 24).mu
     order = np.argsort(np.argsort(mu))
     rows = [
         {"prompt_id": str(number), "prompt": prompt, "model": "gpt-4", "output_tokens": np.array([10 + order[number]])}
@@ -174,7 +158,7 @@ def teacher() -> ArtifactRuntime:
 
 def test_the_teacher_says_what_its_artifact_predicts(teacher: ArtifactRuntime) -> None:
     names = teacher.artifact.manifest.served_models
-    found = teacher_predictions(teacher, PROMPTS)
+    found = distillation.teacher_predictions(teacher, PROMPTS)
     assert found.shape == (3, len(names), 2)
     for name in ("gpt-4o", "gpt-4"):
         rows = teacher.predict(PROMPTS, [name] * 3)
@@ -184,16 +168,16 @@ def test_the_teacher_says_what_its_artifact_predicts(teacher: ArtifactRuntime) -
 
 def test_predictions_are_kept_for_the_same_prompts(teacher: ArtifactRuntime, tmp_path: Path) -> None:
     file = tmp_path / "targets.npz"
-    first = stored_targets(file, teacher, PROMPTS[:1])
+    first = tiny.stored_targets(file, teacher, PROMPTS[:1])
     written = file.stat().st_mtime_ns
-    np.testing.assert_array_equal(stored_targets(file, teacher, PROMPTS[:1]), first)
+    np.testing.assert_array_equal(tiny.stored_targets(file, teacher, PROMPTS[:1]), first)
     assert file.stat().st_mtime_ns == written
-    assert len(stored_targets(file, teacher, PROMPTS)) == 3
+    assert len(tiny.stored_targets(file, teacher, PROMPTS)) == 3
 
 
 def test_the_crps_of_two_outputs_is_least_at_the_teachers_mu_and_sigma() -> None:
     mu, sigma = torch.tensor(5.0), torch.tensor(0.7)
-    tokens = torch.exp(mu + OFFSET * sigma * torch.tensor([[-1.0, 1.0]]))
+    tokens = torch.exp(mu + distillation.OFFSET * sigma * torch.tensor([[-1.0, 1.0]]))
     present = torch.ones(1, 2, dtype=torch.bool)
     samples = SampleLengths(tokens, present, present, torch.tensor([torch.inf]))
     shifts, scales = torch.linspace(-0.1, 0.1, 41), torch.linspace(0.9, 1.1, 41)
@@ -205,17 +189,15 @@ def test_the_crps_of_two_outputs_is_least_at_the_teachers_mu_and_sigma() -> None
 
 def test_rows_of_the_teacher_have_its_mu_and_sigma(tmp_path: Path) -> None:
     encoder, names = tiny_bert(tmp_path / "encoder"), tuple(f"org/{number}" for number in range(10))
-    config = PredictorConfig(
-        encoder=encoder,
-        heads=Heads(length=LengthHead()),
-        max_length=32,
-        conditioning=Conditioning(served_models=names, temperature=True),
-    )
+    conditioning = Conditioning(served_models=names, temperature=True)
+    heads = Heads(length=LengthHead())
+    config = PredictorConfig(encoder=encoder, heads=heads, max_length=32, conditioning=conditioning)
     model = PromptPredictor(config, load_encoder(encoder), Normalization(mu_mean=7.0, mu_std=1.0)).eval()
     tokenizer = load_tokenizer(encoder)
     save_checkpoint(tmp_path / "teacher", model, tokenizer, {})
-    write_teacher_rows(tmp_path / "rows.parquet", tmp_path / "teacher", PROMPTS, {"org/1": 0.6}, seed=0)
-    rows = pd.read_parquet(tmp_path / "rows.parquet")
+    file = tmp_path / "rows.parquet"
+    distillation.write_teacher_rows(file, tmp_path / "teacher", PROMPTS, {"org/1": 0.6}, seed=0)
+    rows = pd.read_parquet(file)
     assert rows.groupby("prompt").model.nunique().eq(8).all()
     assert rows.temperature.notna().eq(rows.model == "org/1").all()
     expected = predict_prompts(
@@ -223,19 +205,19 @@ def test_rows_of_the_teacher_have_its_mu_and_sigma(tmp_path: Path) -> None:
     )  # fmt: skip
     low, high = np.log(np.stack(rows.output_tokens)).T
     np.testing.assert_allclose((low + high) / 2, expected["mu"], atol=0.03)
-    np.testing.assert_allclose((high - low) / 2 / OFFSET, expected["sigma"], atol=0.03)
+    np.testing.assert_allclose((high - low) / 2 / distillation.OFFSET, expected["sigma"], atol=0.03)
 
 
 def test_castillos_prompts_are_the_first_and_most_often_taken_apart(prepared: Prepared) -> None:
-    prompts, share = real_prompts(prepared)
+    prompts, share = distillation.real_prompts(prepared)
     assert len(set(prompts)) == len(prompts) == len(share)
     assert sorted(share, reverse=True) == list(share)
     assert all(("train prompt" in text or "validation prompt" in text) == (value == 1.0) for text, value in zip(prompts, share, strict=True))  # fmt: skip
 
 
 def test_made_up_prompts_repeat_and_consist_of_words_of_the_given_ones() -> None:
-    made = made_up_prompts(PROMPTS, np.ones(3), 50, seed=1)
-    assert made == made_up_prompts(PROMPTS, np.ones(3), 50, seed=1)
+    made = distillation.made_up_prompts(PROMPTS, np.ones(3), 50, seed=1)
+    assert made == distillation.made_up_prompts(PROMPTS, np.ones(3), 50, seed=1)
     assert len(set(made)) > 20
     words = {word for one in PROMPTS for word in one.split()}
     # Two pieces may meet without a space.
@@ -245,7 +227,7 @@ def test_made_up_prompts_repeat_and_consist_of_words_of_the_given_ones() -> None
 def test_numpy_calculates_what_torch_does(tmp_path: Path) -> None:
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
-    network = TinyNetwork(40, torch.randn(5, 2))
+    network = tiny.TinyNetwork(40, torch.randn(5, 2))
     with torch.no_grad():
         for table in network.tables:
             steps = torch.randint(-127, 128, table.weight.shape).float()
@@ -258,7 +240,7 @@ def test_numpy_calculates_what_torch_does(tmp_path: Path) -> None:
     model = TinyModel(tmp_path / WEIGHTS)
     prompts = [rng.integers(0, 40, size) for size in (0, 1, 2, 3, 4, 50, 512)]
     with torch.no_grad():
-        expected = network(*bags_of(prompts)).numpy()
+        expected = network(*tiny.bags_of(prompts)).numpy()
     for ids, outputs in zip(prompts, expected, strict=True):
         for number, (mu, log_sigma) in enumerate(outputs, 1):
             found = model(ids, number)
@@ -268,7 +250,7 @@ def test_numpy_calculates_what_torch_does(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_has_words_of_two_prompts_lines_and_single_characters() -> None:
-    tokenizer = make_tokenizer(["Ab 12,\n\n東京", "Ab 12,\n\n京都", "Ab cd"])
+    tokenizer = tiny.make_tokenizer(["Ab 12,\n\n東京", "Ab 12,\n\n京都", "Ab cd"])
     assert tokenizer.encode("Ab cd 12, \n\n京").tokens == ["Ab", "[UNK]", "12", ",", "\n\n", "京"]
 
 
@@ -276,19 +258,19 @@ def test_training_learns_the_words_of_long_outputs_and_calibration_their_true_le
     prompts = [f"{('yes', 'essay')[number % 2]} {number % 7}" for number in range(200)]
     mu = np.array([3.0 + 3 * (number % 2) for number in range(200)], dtype=np.float32)
     targets = np.stack([np.stack([mu, np.full(200, 0.5, np.float32)], axis=-1)] * 2, axis=1)
-    make_tokenizer(prompts).save(str(tmp_path / "tokenizer.json"))
+    tiny.make_tokenizer(prompts).save(str(tmp_path / "tokenizer.json"))
     tokenizer = PromptTokenizer(tmp_path / "tokenizer.json", max_length=8, truncation_side="middle")
     columns = {"prompt": prompts, "model": ["a"] * 200, "finished": [[True, True]] * 200}
     parts = []
     for name, shift in (("training", 0.0), ("calibration", 1.0)):
         lengths = [np.round(np.exp(value + shift + np.array([-0.4, 0.4]))) for value in mu]
         pd.DataFrame(columns | {"output_tokens": lengths}).to_parquet(tmp_path / name)
-        parts.append(Prompts.of(prompts, tokenizer, targets, {tmp_path / name: 1.0}, ["a", "b"]))
+        parts.append(tiny.Prompts.of(prompts, tokenizer, targets, {tmp_path / name: 1.0}, ["a", "b"]))
     data, calibration = parts
-    content = train(data, tokenizer.vocabulary_size, epochs=30, seed=0).arrays()
+    content = tiny.train(data, tokenizer.vocabulary_size, epochs=30, seed=0).arrays()
     np.savez(tmp_path / WEIGHTS, **content)
     before = TinyModel(tmp_path / WEIGHTS)
-    np.savez(tmp_path / WEIGHTS, **calibrated(content, before, calibration, nu=3.5))
+    np.savez(tmp_path / WEIGHTS, **tiny.calibrated(content, before, calibration, nu=3.5))
     after = TinyModel(tmp_path / WEIGHTS)
     for number_of_model in (0, 1):
         (short, _), (long, _) = (before(data.tokens[number], number_of_model) for number in (0, 1))

@@ -31,8 +31,7 @@ def test_quickstart_at_tiny_size(tmp_path: Path) -> None:
     report = (out / "report.html").read_text(encoding="utf-8")
     assert report.count("data:image/png;base64,") == 3
     assert "http" not in report.replace("https://", "http").split("<body>")[0]
-    manifest = json.loads((out / "artifact" / "manifest.json").read_text())
-    assert "model.onnx" in manifest["files"]
+    assert "model.onnx" in json.loads((out / "artifact" / "manifest.json").read_text())["files"]
 
     results = {
         policy: json.loads((out / f"simulation-{policy}.json").read_text())

@@ -30,18 +30,11 @@ from predictors.tokenizer import PromptTokenizer
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.files import sha256_file
 from tailcast.cli_variants import main as export_variants
-from tests.export.conftest import (
-    CALIBRATION,
-    EXPORTS,
-    PLAIN,
-    TRAINING_INFO,
-    Folders,
-    export,
-    write_checkpoint,
-)
+from tests.export import conftest
+from tests.export.conftest import EXPORTS, Folders, export
+from tests.predictors.fakes import read_manifest
 from tests.predictors.test_artifact import private_key_file, public_key_file
 from tests.predictors.test_shipped import errors as schema_errors
-from tests.predictors.test_shipped import read as read_manifest
 from tests.training.checkpoints import TOWER, predictor
 from tests.training.data import write_rows, write_sample_file
 from tests.training.tiny import tiny_bert
@@ -84,8 +77,7 @@ def test_graph_has_free_axes_and_no_traces_of_this_machine(artifacts: Folders, n
         for tensor, spec in zip(tensors, specs, strict=True):
             axes = tensor.type.tensor_type.shape.dim
             assert [axis.dim_param or axis.dim_value for axis in axes] == list(spec.shape)
-    content = (artifacts[name] / "model.onnx").read_bytes()
-    assert not re.search(rb"site-packages|\.py\b", content)
+    assert not re.search(rb"site-packages|\.py\b", (artifacts[name] / "model.onnx").read_bytes())
 
 
 def test_manifest_tells_the_artifacts_source_and_outputs(artifacts: Folders, checkpoints: Folders) -> None:
@@ -98,9 +90,9 @@ def test_manifest_tells_the_artifacts_source_and_outputs(artifacts: Folders, che
     assert manifest.urgency_levels == URGENCY_LEVELS
     assert manifest.abstain_threshold == 0.35
     assert manifest.bucket_edges == (64, 512)
-    assert manifest.calibration == asdict(CALIBRATION)
-    assert manifest.training_data == TRAINING_INFO["data"]
-    assert manifest.metrics == TRAINING_INFO["metrics"]
+    assert manifest.calibration == asdict(conftest.CALIBRATION)
+    assert manifest.training_data == conftest.TRAINING_INFO["data"]
+    assert manifest.metrics == conftest.TRAINING_INFO["metrics"]
     parity = manifest.parity
     shapes = {shape.split()[0] for shape in parity["max_abs_diff"]}
     assert {"1x1", "1x2", "2x1", "1x48", "64x1", "64x32", "42x48"} <= shapes
@@ -113,7 +105,8 @@ def test_manifest_tells_the_artifacts_source_and_outputs(artifacts: Folders, che
 
 
 def test_left_truncation_travels_with_the_artifact(tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path, "bert", **PLAIN, max_length=8, truncation_side="left")
+    options = conftest.PLAIN | {"max_length": 8, "truncation_side": "left"}
+    checkpoint = conftest.write_checkpoint(tmp_path, "bert", **options)
     export(checkpoint, tmp_path / "a")
     prompt = "story " * 50 + "name the rivers"
     mu = open_runtime(tmp_path / "a").predict([prompt]).mu
@@ -136,7 +129,7 @@ def test_left_truncation_travels_with_the_artifact(tmp_path: Path) -> None:
 def test_inputs_and_outputs_are_those_of_the_heads(
     tmp_path: Path, heads: Heads, conditioning: Conditioning | None, inputs: list[str]
 ) -> None:
-    checkpoint = write_checkpoint(tmp_path, "bert", heads=heads, conditioning=conditioning)
+    checkpoint = conftest.write_checkpoint(tmp_path, "bert", heads=heads, conditioning=conditioning)
     manifest = export(checkpoint, tmp_path / "a")
     assert [tensor.name for tensor in manifest.inputs] == ["input_ids", "attention_mask", *inputs]
     runtime = open_runtime(tmp_path / "a")
@@ -155,7 +148,7 @@ def test_inputs_and_outputs_are_those_of_the_heads(
 @pytest.mark.parametrize("legacy_exporter", [True, False])
 def test_the_mean_over_known_served_models_is_in_the_graph(tmp_path: Path, *, legacy_exporter: bool) -> None:
     conditioning = Conditioning(("a", "b", "c"), width=4, unknown_is_mean=True)
-    checkpoint = write_checkpoint(tmp_path, "bert", conditioning=conditioning)
+    checkpoint = conftest.write_checkpoint(tmp_path, "bert", conditioning=conditioning)
     options = {"legacy_exporter": legacy_exporter, "parity_tokens": 256, "parity_shapes": 0}
     export(checkpoint, tmp_path / "a", **options)  # compared with torch
     predicted = open_runtime(tmp_path / "a").predict(["name 3 rivers"] * 4, ["a", "other", "b", "c"])
@@ -176,10 +169,7 @@ def test_abstain_threshold_is_the_users_or_the_checkpoints(checkpoints: Folders,
 
 
 def test_version_is_of_the_content_and_an_old_artifact_is_replaced_on_demand(
-    checkpoints: Folders,
-    artifacts: Folders,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    checkpoints: Folders, artifacts: Folders, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "a"
     shutil.copytree(artifacts["bert-legacy"], out)
@@ -246,9 +236,7 @@ def test_bad_option_is_named(arguments: list[str], message: str, capsys: pytest.
     assert message in one_error_line(capsys)
 
 
-def test_parity_failure_writes_nothing(
-    checkpoints: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_parity_no_artifact(checkpoints: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def another_model_than_was_exported(path: str) -> object:
         checkpoint = load_checkpoint(path)
         forward = checkpoint.model.forward
@@ -281,10 +269,9 @@ def test_model_that_torch_cannot_export_is_one_error(
 
 
 def test_tokenizer_that_differs_from_training_is_caught(artifacts: Folders, checkpoints: Folders) -> None:
-    checkpoint = load_checkpoint(checkpoints["bert"])
     other = PromptTokenizer(artifacts["deberta"] / "tokenizer.json", max_length=48, truncation_side="right")
     with pytest.raises(TailcastError, match="tokenizer differ on"):
-        check_tokenizer(checkpoint, other)
+        check_tokenizer(load_checkpoint(checkpoints["bert"]), other)
 
 
 def test_numbers_that_depend_on_batch_mates_or_are_none_are_caught(
@@ -339,9 +326,9 @@ def test_true_architecture_exports_and_gives_torchs_numbers(tmp_path: Path, name
     poolings = ("mean", "last") if config["model_type"] == "opt" else ("cls", "mean", "max")
     options = {"max_length": 512, "pooling": poolings, "prompt_length": True}
     model = predictor(build_encoder(config), **options)
-    model.set_calibration(CALIBRATION)
+    model.set_calibration(conftest.CALIBRATION)
     tokenizer = load_tokenizer(tiny_bert(tmp_path / "tokenizer"))
-    save_checkpoint(tmp_path / "checkpoint", model, tokenizer, TRAINING_INFO)
+    save_checkpoint(tmp_path / "checkpoint", model, tokenizer, conftest.TRAINING_INFO)
     del model
     gc.collect()
     out = tmp_path / "artifact"
@@ -354,17 +341,11 @@ def test_true_architecture_exports_and_gives_torchs_numbers(tmp_path: Path, name
     shutil.rmtree(tmp_path)
 
 
-@pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An artifact with all heads and conditions whose products are wide enough to be quantized."""
-    root = tmp_path_factory.mktemp("variants")
-    encoder = tiny_bert(root / "encoder", hidden_size=64)
-    save_checkpoint(root / "checkpoint", predictor(encoder), load_tokenizer(encoder), {})
-    export(root / "checkpoint", root / "artifact", parity_tokens=64, parity_shapes=0)
-    return root / "artifact"
-
-
-def test_the_command_makes_evaluates_and_reports(artifact, tmp_path):
+def test_the_command_makes_evaluates_and_reports(tmp_path):
+    # Wide enough that its products are worth quantizing.
+    encoder, artifact = tiny_bert(tmp_path / "encoder", hidden_size=64), tmp_path / "artifact"
+    save_checkpoint(tmp_path / "checkpoint", predictor(encoder), load_tokenizer(encoder), {})
+    export(tmp_path / "checkpoint", artifact, parity_tokens=64, parity_shapes=0)
     data = write_rows(tmp_path / "rows.parquet", num_prompts=18, models=("small-llm", "large-llm"))
     out = tmp_path / "variants"
     arguments = [str(artifact), "--data", str(data), "--out", str(out), "--shapes", '["1x8", "4x500"]']
@@ -388,7 +369,7 @@ def test_the_command_makes_evaluates_and_reports(artifact, tmp_path):
         assert folder.is_dir() == variants[name]["accepted"]
         if folder.is_dir():  # a variant is an artifact like any other
             opened = open_artifact(folder, public_key=public_key)
-            assert schema_errors(json.loads((folder / "manifest.json").read_text())) == []
+            assert schema_errors(read_manifest(folder)) == []
             assert opened.manifest.variant["name"] == name
             assert opened.manifest.variant["metrics"] == variants[name]["metrics"]
             assert opened.manifest.variant["made_from"] == report["artifact"]["artifact_version"]

@@ -104,9 +104,8 @@ def test_kserve_layout(folder: Path, tmp_path: Path) -> None:
     assert main([*arguments, "--name", "lengths"]) == 0
     resource = yaml.safe_load((out / "inference-service.yaml").read_text())
     assert (resource["kind"], resource["metadata"]["name"]) == ("InferenceService", "lengths")
-    model = resource["spec"]["predictor"]["model"]
     kind = {"modelFormat": {"name": "triton"}, "protocolVersion": "v2"}
-    assert model == kind | {"storageUri": "pvc://claim/models"}
+    assert resource["spec"]["predictor"]["model"] == kind | {"storageUri": "pvc://claim/models"}
     manifest = open_artifact(folder).manifest
     assert resource["metadata"]["annotations"]["tailcast/artifact-version"] == manifest.artifact_version
     assert [path.name for path in (out / "models").iterdir()] == ["lengths"]

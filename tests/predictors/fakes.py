@@ -29,6 +29,7 @@ from predictors.service.artifacts import Reopen
 from predictors.service.batcher import BatchingSettings
 from predictors.service.grpc_methods import SERVICE
 from predictors.service.server import PredictionServer
+from tests.scheduler_core.helpers import settle
 
 WORDS = "name three rivers write a long essay about the sea nan crash last".split()  # noqa: SIM905
 VOCAB = {token: number for number, token in enumerate(("[PAD]", "[CLS]", "[SEP]", "[UNK]", *WORDS))}
@@ -62,6 +63,17 @@ def write_artifact(folder: Path, **changes: Any) -> Path:
     fields = {"heads": ("length",), "nu": NU, "served_models": ("tiny-llm",)} | changes
     graph = _graph(f"{MEAN}mu = Identity (first)", TOKENS, "float[batch] mu, float[batch] sigma")
     return _write(folder, graph, **fields)
+
+
+def replace_artifact(folder: Path, name: str) -> None:
+    """Moves the link `current` to a new version."""
+    (folder / "next").symlink_to(write_artifact(folder / name, artifact_version=name))
+    (folder / "next").replace(folder / "current")
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+    return content
 
 
 def without_numbers(folder: Path) -> Path:
@@ -238,12 +250,6 @@ class ManualClock:
             timer.callback()
         self._now = until
         await settle()
-
-
-async def settle() -> None:
-    """Lets every task that can run do so until it waits."""
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 class GatedRuntime:

@@ -17,20 +17,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from grpc_health.v1 import health_pb2
 
+from predictors import manifest as manifests
 from predictors.artifact import hash_files, open_artifact, write_manifest
 from predictors.cli import main
 from predictors.client import InProcessPredictor
-from predictors.manifest import (
-    FORMAT_VERSION,
-    MANIFEST,
-    SIGNATURE,
-    Conditions,
-    Manifest,
-    content_version,
-    parse_manifest,
-)
+from predictors.manifest import MANIFEST, Manifest, content_version, parse_manifest
 from predictors.proto import predictor_v1_pb2 as pb
-from predictors.proto.predictor_v1_pb2_grpc import PredictorStub
 from predictors.runtime import open_runtime
 from predictors.service.artifacts import ArtifactSource, open_sources
 from predictors.service.batcher import BatchingSettings
@@ -38,38 +30,14 @@ from predictors.service.errors import ReloadError
 from predictors.signing import read_private_key, read_public_key, sign_file
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.predictor import PredictionRequest
-from tests.predictors.fakes import (
-    VOCAB,
-    GatedRuntime,
-    expected,
-    running_server,
-    serve_config,
-    server_and_stub,
-    status,
-    until,
-    version_prefix,
-    without_numbers,
-    write_artifact,
-    write_rich_artifact,
-)
+from tests.predictors import fakes
+from tests.predictors.fakes import GatedRuntime, expected, read_manifest, server_and_stub, write_artifact
 
 OURS = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 OTHER = Ed25519PrivateKey.from_private_bytes(bytes(range(32, 64)))
 REQUEST = PredictionRequest("r", "sea", 1)
 SEA = pb.PredictRequest(prompt="sea")
 NO_NUMBERS = "the model returned mu = nan"
-
-
-def change_manifest(folder: Path, **changes: Any) -> None:
-    """Edits manifest.json; its version is made that of the new content."""
-    content = content_of(folder) | changes
-    content["artifact_version"] = content_version(content)
-    (folder / "manifest.json").write_text(json.dumps(content))
-
-
-def content_of(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
-    return content
 
 
 def parse(content: dict[str, Any], **changes: Any) -> Manifest:
@@ -79,7 +47,7 @@ def parse(content: dict[str, Any], **changes: Any) -> Manifest:
 
 
 def test_version_follows_the_content(artifact_folder: Path, tmp_path: Path) -> None:
-    content = content_of(artifact_folder)
+    content = read_manifest(artifact_folder)
     version = content["artifact_version"]
     assert version == content_version(dict(reversed(content.items())))
     assert re.fullmatch("[0-9a-f]{12}", version)
@@ -95,22 +63,21 @@ def test_version_follows_the_content(artifact_folder: Path, tmp_path: Path) -> N
 
 def test_every_field_is_needed_and_an_edited_one_is_another_version(rich_folder: Path) -> None:
     with pytest.raises(InputError, match="artifact_version: got .*changed after the export"):
-        parse_manifest(content_of(rich_folder) | {"max_length": 17})
-    for field in content_of(rich_folder):
-        content = content_of(rich_folder)
+        parse_manifest(read_manifest(rich_folder) | {"max_length": 17})
+    for field in read_manifest(rich_folder):
+        content = read_manifest(rich_folder)
         del content[field]
         with pytest.raises(InputError, match=f"artifact manifest, {field}"):
             parse_manifest(content)
-    for version, advice in ((FORMAT_VERSION + 1, "upgrade"), (4, "export it again")):
+    for version, advice in ((manifests.FORMAT_VERSION + 1, "upgrade"), (4, "export it again")):
         with pytest.raises(InputError, match=rf"format_version: got \d+; allowed: .*{advice}"):
-            parse_manifest(content_of(rich_folder) | {"format_version": version, "something_new": {}})
+            parse_manifest(read_manifest(rich_folder) | {"format_version": version, "something_new": {}})
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "tokenizer.json", "manifest.json"])
 def test_changed_or_missing_file_is_refused(tmp_path: Path, name: str) -> None:
     folder = write_artifact(tmp_path / "a")
-    content = (folder / name).read_bytes()
-    (folder / name).write_bytes(content[:-2])
+    (folder / name).write_bytes((folder / name).read_bytes()[:-2])
     reason = "a file with valid JSON" if name == "manifest.json" else rf"artifact file {name}: got 'SHA-256"
     with pytest.raises(InputError, match=reason):
         open_artifact(folder)
@@ -187,14 +154,14 @@ CONTRADICTIONS: list[tuple[str, object, str]] = [
 @pytest.mark.parametrize(("field", "value", "named"), WRONG)
 def test_wrong_field_is_named(artifact_folder: Path, field: str, value: object, named: str) -> None:
     with pytest.raises(InputError, match=f"^artifact manifest, {re.escape(named)}[^:]*: got") as caught:
-        parse(content_of(artifact_folder), **{field: value})
+        parse(read_manifest(artifact_folder), **{field: value})
     assert len(str(caught.value).splitlines()) == 1
 
 
 def test_fields_that_contradict_each_other_are_named(rich_folder: Path) -> None:
     for field, value, named in CONTRADICTIONS:
         with pytest.raises(InputError, match=f"^artifact manifest, ({named}): got"):
-            parse(content_of(rich_folder), **{field: value})
+            parse(read_manifest(rich_folder), **{field: value})
 
 
 @pytest.mark.parametrize("name", ["notes.txt", ".hidden", "model.onnx.data", ".tailcast.jsonl"])
@@ -228,7 +195,9 @@ def test_weights_outside_the_folder_are_refused(tmp_path: Path, location: str) -
     tensor.data_location = onnx.TensorProto.EXTERNAL
     tensor.external_data.add(key="location", value=location)
     (folder / "model.onnx").write_bytes(model.SerializeToString())
-    change_manifest(folder, files=hash_files(folder))
+    content = read_manifest(folder) | {"files": hash_files(folder)}
+    content["artifact_version"] = content_version(content)
+    (folder / "manifest.json").write_text(json.dumps(content))
     with pytest.raises(InputError, match=r"artifact file model\.onnx: got .*xternal"):
         open_runtime(folder)
 
@@ -248,7 +217,8 @@ def test_listed_external_weights_are_read(tmp_path: Path, artifact_folder: Path)
 
 
 def test_served_models_are_numbered_or_refused() -> None:
-    known_only, any_model = (Conditions(unknown_models=is_any, temperature=True) for is_any in (False, True))
+    known_only = manifests.Conditions(unknown_models=False, temperature=True)
+    any_model = manifests.Conditions(unknown_models=True, temperature=True)
     for served_models, conditioning, numbers in (
         # of None, "", a, b, other
         ((), None, [0, 0, 0, 0, 0]),
@@ -331,7 +301,7 @@ async def test_bad_signature_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     signed(folder, OTHER if how == "of another key" else OURS)
     open_artifact(folder)
     if how == "unsigned":
-        (folder / SIGNATURE).unlink()
+        (folder / manifests.SIGNATURE).unlink()
     elif how == "changed afterwards":
         assert open_artifact(folder, public_key=key) == open_artifact(folder)
         (folder / MANIFEST).write_text((folder / MANIFEST).read_text() + " ")
@@ -346,21 +316,16 @@ async def test_bad_signature_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
 
 async def test_wrong_signatures_are_refused_at_a_reload(tmp_path: Path) -> None:
     key = public_key_file(tmp_path / "ours.pub")
-    bad = write_artifact(tmp_path / "bad", artifact_version="two")
     link = tmp_path / "current"
     link.symlink_to(signed(tmp_path / "one", artifact_version="one"))
-    sources, runtimes = open_sources(serve_config(artifact=str(link), provider="cpu", public_key=str(key)))
-    async with (
-        running_server(runtimes, reopen=lambda name: sources[name].open()) as (server, address),
-        grpc.aio.insecure_channel(address) as channel,
-    ):
-        stub: Any = PredictorStub(channel)  # type: ignore[no-untyped-call]
+    config = fakes.serve_config(artifact=str(link), provider="cpu", public_key=str(key))
+    sources, runtimes = open_sources(config)
+    async with server_and_stub(runtimes, reopen=lambda name: sources[name].open()) as (server, stub):
 
         async def version() -> str:
-            return version_prefix((await stub.Predict(pb.PredictRequest(prompt="sea"))).artifact_version)
+            return fakes.version_prefix((await stub.Predict(SEA)).artifact_version)
 
-        (tmp_path / "next").symlink_to(bad)
-        (tmp_path / "next").replace(link)
+        fakes.replace_artifact(tmp_path, "two")
         with pytest.raises(ReloadError, match="is missing; public_key requires it"):
             await server.artifacts.reload("tiny")
         assert await version() == "one"
@@ -368,7 +333,7 @@ async def test_wrong_signatures_are_refused_at_a_reload(tmp_path: Path) -> None:
         assert await server.artifacts.reload("tiny")
         assert await version() == "two"
         # The same content without its signature is no news to be taken, but no reason to go on silently either.
-        (link / SIGNATURE).unlink()
+        (link / manifests.SIGNATURE).unlink()
         with pytest.raises(ReloadError, match="signature"):
             await server.artifacts.reload("tiny")
         assert await version() == "two"
@@ -383,7 +348,7 @@ async def test_wrong_signatures_are_refused_at_a_reload(tmp_path: Path) -> None:
 
 
 def source(path: Path) -> ArtifactSource:
-    return ArtifactSource(str(path), serve_config(provider="cpu"))
+    return ArtifactSource(str(path), fakes.serve_config(provider="cpu"))
 
 
 async def test_requests_choose_among_several_artifacts(tmp_path: Path, artifact_folder: Path) -> None:
@@ -398,39 +363,37 @@ async def test_requests_choose_among_several_artifacts(tmp_path: Path, artifact_
             assert health.status == health_pb2.HealthCheckResponse.SERVING
         prediction = stub.Predict(pb.PredictRequest(prompt="sea", artifact_id="none"))
         for call in (prediction, stub.GetMetadata(pb.GetMetadataRequest(artifact_id="none"))):
-            code, message = await status(call)
+            code, message = await fakes.status(call)
             assert (code, "one of tiny, second" in message) == (grpc.StatusCode.NOT_FOUND, True)
 
 
 async def test_start_refuses_equal_ids_and_what_reloads_refuse(tmp_path: Path, artifact_folder: Path) -> None:
-    broken = without_numbers(write_artifact(tmp_path / "a", artifact_id="broken"))
+    broken = fakes.without_numbers(write_artifact(tmp_path / "a", artifact_id="broken"))
     equal = (artifact_folder, InputError, "artifact: got 'tiny'")
     for folder, kind, message in (equal, (broken, TailcastError, NO_NUMBERS)):
         with pytest.raises(kind, match=message):
-            async with running_server([open_runtime(artifact_folder), open_runtime(folder)]):
+            async with fakes.running_server([open_runtime(artifact_folder), open_runtime(folder)]):
                 pass
 
 
 async def test_a_new_version_takes_over_and_no_request_is_lost(tmp_path: Path) -> None:
     link = tmp_path / "current"
-    link.symlink_to(write_artifact(tmp_path / "one", artifact_version="one"))
+    fakes.replace_artifact(tmp_path, "one")
     old = GatedRuntime(link, is_open=False)
     batching = BatchingSettings(max_batch=1, max_wait_s=0.0, max_queue=50, num_workers=2)
     options = {"batching": batching, "reopen": lambda name: source(link).open()}
     async with server_and_stub(old, **options) as (server, stub):
         # One stays inside the old version, behind its gate; the second worker is free.
         inside = asyncio.ensure_future(stub.Predict(SEA))
-        await until(lambda: server.artifacts.num_in_flight == 1)
+        await fakes.until(lambda: server.artifacts.num_in_flight == 1)
         assert not await server.artifacts.reload("tiny")
-        write_artifact(tmp_path / "two", artifact_version="two")
-        (tmp_path / "next").symlink_to(tmp_path / "two")
-        (tmp_path / "next").replace(link)
+        fakes.replace_artifact(tmp_path, "two")
         assert await server.artifacts.reload("tiny")
         later = await stub.Predict(SEA)
         assert not inside.done()
         old.gate.set()
         first = await inside
-    assert [version_prefix(each.artifact_version) for each in (first, later)] == ["one", "two"]
+    assert [fakes.version_prefix(each.artifact_version) for each in (first, later)] == ["one", "two"]
     assert first.mu == later.mu == pytest.approx(expected("sea")[0], rel=1e-6)
     text = server.metrics.exposition().decode()
     for response, value in ((later, 1.0), (first, 0.0)):
@@ -454,13 +417,13 @@ async def test_many_reloads_under_load_lose_nothing(tmp_path: Path) -> None:
             while not done.is_set():
                 response = await stub.Predict(SEA)
                 assert response.mu == pytest.approx(expected("sea")[0], rel=1e-5)
-                versions.append(version_prefix(response.artifact_version))
+                versions.append(fakes.version_prefix(response.artifact_version))
 
         askers = [asyncio.create_task(ask()) for _ in range(8)]
         for _ in range(6):
             assert await server.artifacts.reload("tiny")
             target = len(versions) + 10
-            await until(lambda target=target: len(versions) > target)  # type: ignore[misc]
+            await fakes.until(lambda target=target: len(versions) > target)  # type: ignore[misc]
         done.set()
         await asyncio.gather(*askers)
     assert set(versions) == {"v0", "v1"}
@@ -485,8 +448,8 @@ def damaged(folder: Path) -> Path:
         (lambda path: source(damaged(write_artifact(path / "a"))).open(), "SHA-256"),
         (lambda path: source(write_artifact(path / "a", artifact_id="x")).open(), "artifact_id: got 'x'"),
         (lambda path: source(write_artifact(path / "a", artifact_id="tiny")).open(), "heads"),
-        (lambda path: Broken(write_rich_artifact(path / "a", artifact_version="new")), "no memory"),
-        (lambda path: source(without_numbers(write_rich_artifact(path / "a"))).open(), NO_NUMBERS),
+        (lambda path: Broken(fakes.write_rich_artifact(path / "a", artifact_version="new")), "no memory"),
+        (lambda at: source(fakes.without_numbers(fakes.write_rich_artifact(at / "a"))).open(), NO_NUMBERS),
     ],
     ids=["missing", "damaged", "another id", "fewer heads", "warm-up fails", "no numbers"],
 )
@@ -504,10 +467,10 @@ async def test_a_bad_new_version_is_refused_and_the_old_one_stays(
 
 
 async def test_what_is_loaded_needs_its_folder_no_more_and_without_a_source_stays(tmp_path: Path) -> None:
-    runtime = open_runtime(write_artifact(tmp_path / "a"))
-    async with server_and_stub(runtime) as (server, stub):
+    async with server_and_stub(open_runtime(write_artifact(tmp_path / "a"))) as (server, stub):
         shutil.rmtree(tmp_path / "a")
-        response = await stub.Predict(pb.PredictRequest(token_ids=pb.TokenIds(ids=[1, VOCAB["sea"], 2])))
+        ids = pb.TokenIds(ids=[1, fakes.VOCAB["sea"], 2])
+        response = await stub.Predict(pb.PredictRequest(token_ids=ids))
         with pytest.raises(ReloadError, match="cannot reload"):
             await server.artifacts.reload("tiny")
     assert response.mu == pytest.approx(expected("sea")[0], rel=1e-6)

@@ -83,8 +83,7 @@ async def test_waiting_requests_are_joined_by_length_starting_from_the_oldest() 
     await bench.release(2)
     await bench.release(3)
     assert bench.batches[3] == [53]
-    answers = await asyncio.gather(*callers)
-    assert outcomes(answers) == [f"r{item}" for item in (50, 10, 51, 11, 52, 49, 53)]
+    assert outcomes(await asyncio.gather(*callers)) == [f"r{item}" for item in (50, 10, 51, 11, 52, 49, 53)]
 
 
 async def test_waits_for_company_but_not_longer_than_allowed() -> None:
@@ -282,9 +281,7 @@ async def test_model_threads_are_bound_to_a_core_each_and_no_other_thread_is() -
     threads.close()
 
 
-def test_model_threads_are_bound_only_if_there_are_as_many_as_cores(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_model_threads_are_bound_only_if_there_are_as_many_as_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {7, 1, 5, 3}, raising=False)
     assert worker_cores(num_workers=4) == [1, 3, 5, 7]
     assert worker_cores(num_workers=2, process=1, num_processes=2) == [5, 7]

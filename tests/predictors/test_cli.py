@@ -39,7 +39,7 @@ from predictors.service.workers import Supervisor
 from scheduler_core.command import command
 from scheduler_core.errors import InputError, MissingExtraError
 from scheduler_core.predictor import PredictionRequest
-from tests.predictors.fakes import expected, version_prefix, without_numbers, write_artifact
+from tests.predictors.fakes import expected, replace_artifact, version_prefix, without_numbers, write_artifact
 from tests.predictors.proxy.fake_engine import CHAT, chat, paused, running_engine, stream_events, until
 
 PATIENCE_S = 150.0
@@ -118,13 +118,6 @@ def get(port: int, path: str) -> tuple[int, str]:
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.read().decode()
-
-
-def replace_artifact(folder: Path, name: str) -> None:
-    """Moves the link `current` to a new version."""
-    target = write_artifact(folder / name, artifact_version=name)
-    (folder / "next").symlink_to(target)
-    (folder / "next").replace(folder / "current")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -15,34 +15,15 @@ from typing import Any
 import grpc
 import pytest
 
-from predictors.client import (
-    ClientSettings,
-    GrpcPredictor,
-    InProcessPredictor,
-    PredictorError,
-    SyncPredictor,
-    connect,
-    grpc_client,
-    load,
-    messages,
-)
+from predictors import client as clients
+from predictors.client import ClientSettings, InProcessPredictor, PredictorError, SyncPredictor, connect, load
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.proto import predictor_v1_pb2_grpc
 from predictors.runtime import open_runtime
 from predictors.service.batcher import BatchingSettings
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.predictor import PredictionRequest
-from tests.predictors.fakes import (
-    NU,
-    RICH,
-    GatedRuntime,
-    expected,
-    expected_rich,
-    running_server,
-    until,
-    without_numbers,
-    write_artifact,
-)
+from tests.predictors import fakes
 
 PROMPTS = ["name three rivers", "sea", "write a long essay about the sea", "a a a"]
 KINDS = ("calls", "blocking")
@@ -118,7 +99,7 @@ class Client:
         elif kind == "blocking":
             self.client = SyncPredictor(address, ClientSettings(**settings))
         else:
-            self.client = GrpcPredictor(address, ClientSettings(**settings))
+            self.client = clients.GrpcPredictor(address, ClientSettings(**settings))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """A method of the client, to be awaited."""
@@ -142,7 +123,7 @@ class Client:
 
 @pytest.fixture
 async def address(artifact_folder: Path) -> AsyncIterator[str]:
-    async with running_server(open_runtime(artifact_folder)) as (_, address):
+    async with fakes.running_server(open_runtime(artifact_folder)) as (_, address):
         yield address
 
 
@@ -152,25 +133,25 @@ async def test_predictions_come_in_the_order_of_the_requests(
     address: str, kind: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # So that many are sent in several calls.
-    monkeypatch.setattr(messages, "MAX_BATCH_BYTES", 300)
-    monkeypatch.setattr(messages, "MAX_BATCH_REQUESTS", 7)
+    monkeypatch.setattr(clients.messages, "MAX_BATCH_BYTES", 300)
+    monkeypatch.setattr(clients.messages, "MAX_BATCH_REQUESTS", 7)
     prompts = [PROMPTS[index % 4] + " a" * (index % 9) for index in range(count)]
     prompts += ["the " * 500] * (count > 4)
     async with Client(kind, address) as client:
         predictions = await client.predict(requests(prompts))
     for prompt, prediction in zip(prompts, predictions, strict=True):
-        assert (prediction.length.mu, prediction.length.sigma) == pytest.approx(expected(prompt), rel=1e-5)
-        assert (prediction.length.nu, prediction.length.artifact_id) == (NU, "tiny")
-        assert len(prediction.length.artifact_version) == 12
+        length = prediction.length
+        assert (length.mu, length.sigma) == pytest.approx(fakes.expected(prompt), rel=1e-5)
+        assert (length.nu, length.artifact_id, len(length.artifact_version)) == (fakes.NU, "tiny", 12)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "in process"])
 async def test_all_heads_and_conditions_pass_through_every_client(rich_folder: Path, kind: str) -> None:
     first = PredictionRequest("a", "sea", 100, "huge-llm", 0.5)
     batch = [first, PredictionRequest("b", "name three rivers", 100, temperature=1.5)]
-    rows = [expected_rich("sea", 2, 0.5), expected_rich("name three rivers", 0, 1.5)]
+    rows = [fakes.expected_rich("sea", 2, 0.5), fakes.expected_rich("name three rivers", 0, 1.5)]
     async with (
-        running_server(open_runtime(rich_folder)) as (_, address),
+        fakes.running_server(open_runtime(rich_folder)) as (_, address),
         Client(kind, str(rich_folder) if kind == "in process" else address) as client,
     ):
         predictions = await client.predict(batch)
@@ -180,9 +161,9 @@ async def test_all_heads_and_conditions_pass_through_every_client(rich_folder: P
     for prediction, response, row in zip(predictions, responses, rows, strict=True):
         assert (prediction.length.mu, prediction.length.nu) == pytest.approx((row["mu"], row["nu"]), rel=1e-5)
         assert prediction.urgency.probabilities == pytest.approx(tuple(row["urgency"]), rel=1e-5)
-        assert prediction.urgency.abstain_threshold == RICH["abstain_threshold"]
+        assert prediction.urgency.abstain_threshold == fakes.RICH["abstain_threshold"]
         assert prediction.bucket.probabilities == pytest.approx(tuple(row["bucket"]), rel=1e-5)
-        assert prediction.bucket.edges == RICH["bucket_edges"]
+        assert prediction.bucket.edges == fakes.RICH["bucket_edges"]
         assert prediction.point.tokens == pytest.approx(max(row["regression_tokens"], 1.0), rel=1e-5)
         assert prediction.rank.score == pytest.approx(row["rank"], rel=1e-5)
         assert response.truncated_length.max_tokens == 100
@@ -219,7 +200,7 @@ async def test_unreachable_server_is_named(kind: str) -> None:
 
 
 async def test_message_over_the_limit_names_the_limit(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_client, "MAX_MESSAGE_BYTES", 4096)
+    monkeypatch.setattr(clients.grpc_client, "MAX_MESSAGE_BYTES", 4096)
     async with Client("calls", address) as client:
         error = await client.error(requests(["sea " * 2000]))
     assert error.code == "RESOURCE_EXHAUSTED"
@@ -228,23 +209,23 @@ async def test_message_over_the_limit_names_the_limit(address: str, monkeypatch:
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_deadline_ends_the_wait_of_its_call_alone(artifact_folder: Path, kind: str) -> None:
-    runtime = GatedRuntime(artifact_folder, is_open=False)
-    async with running_server(runtime) as (_, address), Client(kind, address) as client:
+    runtime = fakes.GatedRuntime(artifact_folder, is_open=False)
+    async with fakes.running_server(runtime) as (_, address), Client(kind, address) as client:
         patient = asyncio.ensure_future(client.mus(requests(["sea"])))
         assert (await client.error(requests(["a"]), timeout_s=0.05)).code == "DEADLINE_EXCEEDED"
         runtime.gate.set()
-        assert await patient == pytest.approx([expected("sea")[0]], rel=1e-6)
+        assert await patient == pytest.approx([fakes.expected("sea")[0]], rel=1e-6)
 
 
 async def test_cancelling_the_caller_frees_the_service(artifact_folder: Path) -> None:
-    runtime = GatedRuntime(artifact_folder, is_open=False)
+    runtime = fakes.GatedRuntime(artifact_folder, is_open=False)
     batching = BatchingSettings(max_batch=1, max_wait_s=0.0)
-    async with running_server(runtime, batching=batching) as (server, address):
+    async with fakes.running_server(runtime, batching=batching) as (server, address):
         async with connect(address) as predictor:
             call = asyncio.ensure_future(predictor.predict(requests()))
-            await until(lambda: server.artifacts.num_in_flight == 4)
+            await fakes.until(lambda: server.artifacts.num_in_flight == 4)
             call.cancel()
-            await until(lambda: server.artifacts.num_in_flight == 0)
+            await fakes.until(lambda: server.artifacts.num_in_flight == 0)
         runtime.gate.set()
     assert len(runtime.batches) <= 1
 
@@ -269,7 +250,7 @@ async def test_only_what_no_server_took_is_retried_and_not_for_ever(kind: str) -
 
 async def test_retries_stop_while_most_calls_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """gRPC's throttling: with a bucket of 4 tokens a failing service is called again once, then no more."""
-    monkeypatch.setattr(grpc_client, "RETRY_THROTTLING", {"maxTokens": 4, "tokenRatio": 0.2})
+    monkeypatch.setattr(clients.grpc_client, "RETRY_THROTTLING", {"maxTokens": 4, "tokenRatio": 0.2})
     servicer = Scripted(num_failures=100)
     async with serving(servicer) as address, Client("calls", address) as client:
         for _ in range(10):
@@ -311,7 +292,7 @@ async def test_every_caller_has_a_call_of_its_own_over_connections_in_turn() -> 
     servicer.gate.clear()
     async with serving(servicer) as address, Client("calls", address, num_connections=3) as client:
         calls = [asyncio.ensure_future(client.mus(requests(["sea"]))) for _ in range(6)]
-        await until(lambda: servicer.num_under_way == 6)
+        await fakes.until(lambda: servicer.num_under_way == 6)
         assert sorted(servicer.num_calls_by_peer.values()) == [2, 2, 2]
         servicer.gate.set()
         assert await asyncio.gather(*calls) == [[3.0]] * 6
@@ -334,7 +315,7 @@ async def test_closed_client_opens_again(address: str, artifact_folder: Path, ki
     client = Client(kind, str(artifact_folder) if kind == "in process" else address)
     for _ in range(2):
         async with client:
-            assert await client.mus(requests(["sea"])) == pytest.approx([expected("sea")[0]], rel=1e-6)
+            assert await client.mus(requests(["sea"])) == pytest.approx([fakes.expected("sea")[0]], rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["calls", "in process"])
@@ -385,7 +366,7 @@ async def test_missing_artifact_is_an_input_error_and_closing_it_is_harmless(tmp
 
 
 async def test_an_artifact_that_cannot_predict_is_refused_and_leaves_no_thread(tmp_path: Path) -> None:
-    folder = without_numbers(write_artifact(tmp_path / "a"))
+    folder = fakes.without_numbers(fakes.write_artifact(tmp_path / "a"))
     before = set(threading.enumerate())
     async with InProcessPredictor(folder) as predictor:
         for _ in range(3):
@@ -393,10 +374,9 @@ async def test_an_artifact_that_cannot_predict_is_refused_and_leaves_no_thread(t
                 await predictor.predict(requests(["sea"]))
 
     def num_threads() -> int:
-        running = set(threading.enumerate()) - before
-        return sum(thread.name.startswith("tailcast") for thread in running)
+        return sum(thread.name.startswith("tailcast") for thread in set(threading.enumerate()) - before)
 
-    await until(lambda: num_threads() == 0)
+    await fakes.until(lambda: num_threads() == 0)
 
 
 def test_client_imports_without_what_only_the_service_needs() -> None:

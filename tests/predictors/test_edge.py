@@ -27,19 +27,11 @@ from predictors.service.errors import UnauthenticatedError
 from predictors.service.security import BearerTokens, grpc_credentials
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.predictor import PredictionRequest
-from tests.predictors.fakes import (
-    GatedRuntime,
-    expected,
-    failure,
-    running_server,
-    serve_config,
-    server_and_stub,
-)
+from tests.predictors import fakes
 from tests.predictors.test_cli import PATIENCE_S, running
 
 CANARY = "canary-4711"
 SECRET = CANARY.encode()
-MAX_BYTES = 2**20
 HEAD = b"POST / HTTP/1.1\r\nHost: x\r\n"
 PREDICT = "/tailcast.predictor.v1.Predictor/Predict"
 TOKEN = "a-known-token"
@@ -100,7 +92,7 @@ async def echo(request: web.Request) -> web.Response:
 
 @contextlib.asynccontextmanager
 async def serving(request_timeout_s: float) -> AsyncIterator[int]:
-    application = web.Application(client_max_size=MAX_BYTES)
+    application = web.Application(client_max_size=2**20)
     application.router.add_post("/", echo)
     runner = HttpRunner(application, request_timeout_s=request_timeout_s, shutdown_timeout=1)
     await runner.setup()
@@ -184,11 +176,10 @@ def http_request(*headers: bytes, body: bytes = b"", path: bytes = b"/v1/predict
 
 
 PROMPT = b'{"prompt": "' + SECRET + b'"'
-LINE = b"POST /v1/predict HTTP/1.1\r\n"
 HTTP = [
     SECRET + b"\r\n\r\n",
     b"POST /v1/predict?key=" + SECRET + b" HTTP/1\r\n\r\n",
-    LINE + b"Authorization Bearer " + SECRET + b"\r\n\r\n",
+    b"POST /v1/predict HTTP/1.1\r\nAuthorization Bearer " + SECRET + b"\r\n\r\n",
     http_request(b"Authorization: Bearer " + SECRET, body=PROMPT + b"}"),
     http_request(b"Authorization: Bearer \xff" + SECRET, body=PROMPT + b"}"),
     http_request(AUTHORIZED, b"Expect: " + SECRET),
@@ -266,7 +257,7 @@ def test_half_a_request_does_not_hold_a_drain(tmp_path: Path, artifact_folder: P
             connection.close()
 
 
-class QuotingRuntime(GatedRuntime):
+class QuotingRuntime(fakes.GatedRuntime):
     """Its model calls fail, and quote a prompt in all the ways in which exceptions can."""
 
     def run(self, *arguments: Any, **options: Any) -> Any:
@@ -283,10 +274,9 @@ async def test_unexpected_errors_quote_no_prompt_to_callers_or_the_log(
 ) -> None:
     caplog.handler.addFilter(RequestDataFilter())
     caplog.set_level(logging.DEBUG)
-    runtime = QuotingRuntime(artifact_folder) if fault == "model" else GatedRuntime(artifact_folder)
+    runtime = QuotingRuntime(artifact_folder) if fault == "model" else fakes.GatedRuntime(artifact_folder)
     async with (
-        running_server(runtime, http_port=0) as (server, address),
-        grpc.aio.insecure_channel(address) as channel,
+        fakes.server_and_stub(runtime, http_port=0) as (server, stub),
         aiohttp.ClientSession(base_url=f"http://127.0.0.1:{server.http_port}") as session,
     ):
 
@@ -299,9 +289,9 @@ async def test_unexpected_errors_quote_no_prompt_to_callers_or_the_log(
             assert response.status == 500
             text = await response.text()
         data = pb.PredictRequest(prompt=CANARY).SerializeToString()
-        error = await failure(channel.unary_unary(PREDICT)(data))
+        error = await fakes.failure(stub.call("Predict", data))
         text += f"{error.details()} {error.trailing_metadata()}"
-        stream = channel.stream_stream(PREDICT + "Stream")(iter([data]))
+        stream = stub.channel.stream_stream(PREDICT + "Stream")(iter([data]))
         text += str([outcome async for outcome in stream])
     assert CANARY not in text
     assert ("the batch failed (RuntimeError)" in text) is (fault == "model")
@@ -376,8 +366,8 @@ async def http_accepts(port: int | None, tls: TlsSettings | None) -> bool:
 
 @pytest.mark.parametrize("mutual", [False, True], ids=["tls", "mutual"])
 async def test_certificates_decide_who_is_let_in(artifact_folder: Path, pki: Path, mutual: bool) -> None:
-    options = server_files(pki, mutual=mutual)
-    async with running_server(open_runtime(artifact_folder), http_port=0, **options) as (server, address):
+    options = server_files(pki, mutual=mutual) | {"http_port": 0}
+    async with fakes.running_server(open_runtime(artifact_folder), **options) as (server, address):
         address = address.replace("127.0.0.1", "localhost")
         for authority, certificate, is_accepted in (
             ("ours", None, not mutual),
@@ -390,7 +380,7 @@ async def test_certificates_decide_who_is_let_in(artifact_folder: Path, pki: Pat
             for client in ("calls", "blocking"):
                 if is_accepted:
                     mu = await median_log(client, address, tls)
-                    assert mu == pytest.approx(expected(REQUEST.prompt)[0], rel=1e-6)
+                    assert mu == pytest.approx(fakes.expected(REQUEST.prompt)[0], rel=1e-6)
                 else:
                     with pytest.raises(PredictorError, match=address) as caught:
                         await median_log(client, address, tls)
@@ -404,7 +394,7 @@ def test_bad_files_of_a_server_are_named(tmp_path: Path, pki: Path, option: str)
     for name in ("nothing", "text"):
         files = server_files(pki, mutual=True) | {option: str(tmp_path / name)}
         with pytest.raises(InputError, match=option):
-            grpc_credentials(serve_config(**files))
+            grpc_credentials(fakes.serve_config(**files))
 
 
 async def test_bad_files_of_a_client_are_named(pki: Path) -> None:
@@ -427,7 +417,7 @@ def token_file(tmp_path: Path) -> str:
 async def test_only_known_tokens_get_in_and_probes_need_none(artifact_folder: Path, token_file: str) -> None:
     options = {"token_file": token_file, "http_port": 0}
     async with (
-        server_and_stub(open_runtime(artifact_folder), **options) as (server, stub),
+        fakes.server_and_stub(open_runtime(artifact_folder), **options) as (server, stub),
         aiohttp.ClientSession(base_url=f"http://127.0.0.1:{server.http_port}") as session,
     ):
         sea = pb.PredictRequest(prompt="sea")
@@ -439,7 +429,7 @@ async def test_only_known_tokens_get_in_and_probes_need_none(artifact_folder: Pa
         refused = [*(stub.Predict(sea, metadata=metadata) for metadata in (None, *wrong))]
         refused += [stub.PredictStream().read(), reflection.read()]
         for call in refused:
-            assert (await failure(call)).code() == grpc.StatusCode.UNAUTHENTICATED
+            assert (await fakes.failure(call)).code() == grpc.StatusCode.UNAUTHENTICATED
         answer = await stub.Check(health_pb2.HealthCheckRequest())
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
         for path, headers, status in (

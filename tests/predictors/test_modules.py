@@ -51,8 +51,7 @@ def test_prompt_length_is_the_last_feature(bert_folder):
     with torch.no_grad():
         features = model.features(**batch)
     assert features.shape == (2, model.num_features) == (2, 3 * 32 + 1)
-    counted = np.log(batch["attention_mask"].sum(1).numpy()) / 5
-    np.testing.assert_allclose(features[:, -1], counted, rtol=1e-6)
+    np.testing.assert_allclose(features[:, -1], np.log(batch["attention_mask"].sum(1).numpy()) / 5, rtol=1e-6)
 
 
 def test_towers_are_the_published_ones(bert_folder):
@@ -276,10 +275,9 @@ def test_max_length_beyond_the_positions_is_refused(kind, max_length, positions)
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     longest = positions + 2 * (kind == "roberta")
     sizes |= {"vocab_size": 20, "pad_token_id": 1, "max_position_embeddings": longest}
-    encoder = build_encoder({"model_type": kind} | sizes)
     config = PredictorConfig(encoder=kind, max_length=max_length, heads=Heads(rank=RankHead(TOWER)))
     with pytest.raises(InputError, match=f"at most the encoder's {positions} positions"):
-        PromptPredictor(config, encoder, NORMALIZATION)
+        PromptPredictor(config, build_encoder({"model_type": kind} | sizes), NORMALIZATION)
 
 
 @pytest.mark.parametrize("hidden_sizes", [(), (6,)])

@@ -21,7 +21,6 @@ from tests.predictors.fakes import Stub, expected_rich, running_server, status
 
 PROMPTS = ["sea", "name three rivers", "write a long essay"]
 MODELS = ["tiny-llm", "", "huge-llm"]
-NUMBERS = [1, 0, 2]
 
 
 @pytest.fixture
@@ -61,7 +60,7 @@ def outputs(response: oip.ModelInferResponse) -> dict[str, Any]:
 async def test_infer_gives_the_artifacts_own_numbers(stub: Any) -> None:
     response = await stub.ModelInfer(infer_request())
     assert (response.model_name, response.id) == ("tiny", "r1")
-    rows = [expected_rich(*row) for row in zip(PROMPTS, NUMBERS, [0.5, 0.0, 1.0], strict=True)]
+    rows = [expected_rich(*row) for row in zip(PROMPTS, [1, 0, 2], [0.5, 0.0, 1.0], strict=True)]
     tensors = outputs(response)
     assert set(tensors) == {"mu", "sigma", "nu", "urgency", "bucket", "regression_tokens", "rank"}
     for name, values in tensors.items():
@@ -174,8 +173,9 @@ BAD_INPUTS = [
     PROMPT + ', {"name": "\\ud800", "datatype": "FP32", "shape": [1], "data": [1]}',
 ]
 MAX_TOKENS = '{"name": "max_tokens", "datatype": "INT64", "shape": [1], "data": %s}'
-BAD_COUNTS = ("[9223372036854775808]", "[1.5]", "[true]", '["5"]')
-BAD_INPUTS += [f"{PROMPT}, {MAX_TOKENS % data}" for data in BAD_COUNTS]
+BAD_INPUTS += [
+    f"{PROMPT}, {MAX_TOKENS % data}" for data in ("[9223372036854775808]", "[1.5]", "[true]", '["5"]')
+]
 BAD_REST = ['"outputs": [{"name": "\\ud800"}]', '"outputs": [{"name": "mu", "parameters": 1}]']
 BAD_REST.append('"parameters": "\\ud800"')
 BAD_BODIES = ["{}", '{"inputs": 3}', '{"inputs": [3]}', *(f'{{"inputs": [{bad}]}}' for bad in BAD_INPUTS)]
@@ -255,5 +255,4 @@ async def test_tritonclient_works_unchanged(addresses: dict[str, str], kind: str
 
 def test_tritonclient_and_ours_live_in_one_process() -> None:
     service_pb2 = pytest.importorskip("tritonclient.grpc").service_pb2
-    sent = infer_request().SerializeToString()
-    assert service_pb2.ModelInferRequest.FromString(sent).model_name == "tiny"
+    assert service_pb2.ModelInferRequest.FromString(infer_request().SerializeToString()).model_name == "tiny"

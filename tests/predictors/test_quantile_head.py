@@ -1,7 +1,6 @@
 """Quantiles of the length from head to policy: trained, calibrated, exported, served, and ordered by."""
 
 import asyncio
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from scheduler_core.lengths.quantiles import LEVELS
 from scheduler_core.predictor import PredictionRequest
 from scheduler_core.simulator.predictions import fetch_predictions
 from tests.export.conftest import export, write_checkpoint
-from tests.predictors.fakes import running_server, server_and_stub
+from tests.predictors.fakes import read_manifest, running_server, server_and_stub
 from tests.predictors.test_recipes_served import TRACE, Order, simulated
 from tests.training.checkpoints import CONDITIONING, NORMALIZATION, TOWER, predictor
 from tests.training.data import SERVED_MODELS, write_rows
@@ -105,18 +104,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = {"data": write_rows(folder / "rows.parquet"), "out": folder / "checkpoint"}
     options |= {"encoder": tiny_bert(folder / "encoder"), "max_length": 24, "batch_size": 8, "threads": 1}
     options |= {"length.quantiles": "true", "length.objective": "crps", "conditioning.width": 4}
-    options |= {
-        "tower.hidden_sizes": [16],
-        "tower.dropouts": [0.0],
-        "progress": "false",
-        "accelerator": "cpu",
-    }
-    options |= {
-        "stage1.epochs": 8,
-        "stage1.learning_rate": 3e-3,
-        "stage2.epochs": 2,
-        "stage2.learning_rate": 3e-3,
-    }
+    options |= {"tower.hidden_sizes": [16], "tower.dropouts": [0.0], "progress": "false"}
+    options |= {"stage1.epochs": 8, "stage1.learning_rate": 3e-3, "accelerator": "cpu"}
+    options |= {"stage2.epochs": 2, "stage2.learning_rate": 3e-3}
     assert train([str(word) for name, value in options.items() for word in (f"--{name}", value)]) == 0
     checkpoint = load_checkpoint(folder / "checkpoint")
     checkpoint.model.set_calibration(Calibration((1.0, 1.5, 1.0, 0.8), (0.0, 0.2, 0.0, -0.1)))
@@ -149,9 +139,8 @@ async def test_clients_policies_and_statistics_get_the_quantiles_of_the_graph(tr
         exact = LogQuantiles(response.quantiles)
         numbers = response.truncated_length
         means[request.request_id] = numbers.expected_tokens
-        assert (numbers.expected_tokens, numbers.cvar_tokens) == pytest.approx(
-            exact.expected_and_cvar(0.9, 100)
-        )
+        means_of_exact = exact.expected_and_cvar(0.9, 100)
+        assert (numbers.expected_tokens, numbers.cvar_tokens) == pytest.approx(means_of_exact)
         expected = [min(float(exact.ppf(level)), 100.0) for level in (0.5, 0.9, 0.99)]
         assert [quantile.tokens for quantile in numbers.quantiles] == pytest.approx(expected)
         assert (response.median_tokens, response.p90_tokens) == pytest.approx(expected[:2])
@@ -207,9 +196,7 @@ def test_adapted_predictions_have_their_quantiles_moved_along(trained: Path, tmp
 
 
 @pytest.mark.parametrize("legacy_exporter", [True, False])
-def test_quantiles_of_the_mean_over_served_models_are_in_the_graph(
-    tmp_path: Path, *, legacy_exporter: bool
-) -> None:
+def test_quantiles_of_the_mean_over_models_are_in_the_graph(tmp_path: Path, *, legacy_exporter: bool) -> None:
     conditioning = replace(CONDITIONING, unknown_is_mean=True)
     checkpoint = write_checkpoint(tmp_path, "bert", heads=Heads(length=HEAD), conditioning=conditioning)
     options = {"legacy_exporter": legacy_exporter, "parity_tokens": 256, "parity_shapes": 0}
@@ -218,29 +205,20 @@ def test_quantiles_of_the_mean_over_served_models_are_in_the_graph(
 
 
 def test_a_manifest_with_other_levels_and_numbers_that_are_no_quantiles_are_refused(trained: Path) -> None:
-    content = json.loads((trained / "artifact/manifest.json").read_text())
+    content = read_manifest(trained / "artifact")
     for changes in ({"quantile_levels": [0.1, 0.9]}, {"nu": None}):
         changed = content | changes
         with pytest.raises(InputError, match="artifact manifest, (quantile_levels|outputs)"):
             parse_manifest(changed | {"artifact_version": content_version(changed)})
-    row = PredictedRow(mu=5.0, sigma=0.5, nu=3.5, quantiles=[5.0] * (K - 1) + [4.0])
     with pytest.raises(TailcastError, match="predicted quantiles: got"):
-        check_range([row])
+        check_range([PredictedRow(mu=5.0, sigma=0.5, nu=3.5, quantiles=[5.0] * (K - 1) + [4.0])])
 
 
 def test_a_new_served_model_is_added_to_a_checkpoint_with_quantiles(trained: Path, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.parquet", models=(*SERVED_MODELS, "newcomer"))
-    options = [
-        "--init",
-        str(trained / "checkpoint"),
-        "--data",
-        str(data),
-        "--threads",
-        "1",
-        "--progress",
-        "false",
-    ]
-    options += ["--accelerator", "cpu", "--stage2.epochs", "15", "--stage2.learning_rate", "0.1"]
+    options = ["--init", str(trained / "checkpoint"), "--data", str(data), "--progress", "false"]
+    options += ["--threads", "1", "--accelerator", "cpu"]
+    options += ["--stage2.epochs", "15", "--stage2.learning_rate", "0.1"]
     assert train([*options, "--out", str(tmp_path / "no"), "--conditioning.width", "4"]) == 2
     assert train([*options, "--out", str(tmp_path / "out"), "--only_conditioning", "true"]) == 0
     head = load_checkpoint(tmp_path / "out").config.heads.length

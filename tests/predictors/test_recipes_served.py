@@ -45,13 +45,10 @@ ORDERS = {
 }
 #: One recipe of every head; `make test-all` runs the others too.
 QUICK = {"minilm-quickstart", "ssjf-bert", "s3-distilbert-buckets", "ltr-opt125m-listmle", "semantic"}
-SERVED_MODEL = "small"
 
 TEXTS = [text if row % 2 else text.replace("write", "now") for row, (text, _, _) in enumerate(prompts(12))]
 EQUAL = {"arrival_s": 0.0, "prompt_tokens": 8, "output_tokens": 20, "max_tokens": 100}
-TRACE = Trace(
-    tuple(TraceRequest(request_id=f"r{row}", prompt=text, **EQUAL) for row, text in enumerate(TEXTS))
-)
+TRACE = Trace(tuple(TraceRequest(request_id=f"r{at}", prompt=text, **EQUAL) for at, text in enumerate(TEXTS)))
 
 
 @pytest.fixture(
@@ -83,7 +80,7 @@ def simulated(order: Order, predictions: Predictions) -> list[str]:
 async def test_the_head_of_a_recipe_orders_requests(served: tuple[Order, Path]) -> None:
     order, folder = served
     runtime = open_runtime(folder)
-    model = SERVED_MODEL if runtime.artifact.manifest.served_models else ""
+    model = "small" if runtime.artifact.manifest.served_models else ""
     async with running_server(runtime) as (_, address):
         remote = await asyncio.to_thread(fetch_predictions, TRACE, f"grpc://{address}", served_model=model)
     local = await asyncio.to_thread(fetch_predictions, TRACE, str(folder), served_model=model)
@@ -107,8 +104,7 @@ async def proxied(order: Order, folder: Path, model: str) -> list[str]:
         for row in TRACE.requests:
             tasks.append(asyncio.create_task(proxy.post(chat(row.prompt or ""))))
             await until(lambda: proxy.server.num_in_flight == len(tasks))
-        answered = 'tailcast_proxy_predictions_total{outcome="answered"}'
-        await proxy.reaches(answered, len(tasks))
+        await proxy.reaches('tailcast_proxy_predictions_total{outcome="answered"}', len(tasks))
         go.set()
         assert {status for status, _ in await asyncio.gather(*tasks)} == {200}
     ids = {row.prompt: row.request_id for row in TRACE.requests}

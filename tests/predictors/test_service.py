@@ -33,24 +33,7 @@ from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogT
 from scheduler_core.predictions import DEFAULT_MAX_TOKENS, LengthPrediction
 from scheduler_core.predictor import PredictionRequest
-from tests.predictors.fakes import (
-    NU,
-    RICH,
-    SERVED_MODELS,
-    GatedRuntime,
-    Stub,
-    expected,
-    expected_rich,
-    failure,
-    running_server,
-    serve_config,
-    server_and_stub,
-    settle,
-    status,
-    until,
-    write_artifact,
-    write_rich_artifact,
-)
+from tests.predictors import fakes
 
 ONE_BY_ONE = BatchingSettings(max_batch=1, max_wait_s=0.0, max_queue=2)
 SEA = pb.PredictRequest(prompt="sea")
@@ -58,6 +41,7 @@ INPUTS = {"prompt", "token_ids", "messages"}
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 EXHAUSTED, INVALID = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 ONE_WORKER = BatchingSettings(max_batch=1, max_wait_s=0.0, max_queue=50)
 EOF: Any = grpc.aio.EOF
 PROMPTS = ["sea", "name three rivers", "a a a", "write a long essay"]
@@ -65,17 +49,16 @@ PROMPTS = ["sea", "name three rivers", "a a a", "write a long essay"]
 
 @pytest.fixture
 async def stub(artifact_folder: Path) -> AsyncIterator[Any]:
-    async with server_and_stub(open_runtime(artifact_folder)) as (_, stub):
+    async with fakes.server_and_stub(open_runtime(artifact_folder)) as (_, stub):
         yield stub
 
 
 async def test_predict_gives_the_artifacts_own_numbers(stub: Any, artifact_folder: Path) -> None:
     response = await stub.Predict(pb.PredictRequest(request_id="r1", prompt="name three rivers"))
     assert response.request_id == "r1"
-    assert (response.mu, response.sigma) == pytest.approx(expected("name three rivers"), rel=1e-6)
-    manifest = open_runtime(artifact_folder).artifact.manifest
-    assert (response.nu, response.artifact_id) == (NU, "tiny")
-    assert response.artifact_version == manifest.artifact_version
+    assert (response.mu, response.sigma) == pytest.approx(fakes.expected("name three rivers"), rel=1e-6)
+    assert (response.nu, response.artifact_id) == (fakes.NU, "tiny")
+    assert response.artifact_version == open_runtime(artifact_folder).artifact.manifest.artifact_version
     assert (response.prompt_tokens, response.truncated) == (5, False)
     assert not response.HasField("truncated_length")
     lengths = LogT(response.mu, response.sigma, response.nu)
@@ -94,12 +77,10 @@ async def test_max_tokens_adds_numbers_of_the_truncated_length(stub: Any, option
     assert response.expected_tokens == response.truncated_length.expected_tokens
     assert response.median_tokens == pytest.approx(math.exp(response.mu))
     assert response.p90_tokens <= 300
-    assert response.truncated_length == truncated_length(
-        LengthPrediction(response.mu, response.sigma, response.nu),
-        max_tokens=300,
-        cvar_level=options.get("cvar_level", 0.9),
-        levels=levels,
-    )
+    length = LengthPrediction(response.mu, response.sigma, response.nu)
+    cvar_level = options.get("cvar_level", 0.9)
+    expected = truncated_length(length, max_tokens=300, cvar_level=cvar_level, levels=levels)
+    assert response.truncated_length == expected
 
 
 @given(
@@ -109,12 +90,10 @@ async def test_max_tokens_adds_numbers_of_the_truncated_length(stub: Any, option
     cvar_level=st.sampled_from([0.0, 0.3, 0.5, 0.9, 0.999]),
     level=st.floats(1e-4, 0.9999),
 )
-def test_truncated_length_equals_the_distribution(
-    mu: float, sigma: float, max_tokens: int, cvar_level: float, level: float
-) -> None:
-    length = LengthPrediction(mu, sigma, NU)
+def test_truncated_length(mu: float, sigma: float, max_tokens: int, cvar_level: float, level: float) -> None:
+    length = LengthPrediction(mu, sigma, fakes.NU)
     numbers = truncated_length(length, max_tokens=max_tokens, cvar_level=cvar_level, levels=[level])
-    lengths = LogT(mu, sigma, NU)
+    lengths = LogT(mu, sigma, fakes.NU)
     assert numbers.expected_tokens == pytest.approx(float(lengths.expected(max_tokens)), rel=1e-6)
     assert numbers.cvar_tokens == pytest.approx(float(lengths.cvar(cvar_level, max_tokens)), rel=1e-6)
     assert numbers.quantiles[0].tokens == pytest.approx(min(float(lengths.ppf(level)), max_tokens), rel=1e-9)
@@ -144,7 +123,7 @@ BAD_FIELDS: dict[str, list[Any]] = {
 async def test_bad_field_is_an_invalid_argument_that_names_it(stub: Any, field: str) -> None:
     for value in BAD_FIELDS[field]:
         options = {"max_tokens": 5} | ({} if field in INPUTS else {"prompt": "sea"}) | {field: value}
-        code, message = await status(stub.Predict(pb.PredictRequest(**options)))
+        code, message = await fakes.status(stub.Predict(pb.PredictRequest(**options)))
         assert code == INVALID
         assert message.startswith(f"{field}: got ")
         assert "allowed: " in message
@@ -156,19 +135,19 @@ async def test_batch_keeps_order_and_gives_each_request_its_own_outcome(stub: An
     response = await stub.PredictBatch(pb.PredictBatchRequest(requests=requests))
     for i in (0, 2, 3):
         assert response.outcomes[i].prediction.request_id == str(i)
-        assert response.outcomes[i].prediction.mu == pytest.approx(expected(prompts[i])[0], rel=1e-6)
+        assert response.outcomes[i].prediction.mu == pytest.approx(fakes.expected(prompts[i])[0], rel=1e-6)
     error = response.outcomes[1].error
     assert (error.request_id, error.field, error.code) == ("1", "requests[1].prompt", INVALID.value[0])
     for count in (0, 257):
-        code, message = await status(stub.PredictBatch(pb.PredictBatchRequest(requests=[SEA] * count)))
+        code, message = await fakes.status(stub.PredictBatch(pb.PredictBatchRequest(requests=[SEA] * count)))
         assert (code, message) == (INVALID, f"requests: got '{count} requests'; allowed: 1 to 256 of them")
 
 
 async def test_a_prompt_of_almost_four_mebibytes_is_truncated_and_one_of_more_refused(stub: Any) -> None:
     response = await stub.Predict(pb.PredictRequest(prompt="sea " * (2**20 - 10)))
     assert (response.prompt_tokens, response.truncated) == (16, True)
-    assert response.mu == pytest.approx(expected("sea " * 14)[0], rel=1e-6)
-    code, message = await status(stub.Predict(pb.PredictRequest(prompt="sea " * 2**20)))
+    assert response.mu == pytest.approx(fakes.expected("sea " * 14)[0], rel=1e-6)
+    code, message = await fakes.status(stub.Predict(pb.PredictRequest(prompt="sea " * 2**20)))
     assert code == EXHAUSTED
     assert f"larger than max ({4 * 2**20 + 5} vs. {4 * 2**20})" in message
 
@@ -184,30 +163,35 @@ def details(error: grpc.aio.AioRpcError, kind: Any) -> Any:
 
 
 async def test_errors_carry_details(stub: Any) -> None:
-    error = await failure(stub.Predict(pb.PredictRequest(prompt="sea", max_tokens=0)))
+    error = await fakes.failure(stub.Predict(pb.PredictRequest(prompt="sea", max_tokens=0)))
     info, bad = details(error, error_details_pb2.ErrorInfo), details(error, error_details_pb2.BadRequest)
     assert (info.reason, info.domain) == ("INPUT", "tailcast")
     assert [violation.field for violation in bad.field_violations] == ["max_tokens"]
     assert bad.field_violations[0].description == error.details()
 
 
+@pytest.fixture
+def runtime(artifact_folder: Path) -> fakes.GatedRuntime:
+    """Its gate is closed."""
+    return fakes.GatedRuntime(artifact_folder, is_open=False)
+
+
 @contextlib.asynccontextmanager
-async def full(runtime: GatedRuntime, others: Any = ()) -> AsyncIterator[tuple[Any, Any]]:
+async def full(runtime: fakes.GatedRuntime, others: Any = ()) -> AsyncIterator[tuple[Any, Any]]:
     """A server whose first artifact has no free slot, until the runtime's gate opens."""
-    async with server_and_stub([runtime, *others], batching=ONE_BY_ONE) as (server, stub):
+    async with fakes.server_and_stub([runtime, *others], batching=ONE_BY_ONE) as (server, stub):
         accepted = [asyncio.ensure_future(stub.Predict(SEA)) for _ in range(2)]
-        await until(lambda: server.artifacts.num_in_flight == 2)
+        await fakes.until(lambda: server.artifacts.num_in_flight == 2)
         yield server, stub
         runtime.gate.set()
         await asyncio.gather(*accepted)
 
 
-async def test_a_full_queue_refuses_at_once_without_parsing_and_recovers(artifact_folder: Path) -> None:
-    runtime = GatedRuntime(artifact_folder, is_open=False)
+async def test_a_full_queue_refuses_at_once_without_parsing_and_recovers(runtime: fakes.GatedRuntime) -> None:
     unknown = pb.PredictRequest(prompt="sea", artifact_id="unknown artifact")
     async with full(runtime) as (server, stub):
         for data in (b"\xff\xff\xff", SEA.SerializeToString(), unknown.SerializeToString()):
-            error = await failure(stub.call("Predict", data))
+            error = await fakes.failure(stub.call("Predict", data))
             assert error.code() == EXHAUSTED
             assert "fewer than 2" in (error.details() or "")
             assert details(error, error_details_pb2.ErrorInfo).reason == "QUEUE_FULL"
@@ -216,70 +200,68 @@ async def test_a_full_queue_refuses_at_once_without_parsing_and_recovers(artifac
         assert server.artifacts.num_in_flight == 2
         assert 'code="RESOURCE_EXHAUSTED",method="Predict"} 3.0' in server.metrics.exposition().decode()
         runtime.gate.set()
-        await until(lambda: server.artifacts.num_in_flight == 0)
+        await fakes.until(lambda: server.artifacts.num_in_flight == 0)
         assert (await stub.Predict(SEA)).mu > 0
-        assert (await failure(stub.call("Predict", b"\xff\xff\xff"))).code() == INVALID
+        assert (await fakes.failure(stub.call("Predict", b"\xff\xff\xff"))).code() == INVALID
 
 
-async def test_a_full_artifact_does_not_close_the_others(tmp_path: Path, artifact_folder: Path) -> None:
-    other = open_runtime(write_artifact(tmp_path / "second", artifact_id="second"))
-    runtime = GatedRuntime(artifact_folder, is_open=False)
+async def test_a_full_artifact_does_not_close_the_others(tmp_path: Path, runtime: fakes.GatedRuntime) -> None:
+    other = open_runtime(fakes.write_artifact(tmp_path / "second", artifact_id="second"))
     async with full(runtime, [other]) as (_, stub):
         # The first artifact keeps the only thread busy, so the second takes what its queue holds, and no more.
         request = pb.PredictRequest(prompt="sea", artifact_id="second")
         inside = [asyncio.ensure_future(stub.Predict(request)) for _ in range(2)]
-        assert (await failure(stub.Predict(SEA))).code() == EXHAUSTED
+        assert (await fakes.failure(stub.Predict(SEA))).code() == EXHAUSTED
         runtime.gate.set()
         assert {answer.artifact_id for answer in await asyncio.gather(*inside)} == {"second"}
 
 
 async def test_a_full_service_answers_from_its_cache(artifact_folder: Path) -> None:
-    runtime = GatedRuntime(artifact_folder)
-    async with server_and_stub(runtime, batching=ONE_BY_ONE, cache_entries=8) as (server, stub):
+    runtime = fakes.GatedRuntime(artifact_folder)
+    async with fakes.server_and_stub(runtime, batching=ONE_BY_ONE, cache_entries=8) as (server, stub):
         await stub.Predict(pb.PredictRequest(prompt="a long essay"))
         runtime.gate.clear()
         requests = [pb.PredictRequest(prompt=text) for text in ("sea", "name")]
         inside = [asyncio.ensure_future(stub.Predict(request)) for request in requests]
-        await until(lambda: server.artifacts.num_in_flight == 2)
+        await fakes.until(lambda: server.artifacts.num_in_flight == 2)
         response = await stub.Predict(pb.PredictRequest(prompt="a long essay"))
         assert response.cached
-        assert response.mu == pytest.approx(expected("a long essay")[0], rel=1e-6)
-        assert (await failure(stub.Predict(pb.PredictRequest(prompt="rivers")))).code() == EXHAUSTED
+        assert response.mu == pytest.approx(fakes.expected("a long essay")[0], rel=1e-6)
+        assert (await fakes.failure(stub.Predict(pb.PredictRequest(prompt="rivers")))).code() == EXHAUSTED
         runtime.gate.set()
         await asyncio.gather(*inside)
 
 
 @pytest.mark.parametrize(("timeout", "timeout_s"), [(0.05, None), (None, 0.01), (None, None)])
 async def test_late_and_cancelled_calls_leave_the_queue_and_cost_no_work(
-    artifact_folder: Path, timeout: float | None, timeout_s: float | None
+    runtime: fakes.GatedRuntime, timeout: float | None, timeout_s: float | None
 ) -> None:
-    runtime = GatedRuntime(artifact_folder, is_open=False)
-    async with server_and_stub(runtime, batching=ONE_BY_ONE) as (server, stub):
+    async with fakes.server_and_stub(runtime, batching=ONE_BY_ONE) as (server, stub):
         first = asyncio.ensure_future(stub.Predict(SEA))
-        await until(lambda: server.artifacts.num_in_flight == 1)
+        await fakes.until(lambda: server.artifacts.num_in_flight == 1)
         second = stub.Predict(pb.PredictRequest(prompt="a", timeout_s=timeout_s), timeout=timeout)
         if timeout is None and timeout_s is None:
-            await until(lambda: server.artifacts.num_in_flight == 2)
+            await fakes.until(lambda: server.artifacts.num_in_flight == 2)
             second.cancel()
         else:
-            assert (await failure(second)).code() == grpc.StatusCode.DEADLINE_EXCEEDED
-        await until(lambda: server.artifacts.num_in_flight == 1)
+            assert (await fakes.failure(second)).code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        await fakes.until(lambda: server.artifacts.num_in_flight == 1)
         runtime.gate.set()
         await first
     assert runtime.batches == [1]
 
 
 async def test_prompt_without_tokens_is_an_invalid_argument(artifact_folder: Path) -> None:
-    runtime = GatedRuntime(artifact_folder)
+    runtime = fakes.GatedRuntime(artifact_folder)
     real = runtime.tokenizer
     runtime.tokenizer = lambda prompts: [TokenizedPrompt(one.ids[:0], False) for one in real(prompts)]  # type: ignore[assignment,misc]
-    async with server_and_stub(runtime) as (_, stub):
-        code, message = await status(stub.Predict(SEA))
+    async with fakes.server_and_stub(runtime) as (_, stub):
+        code, message = await fakes.status(stub.Predict(SEA))
     assert code == INVALID
     assert "at least one token" in message
 
 
-class SlowWarmUp(GatedRuntime):
+class SlowWarmUp(fakes.GatedRuntime):
     """Its warm-up waits for the gate."""
 
     def warm_up(self) -> None:
@@ -293,48 +275,46 @@ async def health_of(stub: Any, service: str = "", **options: Any) -> int:
 
 async def test_health_is_serving_only_after_warm_up(artifact_folder: Path) -> None:
     runtime = SlowWarmUp(artifact_folder, is_open=False)
-    server = PredictionServer([runtime], BatchingSettings.cpu(1), serve_config(port=free_port()))
+    server = PredictionServer([runtime], BatchingSettings.cpu(1), fakes.serve_config(port=free_port()))
     starting = asyncio.create_task(server.start())
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.config.port}") as channel:
-        stub = Stub(channel)
+        stub = fakes.Stub(channel)
         assert await health_of(stub, SERVICE, wait_for_ready=True) == NOT_SERVING
-        assert await status(stub.Predict(SEA)) == (grpc.StatusCode.UNAVAILABLE, "the service is starting")
+        assert await fakes.status(stub.Predict(SEA)) == (UNAVAILABLE, "the service is starting")
         runtime.gate.set()
         assert await starting == server.config.port
         for service in ("", SERVICE, OIP_SERVICE, "tiny"):
             assert await health_of(stub, service) == SERVING
-        code, _ = await status(stub.Check(health_pb2.HealthCheckRequest(service="other")))
+        code, _ = await fakes.status(stub.Check(health_pb2.HealthCheckRequest(service="other")))
         assert code == grpc.StatusCode.NOT_FOUND
     await server.stop()
 
 
-async def test_stop_answers_what_is_inside_and_ends_health_watchers(artifact_folder: Path) -> None:
-    runtime = GatedRuntime(artifact_folder, is_open=False)
-    server = PredictionServer([runtime], ONE_BY_ONE, serve_config())
+async def test_stop_answers_what_is_inside_and_ends_health_watchers(runtime: fakes.GatedRuntime) -> None:
+    server = PredictionServer([runtime], ONE_BY_ONE, fakes.serve_config())
     async with grpc.aio.insecure_channel(f"127.0.0.1:{await server.start()}") as channel:
-        stub: Any = Stub(channel)
+        stub: Any = fakes.Stub(channel)
         watch = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
         assert (await watch.read()).status == SERVING
         inside = [asyncio.ensure_future(stub.Predict(SEA)) for _ in range(2)]
-        await until(lambda: server.artifacts.num_in_flight == 2)
+        await fakes.until(lambda: server.artifacts.num_in_flight == 2)
         stopping = asyncio.create_task(server.stop())
         assert (await watch.read()).status == NOT_SERVING
-        refused = await status(stub.Predict(SEA))
-        assert refused == (grpc.StatusCode.UNAVAILABLE, "the service is shutting down")
-        assert await status(stub.PredictBatch(pb.PredictBatchRequest(requests=[SEA] * 2))) == refused
+        refused = await fakes.status(stub.Predict(SEA))
+        assert refused == (UNAVAILABLE, "the service is shutting down")
+        assert await fakes.status(stub.PredictBatch(pb.PredictBatchRequest(requests=[SEA] * 2))) == refused
         runtime.gate.set()
         assert len(await asyncio.gather(*inside)) == 2
         await asyncio.wait_for(stopping, timeout=20)
 
 
-async def test_stop_does_not_wait_longer_than_allowed(artifact_folder: Path) -> None:
-    runtime = GatedRuntime(artifact_folder, is_open=False)
-    server = PredictionServer([runtime], ONE_BY_ONE, serve_config(drain_timeout_s=0.01))
+async def test_stop_does_not_wait_longer_than_allowed(runtime: fakes.GatedRuntime) -> None:
+    server = PredictionServer([runtime], ONE_BY_ONE, fakes.serve_config(drain_timeout_s=0.01))
     async with grpc.aio.insecure_channel(f"127.0.0.1:{await server.start()}") as channel:
-        call = asyncio.ensure_future(Stub(channel).Predict(SEA))
-        await until(lambda: server.artifacts.num_in_flight == 1)
+        call = asyncio.ensure_future(fakes.Stub(channel).Predict(SEA))
+        await fakes.until(lambda: server.artifacts.num_in_flight == 1)
         stopping = asyncio.create_task(server.stop())
-        await status(call)
+        await fakes.status(call)
         runtime.gate.set()
         await stopping
     assert server.artifacts.num_in_flight == 0
@@ -343,7 +323,7 @@ async def test_stop_does_not_wait_longer_than_allowed(artifact_folder: Path) -> 
 async def test_readiness_ends_before_service(artifact_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a delay before the drain, load balancers look away while requests are still answered."""
     delay = asyncio.Event()
-    config = serve_config(drain_delay_s=60.0, http_port=0)
+    config = fakes.serve_config(drain_delay_s=60.0, http_port=0)
     server = PredictionServer([open_runtime(artifact_folder)], ONE_BY_ONE, config)
     real_sleep = asyncio.sleep
 
@@ -354,7 +334,7 @@ async def test_readiness_ends_before_service(artifact_folder: Path, monkeypatch:
     address = f"127.0.0.1:{await server.start()}"
     client = aiohttp.ClientSession(base_url=f"http://127.0.0.1:{server.http_port}")
     async with grpc.aio.insecure_channel(address) as channel, client as http:
-        stub: Any = Stub(channel)
+        stub: Any = fakes.Stub(channel)
 
         async def readiness() -> list[bool]:
             probes = [await health_of(stub, name) == SERVING for name in ("", "tiny")]
@@ -367,7 +347,7 @@ async def test_readiness_ends_before_service(artifact_folder: Path, monkeypatch:
 
         assert all(await readiness())
         stopping = asyncio.create_task(server.stop())
-        await until(lambda: not server.artifacts.is_ready)
+        await fakes.until(lambda: not server.artifacts.is_ready)
         assert not any(await readiness())
         assert (await stub.Predict(SEA)).prompt_tokens == 3
         async with http.get("/healthz") as response:
@@ -386,7 +366,7 @@ async def test_reflection_lists_the_service(stub: Any) -> None:
 
 
 async def test_listeners_share_a_port_that_no_other_server_gets(artifact_folder: Path) -> None:
-    async with running_server(open_runtime(artifact_folder), num_listeners=3) as (_, address):
+    async with fakes.running_server(open_runtime(artifact_folder), num_listeners=3) as (_, address):
         port = int(address.rpartition(":")[2])
 
         def num_listening() -> int:
@@ -397,10 +377,10 @@ async def test_listeners_share_a_port_that_no_other_server_gets(artifact_folder:
         own = [("grpc.use_local_subchannel_pool", 1)]
         async with contextlib.AsyncExitStack() as stack:
             channels = [grpc.aio.insecure_channel(address, options=own) for _ in range(12)]
-            stubs = [Stub(await stack.enter_async_context(channel)) for channel in channels]
+            stubs = [fakes.Stub(await stack.enter_async_context(channel)) for channel in channels]
             answers = await asyncio.gather(*(one.Predict(SEA, wait_for_ready=True) for one in stubs))
         assert len({answer.mu for answer in answers}) == 1
-        other = PredictionServer([open_runtime(artifact_folder)], ONE_BY_ONE, serve_config(port=port))
+        other = PredictionServer([open_runtime(artifact_folder)], ONE_BY_ONE, fakes.serve_config(port=port))
         with pytest.raises(InputError, match=rf"port: got '127.0.0.1:{port}'.*in use"):
             await other.start()
         await other.stop()
@@ -408,16 +388,17 @@ async def test_listeners_share_a_port_that_no_other_server_gets(artifact_folder:
 
 
 async def test_an_artifact_for_conversations_encodes_all_messages(tmp_path: Path) -> None:
-    async with server_and_stub(open_runtime(write_artifact(tmp_path / "a", conversations=True))) as (_, stub):
+    folder = fakes.write_artifact(tmp_path / "a", conversations=True)
+    async with fakes.server_and_stub(open_runtime(folder)) as (_, stub):
         messages = chat(("system", "name rivers"), ("user", "the sea"))
         response = await stub.Predict(pb.PredictRequest(messages=messages))
-    assert response.mu == pytest.approx(expected("system: name rivers\n\nuser: the sea")[0], rel=1e-6)
+    assert response.mu == pytest.approx(fakes.expected("system: name rivers\n\nuser: the sea")[0], rel=1e-6)
 
 
 async def test_prompts_over_the_limit_are_refused(artifact_folder: Path) -> None:
-    async with server_and_stub(open_runtime(artifact_folder), max_prompt_chars=10) as (_, stub):
+    async with fakes.server_and_stub(open_runtime(artifact_folder), max_prompt_chars=10) as (_, stub):
         assert (await stub.Predict(pb.PredictRequest(prompt="a" * 10))).mu > 0
-        refusal = await status(stub.Predict(pb.PredictRequest(prompt="a" * 11)))
+        refusal = await fakes.status(stub.Predict(pb.PredictRequest(prompt="a" * 11)))
         metadata = await stub.GetMetadata(pb.GetMetadataRequest())
     assert refusal == (INVALID, "prompt: got '11 characters'; allowed: at most 10")
     assert metadata.max_prompt_chars == 10
@@ -427,17 +408,12 @@ def request(number: int, prompt: str = "sea") -> pb.PredictRequest:
     return pb.PredictRequest(request_id=str(number), prompt=prompt)
 
 
-@pytest.fixture
-def runtime(artifact_folder: Path) -> GatedRuntime:
-    return GatedRuntime(artifact_folder, is_open=False)
-
-
-async def test_a_wrong_or_refused_request_is_an_outcome_and_the_stream_goes_on(runtime: GatedRuntime) -> None:
+async def test_a_wrong_or_refused_request_is_an_outcome_of_the_stream(runtime: fakes.GatedRuntime) -> None:
     batching = BatchingSettings(max_batch=1, max_wait_s=0.0, max_queue=1)
-    async with server_and_stub(runtime, batching=batching) as (server, stub):
+    async with fakes.server_and_stub(runtime, batching=batching) as (server, stub):
         stream = stub.PredictStream()
         await stream.write(request(0))
-        await until(lambda: server.artifacts.num_in_flight == 1)
+        await fakes.until(lambda: server.artifacts.num_in_flight == 1)
         await stream.write(request(1, ""))
         await stream.write(request(2))
         refused = [await stream.read(), await stream.read()]
@@ -446,20 +422,18 @@ async def test_a_wrong_or_refused_request_is_an_outcome_and_the_stream_goes_on(r
         await stream.done_writing()
         assert await stream.read() is EOF
         assert await stream.code() == grpc.StatusCode.OK
-    assert {outcome.error.request_id: outcome.error.code for outcome in refused} == {
-        "1": grpc.StatusCode.INVALID_ARGUMENT.value[0],
-        "2": grpc.StatusCode.RESOURCE_EXHAUSTED.value[0],
-    }
+    codes = {outcome.error.request_id: outcome.error.code for outcome in refused}
+    assert codes == {"1": INVALID.value[0], "2": EXHAUSTED.value[0]}
 
 
-async def test_answers_come_as_they_are_ready(runtime: GatedRuntime) -> None:
-    async with server_and_stub(runtime, batching=ONE_WORKER, cache_entries=10) as (server, stub):
+async def test_answers_come_as_they_are_ready(runtime: fakes.GatedRuntime) -> None:
+    async with fakes.server_and_stub(runtime, batching=ONE_WORKER, cache_entries=10) as (server, stub):
         runtime.gate.set()
         await stub.Predict(request(9, "known"))
         runtime.gate.clear()
         stream = stub.PredictStream()
         await stream.write(request(0, "slow"))
-        await until(lambda: server.artifacts.num_in_flight == 1)
+        await fakes.until(lambda: server.artifacts.num_in_flight == 1)
         await stream.write(request(1, "known"))
         first = (await stream.read()).prediction
         runtime.gate.set()
@@ -469,13 +443,13 @@ async def test_answers_come_as_they_are_ready(runtime: GatedRuntime) -> None:
     assert (second.request_id, second.cached) == ("0", False)
 
 
-async def test_no_more_is_read_than_may_be_under_way(runtime: GatedRuntime) -> None:
-    async with server_and_stub(runtime, batching=BatchingSettings.cpu(1)) as (server, stub):
+async def test_no_more_is_read_than_may_be_under_way(runtime: fakes.GatedRuntime) -> None:
+    async with fakes.server_and_stub(runtime, batching=BatchingSettings.cpu(1)) as (server, stub):
         stream = stub.PredictStream()
         for number in range(MAX_STREAM_REQUESTS + 12):
             await stream.write(request(number))
-        await until(lambda: server.artifacts.num_in_flight == MAX_STREAM_REQUESTS)
-        await settle()
+        await fakes.until(lambda: server.artifacts.num_in_flight == MAX_STREAM_REQUESTS)
+        await fakes.settle()
         assert server.artifacts.num_in_flight == MAX_STREAM_REQUESTS
         runtime.gate.set()
         await stream.done_writing()
@@ -483,61 +457,55 @@ async def test_no_more_is_read_than_may_be_under_way(runtime: GatedRuntime) -> N
     assert ids == {str(number) for number in range(MAX_STREAM_REQUESTS + 12)}
 
 
-async def test_client_that_hangs_up_leaves_nothing_behind(runtime: GatedRuntime) -> None:
-    async with server_and_stub(runtime, batching=ONE_WORKER) as (server, stub):
+async def test_client_that_hangs_up_leaves_nothing_behind(runtime: fakes.GatedRuntime) -> None:
+    async with fakes.server_and_stub(runtime, batching=ONE_WORKER) as (server, stub):
         stream = stub.PredictStream()
         for number in range(5):
             await stream.write(request(number))
-        await until(lambda: server.artifacts.num_in_flight == 5)
+        await fakes.until(lambda: server.artifacts.num_in_flight == 5)
         stream.cancel()
-        await until(lambda: server.artifacts.num_in_flight == 0)
+        await fakes.until(lambda: server.artifacts.num_in_flight == 0)
         runtime.gate.set()
         assert (await stub.Predict(request(0))).mu > 0
     assert len(runtime.batches) == 2  # the one that ran, and the last
 
 
-async def test_draining_answers_what_was_read_and_ends_the_stream(runtime: GatedRuntime) -> None:
-    async with server_and_stub(runtime, batching=ONE_WORKER) as (server, stub):
+async def test_draining_answers_what_was_read_and_ends_the_stream(runtime: fakes.GatedRuntime) -> None:
+    async with fakes.server_and_stub(runtime, batching=ONE_WORKER) as (server, stub):
         stream = stub.PredictStream()
         for number in range(3):
             await stream.write(request(number))
-        await until(lambda: server.artifacts.num_in_flight == 3)
+        await fakes.until(lambda: server.artifacts.num_in_flight == 3)
         stopping = asyncio.create_task(server.stop())
-        await until(lambda: server.artifacts.default.state == "shutting down")
+        await fakes.until(lambda: server.artifacts.default.state == "shutting down")
         runtime.gate.set()
         assert {(await stream.read()).prediction.request_id for _ in range(3)} == {"0", "1", "2"}
-        assert (await failure(stream.read())).code() == grpc.StatusCode.UNAVAILABLE
+        assert (await fakes.failure(stream.read())).code() == UNAVAILABLE
         await stopping
 
 
-@pytest.fixture
-async def rich_stub(rich_folder: Path) -> AsyncIterator[Any]:
-    async with server_and_stub(open_runtime(rich_folder)) as (_, rich_stub):
-        yield rich_stub
-
-
 async def test_one_batch_holds_rows_of_different_served_models_and_every_head(rich_folder: Path) -> None:
-    runtime = GatedRuntime(rich_folder)
+    runtime = fakes.GatedRuntime(rich_folder)
     batching = BatchingSettings(max_batch=4, max_wait_s=60.0)
     names, temperatures = ["tiny-llm", "huge-llm", "", "never heard of"], [0.5, None, 1.0, 0.0]
     requests = [
         pb.PredictRequest(prompt=prompt, served_model=name, temperature=temperature)
         for prompt, name, temperature in zip(PROMPTS, names, temperatures, strict=True)
     ]
-    async with server_and_stub(runtime, batching=batching) as (_, rich_stub):
+    async with fakes.server_and_stub(runtime, batching=batching) as (_, rich_stub):
         responses = await asyncio.gather(*(rich_stub.Predict(request) for request in requests))
     assert runtime.batches == [4]
     numbers = [1, 2, 0, 0]
     for prompt, number, temperature, response in zip(PROMPTS, numbers, temperatures, responses, strict=True):
-        row = expected_rich(prompt, number, temperature or 0.0)
+        row = fakes.expected_rich(prompt, number, temperature or 0.0)
         for name in ("mu", "sigma", "nu", "regression_tokens", "rank"):
             assert getattr(response, name) == pytest.approx(row[name], rel=1e-5), name
         np.testing.assert_allclose(response.urgency.probabilities, row["urgency"], rtol=1e-5)
         np.testing.assert_allclose(response.bucket_probabilities, row["bucket"], rtol=1e-5)
         assert response.bucket == int(np.argmax(row["bucket"]))
-        assert tuple(response.bucket_edges) == RICH["bucket_edges"]
+        assert tuple(response.bucket_edges) == fakes.RICH["bucket_edges"]
         assert response.served_model_known == (number > 0)
-        assert response.urgency.abstain == (max(row["urgency"]) < RICH["abstain_threshold"])
+        assert response.urgency.abstain == (max(row["urgency"]) < fakes.RICH["abstain_threshold"])
 
 
 def test_urgency_abstains_below_the_threshold_and_decides_the_effective_level() -> None:
@@ -562,16 +530,17 @@ def test_urgency_abstains_below_the_threshold_and_decides_the_effective_level() 
         assert (message.abstain_threshold if message.HasField("abstain_threshold") else None) == threshold
 
 
-async def test_metadata_tells_heads_and_conditions(rich_stub: Any) -> None:
-    metadata = await rich_stub.GetMetadata(pb.GetMetadataRequest())
-    assert tuple(metadata.heads) == RICH["heads"]
-    assert tuple(metadata.served_models) == SERVED_MODELS
+async def test_metadata_tells_heads_and_conditions(rich_folder: Path) -> None:
+    async with fakes.server_and_stub(open_runtime(rich_folder)) as (_, rich_stub):
+        metadata = await rich_stub.GetMetadata(pb.GetMetadataRequest())
+    assert tuple(metadata.heads) == fakes.RICH["heads"]
+    assert tuple(metadata.served_models) == fakes.SERVED_MODELS
     assert metadata.conditioned_on_served_model
     assert metadata.conditioned_on_temperature
     assert metadata.accepts_unknown_models
-    assert tuple(metadata.urgency_levels) == RICH["urgency_levels"]
-    assert metadata.abstain_threshold == RICH["abstain_threshold"]
-    assert tuple(metadata.bucket_edges) == RICH["bucket_edges"]
+    assert tuple(metadata.urgency_levels) == fakes.RICH["urgency_levels"]
+    assert metadata.abstain_threshold == fakes.RICH["abstain_threshold"]
+    assert tuple(metadata.bucket_edges) == fakes.RICH["bucket_edges"]
     assert not metadata.HasField("nu")
     assert (metadata.artifact_id, metadata.format_version) == ("tiny", FORMAT_VERSION)
     assert (metadata.max_length_tokens, metadata.truncation_side) == (16, "right")
@@ -580,10 +549,11 @@ async def test_metadata_tells_heads_and_conditions(rich_stub: Any) -> None:
 
 async def test_artifact_that_knows_only_its_own_models_refuses_others(tmp_path: Path) -> None:
     conditioning = Conditions(unknown_models=False, temperature=True)
-    folder = write_rich_artifact(tmp_path / "a", conditioning=conditioning)
-    async with server_and_stub(open_runtime(folder)) as (_, rich_stub):
+    folder = fakes.write_rich_artifact(tmp_path / "a", conditioning=conditioning)
+    async with fakes.server_and_stub(open_runtime(folder)) as (_, rich_stub):
         for name in ("other", ""):
-            _, message = await status(rich_stub.Predict(pb.PredictRequest(prompt="sea", served_model=name)))
+            sea = pb.PredictRequest(prompt="sea", served_model=name)
+            _, message = await fakes.status(rich_stub.Predict(sea))
             assert message == f"served_model: got {name!r}; allowed: one of tiny-llm, huge-llm"
         requests = [pb.PredictRequest(prompt="sea", served_model=name) for name in ("other", "tiny-llm")]
         batch = await rich_stub.PredictBatch(pb.PredictBatchRequest(requests=requests))
@@ -592,8 +562,8 @@ async def test_artifact_that_knows_only_its_own_models_refuses_others(tmp_path: 
 
 
 async def test_an_artifact_without_a_length_predicts_what_it_has(tmp_path: Path) -> None:
-    folder = write_rich_artifact(tmp_path / "a", heads=("urgency", "rank"))
-    async with running_server(open_runtime(folder)) as (_, address), connect(address) as predictor:
+    folder = fakes.write_rich_artifact(tmp_path / "a", heads=("urgency", "rank"))
+    async with fakes.running_server(open_runtime(folder)) as (_, address), connect(address) as predictor:
         [response] = await predictor.responses([PredictionRequest("r", "sea", 100)], truncated_length=True)
         [prediction] = await predictor.predict([PredictionRequest("r", "sea", 100)])
         with pytest.raises(PredictorError, match="the model returned rank = nan") as caught:

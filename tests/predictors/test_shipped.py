@@ -32,7 +32,8 @@ from scheduler_core.adapters.settings import read_settings
 from scheduler_core.errors import InputError
 from scheduler_core.predictor import PredictionRequest, open_predictor
 from scheduler_core.simulator.commands.simulate import main as simulate
-from tests.predictors.fakes import expected, running_server, write_artifact, write_rich_artifact
+from tests.predictors import fakes
+from tests.predictors.fakes import expected, read_manifest
 
 PROMPT = "name three rivers"
 SHORT, LONG = "Say yes.", "Write a detailed essay about the history of Rome, its emperors and its wars."
@@ -217,13 +218,7 @@ def test_there_is_no_graph_to_run_on_a_gpu() -> None:
 
 
 def errors(content: object) -> list[str]:
-    validator = jsonschema.Draft202012Validator(SCHEMA)
-    return [error.json_path for error in validator.iter_errors(content)]
-
-
-def read(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
-    return content
+    return [error.json_path for error in jsonschema.Draft202012Validator(SCHEMA).iter_errors(content)]
 
 
 def test_schema_is_that_of_the_types() -> None:
@@ -234,12 +229,9 @@ def test_schema_is_that_of_the_types() -> None:
 
 def test_manifests_fit(artifact_folder: Path, rich_folder: Path) -> None:
     for folder in (artifact_folder, rich_folder):
-        assert errors(read(folder)) == []
-        assert (
-            read(folder).keys()
-            == set(SCHEMA["required"])
-            == SCHEMA["properties"].keys() - {"quantile_levels"}
-        )
+        assert errors(read_manifest(folder)) == []
+        assert read_manifest(folder).keys() == set(SCHEMA["required"])
+    assert set(SCHEMA["required"]) == SCHEMA["properties"].keys() - {"quantile_levels"}
 
 
 def test_checked_in_code_is_what_the_proto_generates(tmp_path: Path) -> None:
@@ -259,7 +251,7 @@ CLIENT, PLAIN = (
 
 
 async def test_client_example(artifact_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async with running_server(open_runtime(artifact_folder)) as (_, address):
+    async with fakes.running_server(open_runtime(artifact_folder)) as (_, address):
         code = CLIENT.replace("127.0.0.1:50051", address)
         names: dict[str, object] = {}
         # The example starts its own loop, so it runs in a thread; the server stays in this one.
@@ -272,7 +264,7 @@ async def test_client_example(artifact_folder: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-@pytest.mark.parametrize("write", [write_artifact, write_rich_artifact])
+@pytest.mark.parametrize("write", [fakes.write_artifact, fakes.write_rich_artifact])
 def test_plain_onnxruntime_example(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], Path]
 ) -> None:

@@ -1,5 +1,6 @@
 """Small builders shared by the scheduler's tests."""
 
+import asyncio
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -8,19 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from scheduler_core import predictions as heads
 from scheduler_core.decision_log import DecisionLog
 from scheduler_core.errors import InputError
 from scheduler_core.plan import Finished, StepPlan, StepResult
 from scheduler_core.policies import make_policy
 from scheduler_core.policies.base import Policy
-from scheduler_core.predictions import (
-    BucketPrediction,
-    LengthPrediction,
-    PointPrediction,
-    Prediction,
-    RankPrediction,
-    UrgencyPrediction,
-)
+from scheduler_core.predictions import LengthPrediction, Prediction
 from scheduler_core.request import Request
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.config import SimulationConfig
@@ -32,6 +27,19 @@ from scheduler_core.simulator.trace import Trace, TraceRequest
 ROUND = LinearStepTime(base_s=1.0, per_prefill_token_s=0.1, per_decode_s=0.0, per_context_token_s=0.0)
 #: As `ROUND`, and 0.01 s per decode, 0.001 s per token of context.
 PLAIN = LinearStepTime(base_s=1.0, per_prefill_token_s=0.1, per_decode_s=0.01, per_context_token_s=0.001)
+
+
+async def settle() -> None:
+    """Lets every task that can run do so until it waits."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 def request(name: str, arrival_s: float = 0.0, prompt: int = 10, cap: int = 100, **more: Any) -> Request:
@@ -56,9 +64,9 @@ def full_prediction(median: float, sigma: float = 0.4, level: int = 2) -> Predic
     urgency = [0.0] * 5
     urgency[level] = 1.0
     return Prediction(
-        length=LengthPrediction(math.log(median), sigma, 3.5), urgency=UrgencyPrediction(tuple(urgency)),
-        bucket=BucketPrediction(tuple(float(index == hot) for index in range(4)), edges),
-        rank=RankPrediction(math.log(median)), point=PointPrediction(median),
+        length=LengthPrediction(math.log(median), sigma, 3.5), urgency=heads.UrgencyPrediction(tuple(urgency)),
+        bucket=heads.BucketPrediction(tuple(float(index == hot) for index in range(4)), edges),
+        rank=heads.RankPrediction(math.log(median)), point=heads.PointPrediction(median),
     )  # fmt: skip
 
 
@@ -87,7 +95,6 @@ def compatible_pairs(policies: Iterable[str], formers: Iterable[str]) -> list[tu
 
 
 def run_step(core: Scheduler, now: float, stopped: Sequence[str] = ()) -> tuple[Finished, ...]:
-    """Schedules and completes one step."""
     plan = core.schedule(now)
     assert plan is not None
     return core.complete(StepResult(plan.step, tuple(stopped)), now)
@@ -116,7 +123,6 @@ def token_times(log: DecisionLog) -> dict[str, list[float]]:
 def trace_row(
     name: str, arrival_s: float, prompt_tokens: int, output_tokens: int, max_tokens: int = 50, **more: Any
 ) -> TraceRequest:
-    """A row of a trace."""
     return TraceRequest(
         request_id=name, arrival_s=arrival_s, prompt_tokens=prompt_tokens, output_tokens=output_tokens,
         max_tokens=max_tokens, **more,
@@ -218,7 +224,6 @@ class Drive:
 
     @property
     def lines(self) -> list[str]:
-        """What each step did, see `line`."""
         return [line(plan) for plan in self.plans]
 
     @property

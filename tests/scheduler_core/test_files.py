@@ -10,31 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from scheduler_core import files
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.files import (
-    RECORD,
-    atomic_directory,
-    atomic_file,
-    check_shared_folder,
-    existing_file,
-    folder_target,
-    locked_folder,
-    remove_output,
-    shared_folder,
-    writable_target,
-    write_json,
-)
 from scheduler_core.options import check_outputs
 
 
 def test_a_finished_file_takes_the_name_and_leaves_nothing_else(tmp_path: Path) -> None:
     target = tmp_path / "result.txt"
     target.write_text("old")
-    with atomic_file(target) as temporary:
+    with files.atomic_file(target) as temporary:
         temporary.write_text("new")
         assert target.read_text() == "old"
     assert target.read_text() == "new"
-    with pytest.raises(OSError, match="No space"), atomic_file(target) as temporary:
+    with pytest.raises(OSError, match="No space"), files.atomic_file(target) as temporary:
         temporary.write_text("half")
         raise OSError(errno.ENOSPC, "No space left on device")
     assert (target.read_text(), os.listdir(tmp_path)) == ("new", ["result.txt"])
@@ -42,32 +30,32 @@ def test_a_finished_file_takes_the_name_and_leaves_nothing_else(tmp_path: Path) 
 
 def test_a_folder_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     target = tmp_path / "artifact"
-    with pytest.raises(RuntimeError, match="stop"), atomic_directory(target, "artifact") as temporary:
+    with pytest.raises(RuntimeError, match="stop"), files.atomic_directory(target, "artifact") as temporary:
         (temporary / "file").write_text("x")
         raise RuntimeError("stop")
     assert os.listdir(tmp_path) == []
-    with atomic_directory(target, "artifact") as temporary:
+    with files.atomic_directory(target, "artifact") as temporary:
         (temporary / "file").write_text("x")
         assert not target.exists()
     assert os.listdir(tmp_path) == ["artifact"]
-    assert json.loads((target / RECORD).read_text()) == {"artifact": ["file"]}
+    assert json.loads((target / files.RECORD).read_text()) == {"artifact": ["file"]}
 
 
 def test_targets_of_the_wrong_kind_are_refused(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("x")
-    with pytest.raises(InputError, match="not of a folder"), atomic_file(tmp_path / "folder"):
+    with pytest.raises(InputError, match="not of a folder"), files.atomic_file(tmp_path / "folder"):
         pass
     with pytest.raises(InputError, match="not of a file"):
-        folder_target(tmp_path / "file", "kind", overwrite=True)
+        files.folder_target(tmp_path / "file", "kind", overwrite=True)
     with pytest.raises(InputError, match="out: .*folder can be created"):
-        writable_target(tmp_path / "file" / "below", "out")
+        files.writable_target(tmp_path / "file" / "below", "out")
     for missing in ("nothing", "folder"):
         with pytest.raises(InputError, match="data: .*existing file"):
-            existing_file(tmp_path / missing, "data")
+            files.existing_file(tmp_path / missing, "data")
     (tmp_path / "empty").touch()
     with pytest.raises(InputError, match="not empty"):
-        existing_file(tmp_path / "empty", "data")
+        files.existing_file(tmp_path / "empty", "data")
 
 
 def test_a_new_file_follows_the_umask_and_an_existing_one_keeps_its_mode(tmp_path: Path) -> None:
@@ -77,10 +65,10 @@ def test_a_new_file_follows_the_umask_and_an_existing_one_keeps_its_mode(tmp_pat
     previous = os.umask(0o027)
     try:
         for path in (old, new):
-            with atomic_file(path) as temporary:
+            with files.atomic_file(path) as temporary:
                 temporary.unlink()  # safetensors replaces the file by one for the owner alone
                 temporary.touch(0o600)
-        with atomic_directory(tmp_path / "folder", "kind") as folder:
+        with files.atomic_directory(tmp_path / "folder", "kind") as folder:
             pass
     finally:
         os.umask(previous)
@@ -95,12 +83,12 @@ def test_a_link_stays_and_its_target_is_written(tmp_path: Path, exists: bool) ->
     link.symlink_to("elsewhere/target")
     if exists:
         target.write_text("old")
-    with atomic_file(writable_target(link, "out")) as temporary:
+    with files.atomic_file(files.writable_target(link, "out")) as temporary:
         temporary.write_text("new")
         assert temporary.parent == target.parent
     assert link.is_symlink()
     assert (target.read_text(), os.listdir(target.parent)) == ("new", ["target"])
-    remove_output(link)
+    files.remove_output(link)
     assert (link.is_symlink(), target.exists()) == (True, False)
 
 
@@ -110,14 +98,14 @@ def test_devices_and_pipes_are_written_to_and_stay(tmp_path: Path) -> None:
     received: list[str] = []
     reader = threading.Thread(target=lambda: received.append(fifo.read_text()), daemon=True)
     reader.start()
-    write_json(writable_target(fifo, "json"), {"a": 1})
+    files.write_json(files.writable_target(fifo, "json"), {"a": 1})
     reader.join(timeout=30)
     assert json.loads(received[0]) == {"a": 1}
     assert stat.S_ISFIFO(fifo.stat().st_mode)
-    write_json(writable_target("/dev/null", "json"), {})
+    files.write_json(files.writable_target("/dev/null", "json"), {})
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
     for path in (fifo, "/dev/null"):
-        remove_output(path)
+        files.remove_output(path)
     assert os.path.exists("/dev/null")
     assert os.listdir(tmp_path) == ["fifo"]
 
@@ -139,12 +127,12 @@ def test_a_file_without_write_permission_is_refused(tmp_path: Path, monkeypatch:
     path.touch(0o444)
     monkeypatch.setattr(os, "access", lambda at, mode: at != path)  # root may write everywhere
     with pytest.raises(InputError, match="json: .*can be written to"):
-        writable_target(path, "json")
+        files.writable_target(path, "json")
 
 
 def filled(path: Path, kind: str, *names: str, overwrite: bool = False) -> None:
-    target = folder_target(path, kind, overwrite=overwrite)
-    with atomic_directory(target, kind, overwrite=overwrite) as folder:
+    target = files.folder_target(path, kind, overwrite=overwrite)
+    with files.atomic_directory(target, kind, overwrite=overwrite) as folder:
         for name in names:
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(name)
@@ -165,7 +153,7 @@ def test_only_a_whole_output_of_the_same_kind_is_replaced(tmp_path: Path) -> Non
     assert (out / "sub" / "notes.txt").read_text() == "mine"
     (out / "sub" / "notes.txt").unlink()
     filled(out, "checkpoint", "c", overwrite=True)
-    assert (sorted(os.listdir(out)), os.listdir(tmp_path)) == ([RECORD, "c"], ["out"])
+    assert (sorted(os.listdir(out)), os.listdir(tmp_path)) == ([files.RECORD, "c"], ["out"])
 
 
 @pytest.mark.parametrize("record", [None, "", "[]", '{"checkpoint": 1}', '{"other": ["config.json"]}'])
@@ -174,10 +162,10 @@ def test_a_folder_of_the_user_is_never_replaced(tmp_path: Path, record: str | No
     out.mkdir()
     (out / "config.json").write_text("{}")
     if record is not None:
-        (out / RECORD).write_text(record)
+        (out / files.RECORD).write_text(record)
     with pytest.raises(InputError, match="a new or empty folder"):
-        folder_target(out, "checkpoint", overwrite=True)
-    with pytest.raises(InputError, match="a new"), atomic_directory(out, "checkpoint", overwrite=True):
+        files.folder_target(out, "checkpoint", overwrite=True)
+    with pytest.raises(InputError, match="a new"), files.atomic_directory(out, "checkpoint", overwrite=True):
         pass
     assert ((out / "config.json").read_text(), os.listdir(tmp_path)) == ("{}", ["out"])
 
@@ -188,56 +176,57 @@ def test_each_of_two_replaces_all(tmp_path: Path, one_step: bool, monkeypatch: p
         monkeypatch.setattr(os, "name", "other")
     out = tmp_path / "out"
     filled(out, "kind", "before")
-    with atomic_directory(out, "kind", overwrite=True) as second:
+    with files.atomic_directory(out, "kind", overwrite=True) as second:
         (second / "second").touch()
         filled(out, "kind", "first", overwrite=True)
-        assert sorted(os.listdir(out)) == [RECORD, "first"]
-    assert (sorted(os.listdir(out)), os.listdir(tmp_path)) == ([RECORD, "second"], ["out"])
+        assert sorted(os.listdir(out)) == [files.RECORD, "first"]
+    assert (sorted(os.listdir(out)), os.listdir(tmp_path)) == ([files.RECORD, "second"], ["out"])
 
 
 def test_a_file_that_comes_while_a_folder_is_written_is_kept(tmp_path: Path) -> None:
     out = tmp_path / "out"
     filled(out, "kind", "before")
-    with pytest.raises(TailcastError, match="holds mine"), atomic_directory(out, "kind", overwrite=True):
+    replaced = files.atomic_directory(out, "kind", overwrite=True)
+    with pytest.raises(TailcastError, match="holds mine"), replaced:
         (out / "mine").touch()
-    assert sorted(os.listdir(out)) == [RECORD, "before", "mine"]
+    assert sorted(os.listdir(out)) == [files.RECORD, "before", "mine"]
 
 
 def test_a_shared_folder_keeps_other_files(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert shared_folder(out, "sweep", ["config.json"]) == out
-    check_shared_folder(out, "sweep", ["report.html"])  # is not yet written by it
+    assert files.shared_folder(out, "sweep", ["config.json"]) == out
+    files.check_shared_folder(out, "sweep", ["report.html"])  # is not yet written by it
     (out / "config.json").write_text("ours")
     (out / "report.html").write_text("mine")
-    shared_folder(out, "sweep", ["config.json"])
-    shared_folder(out, "card", ["card.md"])
+    files.shared_folder(out, "sweep", ["config.json"])
+    files.shared_folder(out, "card", ["card.md"])
     with pytest.raises(TailcastError, match="out: .* holds report.html, which no sweep wrote"):
-        shared_folder(out, "sweep", ["config.json", "report.html"])
+        files.shared_folder(out, "sweep", ["config.json", "report.html"])
     with pytest.raises(TailcastError, match="card: .* holds config.json, which no card wrote"):
-        shared_folder(out, "card", ["config.json"], field="card")
+        files.shared_folder(out, "card", ["config.json"], field="card")
     with pytest.raises(TailcastError, match="which no quickstart wrote"):
-        shared_folder(out, "quickstart")
-    new = shared_folder(tmp_path / "new", "quickstart")
+        files.shared_folder(out, "quickstart")
+    new = files.shared_folder(tmp_path / "new", "quickstart")
     (new / "any").touch()
-    shared_folder(new, "quickstart")
+    files.shared_folder(new, "quickstart")
     with pytest.raises(InputError, match="not of a file"):
-        shared_folder(out / "config.json", "sweep", [])
+        files.shared_folder(out / "config.json", "sweep", [])
     with pytest.raises(InputError, match="folder that can be created"):
-        shared_folder(out / "config.json" / "below", "sweep", [])
+        files.shared_folder(out / "config.json" / "below", "sweep", [])
 
 
 def test_a_locked_folder_is_for_one_process(tmp_path: Path) -> None:
     folder = tmp_path / "work"
-    with locked_folder(folder, "out"):
-        with pytest.raises(InputError, match="no other process"), locked_folder(folder, "out"):
+    with files.locked_folder(folder, "out"):
+        with pytest.raises(InputError, match="no other process"), files.locked_folder(folder, "out"):
             pass
         assert folder.is_dir()
     assert not folder.exists()
-    with locked_folder(folder, "out"):
+    with files.locked_folder(folder, "out"):
         (folder / "state").touch()
-    with locked_folder(folder, "out"):
+    with files.locked_folder(folder, "out"):
         assert os.listdir(folder) == ["state"]
-    with pytest.raises(InputError, match="can be created"), locked_folder(folder / "state", "out"):
+    with pytest.raises(InputError, match="can be created"), files.locked_folder(folder / "state", "out"):
         pass
 
 

@@ -9,20 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler_core import predictor as predictors
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.predictions import LengthPrediction, Prediction
-from scheduler_core.predictor import (
-    AsyncPredictor,
-    PredictionEvent,
-    PredictionRequest,
-    PredictionStatus,
-    Predictor,
-    open_predictor,
-)
+from scheduler_core.predictor import AsyncPredictor, PredictionRequest, Predictor, open_predictor
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.predictions import Predictions
 from scheduler_core.simulator.records import RequestRecord
-from tests.scheduler_core.helpers import random_trace, simulate
+from tests.scheduler_core.helpers import random_trace, settle, simulate
 
 PREDICTION = Prediction(length=LengthPrediction(4.0, 0.5, 3.5, "artifact", "1"))
 
@@ -66,12 +60,6 @@ class Addressed(Scripted):
         self.address = address
 
 
-async def idle() -> None:
-    """Runs everything that needs no event from outside."""
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
 def submit(collector: AsyncPredictor, *names: str, prompt: str = "good") -> None:
     for name in names:
         collector.submit(PredictionRequest(name, prompt, 100))
@@ -109,12 +97,12 @@ async def test_one_bad_request_affects_no_other(prompt: str, error: str, max_bat
     submit(collector, "c")
     assert collector.num_open == 3
     assert collector.ready_events() == [], "submitting does not wait"
-    await idle()
+    await settle()
     events = {event.request_id: event for event in collector.ready_events()}
     assert events["a"].prediction == events["c"].prediction == PREDICTION
     assert events["a"].error is None
     assert (events["b"].prediction, events["b"].error) == (None, error)
-    assert events["b"].status is PredictionStatus.FAILED
+    assert events["b"].status is predictors.PredictionStatus.FAILED
     assert predictor.sizes == [3, 1, 1, 1] if max_batch == 4 else [1, 1, 1]
     await collector.close()
     assert predictor.closed
@@ -133,15 +121,15 @@ async def test_a_withdrawn_request_comes_back_late_and_an_unsent_one_is_never_se
     predictor = Scripted(gate_is_open=False)
     collector = AsyncPredictor(predictor, max_in_flight=1)
     submit(collector, "sent", "unsent")
-    await idle()
+    await settle()
     assert collector.withdraw("sent")
     assert not collector.withdraw("sent"), "once"
     assert collector.withdraw("unsent")
     assert not collector.withdraw("unknown")
     predictor.gate.set()
-    await idle()
+    await settle()
     events = {event.request_id: event for event in collector.ready_events()}
-    assert events["sent"].status is PredictionStatus.LATE
+    assert events["sent"].status is predictors.PredictionStatus.LATE
     assert events["sent"].prediction == PREDICTION, "it may still be of use, as to check calibration"
     assert (events["unsent"].error, predictor.sizes) == ("withdrawn before it was sent", [1])
     assert collector.num_open == 0
@@ -151,7 +139,7 @@ async def test_closing_cancels_calls_and_loses_no_request() -> None:
     predictor = Scripted(gate_is_open=False)
     collector = AsyncPredictor(predictor, max_in_flight=2)
     submit(collector, *"abc")
-    await idle()
+    await settle()
     assert predictor.in_flight == 2
     submit(collector, "just submitted")
     await collector.close()
@@ -171,7 +159,7 @@ async def test_closing_cancels_calls_and_loses_no_request() -> None:
 def test_every_request_has_exactly_one_event(
     prompts: list[str], max_batch: int, max_in_flight: int, withdrawn: set[int], turns: int
 ) -> None:
-    async def run() -> list[PredictionEvent]:
+    async def run() -> list[predictors.PredictionEvent]:
         collector = AsyncPredictor(Scripted(), max_batch=max_batch, max_in_flight=max_in_flight)
         for number, prompt in enumerate(prompts):
             submit(collector, str(number), prompt=prompt)

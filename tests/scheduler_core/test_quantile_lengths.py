@@ -75,9 +75,8 @@ def test_all_numbers_follow_from_the_quantile_function(
     outlived = float(length.cdf(done))
     assert rest == pytest.approx(integral(length, outlived, cap) - done, rel=5e-3, abs=1e-3 * cap)
     table = LengthPrediction(quantiles[11], 0.5, NU, quantiles=quantiles).table(max(1, round(cap)))
-    assert table.expected_remaining() == pytest.approx(
-        float(length.expected(max(1, round(cap)))), rel=0.02, abs=1.0
-    )
+    in_whole_tokens = float(length.expected(max(1, round(cap))))
+    assert table.expected_remaining() == pytest.approx(in_whole_tokens, rel=0.02, abs=1.0)
 
 
 def test_quantiles_of_a_log_t_are_that_log_t_between_them() -> None:
@@ -86,23 +85,17 @@ def test_quantiles_of_a_log_t_are_that_log_t_between_them() -> None:
     x = np.exp(np.linspace(3.5, 6.5, 50))
     np.testing.assert_allclose(length.cdf(x), exact.cdf(x), atol=0.01)
     assert length.expected(4000) == pytest.approx(float(exact.expected(4000)), rel=0.02)
-    density = np.exp(length.logpdf(x)) * x
-    assert np.trapezoid(density, np.log(x)) == pytest.approx(
-        float(length.cdf(x[-1]) - length.cdf(x[0])), abs=0.01
-    )
-    assert (length.ppf([0.0, 1.0]).tolist(), length.pdf([0.0, -1.0]).tolist()) == (
-        [0.0, math.inf],
-        [0.0, 0.0],
-    )
+    mass = float(length.cdf(x[-1]) - length.cdf(x[0]))
+    assert np.trapezoid(np.exp(length.logpdf(x)) * x, np.log(x)) == pytest.approx(mass, abs=0.01)
+    assert length.ppf([0.0, 1.0]).tolist() == [0.0, math.inf]
+    assert length.pdf([0.0, -1.0]).tolist() == [0.0, 0.0]
 
 
 def test_far_in_the_tail_what_is_left_is_that_of_a_power_law() -> None:
-    length = LogQuantiles(SKEWED)
-    scale = (SKEWED[-1] - SKEWED[-2]) / math.log(2.5)
+    rest = 1 - math.log(2.5) / (SKEWED[-1] - SKEWED[-2])
     for done in (1e5, 1e80):
-        assert length.expected(done * 1.5, done) == pytest.approx(
-            done * math.expm1((1 - 1 / scale) * math.log(1.5)) / (1 - 1 / scale), rel=1e-9
-        )
+        expected = done * math.expm1(rest * math.log(1.5)) / rest
+        assert LogQuantiles(SKEWED).expected(done * 1.5, done) == pytest.approx(expected, rel=1e-9)
 
 
 def test_rows_equal_each_alone() -> None:
@@ -110,9 +103,8 @@ def test_rows_equal_each_alone() -> None:
     both, cap = LogQuantiles(rows), np.array([100.0, 4000.0])
     for number, row in enumerate(rows):
         one = LogQuantiles(row)
-        assert both.expected(cap, 20)[number] == pytest.approx(
-            float(one.expected(cap[number], 20)), rel=1e-12
-        )
+        alone = float(one.expected(cap[number], 20))
+        assert both.expected(cap, 20)[number] == pytest.approx(alone, rel=1e-12)
         assert both.cvar(0.9, cap)[number] == pytest.approx(float(one.cvar(0.9, cap[number])), rel=1e-12)
         for method in ("cdf", "sf", "logsf", "pdf", "logpdf"):
             np.testing.assert_allclose(getattr(both, method)(cap)[number], getattr(one, method)(cap[number]))
@@ -144,8 +136,7 @@ def test_policies_and_routers_order_by_the_quantiles() -> None:
     exact = LogQuantiles(SKEWED)
     mean, tail_mean = map(float, exact.expected_and_cvar(0.9, 1000))
     assert skewed.expected_and_cvar(1000) == (mean, tail_mean)
-    keys = {"tie": math.log(mean + 0.1 * tail_mean), "sept": mean, "trail": mean}
-    for name, expected in keys.items():
+    for name, expected in {"tie": math.log(mean + 0.1 * tail_mean), "sept": mean, "trail": mean}.items():
         policy = make_policy(name)
         for each in (plain, skewed):
             policy.on_prediction(state(each, str(each is plain)))

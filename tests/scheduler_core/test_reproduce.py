@@ -80,8 +80,7 @@ def test_the_page_says_the_scale_of_every_study(tmp_path: Path) -> None:
         row = Row(where="w", what="v", paper=1.0, ours=1.0)
         save(path, Findings([row], size=f"{number} requests"), ABOUT | about)
         efforts = (Effort(scale=0.5), Effort(scale=0.25), Effort(quick=True))
-        kept = [_is_kept(path, effort) for effort in efforts]
-        assert kept == [not about, not about.get("quick"), True]
+        assert [_is_kept(path, effort) for effort in efforts] == [not about, not about.get("quick"), True]
         parts.append((STUDIES[number], *load(path)))
     text = "".join(pages(parts).values())
     assert "Of 4 studies: 1 at scale 1, 2 at scale 0.25, 1 quick versions, which decide nothing" in text
@@ -156,8 +155,7 @@ def test_tie_runs_on_trained_predictions_and_their_note_names_who_predicts_how_w
     }
     table = pa.table(rows).replace_schema_metadata({TRAINED: b"Heads on a frozen encoder"})
     pq.write_table(table, tmp_path / "predictions.parquet")
-    effort = Effort(quick=True, predictions=tmp_path / "predictions.parquet")
-    found = requests(effort, 50, 0, "m", "Alpaca")
+    found = requests(Effort(quick=True, predictions=tmp_path / "predictions.parquet"), 50, 0, "m", "Alpaca")
     assert {row.output_tokens for row in found.trace.requests} == {100, 200, 300}
     assert all(length.mu < 6.0 for length in found.lengths["length"].values())
     for order, expected in (

@@ -51,8 +51,7 @@ def drawn(**more: Any) -> SimulationResult:
     ],
 )  # fmt: skip
 def test_targets_are_met_together(targets: dict[str, float], longest: float | None, met: bool) -> None:
-    record = replace(RECORD, max_tbt_s=longest, **targets)  # type: ignore[arg-type]
-    columns = request_columns([record])
+    columns = request_columns([replace(RECORD, max_tbt_s=longest, **targets)])
     assert (meets_slo(columns).tolist(), has_slo(columns).tolist()) == ([met], [bool(targets)])
 
 
@@ -63,8 +62,7 @@ def test_attainment_counts_refused_requests_as_missed() -> None:
         trace_row("c", 0.6, 500, 1, ttft_slo_s=9.0), trace_row("d", 0.7, 1, 1),
     )  # fmt: skip
     step_time = replace(ROUND, per_prefill_token_s=0)
-    tight = SchedulerConfig(num_kv_blocks=10)
-    metrics = simulate(Trace(rows), scheduler=tight, step_time=step_time).metrics
+    metrics = simulate(Trace(rows), scheduler=SchedulerConfig(num_kv_blocks=10), step_time=step_time).metrics
     assert (metrics["num_finished"], metrics["num_refused"]) == (3, 1)
     assert metrics["slo_attainment"] == pytest.approx(1 / 3)
     assert metrics["goodput_rps"] == pytest.approx(1 / metrics["makespan_s"])
@@ -148,8 +146,7 @@ def test_an_oracle_with_noise_is_wrong_by_as_much_as_it_says() -> None:
     trace = random_trace(400, rate_rps=50)
     result = simulate(trace, "ssjf", predictor="oracle", predictor_noise=0.4, seed=3, step_time=ROUND)
     columns = request_columns(result.records)
-    errors = columns["predicted_mu"] - np.log(columns["output_tokens"])
-    assert np.std(errors) == pytest.approx(0.4, rel=0.12)
+    assert np.std(columns["predicted_mu"] - np.log(columns["output_tokens"])) == pytest.approx(0.4, rel=0.12)
     assert set(columns["predicted_sigma"]) == {0.4}
 
 
@@ -246,10 +243,9 @@ def test_predictions_of_known_quality() -> None:
     rng = np.random.default_rng(1)
     mu, nu = rng.uniform(4, 9, 4000), np.tile([3.5, 30.0], 2000)
     lengths = np.maximum(1, np.round(np.exp(mu + 0.5 * rng.standard_t(nu)))).astype(int)
-    rows = zip(lengths.tolist(), mu.tolist(), nu.tolist(), strict=True)
     records = [
         replace(RECORD, output_tokens=length, predicted_mu=one, predicted_sigma=0.5, predicted_nu=free)
-        for length, one, free in rows
+        for length, one, free in zip(lengths.tolist(), mu.tolist(), nu.tolist(), strict=True)
     ]
     found = prediction_quality(request_columns(records))
     assert found is not None
@@ -262,8 +258,7 @@ def test_predictions_of_known_quality() -> None:
 
 @pytest.mark.parametrize(("low", "high"), [(0.021, 0.024), (0.1, 3.0), (1e-3, 100.0)])
 def test_an_axis_has_marks_whatever_its_range(low: float, high: float) -> None:
-    curve = (np.geomspace(low, high, 50), np.linspace(0, 1, 50))
-    drawn = distribution_functions({"TBT": {"all": curve}})
+    drawn = distribution_functions({"TBT": {"all": (np.geomspace(low, high, 50), np.linspace(0, 1, 50))}})
     axis = drawn[drawn.index('id="matplotlib.axis_1"') : drawn.index('id="matplotlib.axis_2"')]
     marks = [float(text) for text in re.findall(r">([0-9.e+-]+)</text>", axis)]
     assert 3 <= len(marks) <= 9

@@ -24,6 +24,11 @@ def plan_of(core: Scheduler, now: float = 0.0) -> StepPlan:
     return plan
 
 
+def enter(core: Scheduler, *requests: Request) -> None:
+    for one in requests:
+        core.add(one, 0.0)
+
+
 def test_a_request_prefills_then_decodes_until_the_model_stops() -> None:
     core = scheduler()
     core.add(request("a", prompt=10), 1.0)
@@ -54,8 +59,7 @@ def test_admission_waits_for_memory_and_keeps_the_watermark() -> None:
 def test_memory_pressure_preempts_the_youngest_which_recomputes_everything() -> None:
     """Two requests of 10 + up to 20 tokens in 4 blocks of 10: both are admitted, only one can grow."""
     core = scheduler(num_kv_blocks=4, kv_block_tokens=10, kv_watermark=0.0)
-    core.add(request("a", prompt=10, cap=25), 0.0)
-    core.add(request("b", prompt=10, cap=25), 0.0)
+    enter(core, request("a", prompt=10, cap=25), request("b", prompt=10, cap=25))
     core.update("b", predicted(20), 0.0)
     now = 0.0
     for _ in range(11):
@@ -77,8 +81,7 @@ def test_memory_pressure_preempts_the_youngest_which_recomputes_everything() -> 
 def test_nothing_is_admitted_in_a_step_that_preempts() -> None:
     """b gives back two blocks, a takes one; c would fit into the other and comes first, but waits a step."""
     core = scheduler("ssjf", num_kv_blocks=4, kv_block_tokens=10, kv_watermark=0.0)
-    core.add(request("a", prompt=10, cap=25), 0.0)
-    core.add(request("b", prompt=10, cap=25), 0.0)
+    enter(core, request("a", prompt=10, cap=25), request("b", prompt=10, cap=25))
     for step in range(11):
         run_step(core, float(step))
     core.add(request("c", prompt=1, cap=5), 11.0)
@@ -116,8 +119,7 @@ def test_an_id_may_be_used_once_at_a_time() -> None:
 
 def test_failed_and_late_predictions_are_counted_and_change_nothing() -> None:
     core = scheduler("tie", max_num_seqs=1)
-    core.add(request("a"), 0.0)
-    core.add(request("b"), 0.0)
+    enter(core, request("a"), request("b"))
     core.update("a", None, 0.0)
     core.update("b", predicted(99), 0.0)
     core.update("ghost", predicted(1), 0.0)
@@ -131,12 +133,10 @@ def test_tie_orders_the_queue_anew_when_pressure_rises() -> None:
     wide, sure = predicted(30, sigma=1.0), predicted(66, sigma=0.01)
     for num_others, first in ((0, "wide"), (60, "sure")):
         core = scheduler("tie", max_num_seqs=10)
-        core.add(request("wide", cap=200), 0.0)
-        core.add(request("sure", cap=200), 0.0)
+        enter(core, request("wide", cap=200), request("sure", cap=200))
         core.update("wide", wide, 0.0)
         core.update("sure", sure, 0.0)
-        for index in range(num_others):
-            core.add(request(f"other{index}", cap=200), 0.0)
+        enter(core, *(request(f"other{index}", cap=200) for index in range(num_others)))
         assert plan_of(core).admitted[0] == first
         assert core.counters.num_rekeys == (1 if num_others else 0)
 
@@ -173,8 +173,7 @@ def test_calls_out_of_turn_are_refused() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_equal_keys_are_served_in_order_of_arrival(policy: str) -> None:
     core = scheduler(policy, max_num_seqs=1)
-    for name in "cab":
-        core.add(request(name), 0.0)
+    enter(core, *map(request, "cab"))
     order = []
     for step in range(3):
         order.append(plan_of(core, float(step)).admitted)
@@ -234,8 +233,7 @@ def step(core: Scheduler, now: float = 0.0) -> str:
 @pytest.mark.parametrize("former", [*FORMERS, "stage_aware"])
 def test_the_running_request_of_the_largest_key_gives_up_its_seat(former: str) -> None:
     core = core_of(max_num_seqs=2, batching=former)
-    core.add(ask("low", 3), 0.0)
-    core.add(ask("middle", 2), 0.0)
+    enter(core, ask("low", 3), ask("middle", 2))
     step(core)
     core.add(ask("high", 1), 1.0)
     if former == "chunked_prefill":
@@ -249,8 +247,7 @@ def test_the_running_request_of_the_largest_key_gives_up_its_seat(former: str) -
 @pytest.mark.parametrize("former", FORMERS)
 def test_equal_keys_and_protected_requests_are_left_alone(former: str) -> None:
     core = core_of(max_num_seqs=2, batching=former)
-    core.add(ask("protected", 99), 0.0)
-    core.add(ask("equal", 1), 0.0)
+    enter(core, ask("protected", 99), ask("equal", 1))
     step(core)
     core.add(ask("newcomer", 1), 1.0)
     assert step(core, 1.0) in ("protected equal", "equal protected")
@@ -260,8 +257,7 @@ def test_equal_keys_and_protected_requests_are_left_alone(former: str) -> None:
 def test_as_many_go_as_memory_needs_and_no_more(former: str) -> None:
     """20 blocks: a, b, c hold 5 each after their first decode, 5 are free. d needs 8: c must go, b may stay."""
     core = core_of(num_kv_blocks=20, batching=former)
-    for name, priority in (("a", 2), ("b", 3), ("c", 4)):
-        core.add(ask(name, priority, cap=10), 0.0)
+    enter(core, ask("a", 2, cap=10), ask("b", 3, cap=10), ask("c", 4, cap=10))
     step(core)
     step(core)
     core.add(ask("d", 1, prompt=8, cap=10), 1.0)
@@ -273,8 +269,7 @@ def test_as_many_go_as_memory_needs_and_no_more(former: str) -> None:
 def test_nobody_is_evicted_in_vain(former: str) -> None:
     """Evicting low (5 blocks) would not make room for the 14 that d needs, and high may not be evicted for it."""
     core = core_of(num_kv_blocks=16, batching=former)
-    core.add(ask("high", 0, cap=10), 0.0)
-    core.add(ask("low", 5, cap=10), 0.0)
+    enter(core, ask("high", 0, cap=10), ask("low", 5, cap=10))
     step(core)
     step(core)
     core.add(ask("d", 1, prompt=14, cap=2), 1.0)

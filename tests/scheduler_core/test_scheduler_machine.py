@@ -20,22 +20,15 @@ from scheduler_core.predictions import BucketPrediction, Prediction, RankPredict
 from scheduler_core.replay import replay
 from scheduler_core.request import Request, RequestState
 from scheduler_core.scheduler import Scheduler
-from tests.scheduler_core.helpers import (
-    SMALL_PARAMETERS,
-    compatible_pairs,
-    full_prediction,
-    prediction,
-    request,
-    scheduler,
-)
+from tests.scheduler_core import helpers
 
-PAIRS = compatible_pairs(POLICIES, BATCH_FORMERS)
+PAIRS = helpers.compatible_pairs(POLICIES, BATCH_FORMERS)
 
 slos = st.none() | st.sampled_from([0.1, 1.0, 30.0])
 
 bundles = st.builds(
     Prediction,
-    length=st.builds(prediction, st.floats(0.5, 50), st.floats(1e-3, 2)),
+    length=st.builds(helpers.prediction, st.floats(0.5, 50), st.floats(1e-3, 2)),
     urgency=st.none() | st.just(UrgencyPrediction((0.1, 0.6, 0.1, 0.1, 0.1))),
     bucket=st.none() | st.just(BucketPrediction((0.2, 0.8), (10.0,))),
     rank=st.none() | st.builds(RankPrediction, st.floats(-3, 3)),
@@ -55,8 +48,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.log = DecisionLog()
         limits["max_num_batched_tokens"] = limits["max_num_seqs"] + more_tokens
         limits["preemption"] = "recompute" if limits["num_swap_blocks"] is None else "swap"
-        limits |= {"batching": former, "batching_parameters": SMALL_PARAMETERS.get(former, {})}
-        self.core = scheduler(policy, log=self.log, **limits)
+        limits |= {"batching": former, "batching_parameters": helpers.SMALL_PARAMETERS.get(former, {})}
+        self.core = helpers.scheduler(policy, log=self.log, **limits)
         self.now = 0.0
         self.next_id = 0
         self.live: dict[str, Request] = {}
@@ -75,7 +68,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add(self, prompt: int, cap: int, cached: int, **fields: Any) -> None:
         name = f"r{self.next_id}"
         self.next_id += 1
-        item = request(name, self.now, prompt, cap, cached_prefix_tokens=min(cached, prompt - 1), **fields)
+        fields["cached_prefix_tokens"] = min(cached, prompt - 1)
+        item = helpers.request(name, self.now, prompt, cap, **fields)
         refusal = self.core.refusal(item)
         capacity = self.core.config.num_kv_blocks * self.core.config.kv_block_tokens
         assert refusal is not None or prompt + cap <= capacity
@@ -90,8 +84,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data(), bundle=st.none() | bundles)
     def predict(self, data: st.DataObject, bundle: Prediction | None) -> None:
-        name = data.draw(st.sampled_from(sorted(self.live)))
-        self.core.update(name, bundle, self.now)
+        self.core.update(data.draw(st.sampled_from(sorted(self.live))), bundle, self.now)
 
     @rule(name=st.sampled_from(["r0", "r1", "r99999"]))
     def predict_late(self, name: str) -> None:
@@ -116,8 +109,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.core.validate()
         limits = self.core.config
-        planned = plan.num_prefill_tokens + len(plan.decodes)
-        assert 0 < planned <= limits.max_num_batched_tokens
+        assert 0 < plan.num_prefill_tokens + len(plan.decodes) <= limits.max_num_batched_tokens
         names = [*plan.decodes, *(chunk.request_id for chunk in plan.prefills)]
         assert len(names) == len(set(names)) <= limits.max_num_seqs
         assert set(names) <= set(self.live)
@@ -186,7 +178,7 @@ def core_of(
     policy: str | Policy, former: str, blocks: int = 40, preemption: str = "recompute", *, individually: bool
 ) -> Scheduler:
     """In lockstep, or with requests advanced one by one."""
-    core = scheduler(
+    core = helpers.scheduler(
         policy, max_num_seqs=6, max_num_batched_tokens=200 if former != "chunked_prefill" else 24,
         num_kv_blocks=blocks, kv_block_tokens=4, num_swap_blocks=12 if preemption == "swap" else None,
         preemption=preemption, batching=former,
@@ -206,14 +198,14 @@ def drive(core: Scheduler, *, read: bool = False, max_steps: int = 1, predict: b
     arrived, now = 0, 0.0
     while arrived < 35 or core.num_running or core.num_waiting:
         while arrived < 35 and rng.random() < 0.4:
-            item = request(
+            item = helpers.request(
                 f"r{arrived}", now, int(rng.integers(1, 90)), int(rng.integers(1, 40)),
                 priority=int(rng.integers(9)), tier=int(rng.integers(5)), tenant=f"t{arrived % 3}",
             )  # fmt: skip
             core.add(item, now)
             arrived += 1
         if predict and rng.random() < 0.5:
-            core.update(f"r{int(rng.integers(35))}", full_prediction(float(rng.uniform(2, 40))), now)
+            core.update(f"r{int(rng.integers(35))}", helpers.full_prediction(float(rng.uniform(2, 40))), now)
         plan = core.schedule(now)
         now += 1.0
         if plan is None:

@@ -69,8 +69,7 @@ def test_a_run_of_rad_has_the_bounds_of_its_theorems(trace: Path) -> None:
     assert run(trace, "--policy fcfs --scheduler.batching rad --load 0.5") == 0
     bounds = result(trace.parent)["rad_bounds"]
     assert 0 < bounds["expected_s"] < bounds["longest_s"]
-    least = 63 * bounds["longest_s"] / (0.1 * bounds["expected_s"])
-    assert bounds["num_per_cycle"] == int(least) + 1
+    assert bounds["num_per_cycle"] == int(63 * bounds["longest_s"] / (0.1 * bounds["expected_s"])) + 1
 
 
 @pytest.mark.parametrize(
@@ -267,8 +266,7 @@ def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(example)
     options = "--workload.num_requests 40"
     assert typed(f"run --config {tmp_path}/run.yaml --json {tmp_path}/out.json {options}") == 0
-    content = result(tmp_path)
-    assert set(content["metrics"]["groups"]["tenant"]) == {"paying", "free"}
+    assert set(result(tmp_path)["metrics"]["groups"]["tenant"]) == {"paying", "free"}
 
 
 @pytest.mark.parametrize(

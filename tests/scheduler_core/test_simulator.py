@@ -13,18 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler_core import predictions as heads
 from scheduler_core.batching.uniboost import OneOrder
 from scheduler_core.decision_log import DecisionLog
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.policies import POLICIES, make_policy
-from scheduler_core.predictions import (
-    BucketPrediction,
-    LengthPrediction,
-    PointPrediction,
-    Prediction,
-    RankPrediction,
-    UrgencyPrediction,
-)
+from scheduler_core.predictions import LengthPrediction, Prediction
 from scheduler_core.predictor import PredictionRequest
 from scheduler_core.replay import replay
 from scheduler_core.request import Request, RequestState
@@ -39,17 +33,9 @@ from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime
 from scheduler_core.simulator.step_time.staircase import StaircaseStepTime
 from scheduler_core.simulator.trace import Trace, load_trace, write_trace
 from scheduler_core.simulator.watch import GapHistogram, RunWatch
-from tests.scheduler_core.helpers import (
-    PLAIN,
-    ROUND,
-    random_trace,
-    scheduler,
-    simulate,
-    token_times,
-    trace_row,
-)
+from tests.scheduler_core import helpers
+from tests.scheduler_core.helpers import random_trace, scheduler, simulate, trace_row
 
-ALL_POLICIES = (*POLICIES, *BOUNDS)
 TIGHT = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=48, num_kv_blocks=40, kv_block_tokens=16)
 
 
@@ -60,7 +46,7 @@ def test_times_of_a_small_run_worked_out_by_hand() -> None:
     Step 3: two decodes (0.02), context 11 + 5 (0.016): 1.036 s, ends 6.556; a is done (3), b has 2.
     Step 4: one decode (0.01), context 6 (0.006): 1.016 s, ends 7.572; b is done (3).
     """
-    result = simulate(Trace((trace_row("a", 2.0, 10, 3), trace_row("b", 3.0, 5, 3))), step_time=PLAIN)
+    result = simulate(Trace((trace_row("a", 2.0, 10, 3), trace_row("b", 3.0, 5, 3))), step_time=helpers.PLAIN)
     a, b = result.records
     assert (a.request_id, b.request_id) == ("a", "b")
     assert (a.first_scheduled_s, a.first_token_s) == (2.0, 4.0)
@@ -98,7 +84,7 @@ def check_many_steps_at_once(trace: Trace, policy: str, **values: Any) -> Simula
     return fast
 
 
-@pytest.mark.parametrize("policy", ALL_POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, *BOUNDS])
 @pytest.mark.parametrize("limits", [TIGHT, SchedulerConfig(max_num_seqs=16)], ids=["tight", "roomy"])
 def test_many_steps_at_once_equal_single_steps(policy: str, limits: SchedulerConfig) -> None:
     trace = random_trace(80, seed=3, rate_rps=8)
@@ -110,17 +96,16 @@ def test_predictions_come_after_their_delay() -> None:
     """At 0, a is admitted alone; b and c wait. c's prediction (short) comes before a is done only if it is quick."""
     seen = LengthPrediction(0.0, 0.1, 3.5)
     rows = (trace_row("a", 0.0, 1, 5), trace_row("b", 0.5, 1, 5), trace_row("c", 0.6, 1, 5, prediction=seen))
-    limits = SchedulerConfig(max_num_seqs=1)
+    config: dict[str, Any] = {"scheduler": SchedulerConfig(max_num_seqs=1), "step_time": helpers.PLAIN}
     for delay_s, order in ((1.0, "acb"), (100.0, "abc")):
-        result = simulate(Trace(rows), "tie", scheduler=limits, predictor_delay_s=delay_s, step_time=PLAIN)
+        result = simulate(Trace(rows), "tie", predictor_delay_s=delay_s, **config)
         assert "".join(record.request_id for record in result.records) == order
         assert result.predictor["num_failed"] == 2
         assert result.predictor["num_late"] == (3 if delay_s == 100.0 else 0)
 
 
 def test_requests_that_never_fit_are_reported_not_lost() -> None:
-    trace = Trace((trace_row("big", 0.0, 1000, 5), trace_row("ok", 0.5, 10, 5)))
-    result = simulate(trace, scheduler=TIGHT)
+    result = simulate(Trace((trace_row("big", 0.0, 1000, 5), trace_row("ok", 0.5, 10, 5))), scheduler=TIGHT)
     assert [record.request_id for record in result.records] == ["ok"]
     assert "whole KV cache" in result.refused["big"]
     assert result.metrics["num_refused"] == 1
@@ -146,10 +131,10 @@ class Echo:
         levels[(1, 4, 3, 0)[number]] = bucket[(3, 0, 1, 2)[number]] = 1.0
         return Prediction(
             length=LengthPrediction(4.0 - number, 0.5, 3.5, "echo", "7"),
-            point=PointPrediction((3.0, 1.0, 4.0, 2.0)[number]),
-            rank=RankPrediction((2.0, 4.0, 1.0, 3.0)[number]),
-            bucket=BucketPrediction(tuple(bucket), (8.0, 16.0, 32.0)),
-            urgency=UrgencyPrediction(tuple(levels)),
+            point=heads.PointPrediction((3.0, 1.0, 4.0, 2.0)[number]),
+            rank=heads.RankPrediction((2.0, 4.0, 1.0, 3.0)[number]),
+            bucket=heads.BucketPrediction(tuple(bucket), (8.0, 16.0, 32.0)),
+            urgency=heads.UrgencyPrediction(tuple(levels)),
         )
 
     async def close(self) -> None:
@@ -247,7 +232,7 @@ def test_gaps_of_a_small_run_worked_out_by_hand(exact: bool) -> None:
     """a: prefill 0 to 2, tokens at 2, then b's prefill (0.5 s more) at 3.5, then 4.5, 5.5. b: 3.5, 4.5."""
     trace = Trace((trace_row("a", 0.0, 10, 4, tier=0), trace_row("b", 1.0, 5, 2, tier=1, tenant="x")))
     watch = RunWatch()
-    result = simulate(trace, step_time=ROUND, exact_steps=exact, watch=watch)
+    result = simulate(trace, step_time=helpers.ROUND, exact_steps=exact, watch=watch)
     a, b = sorted(result.records, key=lambda one: one.request_id)
     assert (a.max_tbt_s, b.max_tbt_s) == (pytest.approx(1.5), pytest.approx(1.0))
     first, second = watch.gaps.by_class[0, ""], watch.gaps.by_class[1, "x"]
@@ -265,7 +250,7 @@ def test_the_longest_gap_is_that_of_the_token_times_also_after_preemptions() -> 
     log = DecisionLog()
     result = simulate(trace, scheduler=tight, exact_steps=True, log=log)
     assert result.metrics["num_preemptions"] > 0
-    times = token_times(log)
+    times = helpers.token_times(log)
     for record in result.records:
         gaps = np.diff(times[record.request_id])
         assert len(gaps) == record.output_tokens - 1
@@ -308,8 +293,7 @@ def test_histogram_quantiles_are_right_to_half_a_percent() -> None:
         assert histogram.quantile(share) == pytest.approx(np.quantile(values, share), rel=0.01)
     assert histogram.total_s == pytest.approx(values.sum())
     assert histogram.longest_s == values.max()
-    both = GapHistogram.merged([histogram, histogram])
-    assert both.counts.sum() == 40_000
+    assert GapHistogram.merged([histogram, histogram]).counts.sum() == 40_000
     assert GapHistogram().summary() is None
 
 
@@ -360,8 +344,7 @@ def test_rates_that_a_policy_measures_do_not_depend_on_steps_taken_at_once(forme
     limits = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=64, num_kv_blocks=60, batching=former)
     trace = random_trace(150, seed=8, rate_rps=2.0)
     config = {"policy_parameters": parameters, "scheduler": limits}
-    result = check_many_steps_at_once(trace, "uniboost", **config)
-    assert result.metrics["num_preemptions"] > 0
+    assert check_many_steps_at_once(trace, "uniboost", **config).metrics["num_preemptions"] > 0
     keys = []
     for exact in (False, True):
         core = Scheduler(limits, make_policy("uniboost", parameters), log := DecisionLog())
@@ -415,7 +398,7 @@ def test_uniboosts_former_forms_the_same_batches_without_the_order_where_that_de
 
 def run(trace: Trace, **more: object) -> SimulationOutcome:
     core = scheduler(num_kv_blocks=200)
-    return Simulation(trace, core, ROUND, Predictions(), **more).run()  # type: ignore[arg-type]
+    return Simulation(trace, core, helpers.ROUND, Predictions(), **more).run()  # type: ignore[arg-type]
 
 
 def test_a_client_sends_its_next_request_when_it_has_its_answer_and_has_thought() -> None:
@@ -430,9 +413,8 @@ def test_a_client_sends_its_next_request_when_it_has_its_answer_and_has_thought(
 @given(st.integers(1, 6), st.floats(0.0, 3.0), st.integers(0, 1000))
 @settings(max_examples=20, deadline=None)
 def test_a_closed_loop_never_has_more_under_way_than_clients(num: int, think_s: float, seed: int) -> None:
-    trace = random_trace(25, seed=seed, cap=20, most_prompt=30)
     clients = ClosedLoop(num_clients=num, think_time_s=think_s, rng=np.random.default_rng(seed))
-    out = run(trace, clients=clients)
+    out = run(random_trace(25, seed=seed, cap=20, most_prompt=30), clients=clients)
     assert len(out.records) == 25
     edges = [(record.finish_s, -1) for record in out.records]
     edges += [(record.arrival_s, 1) for record in out.records]

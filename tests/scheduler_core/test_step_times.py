@@ -25,31 +25,18 @@ from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.plan import PrefillChunk, StepResult
 from scheduler_core.policies import make_policy
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
-from scheduler_core.simulator.commands.calibrate import (
-    EngineCalibrationConfig,
-    StepSample,
-    draw_probes,
-    fit_step_time,
-    joined,
-    latency_error,
-    run_calibration,
-    step_samples,
-)
+from scheduler_core.simulator.commands import calibrate
+from scheduler_core.simulator.commands.calibrate import EngineCalibrationConfig, StepSample, fit_step_time
 from scheduler_core.simulator.engine_probe import Endpoint, Probe, random_prompt, send
-from scheduler_core.simulator.step_time import make_step_time
+from scheduler_core.simulator.step_time import make_step_time, operator_table
 from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime, StepWork
-from scheduler_core.simulator.step_time.operator_table import (
-    TOKEN_OPERATORS,
-    OperatorTable,
-    read_operator_table,
-)
 from scheduler_core.simulator.step_time.quadratic import PRESETS, QuadraticStepTime
 from scheduler_core.simulator.step_time.roofline import GPUS, MODELS, RooflineStepTime
 from scheduler_core.simulator.step_time.staircase import StaircaseStepTime
 from tests.fake_openai import event, running
 from tests.scheduler_core.helpers import PLAIN, random_trace, request, simulate, token_times
 
-TABLE = OperatorTable(
+TABLE = operator_table.OperatorTable(
     num_layers=2, tokens_s=1e-4 + 1e-6 * np.arange(129),
     decode_s=1e-6 * np.arange(65)[:, None] * (1 + np.sqrt(np.arange(129)))[None, :],
     prefill_s=1e-7 * (1 + np.arange(33)[:, None] * 64) * np.arange(1025)[None, :], batching_overhead=0.1,
@@ -116,14 +103,12 @@ def test_quadratic_times_by_hand() -> None:
     assert model.step_s(StepWork((), [300], 3)) == pytest.approx(4.0 + 6.0)
     # m tokens after a prompt of n: gamma_1 (m^2 / 2 + n m + m / 2) + gamma_2 m, where the paper counts the token itself.
     n, m = 50, 20
-    expected = 0.01 * (m * m / 2 + n * m + m / 2) + m
-    assert model.run([n + 1], 0.0).end_s(m) == pytest.approx(expected)
+    assert model.run([n + 1], 0.0).end_s(m) == pytest.approx(0.01 * (m * m / 2 + n * m + m / 2) + m)
 
 
 def test_the_staircase_rises_where_a_tile_begins_and_by_hand_only_there() -> None:
-    nothing = StaircaseStepTime(
-        base_s=0.0, linear_tile_s=0.0, per_token_s=1e-9, decode_tile_s=0.0, prefill_tile_s=0.0
-    )
+    tiles = dict.fromkeys(("linear_tile_s", "decode_tile_s", "prefill_tile_s"), 0.0)
+    nothing = StaircaseStepTime(base_s=0.0, per_token_s=1e-9, **tiles)
     model = replace(nothing, linear_tile_s=1.0, per_token_s=0.0)
     times = [model.step_s(StepWork((chunk(0, num),))) for num in (1, 256, 257, 512, 513)]
     assert times == [1.0, 1.0, 2.0, 2.0, 3.0]
@@ -156,11 +141,9 @@ def test_sizes_of_models_are_the_published_ones() -> None:
 def test_a_roofline_is_near_a_profile() -> None:
     """Layers of Llama-3-8B on an A100 in Vidur's profile, in ms: decodes after 500 tokens, prompts in one chunk."""
     model = RooflineStepTime()
-    decodes = {1: 10.72, 16: 11.94, 32: 12.65, 64: 14.91, 128: 19.37}
-    prompts = {256: 21.07, 512: 37.32, 1024: 81.94, 2048: 165.73, 4096: 347.23}
-    for num, milliseconds in decodes.items():
+    for num, milliseconds in {1: 10.72, 16: 11.94, 32: 12.65, 64: 14.91, 128: 19.37}.items():
         assert model.step_s(StepWork((), [500] * num)) == pytest.approx(milliseconds / 1e3, rel=0.2)
-    for num, milliseconds in prompts.items():
+    for num, milliseconds in {256: 21.07, 512: 37.32, 1024: 81.94, 2048: 165.73, 4096: 347.23}.items():
         assert model.step_s(StepWork((chunk(0, num),))) == pytest.approx(milliseconds / 1e3, rel=0.2)
 
 
@@ -193,7 +176,7 @@ def write_profile(folder: Path, suffix: str) -> None:
     nums, sizes = [1, 1, 1, 2, 2, 2], [0, 64, 128, 0, 64, 128]
     times = [num + size / 1000 for num, size in zip(nums, sizes, strict=True)]
     tables: dict[str, dict[str, list[Any]]] = {
-        **dict.fromkeys((*TOKEN_OPERATORS, "attn_kv_cache_save", "all_reduce"), per_token),
+        **dict.fromkeys((*operator_table.TOKEN_OPERATORS, "attn_kv_cache_save", "all_reduce"), per_token),
         "attn_decode": {"batch_size": nums, "kv_cache_size": sizes, "prediction": times},
         "attn_prefill": {
             "kv_cache_size": [0, 64], "prefill_chunk_size_squared": [64, 64], "prediction": [5.0, 6.0],
@@ -211,7 +194,7 @@ def write_profile(folder: Path, suffix: str) -> None:
 @pytest.mark.parametrize("suffix", [".csv", ".csv.gz", ".parquet"])
 def test_a_profile_is_read_and_rounded(tmp_path: Path, suffix: str) -> None:
     write_profile(tmp_path, suffix)
-    model = read_operator_table(tmp_path, num_layers=10, tensor_parallel=2)
+    model = operator_table.read_operator_table(tmp_path, num_layers=10, tensor_parallel=2)
     # 9 tokens are 16 for nine operators and two collectives (0.02 ms more each), 9 for the cache: ms per layer.
     tokens_ms = 9 * 0.016 + 0.009 + 2 * (0.016 + 0.02)
     work = StepWork((chunk(1, 8),), [70])
@@ -220,7 +203,7 @@ def test_a_profile_is_read_and_rounded(tmp_path: Path, suffix: str) -> None:
         model.step_s(StepWork((chunk(0, 7),)))  # no row of 49
     (tmp_path / f"attn_rope{suffix}").write_text("num_tokens,other\n1,2\n")
     with pytest.raises(InputError, match="profile"):
-        read_operator_table(tmp_path, num_layers=10)
+        operator_table.read_operator_table(tmp_path, num_layers=10)
 
 
 @pytest.mark.parametrize(
@@ -261,12 +244,12 @@ def measured(step_time: StepTime, rate_rps: float, num: int = 80, seed: int = 0)
 
 
 def test_step_times_are_found_again_from_the_times_of_tokens() -> None:
-    fit = fit_step_time(step_samples(measured(TRUE, 6.0)))
+    fit = fit_step_time(calibrate.step_samples(measured(TRUE, 6.0)))
     for name in ("base_s", "per_prefill_token_s", "per_decode_s", "per_context_token_s"):
         assert fit.parameters[name] == pytest.approx(getattr(TRUE, name), rel=0.1), name
     assert fit.median_error < 0.02
     assert fit.num_outliers < 0.2 * fit.num_samples
-    unseen = latency_error(measured(TRUE, 20.0, seed=1), fit.step_time, LIMITS)
+    unseen = calibrate.latency_error(measured(TRUE, 20.0, seed=1), fit.step_time, LIMITS)
     assert unseen["num_requests"] == 80
     assert all(abs(error) < 0.1 for error in unseen["error"].values()), unseen
 
@@ -275,7 +258,7 @@ def test_noise_and_hiccups_change_the_mean_and_not_the_proportions() -> None:
     """2 % of the steps take 20 times as long: they are left out, but queues follow the mean of all steps."""
     rng = np.random.default_rng(0)
     samples = []
-    for one in step_samples(measured(TRUE, 6.0)):
+    for one in calibrate.step_samples(measured(TRUE, 6.0)):
         factor = float(np.exp(rng.normal(0, 0.1))) * (20.0 if rng.random() < 0.02 else 1.0)
         samples.append(StepSample(one.seconds * factor, one.work))
     fit = fit_step_time(samples)
@@ -290,21 +273,20 @@ def test_noise_and_hiccups_change_the_mean_and_not_the_proportions() -> None:
 def test_parts_measured_in_turn_are_one_measurement() -> None:
     config = EngineCalibrationConfig(json="", url="http://x/v1", served_model="m", num_requests=20, rounds=3)
     rng = np.random.default_rng(0)
-    ids = [one.request_id for index in range(3) for one in draw_probes(config, 2.0, index, rng)]
+    ids = [one.request_id for index in range(3) for one in calibrate.draw_probes(config, 2.0, index, rng)]
     assert ids == [f"r{number}" for number in range(20)]
     rows = measured(TRUE, 6.0)
-    later = joined([rows, rows])
+    later = calibrate.joined([rows, rows])
     assert later[: len(rows)] == rows
     assert min(one.sent_s for one in later[len(rows) :]) > max(one.token_s[-1] for one in rows)
-    once, twice = (fit_step_time(step_samples(one)) for one in (rows, later))
+    once, twice = (fit_step_time(calibrate.step_samples(one)) for one in (rows, later))
     assert twice.num_samples == 2 * once.num_samples
     assert twice.parameters == pytest.approx(once.parameters, rel=1e-6)
 
 
 def test_a_staircase_is_found_again() -> None:
-    model = StaircaseStepTime(
-        base_s=0.01, linear_tile_s=5e-3, per_token_s=2e-5, decode_tile_s=2e-5, prefill_tile_s=1e-5
-    )
+    tiles = {"linear_tile_s": 5e-3, "decode_tile_s": 2e-5, "prefill_tile_s": 1e-5}
+    model = StaircaseStepTime(base_s=0.01, per_token_s=2e-5, **tiles)
     rng = np.random.default_rng(0)
     works = []
     for _ in range(300):
@@ -362,10 +344,10 @@ def test_nobody_there_and_wrong_values_are_told() -> None:
 @pytest.mark.slow
 def test_a_live_engine_is_calibrated_on_one_load_and_predicted_on_another() -> None:
     true = LinearStepTime(base_s=0.03, per_prefill_token_s=4e-4, per_decode_s=3e-3, per_context_token_s=0.0)
-    loads: dict[str, Any] = {"rate": 2.0, "held_out_rate": 5.0, "num_requests": 40}
+    loads: dict[str, Any] = {"json": "", "rate": 2.0, "held_out_rate": 5.0, "num_requests": 40}
     loads |= {"prompt_words": (8, 300), "output_tokens": (5, 30), "scheduler": LIMITS}
     with fake_engine(true, LIMITS) as url:
-        result = run_calibration(EngineCalibrationConfig(json="", url=url, served_model="m", **loads))
+        result = calibrate.run_calibration(EngineCalibrationConfig(url=url, served_model="m", **loads))
     written = json.loads(json.dumps(result))
     again = make_step_time(written["step_time"]["name"], written["step_time"]["parameters"])
     assert isinstance(again, LinearStepTime)
@@ -413,9 +395,8 @@ class _Stepping:
             contexts = [state.num_computed_tokens for state in core.decoding]
             seconds = self._step_time.step_s(StepWork(plan.prefills, contexts))
             await asyncio.sleep(max(0.0, start + seconds - time.monotonic()))
-            sampled = [*plan.decodes, *(chunk.request_id for chunk in plan.prefills if chunk.is_last)]
             finished = {one.request_id for one in core.complete(StepResult(plan.step), time.monotonic())}
-            for name in sampled:
+            for name in [*plan.decodes, *(chunk.request_id for chunk in plan.prefills if chunk.is_last)]:
                 self._streams[name].put_nowait(name in finished)
 
 

@@ -21,16 +21,7 @@ from scheduler_core.simulator import sweep
 from scheduler_core.simulator.commands.capacity import CapacityConfig, find_capacity
 from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.metrics import metric
-from scheduler_core.simulator.sweep import (
-    Cell,
-    CellStore,
-    SweepWorkers,
-    grid,
-    point_of,
-    run_cells,
-    simulate_cell,
-    with_setting,
-)
+from scheduler_core.simulator.sweep import Cell, CellStore, SweepWorkers, grid, run_cells, simulate_cell
 from scheduler_core.simulator.workloads.lengths import Lengths, TokenDistribution
 from scheduler_core.simulator.workloads.workload import Tiers, Workload
 from tests.properties import RAY_WARNINGS
@@ -48,12 +39,11 @@ def test_a_grid_has_every_combination_with_every_seed() -> None:
     assert first.config.policy == "sjf"
     assert (first.config.scheduler.batching, first.config.load, first.config.seed) == ("vllm", 1.0, 2)
     assert first.settings == {"policy": "sjf", "load": 1.0, "scheduler.batching": "vllm", "seed": 2}
-    assert len({point_of(cell.settings) for cell in cells}) == 8
+    assert len({sweep.point_of(cell.settings) for cell in cells}) == 8
 
 
 def test_a_bound_stands_beside_policies_with_a_live_predictor() -> None:
-    base = replace(BASE, predictor="grpc://127.0.0.1:1")
-    cells = grid(base, {"policy": ["tie", "sjf"]}, range(1))
+    cells = grid(replace(BASE, predictor="grpc://127.0.0.1:1"), {"policy": ["tie", "sjf"]}, range(1))
     sources = {cell.config.policy: cell.config.prediction_source for cell in cells}
     assert sources == {"tie": "grpc://127.0.0.1:1", "sjf": "oracle"}
     assert simulate_cell(cells[1]).predictor["source"] == "oracle"
@@ -84,12 +74,12 @@ def test_the_number_of_tiers_is_of_the_workload_and_the_cluster() -> None:
 def test_the_key_changes_with_configuration_and_with_files(tmp_path: Path) -> None:
     file = tmp_path / "lengths.jsonl"
     file.write_text('{"prompt_tokens": 3, "output_tokens": 4}\n')
-    cell = Cell(with_setting(BASE, "workload", Workload(lengths=Lengths(file=str(file)))), {})
-    tie = with_setting(with_setting(BASE, "policy", "tie"), "policy_parameters.gamma", 0.5)
+    cell = Cell(sweep.with_setting(BASE, "workload", Workload(lengths=Lengths(file=str(file)))), {})
+    tie = sweep.with_setting(sweep.with_setting(BASE, "policy", "tie"), "policy_parameters.gamma", 0.5)
     assert (tie.policy_parameters, BASE.policy_parameters) == ({"gamma": 0.5}, {}), "the base is as it was"
     before = cell.key()
     assert before == Cell(cell.config, {"other": 1}).key(), "how a sweep calls it is not what it is"
-    assert before != Cell(with_setting(cell.config, "seed", 1), {}).key()
+    assert before != Cell(sweep.with_setting(cell.config, "seed", 1), {}).key()
     file.write_text('{"prompt_tokens": 3, "output_tokens": 5}\n')
     assert cell.key() != before
 
@@ -115,16 +105,14 @@ def test_a_killed_sweep_goes_on_and_does_none_twice(tmp_path: Path, monkeypatch:
     assert sorted(done) == sorted(cell.key() for cell in cells), "each once"
     assert (sum(told), told[0]) == (len(cells), 3)
     assert [one["settings"] for one in results] == [dict(cell.settings) for cell in cells]
-    again = run_cells(cells, store)
-    assert (again, len(done)) == (results, len(cells))
+    assert (run_cells(cells, store), len(done)) == (results, len(cells))
 
 
 @pytest.mark.slow
 def test_processes_give_what_one_process_gives(tmp_path: Path) -> None:
     cells = grid(BASE, {"policy": ["fcfs", "sjf"]}, range(1))
     alone = run_cells(cells, CellStore(tmp_path / "a"))
-    together = run_cells(cells, CellStore(tmp_path / "b"), SweepWorkers(workers=2))
-    assert alone == together
+    assert alone == run_cells(cells, CellStore(tmp_path / "b"), SweepWorkers(workers=2))
 
 
 @pytest.mark.slow

@@ -95,8 +95,7 @@ def waits(policy: str, load: float, lengths: Lengths, mean_tokens: float, num_re
     for seed in range(NUM_RUNS):
         rng = np.random.default_rng(seed)
         arrivals = np.cumsum(rng.exponential(mean_tokens * BASE_S / load, num_requests))
-        tokens = lengths(rng, num_requests)
-        pairs = zip(arrivals.tolist(), tokens.tolist(), strict=True)
+        pairs = zip(arrivals.tolist(), lengths(rng, num_requests).tolist(), strict=True)
         rows = tuple(trace_row(str(i), at_s, 1, num, MAX_TOKENS) for i, (at_s, num) in enumerate(pairs))
         limits = SchedulerConfig(max_num_seqs=1)
         result = simulate(Trace(rows), policy, scheduler=limits, step_time=QUEUE_STEP)
@@ -112,10 +111,6 @@ def check_mean(means: np.ndarray, expected: float, most_error: float = 0.05) -> 
     assert means.mean() == pytest.approx(expected, abs=4 * error)
 
 
-def constant(tokens: int) -> Lengths:
-    return lambda rng, size: np.full(size, tokens)
-
-
 def geometric(mean: float) -> Lengths:
     return lambda rng, size: np.minimum(rng.geometric(1 / mean, size), MAX_TOKENS)
 
@@ -123,8 +118,8 @@ def geometric(mean: float) -> Lengths:
 @pytest.mark.parametrize(("load", "num_requests"), [(0.3, 600), (0.7, 1600)])
 def test_constant_lengths_wait_as_in_m_d_1(load: float, num_requests: int) -> None:
     """Pollaczek-Khinchine: W = rho S / (2 (1 - rho))."""
-    service_s = 8 * BASE_S
-    check_mean(waits("fcfs", load, constant(8), 8, num_requests), load * service_s / (2 * (1 - load)))
+    means = waits("fcfs", load, lambda rng, size: np.full(size, 8), 8, num_requests)
+    check_mean(means, load * (8 * BASE_S) / (2 * (1 - load)))
 
 
 @pytest.mark.parametrize(("load", "num_requests"), [(0.3, 1000), (0.7, 1800)])

@@ -7,22 +7,12 @@ import csv
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks import plain_vidur_loop
-from benchmarks.vidur_validation import (
-    SARATHI,
-    Case,
-    errors,
-    limits_of,
-    read_case,
-    simulate,
-    table_of,
-    trace_of,
-)
+from benchmarks import plain_vidur_loop, vidur_validation
+from benchmarks.vidur_validation import SARATHI, Case, limits_of, simulate
 from scheduler_core.simulator.step_time.operator_table import OperatorTable, read_operator_table
 
 CUT = Path(__file__).parent / "vidur_cut"
@@ -37,7 +27,7 @@ def cut_case(num_blocks: int = 30_208) -> tuple[Case, OperatorTable]:
         rows = list(csv.DictReader(stream))
     limits = limits_of(SARATHI, num_blocks)
     table = read_operator_table(CUT, num_layers=32, batching_overhead=0.1)
-    return Case("cut", trace_of(rows[:-1]), limits, 1, "", 1, "", list(rows), 0), table
+    return Case("cut", vidur_validation.trace_of(rows[:-1]), limits, 1, "", 1, "", list(rows), 0), table
 
 
 @pytest.mark.parametrize("exact_steps", [False, True])
@@ -61,7 +51,9 @@ def test_the_first_requests_of_a_run_have_vidurs_times(exact_steps: bool) -> Non
 def test_memory_and_restarts_are_those_of_an_independent_loop(given: dict[str, str], num_blocks: int) -> None:
     case, table = cut_case(num_blocks)
     # Every size gets a time, as fewer blocks and other batches need sizes that the cut has no rows for.
-    table = replace(table, **dense())
+    decode_s = 1e-6 * np.arange(129)[:, None] * np.arange(65)[None, :] + 2e-5
+    prefill_s = 1e-7 * (np.arange(65)[:, None] * 64 + np.arange(4097)[None, :])
+    table = replace(table, tokens_s=np.arange(4097) * 1e-6 + 2e-4, decode_s=decode_s, prefill_s=prefill_s)
     case = replace(case, limits=limits_of(given, num_blocks))
     requests = [(row.arrival_s, row.prompt_tokens, row.output_tokens) for row in case.trace.requests]
     kind = given["replica_scheduler_config_type"]
@@ -75,20 +67,14 @@ def test_memory_and_restarts_are_those_of_an_independent_loop(given: dict[str, s
     assert (len(out.records), restarts > 3) == (len(requests), num_blocks < 1000)
 
 
-def dense() -> dict[str, Any]:
-    tokens = np.arange(4097) * 1e-6 + 2e-4
-    decode = 1e-6 * np.arange(129)[:, None] * np.arange(65)[None, :] + 2e-5
-    prefill = 1e-7 * (np.arange(65)[:, None] * 64 + np.arange(4097)[None, :])
-    return {"tokens_s": tokens, "decode_s": decode, "prefill_s": prefill}
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(RUNS is None, reason="TAILCAST_VIDUR_RUNS does not name the folder of the reference runs")
 def test_every_request_of_every_run_has_vidurs_times() -> None:
     folders = sorted(path.parent for path in Path(RUNS or "").glob("*/summary.json"))
     assert folders
     for folder in folders:
-        case = read_case(folder)
-        found = errors(case, simulate(case, table_of(case, folder.parent / "cost_tables")))
+        case = vidur_validation.read_case(folder)
+        table = vidur_validation.table_of(case, folder.parent / "cost_tables")
+        found = vidur_validation.errors(case, simulate(case, table))
         assert max(found.first_token_s, found.finish_s) < 1e-9, (folder.name, found)
         assert (found.num_iterations, found.num_restarts) == (0, 0), (folder.name, found)

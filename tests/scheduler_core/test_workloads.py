@@ -68,9 +68,8 @@ def test_all_formats_give_the_same_requests_sorted_by_arrival(suffix: str, tmp_p
     ],
 )  # fmt: skip
 def test_wrong_values_have_row_and_column(suffix: str, column: str, value: object, tmp_path: Path) -> None:
-    rows = [GOOD[0], {**GOOD[1], column: value}]
     with pytest.raises(InputError, match=rf"row \d.*({column}|sigma)"):
-        load_trace(write(tmp_path / f"trace{suffix}", rows))
+        load_trace(write(tmp_path / f"trace{suffix}", [GOOD[0], {**GOOD[1], column: value}]))
 
 
 @pytest.mark.parametrize(
@@ -166,9 +165,8 @@ def test_saturation_rate_of_one_seat_is_one_over_the_service_time() -> None:
     """One request at a time, 0.5 s per step and nothing else: o steps each."""
     trace = random_trace(100)
     step_time = LinearStepTime(base_s=0.5, per_prefill_token_s=0, per_decode_s=0, per_context_token_s=0)
-    mean_tokens = np.mean([row.output_tokens for row in trace.requests])
     rate = saturation_rate_rps(trace, SchedulerConfig(max_num_seqs=1), step_time)
-    assert rate == pytest.approx(1 / (0.5 * mean_tokens))
+    assert rate == pytest.approx(1 / (0.5 * np.mean([row.output_tokens for row in trace.requests])))
 
 
 @pytest.mark.parametrize(
@@ -210,16 +208,14 @@ def test_zipf_is_that_of_the_multi_tier_papers_code() -> None:
     """P(k) ~ k^-1.2 on 64..512: 83 % below 128 tokens (its sampler, an approximation, gives 82)."""
     draws = TokenDistribution(kind="zipf", low=64, high=512, theta=1.2).draw(50_000, np.random.default_rng(4))
     weights = np.arange(1, 450, dtype=float) ** -1.2
-    exact = weights[:64].sum() / weights.sum()
     assert draws.min() == 64
     assert draws.max() <= 512
-    assert np.mean(draws < 128) == pytest.approx(exact, abs=0.01)
+    assert np.mean(draws < 128) == pytest.approx(weights[:64].sum() / weights.sum(), abs=0.01)
 
 
 def test_buckets_and_log_t() -> None:
     rng = np.random.default_rng(5)
-    law = TokenDistribution(kind="buckets", edges=(64, 128, 512), weights=(3.0, 1.0))
-    draws = law.draw(20_000, rng)
+    draws = TokenDistribution(kind="buckets", edges=(64, 128, 512), weights=(3.0, 1.0)).draw(20_000, rng)
     assert np.mean(draws < 128) == pytest.approx(0.75, abs=0.015)
     assert (draws.min(), draws.max()) == (64, 512)
     tokens = TokenDistribution(kind="log_t", mu=5.0, sigma=0.5, high=1000).draw(20_000, rng)

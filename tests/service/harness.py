@@ -23,8 +23,6 @@ from predictors.manifest import MODEL
 from scheduler_core.predictor import PredictionRequest
 from tests.predictors.fakes import write_artifact
 
-ONE_TRY = ClientSettings(timeout_s=5.0, max_attempts=1)
-
 
 def write_costly_artifact(folder: Path, *, layers: int = 24, width: int = 512) -> Path:
     """The tiny artifact with the same answers, which cost milliseconds of matrix products: the model is the bottleneck.
@@ -68,7 +66,6 @@ class Served:
 
     @property
     def address(self) -> str:
-        """For clients."""
         return f"127.0.0.1:{self.port}"
 
     def queue_length(self) -> float:
@@ -78,13 +75,12 @@ class Served:
         return sum(float(line.split()[-1]) for line in lines if line.startswith("tailcast_queue_length{"))
 
     def answers(self) -> bool:
-        """Whether one prompt is answered now."""
         return one_answer(self.address)
 
 
 def one_answer(address: str) -> bool:
     """Whether a server answers one prompt within some seconds."""
-    with SyncPredictor(address, ONE_TRY) as client:
+    with SyncPredictor(address, ClientSettings(timeout_s=5.0, max_attempts=1)) as client:
         try:
             return bool(client.predict([PredictionRequest("", "sea", 1)]))
         except PredictorError:

@@ -61,8 +61,7 @@ def write_sample_file(
     rng = np.random.default_rng(seed)
     rows = []
     for index, (prompt, mu, sigma) in enumerate(prompts(num_prompts)):
-        drawn = np.ceil(np.exp(mu + sigma * rng.standard_t(3.5, num_samples)))
-        for number, length in enumerate(drawn):
+        for number, length in enumerate(np.ceil(np.exp(mu + sigma * rng.standard_t(3.5, num_samples)))):
             row = {"prompt_id": f"p{index:03d}", "prompt": prompt, "category": prompt.split()[3]}
             row |= {"sample_index": number, "max_tokens": max_tokens}
             row |= {"prompt_tokens": len(prompt), "seed": seed}
@@ -85,7 +84,6 @@ def write_lists(path: Path, lengths: list[list[float | None]], **columns: list[o
 
 
 def lengths_of(groups) -> list[list[int]]:
-    """The lengths of each group."""
     return [part.tolist() for part in np.split(groups.flat_lengths, groups.offsets[1:-1])]
 
 

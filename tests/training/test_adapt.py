@@ -15,15 +15,7 @@ from predictors.service.artifacts import ArtifactSource
 from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_directory
 from tests.export.conftest import export, write_checkpoint
-from tests.predictors.fakes import (
-    WORDS,
-    expected,
-    expected_rich,
-    serve_config,
-    server_and_stub,
-    write_artifact,
-    write_rich_artifact,
-)
+from tests.predictors import fakes
 from tests.predictors.proxy.fake_engine import chat, completion, running_engine, running_proxy
 from training.adapt import NOT_BETTER, AdaptConfig, adapt
 from training.cli_adapt import main
@@ -31,7 +23,7 @@ from training.corrected_graph import FeatureRuntime
 from training.corrections import Requests
 
 #: Words that the tiny model knows, without those that break it.
-TEXT = WORDS[: WORDS.index("nan")]
+TEXT = fakes.WORDS[: fakes.WORDS.index("nan")]
 
 
 def prompts(count: int) -> list[str]:
@@ -53,11 +45,11 @@ def entry(number: int, prompt: str, tokens: int, model: str, **request: Any) -> 
 
 
 def write_log(
-    path: Path, draw: Callable[[str, np.random.Generator], int], model: str, count: int = 100
+    path: Path, draw: Callable[[str, np.random.Generator], int], model: str, num: int = 100
 ) -> Path:
     """A log of requests whose lengths are drawn from their prompts."""
     rng = np.random.default_rng(1)
-    lines = [entry(number, text, draw(text, rng), model) for number, text in enumerate(prompts(count))]
+    lines = [entry(number, text, draw(text, rng), model) for number, text in enumerate(prompts(num))]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
@@ -69,18 +61,18 @@ def adapted(log: Path, artifact: Path, out: Path, **options: Any) -> int:
 def replaceable_artifact(folder: Path) -> Path:
     """The rich artifact, with the record of an export."""
     with atomic_directory(folder, KIND) as temporary:
-        write_rich_artifact(temporary)
+        fakes.write_rich_artifact(temporary)
     return folder
 
 
 def shifted(text: str, rng: np.random.Generator, number: int = 1) -> int:
     """Half a log token longer than predicted, and half as variable."""
-    numbers = expected_rich(text, number)
+    numbers = fakes.expected_rich(text, number)
     return drawn(numbers["mu"] + 0.5, 0.5 * numbers["sigma"], rng)
 
 
 def test_a_known_model_is_corrected_and_all_others_stay_the_same_to_the_bit(tmp_path: Path) -> None:
-    old, out = write_rich_artifact(tmp_path / "old"), tmp_path / "new"
+    old, out = fakes.write_rich_artifact(tmp_path / "old"), tmp_path / "new"
     assert adapted(write_log(tmp_path / "log.jsonl", shifted, "tiny-llm", 300), old, out) == 0
     before, after = (open_runtime(folder, provider="cpu") for folder in (old, out))
     assert after.artifact.manifest.artifact_id == before.artifact.manifest.artifact_id
@@ -102,9 +94,8 @@ def test_a_known_model_is_corrected_and_all_others_stay_the_same_to_the_bit(tmp_
 
 
 def test_a_new_served_model_is_known_afterwards_and_again_after_a_second_log(tmp_path: Path) -> None:
-    old = write_rich_artifact(tmp_path / "old")
     log = write_log(tmp_path / "log.jsonl", lambda text, rng: shifted(text, rng, 2), "new-llm")
-    assert adapted(log, old, tmp_path / "one") == 0
+    assert adapted(log, fakes.write_rich_artifact(tmp_path / "old"), tmp_path / "one") == 0
     more = write_log(tmp_path / "more.jsonl", lambda text, rng: shifted(text, rng, 0), "newer-llm")
     assert adapted(more, tmp_path / "one", tmp_path / "two") == 0
     first, second = (open_runtime(tmp_path / name, provider="cpu") for name in ("one", "two"))
@@ -112,30 +103,30 @@ def test_a_new_served_model_is_known_afterwards_and_again_after_a_second_log(tmp
     texts = prompts(40)
     one, other = (side.predict(texts, ["new-llm"] * 40) for side in (first, second))
     assert (one.mu == other.mu).all()
-    assert one.mu == pytest.approx([expected_rich(text, 2)["mu"] + 0.5 for text in texts], abs=0.25)
+    assert one.mu == pytest.approx([fakes.expected_rich(text, 2)["mu"] + 0.5 for text in texts], abs=0.25)
     newer = second.predict(texts, ["newer-llm"] * 40)
-    assert newer.mu == pytest.approx([expected_rich(text, 0)["mu"] + 0.5 for text in texts], abs=0.25)
+    assert newer.mu == pytest.approx([fakes.expected_rich(text, 0)["mu"] + 0.5 for text in texts], abs=0.25)
 
 
 @pytest.mark.parametrize("model", ["tiny-llm", "other-llm"])
 def test_an_artifact_that_does_not_see_the_served_model(model: str, tmp_path: Path) -> None:
     def draw(text: str, rng: np.random.Generator) -> int:
-        mu, sigma = expected(text)
+        mu, sigma = fakes.expected(text)
         return drawn(mu + 1.0, sigma, rng)
 
-    old = write_artifact(tmp_path / "old")
+    old = fakes.write_artifact(tmp_path / "old")
     assert adapted(write_log(tmp_path / "log.jsonl", draw, model), old, tmp_path / "new") == 0
     runtime = open_runtime(tmp_path / "new", provider="cpu")
     texts = prompts(20)
     after = runtime.predict(texts, [model] * 20)
-    assert after.mu == pytest.approx([expected(text)[0] + 1.0 for text in texts], abs=0.35)
+    assert after.mu == pytest.approx([fakes.expected(text)[0] + 1.0 for text in texts], abs=0.35)
     # Clients that name no model are served as before.
     assert len(runtime.predict(texts, [None] * 20)) == 20
 
 
 def test_nothing_is_written_where_nothing_is_better(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def draw(text: str, rng: np.random.Generator) -> int:
-        numbers = expected_rich(text, 1)
+        numbers = fakes.expected_rich(text, 1)
         return drawn(numbers["mu"], numbers["sigma"], rng, numbers["nu"])
 
     old = replaceable_artifact(tmp_path / "old")
@@ -154,7 +145,7 @@ def test_what_cannot_be_adapted_is_refused_with_the_reason(tmp_path: Path) -> No
     log = write_log(tmp_path / "log.jsonl", shifted, "tiny-llm", 40)
     with pytest.raises(InputError, match="prompts with outputs: got '.* and .*'; allowed: at least 20"):
         adapted(log, old, tmp_path / "new")
-    short = write_rich_artifact(tmp_path / "short", heads=("urgency",))
+    short = fakes.write_rich_artifact(tmp_path / "short", heads=("urgency",))
     with pytest.raises(InputError, match="a length head"):
         adapted(log, short, tmp_path / "new")
     with pytest.raises(InputError, match="--overwrite true replaces this artifact"):
@@ -163,19 +154,13 @@ def test_what_cannot_be_adapted_is_refused_with_the_reason(tmp_path: Path) -> No
         adapted(log, old, tmp_path / "new", held_back=0.95)
 
 
-@pytest.fixture(scope="module")
-def bert_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("bert")
-    export(write_checkpoint(root, "bert"), root / "artifact")
-    return root / "artifact"
-
-
-def test_features_of_the_encoder_say_what_the_heads_do_not(bert_artifact: Path, tmp_path: Path) -> None:
+def test_features_of_the_encoder_say_what_the_heads_do_not(tmp_path: Path) -> None:
     def draw(text: str, rng: np.random.Generator) -> int:
         return drawn(6.5 if "essay" in text else 3.5, 0.3, rng)
 
+    export(write_checkpoint(tmp_path, "bert"), tmp_path / "artifact")
     log = write_log(tmp_path / "log.jsonl", draw, "new-llm", 300)
-    assert adapted(log, bert_artifact, tmp_path / "new") == 0
+    assert adapted(log, tmp_path / "artifact", tmp_path / "new") == 0
     runtime = open_runtime(tmp_path / "new", provider="cpu")
     [record] = runtime.artifact.manifest.metrics["adaptations"]
     assert record["corrections"]["new-llm"]["kind"] == "features"
@@ -191,9 +176,9 @@ async def test_a_newcomer_with_400_gateway_logs(tmp_path: Path) -> None:
     folder = replaceable_artifact(tmp_path / "artifact")
     log = write_log(tmp_path / "gateway.jsonl", lambda text, rng: shifted(text, rng, 3), "my-llm", 400)
     rng = np.random.default_rng(2)
-    source = ArtifactSource(str(folder), serve_config(provider="cpu"))
+    source = ArtifactSource(str(folder), fakes.serve_config(provider="cpu"))
     query = pb.PredictRequest(prompt="name three rivers", served_model="my-llm")
-    async with server_and_stub(source.open(), reopen=lambda name: source.open()) as (server, stub):
+    async with fakes.server_and_stub(source.open(), reopen=lambda name: source.open()) as (server, stub):
         unknown = await stub.Predict(query)
         assert adapted(log, folder, folder, overwrite=True, report=str(tmp_path / "page.html")) == 0
         assert await server.artifacts.reload("tiny")

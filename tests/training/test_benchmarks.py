@@ -124,10 +124,9 @@ def test_it_runs_on_a_checkpoint_and_writes_its_table(tmp_path, capsys):
     checkpoint = random_checkpoint(tmp_path)
     data = write_drawn_answers(tmp_path / "x.parquet", checkpoint, max_tokens=500)
     main([str(checkpoint), "--data", str(data), "--at", "0,20,100", "--json", str(tmp_path / "r.json")])
-    printed = capsys.readouterr().out
     table = json.loads((tmp_path / "r.json").read_text())
     assert [row["generated_tokens"] for row in table] == [0, 20, 100]
-    assert printed.count("\n| 20 |") == 1
+    assert capsys.readouterr().out.count("\n| 20 |") == 1
     counts = [row["num_answers"] for row in table]
     assert counts == sorted(counts, reverse=True)
     # before the first token nothing has been learnt: both are the same prediction

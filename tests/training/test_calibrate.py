@@ -19,18 +19,11 @@ from predictors.modules.config import Calibration, Conditioning
 from predictors.modules.heads import Heads, RankHead
 from tests.training.checkpoints import MODELS, SMALL_TOWER, prompts, random_checkpoint, write_drawn_answers
 from tests.training.data import assert_refused
+from training.calibrating import estimation
 from training.calibrating.cli import main
-from training.calibrating.estimation import (
-    METHODS,
-    Residuals,
-    conformal_offset,
-    fit_calibration,
-    fit_conformal,
-    select_calibration,
-)
 from training.evaluating.cli import main as evaluate
 
-ESTIMATORS = [name for name in METHODS if name != "identity"]
+ESTIMATORS = [name for name in estimation.METHODS if name != "identity"]
 
 
 def residuals(count=20_000, *, shift=(0.0, 0.0), scale=(1.0, 1.0), limit=np.inf, seed=0):
@@ -40,7 +33,7 @@ def residuals(count=20_000, *, shift=(0.0, 0.0), scale=(1.0, 1.0), limit=np.inf,
     z = np.array(shift)[model - 1] + np.array(scale)[model - 1] * rng.standard_t(3.5, count)
     row = np.arange(count)
     limits, nu = np.full(count, float(limit)), np.full(count, 3.5)
-    return Residuals(np.minimum(z, limit), z <= limit, limits, model, row // 2, row, nu)
+    return estimation.Residuals(np.minimum(z, limit), z <= limit, limits, model, row // 2, row, nu)
 
 
 def folds(data, count=5):
@@ -52,7 +45,7 @@ def folds(data, count=5):
 @pytest.mark.parametrize("limit", [np.inf, 4.0])
 @pytest.mark.parametrize(("shift", "scale"), [((0.5, -0.4), (1.5, 0.7)), ((0, 0), (1, 1))])
 def test_shift_and_scale_are_found_for_each_served_model(method, limit, shift, scale):
-    found = fit_calibration(residuals(shift=shift, scale=scale, limit=limit), 2, method, 0.0)
+    found = estimation.fit_calibration(residuals(shift=shift, scale=scale, limit=limit), 2, method, 0.0)
     assert found.mu_shift[1:] == pytest.approx(shift, abs=0.08)
     assert found.sigma_scale[1:] == pytest.approx(scale, abs=0.12)
     after = residuals(shift=shift, scale=scale, limit=limit, seed=1).calibrated(found).coverage()
@@ -67,10 +60,11 @@ def test_no_change_is_kept_where_nothing_is_wrong():
         exact.z[own] = stats.t.ppf(levels, 3.5)
         exact.model[np.setdiff1d(np.flatnonzero(exact.model == number), own)] = 3
     exact = exact.take(exact.model < 3)
-    selected = select_calibration(folds(exact), 2, list(METHODS))
+    selected = estimation.select_calibration(folds(exact), 2, list(estimation.METHODS))
     assert selected.method == "identity"
     assert selected.calibration == Calibration.identity(2)
-    other = select_calibration(folds(residuals(4000, scale=(2.0, 1.0))), 2, list(METHODS))
+    wide = folds(residuals(4000, scale=(2.0, 1.0)))
+    other = estimation.select_calibration(wide, 2, list(estimation.METHODS))
     assert other.method != "identity"
     chosen = other.trials[f"{other.method}, {other.pooling:g}"]
     assert other.trials["identity, 1"]["largest_shift"] > chosen["largest_shift"]
@@ -82,18 +76,18 @@ def test_what_few_prompts_say_of_one_model_is_pooled():
         for seed in range(20):
             few = residuals(300, shift=(0.6, 0.6), scale=(1.3, 1.3), seed=seed)
             others = residuals(4000, shift=(0.6, 0.6), scale=(1.3, 1.3), seed=100 + seed)
-            found = fit_calibration(few, 2, "quantiles", pooling)
+            found = estimation.fit_calibration(few, 2, "quantiles", pooling)
             shifts.append(others.calibrated(found).coverage()["mean_largest_shift"])
         return np.mean(shifts)
 
     assert largest_shift(1.0) < 0.9 * largest_shift(0.0)
     many = residuals(20_000, shift=(1.0, -1.0))
-    assert select_calibration(folds(many), 2, list(METHODS)).pooling == 0
-    own, pooled = (fit_calibration(many, 2, "likelihood", weight) for weight in (0.0, 1.0))
+    assert estimation.select_calibration(folds(many), 2, list(estimation.METHODS)).pooling == 0
+    own, pooled = (estimation.fit_calibration(many, 2, "likelihood", weight) for weight in (0.0, 1.0))
     assert pooled.mu_shift[0] == pooled.mu_shift[1] == pooled.mu_shift[2] == own.mu_shift[0]
     # Of too few samples nothing is estimated.
     few = many.take((many.model == 1) | (np.cumsum(many.model == 2) <= 50))
-    found = fit_calibration(few, 3, "likelihood", 0.0)
+    found = estimation.fit_calibration(few, 3, "likelihood", 0.0)
     assert found.mu_shift[2] == found.mu_shift[3] == found.mu_shift[0] != found.mu_shift[1]
 
 
@@ -118,9 +112,8 @@ def test_conformal_coverage_is_guaranteed_on_exchangeable_data(count, level, kin
     # A cap of each row's own, as exchangeable as the rest.
     limits = np.where(rng.random(z.shape) < censored_fraction, draw(z.shape), np.inf)
     finished = z <= limits
-    observed = np.minimum(z, limits)
-    pairs = zip(observed[:, :count], finished[:, :count], strict=True)
-    offsets = np.array([conformal_offset(*pair, level) for pair in pairs])
+    pairs = zip(np.minimum(z, limits)[:, :count], finished[:, :count], strict=True)
+    offsets = np.array([estimation.conformal_offset(*pair, level) for pair in pairs])
     covered = float((z[:, count] <= offsets).mean())
     error = 4 * math.sqrt(level * (1 - level) / repeats)
     assert covered >= level - error
@@ -131,7 +124,7 @@ def test_conformal_coverage_is_guaranteed_on_exchangeable_data(count, level, kin
 def test_conformal_quantiles_fall_back_where_rows_are_few():
     data = residuals(4000, shift=(0.0, 1.0))
     few = data.take((data.model == 1) | (np.cumsum(data.model == 2) <= 60))
-    pooled, many, few = fit_conformal(few, MODELS, np.random.default_rng(0))["offsets"].values()
+    pooled, many, few = estimation.fit_conformal(few, MODELS, np.random.default_rng(0))["offsets"].values()
     assert all(entry["own"] for entry in many.values())
     # 60 rows are enough for P50 and P90, not for a finite P99
     assert [entry["own"] for entry in few.values()] == [True, True, False]
@@ -140,14 +133,13 @@ def test_conformal_quantiles_fall_back_where_rows_are_few():
 
 
 def test_one_sample_of_a_row_and_one_row_of_a_prompt_count():
-    data = residuals(1000)
-    repeated = data.take(np.repeat(np.arange(1000), 5))
-    pooled, *models = fit_conformal(repeated, MODELS, np.random.default_rng(0))["offsets"].values()
+    repeated = residuals(1000).take(np.repeat(np.arange(1000), 5))
+    pooled, *models = estimation.fit_conformal(repeated, MODELS, np.random.default_rng(0))["offsets"].values()
     assert [entry["num_rows"] for entry in pooled.values()] == [500] * 3
     assert sum(entries["p50"]["num_rows"] for entries in models) == 1000
     # Too few or too many truncated samples give an infinite offset.
-    assert conformal_offset(np.zeros(10), np.zeros(10, dtype=bool), 0.5) == math.inf
-    assert conformal_offset(np.arange(4.0), np.ones(4, dtype=bool), 0.9) == math.inf
+    assert estimation.conformal_offset(np.zeros(10), np.zeros(10, dtype=bool), 0.5) == math.inf
+    assert estimation.conformal_offset(np.arange(4.0), np.ones(4, dtype=bool), 0.9) == math.inf
 
 
 @pytest.fixture(scope="module")
@@ -206,8 +198,7 @@ def test_rows_of_unknown_served_models_say_nothing_of_a_mean_over_the_known_ones
     checkpoint = random_checkpoint(tmp_path, conditioning=conditioning)
     data = write_drawn_answers(tmp_path / "a.parquet", checkpoint, num_prompts=60, num_answers=4)
     table = pq.read_table(data)
-    known = pc.equal(table["model"], MODELS[0])
-    names = pc.if_else(known, table["model"], pa.scalar("another"))
+    names = pc.if_else(pc.equal(table["model"], MODELS[0]), table["model"], pa.scalar("another"))
     pq.write_table(table.set_column(table.column_names.index("model"), "model", names), data)
     args = [str(checkpoint), "--data", str(data), "--out", str(tmp_path / "out"), "--progress", "false"]
     assert main([*args, "--method", "likelihood"]) in (0, 3)

@@ -80,7 +80,6 @@ def log_likelihood(distribution, lengths, finished, *, integers: bool = False) -
 
 
 def sample(rows, finished=None, weights=None):
-    """A Sample of lists of lengths."""
     lengths = np.concatenate(rows).astype(np.int64)
     ended = np.ones(len(lengths), bool) if finished is None else np.concatenate(finished).astype(bool)
     offsets = np.cumsum([0, *map(len, rows)])
@@ -88,7 +87,6 @@ def sample(rows, finished=None, weights=None):
 
 
 def single(lengths, finished=None, weights=None):
-    """A Sample of one group."""
     return sample([lengths], *(None if part is None else [part] for part in (finished, weights)))
 
 
@@ -142,8 +140,7 @@ def test_both_solvers_find_the_same_optimum(label, integers):
     groups = [draw(rng, 5.0, 0.5, size, cap) for size in (4, 10, 40) for cap in (10**9, 220, 150)]
     lengths = HARD + [x for x, _ in groups]
     rows = sample(lengths, [[True] * len(row) for row in HARD] + [finished for _, finished in groups])
-    weighted = sample(lengths, weights=[rng.uniform(0.5, 3.0, len(row)) for row in lengths])
-    for each in (rows, weighted):
+    for each in (rows, sample(lengths, weights=[rng.uniform(0.5, 3.0, len(row)) for row in lengths])):
         batched, reference = (
             estimate(each, compared_families(3.5)[label], solver=solver, integers=integers)
             for solver in ("batched", "lbfgsb")

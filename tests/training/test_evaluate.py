@@ -22,20 +22,14 @@ from scheduler_core.lengths.quantiles import LEVELS
 from tests.training.checkpoints import MODELS, SMALL_TOWER, random_checkpoint, write_drawn_answers
 from tests.training.data import assert_refused, write_lists, write_rows, write_sample_file
 from training.cli_fit_dist import main as fit_dist
+from training.evaluating import scores as scoring
 from training.evaluating.baselines import baselines_of
 from training.evaluating.cli import main
 from training.evaluating.evaluation import CONFORMAL_SCHEMA, Candidate, ScoredPredictor, ceilings, compare
 from training.evaluating.predictors import PredictedRows
 from training.evaluating.report import COLUMNS, report_lines, table_rows
 from training.evaluating.rows import EvaluationRows
-from training.evaluating.scores import (
-    OutputLengths,
-    kendall_tau,
-    ranking,
-    regression,
-    score_outputs,
-    standard_quantiles,
-)
+from training.evaluating.scores import OutputLengths, kendall_tau, ranking, regression, score_outputs
 from training.fitting.fits import FitOptions, read_fits_or_fit
 
 SPLIT = {"seed": 3, "fractions": [0.5, 0.25, 0.25]}
@@ -55,8 +49,7 @@ def test_pair_accuracy_is_the_share_of_pairs_ordered_right(pairs):
     rows = itertools.combinations(range(len(pairs)), 2)
     products = [(score[i] - score[j]) * (true[i] - true[j]) for i, j in rows if true[i] != true[j]]
     right = [(1 + np.sign(product)) / 2 for product in products]
-    found = ranking(score, true)["pair_accuracy"]
-    assert found == (pytest.approx(np.mean(right)) if right else None)
+    assert ranking(score, true)["pair_accuracy"] == (pytest.approx(np.mean(right)) if right else None)
 
 
 def one_each(lengths, finished=True, limit=np.inf):
@@ -103,7 +96,7 @@ def test_a_nu_of_its_own_for_each_prompt_scores_as_one_by_one():
         own = one_each(outputs.lengths[[row]], outputs.finished[[row]], 200.0)
         single = score_outputs(mu[[row]], sigma[[row]], float(nu[row]), own)
         assert together.crps_log[row] == pytest.approx(single.crps_log[0], rel=1e-9)
-    assert standard_quantiles(np.array([0.9]), np.inf)[0, 0] == pytest.approx(stats.norm.ppf(0.9))
+    assert scoring.standard_quantiles(np.array([0.9]), np.inf)[0, 0] == pytest.approx(stats.norm.ppf(0.9))
 
 
 def test_the_true_distributions_are_calibrated_and_best_in_spite_of_truncation():
@@ -165,8 +158,7 @@ def metrics(rows, *edges, **prediction):
 
 
 def test_the_fits_themselves_beat_the_baselines(rows):
-    baselines = baselines_of(rows.fits)
-    content, _ = compare(rows, candidate(rows), baselines, ceiling_seed=0)
+    content, _ = compare(rows, candidate(rows), baselines_of(rows.fits), ceiling_seed=0)
     assert content["model"]["mu"]["r2"] == pytest.approx(1.0)
     assert content["model"]["kendall_tau"]["median_vs_fitted_mu"] == pytest.approx(1.0)
     assert content["model"]["pair_accuracy"]["fitted_mu"] == pytest.approx(1.0)
@@ -275,8 +267,7 @@ def test_groups_that_were_truncated_throughout_count_for_distributions_only(tmp_
 def folder(tmp_path_factory):
     """A checkpoint, outputs drawn from it with and without max_tokens, and fits."""
     root = tmp_path_factory.mktemp("evaluate")
-    bare = random_checkpoint(root / "bare")
-    lists = write_drawn_answers(root / "lists.parquet", bare, max_tokens=400)
+    lists = write_drawn_answers(root / "lists.parquet", random_checkpoint(root / "bare"), max_tokens=400)
     assert fit_dist([str(lists), "--out", str(root / "fits.parquet"), "--alternatives", "false"]) == 0
     rows = EvaluationRows.of(read_fits_or_fit(lists, FitOptions()))
     info = {"data": {"split": SPLIT, "baselines": asdict(baselines_of(rows.fits))}}
@@ -401,8 +392,7 @@ def test_some_groups_of_one_served_model_also_for_a_ranking_predictor(folder, tm
 
 def test_baselines_of_another_file(folder, tmp_path, caplog):
     bare = folder / "bare/checkpoint"
-    without = evaluate(bare, folder / "lists.parquet", tmp_path / "e.json")
-    assert without["baselines"] == {}
+    assert evaluate(bare, folder / "lists.parquet", tmp_path / "e.json")["baselines"] == {}
     assert "--baselines_from" in caplog.text
     train = write_rows(tmp_path / "train.parquet", num_prompts=90, num_samples=8)
     test = write_rows(tmp_path / "test.parquet", num_prompts=40, num_samples=8, seed=1)

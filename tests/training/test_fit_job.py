@@ -131,8 +131,7 @@ def test_an_existing_ray_cluster_is_used_and_left_as_it_is(tmp_path):
             fit(path, out, partial(mean_lengths, stop_at=name, how=InputError), **workers)
         assert not (tmp_path / "out.parquet.parts").exists()
         # A worker that dies once is no matter; a block that kills all of them is named in one line.
-        once = partial(die_once, marker=tmp_path / "died", stop_at=name)
-        fit(path, out, once, **workers)
+        fit(path, out, partial(die_once, marker=tmp_path / "died", stop_at=name), **workers)
         assert (tmp_path / "died").exists()
         assert out.read_bytes() == (tmp_path / "one.parquet").read_bytes()
         with pytest.raises(TailcastError, match="lost on the Ray cluster"):
@@ -182,8 +181,7 @@ if __name__ == "__main__":
 def run_and_kill(path, out, log, stop_at, *, how="self", processes=1):
     """Runs in another process that ends by SIGKILL; returns once all its children have ended too."""
     words = map(str, (path, out, log, stop_at, how, processes))
-    code = run_script(SCRIPT, log.with_suffix(".py"), *words)
-    assert code == -signal.SIGKILL
+    assert run_script(SCRIPT, log.with_suffix(".py"), *words) == -signal.SIGKILL
 
 
 def test_a_killed_run_resumes_where_it_stopped(path, tmp_path):

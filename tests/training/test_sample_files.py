@@ -155,8 +155,7 @@ def test_what_is_wrong_in_a_file_is_named(name, content, message, tmp_path):
 
 
 def test_text_and_keys_of_parquet_are_checked_too(tmp_path):
-    binary = pa.array([b"a", b"\xff\xfe"], pa.binary())
-    text = pa.Array.from_buffers(pa.string(), 2, binary.buffers())
+    text = pa.Array.from_buffers(pa.string(), 2, pa.array([b"a", b"\xff\xfe"], pa.binary()).buffers())
     listed = ([["a"], ["b"]], "prompt_id: got 'list<.*plain values")
     for keys, message in ((text, "x.parquet.*not valid UTF8"), listed):
         table = pa.table({"prompt_id": keys, "model": ["m"] * 2, "output_tokens": [[1], [2]]})

@@ -22,17 +22,9 @@ from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.files import locked_folder
 from tests.training.data import SERVED_MODELS, assert_refused, write_labels, write_rows, write_sample_file
 from tests.training.tiny import ENCODERS, tiny_bert
+from training import config as tasks
 from training.cli_train import main
-from training.config import (
-    BucketTask,
-    ConditioningOptions,
-    LengthTask,
-    RankTask,
-    StageConfig,
-    TowerOptions,
-    TrainConfig,
-    UrgencyTask,
-)
+from training.config import ConditioningOptions, LengthTask, StageConfig, TowerOptions, TrainConfig
 from training.evaluating.cli import EvaluateConfig
 from training.evaluating.run import evaluate
 from training.fitting.samples import with_conversations
@@ -47,7 +39,7 @@ WIDE = TowerOptions(hidden_sizes=(32, 16), dropouts=(0.0, 0.0))
 LOSS = r"loss of a batch in epoch 0 is not finite \(prompts p0\d\d, p0\d\d, p0\d\d, ...; length nan\)"
 GRADIENT = "gradient of a batch in epoch 0"
 MEMORY = r"batch of \d prompts \(the longest has \d+ tokens.*batch_tokens"
-URGENCY_ALONE = {"length": None, "urgency": UrgencyTask(), "urgency_data": "{labels}", "data": None}
+URGENCY_ALONE = {"length": None, "urgency": tasks.UrgencyTask(), "urgency_data": "{labels}", "data": None}
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 
 
@@ -167,8 +159,7 @@ def test_it_learns_from_words_and_served_model(objective, bert, tmp_path):
     options = {"stage1": stage(4, 3e-3, warmup_fraction=0.1), "stage2": stage(25, 3e-3, patience=25)}
     options |= {"tower": WIDE, "conditioning": ConditioningOptions(width=8)}
     options["length"] = LengthTask(objective=objective, within=objective != "mse")
-    info = train(tiny(bert, rows, tmp_path / "out", **options))
-    assert info["metrics"]["validation"]["r2_log"] > 0.75
+    assert train(tiny(bert, rows, tmp_path / "out", **options))["metrics"]["validation"]["r2_log"] > 0.75
     texts = ["write a short list of 12"] * 4 + ["write a long list of 13"]
     models, temperatures = [*SERVED_MODELS, None, "small"], [0.0, 0.7, None, 0.7, 0.0]
     prediction = predict(load_checkpoint(tmp_path / "out"), texts, models, temperatures)
@@ -202,7 +193,7 @@ def test_half_precision_trains_float32_weights_and_a_learned_nu(bert, several, t
 
 def test_under_triage_counts_in_the_best_epoch_of_urgency_alone(bert, tmp_path):
     labels = write_labels(tmp_path / "labels.parquet", count=80)
-    urgency = UrgencyTask(levels=("a", "b", "c", "d", "e"))
+    urgency = tasks.UrgencyTask(levels=("a", "b", "c", "d", "e"))
     options = {"data": None, "urgency_data": str(labels), "length": None, "urgency": urgency}
     info = train(tiny(bert, None, tmp_path / "out", stage1=stage(8, 5e-3), stage2=NO_STAGE, **options))
     rows = history(tmp_path / "out")
@@ -252,7 +243,7 @@ def test_a_finished_checkpoint_is_replaced_only_on_demand(bert, samples, tmp_pat
 
 
 LONG = {"stage1": stage(3, warmup_fraction=0.2), "stage2": stage(3), "batch_tokens": 60, "rows_per_prompt": 2}
-LONG |= {"conditioning": ConditioningOptions(width=4), "bucket": BucketTask(), "rank": RankTask()}
+LONG |= {"conditioning": ConditioningOptions(width=4), "bucket": tasks.BucketTask(), "rank": tasks.RankTask()}
 
 
 @pytest.fixture(scope="module")
@@ -270,12 +261,10 @@ def test_a_resumed_run_equals_a_whole_one(number, epoch, uninterrupted, bert, se
         with pytest.raises(KeyboardInterrupt):
             train(config)
     assert not (tmp_path / "out").exists()
-    epochs = []
-    monkeypatch.setattr(
-        StageModule, "on_train_epoch_end", lambda self: epochs.append(self.current_epoch), raising=False
-    )
+    ended = []
+    monkeypatch.setattr(StageModule, "on_train_epoch_end", lambda self: ended.append(self), raising=False)
     info = train(config)
-    assert len(epochs) == 6 - 3 * (number - 1) - epoch
+    assert len(ended) == 6 - 3 * (number - 1) - epoch
     expected, expected_info = uninterrupted
     assert same(expected, weights(tmp_path / "out"))
     assert info["metrics"] == expected_info["metrics"]
@@ -508,9 +497,8 @@ def test_processes_of_one_and_of_several_machines_share_both_stages(num_nodes, b
     assert [node.returncode for node in nodes] == [0] * num_nodes, errors
     rows = history(tmp_path / "out")
     assert [(row["stage"], row["epoch"]) for row in rows] == [("1", "0"), ("1", "1"), ("2", "0")]
-    checkpoint = load_checkpoint(tmp_path / "out")
     # 18 prompts in batches of at most 8: two batches for each process, one of them for the second time.
-    num_prompts = checkpoint.training_info["data"]["num_prompts"]["train"]
+    num_prompts = load_checkpoint(tmp_path / "out").training_info["data"]["num_prompts"]["train"]
     assert all(num_prompts <= int(row["num_prompts"]) <= num_prompts + 8 for row in rows)
     assert not (tmp_path / "out.partial").exists()
     assert "stage 2 epoch 1/1" in errors[0]
@@ -550,8 +538,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(options, message, bert, sample
     assert_refused(main, command(bert, samples, tmp_path / "out", *words), message, tmp_path, capsys)
 
 
-@pytest.fixture
-def chats(tmp_path):
+def test_the_system_prompt_is_learnt_from_where_it_is_read(bert, tmp_path):
     """The same last messages under two system prompts, of which one makes outputs ten times as long."""
     rng = np.random.default_rng(0)
     rows = []
@@ -561,20 +548,14 @@ def chats(tmp_path):
         row["messages"] = [{"role": "system", "content": system}, {"role": "user", "content": row["prompt"]}]
         tokens = np.ceil(length * np.exp(rng.normal(0, 0.1, 4))).astype(int)
         rows.append(row | {"output_tokens": tokens.tolist()})
-    path = tmp_path / "chats.parquet"
-    pq.write_table(pa.Table.from_pylist(rows), path)
-    return path
-
-
-def test_the_system_prompt_is_learnt_from_where_it_is_read(bert, chats, tmp_path):
-    out = tmp_path / "checkpoint"
+    chats, out = tmp_path / "chats.parquet", tmp_path / "checkpoint"
+    pq.write_table(pa.Table.from_pylist(rows), chats)
     parts = {"stage1": NO_STAGE, "stage2": stage(100, 1e-2, batch_size=8)}
     parts["tower"] = TowerOptions(hidden_sizes=(16,), dropouts=(0.0,), layer_norm=False)
     train(tiny(bert, chats, out, max_length=32, conversations=True, **parts))
     options = {"predictor": str(out), "json": str(tmp_path / "e.json"), "ceiling": False, "progress": False}
     whole = evaluate(EvaluateConfig(data=str(chats), **options))["model"]["mu"]["r2"]
-    table = pq.read_table(chats)
-    pq.write_table(table.drop_columns(["messages"]), tmp_path / "last.parquet")
+    pq.write_table(pq.read_table(chats).drop_columns(["messages"]), tmp_path / "last.parquet")
     last = evaluate(EvaluateConfig(data=str(tmp_path / "last.parquet"), **options))["model"]["mu"]["r2"]
     assert whole > 0.8
     assert last < 0.5  # without the system prompt nothing tells long answers from short ones

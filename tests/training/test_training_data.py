@@ -43,11 +43,6 @@ def rows_file(tmp_path_factory):
     return write_rows(tmp_path_factory.mktemp("rows") / "rows.parquet")
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return load_tokenizer(tiny_bert(tmp_path_factory.mktemp("bert")))
-
-
 def test_rows_of_a_prompt_are_adjacent_with_their_samples(rows_file):
     rows = all_rows(rows_file)
     table = pq.read_table(rows_file).to_pylist()
@@ -161,16 +156,14 @@ def test_labels_are_split_by_their_text(tmp_path):
     assert (len(train), len(validation)) == (30, 10)
 
 
-def test_a_batch_has_each_prompt_once_for_all_its_rows_and_labels_by_text(rows_file, tokenizer):
-    rows = all_rows(rows_file)
-    labels = {rows.prompts[2]: (3, 1.0), "the server is down": (0, 2.0)}
-    data = SplitData.of(rows, labels, tokenizer, READING)
+def test_a_batch_has_each_prompt_once_for_all_its_rows_and_labels_by_text(rows_file, tmp_path):
+    rows, tokenizer = all_rows(rows_file), load_tokenizer(tiny_bert(tmp_path))
+    data = SplitData.of(rows, {rows.prompts[2]: (3, 1.0), "the server is down": (0, 2.0)}, tokenizer, READING)
     assert len(data) == 31
     assert data.name(30) == "the server is down"
     conditioning = Conditioning(("other", *rows.models))
     config = SimpleNamespace(conditioning=conditioning, max_length=READING.max_length)
-    model = SimpleNamespace(normalization=Normalization(), config=config)
-    examples = Examples(data, model)
+    examples = Examples(data, SimpleNamespace(normalization=Normalization(), config=config))
     batching = Batching(batch_size=4, shuffled=False, by_length=False)
     plans = list(EpochPlans(data.num_tokens, data.row_offsets, batching))
     batch = next(iter(loader(examples, plans)))

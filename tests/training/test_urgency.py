@@ -184,8 +184,7 @@ def evaluate(measured, data, folder, *options):
 
 def test_a_checkpoint_is_compared_with_baselines_and_other_seeds(tmp_path, data, checkpoint):
     page = tmp_path / "page.md"
-    entries = [f"recipe={checkpoint}", "other=constant"]
-    options = ["--name", "recipe", "--compare", json.dumps(entries)]
+    options = ["--name", "recipe", "--compare", json.dumps([f"recipe={checkpoint}", "other=constant"])]
     content = evaluate(checkpoint, data, tmp_path, *options)
     assert content["passed"] == content["adversarial"]["passed"]
     assert content["num_texts"] == sum(text.split == "test" for text in read_labels(data))

@@ -14,19 +14,13 @@ _BLOCKS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES = _BLOCKS | {"max_position_embeddings": 64}
 
 
-def _word_pieces() -> Any:
-    from transformers import BertTokenizer
+def tiny_bert(folder: Path, *, seed: int = 0, hidden_size: int = 32, dropout: float = 0.1) -> str:
+    """Writes a 2-layer BERT with random weights and a WordPiece tokenizer; returns the folder."""
+    from transformers import BertConfig, BertModel, BertTokenizer
 
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, *CHARACTERS]
     pieces += [f"##{letter}" for letter in CHARACTERS]
-    return BertTokenizer(vocab={piece: index for index, piece in enumerate(dict.fromkeys(pieces))})
-
-
-def tiny_bert(folder: Path, *, seed: int = 0, hidden_size: int = 32, dropout: float = 0.1) -> str:
-    """Writes a 2-layer BERT with random weights and a WordPiece tokenizer; returns the folder."""
-    from transformers import BertConfig, BertModel
-
-    tokenizer = _word_pieces()
+    tokenizer = BertTokenizer(vocab={piece: index for index, piece in enumerate(dict.fromkeys(pieces))})
     sizes = SIZES | {"hidden_size": hidden_size, "intermediate_size": 2 * hidden_size}
     dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     config = BertConfig(vocab_size=len(tokenizer), **sizes, **dropouts)

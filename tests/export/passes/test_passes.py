@@ -8,28 +8,9 @@ import pytest
 import torch
 
 from export.graph import export_graph
+from export.passes import graph, int8
 from export.passes.attention import fuse_attention
 from export.passes.fp16 import to_half
-from export.passes.graph import (
-    MICROSOFT,
-    add,
-    add_constant,
-    finish,
-    probe,
-    random_feed,
-    replace_uses,
-    session,
-    stored,
-)
-from export.passes.int8 import (
-    LARGEST_PAIR,
-    find_products,
-    measure_ranges,
-    quantize,
-    quantize_tables,
-    quantize_weight,
-    smooth,
-)
 from export.variants.build import simplified
 from predictors.manifest import EncoderCard, Manifest
 from tests.export.conftest import PLAIN
@@ -63,9 +44,9 @@ def test_attention_that_reads_wrongly_is_left_alone(graphs):
     model = simplified(graphs["bert"])
     softmax = next(node for node in model.graph if node.op_type == "Softmax")
     scores = softmax.inputs[0]
-    squashed = add(model.graph, "Mul", scores, add_constant(model.graph, "half", np.float32(0.5)))
-    replace_uses(scores, squashed, [softmax])
-    finish(model)
+    squashed = graph.add(model.graph, "Mul", scores, graph.add_constant(model.graph, "half", np.float32(0.5)))
+    graph.replace_uses(scores, squashed, [softmax])
+    graph.finish(model)
     changed = model.clone()
     # The factor is on the mask too, which the reading has no place for; the other layer is fused.
     assert fuse_attention(model, max_length=LONGEST, vocabulary=VOCABULARY) == 1
@@ -73,24 +54,24 @@ def test_attention_that_reads_wrongly_is_left_alone(graphs):
 
 
 def feed_of(model):
-    return random_feed(model, 2, 5, np.random.default_rng(0), VOCABULARY)
+    return graph.random_feed(model, 2, 5, np.random.default_rng(0), VOCABULARY)
 
 
 def measured(model):
     rng = np.random.default_rng(3)
-    products = find_products(model, feed_of(model))
-    feeds = [random_feed(model, 1, int(rng.integers(2, LONGEST)), rng, VOCABULARY) for _ in range(16)]
-    return model, products, measure_ranges(model, [product.source for product in products], feeds)
+    products = int8.find_products(model, feed_of(model))
+    feeds = [graph.random_feed(model, 1, int(rng.integers(2, LONGEST)), rng, VOCABULARY) for _ in range(16)]
+    return model, products, int8.measure_ranges(model, [product.source for product in products], feeds)
 
 
 def stand_out(model, factor):
     """Makes one channel of every normalised state that much wider than the others, as in trained encoders."""
     for node in model.graph:
         if node.op_type == "LayerNormalization":
-            gain = stored(node.inputs[1]).copy()
+            gain = graph.stored(node.inputs[1]).copy()
             gain[7] *= factor
-            replace_uses(node.inputs[1], add_constant(model.graph, "gain", gain), [node])
-    finish(model)
+            graph.replace_uses(node.inputs[1], graph.add_constant(model.graph, "gain", gain), [node])
+    graph.finish(model)
     return model
 
 
@@ -109,7 +90,7 @@ def test_smoothing_changes_no_number(graphs):
     assert (len(products), len({product.source for product in products})) == (12, 8)
     before = unevenness(ranges)
     # Normalised states and attention's context; what follows a GELU is not linear.
-    assert smooth(model, products, ranges) == 6
+    assert int8.smooth(model, products, ranges) == 6
     assert largest_difference(plain, model) < 2e-5
     assert unevenness(measured(model)[2]) < 0.5 * before
 
@@ -117,18 +98,18 @@ def test_smoothing_changes_no_number(graphs):
 def test_int8_is_near_and_independent_of_batch_mates(graphs):
     model = simplified(graphs["bert"])
     fuse_attention(model, max_length=LONGEST, vocabulary=VOCABULARY)
-    assert quantize(*measured(model)) == 12
-    assert quantize_tables(model, least_rows=50) == 2
+    assert int8.quantize(*measured(model)) == 12
+    assert int8.quantize_tables(model, least_rows=50) == 2
     assert operators(model)["MatMulIntegerToFloat"] == 12
-    assert set(model.graph.opset_imports) >= {"", MICROSOFT}
-    small, rng = session(model), np.random.default_rng(5)
-    together = random_feed(model, 6, 30, rng, VOCABULARY)
+    assert set(model.graph.opset_imports) >= {"", graph.MICROSOFT}
+    small, rng = graph.session(model), np.random.default_rng(5)
+    together = graph.random_feed(model, 6, 30, rng, VOCABULARY)
     [batch] = small.run(["mu"], together)
     alone = [
         small.run(["mu"], {name: values[row : row + 1, :length] for name, values in together.items()})[0][0]
         for row, length in enumerate(together["attention_mask"].sum(axis=1))
     ]
-    [expected] = session(ir.load(graphs["bert"])).run(["mu"], together)
+    [expected] = graph.session(ir.load(graphs["bert"])).run(["mu"], together)
     # Weights eight times the usual make this network amplify every rounding; a trained one loses a tenth of this.
     assert np.sqrt(((batch - expected) ** 2).mean()) < 0.3 * expected.std()
     assert np.abs(batch - alone).max() < 0.01 * expected.std()
@@ -140,11 +121,11 @@ def test_weights_cannot_overflow_sixteen_bits_on_any_processor():
     weight[10:12, 3] = 5.0  # an outlying pair of one sign
     weight[20:22, 4] = -5.0
     weight[30, 5], weight[31, 5] = 6.0, -6.0  # of both signs, which cancel
-    rounded, scale = quantize_weight(weight)
+    rounded, scale = int8.quantize_weight(weight)
     pairs = rounded[:64].astype(np.int64).reshape(32, 2, 7)
-    assert np.maximum(pairs, 0).sum(axis=1).max() <= LARGEST_PAIR
-    assert np.minimum(pairs, 0).sum(axis=1).min() >= -LARGEST_PAIR
-    assert 255 * LARGEST_PAIR <= 2**15 - 1 + 1  # cut at 32767: off by one at the most
+    assert np.maximum(pairs, 0).sum(axis=1).max() <= int8.LARGEST_PAIR
+    assert np.minimum(pairs, 0).sum(axis=1).min() >= -int8.LARGEST_PAIR
+    assert 255 * int8.LARGEST_PAIR <= 2**15 - 1 + 1  # cut at 32767: off by one at the most
     assert np.abs(rounded[:, 5]).max() == 127  # both signs: all eight bits
     assert np.abs(rounded * scale - weight).max() <= scale.max() * 0.51
 
@@ -154,10 +135,9 @@ def test_weights_cannot_overflow_sixteen_bits_on_any_processor():
 def test_half_precision_is_near(graphs, kind, with_attention):
     model = fused(graphs[kind]) if with_attention else simplified(graphs[kind])
     feed = feed_of(model)
-    normalized = [node.outputs[0] for node in model.graph if node.op_type == "LayerNormalization"]
-    last = normalized[4]
+    last = [node.outputs[0] for node in model.graph if node.op_type == "LayerNormalization"][4]
     assert to_half(model, last, feed) > 20
-    assert probe(model, [last], feed)[last].dtype == np.float16
+    assert graph.probe(model, [last], feed)[last].dtype == np.float16
     assert {value.dtype for value in model.graph.outputs} == {ir.DataType.FLOAT}
     assert 0 < largest_difference(ir.load(graphs[kind]), model) < 0.05
 
@@ -197,10 +177,10 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
 def largest_difference(one: ir.Model, other: ir.Model) -> float:
     """Of all outputs over edge shapes, with padding."""
     rng = np.random.default_rng(1)
-    first, second = session(one), session(other)
+    first, second = graph.session(one), graph.session(other)
     largest = 0.0
     for batch, seq in ((1, 1), (1, 2), (3, 7), (4, 33), (2, LONGEST)):
-        feed = random_feed(one, batch, seq, rng, VOCABULARY)
+        feed = graph.random_feed(one, batch, seq, rng, VOCABULARY)
         for left, right in zip(first.run(None, feed), second.run(None, feed), strict=True):
             largest = max(largest, float(np.abs(left - right).max()))
     return largest

@@ -85,12 +85,10 @@ def paused(events: list[bytes], go: asyncio.Event | None) -> Script:
 
 
 async def respond(request: web.Request, body: bytes) -> web.Response:
-    """An empty response."""
     return web.Response()
 
 
 async def stalled(request: web.Request, body: bytes) -> web.StreamResponse:
-    """Never responds."""
     await asyncio.Event().wait()
     raise AssertionError
 
@@ -103,14 +101,11 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def running_engine(script: Script = plain) -> AbstractAsyncContextManager[FakeEngine]:
-    """The engine on a free port."""
     return fake_openai.running_engine(script)
 
 
 @dataclass
 class RunningProxy:
-    """A proxy and a client of it."""
-
     server: ProxyServer
     url: str
     admin: str
@@ -170,5 +165,4 @@ async def running_proxy(engine_url: str, **options: Any) -> AsyncIterator[Runnin
 
 
 def chat(text: str, **more: Any) -> dict[str, Any]:
-    """A chat request."""
     return {"model": "tiny-llm", "messages": [{"role": "user", "content": text}], "max_tokens": 500} | more

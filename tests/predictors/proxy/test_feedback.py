@@ -23,18 +23,8 @@ from predictors.proxy.feedback_log import FeedbackLog
 from scheduler_core.errors import InputError
 from scheduler_core.predictions import LengthPrediction
 from tests.predictors.fakes import expected, write_artifact
-from tests.predictors.proxy.fake_engine import (
-    CHAT,
-    break_off,
-    chat,
-    completion,
-    paused,
-    plain,
-    running_engine,
-    running_proxy,
-    stream_events,
-    until,
-)
+from tests.predictors.proxy import fake_engine
+from tests.predictors.proxy.fake_engine import chat, running_engine, running_proxy
 from training import cli_read_feedback as cli
 
 SHORT = "name three rivers"
@@ -66,9 +56,9 @@ async def test_lengths_come_back_and_clients_see_no_difference(artifact_folder: 
     usage = {"stream_options": {"include_usage": True}}
     async with running_engine() as fake, running_proxy(fake.url, feedback_usage=True, **options) as proxy:
         for more, tokens in (({}, None), (usage, 7)):
-            stream = b"".join(stream_events(["a", "b", "c"], tokens))
+            stream = b"".join(fake_engine.stream_events(["a", "b", "c"], tokens))
             assert await proxy.post(chat(SHORT, stream=True, **more)) == (200, stream)
-        assert json.loads((await proxy.post(chat(SHORT, temperature=0.5)))[1]) == completion(7)
+        assert json.loads((await proxy.post(chat(SHORT, temperature=0.5)))[1]) == fake_engine.completion(7)
         assert (await proxy.post(chat(SHORT, n=2)))[0] == 200
         wishes = [body.get("stream_options") for body in fake.bodies]
         assert wishes == [usage["stream_options"]] * 2 + [None] * 2
@@ -92,28 +82,33 @@ async def test_without_counts_events_are_counted(tmp_path: Path) -> None:
     assert (row["counted_by"], row["output_tokens"]) == ("deltas", 3)
 
 
+async def hang_up(proxy: fake_engine.RunningProxy, body: Any) -> None:
+    """Leaves a stream after its first bytes."""
+    response = await proxy.client.post(proxy.url + fake_engine.CHAT, json=body)
+    await response.content.readany()
+    response.close()
+    await fake_engine.until(lambda: proxy.server.num_in_flight == 0)
+
+
 async def test_a_hang_up_censors_and_broken_responses_are_no_lengths(tmp_path: Path) -> None:
-    first = stream_events(["a"], None)[0]
+    first = fake_engine.stream_events(["a"], None)[0]
 
     async def script(request: web.Request, body: bytes) -> web.StreamResponse:
         match len(fake.requests):
             case 1:
                 return web.json_response({"error": {}}, status=500)
             case 2:
-                return await break_off(request, first, {"Content-Type": "text/event-stream"})
-        return await paused([first], None)(request, body)
+                return await fake_engine.break_off(request, first, {"Content-Type": "text/event-stream"})
+        return await fake_engine.paused([first], None)(request, body)
 
     async with running_engine(script) as fake:
         async with running_proxy(fake.url, feedback=str(tmp_path)) as proxy:
             for _ in range(2):
-                (await proxy.client.post(proxy.url + CHAT, json=chat("x", stream=True))).close()
-            await until(lambda: proxy.server.num_in_flight == 0)
+                (await proxy.client.post(proxy.url + fake_engine.CHAT, json=chat("x", stream=True))).close()
+            await fake_engine.until(lambda: proxy.server.num_in_flight == 0)
         assert list(tmp_path.iterdir()) == []  # nor a segment without records
         async with running_proxy(fake.url, feedback=str(tmp_path)) as proxy:
-            response = await proxy.client.post(proxy.url + CHAT, json=chat("x", stream=True))
-            await response.content.readany()
-            response.close()
-            await until(lambda: proxy.server.num_in_flight == 0)
+            await hang_up(proxy, chat("x", stream=True))
     [row] = records(tmp_path)
     assert (row["finish_reason"], row["finished"], row["counted_by"]) == ("abort", False, "deltas")
 
@@ -127,7 +122,7 @@ async def test_from_live_traffic_to_training_drift_and_comparison(
 
     async def script(request: web.Request, body: bytes) -> web.StreamResponse:
         tokens = min(int(lengths[len(fake.requests) - 1]), 500)
-        return web.json_response(completion(tokens, "length" if tokens == 500 else "stop"))
+        return web.json_response(fake_engine.completion(tokens, "length" if tokens == 500 else "stop"))
 
     wrong = write_artifact(tmp_path / "rival", artifact_id="rival")
     options = {"engine": "vllm", "predictor": str(artifact_folder), "shadow_predictor": str(wrong)}
@@ -164,8 +159,7 @@ async def test_from_live_traffic_to_training_drift_and_comparison(
     rows = pq.read_table(tmp_path / "samples.parquet").to_pylist()
     assert [row["output_tokens"] for row in rows] == [min(int(length), 500) for length in lengths]
     assert {(row["prompt"], row["model"], row["max_tokens"]) for row in rows} == {(SHORT, "tiny-llm", 500)}
-    trace = imported(log, tmp_path / "trace.parquet", schema="trace")
-    assert trace["num_without_arrival"] == 0
+    assert imported(log, tmp_path / "trace.parquet", schema="trace")["num_without_arrival"] == 0
 
 
 def record(**more: Any) -> dict[str, Any]:
@@ -251,8 +245,7 @@ def test_logs_are_summarized_and_folders_imported(tmp_path: Path, capsys: pytest
     assert summary["finish_reasons"]["length"] == 1
     assert summary["served_models"]["a"]["median_tokens"] == 20
     out = tmp_path / "samples.parquet"
-    words = ["feedback", str(segment.parent), "--out", str(out), "--model", "m"]
-    assert import_command(words) == 0
+    assert import_command(["feedback", str(segment.parent), "--out", str(out), "--model", "m"]) == 0
     reasons = json.loads((tmp_path / "samples.parquet.run.json").read_text())["finish_reasons"]
     assert reasons == {"stop": 3, "length": 1, "error": 1}
 
@@ -347,7 +340,7 @@ async def test_hints_follow_true_lengths_also_after_a_restart(artifact_folder: P
     file = tmp_path / "calibration.json"
 
     async def script(request: web.Request, body: bytes) -> web.StreamResponse:
-        return await plain(request, body, tokens=300)
+        return await fake_engine.plain(request, body, tokens=300)
 
     settings = options(artifact_folder, calibration_file=str(file), resolution=1.0)
     async with running_engine(script) as fake:
@@ -375,38 +368,31 @@ async def test_hints_follow_true_lengths_also_after_a_restart(artifact_folder: P
 async def test_what_counts(artifact_folder: Path) -> None:
     """Complete and truncated outputs with usage, and streams that would have brought it; not counted events, errors, choices."""
     usage = {"stream_options": {"include_usage": True}}
-    first = stream_events(["a"], None)[0]
+    first = fake_engine.stream_events(["a"], None)[0]
 
     async def script(request: web.Request, body: bytes) -> web.StreamResponse:
         match json.loads(body)["messages"][0]["content"]:
             case "fail":
                 return web.json_response({"error": {}}, status=500)
             case "truncated":
-                return web.json_response(completion(500, "length"))
+                return web.json_response(fake_engine.completion(500, "length"))
             case "filtered":
-                return web.json_response(completion(5, "content_filter"))
+                return web.json_response(fake_engine.completion(5, "content_filter"))
             case "stall":
-                return await paused([first], None)(request, body)
-        return await plain(request, body)
+                return await fake_engine.paused([first], None)(request, body)
+        return await fake_engine.plain(request, body)
 
     async with running_engine(script) as fake, running_proxy(fake.url, **options(artifact_folder)) as proxy:
-
-        async def hang_up(**more: Any) -> None:
-            response = await proxy.client.post(proxy.url + CHAT, json=chat("stall", stream=True, **more))
-            await response.content.readany()
-            response.close()
-            await until(lambda: proxy.server.num_in_flight == 0)
-
         for text, more in (("fail", {}), ("filtered", {}), (SHORT, {"stream": True}), (SHORT, {"n": 2})):
             await proxy.post(chat(text, **more))
-        await hang_up()
+        await hang_up(proxy, chat("stall", stream=True))
         assert await proxy.metric(OUTPUTS) == 0
         counted = [(SHORT, {}), (SHORT, {"stream": True, **usage}), ("truncated", {})]
         for number, (text, more) in enumerate(counted, start=1):
             await proxy.post(chat(text, **more))
             assert await proxy.metric(OUTPUTS) == number
         assert await proxy.metric(CENSORED) == 1
-        await hang_up(**usage)
+        await hang_up(proxy, chat("stall", stream=True, **usage))
         assert (await proxy.metric(OUTPUTS), await proxy.metric(CENSORED)) == (4, 2)
         requested = [body["stream_options"] for body in fake.bodies if "stream_options" in body]
         assert requested == [usage["stream_options"]] * len(requested)
@@ -416,5 +402,5 @@ async def test_counts_can_be_requested_for_streams(artifact_folder: Path) -> Non
     settings = options(artifact_folder, feedback_usage=True)
     async with running_engine() as fake, running_proxy(fake.url, **settings) as proxy:
         status, body = await proxy.post(chat(SHORT, stream=True))
-        assert (status, body) == (200, b"".join(stream_events(["a", "b", "c"], None)))
+        assert (status, body) == (200, b"".join(fake_engine.stream_events(["a", "b", "c"], None)))
         assert await proxy.metric(OUTPUTS) == 1

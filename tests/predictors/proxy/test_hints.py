@@ -18,6 +18,7 @@ from scheduler_core.predictions import LengthPrediction, Prediction
 from scheduler_core.request import Request
 from tests.predictors.fakes import NU, expected, write_rich_artifact
 from tests.predictors.proxy.fake_engine import chat, gated, running_engine, running_proxy, until
+from tests.scheduler_core.helpers import Clock
 
 SHORT, LONG = "name name name", "sea sea sea"
 
@@ -127,14 +128,6 @@ async def test_a_key_beyond_the_range_costs_the_hint_and_not_the_request(artifac
         assert await proxy.metric('tailcast_proxy_hints_total{outcome="impossible"}') == 1
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def new_queue(policy: str, release: int, aging_per_s: float = 0.0) -> tuple[HoldQueue, Clock]:
     clock = Clock()
     return HoldQueue(make_policy(policy), release, clock, aging_per_s, max_waiting=9), clock
@@ -166,8 +159,7 @@ async def test_aging_overtakes_a_shorter_newcomer() -> None:
     queue, clock = new_queue("sept", 1, 50.0)
     passed: list[str] = []
     await queue.enter(request(0))
-    late = (request(1, 0.0), request(2, 100.0))
-    tasks = [asyncio.create_task(visit(queue, one, passed)) for one in late]
+    tasks = [asyncio.create_task(visit(queue, one, passed)) for one in (request(1, 0.0), request(2, 100.0))]
     await asyncio.sleep(0)
     queue.update("r1", of_length(6.0))
     queue.update("r2", of_length(1.0))

@@ -22,20 +22,8 @@ from yarl import URL
 from predictors.proxy.relay import LiveConnector
 from predictors.proxy.responses import EventStreamReader, JsonReader
 from tests.predictors.fakes import running_server
-from tests.predictors.proxy.fake_engine import (
-    CHAT,
-    PATIENCE_S,
-    break_off,
-    chat,
-    event,
-    paused,
-    plain,
-    respond,
-    running_engine,
-    running_proxy,
-    stream_events,
-    until,
-)
+from tests.predictors.proxy import fake_engine
+from tests.predictors.proxy.fake_engine import CHAT, chat, event, running_engine, running_proxy, until
 
 ODD = [b"data: {", b'"choices":[{"delta":{"content":"\xc3', b'\xa9"}}]}\r\n\r', b"\n", b": comment\n\n", b"data: [DO", b"NE]\n\n\x00tail"]  # fmt: skip
 ODD_WORDS = ['"usage":null', ',"usage":null', "\n\n", "data: [DONE]", "é", '"finish_reason":"x"']
@@ -73,7 +61,7 @@ async def test_odd_pieces_of_a_stream_arrive_as_they_are(options: dict[str, Any]
         assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
         for piece in ODD:
             go.release()
-            async with asyncio.timeout(PATIENCE_S):  # each comes before the next is written
+            async with asyncio.timeout(fake_engine.PATIENCE_S):  # each comes before the next is written
                 assert await response.content.readany() == piece
         assert await response.content.readany() == b""
 
@@ -130,8 +118,9 @@ async def test_a_completion_that_cannot_be_read_is_refused() -> None:
 async def test_an_answer_that_breaks_off_breaks_off_for_the_client() -> None:
     async def script(request: web.Request, body: bytes) -> web.StreamResponse:
         if json.loads(body)["max_tokens"] == 1:
-            return await plain(request, body)
-        return await break_off(request, b"data: 1\n\ndata: half", {"Content-Type": "text/event-stream"})
+            return await fake_engine.plain(request, body)
+        headers = {"Content-Type": "text/event-stream"}
+        return await fake_engine.break_off(request, b"data: 1\n\ndata: half", headers)
 
     async with running_engine(script) as fake, running_proxy(fake.url, engine="none") as proxy:
         for _ in range(3):
@@ -163,7 +152,7 @@ async def test_headers_of_an_answer_arrive_in_utf8() -> None:
 
 @pytest.mark.parametrize("engine", ["vllm", "none"])
 async def test_who_hangs_up_stops_the_engine(engine: str) -> None:
-    script = paused([b"data: 1\n\n"], None)
+    script = fake_engine.paused([b"data: 1\n\n"], None)
     async with running_engine(script) as fake, running_proxy(fake.url, engine=engine, release=1) as proxy:
         for number in (1, 2):  # the second one needs the first one's seat
             response = await proxy.client.post(proxy.url + CHAT, json=chat("x", stream=True))
@@ -187,7 +176,7 @@ async def test_a_slow_reader_slows_the_engine_down() -> None:
     async with running_engine(script) as fake, running_proxy(fake.url, engine="vllm") as proxy:
         response = await proxy.client.post(proxy.url + CHAT, json=chat("x"))
         before = -1
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(fake_engine.PATIENCE_S):
             while written != before:
                 before = written
                 await asyncio.sleep(0.3)
@@ -250,7 +239,7 @@ async def test_a_predictor_that_dies_in_the_middle_loses_nothing(artifact_folder
 
 async def test_stop_answers_what_is_inside() -> None:
     go = asyncio.Event()
-    script = paused(stream_events(["a", "b"], None), go)
+    script = fake_engine.paused(fake_engine.stream_events(["a", "b"], None), go)
     async with running_engine(script) as fake, running_proxy(fake.url, engine="none", release=1) as proxy:
         # The second one is still held when the proxy is told to end.
         posts = [asyncio.create_task(proxy.post(chat("x", stream=True))) for _ in range(2)]
@@ -263,13 +252,12 @@ async def test_stop_answers_what_is_inside() -> None:
             async with aiohttp.ClientSession() as fresh, fresh.post(proxy.url + CHAT, json=chat("x")):
                 pass
         go.set()
-        wanted = b"".join(stream_events(["a", "b"], None))
+        wanted = b"".join(fake_engine.stream_events(["a", "b"], None))
         assert await asyncio.gather(*posts) == [(200, wanted)] * 2
         await stopping
 
 
 def cut(data: bytes, places: list[int]) -> list[bytes]:
-    """The bytes in pieces."""
     ends = sorted({place % (len(data) + 1) for place in places} | {0, len(data)})
     return [data[one:two] for one, two in itertools.pairwise(ends)]
 
@@ -288,8 +276,8 @@ def test_any_bytes_pass_in_any_pieces(data: bytes, places: list[int]) -> None:
 def test_counts_that_the_client_has_not_asked_for_leave_no_trace(
     words: list[str], places: list[int], null_usage: bool, usage: int, ends: bytes
 ) -> None:
-    wanted = b"".join(stream_events(words, None, null_usage=null_usage)).replace(b"\n\n", ends)
-    told = b"".join(stream_events(words, usage, null_usage=null_usage)).replace(b"\n\n", ends)
+    wanted = b"".join(fake_engine.stream_events(words, None, null_usage=null_usage)).replace(b"\n\n", ends)
+    told = b"".join(fake_engine.stream_events(words, usage, null_usage=null_usage)).replace(b"\n\n", ends)
     reader = EventStreamReader(True)
     assert passed(reader, cut(told, places)) == wanted
     stats = reader.stats
@@ -490,7 +478,7 @@ async def test_headers_in_utf8_pass_and_others_are_refused() -> None:
 @pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS", "CONNECT"])
 async def test_odd_targets_are_no_fault_of_the_engine(method: str, target: str) -> None:
     data = f"{method} {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 0\r\n\r\n".encode()
-    async with running_engine(respond) as fake, running_proxy(fake.url, engine="vllm") as proxy:
+    async with running_engine(fake_engine.respond) as fake, running_proxy(fake.url, engine="vllm") as proxy:
         code = (await proxy.raw(data))[9:12]
         assert code in (b"200", b"400", b"404")
         assert len(fake.requests) == (code == b"200")

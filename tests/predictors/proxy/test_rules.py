@@ -17,18 +17,8 @@ from predictors.client import InProcessPredictor
 from predictors.proxy.engines import CLIENT_HEADERS
 from predictors.proxy.server import READING, UNQUEUED, ProxyServer
 from scheduler_core.errors import InputError
-from tests.predictors.proxy.fake_engine import (
-    CHAT,
-    RunningProxy,
-    break_off,
-    chat,
-    gated,
-    respond,
-    running_engine,
-    running_proxy,
-    stalled,
-    until,
-)
+from tests.predictors.proxy import fake_engine
+from tests.predictors.proxy.fake_engine import CHAT, chat, running_engine, running_proxy
 
 #: The client's priority; no policy gives a request this one.
 MARK = -77777
@@ -94,10 +84,10 @@ def check() -> Iterator[Check]:
             _check(*request, rules)
         return code
 
-    proxies: dict[str, RunningProxy] = {}
+    proxies: dict[str, fake_engine.RunningProxy] = {}
     stack = AsyncExitStack()
     with asyncio.Runner() as runner:
-        engine = runner.run(stack.enter_async_context(running_engine(respond)))
+        engine = runner.run(stack.enter_async_context(running_engine(fake_engine.respond)))
         runner.run(start())
         yield send
         runner.run(stack.aclose())
@@ -189,13 +179,13 @@ async def test_no_request_passes_the_queue(line: str) -> None:
     method, path = line.split()
     go = asyncio.Event()
     rules = {"release": 1, "max_in_flight": 3}
-    async with running_engine(gated(go)) as fake, running_proxy(fake.url, **rules) as proxy:
+    async with running_engine(fake_engine.gated(go)) as fake, running_proxy(fake.url, **rules) as proxy:
         tasks = [asyncio.create_task(proxy.post(chat("x")))]
-        await until(lambda: fake.num_in_flight == 1)
+        await fake_engine.until(lambda: fake.num_in_flight == 1)
         tasks.append(asyncio.create_task(proxy.send(method, path, BODY.encode(), {})))
         gzipped = {"Content-Encoding": "gzip"}
         tasks.append(asyncio.create_task(proxy.send("POST", "/unknown", b"\0 no JSON", gzipped)))
-        await until(lambda: proxy.server.num_in_flight == 3)
+        await fake_engine.until(lambda: proxy.server.num_in_flight == 3)
         assert (await proxy.send(method, path, BODY.encode(), {}))[0] == 429
         assert len(fake.requests) == 1
         assert await proxy.metric("tailcast_proxy_waiting") == 2
@@ -266,8 +256,9 @@ MALFORMED = {
 
 @pytest.mark.parametrize("name", MALFORMED)
 async def test_a_bad_request(name: str) -> None:
-    options = {"client_priority": "replace", "max_body_mib": 1, "access_log": True, "request_timeout_s": 1.0}
-    async with running_engine(respond) as fake, running_proxy(fake.url, engine="vllm", **options) as proxy:
+    options: dict[str, Any] = {"engine": "vllm", "client_priority": "replace", "max_body_mib": 1}
+    options |= {"access_log": True, "request_timeout_s": 1.0}
+    async with running_engine(fake_engine.respond) as fake, running_proxy(fake.url, **options) as proxy:
         code = (await proxy.raw(MALFORMED[name]))[9:12]
         assert code == b"200" if name in ("query", "WebSocket") else code[:1] in (b"4", b"5")
         assert code not in (b"500", b"502", b"503", b"504")
@@ -295,7 +286,8 @@ async def test_an_engine_that_is_gone_or_breaks_off_or_is_silent_or_sends_no_htt
         writer.close()
 
     async def breaks(request: web.Request, body: bytes) -> web.StreamResponse:
-        return await break_off(request, CANARY.encode(), {"Content-Length": "99", "x-own": CANARY})
+        headers = {"Content-Length": "99", "x-own": CANARY}
+        return await fake_engine.break_off(request, CANARY.encode(), headers)
 
     async def code(url: str) -> bytes:
         async with running_proxy(url, engine="vllm", idle_timeout_s=0.2, access_log=True) as proxy:
@@ -307,10 +299,10 @@ async def test_an_engine_that_is_gone_or_breaks_off_or_is_silent_or_sends_no_htt
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         assert await code(url) == b"502"
     assert await code(url) == b"502"
-    for script, expected in ((breaks, b"200"), (stalled, b"504")):
+    for script, expected in ((breaks, b"200"), (fake_engine.stalled, b"504")):
         async with running_engine(script) as fake:
             assert await code(fake.url) == expected
-            await until(lambda fake=fake: not fake.num_in_flight)
+            await fake_engine.until(lambda fake=fake: not fake.num_in_flight)
 
 
 async def test_a_proxy_fault(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

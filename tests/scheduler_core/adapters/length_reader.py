@@ -29,8 +29,6 @@ def of_length(tokens: float, sigma: float = 0.1) -> Prediction:
 
 
 class LengthReader:
-    """See above."""
-
     def __init__(self, mode: str) -> None:
         name, _, number = mode.partition(":")
         self._mode, self._left = name, int(number or 0)

@@ -22,9 +22,7 @@ os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 litellm = pytest.importorskip("litellm")
 # LiteLLM's own and those of its dependencies.
 pytestmark = [
-    pytest.mark.filterwarnings(
-        "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::ResourceWarning"
-    ),
+    pytest.mark.filterwarnings(*(f"ignore::{kind}Warning" for kind in ("User", "Deprecation", "Resource"))),
     pytest.mark.asyncio(loop_scope="module"),  # LiteLLM's queue of callbacks belongs to the first loop
 ]
 
@@ -153,9 +151,8 @@ async def proxy(engines: list[FakeEngine], tmp_path: Path) -> AsyncIterator[aioh
     environment = {"TAILCAST_ROUTING_CONFIG": str(tmp_path / "routing.yaml"), "PYTHONPATH": os.getcwd()}
     command += ["--host", "127.0.0.1", "--port", str(port)]
     with running(command, lambda: listens(port), environment=environment, timeout_s=600):
-        async with aiohttp.ClientSession(
-            f"http://127.0.0.1:{port}", headers={"Authorization": f"Bearer {KEY}"}
-        ) as session:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", headers=headers) as session:
             yield session
 
 

@@ -12,15 +12,9 @@ from prometheus_client import CollectorRegistry
 from scheduler_core.adapters.live_calibration import PUBLISH_S, SAVE_S, CalibrationGauges, LiveCalibration
 from scheduler_core.errors import InputError
 from scheduler_core.predictions import LengthPrediction, PointPrediction, Prediction
+from tests.scheduler_core.helpers import Clock
 
 PREDICTION = Prediction(length=LengthPrediction(4.0, 0.5, 3.5), point=PointPrediction(60.0))
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def live(file: Path | None, clock: Clock | None = None) -> LiveCalibration:

@@ -13,7 +13,6 @@ from scheduler_core.routing import ROUTERS
 from tests.scheduler_core.adapters.length_reader import LengthReader, settle
 
 REPLICAS = ("a", "b")
-ALIKE = sorted(set(ROUTERS) - {"disaggregated"})
 
 
 def settings(**values: object) -> RoutingSettings:
@@ -44,8 +43,7 @@ def test_requests_go_where_fewer_are_and_ends_are_seen() -> None:
 
 
 def test_requests_of_other_routers_count() -> None:
-    routing = LiveRouting(settings())
-    assert routing.send("1", RoutedPrompt(), REPLICAS, {"a": 1}) == "b"
+    assert LiveRouting(settings()).send("1", RoutedPrompt(), REPLICAS, {"a": 1}) == "b"
 
 
 def test_predictions_count_for_the_choices_after_they_have_come() -> None:
@@ -81,7 +79,7 @@ def test_a_request_without_events_expires() -> None:
     assert routing.num_requests == {}
 
 
-@pytest.mark.parametrize("router", ALIKE)
+@pytest.mark.parametrize("router", sorted(set(ROUTERS) - {"disaggregated"}))
 @given(actions=st.lists(st.tuples(st.sampled_from("sfadmg"), st.integers(0, 5)), max_size=40))
 def test_no_state_is_left_of_ended_requests(router: str, actions: list[tuple[str, int]]) -> None:
     """Whatever the order of events, in the bookkeeping and in the router."""

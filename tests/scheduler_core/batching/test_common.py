@@ -13,17 +13,9 @@ from scheduler_core.request import Phase, Request
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.run import run_simulation
-from tests.scheduler_core.helpers import (
-    SMALL_PARAMETERS,
-    Drive,
-    compatible_pairs,
-    full_prediction,
-    random_trace,
-    request,
-    scheduler,
-)
+from tests.scheduler_core import helpers
 
-PAIRS = compatible_pairs(POLICIES, BATCH_FORMERS)
+PAIRS = helpers.compatible_pairs(POLICIES, BATCH_FORMERS)
 #: A static order, one that changes with time, and three ways to preempt.
 FEW = [pair for pair in PAIRS if pair[0] in ("fcfs", "hrrn", "srpt", "las", "semantic")]
 #: Memory is reserved for the longest answer.
@@ -40,7 +32,7 @@ def rows(num: int = 25, seed: int = 3, gap_s: float = 0.7, **fields: Any) -> lis
     made = []
     for index in range(num):
         length = int(rng.integers(1, 16))
-        item = request(
+        item = helpers.request(
             f"r{index}", gap_s * float(rng.integers(0, num)), prompt=int(rng.integers(1, 16)), cap=16,
             priority=int(rng.integers(0, 3)), tier=int(rng.integers(0, 5)), tenant=str(rng.integers(0, 2)),
             tbt_slo_s=float(rng.choice([0.5, 4.0])), **fields,
@@ -49,16 +41,16 @@ def rows(num: int = 25, seed: int = 3, gap_s: float = 0.7, **fields: Any) -> lis
     return made
 
 
-def drive(pair: tuple[str, str], given: list[tuple[Request, int]]) -> Drive:
+def drive(pair: tuple[str, str], given: list[tuple[Request, int]]) -> helpers.Drive:
     policy, former = pair
-    predictions = {item.request_id: full_prediction(length) for item, length in given}
-    return Drive(core_of(former, policy), given, predictions=predictions)
+    predictions = {item.request_id: helpers.full_prediction(length) for item, length in given}
+    return helpers.Drive(core_of(former, policy), given, predictions=predictions)
 
 
 def core_of(former: str, policy: str = "fcfs", **more: Any) -> Scheduler:
     """On a tight engine, parameters of the former such that it works there."""
-    parameters = {"batching_parameters": SMALL_PARAMETERS.get(former, {})}
-    return scheduler(policy, batching=former, **{**TIGHT, **parameters, **more})
+    parameters = {"batching_parameters": helpers.SMALL_PARAMETERS.get(former, {})}
+    return helpers.scheduler(policy, batching=former, **{**TIGHT, **parameters, **more})
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
@@ -88,7 +80,7 @@ def test_every_request_is_served_once_and_in_full_when_memory_is_short(pair: tup
 @pytest.mark.parametrize("former", BATCH_FORMERS)
 def test_under_fcfs_requests_start_in_the_order_they_came(former: str) -> None:
     """The condition under which nobody starves: whoever came before is started before."""
-    requests = [request(f"r{k}", arrival_s=0.3 * k, prompt=1 + k % 7, cap=12) for k in range(20)]
+    requests = [helpers.request(f"r{k}", arrival_s=0.3 * k, prompt=1 + k % 7, cap=12) for k in range(20)]
     run = drive(("fcfs", former), [(each, 1 + (5 * k) % 12) for k, each in enumerate(requests)])
     run.run()
     starts = [run.finished[each.request_id].first_scheduled_s for each in requests]
@@ -98,26 +90,25 @@ def test_under_fcfs_requests_start_in_the_order_they_came(former: str) -> None:
 @pytest.mark.parametrize("former", [name for name in BATCH_FORMERS if name not in NEVER_PREEMPT])
 def test_what_is_swapped_is_not_computed_again(former: str) -> None:
     given = rows()
-    run = Drive(core_of(former, preemption="swap", **KEEP.get(former, {})), given)
+    run = helpers.Drive(core_of(former, preemption="swap", **KEEP.get(former, {})), given)
     run.run()
     assert run.core.counters.num_swaps > 0
     assert run.core.counters.num_swaps == sum(len(plan.swapped_out) for plan in run.plans)
     assert run.prefill_tokens == {item.request_id: item.prompt_tokens for item, _ in given}
     out = {moved.request_id for plan in run.plans for moved in plan.swapped_out}
-    back = {moved.request_id for plan in run.plans for moved in plan.swapped_in}
-    assert out == back
+    assert out == {moved.request_id for plan in run.plans for moved in plan.swapped_in}
 
 
 @pytest.mark.parametrize("former", BATCH_FORMERS)
 def test_prefix_cache_hits_save_prefill_once_but_no_blocks(former: str) -> None:
-    hits = request("a", prompt=10, cap=4, cached_prefix_tokens=7)
+    hits = helpers.request("a", prompt=10, cap=4, cached_prefix_tokens=7)
     core = core_of(former)
     core.add(hits, 0.0)
     plan = core.schedule(0.0)
     assert plan is not None
     assert (plan.prefills[0].start_token, plan.num_context_tokens) == (7, 7)
     assert core.config.num_kv_blocks - core.pool.kv.num_free_blocks >= 5, "all 10 tokens in blocks of 2"
-    run = Drive(core_of(former), [(hits, 4)])
+    run = helpers.Drive(core_of(former), [(hits, 4)])
     run.run()
     assert run.prefill_tokens == {"a": 3}
 
@@ -131,8 +122,7 @@ def test_a_request_may_be_aborted_in_every_state(former: str, in_step: bool) -> 
         preemption = "swap" if wanted == "offloaded" else "recompute"
         limits = {"max_num_batched_tokens": 31, "preemption": preemption, **KEEP.get(former, {})}
         core = core_of(former, **limits)
-        given = rows(15, gap_s=0.3)
-        run = Drive(core, given)
+        run = helpers.Drive(core, rows(15, gap_s=0.3))
         victim = None
         while victim is None and (run.coming or core.num_waiting + core.num_running or not run.plans):
             if run.step() is None:
@@ -172,10 +162,10 @@ def test_many_steps_at_once_equal_single_ones_to_the_last_bit(pair: tuple[str, s
     policy, former = pair
     limits = SchedulerConfig(
         max_num_seqs=5, max_num_batched_tokens=600, num_kv_blocks=40, kv_block_tokens=16, batching=former,
-        batching_parameters=SMALL_PARAMETERS.get(former, {}),
+        batching_parameters=helpers.SMALL_PARAMETERS.get(former, {}),
         preemption=preemption,  # type: ignore[arg-type]
     )  # fmt: skip
-    trace = random_trace(25, seed=5, rate_rps=4.0)
+    trace = helpers.random_trace(25, seed=5, rate_rps=4.0)
     config = {"trace": "", "policy": policy, "scheduler": limits, "predictor_delay_s": 0.05}
     configs = (SimulationConfig(**config, exact_steps=exact) for exact in (True, False))
     single, many = (run_simulation(config, trace=trace) for config in configs)

@@ -24,12 +24,10 @@ A100_7B = KVCost(
 )
 
 
-def drive(
-    former: str, rows: list[tuple[Request, int]], policy: str | Policy = "fcfs", **limits: Any
-) -> Drive:
+def drive(former: str, rows: list[tuple[Request, int]], policy: str | Policy = "fcfs", **more: Any) -> Drive:
     """A run to its end, one second per step, blocks of one token."""
-    parameters = limits.pop("parameters", {})
-    values = {"kv_block_tokens": 1, "kv_watermark": 0.0, "num_kv_blocks": 1000, **limits}
+    parameters = more.pop("parameters", {})
+    values = {"kv_block_tokens": 1, "kv_watermark": 0.0, "num_kv_blocks": 1000, **more}
     made = Drive(scheduler(policy, batching=former, batching_parameters=parameters, **values), rows)
     made.run()
     return made
@@ -42,8 +40,7 @@ def test_request_level_serves_a_batch_to_its_end() -> None:
     waits and a seat is free; only then c's batch starts.
     """
     rows = [(request("a", prompt=3), 2), (request("b", prompt=2), 4), (request("c", prompt=4), 2)]
-    run = drive("request_level", rows, max_num_seqs=2)
-    assert run.lines == ["a+3. b+2.", "a b", "b", "b", "c+4.", "c"]
+    assert drive("request_level", rows, max_num_seqs=2).lines == ["a+3. b+2.", "a b", "b", "b", "c+4.", "c"]
 
 
 def test_orca_joins_at_any_iteration_if_the_longest_answer_fits() -> None:
@@ -61,8 +58,7 @@ def test_orca_joins_at_any_iteration_if_the_longest_answer_fits() -> None:
 def test_vllm_lets_a_prompt_interrupt_the_decodes() -> None:
     """b arrives while a decodes: the next step is b's whole prompt alone, and a's next token comes a step later."""
     rows = [(request("a", prompt=3), 4), (request("b", prompt=6, arrival_s=1.5), 2)]
-    run = drive("vllm", rows)
-    assert run.lines == ["a+3.", "a", "b+6.", "a b", "a"]
+    assert drive("vllm", rows).lines == ["a+3.", "a", "b+6.", "a b", "a"]
 
 
 def test_vllm_preempts_the_latest_and_takes_it_back_first() -> None:
@@ -204,8 +200,7 @@ def test_slai_evicts_the_prompt_started_last_for_a_critical_decode() -> None:
     parameters = {"delta_low": 1.0, "delta_high": 1.0}
     run = drive("slai", [(a, 5), (b, 3)], parameters=parameters, **limits)
     assert run.lines[:3] == ["a+2. b+2", "b+2. a", "b -a"]
-    longer = [(a, 5), (request("b", prompt=5, cap=2), 2)]
-    run = drive("slai", longer, parameters=parameters, **limits)
+    run = drive("slai", [(a, 5), (request("b", prompt=5, cap=2), 2)], parameters=parameters, **limits)
     assert run.lines[:2] == ["a+2. b+2", "a -b"]
 
 
@@ -263,8 +258,7 @@ def test_a_prompt_that_must_not_be_split_has_to_fit_into_a_step(former: str) -> 
 
 def test_decoding_costs_the_sum_over_the_tokens() -> None:
     """Eq. 4: the sum of gamma_1 i + gamma_2 for i = n + 1 .. n + m; n = 3, m = 2: gamma_1 (4 + 5) + 2 gamma_2."""
-    cost = KVCost(gamma_1=2.0, gamma_2=7.0)
-    assert cost.decode_s(3, 2) == 2.0 * 9 + 2 * 7.0
+    assert KVCost(gamma_1=2.0, gamma_2=7.0).decode_s(3, 2) == 2.0 * 9 + 2 * 7.0
 
 
 def test_the_rules_differ_where_the_paper_has_its_inequality_reversed() -> None:
@@ -294,6 +288,5 @@ def test_the_printed_optimum_worked_out() -> None:
 def test_the_exact_rule_is_best_of_all(prompt: int, decoded: int, a1: float, a2: float, beta: float) -> None:
     cost = KVCost(alpha_1=a1, alpha_2=a2, beta=beta)
     total = prompt + decoded
-    chosen = cost.return_s(total, cost.offload_tokens(prompt, decoded))
     best = min(cost.return_s(total, kept) for kept in range(total + 1))
-    assert chosen <= best + 1e-9
+    assert cost.return_s(total, cost.offload_tokens(prompt, decoded)) <= best + 1e-9

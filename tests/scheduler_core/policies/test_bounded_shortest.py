@@ -42,8 +42,7 @@ def trace_of(seed: int, load: float, num: int = 800, *, is_bursty: bool = False)
 
 def random_predictions(trace: Trace, seed: int) -> Predictions:
     """Lengths of other requests."""
-    rng = np.random.default_rng([seed, 7])
-    lengths = rng.permutation([row.output_tokens for row in trace.requests])
+    lengths = np.random.default_rng([seed, 7]).permutation([row.output_tokens for row in trace.requests])
     return _predictions(trace, [float(length) for length in lengths])
 
 
@@ -127,9 +126,8 @@ def test_bursts_are_no_overload() -> None:
     """Bursts of 20 requests that keep the engine busy for 20 s: how often the load is surely above 1.05."""
 
     def share(load: float, seed: int) -> float:
-        times = np.cumsum(np.random.default_rng(seed).exponential(20.0 / load, 300)).tolist()
         estimate, bounds = Load(), []
-        for time_s in times:
+        for time_s in np.cumsum(np.random.default_rng(seed).exponential(20.0 / load, 300)).tolist():
             for _ in range(20):
                 estimate.arrived(time_s, 1.0, 1.0)
             bounds.append(estimate.lower_bound(1.0, 1.0))

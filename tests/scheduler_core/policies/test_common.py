@@ -69,8 +69,7 @@ def test_keys_are_finite_before_and_after_every_prediction(name: str) -> None:
 def table() -> dict[str, list[str]]:
     """Cells of the first table of the README by policy."""
     rows = {}
-    text = (FOLDER / "README.md").read_text(encoding="utf-8").partition("\n## ")[0]
-    for line in text.splitlines():
+    for line in (FOLDER / "README.md").read_text(encoding="utf-8").partition("\n## ")[0].splitlines():
         if line.startswith("| `"):
             cells = [cell.strip() for cell in line.strip("|").split("|")]
             rows[cells[0].strip("`")] = cells
@@ -101,8 +100,7 @@ def test_readme_policy_runs_by_path_and_entry_point(tmp_path: Path, monkeypatch:
     assert [run_step(core, now)[0].request_id for now in (1.0, 2.0)] == ["short", "long"]
     policy = make_policy(name, {"weight": 2.0})
     assert (policy_name(policy), policy_parameters(policy)) == (name, {"weight": 2.0})
-    point = metadata.EntryPoint("short_prompts", name, "tailcast.policies")
-    points = {"tailcast.policies": [point]}
+    points = {"tailcast.policies": [metadata.EntryPoint("short_prompts", name, "tailcast.policies")]}
     monkeypatch.setattr(metadata, "entry_points", lambda group: points.get(group, []))
     assert policy_class("short_prompts") is type(policy)
 
@@ -135,17 +133,15 @@ def expected_costs(row: NDArray[np.float64], cost: float) -> list[float]:
 
 @given(row=probability_rows, cost=costs)
 def test_the_decided_level_has_the_least_expected_cost(row: NDArray[np.float64], cost: float) -> None:
-    decided = int(expected_cost_levels(row, cost))
     found = expected_costs(row, cost)
-    assert found[decided] <= min(found) + 1e-6
+    assert found[int(expected_cost_levels(row, cost))] <= min(found) + 1e-6
 
 
 @given(row=probability_rows, tier=tiers, promotion=st.integers(0, 5), threshold=st.floats(0, 1))
 def test_no_text_leaves_its_declared_tier_by_more_than_the_limit(
     row: NDArray[np.float64], tier: int, promotion: int, threshold: float
 ) -> None:
-    level = int(effective_level(row, tier, threshold, promotion))
-    assert max(0, tier - promotion) <= level <= tier
+    assert max(0, tier - promotion) <= int(effective_level(row, tier, threshold, promotion)) <= tier
 
 
 @given(row=probability_rows, tier=tiers, cost=costs, level=st.integers(1, K - 1), share=st.floats(0.0, 1.0))
@@ -157,8 +153,7 @@ def test_probability_moved_to_a_more_urgent_level_never_lowers_the_urgency(
     more[level] -= moved
     more[level - 1] += moved
     before = effective_level(row, tier, 0.0, K, under_triage_cost=cost)
-    after = effective_level(more, tier, 0.0, K, under_triage_cost=cost)
-    assert int(after) <= int(before)
+    assert int(effective_level(more, tier, 0.0, K, under_triage_cost=cost)) <= int(before)
 
 
 @pytest.mark.parametrize(

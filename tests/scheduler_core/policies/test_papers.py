@@ -29,8 +29,7 @@ def state(
 ) -> RequestState:
     """A waiting request; `more` are fields of the request, or of its state where it has such."""
     inside = {field: more.pop(field) for field in list(more) if field in RequestState.__slots__}
-    item = request(name, arrival_s, prompt=prompt, cap=cap, **more)
-    return RequestState(item, order=order, **inside)
+    return RequestState(request(name, arrival_s, prompt=prompt, cap=cap, **more), order=order, **inside)
 
 
 def sure(tokens: float) -> LengthPrediction:
@@ -39,7 +38,6 @@ def sure(tokens: float) -> LengthPrediction:
 
 
 def predicted(name: str, median: float, sigma: float = 0.5, **more: Any) -> RequestState:
-    """A waiting request with a predicted length."""
     return state(name, prediction=prediction(median, sigma), **more)
 
 
@@ -293,9 +291,8 @@ def test_uniboost_without_its_phases_is_boosted_by_work_and_has_hysteresis() -> 
 
 def test_uniboost_signal_by_phase() -> None:
     """Prompt 1000 and 10 tokens generated: the signal is 10 tokens of decode, not 1010."""
-    policy = UniBoost(signal_by_phase=True)
     item = state(prompt=1000, num_computed_tokens=1010, num_output_tokens=10)
-    assert policy.effective_tokens(item) == (0, 10)
+    assert UniBoost(signal_by_phase=True).effective_tokens(item) == (0, 10)
     assert UniBoost().effective_tokens(item) == (1000, 10)
 
 
@@ -308,14 +305,12 @@ def test_ssjf_orders_by_predicted_median_and_takes_max_tokens_without_one() -> N
 
 
 def test_sept_orders_by_the_expectation_of_the_capped_length() -> None:
-    policy = Sept()
     narrow, wide = predicted("a", 50, 0.1), predicted("b", 45, 1.5)
-    assert key(policy, narrow) == pytest.approx(float(LogT(math.log(50), 0.1).expected(100)))
+    assert key(Sept(), narrow) == pytest.approx(float(LogT(math.log(50), 0.1).expected(100)))
     assert key(Ssjf(), wide) < key(Ssjf(), narrow), "by median the wide one is shorter"
     fresh = Sept()
     tail = predicted("c", 45, 1.5, cap=4000)
-    plain = predicted("d", 50, 0.1, cap=4000)
-    assert key(fresh, plain) < key(fresh, tail), "by mean it is longer"
+    assert key(fresh, predicted("d", 50, 0.1, cap=4000)) < key(fresh, tail), "by mean it is longer"
     assert key(fresh, state("e", cap=77)) == 77
 
 
@@ -344,8 +339,7 @@ def test_waiting_lowers_the_tie_score_by_gamma_per_tau() -> None:
     """A request that waited 30 s longer is served as if its score were 0.9 of what it is."""
     policy = Tie()
     old = predicted("a", 50, 1e-6)
-    young = predicted("b", 45, 1e-6, arrival_s=30.0)
-    assert key(policy, old) == pytest.approx(key(policy, young), abs=1e-6)
+    assert key(policy, old) == pytest.approx(key(policy, predicted("b", 45, 1e-6, arrival_s=30.0)), abs=1e-6)
     assert key(policy, old, now=0.0) == key(policy, old, now=1e6), "static in time"
 
 
@@ -373,8 +367,7 @@ def test_slo_tie_lets_the_late_overtake_by_urgency_and_gives_up_the_missed() -> 
 def test_gamma_is_the_slope_of_the_tail() -> None:
     """Exponential latencies of rate 2: ln 5/(t99 - t95) = 2. Eq. 9, not the 39 times smaller line 17 of the algorithm."""
     rate = TailRate(1.0, 20_000, 20_000, smoothing=1.0, min_per_s=1e-4, max_per_s=100.0)
-    latencies = np.random.default_rng(0).exponential(0.5, 20_000)
-    assert [rate.finished(float(value)) for value in latencies][-1]
+    assert [rate.finished(float(value)) for value in np.random.default_rng(0).exponential(0.5, 20_000)][-1]
     assert rate.gamma_per_s == pytest.approx(2.0, rel=0.1)
     same = TailRate(1.0, 10, 10, smoothing=1.0, min_per_s=1e-4, max_per_s=7.0)
     assert [same.finished(1.0) for _ in range(10)][-1]

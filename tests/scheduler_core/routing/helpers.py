@@ -14,7 +14,6 @@ from scheduler_core.routing.snapshot import ReplicaSnapshot, RequestView
 def item(
     name: str = "new", tier: int = 2, arrival_s: float = 0.0, prompt: int = 16, cap: int = 64, **more: Any
 ) -> RoutingRequest:
-    """A request that arrives."""
     request = Request(request_id=name, arrival_s=arrival_s, prompt_tokens=prompt, max_tokens=cap)
     return RoutingRequest(request=request, tier=tier, **more)
 
@@ -39,7 +38,6 @@ def waiting(name: str, blocks: int, tier: int = 2, arrival_s: float = 0.0, cap: 
 
 
 def predicted(view: RequestView, mu: float, sigma: float = 0.5, nu: float = 3.5) -> RequestView:
-    """The same request with a predicted length."""
     return view._replace(prediction=LengthPrediction(mu, sigma, nu))
 
 
@@ -59,6 +57,5 @@ def replica(name: str, *views: RequestView, blocks: int = 100, **more: Any) -> R
 
 
 def router(name: str, seed: int = 0) -> Router:
-    """A router with default parameters."""
     rng = np.random.default_rng(seed) if ROUTERS[name].needs_generator else None
     return make_router(name, rng=rng)

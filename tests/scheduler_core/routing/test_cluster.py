@@ -33,8 +33,7 @@ def replica_of(out: SimulationOutcome) -> dict[str, str | None]:
 
 
 def simulate(trace: Trace, route: Router, num: int, policy: str = "tie", **more: object) -> SimulationOutcome:
-    names = [f"n{number}" for number in range(num)]
-    cores = {name: core(policy) for name in names}
+    cores = {name: core(policy) for name in [f"n{number}" for number in range(num)]}
     predictions = replace(trace_predictions(trace), latency_s=more.pop("latency_s", {}))
     out = Simulation(trace, cores, LinearStepTime(), predictions, route, **more).run()  # type: ignore[arg-type]
     for one in cores.values():
@@ -54,10 +53,9 @@ def test_one_replica_gives_exactly_the_results_of_the_loop_of_one(policy: str, e
     trace = random_trace(80, seed=3, rate_rps=8.0)
     predictions = trace_predictions(trace)
     expected = Simulation(trace, core(policy), LinearStepTime(), predictions, exact_steps=exact_steps).run()
-    found = simulate(trace, router("jsq"), 1, policy, exact_steps=exact_steps)
     for record in expected.records:
         record.replica_id = "n0"
-    assert found == expected
+    assert simulate(trace, router("jsq"), 1, policy, exact_steps=exact_steps) == expected
 
 
 @pytest.mark.parametrize("policy", ["tie", "uniboost"])
@@ -227,8 +225,7 @@ def test_prefix_affine_routing_finds_what_earlier_turns_have_left() -> None:
     def mean_ttft_s(name: str, kept: int) -> float:
         cores, predictions = {f"n{number}": core() for number in range(3)}, Predictions()
         one = Simulation(trace, cores, LinearStepTime(), predictions, router(name), prefix_cache_tokens=kept)
-        found = one.run()
-        records = {record.request_id: record for record in found.records}
+        records = {record.request_id: record for record in one.run().records}
         assert len(records) == 80
         for number in range(20):
             for place in range(1, 4):

@@ -13,25 +13,12 @@ from hypothesis import strategies as st
 from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogT
 from scheduler_core.request import Request
-from scheduler_core.routing import ROUTERS
+from scheduler_core.routing import ROUTERS, llumnix
 from scheduler_core.routing.base import RoutingRequest
 from scheduler_core.routing.baselines import PowerOfTwo
 from scheduler_core.routing.disaggregated import Disaggregated
 from scheduler_core.routing.dispatcher import Dispatcher
 from scheduler_core.routing.infaas import Infaas
-from scheduler_core.routing.llumnix import (
-    AutoScaler,
-    Headroom,
-    Llumnix,
-    MigrationPlanner,
-    ScaleIn,
-    ScaleOut,
-    exponential_headroom,
-    full_freeness,
-    normal_freeness,
-    queue_freeness,
-    virtual_usage_blocks,
-)
 from scheduler_core.routing.migration import Move
 from scheduler_core.routing.predicted_work import PredictedWait, PredictedWork
 from scheduler_core.routing.prefix_affine import PrefixAffine
@@ -39,11 +26,9 @@ from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot, Replic
 from tests.scheduler_core.routing.helpers import item, predicted, replica, router, running, waiting
 
 NAMES = sorted(ROUTERS)
-#: New requests go to prefill replicas alone where the phases are separated.
-ROLES = {"disaggregated": ReplicaRole.PREFILL}
 DRAINING = ReplicaStatus.DRAINING
 EVENTS = st.sampled_from(["add", "finish", "abort", "drain", "fail", "join"])
-NO_HEADROOM = Headroom((0.0,) * 5)
+NO_HEADROOM = llumnix.Headroom((0.0,) * 5)
 
 
 def test_round_robin_takes_turns_also_when_replicas_come_and_go() -> None:
@@ -58,10 +43,9 @@ def test_least_kv_counts_blocks_and_what_waits_for_them() -> None:
     """a: 10 of 100 blocks held, 30 waited for: 0.40. b: 30 of 100 held: 0.30. c: 100 of 400 held: 0.25."""
     one = replica("a", running("1", 10), waiting("2", 30))
     two = replica("b", running("3", 30))
-    three = replica("c", running("4", 100), blocks=400)
     kv = router("least_kv")
     assert kv.choose(item(), [one, two], 0.0) == "b"
-    assert kv.choose(item(), [one, two, three], 0.0) == "c"
+    assert kv.choose(item(), [one, two, replica("c", running("4", 100), blocks=400)], 0.0) == "c"
 
 
 def test_power_of_two_joins_the_shorter_of_two_drawn() -> None:
@@ -77,12 +61,10 @@ def test_power_of_two_joins_the_shorter_of_two_drawn() -> None:
 
 def test_prefix_affine_follows_the_longest_shared_prefix_until_its_replica_is_too_busy() -> None:
     affine = PrefixAffine(imbalance=1)
-    empty = [replica("a"), replica("b")]
     first = item("1", prefix_blocks=(1, 2, 3, 4))
-    assert affine.choose(first, empty, 0.0) == "a"
+    assert affine.choose(first, [replica("a"), replica("b")], 0.0) == "a"
     affine.on_dispatched(first, "a", 0.0)
-    other = item("2", prefix_blocks=(7, 8))
-    affine.on_dispatched(other, "b", 0.0)
+    affine.on_dispatched(item("2", prefix_blocks=(7, 8)), "b", 0.0)
     alike = item("3", prefix_blocks=(1, 2, 9, 10))
     assert (affine.hit_blocks(alike, "a"), affine.hit_blocks(alike, "b")) == (2, 0)
     near = [replica("a", running("x", 1)), replica("b")]
@@ -202,7 +184,7 @@ class World:
 
     def __init__(self, name: str, replicas: Sequence[str], seed: int = 0) -> None:
         self.dispatcher = Dispatcher(router(name, seed))
-        self.role = ROLES.get(name, ReplicaRole.BOTH)
+        self.role = ReplicaRole.PREFILL if name == "disaggregated" else ReplicaRole.BOTH
         self.held: dict[str, dict[str, RequestView]] = {}
         self.drained_at: dict[str, int] = {}
         for one in replicas:
@@ -307,16 +289,16 @@ def test_a_request_that_fits_nowhere_keeps_waiting_and_holds_nobody_up(name: str
 
 def test_headroom_of_figure_3() -> None:
     """K = 4, h_max = 0.20, lambda = 1: 20 %, 7.36 %, 2.71 %, 1.00 % of M, 31.1 % together."""
-    fractions = exponential_headroom(4).fractions
+    fractions = llumnix.exponential_headroom(4).fractions
     assert [round(100 * share, 2) for share in fractions] == [20.0, 7.36, 2.71, 1.0]
     assert round(100 * sum(fractions), 1) == 31.1
 
 
 def test_ten_tiers_of_requests() -> None:
     """K = 10: headroom sums to 0.2 (1 - e^-10)/(1 - e^-1) of M = 100; the most urgent of ten waiting goes first."""
-    headroom = exponential_headroom(10)
+    headroom = llumnix.exponential_headroom(10)
     assert headroom.blocks(range(10), 100) == pytest.approx(20 * (1 - math.exp(-10)) / (1 - math.exp(-1)))
-    dispatcher = Dispatcher(Llumnix(headroom=headroom))
+    dispatcher = Dispatcher(llumnix.Llumnix(headroom=headroom))
     for tier in range(9, -1, -1):
         request = Request(request_id=f"t{tier}", arrival_s=0.0, prompt_tokens=16, max_tokens=64, tier=tier)
         dispatcher.arrived(RoutingRequest(request=request, tier=request.tier))
@@ -338,8 +320,8 @@ def test_freeness_by_hand() -> None:
         "a", running("1", 10, tier=0), running("2", 20, tier=0), running("3", 6, tier=3),
         waiting("4", 8, tier=1), waiting("5", 30, tier=2),
     )  # fmt: skip
-    assert (virtual_usage_blocks(one), normal_freeness(one)) == (44, pytest.approx(56 / 3))
-    assert full_freeness(one, exponential_headroom(4)) == pytest.approx(8.313, abs=5e-4)
+    assert (llumnix.virtual_usage_blocks(one), llumnix.normal_freeness(one)) == (44, pytest.approx(56 / 3))
+    assert llumnix.full_freeness(one, llumnix.exponential_headroom(4)) == pytest.approx(8.313, abs=5e-4)
 
 
 def test_freeness_of_the_whole_queue_by_hand() -> None:
@@ -347,25 +329,25 @@ def test_freeness_of_the_whole_queue_by_hand() -> None:
     b: one more waits with 10: -5, not divided, so that a larger batch does not make a longer queue look freer."""
     here = (running("1", 30), running("2", 30), waiting("3", 20), waiting("4", 15))
     one, more = replica("a", *here), replica("b", *here, waiting("5", 10))
-    assert (queue_freeness(one, NO_HEADROOM), queue_freeness(more, NO_HEADROOM)) == (2.5, -5)
-    assert full_freeness(one, NO_HEADROOM) == full_freeness(more, NO_HEADROOM) == 10
-    headroom = exponential_headroom(5)
+    assert (llumnix.queue_freeness(one, NO_HEADROOM), llumnix.queue_freeness(more, NO_HEADROOM)) == (2.5, -5)
+    assert llumnix.full_freeness(one, NO_HEADROOM) == llumnix.full_freeness(more, NO_HEADROOM) == 10
+    headroom = llumnix.exponential_headroom(5)
     reserved = headroom.blocks({row.tier for row in one.requests}, 100)
-    assert queue_freeness(one, headroom) == pytest.approx((5 - reserved) / (1 if reserved > 5 else 2))
-    assert queue_freeness(replica("a"), NO_HEADROOM) == 100
-    assert queue_freeness(replica("c", status=DRAINING), NO_HEADROOM) == -math.inf
+    assert llumnix.queue_freeness(one, headroom) == pytest.approx((5 - reserved) / (1 if reserved > 5 else 2))
+    assert llumnix.queue_freeness(replica("a"), NO_HEADROOM) == 100
+    assert llumnix.queue_freeness(replica("c", status=DRAINING), NO_HEADROOM) == -math.inf
 
 
 def test_one_urgent_request_keeps_the_others_off_its_replica() -> None:
     """Section 3.3. a: one tier-0 request with 10 blocks, F_full = 100 - 10 - 20 = 70. b: one tier-4 request with 20
     blocks, F_full = 100 - 20 - 0.37 = 79.6. Without headroom a would be freer (90 against 80)."""
     urgent, other = replica("a", running("1", 10, tier=0)), replica("b", running("2", 20, tier=4))
-    assert Llumnix().choose(item(), [urgent, other], 0.0) == "b"
-    assert Llumnix(headroom=Headroom((0.0,) * 5)).choose(item(), [urgent, other], 0.0) == "a"
+    assert llumnix.Llumnix().choose(item(), [urgent, other], 0.0) == "b"
+    assert llumnix.Llumnix(headroom=NO_HEADROOM).choose(item(), [urgent, other], 0.0) == "a"
 
 
 def test_a_burst_onto_equal_replicas_is_distributed() -> None:
-    dispatcher = Dispatcher(Llumnix())
+    dispatcher = Dispatcher(llumnix.Llumnix())
     for name in "abcd":
         dispatcher.joined(name)
     for number in range(8):
@@ -379,7 +361,7 @@ def test_the_planner_moves_the_cheapest_running_request_from_the_fullest_to_the_
     Of a's requests the least urgent goes (tier 4), of those with 50 and 20 blocks the smaller one."""
     a = replica("a", running("urgent", 20, tier=1), running("big", 50, tier=4), running("small", 20, tier=4))
     b, c = replica("b", running("x", 30), running("y", 30)), replica("c", running("z", 10))
-    planner = MigrationPlanner(headroom=NO_HEADROOM)
+    planner = llumnix.MigrationPlanner(headroom=NO_HEADROOM)
     assert planner.plan([a, b, c], frozenset(), 0.0) == (Move("small", "a", "c"),)
     assert planner.plan([a, b, c], frozenset({"small"}), 0.05) == (Move("big", "a", "c"),)
 
@@ -387,7 +369,7 @@ def test_the_planner_moves_the_cheapest_running_request_from_the_fullest_to_the_
 def test_waiting_requests_move_first_and_only_where_they_fit() -> None:
     a = replica("a", running("r", 80, tier=4), waiting("w1", 30, tier=1), waiting("w2", 25, tier=4))
     roomy, tight = replica("b", running("x", 10)), replica("b", running("x", 70), running("y", 10))
-    planner = MigrationPlanner(headroom=NO_HEADROOM)
+    planner = llumnix.MigrationPlanner(headroom=NO_HEADROOM)
     assert planner.plan([a, roomy], frozenset(), 0.0) == (Move("w2", "a", "b"),)
     # 20 blocks are left on `tight`: neither waiting request fits, nor does the running one.
     assert planner.plan([a, tight], frozenset(), 1.0) == ()
@@ -396,7 +378,7 @@ def test_waiting_requests_move_first_and_only_where_they_fit() -> None:
 def test_the_planner_waits_for_its_interval_and_for_imbalance() -> None:
     """M = 1000. a holds 500 blocks in 2 requests, F = 250; b 499, F = 250.5; c and d 498, F = 251. Equal replicas do
     nothing; a difference of 0.5 >= 0.3 does, unless the threshold is 1."""
-    planner = MigrationPlanner(headroom=NO_HEADROOM)
+    planner = llumnix.MigrationPlanner(headroom=NO_HEADROOM)
     a = replica("a", running("1", 250), running("2", 250), blocks=1000)
     b = replica("b", running("3", 249), running("4", 250), blocks=1000)
     c = replica("c", running("5", 249), running("6", 249), blocks=1000)
@@ -405,12 +387,12 @@ def test_the_planner_waits_for_its_interval_and_for_imbalance() -> None:
     assert planner.plan([c, d], frozenset(), 0.0) == ()
     assert planner.plan([a, b], frozenset(), 0.04) == (), "50 ms are not over"
     assert planner.plan([a, b], frozenset(), 0.05) == (Move("1", "a", "b"),), "0.5 blocks per request"
-    assert MigrationPlanner(headroom=NO_HEADROOM, threshold=1.0).plan([a, b], frozenset(), 0.0) == ()
-    assert len(MigrationPlanner(headroom=NO_HEADROOM).plan([a2, b, c], frozenset(), 0.0)) == 1
+    assert llumnix.MigrationPlanner(headroom=NO_HEADROOM, threshold=1.0).plan([a, b], frozenset(), 0.0) == ()
+    assert len(llumnix.MigrationPlanner(headroom=NO_HEADROOM).plan([a2, b, c], frozenset(), 0.0)) == 1
 
 
 def test_everything_leaves_a_draining_replica_one_by_one() -> None:
-    planner = MigrationPlanner(headroom=NO_HEADROOM)
+    planner = llumnix.MigrationPlanner(headroom=NO_HEADROOM)
     full = replica("a", running("x", 95))
     views = [running("r1", 50, tier=0), running("r2", 4, tier=3), waiting("w", 40, tier=0)]
     order, now = [], 0.0
@@ -438,19 +420,19 @@ def test_scaling_thresholds() -> None:
     c: 40 of 1 block: F = 60/40 = 1.5: not above. d: 39 of 1: 61/39 = 1.564; mean of c and d 1.532 > 1.5: scale in, and d,
     with fewer running requests, is drained."""
     b = crowd("b", 10, 10)
-    assert AutoScaler().signal([crowd("a", 10, 10, head=10), b], 0.0) is None
-    assert AutoScaler().signal([crowd("a", 10, 10, head=11), b], 0.0) == ScaleOut()
+    assert llumnix.AutoScaler().signal([crowd("a", 10, 10, head=10), b], 0.0) is None
+    assert llumnix.AutoScaler().signal([crowd("a", 10, 10, head=11), b], 0.0) == llumnix.ScaleOut()
     c = crowd("c", 40, 1)
-    assert AutoScaler().signal([c, crowd("e", 40, 1)], 0.0) is None
-    assert AutoScaler().signal([c, crowd("d", 39, 1)], 0.0) == ScaleIn("d")
+    assert llumnix.AutoScaler().signal([c, crowd("e", 40, 1)], 0.0) is None
+    assert llumnix.AutoScaler().signal([c, crowd("d", 39, 1)], 0.0) == llumnix.ScaleIn("d")
 
 
 def test_scaling_keeps_its_bounds_and_its_pace() -> None:
-    scaler = AutoScaler(min_replicas=1, max_replicas=2, interval_s=1.0)
+    scaler = llumnix.AutoScaler(min_replicas=1, max_replicas=2, interval_s=1.0)
     idle, busy = [replica("a"), replica("b")], [crowd("a", 10, 10, head=20), crowd("b", 10, 10, head=20)]
     assert scaler.signal(busy, 0.0) is None, "there are two already"
-    assert isinstance(scaler.signal(idle, 0.0), ScaleIn)
+    assert isinstance(scaler.signal(idle, 0.0), llumnix.ScaleIn)
     assert scaler.signal(idle, 0.9) is None
-    assert isinstance(scaler.signal(idle, 1.0), ScaleIn)
+    assert isinstance(scaler.signal(idle, 1.0), llumnix.ScaleIn)
     assert scaler.signal(idle[:1], 3.0) is None, "one must stay"
     assert scaler.signal([], 3.0) is None

@@ -1,0 +1,1 @@
+from tests.predictors.conftest import artifact_folder  # noqa: F401
