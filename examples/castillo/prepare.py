@@ -123,7 +123,9 @@ def _usable_rows(part: TrainingSet, file: Path, out: Path) -> Path:
         table = table.filter(pc.is_valid(table.column("vicuna7b_len_t00")))
     elif part.name == "oasst":
         rows = table.select(["run", "finished"]).to_pylist()
-        complete_runs = {row["run"] for row in rows if row["finished"] is not None and True in row["finished"]}
+        complete_runs = {
+            row["run"] for row in rows if row["finished"] is not None and True in row["finished"]
+        }
         finished = [row["finished"] if row["run"] in complete_runs else None for row in rows]
         column = table.column_names.index("finished")
         table = table.set_column(column, "finished", pa.array(finished, table.schema.field("finished").type))
