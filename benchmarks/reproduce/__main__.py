@@ -1,13 +1,13 @@
-"""The results of five papers beside ours.
+"""Comparison with the results of five papers.
 
     python -m benchmarks.reproduce [STUDY ...] [--quick | --scale 0.25] [--seeds 3] [--data FOLDER] [--predictions FILE]
                                    [--missing] [--out out/reproduce] [--markdown docs/reproduction]
 
-Each study prints the paper's value, ours, their ratio, and whether the effect points the same way, and keeps its findings
-under --out; --markdown writes the pages of all studies whose findings are there, whatever their scales. --missing leaves out
-those that are there at this scale or a larger one, so that an interrupted run goes on. --list names them and what they cost.
-
-The pages in docs/reproduction are those of --out benchmarks/results/reproduction: run a study into it and write them again.
+Each study prints the paper's value, ours, their ratio, and whether both effects have the same direction, and
+saves its findings under --out. --markdown writes the pages of all studies with saved findings, at any scale.
+--missing skips studies with findings of this scale or a larger one, to resume an interrupted run. --list prints
+the studies and their cost. The pages in docs/reproduction are made from --out benchmarks/results/reproduction:
+run a study with this option and write the pages again.
 """
 
 from __future__ import annotations
@@ -52,36 +52,36 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.reproduce", description=__doc__.split("\n")[0]
     )
     parser.add_argument("studies", nargs="*", help="studies or papers (default: all)")
-    parser.add_argument("--quick", action="store_true", help="small versions, some minutes in all")
+    parser.add_argument("--quick", action="store_true", help="small versions, some minutes in total")
     parser.add_argument(
-        "--scale", type=float, default=1.0, help="share of the papers' requests, and of --seeds"
+        "--scale", type=float, default=1.0, help="fraction of the papers' requests, and of --seeds"
     )
     parser.add_argument("--seeds", type=int, default=3, help="seeds of each simulation at scale 1")
     parser.add_argument("--data", type=Path, help="folder of public length sets and traces")
     parser.add_argument(
-        "--predictions", type=Path, help="table of benchmarks.reproduce.predict: trained predictors, for TIE"
+        "--predictions", type=Path, help="output of benchmarks.reproduce.predict: trained predictors for TIE"
     )
     parser.add_argument(
-        "--missing", action="store_true", help="only studies not kept yet at this scale or a larger one"
+        "--missing", action="store_true", help="only studies without findings of this scale or a larger one"
     )
-    parser.add_argument("--out", type=Path, default=Path("out/reproduce"), help="where findings are kept")
-    parser.add_argument("--markdown", type=Path, help="folder for the pages of all findings that are there")
+    parser.add_argument("--out", type=Path, default=Path("out/reproduce"), help="folder for findings")
+    parser.add_argument("--markdown", type=Path, help="folder for the pages of all saved findings")
     parser.add_argument(
-        "--page-only", action="store_true", help="run nothing: write the pages of what is there"
+        "--page-only", action="store_true", help="run no study: write the pages of the saved findings"
     )
-    parser.add_argument("--list", action="store_true", help="name the studies and what they cost")
+    parser.add_argument("--list", action="store_true", help="list the studies and their cost")
     return parser
 
 
 def _options(effort: Effort) -> str:
-    """The options that matter for the numbers, without folders."""
+    """The options that affect the numbers, without folders."""
     given = " --quick" if effort.quick else f" --scale {effort.scale:g}" if effort.scale < 1 else ""
     given += "" if effort.data is None else " --data FOLDER"
     return given + ("" if effort.predictions is None else " --predictions FILE")
 
 
 def _is_kept(path: Path, effort: Effort) -> bool:
-    """Findings of this scale, or of a larger one, are there."""
+    """Whether findings of this scale, or of a larger one, exist."""
     if not path.exists():
         return False
     _, about = load(path)

@@ -23,7 +23,7 @@ MIXES = {
     "figure 8, Gaussian": "gaussian_released",
     "figure 9, enterprise": "enterprise",
 }
-#: Section 5.1, in words: median TTFT in s by (figure, K, tier); "over 3 s" and "under 0.5 s" are taken as 3 and 0.5.
+#: Median TTFT in s by (figure, K, tier), from the text of section 5.1; "over 3 s" is 3, "under 0.5 s" is 0.5.
 MEDIAN_TTFT = {
     ("figure 5, uniform", 3, 0): 0.3,
     ("figure 5, uniform", 3, 2): 3.0,
@@ -94,7 +94,7 @@ FIGURE_6 = {
     "Sarathi": ("fcfs", "chunked_prefill"),
 }
 LLUMLET, STILL = "Llumlet", "Llumlet, no migration"
-#: Section 5.2, read from its words: E2E P99 in seconds at K = 1; Llumlet at K = 7.
+#: E2E P99 in seconds at K = 1, from the text of section 5.2; Llumlet at K = 7.
 FIGURE_6_P99 = {
     ("vLLM", 1): 1.63,
     ("Orca", 1): 1.585,
@@ -159,9 +159,9 @@ STUDIES = (
         paper="Multi-tier Llumnix",
         title="Figures 5, 8 and 9: latency by tier",
         why=(
-            "The paper shows curves, and says little of them in numbers. Its simulator admits everything, so what it calls a "
-            "tier's wait is that of a batch without limit; here a tier waits for memory. The column `whole queue` is "
-            "`Llumnix(whole_queue=True)`, see tables 2 to 4."
+            "The paper shows curves and gives few numbers. Its simulator admits everything, so a tier's wait is that in an "
+            "unlimited batch; here a tier waits for memory. The column `whole queue` is `Llumnix(whole_queue=True)`, see "
+            "tables 2 to 4."
         ),
         cost_s=(15, 5000),
         run=tiers,
@@ -171,11 +171,11 @@ STUDIES = (
         paper="Multi-tier Llumnix",
         title="Figures 6 and 7: K = 1 to 10 at 10 requests per second",
         why=(
-            "Step times are from data sheets. Where Llumlet is slower than vLLM it is its migration: at this load some replica "
-            "is idle most of the time, so the difference of freeness, an idle replica's whole memory, is far above the "
-            "threshold of 0.3 at every tick, and requests are moved about, more than one move per request. The paper's "
-            "simulator charges no time for a move; here the last blocks are copied with the request stopped. The rows "
-            "`no migration` show the rest of the system."
+            "Step times are from data sheets. Llumlet is slower than vLLM because of its migration. At this load some replica "
+            "is idle most of the time, so the difference in freeness is an idle replica's whole memory, which exceeds the "
+            "threshold of 0.3 at every tick, and there is more than one migration per request. The paper's simulator "
+            "charges no time for a migration; here a request is stopped while its last blocks are copied. The rows "
+            "`no migration` show the system without it."
         ),
         cost_s=(20, 600),
         run=figures,
