@@ -8,7 +8,7 @@ prompt of CASTILLO's report split, which is not in the training data of the ship
 and one of the ten sampled lengths of that prompt. All lengths are predicted before the runs.
 Arrivals are a random part of the Azure conversation trace, a gamma process with a coefficient of variation of
 3, or spikes of up to 200 requests. Loads are relative to the capacity of the simulated engine (the defaults
-of the simulator, 64 sequences). Values are ratios to FCFS on the same requests: mean over seeds, ± 95 % interval.
+of the simulator, 64 sequences). Values are ratios to FCFS on the same requests, with 95 % intervals.
 
 --frontier: only the default order, at several values of `ratio`.
 """

@@ -568,9 +568,7 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--encoder", default=ENCODER, help="encoder not trained on these prompts")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--heads", nargs="+", choices=HEADS, default=list(HEADS))
-    parser.add_argument(
-        "--work", type=Path, default=Path("out/distribution_heads"), help="folder; results are reused"
-    )
+    parser.add_argument("--work", type=Path, default=Path("out/distribution_heads"), help="cached results")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(args)
     torch.set_num_threads(1)

@@ -210,9 +210,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--subset", type=int, default=150, help="prompts of the methods that loop")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--castillo", default="../shared/data/castillo_train.parquet", help="skipped if absent"
-    )
+    parser.add_argument("--castillo", default="../shared/data/castillo_train.parquet", help="optional")
     parser.add_argument("--largest", type=int, default=1_000_000, help="maximum number of prompts of table 3")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

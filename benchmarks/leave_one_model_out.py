@@ -127,9 +127,7 @@ def main(args: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("data", type=Path, help="folder of the public sets")
-    parser.add_argument(
-        "--work", type=Path, default=Path("out/distribution_heads"), help="folder; results are reused"
-    )
+    parser.add_argument("--work", type=Path, default=Path("out/distribution_heads"), help="cached results")
     parser.add_argument("--markdown", help="page whose table is replaced")
     options = parser.parse_args(args)
     torch.set_num_threads(1)

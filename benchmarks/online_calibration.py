@@ -156,7 +156,7 @@ def regressors(rows: Rows, cache: Path) -> FloatArray:
 
 
 def ridge(features: FloatArray, target: FloatArray, fold: NDArray[np.int64]) -> tuple[FloatArray, FloatArray]:
-    """(Weights [D], out-of-fold predictions [N]) of the best of ALPHAS; the last feature, 1, is unpenalized."""
+    """Weights [D] and out-of-fold predictions [N] of the best alpha; the last feature, 1, has no penalty."""
     parts = [fold == number for number in range(FOLDS)]
     grams = [features[part].T @ features[part] for part in parts]
     responses = [features[part].T @ target[part] for part in parts]
@@ -367,9 +367,7 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("data", nargs="*")
     parser.add_argument("--leave_out", nargs="+", choices=("model", "source"), default=["model", "source"])
     parser.add_argument("--predictions")
-    parser.add_argument(
-        "--work", type=Path, default=Path("out/online_calibration"), help="folder for cached features"
-    )
+    parser.add_argument("--work", type=Path, default=Path("out/online_calibration"), help="cached features")
     parser.add_argument("--counts", nargs="+", type=int, default=[0, 50, 200, 1000, 5000])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--load", type=float, help="also simulate the policy tie for each held-out model")

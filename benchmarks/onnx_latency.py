@@ -245,9 +245,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--encoder", choices=sorted(ENCODERS), action="append", help="default: those of the grid"
-    )
+    parser.add_argument("--encoder", choices=sorted(ENCODERS), action="append", help="default: as --grid")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if torch and ORT support it")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repetitions", type=int, default=5)
@@ -258,15 +256,9 @@ def main() -> None:
         help="quick: MiniLM, two shapes; full: both encoders, nine shapes",
     )
     parser.add_argument("--shapes", help="shapes instead of those of the grid, as 1x32,8x128")
-    parser.add_argument(
-        "--shape-seconds", type=float, default=60.0, help="time limit for starting repetitions of a shape"
-    )
-    parser.add_argument(
-        "--graphs", help="folder that keeps the graphs for the next run; default: a temporary folder"
-    )
-    parser.add_argument(
-        "--tensorrt", action="store_true", help="with --device cuda: also ONNX Runtime's TensorRT provider"
-    )
+    parser.add_argument("--shape-seconds", type=float, default=60.0, help="time limit per shape")
+    parser.add_argument("--graphs", help="folder for exported graphs; default: a temporary folder")
+    parser.add_argument("--tensorrt", action="store_true", help="with --device cuda: also use TensorRT")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="skip torch.compile")
     parser.add_argument("--legacy-exporter", action="store_true", help="faster export of the plain graph")
     options = parser.parse_args()

@@ -257,9 +257,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=4.0, help="measured time per client and round")
     parser.add_argument("--warm-up-s", type=float, default=2.0)
-    parser.add_argument(
-        "--offered", type=float, default=20_000.0, help="responses/s that the server's delay allows"
-    )
+    parser.add_argument("--offered", type=float, default=20_000.0, help="maximum responses/s of the server")
     parser.add_argument("--interval-s", type=float, default=0.02, help="interval between stream events")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)

@@ -102,7 +102,7 @@ def main() -> None:
     settings = SamplingSettings(options.samples, options.max_tokens, options.temperature, 1.0, seed=1)
     print(f"{device_name(options.device)}; Python {platform.python_version()}, torch {torch.__version__}")
     print(
-        f"{options.model} in {options.dtype}, {options.samples} outputs per prompt, <= {options.max_tokens} tokens, "
+        f"{options.model} in {options.dtype}, {options.samples} outputs a prompt, max {options.max_tokens}, "
         f"temperature {options.temperature}, seed 1"
     )
     print(

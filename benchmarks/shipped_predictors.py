@@ -5,8 +5,8 @@
 DATA is the folder of public sets that `python -m examples.pretrained` takes. The report prompts and the
 held-out sources are those of the shipped predictors, which are compared with each other and with the named
 artifacts. Kendall's tau is between predicted and mean log length, mean over served models. "of the ceiling"
-is its ratio to the tau of another served model's lengths on the same prompts, mean over sources. The CPU time is
-the median over single prompts, with one thread.
+is its ratio to the tau of another served model's lengths on the same prompts, mean over sources. CPU times
+are medians over single prompts, with one thread.
 """
 
 from __future__ import annotations

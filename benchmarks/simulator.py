@@ -8,8 +8,8 @@
    stretches  same times, but calls the Scheduler only when something can change; the iterations in between
               get their times from the same cost table. This is what `simulate` does.
    linear     step times linear in the context: stretches are computed in closed form.
-   Inputs: DIR/c1... (of Vidur, see vidur_validation.py), or without DIR requests of the same mean lengths and a
-   cost table from a data sheet; and long outputs with 60 times the time between requests.
+   Inputs: DIR/c1... (of Vidur, see vidur_validation.py), or without DIR requests of the same mean lengths and
+   a cost table from a data sheet; and long outputs with 60 times the time between requests.
 2. CPU seconds of start-up: a new process imports the simulator and reads the cost tables.
 3. Peak memory of new processes that read the cost tables and simulate an input of Vidur.
 4. Peak memory and CPU time of new processes that simulate 10,000, 100,000, ... requests (linear).
@@ -389,8 +389,8 @@ can change; the iterations in between get their times from the same cost table. 
 linear in the context and computes stretches in closed form. plain, exact and stretches have equal results.
 
 "times Vidur's figure" is relative to measurements of Vidur (c1 with and without its metrics) on another
-machine, where an independent plain loop reached about {VIDUR_PLAIN:,} requests per CPU second. "times Vidur, by
-plain" assumes that the two plain loops are equally fast."""
+machine, where an independent plain loop reached about {VIDUR_PLAIN:,} requests per CPU second. "times Vidur,
+by plain" assumes that the two plain loops are equally fast."""
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python -m benchmarks.thinking_tokens --data ../shared/data
 
 Together: one length distribution per (prompt, served model) of the sum of thinking and output tokens. Apart:
-one for each kind, where the kinds of a served model are two served models, `NAME (thinking)` and `NAME (output)`;
-their sum assumes independence. Both use heads on a frozen MiniLM, and the same test prompts.
+one for each kind, where a served model becomes two, `NAME (thinking)` and `NAME (output)`; their sum assumes
+independence. Both use heads on a frozen MiniLM, and the same test prompts.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def predictions(rows: pd.DataFrame, folder: Path, epochs: int) -> dict[str, Floa
 
 
 def scores(test: pd.DataFrame, column: str, quantiles: Floats) -> tuple[float, float, float]:
-    """Means over the served models: Kendall's tau of median and mean length, CRPS in tokens, coverage of the P90."""
+    """Means over served models: Kendall's tau of median and mean length, CRPS in tokens, coverage of P90."""
     ranks, crps, covered = [], [], []
     for _, part in test.assign(row=np.arange(len(test))).groupby("model"):
         forecast = np.sort(quantiles[part.row], axis=1)

@@ -91,7 +91,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def make_encoder(folder: Path) -> Path:
-    """A DebertaV2 encoder with random weights and a word-level tokenizer; its size is base or, without a GPU, tiny."""
+    """A DebertaV2 encoder with random weights and a word-level tokenizer; size base, without a GPU tiny."""
     size = BASE if torch.cuda.is_available() else TINY
     others: dict[str, Any] = {
         "relative_attention": True,
@@ -250,9 +250,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--prompts", type=int, default=2048)
-    parser.add_argument(
-        "--encoder", help="folder of a DebertaV2 encoder with tokenizer; default: random weights"
-    )
+    parser.add_argument("--encoder", help="DebertaV2 encoder with tokenizer; default: random weights")
     parser.add_argument("--precision", default="32-true", choices=["32-true", "bf16-mixed"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)

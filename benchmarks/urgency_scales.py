@@ -379,9 +379,7 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("data", type=Path, help="folder of the public sets of urgency")
     parser.add_argument("--encoder", default=ENCODER, help="encoder that no head was trained on")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument(
-        "--work", type=Path, default=Path("out/urgency_scales"), help="folder for the features"
-    )
+    parser.add_argument("--work", type=Path, default=Path("out/urgency_scales"), help="cached features")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(args)
     torch.set_num_threads(1)

@@ -4,8 +4,8 @@
     python benchmarks/vidur_validation.py DIR --case NAME --cut 60 FOLDER
 
 DIR holds a folder per case (input.parquet, output.parquet, summary.json with the arguments of Vidur's run)
-and cost_tables/ with a folder per profile. Prints, for each case, the largest differences of first-token times,
-completion times, numbers of iterations and restarts. Rules: microsoft/vidur @ 7d47513. --cut writes the first
+and cost_tables/ with a folder per profile. Prints, for each case, the largest differences of first-token
+times, completion times, iterations and restarts. Rules: microsoft/vidur @ 7d47513. --cut writes the first
 requests of a case and the rows of the cost tables that they need, as a test case.
 """
 

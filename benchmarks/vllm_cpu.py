@@ -13,7 +13,7 @@ limit: fixing the lengths by `max_tokens` would reveal them to the policies.
 | --- | --- |
 | fcfs | vLLM without changes |
 | bounded_shortest, tie, ssjf | our scheduler in vLLM, with predictions from a running prediction service |
-| priority | vLLM's `--scheduling-policy priority` behind `tailcast-proxy`, which predicts and sets `priority` |
+| priority | vLLM's `--scheduling-policy priority` behind `tailcast-proxy`, which sets `priority` |
 | oracle | our scheduler with ssjf and the output lengths of the first run |
 | fcfs_again | fcfs again after all other runs; the difference from fcfs is due to the machine |
 

@@ -5,9 +5,9 @@
 
 Each study prints the paper's value, ours, their ratio, and whether both effects have the same direction, and
 saves its findings under --out. --markdown writes the pages of all studies with saved findings, at any scale.
---missing skips studies with findings of this scale or a larger one, to resume an interrupted run. --list prints
-the studies and their cost. The pages in docs/reproduction are made from --out benchmarks/results/reproduction:
-run a study with this option and write the pages again.
+--missing skips studies with findings of this scale or a larger one, to resume an interrupted run. --list
+prints the studies and their cost. The pages in docs/reproduction are made from --out
+benchmarks/results/reproduction: run a study with this option and write the pages again.
 """
 
 from __future__ import annotations
@@ -53,9 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("studies", nargs="*", help="studies or papers (default: all)")
     parser.add_argument("--quick", action="store_true", help="small versions, some minutes in total")
-    parser.add_argument(
-        "--scale", type=float, default=1.0, help="fraction of the papers' requests, and of --seeds"
-    )
+    parser.add_argument("--scale", type=float, default=1.0, help="fraction of requests and of --seeds")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of each simulation at scale 1")
     parser.add_argument("--data", type=Path, help="folder of public length sets and traces")
     parser.add_argument(
@@ -66,9 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, default=Path("out/reproduce"), help="folder for findings")
     parser.add_argument("--markdown", type=Path, help="folder for the pages of all saved findings")
-    parser.add_argument(
-        "--page-only", action="store_true", help="run no study: write the pages of the saved findings"
-    )
+    parser.add_argument("--page-only", action="store_true", help="only write the pages of saved findings")
     parser.add_argument("--list", action="store_true", help="list the studies and their cost")
     return parser
 

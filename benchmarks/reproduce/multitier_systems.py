@@ -55,7 +55,7 @@ class ReleasedCost:
 
 
 def workload(num: int, num_tiers: int, mix: str, rate_rps: float = QPS) -> Workload:
-    """The paper's lengths and arrivals as in its code: Zipf on 64 to 512 tokens, gaps truncated at 3 means."""
+    """The paper's lengths and arrivals as in its code: Zipf on 64 to 512 tokens, gaps up to 3 means."""
     return Workload(
         num_requests=num,
         arrivals=Arrivals(rate_rps=rate_rps, max_gap_ratio=3.0),
@@ -93,7 +93,7 @@ def proposed(num_tiers: int, migration: bool = True) -> System:
 
 
 def whole_queue(system: System) -> System:
-    """`system` with `queue_freeness`: dispatch counts all waiting requests, not only the first (our variant)."""
+    """Our variant with `queue_freeness`: dispatch counts all waiting requests, not only the first."""
     headroom = system.cluster.headroom()
     return replace(system, router=lambda: Llumnix(headroom=headroom, whole_queue=True))
 
@@ -104,7 +104,7 @@ def tiers_alone() -> System:
 
 
 def as_released(system: System, num: int) -> System:
-    """The proposed system without the limits that its released code ignores: memory, batch, attention cost."""
+    """The proposed system without the limits that its code ignores: memory, batch, attention cost."""
     room = num * 512 // 16 + 1
     return replace(
         system, scheduler=limits("vllm", blocks=room, seats=num), step_time=ReleasedCost(system.step_time)

@@ -2,11 +2,11 @@
 
     python -m benchmarks.reproduce.predict DATA [--work out/tie_predictions] --out predictions.parquet
 
-DATA is the folder of public sets that `python -m examples.pretrained` takes. TIE's predictor is the shipped one;
-SSJF and LTR are heads on its frozen encoder. The families of TIE's table 4 are heads that differ only in their
-outputs and loss. They use an encoder that was not trained on the training prompts: with features that were fitted
-to these prompts, a free nu or sigma would not generalize to new prompts. A row of the result is a report prompt,
-which no predictor was trained on, with the outputs of a served model and all predictions.
+DATA is the folder of public sets that `python -m examples.pretrained` takes. TIE's predictor is the shipped
+one; SSJF and LTR are heads on its frozen encoder. The families of TIE's table 4 are heads that differ only in
+outputs and loss. Their encoder was not trained on the training prompts: with features fitted to these, a free
+nu or sigma would not generalize. A row of the result is a report prompt, which no predictor was trained on,
+with the outputs of a served model and all predictions.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ BASELINES: dict[str, TrainableHead] = {"regression_tokens": LogLength(), "rank":
 def head_columns(
     heads: Mapping[str, TrainableHead], rows: Rows, tune: Rows, report: Rows, names: Sequence[str]
 ) -> tuple[dict[str, list[object]], dict[str, float]]:
-    """A column per head and the log-likelihood of each family, on `report`; `rows` train, `tune` stops training.
+    """A column per head and the log-likelihood of each family on `report`; `tune` is for early stopping.
 
     Args:
         heads: Heads by column.
@@ -121,14 +121,16 @@ def _about(folder: Path, likelihood: Mapping[str, float], nu: Sequence[float]) -
     low, median, high = np.percentile(nu, (10, 50, 90))
     fits = ", ".join(f"{name} {value:.4f}" for name, value in likelihood.items())
     return (
-        f"TIE's predictor is the shipped one, {manifest['artifact_id']} (version {manifest['artifact_version']}), trained on "
-        "all outputs of CASTILLO's training prompts, of 60 % of its validation prompts and of 21 smaller sources; the prompts "
-        "here are 25 % of the validation prompts. SSJF and LTR are not trained end to end: they are heads on that predictor's "
-        "frozen encoder, with the layers and inputs (including served model and temperature) of TIE's head, trained on the same "
-        "prompts of CASTILLO with all ten outputs: SSJF by the absolute error of ln length, LTR by ListMLE, both with early "
-        "stopping on the 15 % of the prompts that TIE uses for this and for calibration. Their encoder was thus tuned by TIE's "
-        "likelihood. The families of table 4 are heads with the same training, each by its own likelihood, on the published "
-        f"all-MiniLM-L6-v2. Their mean log-likelihood of ln length here: {fits}; the median of the free nu is {median:.1f} ({low:.1f} to "
+        f"TIE's predictor is the shipped one, {manifest['artifact_id']} (version "
+        f"{manifest['artifact_version']}), trained on all outputs of CASTILLO's training prompts, of 60 % of "
+        "its validation prompts and of 21 smaller sources; the prompts here are 25 % of the validation "
+        "prompts. SSJF and LTR are not trained end to end: they are heads on that predictor's frozen "
+        "encoder, with the layers and inputs (including served model and temperature) of TIE's head, trained "
+        "on the same prompts of CASTILLO with all ten outputs: SSJF by the absolute error of ln length, LTR "
+        "by ListMLE, both with early stopping on the 15 % of the prompts that TIE uses for this and for "
+        "calibration. Their encoder was thus tuned by TIE's likelihood. The families of table 4 are heads "
+        "with the same training, each by its own likelihood, on the published all-MiniLM-L6-v2. Their mean "
+        f"log-likelihood of ln length here: {fits}; the median of the free nu is {median:.1f} ({low:.1f} to "
         f"{high:.1f} from P10 to P90)"
     )  # fmt: skip
 
@@ -139,9 +141,7 @@ def main() -> int:
         prog="python -m benchmarks.reproduce.predict", description=__doc__.split("\n")[0]
     )
     parser.add_argument("data", type=Path, help="folder of the public sets")
-    parser.add_argument(
-        "--work", type=Path, default=Path("out/tie_predictions"), help="folder; features there are kept"
-    )
+    parser.add_argument("--work", type=Path, default=Path("out/tie_predictions"), help="cached features")
     parser.add_argument("--out", type=Path, required=True, help="Parquet file to write")
     given = parser.parse_args()
     torch.set_num_threads(1)

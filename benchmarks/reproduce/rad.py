@@ -126,9 +126,9 @@ STUDIES = (
         paper="RAD and SLAI",
         title="Theorems 1 and 2: stability at 0.9 and 1.1 of the bound",
         why=(
-            "The paper proves this and shows no run of RAD. Step times are the first two terms of its Eq. 7, and prompts are "
-            "whole tiles. With a step time that is linear in the tokens, a step with prompts and decodes would save the "
-            "time of one tile, and a mixing scheduler could exceed this bound."
+            "The paper proves this and shows no run of RAD. Step times are the first two terms of its Eq. 7, "
+            "and prompts are whole tiles. With a step time that is linear in the tokens, a step with prompts "
+            "and decodes would save the time of one tile, and a mixing scheduler could exceed this bound."
         ),
         cost_s=(10, 250),
         run=stability,

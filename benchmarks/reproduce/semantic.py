@@ -70,7 +70,7 @@ def spikes(gap_s: float, most: int, seed: int, scale: float = 1.0) -> Trace:
 
 
 def bucket_predictions(trace: Trace, seed: int, error_rate: float = 0.0) -> Predictions:
-    """The true bucket of 50 tokens, or another one for a fraction of the requests; SJF gets the bucket's middle.
+    """The true bucket of 50 tokens, or another one for some requests; SJF gets the bucket's middle.
 
     A wrong bucket is off by `error_rate` of all buckets on average, the paper's "unified" error.
     """
@@ -107,7 +107,7 @@ def _off(index: int, num: int, error_rate: float, rng: np.random.Generator) -> i
 
 
 def waits(outcome: Outcome) -> dict[str, float]:
-    """Wait per token by true level and of all (section 3, released code); "LEVEL delay": only until admission."""
+    """Wait per token by true level and of all (section 3, released code); "LEVEL delay" ends at admission."""
     values: dict[str, float] = {}
     for level in (*map(str, range(LEVELS)), "all"):
         rows = [one for one in outcome.records if level in (one.category, "all")]
@@ -285,8 +285,8 @@ PRINTED_BATCH: dict[str, dict[float, float]] = {
 def delays(trace: Trace, latency_s: float, batch: int, full: bool) -> dict[str, float]:
     """Delay of each prediction from a predictor that processes one batch at a time.
 
-    Full batching waits for `batch` requests (the last batch can be smaller); immediate processing takes all waiting
-    requests, up to `batch`, as soon as the predictor is free.
+    Full batching waits for `batch` requests (the last batch can be smaller). Immediate processing takes all
+    waiting requests, up to `batch`, as soon as the predictor is free.
     """
     rows, free_s, place = list(trace.requests), 0.0, 0
     delay: dict[str, float] = {}
@@ -345,9 +345,9 @@ def predictor_speed(effort: Effort) -> Findings:
                 )
     busy = [_late_wait(effort, 0.01, 64, False, gap_s) for gap_s in (0.1, 0.01)]
     findings.notes.append(
-        f"The paper does not give the gap; here it is 1 s. Immediate processing at 0.01 s takes {busy[0]:.3g} s per token with "
-        f"a gap of 0.1 s and {busy[1]:.3g} s with one of 0.01 s. The paper's 0.6 s needs a longer queue than arrivals of at "
-        "most 5 requests build up in a run of this size."
+        "The paper does not give the gap; here it is 1 s. Immediate processing at 0.01 s takes "
+        f"{busy[0]:.3g} s per token with a gap of 0.1 s and {busy[1]:.3g} s with one of 0.01 s. The paper's "
+        "0.6 s needs a longer queue than arrivals of at most 5 requests build up in a run of this size."
     )
     one, two = (where for where, _, _ in _GRIDS)
     fast = mean[one, "immediate", 0.001] < mean[one, "full batching", 0.001]
@@ -369,11 +369,12 @@ STUDIES = (
         paper="Semantic scheduling",
         title="Figure 2 (c), (d) and figure 3: level 0 in spikes of requests",
         why=(
-            "The released simulator sleeps in real time, gives semantic scheduling a batch of 16 and every baseline 12 by "
-            "default, and charges evicted tokens twice; here all have 16 and the same memory. A batch costs as much as its "
-            "largest request, as here. Waiting is from arrival to the end, per generated token, as in section 3 and the "
-            "released code; one column has the ratios of the delay to admission per token instead, which are larger. The "
-            "emergency conversations of figure 3 are not public, so its rows are those of figure 2."
+            "The released simulator sleeps in real time, gives semantic scheduling a batch of 16 and every "
+            "baseline 12 by default, and charges evicted tokens twice; here all have 16 and the same memory. "
+            "A batch costs as much as its largest request, as here. Waiting is from arrival to the end, per "
+            "generated token, as in section 3 and the released code; one column has the ratios of the delay "
+            "to admission per token instead, which are larger. The emergency conversations of figure 3 are "
+            "not public, so its rows are those of figure 2."
         ),
         cost_s=(8, 150),
         run=spike_response,
@@ -383,8 +384,9 @@ STUDIES = (
         paper="Semantic scheduling",
         title="Figure 4: Qwen1.5-7B on an A100 and Qwen1.5-4B on an A5000",
         why=(
-            "Constants and KV cache sizes are those of the released code: 4,915 and 5,872 tokens, so memory is the limit "
-            "before the batch of 16. Its fourth setting, Qwen1.5-7B on an A5000, has a negative KV cache size."
+            "Constants and KV cache sizes are those of the released code: 4,915 and 5,872 tokens, so memory "
+            "is the limit before the batch of 16. Its fourth setting, Qwen1.5-7B on an A5000, has a negative "
+            "KV cache size."
         ),
         cost_s=(4, 80),
         run=other_engines,
@@ -394,10 +396,10 @@ STUDIES = (
         paper="Semantic scheduling",
         title="Figure 2 (a), (b): wrong levels and wrong length buckets",
         why=(
-            "The paper does not give the load of its error-rate sweep. Here it is spikes of up to 50 requests every 0.1 s, "
-            "for which all levels together wait as long as in the paper (0.12 and 0.13 s per token). Buckets that are off by "
-            "0.9 of all buckets almost reverse the order within a level, so level 0 waits longer too; the paper prints "
-            "0.01 s for it, one digit."
+            "The paper does not give the load of its error-rate sweep. Here it is spikes of up to 50 "
+            "requests every 0.1 s, for which all levels together wait as long as in the paper (0.12 and 0.13 "
+            "s per token). Buckets that are off by 0.9 of all buckets almost reverse the order within a "
+            "level, so level 0 waits longer too; the paper prints 0.01 s for it, one digit."
         ),
         cost_s=(6, 90),
         run=predictor_errors,
@@ -407,9 +409,10 @@ STUDIES = (
         paper="Semantic scheduling",
         title="Tables 1 and 2: speed and batching of the predictor",
         why=(
-            "Here a request waits for its prediction, from one predictor that processes batches. The paper's values at 0.01 s "
-            "and above grow with the level, up to 4.7 s per token at level 4, as if every request waited for the predictor "
-            "and then for the engine; our values show only the cost of the predictor."
+            "Here a request waits for its prediction, from one predictor that processes batches. The paper's "
+            "values at 0.01 s and above grow with the level, up to 4.7 s per token at level 4, as if every "
+            "request waited for the predictor and then for the engine; our values show only the cost of the "
+            "predictor."
         ),
         cost_s=(8, 60),
         run=predictor_speed,

@@ -65,7 +65,7 @@ def system(name: str) -> System:
 
 
 def workload(effort: Effort, rate_rps: float, paying: float, duration_s: float) -> Workload:
-    """ShareGPT-4 lengths: the released trace, or log-normals with the median and P90 of the paper's table 1."""
+    """ShareGPT-4 lengths: the released trace, or log-normals with median and P90 of the paper's table 1."""
     file = effort.file("traces/slai_sharegpt4_8k.parquet")
     if file is not None:
         lengths = Lengths(file=str(file), max_total_tokens=LONGEST)
@@ -110,7 +110,7 @@ def measures(outcome: Outcome) -> dict[str, float]:
 
 
 def crossing(rates: Sequence[float], values: Sequence[float], bound: float) -> float | None:
-    """Highest rate at which the value is at most `bound`, interpolated in ln value; None if there is no crossing."""
+    """Highest rate with a value of at most `bound`, interpolated in ln value; None without a crossing."""
     for place in range(len(rates) - 1, -1, -1):
         if values[place] <= bound:
             if place == len(rates) - 1:
@@ -278,10 +278,11 @@ def appendix(effort: Effort) -> Findings:
 
 
 _WHY = (
-    "Step times are linear in the chunk size, fitted to the chunk timings that the released code has for Mistral-7B on an RTX "
-    "6000 Ada, plus cache reads at the card's bandwidth. A real engine has overhead of Python and telemetry, so ours sustains "
-    "a higher load at the same latency: it saturates at about 2.2 requests per second instead of 1.6. Loads therefore go up to "
-    "2.8, and the paper's high load is the one at which Sarathi (FCFS) has the paper's median TTFT of 1.5 s."
+    "Step times are linear in the chunk size, fitted to the chunk timings that the released code has for "
+    "Mistral-7B on an RTX 6000 Ada, plus cache reads at the card's bandwidth. A real engine has overhead of "
+    "Python and telemetry, so ours sustains a higher load at the same latency: it saturates at about 2.2 "
+    "requests per second instead of 1.6. Loads therefore go up to 2.8, and the paper's high load is the one "
+    "at which Sarathi (FCFS) has the paper's median TTFT of 1.5 s."
 )
 FIGURES = {0.05: 7, 0.5: 11, 0.95: 12}
 STUDIES = (

@@ -23,8 +23,8 @@ class Effort:
         num_seeds: Seeds of each simulation at scale 1.
         data: Folder of public length sets and traces (traces/slai_sharegpt4_8k.parquet and so on); None:
             distributions with the statistics that the papers print.
-        predictions: Output of `benchmarks.reproduce.predict`, for TIE: real prompts and outputs with the predictions
-            of trained predictors; None: predictions with a given error.
+        predictions: Output of `benchmarks.reproduce.predict`, for TIE: real prompts and outputs with trained
+            predictions; None: predictions with a given error.
 
     Raises:
         InputError: The scale or the number of seeds is outside its range.

@@ -55,7 +55,7 @@ TABLE_5: dict[Setting, Printed] = {
     SHAREGPT_MISTRAL: {"token mean": (1.19, 0.82, 0.79, 0.57), "ttft mean": (174.43, 143.29, 131.63, 97.71)},
     ALPACA_MISTRAL: {"token mean": (1.34, 0.94, 0.81, 0.47), "ttft mean": (86.13, 67.72, 64.18, 45.04)},
 }
-#: All families except the first are compared with the first, which has the same training; other rows with TIE.
+#: The other families are compared with the first, which has the same training; other rows with TIE.
 REFERENCE = FAMILIES[0]
 ABLATIONS = {
     **{name: Order("tie", told=name) for name in FAMILIES[1:]},
@@ -91,7 +91,7 @@ _MORE = tuple(name for name in SYSTEMS if name not in PAPER_SYSTEMS)
 
 
 def _rows(where: str, got: Mapping[str, float], printed: Printed) -> list[Row]:
-    """Ratios of each system of the paper to TIE, printed and ours, then of our other systems without a printed value."""
+    """Ratios to TIE of each system of the paper, printed and ours, then of our other systems."""
     rows = []
     for measure, values in printed.items():
         tie, best = got[f"TIE {measure}"], values[-1]
@@ -230,21 +230,24 @@ def _worse_regressor(effort: Effort, got: Mapping[str, float]) -> list[Row]:
 
 
 _WHY = (
-    "The paper's prompts, trained predictors and generations are not public. Here all of CASTILLO's prompts replace LMSYS, and "
-    "its prompts from ShareGPT and Alpaca replace these sets. Times are from data sheets for as many A6000 as in the paper. The "
-    "load is the ratio of the paper's rates to the capacity of its engine, 19 requests per second (see `tie_systems`), so our "
-    "seconds differ from the paper's. TIE is better than FCFS as in the paper, but mostly not better than SSJF and LTR. "
-    "Predictors: the paper's SSJF and LTR learn from single outputs, TIE from twenty per prompt. Here all learn from ten, on the "
-    "same encoder, and order prompts about equally well (see the note on the requests); the rows `sensitivity` of table 4 show "
-    "the loss of SSJF with a worse regressor. The families of table 4 are compared with a log-t head with the same training, on "
-    "an encoder that was trained on none of the prompts, and not with TIE's own predictor. Order: `SSJF, TIE's median` gets the "
-    "same predictor, so the remaining difference is due to the score. Output lengths of CASTILLO vary within a prompt a fifth as "
-    "much as the paper's, so the tail has little information. TIE's sigma includes the predictor's error in mu, which is largest "
-    "for short outputs and delays them (`TIE, sigma within a prompt` gets only the sigma of the outputs, as the paper's predictor "
-    "is trained to give). Per-token latency weighs a request by 1 / X, and Smith's rule, E[X] / E[1 / X], is the order by the "
-    "median for every distribution that is symmetric in log X. LTR is non-preemptive, as the paper says of all its baselines. "
-    "`LTR, preemptive` follows its own paper, which promotes a request after 200 steps of waiting: with recomputation, under "
-    "this overload, little time remains for useful work."
+    "The paper's prompts, trained predictors and generations are not public. Here all of CASTILLO's prompts "
+    "replace LMSYS, and its prompts from ShareGPT and Alpaca replace these sets. Times are from data sheets "
+    "for as many A6000 as in the paper. The load is the ratio of the paper's rates to the capacity of its "
+    "engine, 19 requests per second (see `tie_systems`), so our seconds differ from the paper's. TIE is "
+    "better than FCFS as in the paper, but mostly not better than SSJF and LTR. Predictors: the paper's SSJF "
+    "and LTR learn from single outputs, TIE from twenty per prompt. Here all learn from ten, on the same "
+    "encoder, and order prompts about equally well (see the note on the requests); the rows `sensitivity` of "
+    "table 4 show the loss of SSJF with a worse regressor. The families of table 4 are compared with a log-t "
+    "head with the same training, on an encoder that was trained on none of the prompts, and not with TIE's "
+    "own predictor. Order: `SSJF, TIE's median` gets the same predictor, so the remaining difference is due "
+    "to the score. Output lengths of CASTILLO vary within a prompt a fifth as much as the paper's, so the "
+    "tail has little information. TIE's sigma includes the predictor's error in mu, which is largest for "
+    "short outputs and delays them (`TIE, sigma within a prompt` gets only the sigma of the outputs, as the "
+    "paper's predictor is trained to give). Per-token latency weighs a request by 1 / X, and Smith's rule, "
+    "E[X] / E[1 / X], is the order by the median for every distribution that is symmetric in log X. LTR is "
+    "non-preemptive, as the paper says of all its baselines. `LTR, preemptive` follows its own paper, which "
+    "promotes a request after 200 steps of waiting: with recomputation, under this overload, little time "
+    "remains for useful work."
 )
 STUDIES = (
     Study(name="tie-table2", paper="TIE", title="Table 2, figure 4 and section 6.2: online", why=_WHY, cost_s=(30, 400), run=table_2),

@@ -76,7 +76,7 @@ def _sample(tokens: NDArray[np.int64], limits: NDArray[np.float64]) -> SortedLen
 
 
 def lengths(effort: Effort) -> Lengths:
-    """CASTILLO's lengths (10 samples per prompt) if --data is set, otherwise log-t samples (100 per prompt)."""
+    """CASTILLO's lengths (10 samples per prompt) from --data, otherwise log-t samples (100 per prompt)."""
     rng = np.random.default_rng(7)
     castillo = effort.file("castillo_train.parquet")
     if castillo is None:
@@ -93,7 +93,7 @@ def lengths(effort: Effort) -> Lengths:
 
 
 def all_lengths(effort: Effort) -> list[Lengths]:
-    """CASTILLO's lengths and, if --data has them, those of GPT-4 in Tree of Thoughts and of the OASST reports."""
+    """CASTILLO's lengths and, if --data has them, those of Tree of Thoughts (GPT-4) and OASST reports."""
     sets = [lengths(effort)]
     tot = effort.file("repeated_samples/tot_gpt4.parquet")
     if tot is not None:
@@ -212,7 +212,7 @@ def _bootstrap_pass_rate(effort: Effort, data: Lengths, fit: Estimates) -> float
 
 
 def tails(tokens: NDArray[np.int64]) -> dict[str, NDArray[np.float64]]:
-    """Measures of section 3.1 for each prompt's lengths [G, N], [G] each; skewness is NaN if all are equal."""
+    """Measures of section 3.1 of lengths [G, N], [G] each; skewness is NaN if a prompt's are all equal."""
     x = np.sort(tokens.astype(np.float64), axis=1)
     size = 0.1 * x.shape[1]
     whole = math.floor(size + 1e-9)
@@ -262,7 +262,7 @@ def figure_8(effort: Effort) -> Findings:
 
 
 def figure_7(effort: Effort) -> Findings:
-    """Figure 7: errors of mu and sigma by the number of samples per prompt, drawn from fits to all samples."""
+    """Figure 7: errors of mu and sigma by the number of samples per prompt; samples are drawn from fits."""
     sets = all_lengths(effort)
     findings = Findings(
         size="",
@@ -284,7 +284,7 @@ def figure_7(effort: Effort) -> Findings:
 def _errors_by_sample_size(
     effort: Effort, data: Lengths, findings: Findings
 ) -> tuple[dict[int, tuple[float, float]], int]:
-    """Adds a row for each sample size; returns mean relative errors of mu and sigma, and the number of prompts."""
+    """Adds a row for each sample size; returns relative errors of mu and sigma, and the number of prompts."""
     family = family_of("log-t", NU)
     fits = estimate(data.sample, family)
     rows = np.flatnonzero(_tested(fits) & ((fits.flags & SIGMA_FLOOR) == 0) & (fits.solution.m > 1.0))
@@ -311,11 +311,12 @@ def _errors_by_sample_size(
 
 
 _WHY = (
-    "The paper's 1,000 LMSYS prompts with 100 outputs each are not public. CASTILLO has 10 samples per prompt: a test of "
-    "goodness of fit rejects less with 10 samples than with 100, the skewness of N samples is at most (N - 2) / sqrt(N - 1), "
-    "and their P99 hardly exceeds the longest sample. Tree of Thoughts has 100 outputs per prompt with few different lengths, "
-    "which the plain test takes for a bad fit. The ten samples of OASST have several sampling settings. The plain p-value "
-    "ignores that the parameters come from the same samples; the bootstrap does not (95 % pass if the family is true)."
+    "The paper's 1,000 LMSYS prompts with 100 outputs each are not public. CASTILLO has 10 samples per "
+    "prompt: a test of goodness of fit rejects less with 10 samples than with 100, the skewness of N samples "
+    "is at most (N - 2) / sqrt(N - 1), and their P99 hardly exceeds the longest sample. Tree of Thoughts has "
+    "100 outputs per prompt with few different lengths, which the plain test takes for a bad fit. The ten "
+    "samples of OASST have several sampling settings. The plain p-value ignores that the parameters come "
+    "from the same samples; the bootstrap does not (95 % pass if the family is true)."
 )
 STUDIES = (
     Study(name="tie-table1", paper="TIE", title="Table 1 and section 3.1: families and tails", why=_WHY, cost_s=(3, 20), run=table_1),

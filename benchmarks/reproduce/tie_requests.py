@@ -20,8 +20,8 @@ from scheduler_core.simulator.trace import Trace, TraceRequest
 #: Longest output in tokens: `max_tokens` in the paper's released code.
 CAP = 2048
 NU = 3.5
-#: A population similar to table 1: mean output of about 180 tokens (appendix C: 177 for the 8B model on LMSYS), with
-#: wide and heavy-tailed lengths within a prompt.
+#: A population similar to table 1: mean output of about 180 tokens (appendix C: 177 for the 8B model on
+#: LMSYS), with wide and heavy-tailed lengths within a prompt.
 MU_MEAN, MU_SD, SIGMA_MEAN, SIGMA_SD = 4.5, 1.0, -0.9, 0.45
 #: Errors of the predicted mu and ln sigma that yield the paper's R2 of 0.82 and 0.76.
 R2_MU, R2_SIGMA = 0.82, 0.76
@@ -30,8 +30,8 @@ _POINT_SIGMA = 1e-6
 ABOUT = b"about"
 #: Families of table 4, by their names in `benchmarks.distribution_heads`.
 FAMILIES = ("log-t, nu 3.5", "log-t, free nu", "log-normal")
-#: Columns of that table with a log-t distribution: [mu, sigma, nu]. "length" is TIE's; sigma of "within" excludes
-#: the predictor's own error.
+#: Columns of that table with a log-t distribution, [mu, sigma, nu]. "length" is TIE's; in "within", sigma
+#: excludes the predictor's own error.
 LENGTHS = ("length", "within", *FAMILIES)
 _NUMBERS = ("prompt_tokens", *LENGTHS, "regression_tokens", "rank")
 #: All columns of that table.
@@ -47,8 +47,8 @@ class Order:
     Attributes:
         policy: Name of the policy.
         parameters: Parameters of the policy.
-        told: "nothing", one of `LENGTHS`, "median" (of TIE's distribution), "point" (one length, from SSJF's
-            regressor), "rank", "rank order" (the rank as a length, for policies that order by length), or "truth".
+        told: "nothing", one of `LENGTHS`, "median" (of TIE's distribution), "point" (SSJF's length), "rank",
+            "rank order" (the rank as a length, for policies that order by length), or "truth".
     """
 
     policy: str
@@ -78,9 +78,10 @@ class Requests:
 def requests(
     effort: Effort, num: int, seed: int, served_model: str = "", dataset: str | None = None
 ) -> Requests:
-    """Requests from --predictions (real outputs and trained predictors; prompts drawn with replacement), from CASTILLO
-    in --data (log-t fitted to the prompt's other outputs), or from the synthetic population. The latter two have
-    predictions with the paper's R2, the same for all policies.
+    """Requests from --predictions, from CASTILLO in --data, or from the synthetic population.
+
+    The first have trained predictors and prompts drawn with replacement. The others have predictions with the
+    paper's R2, the same for all policies; those of CASTILLO come from the prompt's other outputs.
 
     Args:
         effort: Selects the source.
@@ -191,7 +192,7 @@ def _predicted(
 
 
 def _about(path: Path, found: Mapping[str, Any]) -> str:
-    """Note: training of the predictors, variation of lengths within a prompt, and Kendall's tau of each predictor."""
+    """Note on the training of the predictors, the variation of lengths, and Kendall's tau."""
     import pyarrow.parquet as pq
     from scipy.stats import kendalltau
 
@@ -206,8 +207,9 @@ def _about(path: Path, found: Mapping[str, Any]) -> str:
     trained = (pq.read_schema(path).metadata or {}).get(ABOUT, b"").decode()
     return (
         f"{len(lengths)} prompts that no predictor was trained on, each with real outputs (mean CV of the "
-        f"lengths of a prompt {variation:.2f}; the paper's prompts: 1.09). TIE gets a trained distribution, SSJF a trained "
-        "regressor's length, LTR a trained ranker's score; Kendall's tau between these predictions and the median length: "
+        f"lengths of a prompt {variation:.2f}; the paper's prompts: 1.09). TIE gets a trained distribution, "
+        "SSJF a trained regressor's length, LTR a trained ranker's score; Kendall's tau between these "
+        "predictions and the median length: "
         f"TIE {taus[0]:.3f}, SSJF {taus[1]:.3f}, LTR {taus[2]:.3f}" + (f". {trained}" if trained else "")
     )
 

@@ -18,8 +18,8 @@ from scheduler_core.simulator.workloads.arrivals import Arrivals
 
 #: vLLM's slots and tokens per step.
 SEATS, BUDGET = 256, 2048
-#: Mean TTFT of FCFS is 127.55 s at 100 requests per second, 7.42 times that at 30; arrivals over 60 s at an engine
-#: that serves 19 requests per second yield both numbers.
+#: Mean TTFT of FCFS is 127.55 s at 100 requests per second, 7.42 times that at 30; arrivals over 60 s at an
+#: engine that serves 19 requests per second yield both numbers.
 ARRIVALS_S, PAPER_CAPACITY_RPS = 60, 19.0
 PAPER_SYSTEMS = {
     "FCFS": Order("fcfs", told="nothing"),
@@ -27,9 +27,9 @@ PAPER_SYSTEMS = {
     "LTR": Order("ssjf", told="rank order"),
     "TIE": Order("tie"),
 }
-#: The paper's systems, which are all non-preemptive (section 6); SSJF with TIE's median, to isolate the order; LTR as
-#: in its own paper, preemptive and with promotion after 200 steps of waiting; TIE with the sigma within a prompt, as
-#: the paper's predictor is trained to give it; the true lengths.
+#: The paper's systems, all of them non-preemptive (section 6); SSJF with TIE's median, to isolate the order;
+#: LTR as in its own paper, preemptive, with promotion after 200 steps of waiting; TIE with the sigma within a
+#: prompt, as the paper's predictor is trained to give it; the true lengths.
 SYSTEMS = {
     **PAPER_SYSTEMS,
     "SSJF, TIE's median": Order("ssjf", told="median"),
@@ -63,7 +63,7 @@ class Setting:
         return RooflineStepTime(model=self.model, gpu="a6000-48gb", tensor_parallel=self.devices)
 
     def limits(self, share: float) -> SchedulerConfig:
-        """Limits of the engine with a fraction `share` of its slots and memory; so many fewer requests wait as long."""
+        """Limits of an engine with a fraction `share` of the slots and memory, for as many requests."""
         return SchedulerConfig(
             max_num_seqs=max(8, round(SEATS * share)),
             max_num_batched_tokens=BUDGET,
@@ -93,7 +93,7 @@ def num_online(effort: Effort, rate_rps: float) -> int:
 def run(
     order: Order, found: Requests, setting: Setting, rate_rps: float | None, share: float, seed: int
 ) -> Outcome:
-    """Simulates online, at the load of the paper's rate relative to its engine, or offline with all requests at once.
+    """Simulates online, at the paper's load relative to its engine, or offline with all requests at once.
 
     Args:
         order: The policy.

@@ -43,7 +43,7 @@ TABLE_2 = {
 
 
 def table_2(effort: Effort) -> Findings:
-    """Table 2: all systems compared with TRAIL with perfect lengths; effects of the load and the tail of the lengths."""
+    """Table 2: comparison with TRAIL with perfect lengths; effects of load and tail of the lengths."""
     num = effort.num(3000, 200)
     findings = Findings(size=effort.size(3000, 200))
     loads = (0.8, LOAD, 1.0)
@@ -199,9 +199,10 @@ _TIGHT = replace(A100, kv_bytes=10e9)
 STUDIES = (
     Study(name="uniboost-table2", paper="UniBoost", title="Table 2: against TRAIL with perfect lengths",
           why=(
-              "The paper does not give the load of this table, so there are three. UniBoost improves TTFT over FCFS (Sarathi), but "
-              "not over TRAIL+ with true lengths; at load 1.0 it has the lowest throughput in tokens and the worst TTFT. The paper's "
-              "table 8 prints UniBoost's row again, as improvement over FCFS, so this is also a column here. "
+              "The paper does not give the load of this table, so there are three. UniBoost improves TTFT "
+              "over FCFS (Sarathi), but not over TRAIL+ with true lengths; at load 1.0 it has the lowest "
+              "throughput in tokens and the worst TTFT. The paper's table 8 prints UniBoost's row again, as "
+              "improvement over FCFS, so this is also a column here. "
               + WHY
           ),
           cost_s=(35, 200), run=table_2),

@@ -31,13 +31,13 @@ from scheduler_core.simulator.records import request_columns
 from scheduler_core.simulator.workloads.lengths import Lengths, TokenDistribution
 from scheduler_core.simulator.workloads.workload import RequestClass, Workload
 
-#: Tables 3 to 5: mean and P99 E2E of short requests, mean of long ones, P99 of their time preempted; section A.3:
-#: slope in s per request. SRPT is TRAIL+.
+#: Tables 3 to 5: mean and P99 E2E of short requests, mean of long ones, P99 of their time preempted.
+#: Section A.3: slope in s per request. SRPT is TRAIL+.
 TABLE_3 = {"UniBoost": (2.80, 3.62), "Sarathi": (2.83, 3.84), "SJF": (2.80, 3.62), TRAIL: (2.80, 3.69)}
 TABLE_4 = {"UniBoost": 88.5, "Sarathi": 88.5, "SJF": 88.4, TRAIL: 88.3}
 TABLE_5 = {"UniBoost": 9.1, "Sarathi": 6.6, "SJF": 13.3, TRAIL: 18.6}
 SLOPE = 0.0003
-#: One of the paper's eight engines: its router is random, so that each engine has independent Poisson arrivals.
+#: One of the paper's eight engines; its router is random, so each has independent Poisson arrivals.
 H100 = Engine(gpu="h100-80gb", kv_bytes=None)
 RHO = 0.99
 
@@ -127,7 +127,7 @@ _SHORT = ("E2E P99", "TTFT P99", "TBT P99", "TBT mean")
 
 
 def sensitivity(effort: Effort) -> Findings:
-    """Tables 6 and 7: bin size and hysteresis, on short outputs (the tables have 8.5 s at 54 ms per token)."""
+    """Tables 6 and 7: bin size and hysteresis, on short outputs (8.5 s at 54 ms per token)."""
     num = effort.num(2000, 150)
     findings = Findings(size=effort.size(2000, 150))
     workload = Workload(num_requests=num, lengths=azure(effort))
@@ -161,7 +161,7 @@ def sensitivity(effort: Effort) -> Findings:
 
 
 def chunks(effort: Effort) -> Findings:
-    """Table 8: UniBoost against FCFS by chunk size. The paper's row for 1024 is from table 2, relative to TRAIL+.
+    """Table 8: UniBoost against FCFS by chunk size; the paper's row for 1024 is relative to TRAIL+.
 
     An engine has at most as many slots as tokens in a chunk.
     """
@@ -200,7 +200,7 @@ TABLE_10 = {
     512: (-0.4, -23.2, 1.2, -13.5),
 }
 _TABLE_10 = ("E2E mean", "E2E P99", "TTFT mean", "TTFT P99")
-#: Engines of the paper per simulated engine; behind a random router engines are independent, so few are enough.
+#: Engines of the paper per simulated engine; few are enough, as a random router keeps them independent.
 FEWER = 16
 
 

@@ -19,7 +19,7 @@ from scheduler_core.simulator.workloads.lengths import Lengths, TokenDistributio
 from scheduler_core.simulator.workloads.workload import RequestClass, Workload
 
 SEATS, CHUNK = 256, 1024
-#: Fraction of the estimated capacity for full batches; the paper's loads are 0.9 to 0.99 of the attained rate.
+#: Fraction of the capacity estimated for full batches; the paper's loads are 0.9 to 0.99 of the actual one.
 LOAD = 0.9
 #: Few requests finish before a queue forms: quick studies use a quarter of the memory.
 QUICK_MEMORY = 4
@@ -27,7 +27,7 @@ QUICK_MEMORY = 4
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A policy and its parameters, whether it has the true lengths, and the batch former and its parameters."""
+    """A policy and its parameters, whether it uses true lengths, and the batch former and its parameters."""
 
     policy: str
     parameters: Mapping[str, float] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Engine:
         return RooflineStepTime(model=self.model, gpu=self.gpu, tensor_parallel=self.devices)
 
     def limits(self, small: bool) -> SchedulerConfig:
-        """Limits of one replica: at most as many slots as tokens per step; the quick version has less memory."""
+        """Limits of one replica: at most one slot per token of a step; the quick version has less memory."""
         times = self.step_time
         blocks = times.num_kv_blocks()
         if self.kv_bytes is not None:
@@ -141,7 +141,7 @@ def azure(effort: Effort) -> Lengths:
 
 
 def reasoning(median: float = 4000.0, p90: float = 6000.0) -> Lengths:
-    """Short questions, long outputs. The paper prints no statistics; its figure 1 (a) calls their lengths light-tailed."""
+    """Short questions, long outputs, light-tailed as in figure 1 (a); the paper prints no statistics."""
     return Lengths(prompt=law(120, 400), output=law(median, p90, 8192), max_tokens=8192)
 
 
@@ -216,8 +216,9 @@ def part(got: Mapping[str, float], name: str) -> dict[str, float]:
 
 
 WHY = (
-    "The paper gives neither its traces nor its code: memory, load and the lengths of the reasoning tasks are ours (short questions; "
-    "outputs with median 4,000 and P90 6,000 tokens, light-tailed as in the paper's figure 1 (a)). Times are Llama-3-8B on an A100 "
-    "from data sheets, unless a table says otherwise. TRAIL+ and SJF use the true lengths, as in the paper. UniBoost's steps are "
-    "formed by Algorithm 1 (batch former `uniboost`), those of the others by chunked prefill; all use preemption by swap."
+    "The paper gives neither its traces nor its code: memory, load and the lengths of the reasoning tasks "
+    "are ours (short questions; outputs with median 4,000 and P90 6,000 tokens, light-tailed as in the "
+    "paper's figure 1 (a)). Times are Llama-3-8B on an A100 from data sheets, unless a table says otherwise. "
+    "TRAIL+ and SJF use the true lengths, as in the paper. UniBoost's steps are formed by Algorithm 1 (batch "
+    "former `uniboost`), those of the others by chunked prefill; all use preemption by swap."
 )

@@ -192,13 +192,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--artifact", type=Path, action="append", help="default: MiniLM with random heads")
-    parser.add_argument(
-        "--peers-python", default=sys.executable, help="Python with the other servers; default: this one"
-    )
+    parser.add_argument("--peers-python", default=sys.executable, help="Python with the other servers")
     parser.add_argument("--mlserver-python", help="Python with MLServer; default: that of the other servers")
-    parser.add_argument(
-        "--triton", type=Path, default=ROOT / ".venv-triton", help="folder created by make triton-env"
-    )
+    parser.add_argument("--triton", type=Path, default=ROOT / ".venv-triton", help="see make triton-env")
     parser.add_argument("--json", type=Path, help="file for all reports, updated after each server")
     parser.add_argument(
         "--timeout-s", type=float, default=20.0, help="timeout of a request; also how long an overload lasts"
@@ -210,9 +206,7 @@ def main() -> None:
         help="only the server with this name, or all servers whose names contain it; repeatable",
     )
     parser.add_argument("--loads", nargs="+", default=LOADS, choices=LOADS, help="default: all")
-    parser.add_argument(
-        "--reference", default=REFERENCE, help="server that ours are compared with in each round"
-    )
+    parser.add_argument("--reference", default=REFERENCE, help="server that ours are compared with")
     parser.add_argument("--callers", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=8.0, help="duration of each load")
     parser.add_argument("--rounds", type=int, default=2)

@@ -12,9 +12,9 @@ from scheduler_core.simulator.step_time.base import StepTime
 class EngineClock:
     """Seconds on a machine of constant speed: the machine for which a model of step times was fitted.
 
-    Its speed is the ratio of the modeled to the actual duration of the engine's last steps. The amount of work,
-    the queue length and the policy have no effect, so that requests sent by this clock are an open loop. Before
-    the first step, and without a model, it runs at wall-clock speed.
+    Its speed is the ratio of the modeled to the actual duration of the engine's last steps. The amount of
+    work, queue length and policy have no effect, so that requests sent by this clock are an open loop.
+    Before the first step, and without a model, it runs at wall-clock speed.
     """
 
     def __init__(self, step_time: StepTime | None = None, recent: int = 16) -> None:

@@ -99,8 +99,8 @@ def report(setting: Setting) -> str:
         f"max_num_seqs {setting.max_num_seqs}, capacity {measured_capacity(base['requests'], setting.max_num_seqs):.3f} "
         "requests/s. Mean and 95 % interval over repetitions (Student's t; none for one repetition); ratios are paired "
         "within repetitions.",
-        f"The simulator's step times are fitted to the capacity run only ({parameters}; median error of a step "
-        f"{100 * fit.median_error:.1f} %).",
+        f"The simulator's step times are fitted to the capacity run only ({parameters}; median error of a "
+        f"step {100 * fit.median_error:.1f} %).",
         f"Maximum delay of the client: {1e3 * late_s:.0f} ms."
         + (f" Outputs as long as in the run of fcfs: {100 * sum(same) / len(same):.1f} %." if same else ""),
     ]

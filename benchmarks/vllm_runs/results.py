@@ -1,4 +1,4 @@
-"""Latencies of one run, confidence intervals over repetitions, and simulated latencies of the same requests."""
+"""Latencies of one run, intervals over repetitions, and simulated latencies of the same requests."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def run_metrics(rows: Sequence[Mapping[str, Any]], times: Times = REAL) -> dict[
 def window_throughput(run: Mapping[str, Any], times: Times = REAL) -> float:
     """Output tokens per second of the engine until the last arrival.
 
-    This window is the same for all sides of a repetition, and the queue is not yet empty. At the end of a run,
-    sides differ in the number of long outputs that remain.
+    This window is the same for all sides of a repetition, and the queue is not yet empty. At the end of a
+    run, sides differ in the number of long outputs that remain.
     """
     last = max(row["arrival_s"] for row in run["requests"])
     seconds = max(row[times[0]] for row in run["requests"])

@@ -22,8 +22,8 @@ class StepLog:
     """Writes one JSON line per step: [end, seconds, prefill tokens, decodes, context tokens, new tokens,
     seconds of scheduling].
 
-    A step starts at the end of the previous one, if that left requests unfinished, so that it includes the time of
-    the engine between two steps.
+    A step starts at the end of the previous one if that left requests unfinished, so that it includes the
+    engine's time between two steps.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
