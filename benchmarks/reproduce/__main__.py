@@ -71,9 +71,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _options(effort: Effort) -> str:
     """The options that affect the numbers, without folders."""
-    given = " --quick" if effort.quick else f" --scale {effort.scale:g}" if effort.scale < 1 else ""
-    given += "" if effort.data is None else " --data FOLDER"
-    return given + ("" if effort.predictions is None else " --predictions FILE")
+    text = " --quick" if effort.quick else f" --scale {effort.scale:g}" if effort.scale < 1 else ""
+    text += "" if effort.data is None else " --data FOLDER"
+    return text + ("" if effort.predictions is None else " --predictions FILE")
 
 
 def _is_kept(path: Path, effort: Effort) -> bool:
@@ -88,37 +88,37 @@ def _is_kept(path: Path, effort: Effort) -> bool:
 
 def main() -> int:
     """Entry point; returns the exit code."""
-    given = _parser().parse_args()
-    if given.list:
+    options = _parser().parse_args()
+    if options.list:
         for study in STUDIES:
             quick_s, full_s = study.cost_s
-            scaled_s = max(quick_s, full_s * given.scale * max(1, round(given.seeds * given.scale)) / 3)
+            scaled_s = max(quick_s, full_s * options.scale * max(1, round(options.seeds * options.scale)) / 3)
             print(f"{study.name:<22}{quick_s:>6.0f} {scaled_s:>8.0f} CPU s   {study.title}")
         return 0
     names = {study.name for study in STUDIES} | {study.name.split("-")[0] for study in STUDIES}
-    unknown = [name for name in given.studies if name not in names]
+    unknown = [name for name in options.studies if name not in names]
     if unknown:
         print(f"STUDY: got {unknown[0]!r}; allowed: {', '.join(sorted(names))}", file=sys.stderr)
         return 2
     try:
         effort = Effort(
-            quick=given.quick,
-            scale=given.scale,
-            num_seeds=given.seeds,
-            data=given.data,
-            predictions=given.predictions,
+            quick=options.quick,
+            scale=options.scale,
+            num_seeds=options.seeds,
+            data=options.data,
+            predictions=options.predictions,
         )
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
-    for study in () if given.page_only else STUDIES:
+    for study in () if options.page_only else STUDIES:
         if (
-            given.studies
-            and study.name not in given.studies
-            and study.name.split("-")[0] not in given.studies
+            options.studies
+            and study.name not in options.studies
+            and study.name.split("-")[0] not in options.studies
         ):
             continue
-        if given.missing and _is_kept(given.out / f"{study.name}.json", effort):
+        if options.missing and _is_kept(options.out / f"{study.name}.json", effort):
             continue
         start = time.process_time()
         findings = study.run(effort)
@@ -131,14 +131,14 @@ def main() -> int:
             "scale": effort.scale,
             "num_seeds": len(effort.seeds),
         }
-        save(given.out / f"{study.name}.json", findings, about)
+        save(options.out / f"{study.name}.json", findings, about)
         print("\n".join(section(study, findings, about)), flush=True)
-    if given.markdown is not None:
-        kept = [(study, given.out / f"{study.name}.json") for study in STUDIES]
+    if options.markdown is not None:
+        kept = [(study, options.out / f"{study.name}.json") for study in STUDIES]
         parts = [(study, *load(path)) for study, path in kept if path.exists()]
-        given.markdown.mkdir(parents=True, exist_ok=True)
+        options.markdown.mkdir(parents=True, exist_ok=True)
         for name, text in pages(parts).items():
-            (given.markdown / name).write_text(text, encoding="utf-8")
+            (options.markdown / name).write_text(text, encoding="utf-8")
     return 0
 
 

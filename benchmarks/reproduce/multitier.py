@@ -51,7 +51,7 @@ PRINTED = {
 def _speedups(effort: Effort, table: str, num: int, num_tiers: int) -> dict[str, float]:
     """Ratios baseline / proposed in both accountings, and the numbers behind them."""
 
-    def one(seed: int) -> dict[str, float]:
+    def run_seed(seed: int) -> dict[str, float]:
         trace = workload(num, num_tiers, MIXES[table]).trace(seed)
         base = simulate(baseline(), trace, seed=seed)
         fair = simulate(proposed(num_tiers), trace, seed=seed)
@@ -79,7 +79,7 @@ def _speedups(effort: Effort, table: str, num: int, num_tiers: int) -> dict[str,
             values[f"base tier {tier}"] = _tier_ttft(base, tier)
         return values
 
-    return over_seeds(effort.seeds, one)
+    return over_seeds(effort.seeds, run_seed)
 
 
 def _tier_ttft(outcome: Outcome, tier: int) -> float:

@@ -51,13 +51,13 @@ def tiers(effort: Effort) -> Findings:
     cells = [(where, k) for where in MIXES for k in (1, 3, 5) if k > 1 or where.startswith("figure 5")]
     for where, k in cells[:2] if effort.quick else cells:
 
-        def one(seed: int, where: str = where, k: int = k) -> dict[str, float]:
+        def run_seed(seed: int, where: str = where, k: int = k) -> dict[str, float]:
             trace = workload(num, k, MIXES[where]).trace(seed)
             paper, ours = proposed(k), whole_queue(proposed(k))
-            found = {"paper": simulate(paper, trace, seed=seed), "queue": simulate(ours, trace, seed=seed)}
-            return {f"{n} {key}": v for n, done in found.items() for key, v in _medians(done, k).items()}
+            results = {"paper": simulate(paper, trace, seed=seed), "queue": simulate(ours, trace, seed=seed)}
+            return {f"{n} {key}": v for n, done in results.items() for key, v in _medians(done, k).items()}
 
-        got = over_seeds(effort.seeds, one)
+        got = over_seeds(effort.seeds, run_seed)
         for tier in range(k):
             for key, what, printed in (
                 ("ttft", "median TTFT, s", MEDIAN_TTFT),
@@ -117,32 +117,32 @@ def figures(effort: Effort) -> Findings:
     num = effort.num(1000, 200)
     findings = Findings(size=effort.size(1000, 200))
     counts = (1, 4, 7) if effort.quick else tuple(range(1, 11))
-    found: dict[tuple[str, int], dict[str, float]] = {}
+    results: dict[tuple[str, int], dict[str, float]] = {}
     for k in counts:
         for name in (*FIGURE_6, LLUMLET, STILL):
 
-            def one(seed: int, name: str = name, k: int = k) -> dict[str, float]:
+            def run_seed(seed: int, name: str = name, k: int = k) -> dict[str, float]:
                 trace = workload(num, k, "uniform", 10.0).trace(seed)
                 outcome = simulate(_figure_6_system(name, k), trace, seed=seed)
                 values = dict(zip(MEASURES, latencies(outcome), strict=True))
                 gaps = [row.tpot_s for row in outcome.records if row.tpot_s is not None]
                 return values | {"decode mean": sum(gaps) / len(gaps), "moves": outcome.num_migrations}
 
-            got = found[name, k] = over_seeds(effort.seeds, one)
+            got = results[name, k] = over_seeds(effort.seeds, run_seed)
             findings.rows.append(
                 Row(where=f"figure 6, K = {k}", what=f"{name}, E2E P99, s", paper=FIGURE_6_P99.get((name, k)),
                     ours=got["E2E P99"],
                     more={key: got[key] for key in ("E2E mean", "prefill P99", "prefill mean", "decode mean")})
             )  # fmt: skip
-    findings.claims += _figure_claims(counts, found)
+    findings.claims += _figure_claims(counts, results)
     return findings
 
 
-def _figure_claims(counts: tuple[int, ...], found: dict[tuple[str, int], dict[str, float]]) -> list[Claim]:
-    p99 = {place: got["E2E P99"] for place, got in found.items()}
+def _figure_claims(counts: tuple[int, ...], results: dict[tuple[str, int], dict[str, float]]) -> list[Claim]:
+    p99 = {place: got["E2E P99"] for place, got in results.items()}
     spread = max(p99[LLUMLET, k] for k in counts) / min(p99[LLUMLET, k] for k in counts)
     worst = {name: max(p99[name, k] / p99["vLLM", k] for k in counts) for name in (LLUMLET, STILL)}
-    moves = max(found[LLUMLET, k]["moves"] for k in counts)
+    moves = max(results[LLUMLET, k]["moves"] for k in counts)
     return [
         Claim("section 5.2", "Llumlet keeps up to 10 tiers without latency collapse", spread < 1.1,
               f"largest P99 over K / smallest: {spread:.3f}"),

@@ -26,10 +26,10 @@ def save(path: Path, findings: Findings, about: Mapping[str, Any]) -> None:
 def load(path: Path) -> tuple[Findings, dict[str, Any]]:
     """Reads the output of `save`."""
     content = json.loads(path.read_text(encoding="utf-8"))
-    found = content["findings"]
-    rows = [Row(**row) for row in found["rows"]]
-    claims = [Claim(**one) for one in found["claims"]]
-    return Findings(rows, claims, found["notes"], found["size"]), content["about"]
+    findings = content["findings"]
+    rows = [Row(**row) for row in findings["rows"]]
+    claims = [Claim(**one) for one in findings["claims"]]
+    return Findings(rows, claims, findings["notes"], findings["size"]), content["about"]
 
 
 def _number(value: float | None) -> str:

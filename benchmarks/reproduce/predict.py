@@ -143,22 +143,22 @@ def main() -> int:
     parser.add_argument("data", type=Path, help="folder of the public sets")
     parser.add_argument("--work", type=Path, default=Path("out/tie_predictions"), help="cached features")
     parser.add_argument("--out", type=Path, required=True, help="Parquet file to write")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     folder = shipped_folder(PRETRAINED)
     try:
-        files = prepare(given.data, given.work / "data")
+        files = prepare(options.data, options.work / "data")
         training = {file: weight for file, weight in files.training.items() if "castillo" in file.stem}
         names = sorted({name for file in training for name in pd.read_parquet(file, columns=["model"]).model})
         parts = (training, {files.calibration: 1.0}, {files.report: 1.0})
         columns: dict[str, list[object]] = {}
         for encoder, heads in ((str(folder), BASELINES), (ENCODER, {name: HEADS[name] for name in FAMILIES})):
-            rows, tune, report = (read_rows(part, names, encoder, given.work) for part in parts)
+            rows, tune, report = (read_rows(part, names, encoder, options.work) for part in parts)
             of_heads, likelihood = head_columns(heads, rows, tune, report, names)
             columns |= of_heads
         raw = pd.read_parquet(
-            given.data / "castillo_validation.parquet", columns=["prompt", "model", "prompt_tokens"]
+            options.data / "castillo_validation.parquet", columns=["prompt", "model", "prompt_tokens"]
         )
         table = report.table.assign(**columns)
         table = table[
@@ -174,9 +174,9 @@ def main() -> int:
     except TailcastError as error:
         print(error, file=sys.stderr)
         return 2
-    with atomic_file(given.out) as file:
+    with atomic_file(options.out) as file:
         pq.write_table(result, file)
-    print(f"{len(table)} rows: {given.out}")
+    print(f"{len(table)} rows: {options.out}")
     return 0
 
 

@@ -75,7 +75,7 @@ def stability(effort: Effort) -> Findings:
     for name, limits in SYSTEMS.items():
         for load in (0.9, 1.1):
 
-            def one(seed: int, limits: SchedulerConfig = limits, load: float = load) -> dict[str, float]:
+            def run_seed(seed: int, limits: SchedulerConfig = limits, load: float = load) -> dict[str, float]:
                 workload = Workload(num_requests=num, lengths=LENGTHS)
                 bounds = rad_bounds(workload.trace(seed), SYSTEMS["RAD"], STEP_TIME, EPSILON)
                 if limits.batching == "rad":
@@ -100,7 +100,7 @@ def stability(effort: Effort) -> Findings:
                 ]
                 return {"first": quarters[0], "third": quarters[2], "last": quarters[3]}
 
-            got = over_seeds(effort.seeds, one)
+            got = over_seeds(effort.seeds, run_seed)
             late[name, load] = got["last"] / got["first"]
             findings.rows.append(
                 Row(

@@ -150,14 +150,16 @@ def spike_response(effort: Effort) -> Findings:
     )
     for gap_s, most in settings:
 
-        def one(seed: int, gap_s: float = gap_s, most: int = most) -> dict[str, float]:
+        def run_seed(seed: int, gap_s: float = gap_s, most: int = most) -> dict[str, float]:
             trace = spikes(gap_s, most, seed, share)
-            found = {name: _run(name, trace, seed) for name in SYSTEMS}
+            results = {name: _run(name, trace, seed) for name in SYSTEMS}
             return {
-                f"{name} {level}": value for name, values in found.items() for level, value in values.items()
+                f"{name} {level}": value
+                for name, values in results.items()
+                for level, value in values.items()
             }
 
-        got = over_seeds(effort.seeds, one)
+        got = over_seeds(effort.seeds, run_seed)
         where = f"figure 2 ({'c' if gap_s < 1 else 'd'}), gap {gap_s} s, up to {most}"
         exact = (gap_s, most) == (0.1, 100)
         findings.rows.append(
@@ -204,11 +206,11 @@ def other_engines(effort: Effort) -> Findings:
         if effort.quick and gap_s > 0.1:
             continue
 
-        def one(seed: int, setting: str = setting, gap_s: float = gap_s) -> dict[str, float]:
+        def run_seed(seed: int, setting: str = setting, gap_s: float = gap_s) -> dict[str, float]:
             trace = spikes(gap_s, 100, seed, share)
             return {name: _run(name, trace, seed, setting=setting)["0"] for name in SYSTEMS}
 
-        got = over_seeds(effort.seeds, one)
+        got = over_seeds(effort.seeds, run_seed)
         where = f"figure 4, {setting}, gap {gap_s} s, up to 100"
         slowest = max(got, key=lambda name: got[name])
         findings.rows += [
@@ -243,15 +245,17 @@ def predictor_errors(effort: Effort) -> Findings:
     rates = (0.1, 0.9) if effort.quick else (0.1, 0.3, 0.5, 0.7, 0.9)
     most = 50
 
-    def one(seed: int) -> dict[str, float]:
+    def run_seed(seed: int) -> dict[str, float]:
         trace = spikes(0.1, most, seed, share)
-        found: dict[str, Mapping[str, float]] = {}
+        results: dict[str, Mapping[str, float]] = {}
         for rate in rates:
-            found[f"level {rate}"] = _run("semantic", wrong_levels(trace, rate, seed), seed)
-            found[f"bucket {rate}"] = _run("semantic", trace, seed, rate)
-        return {f"{kind} {level}": value for kind, values in found.items() for level, value in values.items()}
+            results[f"level {rate}"] = _run("semantic", wrong_levels(trace, rate, seed), seed)
+            results[f"bucket {rate}"] = _run("semantic", trace, seed, rate)
+        return {
+            f"{kind} {level}": value for kind, values in results.items() for level, value in values.items()
+        }
 
-    got = over_seeds(effort.seeds, one)
+    got = over_seeds(effort.seeds, run_seed)
     for kind, figure, printed in (
         ("level", "figure 2 (a)", PRINTED_LEVEL_ERRORS),
         ("bucket", "figure 2 (b)", PRINTED_BUCKET_ERRORS),
@@ -306,7 +310,7 @@ def delays(trace: Trace, latency_s: float, batch: int, full: bool) -> dict[str, 
 def _late_wait(effort: Effort, latency_s: float, batch: int, full: bool, gap_s: float = 1.0) -> float:
     """Wait per token if a request can only be scheduled after its prediction."""
 
-    def one(seed: int) -> dict[str, float]:
+    def run_seed(seed: int) -> dict[str, float]:
         trace = spikes(gap_s, 5, seed, effort.num(80, 20) / 20)
         late = delays(trace, latency_s, batch, full)
         rows = [replace(row, arrival_s=row.arrival_s + late[row.request_id]) for row in trace.requests]
@@ -315,7 +319,7 @@ def _late_wait(effort: Effort, latency_s: float, batch: int, full: bool, gap_s: 
         waited = sum(late[done.request_id] + done.ttlt_s for done in outcome.records)
         return {"all": waited / sum(done.output_tokens for done in outcome.records)}
 
-    return over_seeds(effort.seeds, one)["all"]
+    return over_seeds(effort.seeds, run_seed)["all"]
 
 
 #: (heading, printed values, cells of (latency in s, batch size, value of the varied parameter)).

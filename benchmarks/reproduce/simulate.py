@@ -126,8 +126,8 @@ def simulate(
 
 def over_seeds(seeds: Sequence[int], compute: Callable[[int], Mapping[str, float]]) -> dict[str, float]:
     """Mean over seeds of each number that `compute` returns for a seed."""
-    found = [compute(seed) for seed in seeds]
-    return {name: float(np.mean([one[name] for one in found])) for name in found[0]}
+    metrics = [compute(seed) for seed in seeds]
+    return {name: float(np.mean([one[name] for one in metrics])) for name in metrics[0]}
 
 
 def percentile(values: Sequence[float], share: float) -> float:

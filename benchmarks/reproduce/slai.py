@@ -131,16 +131,16 @@ Grid = dict[str, dict[float, dict[str, float]]]
 
 def _measure(effort: Effort, names: Sequence[str], rates: Sequence[float], paying: float) -> Grid:
     duration_s = effort.num(DURATION_S, QUICK_S)
-    found: Grid = {}
+    grid: Grid = {}
     for name in names:
         for rate in rates:
 
-            def one(seed: int, name: str = name, rate: float = rate) -> dict[str, float]:
+            def run_seed(seed: int, name: str = name, rate: float = rate) -> dict[str, float]:
                 trace = workload(effort, rate, paying, duration_s).trace(seed)
                 return measures(simulate(system(name), trace, seed=seed))
 
-            found.setdefault(name, {})[rate] = over_seeds(effort.seeds, one)
-    return found
+            grid.setdefault(name, {})[rate] = over_seeds(effort.seeds, run_seed)
+    return grid
 
 
 def figure_7(effort: Effort) -> Findings:
@@ -148,10 +148,10 @@ def figure_7(effort: Effort) -> Findings:
     findings = Findings(size=effort.size(DURATION_S, QUICK_S, "s of arrivals"))
     names = (SARATHI, "SLAI (SPF, fixed 10)", BEST, PAYING_FIRST) if effort.quick else tuple(SYSTEMS)
     rates = QUICK_RATES if effort.quick else RATES
-    found = _measure(effort, names, rates, 0.05)
+    grid = _measure(effort, names, rates, 0.05)
     for name in names:
         for rate in rates:
-            got = found[name][rate]
+            got = grid[name][rate]
             findings.rows.append(
                 Row(
                     where=f"figure 7 (c), {rate} req/s",
@@ -162,14 +162,14 @@ def figure_7(effort: Effort) -> Findings:
                           "mean TTFT, s": got["ttft mean"], "mean TTFT paying, s": got["ttft paying"]},
                 )
             )  # fmt: skip
-    findings.rows += _section_7(found, rates)
-    findings.claims += _claims(found, rates)
+    findings.rows += _section_7(grid, rates)
+    findings.claims += _claims(grid, rates)
     return findings
 
 
-def _section_7(found: Grid, rates: Sequence[float]) -> list[Row]:
+def _section_7(grid: Grid, rates: Sequence[float]) -> list[Row]:
     """The numbers of section 7: the highest load, where Sarathi has the paper's median, and capacity."""
-    curve = {name: [found[name][rate]["ttft"] for rate in rates] for name in (SARATHI, BEST)}
+    curve = {name: [grid[name][rate]["ttft"] for rate in rates] for name in (SARATHI, BEST)}
     high = crossing(rates, curve[SARATHI], HIGH_TTFT_S)
     none = "" if high else f"{HIGH_TTFT_S} s is not crossed between {rates[0]} and {rates[-1]} req/s"
     there = f"section 7, high load ({high:.2f} req/s)" if high else "section 7, high load"
@@ -196,22 +196,22 @@ def _section_7(found: Grid, rates: Sequence[float]) -> list[Row]:
     return rows
 
 
-def _claims(found: Grid, rates: Sequence[float]) -> list[Claim]:
+def _claims(grid: Grid, rates: Sequence[float]) -> list[Claim]:
     rate = min(rates, key=lambda one: abs(one - 2.0))
-    got, base = found[BEST][rate], found[SARATHI][rate]
+    got, base = grid[BEST][rate], grid[SARATHI][rate]
     claims = [
         Claim("figure 7 (a), (b)", f"SLAI (SPF, dynamic) keeps P99 TBT within 0.1 s (paying) and 0.5 s (free), at {rate} req/s",
               got["paying"] <= PAYING_TBT_S and got["free"] <= FREE_TBT_S,
               f"{got['paying']:.3g} s and {got['free']:.3g} s"),
     ]  # fmt: skip
     for name in ("Sarathi (SPF)", BEST):
-        if name in found:
-            shortest = found[name][rate]["ttft mean"]
+        if name in grid:
+            shortest = grid[name][rate]["ttft mean"]
             claims.append(
                 Claim("figure 9 (c)", f"{name}: a lower mean TTFT over all prompts than Sarathi (FCFS), at {rate} req/s",
                       shortest < base["ttft mean"], f"{shortest:.3g} s and {base['ttft mean']:.3g} s")
             )  # fmt: skip
-    first = found[PAYING_FIRST][rate]["ttft paying"]
+    first = grid[PAYING_FIRST][rate]["ttft paying"]
     claims.append(
         Claim("figure 10", f"paying first: paying users get their first token sooner, at {rate} req/s",
               first < got["ttft paying"], f"mean TTFT of paying users {first:.3g} s, otherwise {got['ttft paying']:.3g} s")
@@ -224,15 +224,15 @@ def figure_8(effort: Effort) -> Findings:
     findings = Findings(size=effort.size(DURATION_S, QUICK_S, "s of arrivals"))
     names = ("SLAI (SPF, fixed 10)", "SLAI (SPF, fixed 5)", BEST)
     rates = (1.8,) if effort.quick else (1.6, 1.8, 2.2)
-    found = _measure(effort, names, rates, 0.05)
+    grid = _measure(effort, names, rates, 0.05)
     for rate in rates:
         for name in names:
-            got = found[name][rate]
+            got = grid[name][rate]
             findings.rows.append(
                 Row(where=f"figure 8, {rate} req/s", what=f"{name}, mean share of KV memory, second half", paper=None,
                     ours=got["kv mean"], more={"largest": got["kv"], "median TTFT, s": got["ttft"], "mean TTFT, s": got["ttft mean"]})
             )  # fmt: skip
-        kv = {name: found[name][rate]["kv mean"] for name in names}
+        kv = {name: grid[name][rate]["kv mean"] for name in names}
         findings.claims.append(
             Claim(f"figure 8, {rate} req/s", "a fixed offset of 10 leaves memory unused that 5 and the dynamic offset use",
                   kv[names[0]] < min(kv[names[1]], kv[BEST]),
@@ -247,9 +247,9 @@ def appendix(effort: Effort) -> Findings:
     rates = (1.6, 2.0, 2.4, 2.8) if effort.quick else (1.2, 1.6, 1.8, 2.0, 2.2, 2.4, 2.8)
     gain: dict[float, float | None] = {}
     for paying, figure in FIGURES.items():
-        found = _measure(effort, (SARATHI, BEST), rates, paying)
+        grid = _measure(effort, (SARATHI, BEST), rates, paying)
         for rate in rates:
-            base, best = found[SARATHI][rate], found[BEST][rate]
+            base, best = grid[SARATHI][rate], grid[BEST][rate]
             findings.rows.append(
                 Row(
                     where=f"figure {figure}, {100 * paying:.0f} % paying, {rate} req/s",
@@ -260,7 +260,7 @@ def appendix(effort: Effort) -> Findings:
                 )
             )
         ends = [
-            crossing(rates, [found[name][rate]["ttft"] for rate in rates], MEDIAN_TTFT_S) for name in (SARATHI, BEST)
+            crossing(rates, [grid[name][rate]["ttft"] for rate in rates], MEDIAN_TTFT_S) for name in (SARATHI, BEST)
         ]  # fmt: skip
         gain[paying] = 100 * (ends[1] / ends[0] - 1) if ends[0] and ends[1] else None
         findings.rows.append(

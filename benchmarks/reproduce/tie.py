@@ -191,12 +191,12 @@ def table_4(effort: Effort) -> Findings:
     findings = Findings(size=_extent(effort, online=True), notes=[_source(effort)])
     orders = {"TIE": PAPER_SYSTEMS["TIE"], **ABLATIONS, **MORE_ABLATIONS}
 
-    def one(seed: int) -> dict[str, float]:
+    def run_seed(seed: int) -> dict[str, float]:
         return measured(effort, LMSYS_8B, 100.0, orders, seed) | measured(
             effort, LMSYS_8B, None, orders, seed
         )
 
-    got = over_seeds(effort.seeds, one)
+    got = over_seeds(effort.seeds, run_seed)
     for name in (*ABLATIONS, *MORE_ABLATIONS):
         base = REFERENCE if name in FAMILIES[1:] else "TIE"
         for place, key in enumerate(("token mean", "token P90", "ttft mean", "ttft P90", "time")):
@@ -214,13 +214,13 @@ def _worse_regressor(effort: Effort, got: Mapping[str, float]) -> list[Row]:
     rows = []
     for share in (0.5, 1.0):
 
-        def one(seed: int, share: float = share) -> dict[str, float]:
+        def run_seed(seed: int, share: float = share) -> dict[str, float]:
             num = num_online(effort, 100.0)
-            found = requests(effort, num, seed, LMSYS_8B.served_model, LMSYS_8B.dataset)
-            worse = with_worse_points(found, share, seed)
+            data = requests(effort, num, seed, LMSYS_8B.served_model, LMSYS_8B.dataset)
+            worse = with_worse_points(data, share, seed)
             return online(run(PAPER_SYSTEMS["SSJF"], worse, LMSYS_8B, 100.0, num / 6000, seed))
 
-        worse = over_seeds(effort.seeds, one)
+        worse = over_seeds(effort.seeds, run_seed)
         rows += [
             Row(where="sensitivity", what=f"{_NAMES[key]}, SSJF with an added error of {share} sd in ln length / TIE", paper=None,
                 ours=worse[key] / got[f"TIE {key}"])

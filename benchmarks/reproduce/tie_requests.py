@@ -115,13 +115,13 @@ def requests(
     )  # fmt: skip
 
 
-def with_worse_points(found: Requests, share: float, seed: int) -> Requests:
+def with_worse_points(data: Requests, share: float, seed: int) -> Requests:
     """Adds normal errors to the predicted ln lengths: `share` times their own standard deviation."""
     rng = np.random.default_rng([seed, 9])
-    logs = np.log(list(found.points.values()))
+    logs = np.log(list(data.points.values()))
     errors = rng.normal(0.0, share * float(logs.std()), len(logs))
     points = np.maximum(np.exp(logs + errors), 1.0)
-    return replace(found, points=dict(zip(found.points, points.tolist(), strict=True)))
+    return replace(data, points=dict(zip(data.points, points.tolist(), strict=True)))
 
 
 def _wrong(values: Array, r2: float, rng: np.random.Generator) -> Array:
@@ -181,27 +181,27 @@ def _filtered(
 def _predicted(
     path: Path, num: int, rng: np.random.Generator, served_model: str, dataset: str | None
 ) -> Requests:
-    found = _filtered(path, ["output_tokens", *_NUMBERS], "served_model", served_model, dataset)
-    chosen = rng.integers(0, len(found["rank"]), num)
-    output = [float(rng.choice(found["output_tokens"][int(row)])) for row in chosen]
-    column = {name: np.array(found[name], float)[chosen] for name in _NUMBERS}
+    table = _filtered(path, ["output_tokens", *_NUMBERS], "served_model", served_model, dataset)
+    chosen = rng.integers(0, len(table["rank"]), num)
+    output = [float(rng.choice(table["output_tokens"][int(row)])) for row in chosen]
+    column = {name: np.array(table[name], float)[chosen] for name in _NUMBERS}
     return _requests(
         column["prompt_tokens"], np.array(output), {name: column[name] for name in LENGTHS},
-        column["regression_tokens"], column["rank"], _about(path, found),
+        column["regression_tokens"], column["rank"], _about(path, table),
     )  # fmt: skip
 
 
-def _about(path: Path, found: Mapping[str, Any]) -> str:
+def _about(path: Path, table: Mapping[str, Any]) -> str:
     """Note on the training of the predictors, the variation of lengths, and Kendall's tau."""
     import pyarrow.parquet as pq
     from scipy.stats import kendalltau
 
-    lengths = found["output_tokens"]
+    lengths = table["output_tokens"]
     medians = [float(np.median(one)) for one in lengths]
-    mu = [row[0] for row in found["length"]]
+    mu = [row[0] for row in table["length"]]
     taus = [
         float(kendalltau(values, medians).statistic)
-        for values in (mu, found["regression_tokens"], found["rank"])
+        for values in (mu, table["regression_tokens"], table["rank"])
     ]
     variation = float(np.mean([np.std(one) / np.mean(one) for one in lengths]))
     trained = (pq.read_schema(path).metadata or {}).get(ABOUT, b"").decode()
@@ -217,9 +217,9 @@ def _about(path: Path, found: Mapping[str, Any]) -> str:
 def _castillo(
     path: Path, num: int, rng: np.random.Generator, served_model: str, dataset: str | None
 ) -> tuple[Array, Array, Array, Array]:
-    found = _filtered(path, ["output_tokens", "prompt_tokens"], "model", served_model, dataset)
-    samples = np.maximum(np.array(found["output_tokens"], float), 1.0)
-    prompt = np.array(found["prompt_tokens"], float)
+    table = _filtered(path, ["output_tokens", "prompt_tokens"], "model", served_model, dataset)
+    samples = np.maximum(np.array(table["output_tokens"], float), 1.0)
+    prompt = np.array(table["prompt_tokens"], float)
     rows = rng.integers(0, len(samples), num)
     samples, place = samples[rows], rng.integers(0, samples.shape[1], num)
     others = np.ones_like(samples, bool)
@@ -229,22 +229,22 @@ def _castillo(
     return np.median(logs, axis=1), sigma, samples[np.arange(num), place], prompt[rows]
 
 
-def told(order: Order, found: Requests) -> Predictions | None:
+def told(order: Order, data: Requests) -> Predictions | None:
     """Predictions for a policy."""
     if order.told == "nothing":
         return None
     if order.told == "truth":
-        return oracle_predictions(found.trace)
+        return oracle_predictions(data.trace)
     answers: dict[str, Prediction | None] = {}
-    for name, length in found.lengths.get(order.told, found.lengths["length"]).items():
+    for name, length in data.lengths.get(order.told, data.lengths["length"]).items():
         if order.told == "rank":
-            answers[name] = Prediction(rank=RankPrediction(found.ranks[name]))
+            answers[name] = Prediction(rank=RankPrediction(data.ranks[name]))
             continue
         if order.told == "point":
-            length = LengthPrediction(math.log(found.points[name]), _POINT_SIGMA, NU)
+            length = LengthPrediction(math.log(data.points[name]), _POINT_SIGMA, NU)
         elif order.told == "median":
             length = LengthPrediction(length.mu, _POINT_SIGMA, NU)
         elif order.told == "rank order":
-            length = LengthPrediction(found.ranks[name], _POINT_SIGMA, NU)
+            length = LengthPrediction(data.ranks[name], _POINT_SIGMA, NU)
         answers[name] = Prediction(length=length)
     return Predictions(order.told, answers)

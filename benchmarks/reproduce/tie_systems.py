@@ -91,13 +91,13 @@ def num_online(effort: Effort, rate_rps: float) -> int:
 
 
 def run(
-    order: Order, found: Requests, setting: Setting, rate_rps: float | None, share: float, seed: int
+    order: Order, data: Requests, setting: Setting, rate_rps: float | None, share: float, seed: int
 ) -> Outcome:
     """Simulates online, at the paper's load relative to its engine, or offline with all requests at once.
 
     Args:
         order: The policy.
-        found: The requests.
+        data: The requests.
         setting: The engine.
         rate_rps: The paper's rate; None: offline.
         share: Fraction of the engine and of the paper's requests.
@@ -107,14 +107,14 @@ def run(
     if rate_rps is None:
         arrivals = Arrivals(process="at_once")
     else:
-        capacity = saturation_rate_rps(found.trace, limits, step_time)
+        capacity = saturation_rate_rps(data.trace, limits, step_time)
         arrivals = Arrivals(rate_rps=rate_rps / PAPER_CAPACITY_RPS * capacity)
-    times = arrivals.times(len(found.trace), np.random.default_rng([seed, 4]))
+    times = arrivals.times(len(data.trace), np.random.default_rng([seed, 4]))
     rows = tuple(
-        replace(row, arrival_s=float(time)) for row, time in zip(found.trace.requests, times, strict=True)
+        replace(row, arrival_s=float(time)) for row, time in zip(data.trace.requests, times, strict=True)
     )
     engine = System(policy=order.policy, parameters=order.parameters, scheduler=limits, step_time=step_time)
-    return simulate(engine, Trace(rows), told(order, found), seed=seed)
+    return simulate(engine, Trace(rows), told(order, data), seed=seed)
 
 
 def online(outcome: Outcome) -> dict[str, float]:
@@ -144,10 +144,10 @@ def measured(
     """ "SYSTEM MEASURE" for all systems on the same requests, online or offline."""
     full = 10_000 if rate_rps is None else round(ARRIVALS_S * rate_rps)
     num = effort.num(10_000, 1000) if rate_rps is None else num_online(effort, rate_rps)
-    found = requests(effort, num, seed, setting.served_model, setting.dataset)
+    data = requests(effort, num, seed, setting.served_model, setting.dataset)
     values: dict[str, float] = {}
     for name, order in orders.items():
-        outcome = run(order, found, setting, rate_rps, num / full, seed)
+        outcome = run(order, data, setting, rate_rps, num / full, seed)
         got = offline(outcome) if rate_rps is None else online(outcome)
         values |= {f"{name} {key}": value for key, value in got.items()}
     return values

@@ -48,11 +48,11 @@ def table_2(effort: Effort) -> Findings:
     findings = Findings(size=effort.size(3000, 200))
     loads = (0.8, LOAD, 1.0)
     systems = {**SYSTEMS, VARIANT: DECODES_FIRST}
-    found = {
+    results = {
         load: over_seeds(effort.seeds, lambda seed, load=load: compared(effort, systems, mixture(effort, num), load, seed))  # type: ignore[misc]
         for load in loads
     }  # fmt: skip
-    parts = {load: {name: part(found[load], name) for name in systems} for load in loads}
+    parts = {load: {name: part(results[load], name) for name in systems} for load in loads}
     for name, printed in TABLE_2.items():
         for measure, paper in zip(MEASURES, printed, strict=True):
             ours = {load: improvement(parts[load][TRAIL], parts[load][name], measure) for load in loads}

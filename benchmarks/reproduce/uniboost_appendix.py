@@ -72,7 +72,7 @@ def starvation(effort: Effort) -> Findings:
     )
     for name in TABLE_3:
 
-        def one(seed: int, name: str = name) -> dict[str, float]:
+        def run_seed(seed: int, name: str = name) -> dict[str, float]:
             trace = drawn(workload, H100, RHO, seed, effort.quick)
             outcome = run(SYSTEMS[name], trace, H100, effort.quick, measure_ran=True)
             shorts = [row.ttlt_s for row in outcome.records if row.category == "short"]
@@ -84,7 +84,7 @@ def starvation(effort: Effort) -> Findings:
                     "long": sum(row.ttlt_s for row in longs) / len(longs),
                     "away": percentile([away[row.request_id] for row in longs], 99)}  # fmt: skip
 
-        got = over_seeds(effort.seeds, one)
+        got = over_seeds(effort.seeds, run_seed)
         findings.rows += [
             Row(where=where, what=f"{name}, {what}", paper=paper, ours=got[key])
             for where, what, paper, key in (
@@ -144,8 +144,8 @@ def sensitivity(effort: Effort) -> Findings:
         return {key: part(got, f"{key:g}") for key in chosen}
 
     bins, deltas = of("bin_tokens", TABLE_6), of("hysteresis_s", TABLE_7)
-    for where, found, printed in (("table 6, k", bins, TABLE_6), ("table 7, delta", deltas, TABLE_7)):
-        for key, values in found.items():
+    for where, measured, printed in (("table 6, k", bins, TABLE_6), ("table 7, delta", deltas, TABLE_7)):
+        for key, values in measured.items():
             findings.rows += [
                 Row(where=f"{where} = {key:g}", what=f"{measure}, s", paper=paper, ours=values[measure])
                 for measure, paper in zip(_SHORT, printed[key], strict=True)

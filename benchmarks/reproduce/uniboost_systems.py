@@ -174,12 +174,12 @@ def run(
 def measures(outcome: Outcome) -> dict[str, float]:
     """`MEASURES` of one run, and P50, P90 and P99.9."""
     values: dict[str, float] = {}
-    for name, found in (
+    for name, latencies in (
         ("E2E", [one.ttlt_s for one in outcome.records]),
         ("TTFT", [one.ttft_s for one in outcome.records]),
     ):
-        values |= {f"{name} mean": sum(found) / len(found)}
-        values |= {f"{name} P{share:g}": percentile(found, share) for share in (50, 90, 95, 99, 99.9)}
+        values |= {f"{name} mean": sum(latencies) / len(latencies)}
+        values |= {f"{name} P{share:g}": percentile(latencies, share) for share in (50, 90, 95, 99, 99.9)}
     gaps = outcome.gaps()
     summary = gaps.summary()
     assert summary is not None
@@ -206,8 +206,8 @@ def compared(
 ) -> dict[str, float]:
     """ "SYSTEM MEASURE" for all systems on the same trace."""
     trace = drawn(workload, engine, load, seed, effort.quick)
-    found = {name: measures(run(order, trace, engine, effort.quick)) for name, order in orders.items()}
-    return {f"{name} {key}": value for name, values in found.items() for key, value in values.items()}
+    results = {name: measures(run(order, trace, engine, effort.quick)) for name, order in orders.items()}
+    return {f"{name} {key}": value for name, values in results.items() for key, value in values.items()}
 
 
 def part(got: Mapping[str, float], name: str) -> dict[str, float]:
