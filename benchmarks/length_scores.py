@@ -80,10 +80,10 @@ def measure(repeats: int, num_requests: int) -> None:
     few, some = slice(0, 100), slice(0, min(1000, num_requests))
     free_nu = rng.uniform(2.0, 10.0, num_requests)
     sides: dict[str, tuple[int, Callable[[], Scores]]] = {
-        f"Monte-Carlo, {NUM_DRAWS:,} draws": (100, lambda: monte_carlo(mu[few], sigma[few], rng)),
+        f"Monte Carlo, {NUM_DRAWS:,} draws": (100, lambda: monte_carlo(mu[few], sigma[few], rng)),
         "scalar": (num_requests, lambda: scalar(mu, sigma)),
-        f"vectorised, {num_requests:,} requests": (num_requests, lambda: vectorised(mu, sigma, NU)),
-        "vectorised, a nu for each request": (
+        f"vectorized, {num_requests:,} requests": (num_requests, lambda: vectorised(mu, sigma, NU)),
+        "vectorized, a nu for each request": (
             len(mu[some]),
             lambda: vectorised(mu[some], sigma[some], free_nu[some]),
         ),

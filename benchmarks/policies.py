@@ -152,7 +152,7 @@ def tail(options: argparse.Namespace) -> None:
     ):
         sides.append((title, lambda p=policy, q=parameters: run(jobs, p, q, **limits).latency))  # type: ignore[misc]
     print(
-        f"\ntail: {len(jobs)} requests, {options.slots} slots, load {options.load}, predictor's error {options.noise}; steps"
+        f"\ntail: {len(jobs)} requests, {options.slots} slots, load {options.load}, prediction error {options.noise}; steps"
     )
     heading(
         "policy", "mean", "P50", "P99", "P99.9", "max", "mean per token", "P99 / FCFS", "gain in mean kept"

@@ -152,8 +152,8 @@ def table(variants: dict[str, Variant], num_events: int) -> str:
     direct = variants["direct"]
     lines = [
         f"{len(direct.total_ms) + len(direct.paused_ms)} requests of each variant, {len(direct.paused_ms)} of them after a pause, "
-        f"{num_events} events each; ms; + is more than direct without a pause",
-        "| way | first byte p50 | p99 | whole answer p50 | p99 | + p50, first byte | + p99, first byte | + p50, first byte after a pause | CPU per request | own work before the engine < 1 ms |",
+        f"{num_events} events each; ms; + is the difference from direct without a pause",
+        "| variant | first byte p50 | p99 | full response p50 | p99 | + p50, first byte | + p99, first byte | + p50, first byte after a pause | CPU per request | own time < 1 ms |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, variant in variants.items():

@@ -183,7 +183,7 @@ def main() -> None:
                 asyncio.run(flood(variant, rate, options.seconds, turn))
         print(f"{options.overload:g} times the capacity (last round {rate:.0f}/s), queue of {MAX_QUEUE}")
         print(
-            f"{'':30} {'answers/s':>9} {'refused':>8} {'refused ms p50, p99':>19} {'answered ms p50, p99':>19}  CPU ms"
+            f"{'':30} {'served/s':>9} {'refused':>8} {'refused ms p50, p99':>19} {'served ms p50, p99':>19}  CPU ms"
         )
         for name, variant in variants.items():
             print(f"{name:30} {variant.row()}")

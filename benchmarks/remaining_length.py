@@ -125,7 +125,7 @@ def read_rows(
 
 def markdown(table: Sequence[dict[str, Any]]) -> str:
     """Markdown table."""
-    lines = ["| tokens generated | answers | mean remaining | " + " | ".join(METHODS) + " |"]
+    lines = ["| tokens generated | outputs | mean remaining | " + " | ".join(METHODS) + " |"]
     lines.append("| ---: |" + " ---: |" * (len(METHODS) + 2))
     for row in table:
         numbers = [row["mean_remaining"], *(row["mae"][name] for name in METHODS)]

@@ -54,14 +54,14 @@ class Meter:
         self._started: tuple[float, float] | None = None
         self._num_answers = 0
 
-    def count(self, answers: int = 1) -> bool:
+    def count(self, responses: int = 1) -> bool:
         """Counts responses; returns False when the time is over."""
         now = time.perf_counter()
         if self._started is None:
             if now >= self._begin:
                 self._started = (now, time.process_time())
         else:
-            self._num_answers += answers
+            self._num_answers += responses
         return now < self._end
 
     def result(self) -> Measured:

@@ -106,7 +106,7 @@ def main() -> None:
         f"temperature {options.temperature}, seed 1"
     )
     print(
-        "\n| engine | batch | load, s | prompts | answers | tokens | seconds | tokens/s | with prompts | GPU, GiB |\n"
+        "\n| engine | batch | load, s | prompts | outputs | tokens | seconds | tokens/s | with prompts | GPU, GiB |\n"
         "|---|" + "---:|" * 9,
         flush=True,
     )

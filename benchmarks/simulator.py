@@ -341,7 +341,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if tables is not None:
         say(f"\n| input | peak MB | of Vidur's {VIDUR_PEAK_MB} MB |\n|---|---|---|")
         say(*peaks([case for case, _ in pairs], tables))
-    say("\n| requests | peak MB | bytes per request more | us per request |\n|---|---|---|---|")
+    say("\n| requests | peak MB | bytes per additional request | us per request |\n|---|---|---|---|")
     say(*growth(options.largest))
     if options.markdown is not None:
         options.markdown.write_text(_page(options, page), encoding="utf-8")

@@ -37,7 +37,7 @@ def _medians(outcome: Outcome, num_tiers: int) -> dict[str, float]:
     """Median TTFT, mean time between tokens and E2E by tier, in seconds."""
     values: dict[str, float] = {}
     for tier in range(num_tiers):
-        rows = [one for one in outcome.records if one.tier == tier]
+        rows = [record for record in outcome.records if record.tier == tier]
         values[f"ttft {tier}"] = float(np.median([one.ttft_s for one in rows]))
         values[f"tbt {tier}"] = float(np.median([one.tpot_s for one in rows if one.tpot_s is not None]))
         values[f"e2e {tier}"] = float(np.median([one.ttlt_s for one in rows]))

@@ -113,6 +113,6 @@ def as_released(system: System, num: int) -> System:
 
 def latencies(outcome: Outcome, cut_s: float = math.inf) -> tuple[float, float, float, float]:
     """Prefill P99 and mean, E2E P99 and mean; with `cut_s`, only of work that finished by then."""
-    first = [one.ttft_s for one in outcome.records if one.first_token_s <= cut_s]
-    last = [one.ttlt_s for one in outcome.records if one.finish_s <= cut_s]
+    first = [record.ttft_s for record in outcome.records if record.first_token_s <= cut_s]
+    last = [record.ttlt_s for record in outcome.records if record.finish_s <= cut_s]
     return percentile(first, 99), sum(first) / len(first), percentile(last, 99), sum(last) / len(last)

@@ -28,7 +28,7 @@ def load(path: Path) -> tuple[Findings, dict[str, Any]]:
     content = json.loads(path.read_text(encoding="utf-8"))
     findings = content["findings"]
     rows = [Row(**row) for row in findings["rows"]]
-    claims = [Claim(**one) for one in findings["claims"]]
+    claims = [Claim(**claim) for claim in findings["claims"]]
     return Findings(rows, claims, findings["notes"], findings["size"]), content["about"]
 
 
@@ -62,9 +62,9 @@ def section(study: Study, findings: Findings, about: Mapping[str, Any]) -> list[
         lines += [*_table(findings.rows), ""]
     if findings.claims:
         lines += ["| claim | where | here | numbers |", "|---|---|---|---|"]
-        for one in findings.claims:
-            verdict = ("holds" if one.holds else "does not hold") + ("; ours" if one.own_variant else "")
-            lines.append(f"| {one.text} | {one.where} | {verdict} | {one.evidence} |")
+        for claim in findings.claims:
+            verdict = ("holds" if claim.holds else "does not hold") + ("; ours" if claim.own_variant else "")
+            lines.append(f"| {claim.text} | {claim.where} | {verdict} | {claim.evidence} |")
         lines.append("")
     lines += [
         f"`{about['command']}`, version {about['version']}, {about['date']}, {about['cpu_s']:.0f} CPU s.",

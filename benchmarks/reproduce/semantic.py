@@ -110,7 +110,7 @@ def waits(outcome: Outcome) -> dict[str, float]:
     """Wait per token by true level and of all (section 3, released code); "LEVEL delay" ends at admission."""
     values: dict[str, float] = {}
     for level in (*map(str, range(LEVELS)), "all"):
-        rows = [one for one in outcome.records if level in (one.category, "all")]
+        rows = [record for record in outcome.records if level in (record.category, "all")]
         tokens = max(1, sum(one.output_tokens for one in rows))
         values[level] = sum(one.ttlt_s for one in rows) / tokens
         values[f"{level} delay"] = sum(one.queueing_delay_s for one in rows) / tokens

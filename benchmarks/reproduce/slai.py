@@ -96,8 +96,8 @@ def measures(outcome: Outcome) -> dict[str, float]:
     assert outcome.watch.steps is not None
     steps = outcome.watch.steps.columns(0)
     late = steps["kv_usage"][steps["end_s"] > steps["end_s"][-1] / 2]
-    first = [one.ttft_s for one in outcome.records]
-    paying = [one.ttft_s for one in outcome.records if one.tenant == "paying"]
+    first = [record.ttft_s for record in outcome.records]
+    paying = [record.ttft_s for record in outcome.records if record.tenant == "paying"]
     return {
         "ttft": percentile(first, 50),
         "ttft mean": sum(first) / len(first),

@@ -119,8 +119,8 @@ def run(
 
 def online(outcome: Outcome) -> dict[str, float]:
     """Per-token latency and TTFT, mean and P90."""
-    token = [one.normalized_latency_s for one in outcome.records]
-    first = [one.ttft_s for one in outcome.records]
+    token = [record.normalized_latency_s for record in outcome.records]
+    first = [record.ttft_s for record in outcome.records]
     return {
         "token mean": sum(token) / len(token),
         "token P90": percentile(token, 90),
@@ -131,7 +131,7 @@ def online(outcome: Outcome) -> dict[str, float]:
 
 def offline(outcome: Outcome) -> dict[str, float]:
     """Time until 3 of 10 samples are finished, and the number finished after three minutes."""
-    ends = sorted(one.finish_s for one in outcome.records)
+    ends = sorted(record.finish_s for record in outcome.records)
     return {
         "time": ends[max(0, round(0.3 * len(ends)) - 1)],
         "in 180 s": float(sum(end <= 180.0 for end in ends)),

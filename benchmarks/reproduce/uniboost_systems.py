@@ -175,8 +175,8 @@ def measures(outcome: Outcome) -> dict[str, float]:
     """`MEASURES` of one run, and P50, P90 and P99.9."""
     values: dict[str, float] = {}
     for name, latencies in (
-        ("E2E", [one.ttlt_s for one in outcome.records]),
-        ("TTFT", [one.ttft_s for one in outcome.records]),
+        ("E2E", [record.ttlt_s for record in outcome.records]),
+        ("TTFT", [record.ttft_s for record in outcome.records]),
     ):
         values |= {f"{name} mean": sum(latencies) / len(latencies)}
         values |= {f"{name} P{share:g}": percentile(latencies, share) for share in (50, 90, 95, 99, 99.9)}
@@ -185,8 +185,8 @@ def measures(outcome: Outcome) -> dict[str, float]:
     assert summary is not None
     values |= {"TBT mean": summary["mean"]}
     values |= {f"TBT P{share:g}": gaps.quantile(share / 100) for share in (50, 90, 95, 99, 99.9)}
-    start = min(one.arrival_s for one in outcome.records)
-    values["tok/s"] = sum(one.output_tokens for one in outcome.records) / (outcome.end_s - start)
+    start = min(record.arrival_s for record in outcome.records)
+    values["tok/s"] = sum(record.output_tokens for record in outcome.records) / (outcome.end_s - start)
     return values
 
 
