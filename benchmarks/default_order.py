@@ -64,8 +64,8 @@ def read_population(data: Path) -> Population:
     split = table.prompt.map(lambda text: split_of(prompt_hash(text), SPLIT_SEED, FRACTIONS))
     table = table[split == "test"].reset_index(drop=True)
     predictor = open_predictor(artifact_folder("pretrained"), InferenceOptions(threads=1, progress=False))
-    known = set(predictor.served_models)
-    models = [model if model in known else None for model in table.model]
+    served_models = set(predictor.served_models)
+    models = [model if model in served_models else None for model in table.model]
     rows = predictor.predict(table.prompt.tolist(), models, [None] * len(table))
     azure = pd.read_parquet(data / "traces/azure2023_conv.parquet").arrival_s.to_numpy()
     return Population(table.assign(mu=rows.mu, sigma=rows.sigma, nu=rows.nu), azure)

@@ -133,10 +133,10 @@ def main(args: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     files = prepare(options.data, options.work / "data")
-    known: set[str] = set()
+    served_models: set[str] = set()
     for file in files.training:
-        known |= set(pd.read_parquet(file, columns=["model"]).model.dropna())
-    names = sorted(known)
+        served_models |= set(pd.read_parquet(file, columns=["model"]).model.dropna())
+    names = sorted(served_models)
     rows = read_rows(files.training, names, ENCODER, options.work)
     tune, report = (
         read_rows({file: 1.0}, names, ENCODER, options.work) for file in (files.calibration, files.report)

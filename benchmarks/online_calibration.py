@@ -122,18 +122,18 @@ def drawn(rows: Rows, seed: int, first: float = 0.0) -> Rows:
 def with_predictions(rows: Rows, file: str) -> Rows:
     """Rows that have a prediction in the table."""
     table = pq.read_table(file, columns=["prompt", "model", "mu", "sigma", "nu"]).to_pydict()
-    found = {
+    predictions = {
         (prompt, model): values
         for prompt, model, *values in zip(*(table[name] for name in table), strict=True)
     }
     keys = list(zip(rows.prompts.tolist(), rows.models.tolist(), strict=True))
-    kept = np.array([row for row, key in enumerate(keys) if key in found], dtype=np.intp)
-    if not len(kept):
+    indices = np.array([row for row, key in enumerate(keys) if key in predictions], dtype=np.intp)
+    if not len(indices):
         raise InputError("--predictions", file, "a table of the prompts and models of DATA")
-    values = np.array([found[keys[row]] for row in kept.tolist()], dtype=np.float64).T
+    values = np.array([predictions[keys[row]] for row in indices.tolist()], dtype=np.float64).T
     fields = ("prompts", "models", "sources", "prompt_tokens", "tokens")
-    chosen = replace(rows, **{name: getattr(rows, name)[kept] for name in fields})
-    return replace(chosen, split=rows.split[kept], mu=values[0], sigma=values[1], nu=values[2])
+    chosen = replace(rows, **{name: getattr(rows, name)[indices] for name in fields})
+    return replace(chosen, split=rows.split[indices], mu=values[0], sigma=values[1], nu=values[2])
 
 
 def with_artifact(rows: Rows, artifact: str) -> Rows:

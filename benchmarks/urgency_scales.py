@@ -186,7 +186,7 @@ def train(
         {"params": network.heads.parameters(), "lr": 10 * RATE},
     ]
     optimizer = torch.optim.AdamW(groups, lr=RATE, weight_decay=DECAY)
-    best, kept = math.inf, {}
+    best, state = math.inf, {}
     for _ in range(EPOCHS):
         network.train()
         batches = [
@@ -203,8 +203,8 @@ def train(
             optimizer.step()
         score = validation_loss(network, data[watched], watched)
         if score < best:
-            best, kept = score, {key: value.clone() for key, value in network.state_dict().items()}
-    network.load_state_dict(kept)
+            best, state = score, {key: value.clone() for key, value in network.state_dict().items()}
+    network.load_state_dict(state)
     return network.eval()
 
 

@@ -134,8 +134,8 @@ def main() -> int:
         save(options.out / f"{study.name}.json", findings, about)
         print("\n".join(section(study, findings, about)), flush=True)
     if options.markdown is not None:
-        kept = [(study, options.out / f"{study.name}.json") for study in STUDIES]
-        parts = [(study, *load(path)) for study, path in kept if path.exists()]
+        files = [(study, options.out / f"{study.name}.json") for study in STUDIES]
+        parts = [(study, *load(path)) for study, path in files if path.exists()]
         options.markdown.mkdir(parents=True, exist_ok=True)
         for name, text in pages(parts).items():
             (options.markdown / name).write_text(text, encoding="utf-8")

@@ -26,8 +26,8 @@ _TIERS, _SEMANTIC, _SLAI = "Multi-tier Llumnix", "Semantic scheduling", "RAD and
 _UNIBOOST, _TIE = "UniBoost", "TIE"
 _DRAWING = "a drawing of the design, without a measurement"
 _MOE = (
-    "the simulator's data sheets are dense transformers, and there are no public outputs of these models with repeated "
-    "samples; Mistral-7B is the only one of them with both"
+    "the simulator's data sheets are dense transformers, and there are no public outputs of these models with "
+    "repeated samples; Mistral-7B is the only one of them with both"
 )
 
 COVERAGE: tuple[Covered, ...] = (

@@ -90,8 +90,8 @@ def _tier_ttft(outcome: Outcome, tier: int) -> float:
 def tables(effort: Effort) -> Findings:
     """Tables 2 to 4 in three columns: printed, as-released accounting, correct accounting."""
     findings = Findings(size=effort.size(10_000, 800) + " (and the same fraction of 15,000)")
-    wanted = [cell for cell in PRINTED if not effort.quick or cell == ("table 2, uniform", 10_000, 4)]
-    for table, num, num_tiers in wanted:
+    cells = [cell for cell in PRINTED if not effort.quick or cell == ("table 2, uniform", 10_000, 4)]
+    for table, num, num_tiers in cells:
         simulated = effort.num(num, 800)
         got = _speedups(effort, table, simulated, num_tiers)
         where = f"{table}, {num // 1000}K, K = {num_tiers}"

@@ -214,7 +214,8 @@ def _claims(grid: Grid, rates: Sequence[float]) -> list[Claim]:
     first = grid[PAYING_FIRST][rate]["ttft paying"]
     claims.append(
         Claim("figure 10", f"paying first: paying users get their first token sooner, at {rate} req/s",
-              first < got["ttft paying"], f"mean TTFT of paying users {first:.3g} s, otherwise {got['ttft paying']:.3g} s")
+              first < got["ttft paying"],
+              f"mean TTFT of paying users {first:.3g} s, otherwise {got['ttft paying']:.3g} s")
     )  # fmt: skip
     return claims
 
@@ -260,7 +261,8 @@ def appendix(effort: Effort) -> Findings:
                 )
             )
         ends = [
-            crossing(rates, [grid[name][rate]["ttft"] for rate in rates], MEDIAN_TTFT_S) for name in (SARATHI, BEST)
+            crossing(rates, [grid[name][rate]["ttft"] for rate in rates], MEDIAN_TTFT_S)
+            for name in (SARATHI, BEST)
         ]  # fmt: skip
         gain[paying] = 100 * (ends[1] / ends[0] - 1) if ends[0] and ends[1] else None
         findings.rows.append(
@@ -268,10 +270,10 @@ def appendix(effort: Effort) -> Findings:
                 paper=26.0 if paying == 0.05 else None, ours=gain[paying], neutral=0.0 if paying == 0.05 else None,
                 note="" if gain[paying] is not None else f"0.5 s is not crossed between {rates[0]} and {rates[-1]} req/s")
         )  # fmt: skip
-    known = [value for value in gain.values() if value is not None]
+    crossed = [value for value in gain.values() if value is not None]
     findings.claims.append(
         Claim("appendix F.3", "the more users pay, the less capacity SLAI gains on Sarathi",
-              len(known) == len(gain) and known == sorted(known, reverse=True),
+              len(crossed) == len(gain) and crossed == sorted(crossed, reverse=True),
               ", ".join(f"{100 * key:.0f} % paying: " + ("not crossed" if value is None else f"{value:+.1f} %") for key, value in gain.items()))
     )  # fmt: skip
     return findings

@@ -222,7 +222,8 @@ def _worse_regressor(effort: Effort, got: Mapping[str, float]) -> list[Row]:
 
         worse = over_seeds(effort.seeds, run_seed)
         rows += [
-            Row(where="sensitivity", what=f"{_NAMES[key]}, SSJF with an added error of {share} sd in ln length / TIE", paper=None,
+            Row(where="sensitivity", paper=None,
+                what=f"{_NAMES[key]}, SSJF with an added error of {share} sd in ln length / TIE",
                 ours=worse[key] / got[f"TIE {key}"])
             for key in ("token mean", "ttft mean")
         ]  # fmt: skip

@@ -71,8 +71,8 @@ class Lengths:
 
 def _sample(tokens: NDArray[np.int64], limits: NDArray[np.float64]) -> SortedLengths:
     offsets = np.arange(len(tokens) + 1) * tokens.shape[1]
-    shown = np.minimum(tokens, limits[:, None]).ravel().astype(np.int64)
-    return SortedLengths.of(shown, (tokens < limits[:, None]).ravel(), offsets)
+    truncated = np.minimum(tokens, limits[:, None]).ravel().astype(np.int64)
+    return SortedLengths.of(truncated, (tokens < limits[:, None]).ravel(), offsets)
 
 
 def lengths(effort: Effort) -> Lengths:

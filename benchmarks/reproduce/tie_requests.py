@@ -167,12 +167,12 @@ def _filtered(
 ) -> dict[str, Any]:
     import pyarrow.parquet as pq
 
-    wanted: list[tuple[str, str, str]] = []
+    filters: list[tuple[str, str, str]] = []
     if served_model:
-        wanted.append((model_column, "==", served_model))
+        filters.append((model_column, "==", served_model))
     if dataset is not None:
-        wanted.append(("dataset", "==", dataset))
-    table = pq.read_table(path, columns=columns, filters=wanted or None)
+        filters.append(("dataset", "==", dataset))
+    table = pq.read_table(path, columns=columns, filters=filters or None)
     if not table.num_rows:
         raise InputError(str(path), f"no outputs of {served_model} to {dataset}", "a file that has them")
     return dict(table.to_pydict())

@@ -97,7 +97,8 @@ def starvation(effort: Effort) -> Findings:
         ]
         growth = got["slope"] * num / got["long"]
         findings.claims.append(
-            Claim("section A.3", f"{name}: the latency of long requests does not grow with their arrival time", abs(growth) < 0.5,
+            Claim("section A.3", f"{name}: the latency of long requests does not grow with their arrival time",
+                  abs(growth) < 0.5,
                   f"over the whole run their latency changes by {100 * growth:.0f} % of its mean")
         )  # fmt: skip
     return findings
@@ -256,14 +257,14 @@ STUDIES = (
     Study(name="uniboost-starvation", paper="UniBoost", title="Tables 3 to 5: starvation", why=WHY, cost_s=(8, 30), run=starvation),
     Study(name="uniboost-sensitivity", paper="UniBoost", title="Tables 6 and 7: bins and hysteresis",
           why=(
-              "The paper does not name the workload; latencies of 8.5 s at 54 ms per token are outputs of about 150 tokens, so it is "
-              "Azure's conversations here. " + WHY
+              "The paper does not name the workload; latencies of 8.5 s at 54 ms per token are outputs of about 150 "
+              "tokens, so it is Azure's conversations here. " + WHY
           ),
           cost_s=(8, 20), run=sensitivity),
     Study(name="uniboost-chunks", paper="UniBoost", title="Table 8: chunk size",
           why=(
-              "The paper's row for 1024 is that of its table 2, which is relative to TRAIL+ and not to FCFS as in table 8; both are "
-              "here. " + WHY
+              "The paper's row for 1024 is that of its table 2, which is relative to TRAIL+ and not to FCFS as in "
+              "table 8; both are here. " + WHY
           ),
           cost_s=(8, 60), run=chunks),
     Study(name="uniboost-cluster", paper="UniBoost", title="Tables 9 and 10: routing and scale", why=WHY, cost_s=(15, 80), run=cluster),
