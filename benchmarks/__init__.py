@@ -1,1 +1,1 @@
-"""Scripts that measure, one per claim, and what several of them share."""
+"""Benchmark scripts, one per claim, and the helpers that they share."""

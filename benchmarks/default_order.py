@@ -1,16 +1,16 @@
-"""The default order against first come, first served and the other orders, on realistic arrivals and live predictions.
+"""The default order compared with FCFS and the other orders, on realistic arrivals and live predictions.
 
     python -m benchmarks.default_order --data FOLDER [--requests 3000] [--seeds 5] [--first_seed 0] [--orders ORDER ...]
                                        [--loads 0.6 0.8 0.95 1.1 1.2] [--arrivals azure gamma spikes] [--frontier]
 
-FOLDER has the public sets: castillo_validation.parquet and traces/azure2023_conv.parquet. A request is a prompt of CASTILLO's
-report split, which the shipped predictor tailcast-minilm was not trained on, with one of its ten sampled lengths; the predictor
-predicts them all, live, before the runs. Arrivals: a random stretch of the Azure conversation trace, gaps of a gamma distribution
-with a coefficient of variation of 3, or spikes of up to 200 requests, at a mean load relative to what the simulated engine (the
-simulator's defaults, 64 sequences) can serve. Every figure is a ratio to FCFS on the same requests: mean over seeds, and
-half the width of its 95 % interval.
+FOLDER has the public sets: castillo_validation.parquet and traces/azure2023_conv.parquet. A request has a
+prompt of CASTILLO's report split, which is not in the training data of the shipped predictor tailcast-minilm,
+and one of the ten sampled lengths of that prompt. All lengths are predicted before the runs.
+Arrivals are a random part of the Azure conversation trace, a gamma process with a coefficient of variation of
+3, or spikes of up to 200 requests. Loads are relative to the capacity of the simulated engine (the defaults
+of the simulator, 64 sequences). Values are ratios to FCFS on the same requests, with 95 % intervals.
 
---frontier: the default order alone, at several values of `ratio`.
+--frontier: only the default order, at several values of `ratio`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from training.evaluating.predictors import InferenceOptions, open_predictor
 
 MAX_TOKENS = 8000
 POLICIES = ("bounded_shortest", "ssjf", "tie", "ltr", "trail", "uniboost", "sjf")
-#: The default order with the true lengths as predictions: what better predictions could add.
+#: The default order with the true lengths as predictions: an upper bound for better predictors.
 TRUE_LENGTHS = "bounded_shortest, true lengths"
 RATIOS = (1.0, 1.05, 1.15, 1.25, 1.5, 2.0)
 CONFIG = SimulationConfig(trace="benchmark", policy="fcfs", scheduler=SchedulerConfig(max_num_seqs=64))
@@ -52,20 +52,20 @@ Values = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Population:
-    """Rows to draw requests from, with the shipped predictor's prediction of each; Azure's arrival times."""
+    """Rows to draw requests from, with the shipped predictor's predictions; Azure's arrival times."""
 
     rows: pd.DataFrame
     azure_s: NDArray[np.float64]
 
 
 def read_population(data: Path) -> Population:
-    """The report split of CASTILLO's validation prompts, predicted."""
+    """The report split of CASTILLO's validation prompts, with predictions."""
     table = pd.read_parquet(data / "castillo_validation.parquet")
     split = table.prompt.map(lambda text: split_of(prompt_hash(text), SPLIT_SEED, FRACTIONS))
     table = table[split == "test"].reset_index(drop=True)
     predictor = open_predictor(artifact_folder("pretrained"), InferenceOptions(threads=1, progress=False))
-    known = set(predictor.served_models)
-    models = [model if model in known else None for model in table.model]
+    served_models = set(predictor.served_models)
+    models = [model if model in served_models else None for model in table.model]
     rows = predictor.predict(table.prompt.tolist(), models, [None] * len(table))
     azure = pd.read_parquet(data / "traces/azure2023_conv.parquet").arrival_s.to_numpy()
     return Population(table.assign(mu=rows.mu, sigma=rows.sigma, nu=rows.nu), azure)
@@ -74,7 +74,7 @@ def read_population(data: Path) -> Population:
 def draw(
     population: Population, arrivals: str, load: float, seed: int, num: int
 ) -> tuple[Trace, Predictions]:
-    """Requests and their predictions."""
+    """Draws requests and their predictions."""
     rng = np.random.default_rng(seed)
     rows = population.rows.iloc[rng.integers(0, len(population.rows), num)]
     lengths = [int(rng.choice(values)) for values in rows.output_tokens]
@@ -107,7 +107,7 @@ def draw(
 
 
 def run(policy: str, trace: Trace, predictions: Predictions, parameters: Mapping[str, Any]) -> Values:
-    """Latencies of one policy, in seconds, by the names of the columns."""
+    """Latencies of one policy in seconds, by column name."""
     config = replace(CONFIG, policy=policy, policy_parameters=dict(parameters))
     records = run_simulation(config, trace=trace, predictions=predictions).records
     values = _summary("TTFT", [record.ttft_s for record in records])
@@ -130,7 +130,7 @@ def _longest_gap_s(records: Sequence[RequestRecord]) -> float:
 def rows_of(
     population: Population, arrivals: str, load: float, options: argparse.Namespace
 ) -> Iterator[list[str]]:
-    """Rows of the table: each side's ratios to FCFS."""
+    """Rows of the table: ratios of each policy to FCFS."""
     sides: list[tuple[str, str, dict[str, float]]] = [(name, name, {}) for name in options.orders]
     sides.append((TRUE_LENGTHS, "bounded_shortest", {}))
     if options.frontier:

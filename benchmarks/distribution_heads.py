@@ -1,19 +1,20 @@
-"""Which distribution fits output lengths best: log-t, mixtures of log-t, or none in particular.
+"""Comparison of output-length distributions: log-t, mixtures of log-t, and nonparametric ones.
 
     python -m benchmarks.distribution_heads DATA [--encoder ENCODER] [--seeds 3] [--work FOLDER] [--json OUT]
 
-DATA is the folder of public sets that `python -m examples.pretrained` takes; training, tuning and report prompts and the
-sources set aside are those of the shipped predictor. Two comparisons:
+DATA is the folder of public sets that `python -m examples.pretrained` takes. The training, tuning and report
+prompts and the held-out sources are those of the shipped predictor. There are two comparisons:
 
-- heads: on one frozen encoder, every head with the same towers, conditions, steps and learning rates; what differs is its
-  outputs and its loss. The epoch is chosen by the head's own loss on the tuning prompts; there, too, each head gets one
-  shift and one scale about its median (least CRPS of ln tokens), as `calibrate` gives the log-t. The encoder must not have
-  seen the training prompts: on features that were fitted to them, new heads learn to trust what new prompts do not have.
-- shapes: mu and sigma of the shipped predictor; the distribution of (ln length - mu) / sigma is its Student-t, one with nu,
-  shift and scale fitted on the tuning prompts, or the residuals themselves, of all or of each served model.
-
-All scores are of min(length, 15,000 tokens), each (prompt, served model) weighs the same, and are means over the seeds;
-intervals are paired bootstraps over prompts against the first head. Of the sources set aside the served model is unknown.
+- heads: all heads use the same frozen encoder, towers, conditions, steps and learning rates; they differ in
+  outputs and loss. The epoch with the lowest loss on the tuning prompts is used. There, too, each head gets
+  a shift and a scale about its median (lowest CRPS of ln tokens), as in `calibrate`. The encoder must not
+  have been trained on the training prompts: its features would fit them better than new prompts.
+- shapes: mu and sigma are those of the shipped predictor. The distribution of (ln length - mu) / sigma is its
+  Student-t, one with nu, shift and scale fitted on the tuning prompts, or the empirical residuals, over all
+  served models or for each of them.
+Scores use min(length, 15,000 tokens), weight each (prompt, served model) equally, and are means over seeds.
+Intervals are paired bootstraps over prompts against the first head. For held-out sources the served model is
+unknown.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ log = logging.getLogger(__name__)
 
 Array = NDArray[np.float64]
 BATCH, EPOCHS, RATE, WARMUP, ROWS_PER_PROMPT = 256, 4, 5e-4, 0.05, 4
-#: Served models hidden in training, one row in five, as in examples/pretrained/minilm.yaml.
+#: Fraction of training rows whose served model is hidden, as in examples/pretrained/minilm.yaml.
 HIDDEN = 0.2
-#: Scores are of lengths up to this.
+#: Lengths are truncated to this value before scoring.
 LIMIT = 15_000
-#: ln tokens at which every distribution is evaluated, 0.5 to some 65,000 tokens; the limit is one of them.
+#: Grid of ln tokens at which every CDF is evaluated, 0.5 to about 65,000 tokens; it contains the limit.
 STEP = math.log(2 * LIMIT) / 336
 GRID: Array = math.log(0.5) + STEP * np.arange(384.0)
 LEVELS = (0.5, 0.9, 0.99)
@@ -67,26 +68,26 @@ NORMAL = 1_000.0  # degrees of freedom of a log-t that is a log-normal
 
 
 class TrainableHead(Protocol):
-    """A head that `train` takes."""
+    """Interface of the heads that `train` accepts."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Outputs of each tower."""
+        """Number of outputs of each tower."""
 
     def loss(self, outputs: Sequence[Tensor], samples: SampleLengths) -> Tensor:
-        """Of each row [R]."""
+        """Loss of each row [R]."""
 
 
 @dataclass(frozen=True)
 class LogTMixture:
-    """K log-t components; one is today's head. `nu` None: predicted for each component."""
+    """K log-t components; K = 1 is the shipped head. If `nu` is None, it is predicted for each component."""
 
     num: int = 1
     nu: float | None = 3.5
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Outputs of each tower: mu, ln sigma, and logits of the weights and raw nu where there are any."""
+        """Number of outputs of each tower: mu, ln sigma and, if needed, mixture logits and raw nu."""
         return (
             self.num,
             self.num,
@@ -116,7 +117,7 @@ class LogTMixture:
         return -samples.mean(likelihood)
 
     def cdf(self, outputs: Sequence[Tensor]) -> Array:
-        """On GRID [R, G]."""
+        """CDF on GRID [R, G]."""
         mu, sigma, weight, nu = (part.numpy()[:, None] for part in self.parameters(outputs))
         parts = zip(*(np.moveaxis(part, -1, 0) for part in (mu, sigma, weight, nu)), strict=True)
         return np.asarray(sum(np.exp(w) * stdtr(n, (GRID - m) / s) for m, s, w, n in parts))
@@ -124,9 +125,9 @@ class LogTMixture:
 
 @dataclass(frozen=True)
 class Quantiles:
-    """Quantiles of ln tokens that ascend by construction, linear between, exponential beyond; pinball loss.
+    """Non-crossing quantiles of ln tokens, linear in between, with exponential tails; pinball loss.
 
-    With `nu` they are those of a log-t, which has the same loss then.
+    With `nu`, they are the quantiles of a log-t, trained by the same loss.
     """
 
     levels: tuple[float, ...] = (0.01, 0.025, *(round(0.05 * step, 2) for step in range(1, 20)), 0.975, 0.99)
@@ -134,15 +135,15 @@ class Quantiles:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Outputs of each tower: the median, and the raw gaps or raw sigma."""
+        """Number of outputs of each tower: the median, and the raw gaps or raw sigma."""
         return (1, len(self.levels) - 1 if self.nu is None else 1)
 
     def quantiles(self, outputs: Sequence[Tensor]) -> Tensor:
-        """[R, L]."""
+        """Quantiles of ln tokens [R, L]."""
         if self.nu is not None:
             t = torch.tensor(stdtrit(self.nu, self.levels), dtype=torch.float32)
             return outputs[0] + (nn.functional.softplus(outputs[1] + 0.5) + 1e-3) * t
-        # Untrained, the quantiles of a log-normal.
+        # Before training: the quantiles of a log-normal.
         gaps = torch.tensor(np.log(np.expm1(np.diff(norm.ppf(self.levels)))), dtype=torch.float32)
         steps = nn.functional.softplus(outputs[1] + gaps) + 1e-4
         below = len(self.levels) // 2
@@ -150,7 +151,7 @@ class Quantiles:
         return outputs[0] + sums - sums[:, below : below + 1]
 
     def loss(self, outputs: Sequence[Tensor], samples: SampleLengths) -> Tensor:
-        """Mean pinball loss over the levels of the served ln tokens [R]."""
+        """Pinball loss of the ln tokens, mean over the levels [R]."""
         levels = torch.tensor(self.levels)
         limit = torch.log(samples.max_tokens).unsqueeze(-1)
         quantiles = torch.minimum(self.quantiles(outputs), limit)
@@ -158,7 +159,7 @@ class Quantiles:
         return samples.mean(2 * torch.maximum(levels * excess, (levels - 1) * excess).mean(-1))
 
     def cdf(self, outputs: Sequence[Tensor]) -> Array:
-        """On GRID [R, G]."""
+        """CDF on GRID [R, G]."""
         q, u = self.quantiles(outputs).double().numpy(), np.array(self.levels)
         values = np.stack([np.interp(GRID, row, u) for row in q])
         low = (q[:, 1] - q[:, 0]) / math.log(u[1] / u[0])
@@ -184,16 +185,16 @@ HEADS: dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class Rows:
-    """R rows (prompt, served model, temperature) with their lengths.
+    """R rows (prompt, served model, temperature) with their output lengths.
 
     Attributes:
-        features: Of the P prompts [P, F].
-        prompt: Of each row [R].
-        model: Number of the served model, 0 = unknown [R].
-        temperature: NaN = unknown [R].
-        samples: Their lengths.
-        weight: In the loss [R].
-        table: As it was read.
+        features: Features of the P prompts [P, F].
+        prompt: Prompt index of each row [R].
+        model: Index of the served model, 0 = unknown [R].
+        temperature: Sampling temperature, NaN = unknown [R].
+        samples: Output lengths.
+        weight: Weight in the loss [R].
+        table: The original table.
     """
 
     features: Tensor
@@ -206,7 +207,7 @@ class Rows:
 
 
 def read_rows(files: Mapping[Path, float], names: Sequence[str], encoder: str, work: Path) -> Rows:
-    """The rows of some prepared files, each with its weight in the loss."""
+    """Reads prepared files into rows; each file has a weight in the loss."""
     tables = [pd.read_parquet(file).assign(weight=weight) for file, weight in files.items()]
     parts = [pooled(encoder, list(dict.fromkeys(table.prompt)), work) for table in tables]
     starts = np.cumsum([0, *(len(part) for part in parts)])
@@ -236,7 +237,7 @@ def read_rows(files: Mapping[Path, float], names: Sequence[str], encoder: str, w
 
 
 class Network(nn.Module):
-    """Conditions and the towers of one head, on standardized ln tokens."""
+    """Conditioning and the towers of one head, on standardized ln tokens."""
 
     def __init__(self, kind: TrainableHead, num_features: int, names: Sequence[str], seed: int) -> None:
         super().__init__()
@@ -249,24 +250,24 @@ class Network(nn.Module):
         self.location = nn.Parameter(torch.zeros(()), requires_grad=False)
 
     def forward(self, features: Tensor, model: Tensor, temperature: Tensor) -> list[Tensor]:
-        """Outputs of each tower [R, n]; the first has the mean of the training lengths added."""
+        """Outputs of each tower [R, n]; the mean of the training lengths is added to the first."""
         conditions = self.conditions(features, model, temperature)
         first, *others = (tower(features, conditions) for tower in self.towers)
         return [first + self.location, *others]
 
 
 def drawn_rows(rows: Rows) -> Tensor:
-    """ROWS_PER_PROMPT of each prompt's rows at random, in random order."""
+    """Random indices of ROWS_PER_PROMPT rows per prompt, shuffled."""
     order = torch.randperm(len(rows.prompt))
     by_prompt = order[torch.argsort(rows.prompt[order], stable=True)]
     counts = torch.bincount(rows.prompt)
     rank = torch.arange(len(order)) - torch.repeat_interleave(torch.cumsum(counts, 0) - counts, counts)
-    kept = by_prompt[rank < ROWS_PER_PROMPT]
-    return kept[torch.randperm(len(kept))]
+    chosen = by_prompt[rank < ROWS_PER_PROMPT]
+    return chosen[torch.randperm(len(chosen))]
 
 
 def train(kind: TrainableHead, rows: Rows, tune: Rows, names: Sequence[str], seed: int) -> Network:
-    """The epoch with the least loss on the tuning prompts."""
+    """Trains a network and returns the epoch with the lowest loss on the tuning prompts."""
     torch.manual_seed(seed)
     network = Network(kind, rows.features.shape[1], names, seed)
     network.location.fill_(float(rows.samples.mean(torch.log(rows.samples.tokens)).mean()))
@@ -275,7 +276,7 @@ def train(kind: TrainableHead, rows: Rows, tune: Rows, names: Sequence[str], see
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / (WARMUP * total), (total - step) / (total * (1 - WARMUP)))
     )
-    best, kept = math.inf, {}
+    best, weights = math.inf, {}
     for epoch in range(EPOCHS):
         network.train()
         for at in torch.split(drawn_rows(rows), BATCH):
@@ -291,16 +292,16 @@ def train(kind: TrainableHead, rows: Rows, tune: Rows, names: Sequence[str], see
         with torch.no_grad():
             score = float(kind.loss(outputs_of(network, tune), tune.samples).mean())
         if score < best:
-            best, kept = score, {name: value.clone() for name, value in network.state_dict().items()}
+            best, weights = score, {name: value.clone() for name, value in network.state_dict().items()}
         log.info("epoch %d: %.4f", epoch + 1, score)
-    network.load_state_dict(kept)
+    network.load_state_dict(weights)
     return network
 
 
 def outputs_of(
     network: Network, rows: Rows, at: Tensor | None = None, *, hidden: bool = False
 ) -> list[Tensor]:
-    """Outputs of the rows `at`, all by default; `hidden`: without served model and temperature."""
+    """Outputs of the rows `at` (default: all); `hidden` drops served model and temperature."""
     network.eval()
     parts = []
     with torch.no_grad():
@@ -314,7 +315,7 @@ def outputs_of(
 
 
 def at_grid(values: Array, z: Array, of: NDArray[np.int64] | None = None) -> Array:
-    """Values on GRID [D, G], interpolated at z [R, N]; of distribution `of` [R], by default as many as rows."""
+    """Interpolates values on GRID [D, G] at z [R, N]; `of` [R] is the row of `values`, default 0..R-1."""
     place = np.clip((z - GRID[0]) / STEP, 0, len(GRID) - 1.0001)
     low = place.astype(np.int64)
     row = (np.arange(len(z)) if of is None else of)[:, None]
@@ -322,7 +323,7 @@ def at_grid(values: Array, z: Array, of: NDArray[np.int64] | None = None) -> Arr
 
 
 def quantile(cdf: Array, level: float) -> Array:
-    """ln tokens [R]."""
+    """Quantile at a level, in ln tokens [R]."""
     at = np.clip((cdf < level).sum(axis=1), 1, len(GRID) - 1)
     row = np.arange(len(cdf))
     below, above = cdf[row, at - 1], cdf[row, at]
@@ -330,14 +331,14 @@ def quantile(cdf: Array, level: float) -> Array:
 
 
 def shifted(cdf: Array, shift: float, scale: float) -> Array:
-    """About the median m: m + shift w + scale (z - m), w half the distance from the 16 % to the 84 % quantile."""
+    """Shifts and scales about the median m: m + shift w + scale (z - m); w is half the 16 % to 84 % range."""
     median = quantile(cdf, 0.5)[:, None]
     width = ((quantile(cdf, 0.84) - quantile(cdf, 0.16)) / 2)[:, None]
     return at_grid(cdf, median + (GRID - median - shift * width) / scale)
 
 
 def _crps(cdf: Array, lengths: Array, x: Array, of: NDArray[np.int64]) -> Array:
-    """CRPS [R, N] of lengths, by the integral of (F - 1{X <= x})^2 over x up to the limit; `x` are the values on GRID."""
+    """CRPS [R, N] of lengths: the integral of (F - 1{X <= x})^2 up to the limit; `x`: values on GRID."""
 
     def below(values: Array) -> Array:
         steps = (values[:, 1:] + values[:, :-1]) / 2 * np.diff(x)
@@ -350,12 +351,12 @@ def _crps(cdf: Array, lengths: Array, x: Array, of: NDArray[np.int64]) -> Array:
 
 
 def mean_over(present: NDArray[np.bool_], values: Array) -> Array:
-    """Over each row's samples [R]."""
+    """Mean over each row's samples [R]."""
     return np.asarray(np.where(present, values, 0.0).sum(1) / present.sum(1))
 
 
 def scores(cdf: Array, rows: Rows, of: NDArray[np.int64]) -> dict[str, Array]:
-    """Scores of each row [R], whose distribution is number `of` [R] of cdf [D, G]."""
+    """Scores of each row [R]; `of` [R] is the index of its distribution in cdf [D, G]."""
     finished, present = rows.samples.finished.numpy(), rows.samples.present.numpy()
     served = np.minimum(rows.samples.tokens.numpy().astype(float), LIMIT)
     z, x = np.log(served), np.exp(GRID)
@@ -385,8 +386,8 @@ def scores(cdf: Array, rows: Rows, of: NDArray[np.int64]) -> dict[str, Array]:
 def measure(
     kind: Kind, network: Network, tune: Rows, report: Rows, others: Mapping[str, Rows]
 ) -> dict[str, Array]:
-    """Scores of each row of each set, by "SET/SCORE"; raw/: of the report rows before shift and scale."""
-    # For two numbers one served model in four of each prompt is enough.
+    """Scores of each row of each set by "SET/SCORE"; raw/ is the report set before shift and scale."""
+    # One served model in four per prompt is enough to fit two parameters.
     at = torch.arange(0, len(tune.prompt), 4)
     cdf, every = kind.cdf(outputs_of(network, tune, at)), np.arange(len(at))
     present = tune.samples.present[at].numpy()
@@ -398,8 +399,8 @@ def measure(
 
     simplex = [[0.0, 0.0], [0.2, 0.0], [0.0, 0.2]]
     options = {"xatol": 0.01, "fatol": 1e-5, "initial_simplex": simplex}
-    found = minimize(score, np.zeros(2), method="Nelder-Mead", options=options).x
-    shift, scale = float(found[0]), math.exp(found[1])
+    solution = minimize(score, np.zeros(2), method="Nelder-Mead", options=options).x
+    shift, scale = float(solution[0]), math.exp(solution[1])
     result = {"calibration": np.array([shift, scale])}
     raw, every = kind.cdf(outputs_of(network, report)), np.arange(len(report.prompt))
     sets = {"raw": (raw, report, every), "report": (shifted(raw, shift, scale), report, every)}
@@ -413,7 +414,7 @@ def measure(
 
 
 def shapes(tune: Rows, report: Rows, others: Mapping[str, Rows]) -> dict[str, dict[str, Array]]:
-    """Scores as those of `measure`, by shape, with mu and sigma of the shipped predictor."""
+    """Scores as in `measure`, by shape, with mu and sigma of the shipped predictor."""
     predictor = open_predictor(shipped_folder("pretrained"), InferenceOptions(threads=1))
     known = set(predictor.served_models)
 
@@ -470,7 +471,7 @@ def shapes(tune: Rows, report: Rows, others: Mapping[str, Rows]) -> dict[str, di
 def gain(
     base: Array, other: Array, prompt: NDArray[Any], rng: np.random.Generator
 ) -> tuple[float, float, float]:
-    """1 - mean of other / mean of base, both [R], and its 95 % interval over resampled prompts."""
+    """1 - mean(other) / mean(base), both [R], and its 95 % bootstrap interval over prompts."""
     sums = np.zeros((2, prompt.max() + 1))
     for side, values in zip(sums, (base, other), strict=True):
         np.add.at(side, prompt, values)
@@ -486,7 +487,7 @@ def summary(
     table: pd.DataFrame,
     keep: NDArray[np.bool_],
 ) -> dict[str, Any]:
-    """Figures of one head on the rows `keep` of one set, means over its seeds."""
+    """Metrics of one head on the rows `keep` of one set, means over seeds."""
     at = np.flatnonzero(keep)
     prompt, model = (pd.factorize(table[column].iloc[at])[0] for column in ("prompt_id", "model"))
 
@@ -516,7 +517,7 @@ def summary(
 
 
 def reasoning(data: Path, name: str, table: pd.DataFrame) -> NDArray[np.bool_]:
-    """Rows of served models most of whose answers have thinking that the source counts."""
+    """Rows of served models for which most outputs have thinking tokens that the source counts."""
     raw = pd.read_parquet(data / f"more/{name}.parquet")
     if "api_tokens" not in raw.columns:
         return np.zeros(len(table), dtype=bool)
@@ -544,13 +545,13 @@ COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 
 def interval(values: Sequence[float]) -> str:
-    """A gain and its interval, in percent."""
+    """A gain with its interval, in percent."""
     mean, low, high = (100 * value for value in values)
     return f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"
 
 
 def markdown(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """A table of one set with a row for each head."""
+    """Table of one set with a row for each head."""
     lines = [f"| head | {' | '.join(COLUMNS)} |", "|---|" + "---:|" * len(COLUMNS)]
     lines += [
         f"| {name} | {' | '.join(cell(one) for cell in COLUMNS.values())} |" for name, one in results.items()
@@ -559,17 +560,15 @@ def markdown(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Trains what is not in the work folder yet, and prints the tables."""
+    """Trains the heads that are missing in the work folder, and prints the tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("data", type=Path, help="folder of the public sets")
-    parser.add_argument("--encoder", default=ENCODER, help="encoder that was not trained on these prompts")
+    parser.add_argument("--encoder", default=ENCODER, help="encoder not trained on these prompts")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--heads", nargs="+", choices=HEADS, default=list(HEADS))
-    parser.add_argument(
-        "--work", type=Path, default=Path("out/distribution_heads"), help="folder; what is there is kept"
-    )
+    parser.add_argument("--work", type=Path, default=Path("out/distribution_heads"), help="cached results")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(args)
     torch.set_num_threads(1)

@@ -1,16 +1,16 @@
-"""Whether drift is noticed on real answers: one served model's answers, then another's under the same name.
+"""Drift detection on real outputs: one served model is replaced by another under the same name.
 
     python -m benchmarks.drift PREDICTOR --data FILE [--swap OLD=NEW ...] [--before 1500] [--after 3000] [--json OUT]
         [--markdown docs/drift.md]
 
-FILE holds samples that PREDICTOR was not trained on, of several served models. A stream is --before answers of OLD, in
-random order, then --after answers of NEW to the same prompts, as if the model behind the name had been replaced; all are
-predicted for as OLD's. It goes through what `evaluate-stream` keeps of a served model. Without --swap every model is
-replaced by the next one in the alphabet, and each also goes on as it was (NEW = OLD), where an alarm is a false one or
-says that the predictor is wrong on OLD itself.
+FILE holds samples of several served models that PREDICTOR was not trained on. A stream has up to --before
+outputs of OLD in random order, then up to --after outputs of NEW to the same prompts, as if the model behind
+the name had been replaced. All outputs are predicted as outputs of OLD, and the stream goes through the
+monitor of `evaluate-stream`. Without --swap each model is replaced by the next one in alphabetical order, and
+by itself (NEW = OLD); an alarm is then a false one, or shows that the predictor is wrong for OLD.
 
-Coverage is counted after the change: of the predictions as they came; after the first alarm, with the recalibration that
-is put in use at an alarm; and with the running one, which each answer moves before the next one is judged.
+Coverage is measured after the change: of the original predictions; of predictions that are recalibrated at
+alarms, after the first alarm; and of online recalibration, which is updated after every output.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Coverage:
     count: int = 0
 
     def add(self, output: ObservedOutput, prediction: LengthPrediction) -> None:
-        """Counts one output under a prediction."""
+        """Counts one output and its prediction."""
         z = (math.log(output.output_tokens) - prediction.mu) / prediction.sigma
         probability = student_t_cdf(z, prediction.nu)
         self.count += 1
@@ -70,22 +70,22 @@ class Coverage:
             self.covered[name] += bool(output.finished) and probability <= level
 
     def shares(self) -> dict[str, float] | None:
-        """Level -> fraction; None without outputs."""
+        """Level -> fraction; None if there are no outputs."""
         return {name: hits / self.count for name, hits in self.covered.items()} if self.count else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swap:
-    """What one stream showed.
+    """Result of one stream.
 
     Attributes:
         old, new: Served models.
         alarms_before: Alarms before the change.
-        delay: Answers from the change to the first alarm behind it; None: there was none.
-        reason: What that alarm said.
-        num_alarms: Alarms of the whole stream.
-        predicted, at_alarms, running: Coverage by level, of all answers after the change; at_alarms of those after the
-            first alarm behind it; None where there are none.
+        delay: Outputs from the change to the next alarm; None: there was no alarm.
+        reason: Reason that this alarm reports.
+        num_alarms: Number of alarms in the stream.
+        predicted, at_alarms, running: Coverage by level after the change, at_alarms after the first alarm
+            that follows it; None if there are no outputs.
     """
 
     old: str
@@ -102,7 +102,7 @@ class Swap:
 def watched(
     old: str, new: str, outcomes: Sequence[ObservedOutput], change: int, window: int, arl: float
 ) -> Swap:
-    """Sends a stream through a monitor; the answers from `change` on are those of `new`."""
+    """Sends a stream through a monitor; outputs from index `change` on are those of `new`."""
     monitor = ModelMonitor(window, arl)
     predicted, at_alarms, running = Coverage(), Coverage(), Coverage()
     alarms_before, delay, reason = 0, None, None
@@ -134,11 +134,11 @@ def watched(
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """Answers and predictions of all rows of a file.
+    """Outputs and predictions for all rows of a file.
 
     Attributes:
         rows: The file.
-        mu, sigma, nu: Predicted for each row [G].
+        mu, sigma, nu: Predicted parameters of each row [G].
         row_of: (prompt, served model) -> row.
     """
 
@@ -156,16 +156,16 @@ class Answered:
     def stream(
         self, old: str, new: str, before: int, after: int, rng: np.random.Generator
     ) -> tuple[list[ObservedOutput], int]:
-        """Outcomes, and how many come before the change.
+        """Outputs with predictions, and the number of outputs before the change.
 
         Raises:
-            InputError: No prompt was answered by both.
+            InputError: No prompt has outputs of both models.
         """
         shared = sorted(
             prompt for prompt, model in self.row_of if model == old and (prompt, new) in self.row_of
         )
         if not shared:
-            raise InputError("--swap", f"{old}={new}", "two served models that answered the same prompts")
+            raise InputError("--swap", f"{old}={new}", "two served models with outputs to the same prompts")
         own = self._answers([(prompt, old) for prompt in shared], old, rng)
         first = own[:before]
         second = own[before:] if new == old else self._answers([(prompt, new) for prompt in shared], old, rng)
@@ -174,7 +174,7 @@ class Answered:
     def _answers(
         self, keys: Sequence[tuple[str, str]], old: str, rng: np.random.Generator
     ) -> list[ObservedOutput]:
-        """Outcomes of all outputs of some rows in random order, predicted for as those of `old`."""
+        """All outputs of some rows in random order, predicted as outputs of `old`."""
         outcomes = []
         offsets, outputs = self.rows.fits.groups.offsets, self.rows.outputs
         for prompt, model in keys:
@@ -222,7 +222,7 @@ def read_answered(predictor: str, data: str, options: InferenceOptions) -> Answe
 
 
 def pairs_of(models: Sequence[str], swaps: Sequence[str] | None) -> list[tuple[str, str]]:
-    """(OLD, NEW) of each --swap; without any each model with itself and with the next.
+    """(OLD, NEW) pairs of --swap; by default each model with itself and with the next one.
 
     Raises:
         InputError: A served model is not in the data.
@@ -245,7 +245,7 @@ def pairs_of(models: Sequence[str], swaps: Sequence[str] | None) -> list[tuple[s
 
 
 def markdown(swaps: Sequence[Swap]) -> str:
-    """The table."""
+    """Markdown table of the swaps."""
     return markdown_table(HEADER, [_row(swap) for swap in swaps])
 
 
@@ -268,24 +268,24 @@ def _percent(shares: dict[str, float] | None) -> str:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Prints the table; 2 where files cannot be used."""
+    """Prints the table; returns 2 if an input is missing or invalid."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("predictor", nargs="?")
     parser.add_argument("--data")
     parser.add_argument("--swap", nargs="+", help="OLD=NEW")
-    parser.add_argument("--before", type=int, default=1500, help="most answers before the change")
-    parser.add_argument("--after", type=int, default=3000, help="most answers after it")
-    parser.add_argument("--window", type=int, default=1000, help="as in evaluate-stream")
-    parser.add_argument("--arl", type=float, default=100_000, help="as in evaluate-stream")
+    parser.add_argument("--before", type=int, default=1500, help="maximum outputs before the change")
+    parser.add_argument("--after", type=int, default=3000, help="maximum outputs after the change")
+    parser.add_argument("--window", type=int, default=1000, help="see evaluate-stream")
+    parser.add_argument("--arl", type=float, default=100_000, help="see evaluate-stream")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json")
-    parser.add_argument("--markdown", help="page whose table is replaced, or that is made")
+    parser.add_argument("--markdown", help="Markdown page whose table is replaced; created if missing")
     options = parser.parse_args(args)
     if options.predictor is None or options.data is None:
-        print("nothing to measure: name a PREDICTOR and --data FILE (see --help)")
+        print("nothing to measure: PREDICTOR and --data FILE are required (see --help)")
         return 0
     try:
         answered = read_answered(

@@ -1,6 +1,6 @@
-"""A server that costs next to nothing, so that what a benchmark sees is the client.
+"""A minimal OpenAI server for benchmarks of clients; its own cost is negligible.
 
-`python -m benchmarks.fast_openai DELAY_S INTERVAL_S` prints its port and serves until it is stopped.
+`python -m benchmarks.fast_openai DELAY_S INTERVAL_S` prints its port and serves until it is terminated.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ OUTPUT = {
 
 
 class FastProtocol(asyncio.Protocol):
-    """Always the same output, at a small part of a client's cost; for benchmarks.
+    """Returns the same output for every request, at a small fraction of a client's cost.
 
     Args:
-        delay_s: Mean seconds until the output, or until the first event of a stream; 0.5 to 1.5 times as much.
+        delay_s: Mean delay of the output or the first event of a stream, varied by a factor of 0.5 to 1.5.
         interval_s: Seconds between the events of a stream.
     """
 
@@ -55,8 +55,8 @@ class FastProtocol(asyncio.Protocol):
         return head.encode() + body
 
     @staticmethod
-    def _chunk(found: object) -> bytes:
-        event = b"data: " + json.dumps(found).encode() + b"\n\n"
+    def _chunk(content: object) -> bytes:
+        event = b"data: " + json.dumps(content).encode() + b"\n\n"
         return b"%x\r\n%s\r\n" % (len(event), event)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -65,12 +65,12 @@ class FastProtocol(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         received = self._received + data
-        head, found, body = received.partition(b"\r\n\r\n")
+        head, separator, body = received.partition(b"\r\n\r\n")
         length = 0
         for line in head.split(b"\r\n"):
             if line[:15].lower() == b"content-length:":
                 length = int(line[15:])
-        if not found or len(body) < length:
+        if not separator or len(body) < length:
             self._received = received
             return
         self._received = b""
@@ -97,7 +97,7 @@ class FastProtocol(asyncio.Protocol):
 
 
 async def main() -> None:
-    """Serves until it is stopped; writes the port to standard output."""
+    """Writes the port to standard output and serves until terminated."""
     allow_descriptors(12_000)
     protocol = partial(FastProtocol, *map(float, sys.argv[1:]))
     server = await asyncio.get_running_loop().create_server(protocol, "127.0.0.1", 0, backlog=20_000)

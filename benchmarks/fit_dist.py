@@ -1,16 +1,16 @@
-"""Time and memory of fitting one log-t per prompt, every side measured in the same run, interleaved.
+"""Time and memory of fitting one log-t per prompt; all methods are interleaved in one process.
 
     python benchmarks/fit_dist.py [--prompts 45000] [--samples 20] [--subset 150] [--repeats 5] [--castillo FILE] [--largest 1000000]
 
-1. One fit per prompt with fixed nu = 3.5, no sample censored: scipy.stats.t.fit of the log lengths; scipy's L-BFGS-B with
-   numeric and with analytic gradient, one prompt after another (today's practice; these three on a subset of the
-   prompts); and `training.fitting.estimate` on all prompts, from integer lengths to estimates with standard errors, on
-   one core. The largest differences of mu and ln sigma from the analytic loop show that it is the same optimum.
-   Synthetic prompts, and lengths drawn with replacement from CASTILLO's real ones if its file exists.
-2. Costs of samples censored at one limit per prompt, or at limits of their own, of distances, and of other families.
-3. Growth: prompts in blocks of 65,536, as the command works through a file; peak memory of each run in its own process.
+1. One fit per prompt with fixed nu = 3.5 and no censoring. scipy.stats.t.fit of the log lengths, and SciPy's
+   L-BFGS-B with numeric and with analytic gradient, fit one prompt after another on a subset of the prompts.
+   `training.fitting.estimate` fits all prompts on one core, from integer lengths to standard errors. The
+   largest differences of mu and ln sigma from L-BFGS-B show that both find the same optimum. The lengths are
+   synthetic, and resampled with replacement from CASTILLO if its file exists.
+2. Cost of censoring (one limit per prompt, or one per sample), of distances, and of other families.
+3. Scaling: prompts in blocks of 65,536, as in the command; peak memory of each run in its own process.
 
-Times are the smallest of the repeats, in CPU time; a compiled kernel is loaded before the clock starts.
+Times are the minimum CPU time of the repeats; compiled kernels are loaded before timing starts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Lengths = NDArray[np.int64]
 
 
 def synthetic(prompts: int, samples: int, seed: int) -> Lengths:
-    """[prompts, samples] whole lengths; mu ~ N(5, 1), ln sigma ~ N(-1, 0.5)."""
+    """[prompts, samples] integer lengths; mu ~ N(5, 1), ln sigma ~ N(-1, 0.5)."""
     rng = np.random.default_rng(seed)
     mu, sigma = rng.normal(5.0, 1.0, (prompts, 1)), np.exp(rng.normal(-1.0, 0.5, (prompts, 1)))
     x = np.exp(np.minimum(mu + sigma * rng.standard_t(NU, (prompts, samples)), 16.0))
@@ -45,7 +45,7 @@ def synthetic(prompts: int, samples: int, seed: int) -> Lengths:
 
 
 def resampled(path: str, prompts: int, samples: int, seed: int) -> Lengths:
-    """[prompts, samples] lengths drawn with replacement from the samples of that many rows of CASTILLO."""
+    """[prompts, samples] lengths drawn with replacement from the samples of `prompts` rows of CASTILLO."""
     import pyarrow.parquet as pq
 
     column = (
@@ -59,7 +59,7 @@ def resampled(path: str, prompts: int, samples: int, seed: int) -> Lengths:
 
 
 def objective(theta: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
-    """Negative log-likelihood over (mu, ln sigma) and its gradient."""
+    """Negative log-likelihood of (mu, ln sigma), and its gradient."""
     sigma = math.exp(theta[1])
     z = (y - theta[0]) / sigma
     square = z * z
@@ -69,7 +69,7 @@ def objective(theta: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float
 
 
 def by_lbfgsb(rows: Lengths, *, analytic: bool) -> NDArray[np.float64]:
-    """(mu, ln sigma) of each row, one after another."""
+    """(mu, ln sigma) of each row, fitted one after another."""
     solutions = []
     for row in rows:
         y = np.log(row)
@@ -95,7 +95,7 @@ def by_scipy_fit(rows: Lengths) -> NDArray[np.float64]:
 
 
 def ours(rows: Lengths, limit: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
-    """(mu, ln sigma) of all rows at once; lengths above `limit`, which broadcasts, are censored."""
+    """(mu, ln sigma) of all rows at once; lengths above `limit` (broadcast) are censored."""
     observed = rows if limit is None else np.minimum(rows, limit)
     sample = SortedLengths.of(
         observed.ravel(), (observed == rows).ravel(), np.arange(len(rows) + 1) * rows.shape[1]
@@ -112,9 +112,9 @@ def cpu(action: Callable[[], object]) -> float:
 
 
 def compare(name: str, rows: Lengths, subset: int, repeats: int) -> None:
-    """Table 1 for one set of lengths."""
+    """Prints table 1 for one set of lengths."""
     distinct = np.array([len(np.unique(row)) for row in rows[: 4 * subset]])
-    few = rows[: 4 * subset][distinct > 4][:subset]  # where the likelihood has a maximum for every side
+    few = rows[: 4 * subset][distinct > 4][:subset]  # all methods have a maximum of the likelihood there
     sides: dict[str, tuple[Callable[[], object], int]] = {
         "scipy.stats.t.fit, fixed nu": (
             lambda: by_scipy_fit(few[: max(subset // 5, 1)]),
@@ -139,7 +139,7 @@ def compare(name: str, rows: Lengths, subset: int, repeats: int) -> None:
 
 
 def extras(rows: Lengths, repeats: int, seed: int) -> None:
-    """Table 2."""
+    """Prints table 2."""
     rng = np.random.default_rng(seed)
     typical = np.median(rows, axis=1, keepdims=True)
     one_limit = np.maximum(np.rint(typical * 1.35), 2).astype(np.int64)
@@ -172,7 +172,7 @@ def extras(rows: Lengths, repeats: int, seed: int) -> None:
 
 
 def peak_megabytes() -> float:
-    """Largest resident memory of this process so far. (ru_maxrss would begin with that of the parent.)"""
+    """Peak resident memory of this process. (ru_maxrss would include that of the parent.)"""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(float(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:"))
 
@@ -190,7 +190,7 @@ def _grow(
 
 
 def growth(largest: int, samples: int, seed: int) -> None:
-    """Table 3."""
+    """Prints table 3."""
     print(f"\n{'prompts':>10} {'fit, s':>8} {'us / prompt':>12} {'peak MB':>8} {'of which libraries':>19}")
     sizes = [size for size in (10_000, 45_000, 100_000, 1_000_000, 10_000_000) if size <= largest]
     context = multiprocessing.get_context("spawn")
@@ -208,14 +208,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=int, default=45_000)
     parser.add_argument("--samples", type=int, default=20)
-    parser.add_argument("--subset", type=int, default=150, help="prompts of the sides that go one by one")
+    parser.add_argument("--subset", type=int, default=150, help="prompts of the methods that loop")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--castillo", default="../shared/data/castillo_train.parquet", help="skipped if absent"
-    )
-    parser.add_argument(
-        "--largest", type=int, default=1_000_000, help="prompts of the longest run of table 3"
-    )
+    parser.add_argument("--castillo", default="../shared/data/castillo_train.parquet", help="optional")
+    parser.add_argument("--largest", type=int, default=1_000_000, help="maximum number of prompts of table 3")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     print(
@@ -232,7 +228,7 @@ def main() -> None:
                 args.repeats,
             )
         else:
-            print("\nno CASTILLO file: only synthetic lengths")
+            print("\nCASTILLO file not found: only synthetic lengths")
         extras(rows, args.repeats, args.seed)
         growth(args.largest, args.samples, args.seed)
 

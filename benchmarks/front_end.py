@@ -1,13 +1,13 @@
-"""What the service's front end costs: CPU of the server process per request; model and tokenizer are replaced by ones
-that cost nothing, so that gRPC, queue, futures and threads remain.
+"""Cost of the service's front end: CPU time of the server process per request. Model and tokenizer are
+replaced by free ones, so that gRPC, queue, futures and threads remain.
 
-Each variant is a process of its own, and an open-loop load of single requests is put on them in turn, round after
-round. Beside ours: a grpc.aio server whose handler returns the bytes it got, which is the floor of that library; and one
-whose handler lets a thread return them, which is the floor of any service on it whose event loop does not run the model.
+Each variant runs in its own process and gets an open-loop load of single requests, in turn in each round. The
+baselines are a grpc.aio server whose handler returns its input (the minimum for that library), and one whose
+handler returns it from a thread (the minimum for a service that runs the model outside the event loop).
 
     python benchmarks/front_end.py
     python benchmarks/front_end.py --rate 500 --seconds 10
-    python benchmarks/front_end.py --before CHECKOUT    # the service of another checkout too
+    python benchmarks/front_end.py --before CHECKOUT    # also the service of another checkout
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SERVICE = {"Predict": ("service", METHOD), "PredictStream": ("service", STREAM)}
 
 @dataclass
 class Variant:
-    """One server process, the method that is called, and CPU milliseconds per answer, one entry per round."""
+    """One server process, its method, and CPU milliseconds per response, one entry per round."""
 
     process: subprocess.Popen[str]
     address: str
@@ -54,7 +54,7 @@ class Variant:
 
 
 async def serve(kind: str, artifact: str) -> None:
-    """Serves until killed, after writing the port to stdout."""
+    """Writes the port to stdout and serves until terminated."""
     port = await (_service(artifact) if kind == "service" else _echo(by_thread=kind == "thread"))
     sys.stdout.write(f"{port}\n")
     sys.stdout.flush()
@@ -105,12 +105,12 @@ async def _service(artifact: str) -> int:
     return await server.start()
 
 
-_keep: list[Any] = []  # grpc.aio ends a server that nobody holds
+_keep: list[Any] = []  # grpc.aio stops a server that is garbage-collected
 
 
 @contextlib.contextmanager
 def started(kind: str, method: str, artifact: Path, checkout: Path) -> Iterator[Variant]:
-    """A variant with the service of a checkout, ready to answer; killed at the end."""
+    """A running variant with the service of a checkout; terminated at the end."""
     process = subprocess.Popen(
         [
             sys.executable,
@@ -133,7 +133,7 @@ def started(kind: str, method: str, artifact: Path, checkout: Path) -> Iterator[
 
 
 async def put_load(variant: Variant, rate: float, seconds: float) -> None:
-    """`rate` requests per second at even distances; appends the server's CPU time per answer."""
+    """Sends `rate` requests per second at equal intervals; appends the server's CPU time per response."""
     from predictors.proto import predictor_v1_pb2 as pb
 
     data = pb.PredictRequest(request_id="r", prompt=PROMPT).SerializeToString()
@@ -189,13 +189,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rate", type=float, default=170.0, help="requests per second")
-    parser.add_argument("--seconds", type=float, default=1.0, help="per variant and round")
+    parser.add_argument("--seconds", type=float, default=1.0, help="duration per variant and round")
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument(
-        "--before", type=Path, help="another checkout whose service is measured beside this one"
-    )
+    parser.add_argument("--before", type=Path, help="another checkout whose service is also measured")
     parser.add_argument("--serve", choices=("echo", "thread", "service"), help=argparse.SUPPRESS)
-    parser.add_argument("--artifact", help="default: a tiny one")
+    parser.add_argument("--artifact", help="default: a tiny artifact")
     options = parser.parse_args()
     if options.serve:
         from predictors.edge import run

@@ -1,20 +1,21 @@
-"""All tables that need a machine with one GPU, by one command that can be run again until all are there.
+"""All measurements that need a machine with one GPU. The command can be repeated until all are complete.
 
     python -m benchmarks.gpu --data DATA [--steps training_step minilm] [--limit_s 540]
-    python -m benchmarks.gpu --check [--data DATA]                          # every step at tiny size on the CPU
-    python -m benchmarks.gpu --pack FOLDER --data DATA [--wheels FOLDER]    # what such a machine lacks, in parts
+    python -m benchmarks.gpu --check [--data DATA]                         # all steps, tiny inputs, CPU
+    python -m benchmarks.gpu --pack FOLDER --data DATA [--wheels FOLDER]   # packs the inputs of that machine
     python -m benchmarks.gpu --join FOLDER --out TARGET                     # unpacks parts
 
-- training_step: DeBERTa-v3-base's architecture, our stage and a plain Trainer loop, both precisions;
-- onnx_latency: MiniLM and DeBERTa-v3-base's architecture in ONNX Runtime on CUDA and, where it is installed, TensorRT;
-- sampling: SmolLM2-135M-Instruct by transformers and, where it is installed, vLLM;
-- minilm: the predictor that ships, more passes over all prepared data (`examples.pretrained`);
-- smollm2_full: the larger predictor, all weights of its 18 layers trained in place of adapters.
+- training_step: DeBERTa-v3-base's architecture, our training stage and a plain Trainer loop, both precisions;
+- onnx_latency: MiniLM and DeBERTa-v3-base's architecture in ONNX Runtime on CUDA and, if installed, TensorRT;
+- sampling: SmolLM2-135M-Instruct with transformers and, if installed, vLLM;
+- minilm: trains the shipped predictor for more epochs over all prepared data (`examples.pretrained`);
+- smollm2_full: trains the larger predictor with all weights of its 18 layers instead of adapters.
 
-Each step writes a page into --out; one whose page is there for this GPU is left out. What has not ended within --limit_s is
-stopped: the page says so, and the next call runs the step again, where training goes on after its last pass as long as --work
-is there. Trained weights are in --work/STEP/parts: the checkpoint in float16, and the int8 artifact if its quality holds. DATA
-is the folder of public length sets, as for `examples.pretrained`.
+Each step writes a page into --out; a step is skipped if its page exists for this GPU. A step that exceeds
+--limit_s is stopped and its page is marked unfinished. The next call runs the step again; training resumes
+after its last epoch if --work still exists. Trained weights are in --work/STEP/parts: the float16 checkpoint,
+and the int8 artifact if it passes the quality check. DATA is the folder of public length sets, as for
+`examples.pretrained`.
 """
 
 from __future__ import annotations
@@ -60,27 +61,27 @@ VERSIONS = (
     "tailcast",
 )
 UNFINISHED = "Unfinished: "
-#: Of the limit, for the rest of a call.
+#: Seconds of the limit that are reserved for the end of a call.
 RESERVE_S = 10.0
 
 
 class UnfinishedError(TailcastError):
-    """A command failed, or was stopped."""
+    """A command failed or was stopped."""
 
 
 @dataclass
 class Run:
-    """One step: its commands by the clock of `time.monotonic()`, and the sections of its page."""
+    """One step: its commands, its deadline (`time.monotonic()`), and the sections of its page."""
 
     options: argparse.Namespace
     end: float
     page: list[str] = field(default_factory=list)
 
     def command(self, *words: str, optional: bool = False, quiet: bool = False) -> None:
-        """Runs `python -m WORDS`; what it prints is a section of the page, unless it is quiet. An optional one may fail.
+        """Runs `python -m WORDS` and adds its output to the page unless `quiet`; an `optional` one may fail.
 
         Raises:
-            UnfinishedError: It failed, or there was no time to end it.
+            UnfinishedError: It failed or exceeded the time limit.
         """
         begin, log = time.monotonic(), self.options.work / "log.txt"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -118,14 +119,14 @@ class Run:
 
 
 def training_step(run: Run) -> None:
-    """Both precisions."""
+    """Measures both precisions."""
     sizes = ("--prompts", "64", "--rounds", "1") if run.options.check else ()
     for precision in ("32-true", "bf16-mixed"):
         run.command("benchmarks.training_step", "--precision", precision, *sizes)
 
 
 def onnx_latency(run: Run) -> None:
-    """Both encoders; in a check MiniLM alone, because the graph of the other one takes gigabytes."""
+    """Measures both encoders; a check uses only MiniLM, because exporting the other graph takes gigabytes."""
     command = ["benchmarks.onnx_latency", "--no-compile", "--graphs", str(run.options.work / "graphs")]
     if run.options.check:
         command += ["--device", "cpu", "--shapes", "1x8", "--repetitions", "1", "--legacy-exporter"]
@@ -141,7 +142,7 @@ def onnx_latency(run: Run) -> None:
 
 
 def sampling(run: Run) -> None:
-    """Both engines."""
+    """Measures both engines."""
     sizes = (
         ("--batch", "2", "--prompts", "1", "--samples", "2", "--max-tokens", "2") if run.options.check else ()
     )
@@ -152,7 +153,7 @@ def sampling(run: Run) -> None:
         run.page.append("vLLM was not run: it is not installed, or this is a check.\n")
 
 
-#: Steps that measure; the others train.
+#: Steps that measure; all others train.
 MEASUREMENTS = {"training_step": training_step, "onnx_latency": onnx_latency, "sampling": sampling}
 
 
@@ -165,7 +166,7 @@ def training(run: Run, step: str) -> None:
         step, options.data, out, options.passes, check=options.check, teacher=options.teacher_rows
     )
     if options.check:
-        # `calibrate` refuses so few prompts; the second call continues after it.
+        # `calibrate` rejects so few prompts; the second call resumes after it.
         run.command(*words, quiet=True, optional=True)
     run.command(*words, quiet=True)
     if step == "smollm2_full":
@@ -181,24 +182,24 @@ def training(run: Run, step: str) -> None:
 
 
 def missing(step: str, options: argparse.Namespace) -> str | None:
-    """Why a step cannot run here."""
+    """The reason why a step cannot run here, or None."""
     modules = [name for name in STEPS[step] if util.find_spec(name) is None]
     if modules:
         return f"not installed: {', '.join(modules)}"
     if step in TRAINING and not options.data:
         return "needs --data"
     if step in TRAINING and not Path(sys.executable).with_name("train").exists():
-        return f"the commands of tailcast are not installed beside {sys.executable}"
+        return f"the commands of tailcast are not installed next to {sys.executable}"
     if step == "onnx_latency" and not options.check:
         import onnxruntime
 
         if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
-            return "ONNX Runtime has no CUDA here; install onnxruntime-gpu"
+            return "ONNX Runtime has no CUDA provider; install onnxruntime-gpu"
     return None
 
 
 def gpu_name() -> str | None:
-    """Name of the GPU, with its driver where nvidia-smi is installed; None: there is none."""
+    """Name of the GPU, with its driver version if nvidia-smi is installed; None if there is no GPU."""
     if smi := shutil.which("nvidia-smi"):
         query = [smi, "--query-gpu=name,driver_version", "--format=csv,noheader"]
         lines = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
@@ -210,15 +211,15 @@ def gpu_name() -> str | None:
 
 
 def run_steps(options: argparse.Namespace, command: str) -> int:
-    """Writes a page for each step, and prints a line; the number of steps that did not end.
+    """Writes a page and prints a line for each step; returns the number of unfinished steps.
 
     Raises:
-        TailcastError: There is no GPU, and this is no check.
+        TailcastError: There is no GPU, and --check is not set.
     """
     end = time.monotonic() + options.limit_s - RESERVE_S
     device = "CPU, tiny sizes" if options.check else gpu_name()
     if device is None:
-        raise TailcastError("no GPU here; --check runs every step at tiny size on the CPU")
+        raise TailcastError("no GPU found; --check runs every step with tiny inputs on the CPU")
     installed = {one.metadata["Name"].lower(): one.version for one in metadata.distributions()}
     versions = ", ".join(f"{name} {installed[name]}" for name in VERSIONS if name in installed)
     head = f"{device}, {date.today()}, Python {platform.python_version()}, {versions}\n\n    {command}\n"
@@ -228,7 +229,7 @@ def run_steps(options: argparse.Namespace, command: str) -> int:
         page, begin = options.out / f"{step}.md", time.monotonic()
         text = page.read_text(encoding="utf-8") if page.is_file() else UNFINISHED
         if f"\n{device}, " in text and UNFINISHED not in text and not options.overwrite:
-            print(f"{step}: {page} is there", flush=True)
+            print(f"{step}: {page} exists", flush=True)
             continue
         if reason := missing(step, options):
             print(f"{step}: skipped, {reason}", flush=True)
@@ -236,7 +237,7 @@ def run_steps(options: argparse.Namespace, command: str) -> int:
         run, result = Run(options, end), str(page)
         try:
             training(run, step) if step in TRAINING else MEASUREMENTS[step](run)
-        except Exception as error:  # of whatever kind: the other steps go on
+        except Exception as error:  # the other steps still run
             num_unfinished += 1
             result = f"{UNFINISHED}{error if isinstance(error, TailcastError) else repr(error)}"
             run.page.append(f"{result}\n")
@@ -274,15 +275,15 @@ def pack(options: argparse.Namespace) -> None:
 
 
 def join(folder: Path, out: Path) -> int:
-    """Unpacks what is complete; 1 if parts are missing."""
+    """Unpacks the complete archives; returns 1 if parts are missing."""
     num_missing = join_parts(folder, out)
     for archive, number in num_missing.items():
-        print(f"{archive}: {f'left out, {number} parts are missing' if number else f'unpacked into {out}'}")
+        print(f"{archive}: {f'skipped, {number} parts are missing' if number else f'unpacked into {out}'}")
     return int(any(num_missing.values()))
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs one mode; 1 if a step did not end or parts are missing, 2 for an error."""
+    """Runs one mode; returns 1 if a step is unfinished or parts are missing, 2 for an error."""
     words = sys.argv[1:] if args is None else list(args)
     options = _parser().parse_args(words)
     if options.check:
@@ -308,18 +309,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, help="folder of public length sets")
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), metavar="STEP")
     parser.add_argument("--out", type=Path, help="folder of the pages; default: benchmarks/results/gpu")
-    parser.add_argument("--work", type=Path, default=Path("out/gpu"), help="folder for everything else")
+    parser.add_argument("--work", type=Path, default=Path("out/gpu"), help="folder for all other files")
     parser.add_argument("--limit_s", type=float, default=540.0, help="time limit of the whole call")
-    parser.add_argument("--overwrite", action="store_true", help="run steps whose page is there too")
-    parser.add_argument("--passes", type=int, help="of training; default: minilm 8, smollm2_full 4")
+    parser.add_argument("--overwrite", action="store_true", help="also run steps whose page exists")
+    parser.add_argument("--passes", type=int, help="training epochs; default: minilm 8, smollm2_full 4")
     parser.add_argument(
         "--teacher_rows",
         type=Path,
         help="teacher-*.parquet of `make pretrained`; default: teacher.parquet in DATA",
     )
     parser.add_argument("--part_mib", type=float, default=15.0, help="maximum size of a part")
-    parser.add_argument("--check", action="store_true", help="tiny sizes on the CPU; pages into --work")
-    parser.add_argument("--pack", type=Path, metavar="FOLDER", help="write what is needed, in parts")
+    parser.add_argument("--check", action="store_true", help="tiny inputs on the CPU; pages go to --work")
+    parser.add_argument("--pack", type=Path, metavar="FOLDER", help="pack the inputs into parts in FOLDER")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to pack")
     parser.add_argument("--join", type=Path, metavar="FOLDER", help="unpack parts into --out")
     return parser

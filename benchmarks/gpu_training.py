@@ -1,4 +1,4 @@
-"""The training steps of `benchmarks.gpu`: `examples.pretrained` on the GPU, its scores as a table, its weights in parts."""
+"""Training steps of `benchmarks.gpu`: `examples.pretrained` on the GPU, its scores, its weights in parts."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from examples.pretrained.card import scores_table
 from examples.pretrained.prepare import SET_ASIDE, SOURCES
 from scheduler_core.files import atomic_file, shared_folder
 
-#: Step -> more options of `train`, over those of the recipe.
+#: Step -> options of `train` in addition to those of the recipe.
 TRAIN_OPTIONS = {
     "minilm": ("--stage1.epochs=8",),
     "smollm2_full": ("--lora=null", "--stage1.epochs=4", "--stage1.learning_rate=1e-4"),
 }
-#: Predictions of a teacher for training prompts, as `examples.pretrained` makes them.
+#: A teacher's predictions for training prompts, as `examples.pretrained` writes them.
 TEACHER = "teacher.parquet"
 WEIGHTS = "model.safetensors"
-#: What `examples.pretrained` reads of the folder of public length sets.
+#: Files of the folder of public length sets that `examples.pretrained` reads.
 DATA_FILES = (
     "castillo_train.parquet",
     "castillo_validation.parquet",
     *(f"{source.file}.parquet" for source in SOURCES),
     *(f"more/{name}.parquet" for name in SET_ASIDE),
 )
-#: Prompts in a check, of each file of CASTILLO and of each other source.
+#: Number of prompts in a check, per CASTILLO file and per other source.
 NUM_CASTILLO_PROMPTS, NUM_SOURCE_PROMPTS = 120, 24
 
 
 def training_words(
     step: str, data: Path, out: Path, passes: int | None, *, check: bool, teacher: Path | None
 ) -> Sequence[str]:
-    """Module and options that train and evaluate minilm, or train smollm2_full, with few prompts on the CPU for a check.
+    """Module and options to train minilm and evaluate it, or to train smollm2_full; a check is small.
 
     Args:
         step: A key of `TRAIN_OPTIONS`.
         data: Folder of public length sets.
-        out: Folder for everything that is made.
-        passes: Over all prompts; None: those of `TRAIN_OPTIONS`, in a check 1.
-        teacher: File of a teacher's predictions for minilm; None: `TEACHER` in `data`, if it is there.
+        out: Output folder.
+        passes: Number of epochs; None: that of `TRAIN_OPTIONS`, or 1 in a check.
+        teacher: File of a teacher's predictions for minilm; None: `TEACHER` in `data`, if it exists.
     """
     options = [*TRAIN_OPTIONS[step], "--precision=bf16-mixed", f"--accelerator={'cpu' if check else 'cuda'}"]
     if passes or check:
@@ -66,7 +66,7 @@ def training_words(
 
 
 def training_table(step: str, out: Path) -> str:
-    """Markdown of a trained predictor: speed of training, and scores on the report prompts."""
+    """Markdown of a trained predictor: training speed, and scores on the report prompts."""
     training = json.loads((out / "checkpoint" / "training.json").read_text(encoding="utf-8"))
     evaluation = json.loads((out / "evaluation.json").read_text(encoding="utf-8"))
     speed, metrics = training["throughput"]["stage1"], training["metrics"]
@@ -85,7 +85,7 @@ def training_table(step: str, out: Path) -> str:
 
 
 def write_weights(step: str, out: Path, part_mib: float) -> Path:
-    """The folder of parts of STEP-fp16, the calibrated checkpoint in float16, and of STEP-int8, the artifact, if there is one."""
+    """Folder of the parts of STEP-fp16, the calibrated checkpoint in float16, and of STEP-int8, if any."""
     parts = out / "parts"
     shutil.rmtree(parts, ignore_errors=True)
     parts.mkdir()

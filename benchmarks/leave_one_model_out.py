@@ -1,19 +1,20 @@
-"""Predictions for a served model that training has not seen: the mean over the known ones against other ways.
+"""Predictions for a served model that is not in the training data: mean over known models, and alternatives.
 
     python -m benchmarks.leave_one_model_out DATA [--work FOLDER] [--markdown docs/benchmarks.md]
 
-DATA is the folder of public sets that `python -m examples.pretrained` takes; training, tuning and report prompts are those of
-the shipped predictor. For each served model of the report prompts a log-t head is trained without its rows, on a frozen
-encoder that has seen none of the prompts (as in `benchmarks.distribution_heads`), and predicts its rows of the report prompts:
+DATA is the folder of public sets that `python -m examples.pretrained` takes; training, tuning and report
+prompts are those of the shipped predictor. For each served model of the report prompts, a log-t head is
+trained without its rows and then predicts its rows of the report prompts. The encoder is frozen and was not
+trained on any of the prompts (as in `benchmarks.distribution_heads`). Rows of the table:
 
-- mean over the known ones: of mu; for sigma^2 the mean of sigma^2 and the variance of mu. What the shipped predictor does
-  (`Conditioning.unknown_is_mean`).
-- learned as unknown: the condition of the training rows whose served model was hidden, one in five.
-- trained on it: a head of all rows, which is given the name.
+- mean over the known ones: mean of mu; sigma^2 is the mean of sigma^2 plus the variance of mu. This is what
+  the shipped predictor does (`Conditioning.unknown_is_mean`).
+- learned as unknown: the embedding of the training rows whose served model was hidden (one in five).
+- trained on it: a head trained on all rows, with the name as input.
 - another served model's lengths: tau of its mean ln lengths on the same prompts, mean over the others.
 
-Neither is calibrated. Each (prompt, served model) weighs the same; one training seed; 95 % intervals are over the served
-models. What has been trained stays in the work folder.
+No prediction is calibrated. Each (prompt, served model) has the same weight. There is one training seed; the
+95 % intervals are over served models. Trained heads are cached in the work folder.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ CEILING = "another served model's lengths"
 
 
 def chosen(rows: Rows, keep: torch.Tensor) -> Rows:
-    """Some rows; the prompts stay."""
+    """A subset of the rows; the prompts are unchanged."""
     samples = SampleLengths(*(part[keep] for part in rows.samples))
     return replace(
         rows,
@@ -73,7 +74,7 @@ def chosen(rows: Rows, keep: torch.Tensor) -> Rows:
 
 
 def predicted(network: Network, rows: Rows, number: int) -> tuple[Array, Array]:
-    """mu and sigma [R] of rows of a served model of this number."""
+    """mu and sigma [R] of the rows if their served model has this index."""
     outputs = outputs_of(network, replace(rows, model=torch.full_like(rows.model, number)))
     mu, sigma, *_ = KIND.parameters(outputs)
     return mu[:, 0].numpy(), sigma[:, 0].numpy()
@@ -88,7 +89,7 @@ def scored(mu: Array, sigma: Array, rows: Rows) -> dict[str, float]:
 
 
 def ceiling(report: Rows, number: int) -> dict[str, float]:
-    """tau of other served models' lengths on the same prompts."""
+    """tau of other served models' mean lengths on the same prompts."""
     logs = mean_over(report.samples.present.numpy(), np.log(report.samples.tokens.numpy().astype(float)))
     table = pd.DataFrame({"prompt": report.prompt.numpy(), "model": report.model.numpy(), "log": logs})
     by_model = table.pivot_table("log", "prompt", "model")
@@ -100,7 +101,7 @@ def ceiling(report: Rows, number: int) -> dict[str, float]:
 
 
 def markdown(results: Sequence[dict[str, dict[str, float]]]) -> str:
-    """One row for each way, means over served models."""
+    """Table with a row for each kind of prediction, mean over served models."""
     lines = []
     for way in results[0]:
         cells = []
@@ -121,23 +122,21 @@ def markdown(results: Sequence[dict[str, dict[str, float]]]) -> str:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Trains what is not in the work folder yet, and prints the table."""
+    """Trains the heads that are missing in the work folder, and prints the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("data", type=Path, help="folder of the public sets")
-    parser.add_argument(
-        "--work", type=Path, default=Path("out/distribution_heads"), help="folder; what is there is kept"
-    )
+    parser.add_argument("--work", type=Path, default=Path("out/distribution_heads"), help="cached results")
     parser.add_argument("--markdown", help="page whose table is replaced")
     options = parser.parse_args(args)
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     files = prepare(options.data, options.work / "data")
-    known: set[str] = set()
+    served_models: set[str] = set()
     for file in files.training:
-        known |= set(pd.read_parquet(file, columns=["model"]).model.dropna())
-    names = sorted(known)
+        served_models |= set(pd.read_parquet(file, columns=["model"]).model.dropna())
+    names = sorted(served_models)
     rows = read_rows(files.training, names, ENCODER, options.work)
     tune, report = (
         read_rows({file: 1.0}, names, ENCODER, options.work) for file in (files.calibration, files.report)

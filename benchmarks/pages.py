@@ -1,4 +1,4 @@
-"""Tables that a benchmark keeps up to date inside a page of prose: what stands between two comments is replaced."""
+"""Generated sections in Markdown pages, delimited by two comments."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from scheduler_core.files import atomic_file, writable_target
 
 
 def put_section(path: str | Path, name: str, text: str) -> None:
-    """Replaces what stands between `<!-- NAME -->` and `<!-- end of NAME -->`; a page without both gets it at its end.
+    """Replaces the text between `<!-- NAME -->` and `<!-- end of NAME -->`; appends both if missing.
 
     Raises:
-        InputError: The page cannot be written, is not UTF-8, or holds one of the two comments alone.
+        InputError: The page cannot be written, is not UTF-8, or has only one of the two comments.
     """
     target = writable_target(path, "markdown")
     start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"

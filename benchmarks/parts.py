@@ -1,4 +1,4 @@
-"""Folders and files in numbered parts of limited size, with their SHA-256, and back."""
+"""Splits files and folders into numbered parts with SHA-256 sums, and joins them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from pathlib import Path
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.files import sha256_file
 
-#: In the format of sha256sum, beside the parts.
+#: File name of the sums, in the format of sha256sum, next to the parts.
 SUMS = "SHA256SUMS"
 
 
 def write_parts(archive: Path, members: Mapping[str, Path], part_mib: float) -> None:
-    """Writes files and folders, by their path in the archive, as ARCHIVE.000, ARCHIVE.001, ... of at most `part_mib` MiB, and
-    adds these to the list of sums.
+    """Writes members (path in the archive -> file or folder) as ARCHIVE.000, ... of at most `part_mib` MiB.
+
+    Appends the parts to the list of sums.
     """
     with tempfile.TemporaryFile(dir=archive.parent) as whole:
         with tarfile.open(fileobj=whole, mode="w") as stream:
@@ -35,7 +36,7 @@ def write_parts(archive: Path, members: Mapping[str, Path], part_mib: float) -> 
 
 
 def archives_of(folder: Path) -> dict[str, dict[str, str]]:
-    """Archive -> part -> SHA-256, by the list of sums; InputError if there is none."""
+    """Archive -> part -> SHA-256, from the list of sums; InputError if there is none."""
     if not (folder / SUMS).is_file():
         raise InputError("join", str(folder), f"a folder with parts and their {SUMS}")
     archives: dict[str, dict[str, str]] = {}
@@ -46,10 +47,10 @@ def archives_of(folder: Path) -> dict[str, dict[str, str]]:
 
 
 def join_parts(folder: Path, out: Path) -> dict[str, int]:
-    """Unpacks the archives whose parts are all there into `out`; archive -> number of missing parts.
+    """Unpacks the complete archives into `out`; returns the number of missing parts by archive.
 
     Raises:
-        TailcastError: A part differs from its SHA-256; archives before it are unpacked.
+        TailcastError: A part does not match its SHA-256; archives before it are unpacked.
     """
     out.mkdir(parents=True, exist_ok=True)
     num_missing: dict[str, int] = {}
@@ -60,7 +61,7 @@ def join_parts(folder: Path, out: Path) -> dict[str, int]:
         for part, digest in parts.items():
             if sha256_file(folder / part) != digest:
                 raise TailcastError(
-                    f"{folder / part} is damaged: its SHA-256 is not that of {SUMS}; copy it again"
+                    f"{folder / part} is damaged: its SHA-256 differs from that in {SUMS}; copy it again"
                 )
         with tempfile.TemporaryFile(dir=out) as whole:
             for part in parts:

@@ -1,7 +1,7 @@
-"""Vidur's Sarathi and vLLM schedulers on one replica, written straight down: the slow side of `simulator.py`.
+"""Vidur's Sarathi and vLLM schedulers on one replica as a plain loop: the baseline of `simulator.py`.
 
-Independent of the package but for the class that holds the cost tables: no classes, no queues but lists, every iteration
-a round of the loop. Rules: Agrawal et al. 2024 (Vidur) and its code (microsoft/vidur @ 7d47513).
+Independent of the package except for the class of the cost tables: no classes, lists as queues, one pass of
+the loop per iteration. Rules: Agrawal et al. 2024 (Vidur) and its code (microsoft/vidur @ 7d47513).
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def simulate(
 
     Args:
         requests: (arrival in seconds, prompt tokens, output tokens), by arrival.
-        table: Costs.
+        table: Operator costs.
         scheduler: "sarathi" or "vllm".
-        budget: Tokens in an iteration: Sarathi's chunk, vLLM's padded limit.
+        budget: Maximum tokens in an iteration: Sarathi's chunk, vLLM's padded limit.
         num_blocks: Blocks of the KV cache.
-        cap: Most requests at the same time.
+        cap: Maximum number of requests in a batch.
     """
     every = [
         {"at": at, "prompt": p, "total": p + o, "done": 0, "blocks": 0, "first": 0.0, "last": 0.0}

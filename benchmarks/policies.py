@@ -1,16 +1,17 @@
-"""Our own policies against what they are made from, on the same arrivals, in the same run.
+"""Our policies compared with the policies that they extend, on the same arrivals, in the same run.
 
     python benchmarks/policies.py --lengths FILE [--requests 4500] [--slots 32] [--load 1.2] [--studies tail,slo]
 
-FILE is a Parquet file with a column `output_tokens` of several sampled lengths per prompt, such as CASTILLO's. The true length
-of a request is one of its samples, its predicted log-t is fitted to the others (location: median, scale: 0.8 standard
-deviations of ln length, nu = 3.5), behind an error of the predictor: mu + noise N(0, e^2), shrunk towards the mean and
-widened as a calibrated predictor would be. Times are in decode steps: a step takes one unit whatever is in it, so the queue
-is one of `slots` servers. FCFS and shortest first (SEPT) are in every table.
+FILE is a Parquet file with a column `output_tokens` of several sampled lengths per prompt, such as
+CASTILLO's. The true length of a request is one of its samples. Its predicted log-t is fitted to the others
+(location: median, scale: 0.8 standard deviations of ln length, nu = 3.5) and then perturbed by the
+predictor's error: mu + noise N(0, e^2), shrunk towards the mean and widened as by a calibrated predictor.
+Times are in decode steps: each step takes one unit regardless of its batch, as in a queue
+with `slots` servers. FCFS and shortest first (SEPT) are in every table.
 
 - tail: mean and P99 completion time under overload, the mean normalized latency, and the fraction of SEPT's gain over FCFS
   in the mean completion time.
-- slo: fraction of requests within their target.
+- slo: fraction of requests that meet their target.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ NU, CAP = 3.5, 15_000
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request, its true length and what is predicted."""
+    """A request with its true length and its prediction."""
 
     request: Request
     output_tokens: int
@@ -44,7 +45,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one policy: latency of each job in steps (in order of arrival), and counters."""
+    """Result of one policy: latency of each job in steps (in order of arrival), and counters."""
 
     latency: FloatArray
     preemptions: int
@@ -55,7 +56,7 @@ class Outcome:
 def read_jobs(
     path: str, num: int, slots: int, load: float, noise: float, rng: np.random.Generator
 ) -> list[Job]:
-    """Jobs with Poisson arrivals at `load` times what the slots can serve."""
+    """Jobs with Poisson arrivals at `load` times the capacity of the slots."""
     import pyarrow.parquet as pq
 
     samples = np.array(pq.read_table(path, columns=["output_tokens"])["output_tokens"].to_pylist(), float)
@@ -90,9 +91,9 @@ def run(
     prefill_token: float = 0.0,
     **limits: int,
 ) -> Outcome:
-    """Serves all jobs; a step takes one unit of time, and `prefill_token` for each prompt token.
+    """Serves all jobs; a step takes one unit of time plus `prefill_token` for each prompt token.
 
-    Arrivals reach the scheduler at the step after them.
+    Arrivals reach the scheduler at the next step.
     """
     chosen = {"num_kv_blocks": 1_000_000, "max_num_batched_tokens": 8192, **limits}
     core = Scheduler(SchedulerConfig(**chosen), make_policy(policy, parameters))  # type: ignore[arg-type]
@@ -122,13 +123,13 @@ def run(
 
 
 def heading(*columns: str) -> None:
-    """Head of a table."""
+    """Prints the header of a table."""
     print("\n| " + " | ".join(columns) + " |")
     print("| --- |" + " ---: |" * (len(columns) - 1))
 
 
 def row(name: str, *values: float | str) -> None:
-    """A row of a table."""
+    """Prints a row of a table."""
     print(
         f"| {name} | " + " | ".join(v if isinstance(v, str) else f"{v:,.0f}" for v in values) + " |",
         flush=True,
@@ -136,7 +137,7 @@ def row(name: str, *values: float | str) -> None:
 
 
 def tail(options: argparse.Namespace) -> None:
-    """Mean and tail of each order under overload."""
+    """Mean and tail latency of each policy under overload."""
     jobs = read_jobs(
         options.lengths, options.requests, options.slots, options.load, options.noise, rng(options)
     )
@@ -151,7 +152,7 @@ def tail(options: argparse.Namespace) -> None:
     ):
         sides.append((title, lambda p=policy, q=parameters: run(jobs, p, q, **limits).latency))  # type: ignore[misc]
     print(
-        f"\ntail: {len(jobs)} requests, {options.slots} slots, load {options.load}, predictor's error {options.noise}; steps"
+        f"\ntail: {len(jobs)} requests, {options.slots} slots, load {options.load}, prediction error {options.noise}; steps"
     )
     heading(
         "policy", "mean", "P50", "P99", "P99.9", "max", "mean per token", "P99 / FCFS", "gain in mean kept"
@@ -166,12 +167,12 @@ def tail(options: argparse.Namespace) -> None:
 
 
 def kept_share(latency: FloatArray, fcfs: FloatArray, sept: FloatArray) -> float:
-    """Of sept's gain over fcfs in the mean; above 1 where it is more."""
+    """Fraction of sept's improvement over fcfs in the mean that `latency` keeps; can exceed 1."""
     return float((fcfs.mean() - latency.mean()) / (fcfs.mean() - sept.mean()))
 
 
 def slo(options: argparse.Namespace) -> None:
-    """SLO-aware TIE."""
+    """SLO-aware TIE compared with other policies."""
     num = min(options.requests, 1500)
     jobs = read_jobs(options.lengths, num, options.slots, options.load, options.noise, rng(options))
     targets = rng(options).choice([300.0, 1000.0, 4000.0], num)
@@ -202,7 +203,7 @@ def slo(options: argparse.Namespace) -> None:
 
 
 def rng(options: argparse.Namespace) -> np.random.Generator:
-    """The study's own stream of random numbers."""
+    """Random generator of the study."""
     return np.random.default_rng(options.seed)
 
 
@@ -223,7 +224,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--studies", default=",".join(STUDIES))
     options = parser.parse_args(args)
     if options.lengths is None:
-        print("nothing to measure: name a Parquet file with --lengths (see --help)")
+        print("nothing to measure: --lengths FILE (Parquet) is required (see --help)")
         return
     print(
         f"Python {platform.python_version()}, numpy {np.__version__}, {platform.machine()}, seed {options.seed}"

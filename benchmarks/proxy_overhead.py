@@ -1,9 +1,9 @@
-"""What tailcast-proxy adds to a request beside its prediction: latency and CPU.
+"""Overhead of tailcast-proxy per request, without the prediction: latency and CPU.
 
-An engine that answers at once streams some events. A client asks it directly, and through proxies, in turn, one
-request after the other, round after round, so that all sides see the same machine. The first request of a turn finds a
-proxy that has slept for the turns of the others, and is counted apart. No predictor is asked: what one
-costs is `benchmarks/service.py`'s subject; `policy_unpredicted` hints are computed and added all the same.
+An engine with zero latency streams some events. A client sends it requests directly and through proxies, in
+turn, one request at a time, so that all variants run under the same conditions. The first request of a turn
+reaches a proxy that has been idle, and is counted separately. No predictor is used (`benchmarks/service.py`
+measures that); the `policy_unpredicted` hints are still computed and added.
 
     python benchmarks/proxy_overhead.py
     python benchmarks/proxy_overhead.py --requests 5000 --events 200
@@ -46,16 +46,16 @@ VARIANTS: dict[str, list[str] | None] = {
 
 @dataclass
 class Variant:
-    """One way to the engine.
+    """One route to the engine.
 
     Attributes:
-        url: Where the client asks.
-        pid: Of the proxy; None: there is none.
-        admin: Its port for metrics.
-        first_ms, total_ms: To the first byte of the body, and to its end; one entry for each request but the first of a turn.
-        paused_ms: To the first byte, of the first request of each turn: the proxy has slept meanwhile.
+        url: Address that the client uses.
+        pid: Process id of the proxy; None: there is no proxy.
+        admin: Port of the proxy's metrics.
+        first_ms, total_ms: Time to the first byte and end of the body, without the first request of a turn.
+        paused_ms: Time to the first byte of the first request of each turn, after an idle period.
         cpu_s: CPU seconds of the proxy.
-        own_share: Share of requests that the proxy itself, by its own clock, kept for less than a millisecond.
+        own_share: Fraction of requests that the proxy held for less than a millisecond, by its own metrics.
     """
 
     url: str
@@ -77,7 +77,7 @@ def cpu_s(pid: int | None) -> float:
 
 
 async def engine(num_events: int) -> None:
-    """Serves until killed, after writing the port to stdout."""
+    """Writes the port to stdout and serves until terminated."""
     delta = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m"}
     word = {**delta, "choices": [{"index": 0, "delta": {"content": " word"}, "finish_reason": None}]}
     last = {**delta, "choices": [], "usage": {"prompt_tokens": 90, "completion_tokens": num_events}}
@@ -104,7 +104,7 @@ async def engine(num_events: int) -> None:
 
 
 async def ask(client: aiohttp.ClientSession, variant: Variant) -> None:
-    """One request."""
+    """Sends one request."""
     start = time.perf_counter()
     async with client.post(variant.url + CHAT, json=CONTENT) as response:
         await response.content.readany()
@@ -115,7 +115,7 @@ async def ask(client: aiohttp.ClientSession, variant: Variant) -> None:
 
 
 async def measure(variants: dict[str, Variant], num_requests: int, block: int) -> None:
-    """All variants in turn, `block` requests at a time: CPU clocks of processes tick too slowly for single ones."""
+    """Measures the variants in turn by `block` requests; CPU clocks are too coarse for single ones."""
     async with aiohttp.ClientSession() as client:
         for variant in variants.values():
             for _ in range(100):
@@ -137,7 +137,7 @@ async def measure(variants: dict[str, Variant], num_requests: int, block: int) -
 
 
 def share_within(metrics: str) -> float:
-    """Share of requests in the buckets up to a millisecond of tailcast_proxy_overhead_seconds."""
+    """Fraction of requests in the buckets up to 1 ms of tailcast_proxy_overhead_seconds."""
     rows = dict(
         line.rsplit(" ", 1)
         for line in metrics.splitlines()
@@ -148,12 +148,12 @@ def share_within(metrics: str) -> float:
 
 
 def table(variants: dict[str, Variant], num_events: int) -> str:
-    """Percentiles of each variant, and what is more than direct."""
+    """Percentiles of each variant, and the differences from direct requests."""
     direct = variants["direct"]
     lines = [
         f"{len(direct.total_ms) + len(direct.paused_ms)} requests of each variant, {len(direct.paused_ms)} of them after a pause, "
-        f"{num_events} events each; ms; + is more than direct without a pause",
-        "| way | first byte p50 | p99 | whole answer p50 | p99 | + p50, first byte | + p99, first byte | + p50, first byte after a pause | CPU per request | own work before the engine < 1 ms |",
+        f"{num_events} events each; ms; + is the difference from direct without a pause",
+        "| variant | first byte p50 | p99 | full response p50 | p99 | + p50, first byte | + p99, first byte | + p50, first byte after a pause | CPU per request | own time < 1 ms |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, variant in variants.items():
@@ -169,7 +169,7 @@ def table(variants: dict[str, Variant], num_events: int) -> str:
 
 
 def start(command: list[str], port_file: Path | None = None) -> tuple[subprocess.Popen[str], int]:
-    """A process that says its port on stdout, or in a file."""
+    """Starts a process that writes its port to stdout or to a file."""
     process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     if port_file is None:
@@ -187,10 +187,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--requests", type=int, default=1000, help="requests of each variant")
-    parser.add_argument(
-        "--block", type=int, default=50, help="requests of a variant before the next one's turn"
-    )
-    parser.add_argument("--events", type=int, default=20, help="events of an answer")
+    parser.add_argument("--block", type=int, default=50, help="requests per turn of a variant")
+    parser.add_argument("--events", type=int, default=20, help="events of a response")
     parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine:

@@ -1,7 +1,7 @@
-"""How soon a service with a full queue refuses: a model that costs milliseconds, more requests than it can answer.
+"""Latency of rejections by a service with a full queue: a model that takes milliseconds, under overload.
 
-It depends on how many gRPC servers take in calls on the port (`num_listeners`), which are measured in turn. Latency of a
-refusal counts from the moment at which its client sent it. The load comes from this process.
+It depends on the number of gRPC servers on the port (`num_listeners`); variants are measured in turn.
+Latency counts from the time at which the client sent the call. The load comes from this process.
 
     python benchmarks/refusals.py
     python benchmarks/refusals.py --overload 2 --seconds 10
@@ -35,7 +35,7 @@ VARIANTS = {"1 listener": 1, "4 listeners": 4}
 
 @dataclass
 class Variant:
-    """One server process and what came of the load on it."""
+    """One server process and the results of its load."""
 
     process: subprocess.Popen[str]
     port: int
@@ -45,12 +45,12 @@ class Variant:
     cpu_s: float = 0.0
 
     def cpu_now_s(self) -> float:
-        """CPU seconds of the server process so far."""
+        """CPU seconds that the server process has used so far."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def row(self) -> str:
-        """Its line of the table."""
+        """Row of the table."""
         parts = [f"{len(self.answered_s) / self.seconds:9.0f}", f"{len(self.refused_s):8d}"]
         for values in (self.refused_s, self.answered_s):
             quantiles = np.quantile(values, [0.5, 0.99]) * 1000 if values else [float("nan")] * 2
@@ -60,7 +60,7 @@ class Variant:
 
 
 def serve(artifact: str, listeners: int) -> None:
-    """Serves until killed, after writing the port to stdout."""
+    """Writes the port to stdout and serves until terminated."""
     from predictors.cli import ServeConfig
     from predictors.edge import run
     from predictors.runtime import open_runtime
@@ -81,7 +81,7 @@ def serve(artifact: str, listeners: int) -> None:
 
 @contextlib.contextmanager
 def started(artifact: Path, listeners: int) -> Iterator[Variant]:
-    """A variant, ready to answer; killed at the end."""
+    """A running variant; terminated at the end."""
     options = ["--serve", str(artifact), "--listeners", str(listeners)]
     process = subprocess.Popen([sys.executable, __file__, *options], stdout=subprocess.PIPE, text=True)
     try:
@@ -94,7 +94,7 @@ def started(artifact: Path, listeners: int) -> Iterator[Variant]:
 
 @contextlib.asynccontextmanager
 async def asking(variant: Variant) -> Any:
-    """A way to send one request over one of several connections; its seconds go to the variant."""
+    """A function that sends one request over one of several connections and records its latency."""
     from predictors.proto import predictor_v1_pb2 as pb
 
     data = pb.PredictRequest(request_id="r", prompt=PROMPT).SerializeToString()
@@ -124,7 +124,7 @@ async def asking(variant: Variant) -> Any:
 
 
 async def capacity(variant: Variant, seconds: float, callers: int = 32) -> float:
-    """Answers per second to callers that ask again as soon as they have an answer."""
+    """Responses per second in a closed loop of `callers` callers."""
     num_before = len(variant.answered_s)
     async with asking(variant) as ask:
         end = time.perf_counter() + seconds
@@ -140,7 +140,7 @@ async def capacity(variant: Variant, seconds: float, callers: int = 32) -> float
 
 
 async def flood(variant: Variant, rate: float, seconds: float, seed: int) -> None:
-    """An open loop: requests at the times of a Poisson process."""
+    """Open loop: sends requests at the times of a Poisson process."""
     rng = np.random.default_rng(seed)
     tasks: set[asyncio.Task[None]] = set()
     async with asking(variant) as ask:
@@ -158,10 +158,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--overload", type=float, default=1.2, help="requests per answer the service can give"
-    )
-    parser.add_argument("--seconds", type=float, default=3.0, help="per variant and round")
+    parser.add_argument("--overload", type=float, default=1.2, help="load as a multiple of the capacity")
+    parser.add_argument("--seconds", type=float, default=3.0, help="duration per variant and round")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--listeners", type=int, help=argparse.SUPPRESS)
@@ -179,15 +177,13 @@ def main() -> None:
         }
         rate = 0.0
         for turn in range(options.rounds):
-            # Measured again in each round: on a shared machine it changes.
+            # Measured in each round, because it changes on a shared machine.
             rate = options.overload * asyncio.run(capacity(next(iter(variants.values())), 2.0))
             for variant in variants.values():
                 asyncio.run(flood(variant, rate, options.seconds, turn))
+        print(f"{options.overload:g} times the capacity (last round {rate:.0f}/s), queue of {MAX_QUEUE}")
         print(
-            f"{options.overload:g} times what the service can answer (last round {rate:.0f}/s), queue of {MAX_QUEUE}"
-        )
-        print(
-            f"{'':30} {'answers/s':>9} {'refused':>8} {'refused ms p50, p99':>19} {'answered ms p50, p99':>19}  CPU ms"
+            f"{'':30} {'served/s':>9} {'refused':>8} {'refused ms p50, p99':>19} {'served ms p50, p99':>19}  CPU ms"
         )
         for name, variant in variants.items():
             print(f"{name:30} {variant.row()}")

@@ -1,19 +1,20 @@
-"""Remaining tokens of an answer that is under way, predicted without another forward pass.
+"""Remaining tokens of an output in progress, predicted without another forward pass.
 
     python benchmarks/remaining_length.py PREDICTOR --data FILE [--at 0,50,100,200,400] [--max-groups N] [--json OUT]
 
-PREDICTOR is any checkpoint or artifact with a length head. For every answer in FILE that is longer than g tokens, X - g is
-predicted from the prompt's distribution alone, by
+PREDICTOR is any checkpoint or artifact with a length head. For every output in FILE with more than g tokens,
+X - g is predicted from the distribution for the prompt:
 
-- conditional: E[min(X, M) - g | X > g] under the predicted log-t, or its median (the guess of least mean error, if the
-  distribution is right), M = the answers' cap, or 32,768 without one;
-- static: E[min(X, M)] - g, or the predicted median less g, at least 0: a prediction made once;
-- bins: ten bins of remaining length over [0, P99 of all predictions], moved on token by token as TRAIL (2024) smooths its
-  own: p <- T p, T moving mass to the next lower bin at the rate of 1 / width, what leaves the last bin taken away because
-  the answer goes on. TRAIL multiplies this by a probe's reading of the served model's hidden states at every token; no
-  data here have these, so this is its smoothing without the probe, from the same distribution as the other two.
+- conditional: E[min(X, M) - g | X > g] under the predicted log-t, or its median (which minimizes the mean
+  absolute error if the distribution is right); M = `max_tokens`, or 32,768 without a limit;
+- static: E[min(X, M)] - g, or the predicted median less g, at least 0: one prediction at the start;
+- bins: ten bins of remaining length over [0, P99 of all predictions], advanced token by token by TRAIL's
+  (2024) smoothing: p <- T p, where T moves mass to the next lower bin at the rate 1 / width, and mass that
+  leaves the last bin is removed because the output continues. TRAIL multiplies this by a probe of the served
+  model's hidden states at every token. The data have no hidden states, so this is the smoothing without the
+  probe, from the same distribution as the other two.
 
-MAE in tokens over finished answers (of a cut one the remaining length is not known), all sides on the same answers.
+MAE in tokens over finished outputs (the remaining length of truncated ones is unknown), for all methods.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ METHODS = ("conditional mean", "conditional median", "static mean", "static medi
 
 
 def bins_of(distribution: LogT, largest: float) -> FloatArray:
-    """Probabilities [G, 10] of ten equal bins over [0, largest]; what is beyond counts in the last one."""
+    """Probabilities [G, 10] of ten equal bins over [0, largest]; the last one includes all larger values."""
     edges = np.linspace(0.0, largest, NUM_BINS + 1)[1:-1]
     below = np.stack([distribution.cdf(edge) for edge in edges], axis=1)
     ends = np.concatenate([np.zeros((len(below), 1)), below, np.ones((len(below), 1))], axis=1)
@@ -49,7 +50,7 @@ def bins_of(distribution: LogT, largest: float) -> FloatArray:
 
 
 def moved_on(probabilities: FloatArray, width: float, num_tokens: int) -> FloatArray:
-    """The bins [G, 10] of the remaining length after some more tokens."""
+    """The bins [G, 10] of the remaining length after `num_tokens` more tokens."""
     bins = probabilities.copy()
     for _ in range(num_tokens):
         leaving = bins / width
@@ -60,12 +61,12 @@ def moved_on(probabilities: FloatArray, width: float, num_tokens: int) -> FloatA
 
 
 def study(rows: EvaluationRows, prediction: PredictedRows, points: Sequence[int]) -> list[dict[str, Any]]:
-    """A row for each g: number of answers, and MAE of each method in tokens.
+    """A row for each g: number of outputs, and MAE of each method in tokens.
 
     Args:
-        rows: Prompts with answers.
-        prediction: Of each row, with a distribution.
-        points: Values of g, ascending, in tokens.
+        rows: Prompts with output lengths.
+        prediction: Predictions of the rows, with a distribution.
+        points: Values of g in tokens, ascending.
 
     Raises:
         InputError: The predictor has no distribution.
@@ -78,7 +79,7 @@ def study(rows: EvaluationRows, prediction: PredictedRows, points: Sequence[int]
     mean = np.asarray(distribution.expected(limits))
     median = np.minimum(np.exp(prediction.mu), limits)
     largest = float(np.quantile(np.minimum(distribution.ppf(0.99), limits), 0.99))
-    # A bin of less than a token would lose more than it holds.
+    # A bin narrower than a token would lose more mass than it has.
     largest = max(largest, float(NUM_BINS))
     width = largest / NUM_BINS
     middles = (np.arange(NUM_BINS) + 0.5) * width
@@ -113,7 +114,7 @@ def study(rows: EvaluationRows, prediction: PredictedRows, points: Sequence[int]
 def read_rows(
     path: str, nu: float, max_tokens: int | None, max_groups: int | None, seed: int
 ) -> EvaluationRows:
-    """Rows of a file; at most `max_groups` of them, drawn by seed."""
+    """Reads the rows of a file; a random sample of at most `max_groups`."""
     limit = max_tokens or implied_max_tokens(path)
     fits = read_fits_or_fit(path, FitOptions(nu=nu, max_tokens=limit), min_samples=1)
     if max_groups is not None and len(fits) > max_groups:
@@ -123,8 +124,8 @@ def read_rows(
 
 
 def markdown(table: Sequence[dict[str, Any]]) -> str:
-    """The table."""
-    lines = ["| tokens generated | answers | mean remaining | " + " | ".join(METHODS) + " |"]
+    """Markdown table."""
+    lines = ["| tokens generated | outputs | mean remaining | " + " | ".join(METHODS) + " |"]
     lines.append("| ---: |" + " ---: |" * (len(METHODS) + 2))
     for row in table:
         numbers = [row["mean_remaining"], *(row["mae"][name] for name in METHODS)]
@@ -148,7 +149,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--json")
     options = parser.parse_args(args)
     if options.predictor is None or options.data is None:
-        print("nothing to measure: name a PREDICTOR and --data FILE (see --help)")
+        print("nothing to measure: PREDICTOR and --data FILE are required (see --help)")
         return
     points = sorted({int(word) for word in options.at.split(",")})
     predictor = open_predictor(options.predictor, InferenceOptions(options.batch_size, progress=False))

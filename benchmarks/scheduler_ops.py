@@ -1,16 +1,16 @@
-"""Cost of the scheduler's operations, every side measured in the same run, interleaved.
+"""Cost of the scheduler's operations; all implementations are interleaved in one process.
 
     python benchmarks/scheduler_ops.py [--repeats 7] [--largest 100000]
 
-1. The waiting queue against bare heapq and, where vLLM is installed, against vLLM's own PriorityRequestQueue, on the same
-   stream: n requests wait, then some are added, some get another key, some are aborted, some are taken. All have
-   the same keys; the queue and heapq both ask the policy (SSJF) for them. heapq and vLLM know no other way to move or
-   abort a request than to search for it and to heapify, O(n). Every operation is done by all sides before the next one,
-   in changing order; the ratio is taken within a repeat, its quartiles over the repeats are in brackets.
-2. A key that is static in time against a list sorted by the score of the moment before each take (TIE's decay).
+1. The waiting queue, bare heapq and, if vLLM is installed, vLLM's PriorityRequestQueue on the same stream: n
+   requests wait, then some are added, some get a new key, some are aborted, some are taken. All use the same
+   keys; the queue and heapq get them from the policy (SSJF). heapq and vLLM can only move or abort a request
+   by a search and a heapify, O(n). All implementations perform an operation before the next one starts, in
+   changing order. Ratios are computed within a repeat; their quartiles over the repeats are in brackets.
+2. A key that does not change with time, and a list sorted by score before each take (TIE's decay).
 3. One schedule() and one complete() with 256 running requests and n waiting.
 
-What the score itself costs is in `length_scores.py`. Times are medians over the repeats of CPU time per operation.
+The cost of the score is in `length_scores.py`. Times are medians over the repeats of CPU time per operation.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CAP = 1024
 
 
 def states(first: int, count: int, rng: np.random.Generator) -> list[RequestState]:
-    """Requests that arrived one after another, with predictions."""
+    """Requests with predictions, in order of arrival."""
     items = []
     for index in range(first, first + count):
         request = Request(request_id=f"r{index}", arrival_s=index * 0.01, prompt_tokens=50, max_tokens=CAP)
@@ -50,7 +50,7 @@ def states(first: int, count: int, rng: np.random.Generator) -> list[RequestStat
 
 
 def predicted(rng: np.random.Generator) -> LengthPrediction:
-    """A prediction."""
+    """A random prediction."""
     return LengthPrediction(float(rng.normal(4.6, 0.9)), float(rng.uniform(0.2, 0.9)), 3.5)
 
 
@@ -59,19 +59,19 @@ class Side(ABC):
 
     @abstractmethod
     def add(self, state: RequestState) -> None:
-        """A request starts to wait."""
+        """Adds a request."""
 
     @abstractmethod
     def rekey(self, state: RequestState) -> None:
-        """Its prediction has changed."""
+        """Updates the key of a request whose prediction has changed."""
 
     @abstractmethod
     def abort(self, state: RequestState) -> None:
-        """It waits no longer."""
+        """Removes a request."""
 
     @abstractmethod
     def take(self) -> str:
-        """The id of the first request, which waits no longer."""
+        """Removes the first request and returns its id."""
 
 
 class Ours(Side):
@@ -110,7 +110,7 @@ class Bare(Side):
         heapq.heappush(self.heap, self._entry(state))
 
     def remember(self) -> None:
-        """So that the search compares whole entries, as a user of heapq would."""
+        """Snapshots the entries, because a user of heapq would compare whole entries in the search."""
         self.entries = {entry[3].request_id: entry for entry in self.heap}
 
     def rekey(self, state: RequestState) -> None:
@@ -126,7 +126,7 @@ class Bare(Side):
 
 
 class Vllm(Side):
-    """vLLM's priority queue; priorities are integers there."""
+    """vLLM's priority queue; its priorities are integers."""
 
     def __init__(self, every: Sequence[RequestState]) -> None:
         from vllm import SamplingParams
@@ -189,19 +189,19 @@ def cpu_s(operation: Callable[..., object], *args: object) -> float:
 
 
 def for_each(operation: Callable[[RequestState], None], every: Sequence[RequestState]) -> None:
-    """Calls it for every request."""
+    """Calls `operation` for every request."""
     for state in every:
         operation(state)
 
 
 def take_many(side: Side, count: int, taken: list[str]) -> None:
-    """Takes the first requests one by one."""
+    """Takes the first `count` requests one by one."""
     for _ in range(count):
         taken.append(side.take())  # noqa: PERF401, the list is the caller's
 
 
 def one_stream(size: int, seed: int, names: Sequence[str]) -> dict[tuple[str, str], float]:
-    """Microseconds per operation of each side; all must take the same requests in the end."""
+    """Microseconds per operation of each side; checks that all take the same requests in the end."""
     rng = np.random.default_rng(seed)
     policy = make_policy("ssjf")
     num = 300 if size <= 10_000 else 60
@@ -231,12 +231,12 @@ def one_stream(size: int, seed: int, names: Sequence[str]) -> dict[tuple[str, st
         seconds[name, "abort"] = cpu_s(for_each, side.abort, aborted) / len(aborted)
     for name, side in sides.items():
         seconds[name, "take"] = cpu_s(take_many, side, num // 2, taken[name]) / (num // 2)
-    assert all(order == taken["tailcast"] for order in taken.values()), "the sides disagree"
+    assert all(order == taken["tailcast"] for order in taken.values()), "the sides differ"
     return seconds
 
 
 def queue_table(repeats: int, largest: int) -> None:
-    """Table 1."""
+    """Prints table 1."""
     names = ("tailcast", "heapq", "vllm") if has_vllm() else ("tailcast", "heapq")
     print("\n1. waiting queue: microseconds per operation\n")
     print(
@@ -263,7 +263,7 @@ def spread(ratios: Sequence[float]) -> str:
 
 
 def decay_table(repeats: int, largest: int) -> None:
-    """Table 2."""
+    """Prints table 2."""
     print("\n2. TIE's decay with waiting: microseconds per (arrive + take)\n")
     print("| waiting | static key in the queue | re-sort before each take | ratio |")
     print("| ---: | ---: | ---: | ---: |")
@@ -306,7 +306,7 @@ def _through_list(policy: Tie, waiting: list[RequestState], arriving: Sequence[R
         waiting.pop()
 
 
-#: Order policy, batch former and its parameters.
+#: Policy, batch former and its parameters.
 STEPS: tuple[tuple[str, str, dict[str, bool | int | float | str]], ...] = (
     ("fcfs", "chunked_prefill", {}),
     ("tie", "chunked_prefill", {}),
@@ -320,7 +320,7 @@ STEPS: tuple[tuple[str, str, dict[str, bool | int | float | str]], ...] = (
 
 
 def step_table(repeats: int) -> None:
-    """Table 3."""
+    """Prints table 3."""
     sizes = (0, 100, 1000, 10_000)
     print("\n3. one step with 256 running requests that all decode: microseconds, schedule() / complete()\n")
     print("| policy | batching | " + " | ".join(f"{size} waiting" for size in sizes) + " |")
@@ -346,7 +346,7 @@ def step_table(repeats: int) -> None:
 def _busy(
     policy: str, former: str, parameters: dict[str, bool | int | float | str], num_waiting: int
 ) -> tuple[Scheduler, float]:
-    """A scheduler with 256 decoding requests and others that wait, and the time."""
+    """A scheduler with 256 decoding requests and some waiting ones, and the current time."""
     config = SchedulerConfig(
         max_num_seqs=256,
         max_num_batched_tokens=16_384,
@@ -375,7 +375,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--largest", type=int, default=100_000, help="most waiting requests in tables 1, 2")
+    parser.add_argument("--largest", type=int, default=100_000, help="maximum waiting requests, tables 1, 2")
     options = parser.parse_args()
     print(f"Python {platform.python_version()}, numpy {np.__version__}, {platform.machine()}, seeds from 0")
     queue_table(options.repeats, options.largest)

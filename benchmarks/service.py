@@ -1,4 +1,4 @@
-"""Compares prediction servers: `python benchmarks/service.py --help`. The parts are in benchmarks/serving/."""
+"""Compares prediction servers; see `python benchmarks/service.py --help` and benchmarks/serving/."""
 
 from __future__ import annotations
 

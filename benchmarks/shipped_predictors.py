@@ -1,12 +1,12 @@
-"""Predictors side by side: in distribution, for a served model they do not know, and on sources training never saw.
+"""Comparison of predictors: in distribution, for an unknown served model, and on held-out sources.
 
     python -m benchmarks.shipped_predictors --data DATA [--work FOLDER] [--markdown docs/evaluation.md] [NAME=ARTIFACT ...]
 
-DATA is the folder of public sets that `python -m examples.pretrained` takes; the report prompts and the sources set aside are
-those of the shipped predictors, which are compared with each other and with the artifacts that are named. Kendall's tau is of
-predicted and mean log length, for each served model, then the mean over them; "of the ceiling" is its ratio to the tau of
-another served model's lengths on the same prompts, mean over the sources. The CPU time is the median of single prompts, one
-thread.
+DATA is the folder of public sets that `python -m examples.pretrained` takes. The report prompts and the
+held-out sources are those of the shipped predictors, which are compared with each other and with the named
+artifacts. Kendall's tau is between predicted and mean log length, mean over served models. "of the ceiling"
+is its ratio to the tau of another served model's lengths on the same prompts, mean over sources. CPU times
+are medians over single prompts, with one thread.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ HEADER = (
     "CRPS of ln tokens",
     "ms a prompt",
 )
-#: Prompts that are timed, one by one.
+#: Prompts that are timed individually.
 NUM_TIMED = 64
 
 
 def of_ceiling(scores: Sequence[SourceScores], way: str) -> float:
-    """Mean over sources of tau over that of another served model's lengths."""
+    """Mean over sources of tau divided by the tau of another served model's lengths."""
     return float(np.mean([getattr(one, way) / one.ceiling for one in scores if one.ceiling]))
 
 
 def milliseconds(artifact: Path, prompts: Sequence[str]) -> float:
-    """Median CPU time of a prediction for one prompt, by one thread."""
+    """Median CPU time of a prediction for one prompt, with one thread."""
     runtime = open_runtime(artifact, provider="cpu", threads_per_run=1)
     names = [runtime.artifact.manifest.served_models[0]]
     runtime.predict(prompts[:1], names)
@@ -64,11 +64,11 @@ def milliseconds(artifact: Path, prompts: Sequence[str]) -> float:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Evaluates all, and prints the table."""
+    """Evaluates all predictors and prints the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("artifacts", nargs="*", help="further ones, NAME=FOLDER")
+    parser.add_argument("artifacts", nargs="*", help="additional artifacts, NAME=FOLDER")
     parser.add_argument("--data", type=Path, required=True, help="folder of the public sets")
     parser.add_argument("--work", type=Path, default=Path("out/shipped_predictors"), help="folder for files")
     parser.add_argument("--markdown", help="page whose table is replaced")

@@ -1,21 +1,21 @@
-"""Speed, start-up and memory of the simulator, beside a plain loop that does the same.
+"""Speed, start-up time and memory of the simulator, compared with a plain loop with the same results.
 
     python -m benchmarks.simulator [--runs DIR] [--repeats 5] [--largest 1000000] [--markdown FILE]
 
-1. Requests per CPU second, every side in turn in one process, median of the repeats:
-   plain      `plain_vidur_loop.py`: about 100 lines, a round of a loop per iteration, no scheduler.
-   exact      the Scheduler is asked before every single iteration.
-   stretches  the same times: the Scheduler is asked when something can change; each iteration in between has its own
-              time from the same cost table. What `simulate` does.
-   linear     stretches in closed form: step times linear in the context, no iteration is looked at.
-   Inputs: DIR/c1... (Vidur's, with the reference runs, see vidur_validation.py), or without DIR requests of the same mean
-   lengths and a cost table made from a data sheet; and long answers, 60 times as much time between requests.
-2. CPU seconds of start-up: a new process that imports the simulator and reads the cost tables.
-3. Peak memory of new processes that read the cost tables and simulate an input of Vidur's.
+1. Requests per CPU second, all variants in turn in one process, median of the repeats:
+   plain      `plain_vidur_loop.py`: about 100 lines, one pass of a loop per iteration, no scheduler.
+   exact      calls the Scheduler before every iteration.
+   stretches  same times, but calls the Scheduler only when something can change; the iterations in between
+              get their times from the same cost table. This is what `simulate` does.
+   linear     step times linear in the context: stretches are computed in closed form.
+   Inputs: DIR/c1... (of Vidur, see vidur_validation.py), or without DIR requests of the same mean lengths and
+   a cost table from a data sheet; and long outputs with 60 times the time between requests.
+2. CPU seconds of start-up: a new process imports the simulator and reads the cost tables.
+3. Peak memory of new processes that read the cost tables and simulate an input of Vidur.
 4. Peak memory and CPU time of new processes that simulate 10,000, 100,000, ... requests (linear).
 
-Vidur itself needs profiles that are not public; its figures are in the reference: 101 to 215 requests per CPU second and
-970 MB for these inputs, on a machine on which the plain loop, written independently, made about 1,000.
+Vidur itself needs profiles that are not public. Reference values: 101 to 215 requests per CPU second and
+970 MB for these inputs, on a machine on which an independent plain loop reached about 1,000.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from scheduler_core.simulator.trace import Trace, TraceRequest
 
 CHUNK = 512
 EMPTY = Case("", Trace(()), limits_of(SARATHI, 30_208), 1, "", 1, "", [], 0)
-#: Requests per CPU second that Vidur (microsoft/vidur @ 7d47513) made of these inputs: lowest, highest measurement.
+#: Requests per CPU second of Vidur (microsoft/vidur @ 7d47513) on these inputs: minimum and maximum.
 VIDUR = {
     "c1_L3_sarathi512_conv_q4": (215, 101),
     "c2_L3_vllm_conv_q4": (143,),
     "c6_L70tp2_sarathi512_conv_q1": (164,),
     "c7_L70tp2_vllm_conv_q1": (203,),
 }
-#: What a plain loop made on the machine of those measurements.
+#: Requests per CPU second of a plain loop on the machine of those measurements.
 VIDUR_PLAIN = 1000
 VIDUR_PEAK_MB = 970
 
@@ -84,7 +84,7 @@ def synthetic_trace(num: int, rate_rps: float, seed: int = 0) -> Trace:
 
 
 def synthetic_table() -> OperatorTable:
-    """Llama-3-8B on an A100 by its data sheet."""
+    """Llama-3-8B on an A100, from data sheets."""
     model, layers = RooflineStepTime(), 32
     tokens = [model.step_s(StepWork((PrefillChunk("", 0, size, False),))) / layers for size in range(1, 4097)]
     reading = model.size.kv_bytes_per_token / layers / (GPUS[model.gpu].bytes_per_s * 0.75)
@@ -98,7 +98,7 @@ def synthetic_table() -> OperatorTable:
 
 
 def stretched(trace: Trace, factor: float) -> Trace:
-    """The same requests, so much further apart, each with the longest answer that the profile allows."""
+    """The same requests with `factor` times the intervals, each with the longest output in the profile."""
     rows = [
         replace(row, arrival_s=row.arrival_s * factor, output_tokens=most, max_tokens=most)
         for row in trace.requests
@@ -108,7 +108,7 @@ def stretched(trace: Trace, factor: float) -> Trace:
 
 
 def ours(case: Case, step_time: StepTime, *, exact_steps: bool = False) -> Callable[[], int]:
-    """A run that returns the number of iterations."""
+    """A function that runs the simulator and returns the number of iterations."""
 
     def run() -> int:
         core = Scheduler(case.limits, make_policy("fcfs"))
@@ -120,7 +120,7 @@ def ours(case: Case, step_time: StepTime, *, exact_steps: bool = False) -> Calla
 
 
 def plain(case: Case, table: OperatorTable) -> Callable[[], int]:
-    """The loop written straight down."""
+    """A function that runs the plain loop and returns the number of iterations."""
     rows = [(row.arrival_s, row.prompt_tokens, row.output_tokens) for row in case.trace.requests]
     sarathi = case.limits.batching == "chunked_prefill"
 
@@ -143,10 +143,10 @@ class Speed:
 
     Attributes:
         case: Name of the input.
-        side: Which side.
+        side: Name of the variant.
         requests: Requests per CPU second.
         iterations: Iterations per CPU second.
-        over_plain: Times the plain loop's requests per CPU second.
+        over_plain: Ratio of `requests` to that of the plain loop.
     """
 
     case: str
@@ -169,7 +169,7 @@ class Speed:
 
 
 def speed(case: Case, table: OperatorTable, repeats: int) -> list[Speed]:
-    """Every side."""
+    """Measures every variant."""
     sides = {
         "plain": plain(case, table),
         "exact": ours(case, table, exact_steps=True),
@@ -223,7 +223,7 @@ print(json.dumps(growth_run({num})))
 
 
 def peak_mb() -> float:
-    """Most memory that this process has had so far, without what its parent had before (which getrusage may count)."""
+    """Peak memory of this process, without that of its parent (which getrusage may include)."""
     status = Path("/proc/self/status")
     if status.exists():
         fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
@@ -232,7 +232,7 @@ def peak_mb() -> float:
 
 
 def peak_run(tables: Path, arguments: dict[str, Any]) -> float:
-    """Simulates a case with its cost tables; the peak memory of this process in MB."""
+    """Simulates a case with its cost tables and returns the peak memory of this process in MB."""
     limits = SchedulerConfig(**arguments["limits"])
     case = replace(EMPTY, trace=trace_of(arguments["rows"]), limits=limits)
     case = replace(
@@ -243,7 +243,7 @@ def peak_run(tables: Path, arguments: dict[str, Any]) -> float:
 
 
 def growth_run(num: int) -> dict[str, float]:
-    """Simulates so many requests in this process: peak memory in MB, CPU seconds to make them and to simulate them."""
+    """Simulates `num` requests in this process: peak memory in MB, CPU seconds of creation and simulation."""
     start = time.process_time()
     case = replace(EMPTY, trace=synthetic_trace(num, 4.0))
     start_run_s = time.process_time()
@@ -252,7 +252,7 @@ def growth_run(num: int) -> dict[str, float]:
 
 
 def child(code: str, arguments: str = "") -> str:
-    """What a new interpreter prints."""
+    """Runs code in a new interpreter and returns its output."""
     done = subprocess.run(
         [sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True, input=arguments
     )
@@ -260,7 +260,7 @@ def child(code: str, arguments: str = "") -> str:
 
 
 def peaks(cases: Sequence[Case], tables: Path) -> list[str]:
-    """A row per case: what a new process needs that reads the tables and simulates the case."""
+    """A row per case: peak memory of a new process that reads the tables and simulates the case."""
     rows = []
     for case in cases:
         requests = [
@@ -285,7 +285,7 @@ def peaks(cases: Sequence[Case], tables: Path) -> list[str]:
 
 
 def growth(largest: int) -> list[str]:
-    """A row per number of requests, from 10,000 on."""
+    """A row for each number of requests, from 10,000."""
     rows = []
     before: tuple[int, float] | None = None
     num = 10_000
@@ -305,7 +305,7 @@ def growth(largest: int) -> list[str]:
 
 
 def sides(runs: Path | None) -> tuple[list[tuple[Case, OperatorTable]], Path | None]:
-    """The inputs with their cost tables, and where those are."""
+    """The inputs with their cost tables, and the folder of these tables."""
     if runs is None:
         return [(replace(EMPTY, name="synthetic", trace=synthetic_trace(1024, 4.0)), synthetic_table())], None
     tables = runs / "cost_tables"
@@ -318,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--runs", type=Path, default=None)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--largest", type=int, default=1_000_000)
-    parser.add_argument("--markdown", type=Path, default=None, help="write the tables to this file too")
+    parser.add_argument("--markdown", type=Path, default=None, help="also write the tables to this file")
     options = parser.parse_args(argv)
     page: list[str] = []
 
@@ -337,11 +337,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     folder = "" if tables is None else str(tables / case.profile)
     starts = [[float(one) for one in child(START_UP.format(folder=folder)).split()] for _ in range(3)]
     imported, read = min(starts, key=sum)
-    say(f"\nStart-up, the least of 3: import {imported:.2f} CPU s, cost tables {read:.2f} CPU s.")
+    say(f"\nStart-up, minimum of 3: import {imported:.2f} CPU s, cost tables {read:.2f} CPU s.")
     if tables is not None:
         say(f"\n| input | peak MB | of Vidur's {VIDUR_PEAK_MB} MB |\n|---|---|---|")
         say(*peaks([case for case, _ in pairs], tables))
-    say("\n| requests | peak MB | bytes per request more | us per request |\n|---|---|---|---|")
+    say("\n| requests | peak MB | bytes per additional request | us per request |\n|---|---|---|---|")
     say(*growth(options.largest))
     if options.markdown is not None:
         options.markdown.write_text(_page(options, page), encoding="utf-8")
@@ -367,7 +367,7 @@ def _page(options: argparse.Namespace, lines: list[str]) -> str:
 
 
 def processor() -> str:
-    """Name of the processor and number of its cores that this process may use."""
+    """Name of the processor and number of cores available to this process."""
     name = platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -383,14 +383,14 @@ HEAD = (
     "| times Vidur, by plain | times Vidur's figure |\n|---|---|---|---|---|---|---|"
 )
 
-NOTES = f"""plain is a loop of about 100 lines that does one round per iteration; exact asks the scheduler before every
-iteration; stretches, as in `simulate` (which also watches gaps and load), asks it when something can change and takes every
-iteration between with its own time from the same cost table; linear has a step time that is linear in the context, so that stretches of decodes are
-taken in closed form. The same first-token and completion times come out of plain, exact and stretches.
+NOTES = f"""plain is a loop of about 100 lines with one pass per iteration. exact calls the scheduler before
+every iteration. stretches, as in `simulate` (which also records gaps and load), calls it only when something
+can change; the iterations in between get their times from the same cost table. linear has step times that are
+linear in the context and computes stretches in closed form. plain, exact and stretches have equal results.
 
-"times Vidur's figure" is over what was measured of Vidur (c1 with and without its metrics), on another machine. On that one
-a plain loop, written independently, made about {VIDUR_PLAIN:,} requests per CPU second; "times Vidur, by plain" is what
-remains when the two plain loops are taken to be equally fast."""
+"times Vidur's figure" is relative to measurements of Vidur (c1 with and without its metrics) on another
+machine, where an independent plain loop reached about {VIDUR_PLAIN:,} requests per CPU second. "times Vidur,
+by plain" assumes that the two plain loops are equally fast."""
 
 
 if __name__ == "__main__":

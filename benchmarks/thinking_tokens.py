@@ -1,10 +1,10 @@
-"""Thinking and output tokens of reasoning models, predicted together and apart.
+"""Thinking and output tokens of reasoning models, predicted jointly and separately.
 
     python -m benchmarks.thinking_tokens --data ../shared/data
 
-Together: one length distribution for each (prompt, served model), of thinking and output tokens. Apart: one of each, by the
-same training, where the two kinds of a served model are two served models, `NAME (thinking)` and `NAME (output)`; their
-sum takes the two as independent. Heads on a frozen MiniLM, the same prompts for both; scored on prompts held out.
+Together: one length distribution per (prompt, served model) of the sum of thinking and output tokens. Apart:
+one for each kind, where a served model becomes two, `NAME (thinking)` and `NAME (output)`; their sum assumes
+independence. Both use heads on a frozen MiniLM, and the same test prompts.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from training.prediction import predict_prompts
 from training.train import train
 
 SOURCES = ("speechmap", "misguided_attention", "planbench")
-#: Served models with fewer prompts with thinking tokens are left out.
+#: Served models with fewer prompts that have thinking tokens are excluded.
 MIN_PROMPTS = 45
 FRACTIONS = (0.65, 0.15, 0.2)
 KINDS = ("thinking", "output")
-#: Quantiles that stand for a distribution in the CRPS.
+#: Quantile levels that represent a distribution in the CRPS.
 LEVELS = (np.arange(100) + 0.5) / 100
 
 Floats = NDArray[np.float64]
@@ -89,8 +89,7 @@ def predictions(rows: pd.DataFrame, folder: Path, epochs: int) -> dict[str, Floa
 
 
 def scores(test: pd.DataFrame, column: str, quantiles: Floats) -> tuple[float, float, float]:
-    """Mean over the served models of Kendall's tau of median and mean length, CRPS in tokens, and fraction of outputs at
-    most as long as the P90."""
+    """Means over served models: Kendall's tau of median and mean length, CRPS in tokens, coverage of P90."""
     ranks, crps, covered = [], [], []
     for _, part in test.assign(row=np.arange(len(test))).groupby("model"):
         forecast = np.sort(quantiles[part.row], axis=1)

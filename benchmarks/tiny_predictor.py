@@ -1,8 +1,8 @@
-"""Time of one prediction for one prompt on one core: `tiny` and `pretrained`, in turn in one process, tokenization included.
+"""Latency of one prediction on one core: `tiny` and `pretrained`, in turn in one process, with tokenization.
 
-A round is one call of `pretrained` and then 20 of `tiny`, the first of which finds the processor's caches full of other data:
-it has a row of its own. The prompts are as long as those of CASTILLO are in the median and at the quartiles; --data takes
-prompts of a file instead, of the median length there.
+A round is one call of `pretrained` and 20 calls of `tiny`. The first of these starts with processor caches
+full of other data, and has its own row. Prompts have the median length and the quartiles of CASTILLO; with
+--data they are prompts of a file with about the median length of that file.
 
     python benchmarks/tiny_predictor.py
     python benchmarks/tiny_predictor.py --data prompts.parquet
@@ -32,7 +32,7 @@ TEXT = (
 
 
 def prompts_of(data: str | None, num_prompts: int = 50) -> dict[str, list[str]]:
-    """Prompts by the name of their length."""
+    """Prompts by the name of their length class."""
     if data is None:
         return {name: [(TEXT * 3)[:size]] for name, size in CHARACTERS.items()}
     import pyarrow.parquet as pq

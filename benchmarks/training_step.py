@@ -1,17 +1,17 @@
-"""Training DeBERTa-v3-base with a length head: our stage against a plain Hugging Face Trainer loop.
+"""Training of DeBERTa-v3-base with a length head: our training stage and a plain Hugging Face Trainer loop.
 
     python benchmarks/training_step.py [--prompts 2048] [--encoder FOLDER] [--precision bf16-mixed] [--json OUT]
 
-Both sides train the same architecture (random weights unless --encoder names a folder) on the same prompts, words drawn
-at random with lengths as in chat traffic (log-normal, median 60 tokens, cut at 512), and the same targets, one pass each,
-interleaved, on the GPU if there is one:
+Both train the same architecture (random weights unless --encoder names a folder) on the same prompts and
+targets, one epoch each, interleaved, on the GPU if there is one. Prompts are random words with lengths as in
+chat traffic (log-normal, median 60 tokens, truncated at 512):
 
-- ours: batches of similar length under a budget of tokens (`train`);
-- Trainer: 32 prompts a batch in random order, padded to the longest, DataCollatorWithPadding, mean squared errors of the
-  two numbers of a sequence-classification head.
+- ours: batches of similar lengths with a token budget (`train`);
+- Trainer: 32 prompts per batch in random order, padded to the longest, DataCollatorWithPadding, mean squared
+  error of the two outputs of a sequence-classification head.
 
-Printed: prompts and prompt tokens per second, milliseconds of an optimizer step, largest memory. Without a GPU a tiny encoder
-shows that both run.
+Prints prompts and prompt tokens per second, milliseconds per optimizer step, and peak memory. Without a GPU
+it uses a tiny encoder, to check that both run.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ TINY: dict[str, Any] = {
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Measures both sides and prints one line for each round of each."""
+    """Measures both and prints a line for each round of each."""
     options = _parser().parse_args(args)
     rng = np.random.default_rng(options.seed)
     results: list[dict[str, Any]] = []
@@ -91,7 +91,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def make_encoder(folder: Path) -> Path:
-    """A DebertaV2 encoder with random weights and a tokenizer of whole words: base size with a GPU, else tiny."""
+    """A DebertaV2 encoder with random weights and a word-level tokenizer; size base, without a GPU tiny."""
     size = BASE if torch.cuda.is_available() else TINY
     others: dict[str, Any] = {
         "relative_attention": True,
@@ -157,7 +157,7 @@ def _ours(
     train(config)
     info = json.loads((folder / "checkpoint" / "training.json").read_text(encoding="utf-8"))
     speed = info["throughput"]["stage1"]
-    return _found(speed["prompts_per_second"], speed["tokens_per_second"], speed["train_seconds"])
+    return _measurements(speed["prompts_per_second"], speed["tokens_per_second"], speed["train_seconds"])
 
 
 def _trainer(
@@ -190,7 +190,7 @@ def _trainer(
     trainer = Trainer(
         model=model,
         args=arguments,
-        train_dataset=rows,  # a list is a map-style data set
+        train_dataset=rows,  # a list works as a map-style data set
         data_collator=DataCollatorWithPadding(tokenizer),
     )
     trainer.remove_callback(PrinterCallback)
@@ -198,10 +198,10 @@ def _trainer(
     since = time.perf_counter()
     trainer.train()
     seconds = time.perf_counter() - since
-    return _found(len(rows) / seconds, sum(map(len, encoded)) / seconds, seconds)
+    return _measurements(len(rows) / seconds, sum(map(len, encoded)) / seconds, seconds)
 
 
-def _found(prompts_per_s: float, tokens_per_s: float, seconds: float) -> dict[str, float]:
+def _measurements(prompts_per_s: float, tokens_per_s: float, seconds: float) -> dict[str, float]:
     memory = torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else math.nan
     return {
         "prompts_per_s": prompts_per_s,
@@ -250,9 +250,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--prompts", type=int, default=2048)
-    parser.add_argument(
-        "--encoder", help="folder of a DebertaV2 encoder with tokenizer; default: random weights"
-    )
+    parser.add_argument("--encoder", help="DebertaV2 encoder with tokenizer; default: random weights")
     parser.add_argument("--precision", default="32-true", choices=["32-true", "bf16-mixed"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,19 +1,20 @@
-"""What a predicted urgency is worth: one ordinal head for each labelled set, alone and all together, on one frozen encoder.
+"""Urgency prediction: one ordinal head per labeled set, trained separately or jointly, on one frozen encoder.
 
     python -m benchmarks.urgency_scales DATA [--encoder ARTIFACT_OR_ENCODER] [--seeds 3] [--work FOLDER] [--json OUT]
 
-DATA holds support_tickets.parquet and seamonkey_bug_priority.parquet. Each set keeps its own scale and its own split
-(60/20/20 by a hash of the text; the rubric's texts have a fixed one), so no label is mapped to that of another set. The head is
-a hidden layer of 256 and cumulative logits with ascending thresholds ("ordinal") or a score for each level ("free"). For the
-rubric also one hidden layer for all sets and a head for each, with a weight of the others chosen by the validation loss.
+DATA holds support_tickets.parquet and seamonkey_bug_priority.parquet. Each set keeps its own scale and its
+own split (60/20/20 by a hash of the text; the rubric's texts have a fixed one), so that no label is mapped to
+that of another set. A head is a hidden layer of 256 with cumulative logits and ascending thresholds
+("ordinal") or a score for each level ("free"). For the rubric there is also a shared hidden layer with a head
+for each set; the weight of the other sets is chosen by the validation loss.
 
-Scores are of the test split, means over the seeds, which also draw the split where it is not fixed:
+Scores are of the test split, means over the seeds, which also change the split where it is not fixed:
 
-- AUC: of P(most urgent level) for "is of the most urgent level".
-- answered: the share of texts at or above the abstain threshold, certified on the validation split (`evaluate-urgency`: with
-  probability 0.9 at most 10 % of the answered texts are decided too low); "claims too": at most 5 % of the rubric's texts
-  are scheduled higher for a claim of urgency, too; "right": at most 10 % of the answered texts are decided otherwise
-  than true. In brackets how many seeds had a threshold at all.
+- AUC: of P(most urgent level) as a classifier of the most urgent level.
+- answered: fraction of texts at or above the abstain threshold, which is certified on the validation split
+  (`evaluate-urgency`): with probability 0.9, at most 10 % of these texts are decided too low. "claims too":
+  also, at most 5 % of the rubric's texts are scheduled higher because of a claim of urgency. "right": at most
+  10 % of these texts are decided wrong. The number of seeds with such a threshold is in brackets.
 """
 
 from __future__ import annotations
@@ -49,23 +50,23 @@ from training.losses import ordinal_cross_entropy
 from training.urgency.abstention import ClaimRows, choose_threshold
 
 WIDTH, DROPOUT, EPOCHS, BATCH, RATE, DECAY = 256, 0.5, 12, 64, 1e-3, 0.05
-#: Of a public set, by a hash of the text.
+#: Fractions of the splits of a public set, by a hash of the text.
 MAX_TEXTS = 2_500
-#: Weights of the other sets that joint training tries.
+#: Candidate weights of the other sets in joint training.
 WEIGHTS = (0.1, 0.3, 1.0)
 
 
 @dataclass(frozen=True)
 class Texts:
-    """A labelled set.
+    """A labeled set.
 
     Attributes:
         levels: Names of its levels, the most urgent first.
-        texts: The texts, each once [N].
-        level: Of each [N].
-        split: Fixed split of each; empty: by a hash of seed and text.
-        copies: Further training texts and their levels.
-        pairs: With and without a claim of urgency.
+        texts: Distinct texts [N].
+        level: Level of each text [N].
+        split: Fixed split of each text [N]; empty: by a hash of seed and text.
+        copies: Additional training texts and their levels.
+        pairs: Texts without and with a claim of urgency.
     """
 
     levels: tuple[str, ...]
@@ -77,17 +78,17 @@ class Texts:
 
     @property
     def all_texts(self) -> list[str]:
-        """The texts, the copies, and the pairs without and with the claim."""
+        """The texts, the copies, and the pairs, first without and then with the claim."""
         pairs = [text for pair in self.pairs for text in (pair.text, pair.claimed_text)]
         return [*self.texts, *(text for text, _ in self.copies), *pairs]
 
     def splits(self, seed: int) -> NDArray[Any]:
-        """Of each text [N]."""
+        """Split of each text [N]."""
         return np.array(self.split or [split_of(text, seed) for text in self.texts])
 
 
 def read_sets(data: Path) -> dict[str, Texts]:
-    """The rubric's texts with copies that claim urgency or nothing, and the public sets."""
+    """The rubric's texts with copies that add a claim of urgency or neutral words, and the public sets."""
     seed = [label for part in ("llm", "quiet") for label in seed_labels(part)]
     rng = np.random.default_rng(0)
     copies = with_phrases(seed, read_claims(), 1, rng, claimed=True) + with_phrases(
@@ -139,7 +140,7 @@ class Scales(nn.Module):
 
 @dataclass(frozen=True)
 class Examples:
-    """Features and levels of one set's splits; of `claims` the features without and with the claim, by split."""
+    """Features and levels of one set by split; `claims` has features without and with the claim, by split."""
 
     features: dict[str, Tensor]
     level: dict[str, Tensor]
@@ -149,7 +150,7 @@ class Examples:
 
 
 def examples(one: Texts, features: Tensor, seed: int) -> Examples:
-    """The splits of a set; copies are in the training split."""
+    """Builds the splits of a set; copies belong to the training split."""
     split, count, copies = one.splits(seed), len(one.texts), len(one.copies)
     at = {name: np.flatnonzero(split == name) for name in SPLITS}
     level = np.concatenate([one.level, np.array([level for _, level in one.copies], dtype=np.int64)])
@@ -172,20 +173,20 @@ def train(
     seed: int,
     watched: str,
 ) -> Scales:
-    """The epoch with the least validation loss of the set `watched`."""
+    """Trains a network and returns the epoch with the lowest validation loss of the set `watched`."""
     torch.manual_seed(seed)
     network = Scales(
         torch.cat([data[name].features["train"] for name in weights]),
         {name: sets[name] for name in weights},
         odds,
     )
-    # Thresholds start close to each other and have far to go.
+    # Thresholds start close to each other and need a high learning rate.
     groups: list[dict[str, Any]] = [
         {"params": network.hidden.parameters()},
         {"params": network.heads.parameters(), "lr": 10 * RATE},
     ]
     optimizer = torch.optim.AdamW(groups, lr=RATE, weight_decay=DECAY)
-    best, kept = math.inf, {}
+    best, state = math.inf, {}
     for _ in range(EPOCHS):
         network.train()
         batches = [
@@ -202,13 +203,13 @@ def train(
             optimizer.step()
         score = validation_loss(network, data[watched], watched)
         if score < best:
-            best, kept = score, {key: value.clone() for key, value in network.state_dict().items()}
-    network.load_state_dict(kept)
+            best, state = score, {key: value.clone() for key, value in network.state_dict().items()}
+    network.load_state_dict(state)
     return network.eval()
 
 
 def validation_loss(network: Scales, data: Examples, name: str) -> float:
-    """Of one set."""
+    """Validation loss of one set."""
     network.eval()
     with torch.no_grad():
         return float(
@@ -220,14 +221,14 @@ Rows = NDArray[np.float64]
 
 
 def probabilities(network: Scales, features: Tensor, name: str) -> Rows:
-    """[N, K]."""
+    """Probabilities of the levels [N, K]."""
     with torch.no_grad():
         rows = level_probabilities(network(features, name)).double().numpy()
     return np.asarray(rows / rows.sum(axis=1, keepdims=True))
 
 
 def bag_of_words(one: Texts, data: Examples) -> Any:
-    """Texts -> probabilities: logistic regression on TF-IDF, as `evaluate-urgency`'s baseline."""
+    """Maps texts to probabilities: logistic regression on TF-IDF, the baseline of `evaluate-urgency`."""
     model = make_pipeline(
         TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, token_pattern=r"(?u)\w+|!+|\?+"),
         LogisticRegression(C=10.0, max_iter=2000),
@@ -244,7 +245,7 @@ def bag_of_words(one: Texts, data: Examples) -> Any:
 def scores(
     one: Texts, data: Examples, rows: Mapping[str, Rows], claims: tuple[Rows, Rows] | None
 ) -> dict[str, float]:
-    """Scores of the test split; see the module. Thresholds are chosen with `rows["validation"]`."""
+    """Scores of the test split (see the module docstring); thresholds are chosen on `rows["validation"]`."""
     true, test = data.level["test"].numpy(), rows["test"]
     top = test.argmax(axis=1)
     result = {
@@ -283,7 +284,7 @@ def _mean(values: NDArray[np.bool_]) -> float:
 def measure(
     sets: Mapping[str, Texts], features: Mapping[str, Tensor], seed: int
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Scores by set and by head."""
+    """Scores by set and head."""
     data = {name: examples(one, features[name], seed) for name, one in sets.items()}
     results: dict[str, dict[str, dict[str, float]]] = {}
     for name, one in sets.items():
@@ -320,13 +321,13 @@ def measure(
 
 
 def percent(values: Sequence[float]) -> str:
-    """Mean over the seeds that have a value."""
+    """Mean over the seeds with a value, in percent."""
     known = [value for value in values if not math.isnan(value)]
     return f"{100 * np.mean(known):.0f} %" if known else "-"
 
 
 def markdown(results: Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]) -> str:
-    """Two tables: heads by set, and levels of the head that stands alone."""
+    """Two tables: heads by set, and levels of the separately trained head."""
     lines = [
         "| set | head | test texts | majority | accuracy | kappa | AUC | answered | of these too low | claims too | right |",
         "|---|---|" + "---:|" * 9,
@@ -378,9 +379,7 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("data", type=Path, help="folder of the public sets of urgency")
     parser.add_argument("--encoder", default=ENCODER, help="encoder that no head was trained on")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument(
-        "--work", type=Path, default=Path("out/urgency_scales"), help="folder for the features"
-    )
+    parser.add_argument("--work", type=Path, default=Path("out/urgency_scales"), help="cached features")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(args)
     torch.set_num_threads(1)

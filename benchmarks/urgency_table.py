@@ -1,4 +1,4 @@
-"""The tables of docs/urgency.md from reports of `evaluate-urgency`.
+"""Tables of docs/urgency.md from reports of `evaluate-urgency`.
 
 python -m benchmarks.urgency_table REPORT.json [--markdown docs/urgency.md]
 """
@@ -30,10 +30,10 @@ NOTES = """\
 
 
 def urgency_markdown(reports: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Both tables: a line for each predictor, and the reliability of the first.
+    """Both tables: a row for each predictor, and the reliability of the first predictor.
 
     Args:
-        reports: Name of a predictor -> its reports, one for each seed of its recipe.
+        reports: Name of a predictor -> its reports, one for each seed of a recipe.
     """
     rows = [(name, *(cell_of(column, runs) for column in COLUMNS)) for name, runs in reports.items()]
     first = next(iter(reports))
@@ -48,7 +48,7 @@ def urgency_markdown(reports: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def cell_of(column: str, reports: Sequence[Mapping[str, Any]]) -> str:
-    """A number of the table as text: its mean over the reports and their standard deviation; - where it is unknown."""
+    """A table cell: mean over the reports and their standard deviation; - if unknown."""
     numbers: list[Any] = [reduce(getitem, COLUMNS[column], report) for report in reports]
     scale, digits, unit = (1, 3, "") if column in SCORES else (100, 1, " %")
     values = [scale * number for number in numbers if number is not None]
@@ -74,7 +74,7 @@ def _reliability(reports: Sequence[Mapping[str, Any]]) -> str:
 
 
 def predictors_of(content: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
-    """Name -> reports, several seeds of a recipe under one name, of the JSON of `evaluate-urgency`."""
+    """Reports by name from the JSON of `evaluate-urgency`; the seeds of a recipe share one name."""
     reports: dict[str, list[Mapping[str, Any]]] = {}
     entries = [(content["config"]["name"], content), *((one["name"], one) for one in content["compared"])]
     for name, report in [*entries, *content["baselines"].items()]:
@@ -83,10 +83,10 @@ def predictors_of(content: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Prints the tables, or keeps them in a page."""
+    """Prints the tables or writes them to a page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("report", type=Path, help="JSON of evaluate-urgency")
-    parser.add_argument("--markdown", help="page whose table is replaced, or that is made")
+    parser.add_argument("--markdown", help="Markdown page whose table is replaced; created if missing")
     options = parser.parse_args(args)
     text = urgency_markdown(predictors_of(json.loads(options.report.read_text(encoding="utf-8"))))
     if options.markdown is None:

@@ -1,12 +1,12 @@
-"""The simulator against Vidur, request by request: same arrivals, lengths, scheduler and step times.
+"""Validation of the simulator against Vidur, per request: same arrivals, lengths, scheduler and step times.
 
     python benchmarks/vidur_validation.py DIR [--case NAME ...]
     python benchmarks/vidur_validation.py DIR --case NAME --cut 60 FOLDER
 
-DIR holds a folder per case (input.parquet, output.parquet, summary.json with the arguments of Vidur's run) and
-cost_tables/ with a folder per profile. Prints, per case, the largest difference of a first-token and of a completion time,
-and of the number of iterations and restarts. Rules: microsoft/vidur @ 7d47513. With --cut, writes the first requests of a
-case and the rows of the cost tables that they need, for a test.
+DIR holds a folder per case (input.parquet, output.parquet, summary.json with the arguments of Vidur's run)
+and cost_tables/ with a folder per profile. Prints, for each case, the largest differences of first-token
+times, completion times, iterations and restarts. Rules: microsoft/vidur @ 7d47513. --cut writes the first
+requests of a case and the rows of the cost tables that they need, as a test case.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from scheduler_core.simulator.step_time.operator_table import (
 )
 from scheduler_core.simulator.trace import Trace, TraceRequest
 
-#: By model: layers, and whether its attention has grouped queries (then batches cost 10 % more).
+#: By model: number of layers, and whether it has grouped-query attention (batches then cost 10 % more).
 MODELS = {
     "meta-llama/Llama-2-7b-hf": (32, False),
     "meta-llama/Llama-2-70b-hf": (80, True),
@@ -43,7 +43,7 @@ MODELS = {
 BATCHING_OVERHEAD = 0.1
 
 
-#: Vidur's arguments for Sarathi with chunks of 512, as in its examples.
+#: Vidur's arguments for Sarathi with chunks of 512, from its examples.
 SARATHI = {
     "replica_scheduler_config_type": "sarathi",
     "sarathi_scheduler_config_batch_size_cap": "128",
@@ -56,15 +56,15 @@ class Case:
     """One run of Vidur.
 
     Attributes:
-        name: Its name.
-        trace: What arrived.
-        limits: Of each replica.
+        name: Name of the case.
+        trace: Arrivals.
+        limits: Limits of each replica.
         num_replicas: Replicas, behind "least outstanding requests" if there are several.
         model: Name of the model.
         tensor_parallel: Devices per replica.
         profile: Folder of cost tables.
-        rows: What Vidur says about each request.
-        num_iterations: Iterations it took.
+        rows: Vidur's results for each request.
+        num_iterations: Vidur's number of iterations.
     """
 
     name: str
@@ -79,8 +79,8 @@ class Case:
 
 
 def read_case(folder: Path) -> Case:
-    """Reads input, output and arguments of a run."""
-    import pyarrow.parquet as pq  # here, so that others who measure memory need not have it
+    """Reads input, output and arguments of a Vidur run."""
+    import pyarrow.parquet as pq  # here, so that memory measurements can avoid it
 
     summary = json.loads((folder / "summary.json").read_text())
     names = [name.removeprefix("--") for name in summary["args"][::2]]
@@ -116,7 +116,7 @@ def trace_of(rows: Sequence[dict[str, Any]]) -> Trace:
 
 
 def limits_of(arguments: dict[str, str], num_blocks: int) -> SchedulerConfig:
-    """The same limits and rules for our scheduler."""
+    """Converts the limits and rules of a Vidur run for our scheduler."""
     parameters: dict[str, bool | int | float | str] = {"spare_block": True}
     kind = arguments["replica_scheduler_config_type"]
     max_num_seqs = int(arguments[f"{kind}_scheduler_config_batch_size_cap"])
@@ -139,7 +139,7 @@ def limits_of(arguments: dict[str, str], num_blocks: int) -> SchedulerConfig:
 
 
 def table_of(case: Case, tables: Path) -> OperatorTable:
-    """The case's step times."""
+    """Step times of a case."""
     layers, grouped = MODELS[case.model]
     return read_operator_table(
         tables / case.profile,
@@ -150,7 +150,7 @@ def table_of(case: Case, tables: Path) -> OperatorTable:
 
 
 def simulate(case: Case, table: OperatorTable, *, exact_steps: bool = False) -> SimulationOutcome:
-    """Runs the case."""
+    """Simulates a case."""
     schedulers = {
         str(index): Scheduler(case.limits, make_policy("fcfs")) for index in range(case.num_replicas)
     }
@@ -163,10 +163,10 @@ class Errors:
     """Largest differences from Vidur.
 
     Attributes:
-        first_token_s: Of a first-token time, in seconds.
-        finish_s: Of a completion time, in seconds.
-        num_iterations: Of the number of iterations.
-        num_restarts: Of the number of restarts of a request.
+        first_token_s: Difference of a first-token time, in seconds.
+        finish_s: Difference of a completion time, in seconds.
+        num_iterations: Difference of the number of iterations.
+        num_restarts: Difference of the number of restarts of a request.
     """
 
     first_token_s: float
@@ -176,7 +176,7 @@ class Errors:
 
 
 def errors(case: Case, out: SimulationOutcome) -> Errors:
-    """Compares a run with Vidur's; every request of the case must be in it."""
+    """Compares a run with Vidur's; the run must contain every request of the case."""
     expected = {str(row["id"]): row for row in case.rows}
     records = {record.request_id: record for record in out.records}
     assert records.keys() == expected.keys(), "requests are missing"
@@ -191,10 +191,10 @@ def errors(case: Case, out: SimulationOutcome) -> Errors:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WatchedTable(OperatorTable):
-    """Remembers what was looked up.
+    """Records which entries are used.
 
     Attributes:
-        used: By table: places.
+        used: Indices of the entries by table.
     """
 
     used: dict[str, set[tuple[int, int]]] = field(default_factory=dict)

@@ -1,32 +1,36 @@
-"""Real vLLM on this machine: our orders against vLLM's own, on the same requests, beside the simulator's prediction.
+"""vLLM on this machine: our policies and vLLM's own on the same requests, and the simulator's prediction.
 
     make quickstart vllm-env
     python -m benchmarks.vllm_cpu --exclude out/quickstart/samples.parquet [--markdown docs/vllm.md] [--quick]
 
-vLLM's OpenAI server gets chats over HTTP, open loop (Poisson), at shares of its measured capacity. All sides get the same
-requests at the same times; repetitions differ in order and times. A sampling seed of its own per request makes an answer
-the same in every run (up to rounding: the share that differs is told), ends it where the model ends it, and leaves
-`max_tokens`, which policies may see, at the cap: fixing lengths by `max_tokens` would tell them the truth.
+vLLM's OpenAI server gets chats over HTTP in an open loop (Poisson) at fractions of its measured capacity. All
+sides get the same requests at the same times; order and times differ between repetitions. Each request has
+its own sampling seed, so that its output is the same in every run (except for rounding; the fraction that
+differs is reported) and ends where the model ends it. `max_tokens`, which policies may use, stays at the same
+limit: fixing the lengths by `max_tokens` would reveal them to the policies.
 
 | side | what |
 | --- | --- |
-| fcfs | vLLM as it is |
-| bounded_shortest, tie, ssjf | our scheduler in vLLM, asking a running prediction service |
-| priority | vLLM's own `--scheduling-policy priority` behind `tailcast-proxy`, which asks that service and sends `priority` |
-| oracle | our scheduler, ssjf, told the lengths of the first run |
-| fcfs_again | vLLM as it is, after everything else: what differs from fcfs is the machine's doing |
+| fcfs | vLLM without changes |
+| bounded_shortest, tie, ssjf | our scheduler in vLLM, with predictions from a running prediction service |
+| priority | vLLM's `--scheduling-policy priority` behind `tailcast-proxy`, which sets `priority` |
+| oracle | our scheduler with ssjf and the output lengths of the first run |
+| fcfs_again | fcfs again after all other runs; the difference from fcfs is due to the machine |
 
-First comes a run in which requests are there from the start: it measures the capacity and tells the oracle how long
-answers are, short and long ones are spread over the time of arrivals by it, and the simulator's step times are fitted
-to it alone. Later runs go by the engine's clock: it counts seconds of a machine as fast as in that first run, by what
-the fit says of each step and what the step took. Requests come, and latencies are told, by it as well as by the wall's:
-a shared machine changes its speed by a tenth within minutes, and at 1.2 times the capacity 1 % more time per step means
-some 4 % more latency. What a scheduler or a predictor costs counts as the machine's slowness there, so the wall's
-throughput and the seconds of scheduling stand beside it. Then all sides at the first load, repetition by repetition,
-then those of --low-sides at the others. Every run is a file and the table is written after each (OUT/table.md): an
-interrupted benchmark has complete pairs, and goes on where it was. A second call with more repetitions, or with some
-sides only, adds to the same table. Each engine starts once; those whose turn it is not are stopped, because five idle
-vLLMs make the sixth up to a fifth slower. --table prints what is there and runs nothing.
+In the first run all requests are present from the start. It yields the capacity and the output lengths: the
+oracle uses them, and short and long outputs are distributed evenly over the arrivals. Only this run is used
+to fit the simulator's step times. Later runs use the engine clock, which counts seconds of a machine as fast
+as in the first run, from the fitted and the actual duration of each step. Arrivals follow it, and latencies
+are reported in engine time and in wall-clock time: the speed of a shared machine changes by a tenth within
+minutes, and at 1.2 times the capacity 1 % more time per step means about 4 % more latency. The engine clock
+also hides the cost of a scheduler or predictor, so the table also has the throughput in wall-clock time and
+the seconds of scheduling.
+
+All sides run at the first load, repetition by repetition, then those of --low-sides at the others. Every run
+is a file, and the table is written after each (OUT/table.md), so that an interrupted benchmark has complete
+pairs and can be resumed. A second call with more repetitions, or with fewer sides, adds to the same table.
+Each engine starts once; idle engines are paused with SIGSTOP, because five idle vLLMs make the sixth up to a
+fifth slower. --table prints the table of the existing runs and runs nothing.
 """
 
 from __future__ import annotations
@@ -58,20 +62,20 @@ from scheduler_core.simulator.predictions import ORACLE_NU, ORACLE_SIGMA, fetch_
 from scheduler_core.simulator.trace import Trace, TraceRequest
 
 SECTION = "vllm cpu"
-#: The rest are vLLM's own.
+#: Policies of our scheduler; the other sides use vLLM's own.
 OURS = ("bounded_shortest", "tie", "ssjf", "oracle")
 
 
 @dataclass(slots=True)
 class Bench:
-    """Runs what is missing.
+    """Runs the missing cells of the plan.
 
     Attributes:
-        options: Of the command.
-        prompts: Of all runs.
-        address: Of the prediction service.
-        stack: Ends what is started.
-        engines: Those that live, by name, with the address that requests are sent to.
+        options: Parsed options.
+        prompts: Prompts of all runs.
+        address: Address of the prediction service.
+        stack: Closes what has been started.
+        engines: Running engines by name, with the address for requests.
     """
 
     options: argparse.Namespace
@@ -81,7 +85,7 @@ class Bench:
     engines: dict[str, tuple[EngineServer, str]] = field(default_factory=dict)
 
     def run(self, cell: Cell) -> None:
-        """One cell; writes its file."""
+        """Runs one cell and writes its file."""
         options = self.options
         rate, lengths, clock = None, None, EngineClock()
         if cell.load is not None:
@@ -99,7 +103,7 @@ class Bench:
         print(f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in metrics.items()), flush=True)
 
     def lengths(self) -> list[int]:
-        """Tokens of the answers, by prompt, in the run that measured the capacity."""
+        """Output tokens by prompt in the capacity run."""
         lengths_by_id = {row["request_id"]: row["output_tokens"] for row in self._capacity_run()["requests"]}
         return [int(lengths_by_id[f"q{number}"]) for number in range(len(self.prompts))]
 
@@ -144,7 +148,7 @@ class Bench:
 
     @contextmanager
     def _proxy(self, engine_url: str) -> Iterator[str]:
-        """`tailcast-proxy` with its defaults; its address."""
+        """Runs `tailcast-proxy` with its defaults; yields its address."""
         port_file = self.options.out / "proxy.port"
         port_file.unlink(missing_ok=True)
         command = [sys.executable, "-m", "predictors.cli_proxy", engine_url, "--engine", "vllm"]
@@ -155,7 +159,7 @@ class Bench:
 
 
 def warm_up(count: int) -> list[Ask]:
-    """Short requests of different lengths, there at once, so that every number of running requests has been there."""
+    """Short simultaneous requests of different lengths, so that every number of running requests occurs."""
     return [
         Ask(f"w{number}", f"Name {number + 30} rivers.", 0.0, number, 4 + 2 * (number % 16))
         for number in range(count)
@@ -163,14 +167,14 @@ def warm_up(count: int) -> list[Ask]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """All or nothing."""
+    """Writes JSON atomically."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(content), encoding="utf-8")
     partial.replace(path)
 
 
 def predict(options: argparse.Namespace, prompts: Sequence[str], address: str) -> None:
-    """Asks the service about all prompts, once, for the simulator."""
+    """Requests predictions for all prompts once, for the simulator."""
     path = options.out / "predictions.json"
     if path.exists():
         return
@@ -189,13 +193,13 @@ def predict(options: argparse.Namespace, prompts: Sequence[str], address: str) -
             lengths_by_id[name] = [length.mu, length.sigma, length.nu]
     if len(lengths_by_id) < len(rows):
         raise InputError(
-            "artifact", str(options.artifact), f"one that predicts every prompt ({content.errors})"
+            "artifact", str(options.artifact), f"an artifact that predicts every prompt ({content.errors})"
         )
     write_json(path, lengths_by_id)
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs what is missing and prints the table; 2 where something needed is missing."""
+    """Runs the missing cells and prints the table; returns 2 if a requirement is missing."""
     options = _parser().parse_args(args)
     if options.quick:
         options.num_prompts, options.repetitions, options.max_tokens, options.controls = 20, 1, 32, 0
@@ -204,7 +208,7 @@ def main(args: Sequence[str] | None = None) -> int:
             [1.2],
             ["fcfs", "bounded_shortest", "priority"],
         )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the engines are ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # also stops the engines
     try:
         return _run(options)
     except (InputError, RuntimeError) as error:
@@ -220,9 +224,9 @@ def _run(options: argparse.Namespace) -> int:
     for name in () if options.table else ("artifact", "vllm_python", "model"):
         path = getattr(options, name)
         if not path.exists():
-            raise InputError(name, str(path), "an existing path; --help says which")
+            raise InputError(name, str(path), "an existing path; see --help")
     if options.sides[0] != "fcfs" or options.low_sides[0] != "fcfs":
-        raise InputError("sides", options.sides, "fcfs first: the others are compared with it")
+        raise InputError("sides", options.sides, "fcfs first, because the others are compared with it")
     if options.num_prompts <= 2 * options.max_num_seqs:
         raise InputError("num_prompts", options.num_prompts, "more than twice max_num_seqs")
     prompts = _prompts(options)
@@ -257,7 +261,7 @@ def _prompts(options: argparse.Namespace) -> list[str]:
     content = [text for text in dict.fromkeys(texts) if text not in excluded][: options.num_prompts]
     if len(content) < options.num_prompts:
         raise InputError(
-            "prompts", options.prompts, f"at least {options.num_prompts} that are not in --exclude"
+            "prompts", options.prompts, f"at least {options.num_prompts} prompts that are not in --exclude"
         )
     return content
 
@@ -279,7 +283,7 @@ def _table(options: argparse.Namespace) -> str:
 
 
 def _same_as_before(options: argparse.Namespace, prompts: Sequence[str]) -> None:
-    """A folder holds the runs of one benchmark; other requests would not be comparable."""
+    """Checks that the folder has runs of the same benchmark; other requests would not be comparable."""
     names = ("max_tokens", "max_num_seqs", "temperature", "seed")
     now = {name: getattr(options, name) for name in names} | {"prompts": list(prompts)}
     path = options.out / "requests.json"
@@ -289,12 +293,12 @@ def _same_as_before(options: argparse.Namespace, prompts: Sequence[str]) -> None
     before = json.loads(path.read_text(encoding="utf-8"))
     for name, value in now.items():
         if before.get(name) != value:
-            raise InputError(name, value, f"what the runs in {options.out} have; else another --out")
+            raise InputError(name, value, f"the value of the runs in {options.out}, or another --out")
 
 
 @contextmanager
 def _service(options: argparse.Namespace) -> Iterator[str]:
-    """The prediction service; its address."""
+    """Runs the prediction service; yields its address."""
     port_file = options.out / "port"
     port_file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "predictors.cli", str(options.artifact)]
@@ -319,27 +323,27 @@ def _parser() -> argparse.ArgumentParser:
         "--artifact",
         type=Path,
         default=Path("out/quickstart/artifact"),
-        help="predicts for tie, ssjf, priority",
+        help="artifact for the predictions of tie, ssjf, priority",
     )
     add("--vllm-python", type=Path, default=Path(".venv-vllm/bin/python"), help="see make vllm-env")
     add(
         "--model",
         type=Path,
-        help="folder for vLLM; default: the packaged SmolLM2, saved beside vLLM's environment",
+        help="model folder for vLLM; default: the packaged SmolLM2, saved next to vLLM's environment",
     )
     add(
         "--out",
         type=Path,
         default=Path("out/vllm_cpu"),
-        help="folder of the runs; a second call goes on there",
+        help="folder of the runs; a second call resumes there",
     )
-    add("--prompts", default="templates:2000?seed=77", help="as for gen-samples")
+    add("--prompts", default="templates:2000?seed=77", help="see gen-samples")
     add(
         "--exclude",
         type=Path,
         nargs="+",
         default=[],
-        help="samples the artifact was trained on: their prompts are not used",
+        help="training samples of the artifact: their prompts are not used",
     )
     add("--num-prompts", type=int, default=300)
     add("--max-tokens", type=int, default=80)
@@ -351,25 +355,23 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         nargs="+",
         default=[1.2, 0.9],
-        help="mean loads as fractions of the capacity, the main one first",
+        help="mean loads as fractions of the capacity, the main load first",
     )
-    add(
-        "--burst-loads", type=float, nargs="*", default=[0.8], help="the same, half of the requests in bursts"
-    )
+    add("--burst-loads", type=float, nargs="*", default=[0.8], help="mean loads with half of it in bursts")
     sides = [side for side in SIDES if side != "fcfs_again"]
-    add("--sides", nargs="+", choices=sides, default=sides, help="of the first load; fcfs first")
+    add("--sides", nargs="+", choices=sides, default=sides, help="sides at the first load; fcfs first")
     add(
         "--low-sides",
         nargs="+",
         choices=sides,
         default=["fcfs", "bounded_shortest"],
-        help="of the other loads",
+        help="sides at the other loads",
     )
-    add("--controls", type=int, default=1, help="repetitions with fcfs_again, at the first load")
+    add("--controls", type=int, default=1, help="repetitions of fcfs_again, at the first load")
     add("--seed", type=int, default=0)
-    add("--markdown", help="page that gets the table")
-    add("--table", action="store_true", help="prints the table of the runs that are there")
-    add("--quick", action="store_true", help="few short requests, three sides: does it work?")
+    add("--markdown", help="Markdown page for the table")
+    add("--table", action="store_true", help="only print the table of the existing runs")
+    add("--quick", action="store_true", help="few short requests and three sides, to check that it works")
     return parser
 
 

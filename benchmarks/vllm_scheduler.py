@@ -1,15 +1,18 @@
-"""What a step costs in vLLM's own scheduler and in ours, without a model.
+"""Cost of a step in vLLM's scheduler and in ours, without a model.
 
     PYTHONPATH=. .venv-vllm/bin/python -m benchmarks.vllm_scheduler [--policies vllm bounded_shortest tie ssjf] [--rounds 3]
                                                    [--together] [--running 256] [--waiting 2000] [--steps 2000]
 
-Run by vLLM's Python (`make vllm-env`). Every scheduler is vLLM's real AsyncScheduler with its KV cache manager; ours has a policy,
-a prediction for each request, which comes one step after the request, and online calibration, which learns in a thread of its
-own. Every request that ends is replaced by a new one, so that as many run and wait in every step; shorter first, more of them
-end, and vLLM's own parts have more to do, too. Per step: CPU time of `schedule`, `update_from_output` and the arrivals in it, in
-the thread that calls them, without garbage collection. Each scheduler has a process of its own, as in an engine, round by round.
+Run by vLLM's Python (`make vllm-env`). Every scheduler is vLLM's real AsyncScheduler with its KV cache
+manager. Ours also has a policy, a prediction for each request that arrives one step later, and online
+calibration in its own thread. Every finished request is replaced by a new one, so that the numbers of running
+and waiting requests are constant. With shortest-first policies more requests finish per step, so vLLM's own
+code has more work too. Per step: CPU time of `schedule`, `update_from_output` and the arrivals, in the
+calling thread, without garbage collection. Each scheduler runs in its own process, as in an engine, round by
+round.
 
---together: all in one process, in turn, step by step: each finds the CPU's caches full of the others' data.
+--together: all in one process, in turn, step by step: the CPU's caches then hold data of the other
+schedulers.
 """
 
 from __future__ import annotations
@@ -48,12 +51,12 @@ BLOCK_TOKENS, PROMPT_TOKENS, MAX_TOKENS, SIGMA, NU = 16, 100, 1500, 0.5, 3.5
 #: vLLM's own scheduler.
 VLLM = "vllm"
 
-#: Steps before those that count.
+#: Warm-up steps.
 WARM_UP = 400
 
 
 class Predictions:
-    """In place of the plugin's thread: a prediction for each submitted request, one step later."""
+    """Replaces the plugin's thread: a prediction for each submitted request, one step later."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng
@@ -82,9 +85,9 @@ class Side:
     """A scheduler with its requests.
 
     Args:
-        policy: Of our scheduler; None: vLLM's own.
+        policy: Policy of our scheduler; None: vLLM's own scheduler.
         model: Folder of a model, for its configuration.
-        options: Of the command.
+        options: Parsed options.
     """
 
     num_ended = 0
@@ -93,7 +96,7 @@ class Side:
         self._rng = np.random.default_rng(0)
         self._predictions = Predictions(np.random.default_rng(1))
         self._num_requests = 0
-        # With a predictor, so that there is online calibration; its predictions are made here.
+        # A predictor enables online calibration; its predictions are generated here.
         ours = {"tailcast": {"policy": policy, "predictor": "tiny"}}
         settings = {} if policy is None else {"additional_config": ours}
         config = EngineArgs(
@@ -118,7 +121,7 @@ class Side:
             self._add()
 
     def step(self) -> float:
-        """One step; its seconds."""
+        """Runs one step and returns its seconds."""
         begin = time.thread_time()
         plan = self._scheduler.schedule()
         planned = time.thread_time()
@@ -149,7 +152,7 @@ class Side:
 
 
 def measured(options: argparse.Namespace) -> None:
-    """Prints a row for each scheduler, all in this process, and ends it."""
+    """Prints a row for each scheduler, all in this process, and exits."""
     model = Path(sys.executable).parents[1] / "models" / NAME
     packaged_model(model)
     with tempfile.TemporaryDirectory() as folder:

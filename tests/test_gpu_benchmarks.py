@@ -59,7 +59,7 @@ def test_archives_with_missing_parts_are_left_out(
 ) -> None:
     (parts / "a.tar.001").unlink()
     assert main(["--join", str(parts), "--out", str(tmp_path / "out")]) == 1
-    assert "a.tar: left out, 1 parts are missing" in capsys.readouterr().out
+    assert "a.tar: skipped, 1 parts are missing" in capsys.readouterr().out
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model"]
     with pytest.raises(InputError, match=SUMS):
         join_parts(tmp_path, tmp_path / "out")
@@ -144,7 +144,7 @@ def test_a_step_is_run_again_until_its_page_is_finished(
     monkeypatch.setitem(gpu.MEASUREMENTS, "sampling", lambda run: run.command("failing", optional=True))
     assert main(fake_steps) == 0
     first, second = capsys.readouterr().out.splitlines()
-    assert first.endswith("training_step.md is there")
+    assert first.endswith("training_step.md exists")
     assert second.endswith("sampling.md")
     assert "Failed: the GPU is lost" in (tmp_path / "pages/sampling.md").read_text()
 
@@ -164,7 +164,7 @@ def test_what_is_missing_is_said(
     assert lines == ["sampling: skipped, not installed: no_such_package", "minilm: skipped, needs --data"]
     monkeypatch.setattr(gpu, "gpu_name", lambda: None)
     assert main(["--out", str(tmp_path / "out")]) == 2
-    assert "no GPU here" in capsys.readouterr().err
+    assert "no GPU found" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,1 +1,1 @@
-"""What the studies of answer lengths share: reading several files, and their tables."""
+"""Helpers shared by the studies of output lengths: input files and result tables."""

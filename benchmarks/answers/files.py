@@ -1,4 +1,4 @@
-"""Files of samples (samples/2), several of which make up one study."""
+"""Input files of samples (samples/2); a study can use several."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ _CASTILLO_COLUMNS = {"dataset", "model", "prompt_id", "prompt", "prompt_tokens",
 
 
 def add_file_options(parser: argparse.ArgumentParser) -> None:
-    """--train, --calibration, --report, and where results go."""
+    """Adds --train, --calibration, --report and the options for the results."""
     parser.add_argument("--train", nargs="+", default=[], help="samples to train on, one file or several")
-    parser.add_argument("--calibration", help="samples that decide when to stop, and calibrate")
-    parser.add_argument("--report", help="samples to judge on")
-    parser.add_argument("--json", help="file for all metrics")
-    parser.add_argument("--markdown", help="page whose table is replaced, or that is made")
-    parser.add_argument("--results", help="--json FILE of an earlier run: show it, train nothing")
+    parser.add_argument("--calibration", help="samples for early stopping and calibration")
+    parser.add_argument("--report", help="samples to evaluate on")
+    parser.add_argument("--json", help="JSON file to write all metrics to")
+    parser.add_argument("--markdown", help="Markdown page whose table is replaced; created if missing")
+    parser.add_argument("--results", help="--json FILE of an earlier run: print it without training")
     parser.add_argument("--work", help="folder for temporary files")
 
 
 def check_file_options(options: argparse.Namespace) -> None:
-    """Raises InputError where a file to train or to judge on is missing."""
+    """Raises InputError if a file for training or evaluation is missing."""
     for name in ("train", "calibration", "report"):
         if not getattr(options, name):
             raise InputError(f"--{name}", getattr(options, name), "a file of samples, or --results FILE")
 
 
 def write_selected(files: Sequence[str], folder: Path, chosen: Callable[[pa.Table], pa.Array]) -> list[str]:
-    """Copies of some rows of each file, in `folder`; files of which nothing is left are left out.
+    """Writes the selected rows of each file to `folder`; files without selected rows are skipped.
 
     Args:
         files: Parquet files.
-        folder: A folder that is there.
-        chosen: Table -> which of its rows are kept.
+        folder: An existing folder.
+        chosen: Maps a table to a mask of the rows to keep.
 
     Raises:
-        InputError: Nothing is left of any.
+        InputError: No file has a selected row.
     """
     paths = []
     for number, file in enumerate(files):
@@ -53,19 +53,19 @@ def write_selected(files: Sequence[str], folder: Path, chosen: Callable[[pa.Tabl
             pq.write_table(table, path)
             paths.append(str(path))
     if not paths:
-        raise InputError("--train", list(files), "files with the rows that are asked for")
+        raise InputError("--train", list(files), "files that contain the selected rows")
     return paths
 
 
 def values_of(files: Sequence[str], column: str) -> set[str]:
-    """All values of a column of text."""
+    """Distinct values of a text column."""
     return {
         str(value) for file in files for value in pq.read_table(file, columns=[column])[column].to_pylist()
     }
 
 
 def implied_max_tokens(path: str | Path) -> int | None:
-    """Limit of CASTILLO's outputs, whose files do not state it, by their columns; None for any other file."""
+    """The limit of CASTILLO's outputs, recognized by its columns (no file states it); otherwise None."""
     names = set(pq.read_schema(path).names)
     is_castillo = names >= _CASTILLO_COLUMNS and not names & {"finished", "finish_reason", "max_tokens"}
     return CASTILLO_MAX_TOKENS if is_castillo else None

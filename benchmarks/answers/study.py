@@ -1,4 +1,4 @@
-"""One run of a study: measured anew or shown from a file, kept as JSON and as a table in a page."""
+"""One study: measured or loaded from an earlier run, then saved as JSON and as a Markdown table."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def run_study(
     """Runs a study with the options of `add_file_options`.
 
     Args:
-        options: What was asked for.
-        table: Prints lines as they come.
+        options: Parsed options.
+        table: Prints rows as they are added.
         section: Name of the table in the page.
-        measure: Measures, adding lines to the table; gives results by name.
-        add: Adds the lines of one name, for results of an earlier run.
-        close: Adds the last lines.
+        measure: Runs the study, adds rows to the table and returns the results by name.
+        add: Adds the rows of one name, for results of an earlier run.
+        close: Adds the last rows.
 
     Returns:
-        0; 2 where files are missing or cannot be used.
+        0, or 2 if a file is missing or invalid.
     """
     try:
         table.start()

@@ -1,4 +1,4 @@
-"""Metrics of `evaluate` as a table: a line as soon as it is known, and all of it in Markdown."""
+"""Metrics of `evaluate` as a table: rows are printed as they are added, the whole table is Markdown."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from scheduler_core.report.page import markdown_table
 
-#: Column -> where `evaluate` has it.
+#: Column -> path of the metric in the report of `evaluate`.
 METRICS: dict[str, tuple[str, ...]] = {
     "R2 mu": ("mu", "r2"),
     "tau": ("kendall_tau", "median_vs_fitted_mu"),
@@ -21,7 +21,7 @@ METRICS: dict[str, tuple[str, ...]] = {
 
 
 def metric(metrics: Mapping[str, Any], name: str) -> float | None:
-    """The number of one column; None where it is not known."""
+    """Value of one column; None if it is missing."""
     value: Any = metrics
     for key in METRICS[name]:
         value = value[key]
@@ -29,19 +29,19 @@ def metric(metrics: Mapping[str, Any], name: str) -> float | None:
 
 
 def mean(values: Sequence[float | None]) -> float | None:
-    """Mean of what is known; None where nothing is."""
+    """Mean of the values that are not None; None if there are none."""
     numbers = [value for value in values if value is not None]
     return sum(numbers) / len(numbers) if numbers else None
 
 
 @dataclass(slots=True)
 class Table:
-    """A table whose lines are printed as they come.
+    """A table that prints each row as it is added.
 
     Attributes:
-        labels: Header and width of the columns of text, the first of which is aligned left.
+        labels: Header and width of the text columns; the first is left-aligned.
         columns: Names of the metrics.
-        rows: Cells, as they were added.
+        rows: Cells of all rows.
     """
 
     labels: Mapping[str, int]
@@ -53,13 +53,13 @@ class Table:
         self._print([*self.labels, *self.columns])
 
     def add(self, labels: Sequence[str], values: Sequence[float | None]) -> None:
-        """Prints a line and keeps it."""
+        """Prints a row and stores it."""
         row = [*labels, *("-" if value is None else f"{value:.3f}" for value in values)]
         self.rows.append(row)
         self._print(row)
 
     def markdown(self) -> str:
-        """All lines."""
+        """All rows as a Markdown table."""
         return markdown_table([*self.labels, *self.columns], self.rows)
 
     def _print(self, cells: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""The results of five papers beside ours: `python -m benchmarks.reproduce --help`.
+"""Comparison with the results of five papers: `python -m benchmarks.reproduce --help`.
 
-A module per paper. Papers' values are data with their source (table or figure); ours are computed when it runs.
+There is a module per paper. Values of the papers are data with their source (table or figure).
 """

@@ -1,13 +1,13 @@
-"""The results of five papers beside ours.
+"""Comparison with the results of five papers.
 
     python -m benchmarks.reproduce [STUDY ...] [--quick | --scale 0.25] [--seeds 3] [--data FOLDER] [--predictions FILE]
                                    [--missing] [--out out/reproduce] [--markdown docs/reproduction]
 
-Each study prints the paper's value, ours, their ratio, and whether the effect points the same way, and keeps its findings
-under --out; --markdown writes the pages of all studies whose findings are there, whatever their scales. --missing leaves out
-those that are there at this scale or a larger one, so that an interrupted run goes on. --list names them and what they cost.
-
-The pages in docs/reproduction are those of --out benchmarks/results/reproduction: run a study into it and write them again.
+Each study prints the paper's value, ours, their ratio, and whether both effects have the same direction, and
+saves its findings under --out. --markdown writes the pages of all studies with saved findings, at any scale.
+--missing skips studies with findings of this scale or a larger one, to resume an interrupted run. --list
+prints the studies and their cost. The pages in docs/reproduction are made from --out
+benchmarks/results/reproduction: run a study with this option and write the pages again.
 """
 
 from __future__ import annotations
@@ -52,36 +52,32 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.reproduce", description=__doc__.split("\n")[0]
     )
     parser.add_argument("studies", nargs="*", help="studies or papers (default: all)")
-    parser.add_argument("--quick", action="store_true", help="small versions, some minutes in all")
-    parser.add_argument(
-        "--scale", type=float, default=1.0, help="share of the papers' requests, and of --seeds"
-    )
+    parser.add_argument("--quick", action="store_true", help="small versions, some minutes in total")
+    parser.add_argument("--scale", type=float, default=1.0, help="fraction of requests and of --seeds")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of each simulation at scale 1")
     parser.add_argument("--data", type=Path, help="folder of public length sets and traces")
     parser.add_argument(
-        "--predictions", type=Path, help="table of benchmarks.reproduce.predict: trained predictors, for TIE"
+        "--predictions", type=Path, help="output of benchmarks.reproduce.predict: trained predictors for TIE"
     )
     parser.add_argument(
-        "--missing", action="store_true", help="only studies not kept yet at this scale or a larger one"
+        "--missing", action="store_true", help="only studies without findings of this scale or a larger one"
     )
-    parser.add_argument("--out", type=Path, default=Path("out/reproduce"), help="where findings are kept")
-    parser.add_argument("--markdown", type=Path, help="folder for the pages of all findings that are there")
-    parser.add_argument(
-        "--page-only", action="store_true", help="run nothing: write the pages of what is there"
-    )
-    parser.add_argument("--list", action="store_true", help="name the studies and what they cost")
+    parser.add_argument("--out", type=Path, default=Path("out/reproduce"), help="folder for findings")
+    parser.add_argument("--markdown", type=Path, help="folder for the pages of all saved findings")
+    parser.add_argument("--page-only", action="store_true", help="only write the pages of saved findings")
+    parser.add_argument("--list", action="store_true", help="list the studies and their cost")
     return parser
 
 
 def _options(effort: Effort) -> str:
-    """The options that matter for the numbers, without folders."""
-    given = " --quick" if effort.quick else f" --scale {effort.scale:g}" if effort.scale < 1 else ""
-    given += "" if effort.data is None else " --data FOLDER"
-    return given + ("" if effort.predictions is None else " --predictions FILE")
+    """The options that affect the numbers, without folders."""
+    text = " --quick" if effort.quick else f" --scale {effort.scale:g}" if effort.scale < 1 else ""
+    text += "" if effort.data is None else " --data FOLDER"
+    return text + ("" if effort.predictions is None else " --predictions FILE")
 
 
 def _is_kept(path: Path, effort: Effort) -> bool:
-    """Findings of this scale, or of a larger one, are there."""
+    """Whether findings of this scale, or of a larger one, exist."""
     if not path.exists():
         return False
     _, about = load(path)
@@ -92,37 +88,37 @@ def _is_kept(path: Path, effort: Effort) -> bool:
 
 def main() -> int:
     """Entry point; returns the exit code."""
-    given = _parser().parse_args()
-    if given.list:
+    options = _parser().parse_args()
+    if options.list:
         for study in STUDIES:
             quick_s, full_s = study.cost_s
-            scaled_s = max(quick_s, full_s * given.scale * max(1, round(given.seeds * given.scale)) / 3)
+            scaled_s = max(quick_s, full_s * options.scale * max(1, round(options.seeds * options.scale)) / 3)
             print(f"{study.name:<22}{quick_s:>6.0f} {scaled_s:>8.0f} CPU s   {study.title}")
         return 0
     names = {study.name for study in STUDIES} | {study.name.split("-")[0] for study in STUDIES}
-    unknown = [name for name in given.studies if name not in names]
+    unknown = [name for name in options.studies if name not in names]
     if unknown:
         print(f"STUDY: got {unknown[0]!r}; allowed: {', '.join(sorted(names))}", file=sys.stderr)
         return 2
     try:
         effort = Effort(
-            quick=given.quick,
-            scale=given.scale,
-            num_seeds=given.seeds,
-            data=given.data,
-            predictions=given.predictions,
+            quick=options.quick,
+            scale=options.scale,
+            num_seeds=options.seeds,
+            data=options.data,
+            predictions=options.predictions,
         )
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
-    for study in () if given.page_only else STUDIES:
+    for study in () if options.page_only else STUDIES:
         if (
-            given.studies
-            and study.name not in given.studies
-            and study.name.split("-")[0] not in given.studies
+            options.studies
+            and study.name not in options.studies
+            and study.name.split("-")[0] not in options.studies
         ):
             continue
-        if given.missing and _is_kept(given.out / f"{study.name}.json", effort):
+        if options.missing and _is_kept(options.out / f"{study.name}.json", effort):
             continue
         start = time.process_time()
         findings = study.run(effort)
@@ -135,14 +131,14 @@ def main() -> int:
             "scale": effort.scale,
             "num_seeds": len(effort.seeds),
         }
-        save(given.out / f"{study.name}.json", findings, about)
+        save(options.out / f"{study.name}.json", findings, about)
         print("\n".join(section(study, findings, about)), flush=True)
-    if given.markdown is not None:
-        kept = [(study, given.out / f"{study.name}.json") for study in STUDIES]
-        parts = [(study, *load(path)) for study, path in kept if path.exists()]
-        given.markdown.mkdir(parents=True, exist_ok=True)
+    if options.markdown is not None:
+        files = [(study, options.out / f"{study.name}.json") for study in STUDIES]
+        parts = [(study, *load(path)) for study, path in files if path.exists()]
+        options.markdown.mkdir(parents=True, exist_ok=True)
         for name, text in pages(parts).items():
-            (given.markdown / name).write_text(text, encoding="utf-8")
+            (options.markdown / name).write_text(text, encoding="utf-8")
     return 0
 
 

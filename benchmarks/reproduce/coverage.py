@@ -1,4 +1,4 @@
-"""Where every table and figure of the five papers is, or why it is nowhere."""
+"""The study of every table and figure of the five papers, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Covered:
-    """Tables or figures of a paper.
+    """Tables or figures of a paper and their studies.
 
     Attributes:
-        paper: Short name, as of the studies.
-        where: Which.
-        studies: Names of the studies that have them; empty: none has.
-        note: Why none has, or what is missing.
+        paper: Short name of the paper, as in the studies.
+        where: Tables or figures.
+        studies: Names of their studies; can be empty.
+        note: Reason for no study, or the differences from the paper.
     """
 
     paper: str
@@ -26,13 +26,13 @@ _TIERS, _SEMANTIC, _SLAI = "Multi-tier Llumnix", "Semantic scheduling", "RAD and
 _UNIBOOST, _TIE = "UniBoost", "TIE"
 _DRAWING = "a drawing of the design, without a measurement"
 _MOE = (
-    "the simulator's data sheets are dense transformers, and there are no public answers of these models with repeated "
-    "samples; Mistral-7B is the one of them that has both"
+    "the simulator's data sheets are dense transformers, and there are no public outputs of these models with "
+    "repeated samples; Mistral-7B is the only one of them with both"
 )
 
 COVERAGE: tuple[Covered, ...] = (
     Covered(_TIERS, "table 1", (), "the request lengths: input of all its studies"),
-    Covered(_TIERS, "table 2", ("multitier-tables",), "cost per latency: that of P99 E2E, as both sides run as many replicas"),
+    Covered(_TIERS, "table 2", ("multitier-tables",), "cost per latency: see P99 E2E, because both systems have the same number of replicas"),
     Covered(_TIERS, "table 3", ("multitier-tables",), "as table 2"),
     Covered(_TIERS, "table 4", ("multitier-tables",), "as table 2"),
     Covered(_TIERS, "figure 1", (), _DRAWING),
@@ -48,13 +48,13 @@ COVERAGE: tuple[Covered, ...] = (
     Covered(_SEMANTIC, "table 2", ("semantic-predictor",)),
     Covered(_SEMANTIC, "figure 1", (), _DRAWING),
     Covered(_SEMANTIC, "figure 2", ("semantic-errors", "semantic-spikes")),
-    Covered(_SEMANTIC, "figure 3", (), "a real engine under conversations with an emergency line, which are not public"),
+    Covered(_SEMANTIC, "figure 3", (), "needs a real engine and conversations with an emergency line, which are not public"),
     Covered(_SEMANTIC, "figure 4", ("semantic-engines",)),
     Covered(_SEMANTIC, "figure 5", (), "as figure 3"),
     Covered(_SLAI, "theorems 1 and 2", ("rad-stability",)),
     Covered(_SLAI, "table 1", (), "the request lengths: input of all its studies"),
     Covered(_SLAI, "figures 1 to 5", (), "drawings of transformers, tiles and schedulers, without a measurement"),
-    Covered(_SLAI, "figure 6", (), "chunk timings measured on the card: input of all its studies"),
+    Covered(_SLAI, "figure 6", (), "measured chunk timings of the card: input of all its studies"),
     Covered(_SLAI, "figure 7", ("slai-figure7",)),
     Covered(_SLAI, "figure 8", ("slai-figure8",)),
     Covered(_SLAI, "figure 9", ("slai-figure7",), "without counts by prompt length, which have no printed numbers"),
@@ -71,30 +71,30 @@ COVERAGE: tuple[Covered, ...] = (
     Covered(_UNIBOOST, "table 8", ("uniboost-chunks",)),
     Covered(_UNIBOOST, "table 9", ("uniboost-cluster",)),
     Covered(_UNIBOOST, "table 10", ("uniboost-cluster",)),
-    Covered(_UNIBOOST, "figure 1", (), "lengths of the data sets, which are not public with the paper's answers"),
-    Covered(_UNIBOOST, "figure 2", (), "spread of sampled answers: a measurement of models, not of scheduling"),
+    Covered(_UNIBOOST, "figure 1", (), "lengths of the data sets, which are not public with the paper's outputs"),
+    Covered(_UNIBOOST, "figure 2", (), "variation of sampled outputs: a measurement of models, not of scheduling"),
     Covered(_UNIBOOST, "figure 3", (), "an example by hand"),
     Covered(_UNIBOOST, "figure 4", (), _DRAWING),
     Covered(_UNIBOOST, "figure 5", (), _DRAWING),
     Covered(_UNIBOOST, "figure 6", ("uniboost-figure6",)),
     Covered(_UNIBOOST, "figure 7", ("uniboost-ablation",), "with Llama-3-8B; CodeLlama-34B has no data sheet here"),
     Covered(_UNIBOOST, "figure 8", ("uniboost-figure8",)),
-    Covered(_UNIBOOST, "figure 9", (), "gamma over time under a day's bursts of a trace that the paper does not name in full"),
+    Covered(_UNIBOOST, "figure 9", (), "gamma over time on a bursty trace that the paper does not fully specify"),
     Covered(_TIE, "table 1", ("tie-table1",), "on CASTILLO, 10 samples per prompt"),
     Covered(_TIE, "table 2", ("tie-table2",)),
-    Covered(_TIE, "table 3", ("tie-table3",), "predictors trained on CASTILLO, TIE's on smaller sources too, and not on LMSYS or Alpaca alone"),
-    Covered(_TIE, "table 4", ("tie-table4",), "families: a head trained for each on a frozen encoder, against a log-t head trained alike"),
+    Covered(_TIE, "table 3", ("tie-table3",), "predictors are trained on CASTILLO (TIE's also on smaller sources) and not on LMSYS or Alpaca alone"),
+    Covered(_TIE, "table 4", ("tie-table4",), "families: one head each on a frozen encoder, compared with a log-t head with the same training"),
     Covered(_TIE, "table 5", ("tie-table5",), f"Mistral-7B alone: {_MOE}"),
     Covered(_TIE, "table 6", ("tie-table5",), "as table 5"),
-    Covered(_TIE, "table 7", (), "OpenPangu: neither a data sheet nor public answers"),
+    Covered(_TIE, "table 7", (), "OpenPangu: neither a data sheet nor public outputs"),
     Covered(_TIE, "table 8", (), "as table 7"),
-    Covered(_TIE, "section 6.4, overhead", (), "4.26 ms per request on the paper's server, a measurement: `benchmarks/` times our scheduler and predictors"),
-    Covered(_TIE, "figure 1", (), "an example of answers' lengths"),
+    Covered(_TIE, "section 6.4, overhead", (), "4.26 ms per request on the paper's server; `benchmarks/` measures our scheduler and predictors"),
+    Covered(_TIE, "figure 1", (), "an example of output lengths"),
     Covered(_TIE, "figure 2", (), _DRAWING),
     Covered(_TIE, "figure 3", (), _DRAWING),
-    Covered(_TIE, "figure 4", ("tie-table2",), "at 30 and 100 requests per second, which the text has numbers for"),
-    Covered(_TIE, "figure 5", (), "a picture of the order of the answers; what it is worth is table 3"),
-    Covered(_TIE, "figure 6", (), "lengths of the data sets, which are not public with the paper's answers"),
+    Covered(_TIE, "figure 4", ("tie-table2",), "at 30 and 100 requests per second, for which the text has numbers"),
+    Covered(_TIE, "figure 5", (), "a plot of the order of the outputs; its effect is in table 3"),
+    Covered(_TIE, "figure 6", (), "lengths of the data sets, which are not public with the paper's outputs"),
     Covered(_TIE, "figure 7", ("tie-figure7",), "on samples drawn from fits"),
     Covered(_TIE, "figure 8", ("tie-figure8",), "on CASTILLO, 10 samples per prompt"),
     Covered(_TIE, "figure 9", (), "as figure 5"),

@@ -49,9 +49,9 @@ PRINTED = {
 
 
 def _speedups(effort: Effort, table: str, num: int, num_tiers: int) -> dict[str, float]:
-    """Ratios baseline / proposed in both accountings, and what they rest on."""
+    """Ratios baseline / proposed in both accountings, and the numbers behind them."""
 
-    def one(seed: int) -> dict[str, float]:
+    def run_seed(seed: int) -> dict[str, float]:
         trace = workload(num, num_tiers, MIXES[table]).trace(seed)
         base = simulate(baseline(), trace, seed=seed)
         fair = simulate(proposed(num_tiers), trace, seed=seed)
@@ -79,7 +79,7 @@ def _speedups(effort: Effort, table: str, num: int, num_tiers: int) -> dict[str,
             values[f"base tier {tier}"] = _tier_ttft(base, tier)
         return values
 
-    return over_seeds(effort.seeds, one)
+    return over_seeds(effort.seeds, run_seed)
 
 
 def _tier_ttft(outcome: Outcome, tier: int) -> float:
@@ -89,9 +89,9 @@ def _tier_ttft(outcome: Outcome, tier: int) -> float:
 
 def tables(effort: Effort) -> Findings:
     """Tables 2 to 4 in three columns: printed, as-released accounting, correct accounting."""
-    findings = Findings(size=effort.size(10_000, 800) + " (and as large a share of 15,000)")
-    wanted = [cell for cell in PRINTED if not effort.quick or cell == ("table 2, uniform", 10_000, 4)]
-    for table, num, num_tiers in wanted:
+    findings = Findings(size=effort.size(10_000, 800) + " (and the same fraction of 15,000)")
+    cells = [cell for cell in PRINTED if not effort.quick or cell == ("table 2, uniform", 10_000, 4)]
+    for table, num, num_tiers in cells:
         simulated = effort.num(num, 800)
         got = _speedups(effort, table, simulated, num_tiers)
         where = f"{table}, {num // 1000}K, K = {num_tiers}"
@@ -118,8 +118,8 @@ def tables(effort: Effort) -> Findings:
         ]
         findings.notes.append(
             f"{where}: {simulated} requests; as released, one replica of {BLOCKS * 16} tokens holds up to "
-            f"{got['resident']:.0f}; {got['cut']:.0f} requests of the baseline are beyond the {CUT_S:.0f} s at which the "
-            f"released code stops; {got['migrations']:.0f} migrations with correct accounting."
+            f"{got['resident']:.0f}; {got['cut']:.0f} requests of the baseline are beyond the {CUT_S:.0f} s "
+            f"at which the released code stops; {got['migrations']:.0f} migrations with correct accounting."
         )
     return findings
 
@@ -140,7 +140,7 @@ def _isolation(where: str, got: dict[str, float], num_tiers: int, which: str) ->
 
 
 def _gain(where: str, got: dict[str, float]) -> Claim:
-    """Ours: that the router's blindness to the queue is what loses."""
+    """Claim about our variant: the loss comes from dispatch that ignores the queue."""
     ours, paper = ([got[f"{name} {measure}"] for measure in MEASURES] for name in ("queue", "correct"))
     return Claim(
         where,
@@ -157,18 +157,20 @@ STUDIES = (
         paper="Multi-tier Llumnix",
         title="Tables 2 to 4: speed-up over INFaaS + vLLM",
         why=(
-            "The paper's factors are those of a simulator that charges its own system no memory for generated tokens, frees "
-            "every block at each step, ignores the batch limit of 64, charges attention of any batch as one of 32, and stops "
-            "after 60 s, while the baseline keeps all limits. The column `as-released accounting` gives Llumnix that freedom, "
-            "`ours` gives both the same memory and batch, charges every resident token and leaves no request out. Then the "
-            "paper's own dispatch rule loses: of the requests that wait, its freeness (Eq. 1 and 2) counts the head alone, so "
-            "in a burst of 1,250 requests/s it goes on sending to a replica with a long queue while others run dry. In the "
-            "released code nothing waits, because everything is admitted; Llumnix's own public code counts all that wait when "
-            "it dispatches. The column `correct, whole queue` does so (`Llumnix(whole_queue=True)`), and all the rest as in the "
-            "paper. The last column is tier order behind round robin: about as much as there is to win. Step times are "
-            "Llama-2-7B on an A100 from data sheets, not Vidur's profiles. Cost per latency, for which "
-            "neither the paper nor its code has a formula, has no row of its own: both sides run four replicas, and then its "
-            "-54 to -68 % are what the ratios of P99 E2E (2.2 to 3.1) say."
+            "The paper's simulator charges its own system no memory for generated tokens, frees every block "
+            "at each step, ignores the batch limit of 64, charges attention of any batch as one of 32, and "
+            "stops after 60 s, while the baseline keeps all limits. The column `as-released accounting` "
+            "reproduces this. `ours` gives both systems the same memory and batch, charges every resident "
+            "token and includes every request. The paper's dispatch rule then loses: its freeness (Eq. 1 and "
+            "2) counts only the first waiting request, so in a burst of 1,250 requests/s it keeps sending to "
+            "a replica with a long queue while others are idle. In the released code no request waits, "
+            "because everything is admitted; Llumnix's own public code counts all waiting requests when it "
+            "dispatches. The column `correct, whole queue` does the same (`Llumnix(whole_queue=True)`) and "
+            "otherwise follows the paper. The last column is tier order behind round robin: an approximate "
+            "upper bound of the gain. Step times are Llama-2-7B on an A100 from data sheets, not Vidur's "
+            "profiles. Cost per latency has no formula in the paper or its code and no row of its own: both "
+            "systems run four replicas, so its -54 to -68 % correspond to the ratios of P99 E2E (2.2 to "
+            "3.1)."
         ),
         cost_s=(15, 2200),
         run=tables,

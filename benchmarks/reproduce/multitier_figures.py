@@ -23,7 +23,7 @@ MIXES = {
     "figure 8, Gaussian": "gaussian_released",
     "figure 9, enterprise": "enterprise",
 }
-#: Section 5.1, in words: median TTFT in s by (figure, K, tier); "over 3 s" and "under 0.5 s" are taken as 3 and 0.5.
+#: Median TTFT in s by (figure, K, tier), from the text of section 5.1; "over 3 s" is 3, "under 0.5 s" is 0.5.
 MEDIAN_TTFT = {
     ("figure 5, uniform", 3, 0): 0.3,
     ("figure 5, uniform", 3, 2): 3.0,
@@ -37,7 +37,7 @@ def _medians(outcome: Outcome, num_tiers: int) -> dict[str, float]:
     """Median TTFT, mean time between tokens and E2E by tier, in seconds."""
     values: dict[str, float] = {}
     for tier in range(num_tiers):
-        rows = [one for one in outcome.records if one.tier == tier]
+        rows = [record for record in outcome.records if record.tier == tier]
         values[f"ttft {tier}"] = float(np.median([one.ttft_s for one in rows]))
         values[f"tbt {tier}"] = float(np.median([one.tpot_s for one in rows if one.tpot_s is not None]))
         values[f"e2e {tier}"] = float(np.median([one.ttlt_s for one in rows]))
@@ -51,13 +51,13 @@ def tiers(effort: Effort) -> Findings:
     cells = [(where, k) for where in MIXES for k in (1, 3, 5) if k > 1 or where.startswith("figure 5")]
     for where, k in cells[:2] if effort.quick else cells:
 
-        def one(seed: int, where: str = where, k: int = k) -> dict[str, float]:
+        def run_seed(seed: int, where: str = where, k: int = k) -> dict[str, float]:
             trace = workload(num, k, MIXES[where]).trace(seed)
             paper, ours = proposed(k), whole_queue(proposed(k))
-            found = {"paper": simulate(paper, trace, seed=seed), "queue": simulate(ours, trace, seed=seed)}
-            return {f"{n} {key}": v for n, done in found.items() for key, v in _medians(done, k).items()}
+            results = {"paper": simulate(paper, trace, seed=seed), "queue": simulate(ours, trace, seed=seed)}
+            return {f"{n} {key}": v for n, done in results.items() for key, v in _medians(done, k).items()}
 
-        got = over_seeds(effort.seeds, one)
+        got = over_seeds(effort.seeds, run_seed)
         for tier in range(k):
             for key, what, printed in (
                 ("ttft", "median TTFT, s", MEDIAN_TTFT),
@@ -94,7 +94,7 @@ FIGURE_6 = {
     "Sarathi": ("fcfs", "chunked_prefill"),
 }
 LLUMLET, STILL = "Llumlet", "Llumlet, no migration"
-#: Section 5.2, read from its words: E2E P99 in seconds at K = 1; Llumlet at K = 7.
+#: E2E P99 in seconds at K = 1, from the text of section 5.2; Llumlet at K = 7.
 FIGURE_6_P99 = {
     ("vLLM", 1): 1.63,
     ("Orca", 1): 1.585,
@@ -117,32 +117,32 @@ def figures(effort: Effort) -> Findings:
     num = effort.num(1000, 200)
     findings = Findings(size=effort.size(1000, 200))
     counts = (1, 4, 7) if effort.quick else tuple(range(1, 11))
-    found: dict[tuple[str, int], dict[str, float]] = {}
+    results: dict[tuple[str, int], dict[str, float]] = {}
     for k in counts:
         for name in (*FIGURE_6, LLUMLET, STILL):
 
-            def one(seed: int, name: str = name, k: int = k) -> dict[str, float]:
+            def run_seed(seed: int, name: str = name, k: int = k) -> dict[str, float]:
                 trace = workload(num, k, "uniform", 10.0).trace(seed)
                 outcome = simulate(_figure_6_system(name, k), trace, seed=seed)
                 values = dict(zip(MEASURES, latencies(outcome), strict=True))
                 gaps = [row.tpot_s for row in outcome.records if row.tpot_s is not None]
                 return values | {"decode mean": sum(gaps) / len(gaps), "moves": outcome.num_migrations}
 
-            got = found[name, k] = over_seeds(effort.seeds, one)
+            got = results[name, k] = over_seeds(effort.seeds, run_seed)
             findings.rows.append(
                 Row(where=f"figure 6, K = {k}", what=f"{name}, E2E P99, s", paper=FIGURE_6_P99.get((name, k)),
                     ours=got["E2E P99"],
                     more={key: got[key] for key in ("E2E mean", "prefill P99", "prefill mean", "decode mean")})
             )  # fmt: skip
-    findings.claims += _figure_claims(counts, found)
+    findings.claims += _figure_claims(counts, results)
     return findings
 
 
-def _figure_claims(counts: tuple[int, ...], found: dict[tuple[str, int], dict[str, float]]) -> list[Claim]:
-    p99 = {place: got["E2E P99"] for place, got in found.items()}
+def _figure_claims(counts: tuple[int, ...], results: dict[tuple[str, int], dict[str, float]]) -> list[Claim]:
+    p99 = {place: got["E2E P99"] for place, got in results.items()}
     spread = max(p99[LLUMLET, k] for k in counts) / min(p99[LLUMLET, k] for k in counts)
     worst = {name: max(p99[name, k] / p99["vLLM", k] for k in counts) for name in (LLUMLET, STILL)}
-    moves = max(found[LLUMLET, k]["moves"] for k in counts)
+    moves = max(results[LLUMLET, k]["moves"] for k in counts)
     return [
         Claim("section 5.2", "Llumlet keeps up to 10 tiers without latency collapse", spread < 1.1,
               f"largest P99 over K / smallest: {spread:.3f}"),
@@ -159,8 +159,8 @@ STUDIES = (
         paper="Multi-tier Llumnix",
         title="Figures 5, 8 and 9: latency by tier",
         why=(
-            "The paper shows curves, and says little of them in numbers. Its simulator admits everything, so what it calls a "
-            "tier's wait is that of a batch without limit; here a tier waits for memory. The column `whole queue` is "
+            "The paper shows curves and gives few numbers. Its simulator admits everything, so a tier's wait "
+            "is that in an unlimited batch; here a tier waits for memory. The column `whole queue` is "
             "`Llumnix(whole_queue=True)`, see tables 2 to 4."
         ),
         cost_s=(15, 5000),
@@ -171,11 +171,11 @@ STUDIES = (
         paper="Multi-tier Llumnix",
         title="Figures 6 and 7: K = 1 to 10 at 10 requests per second",
         why=(
-            "Step times are from data sheets. Where Llumlet is slower than vLLM it is its migration: at this load some replica "
-            "is idle most of the time, so the difference of freeness, an idle replica's whole memory, is far above the "
-            "threshold of 0.3 at every tick, and requests are moved about, more than one move per request. The paper's "
-            "simulator charges no time for a move; here the last blocks are copied with the request stopped. The rows "
-            "`no migration` show the rest of the system."
+            "Step times are from data sheets. Llumlet is slower than vLLM because of its migration. At this "
+            "load some replica is idle most of the time, so the difference in freeness is an idle replica's "
+            "whole memory, which exceeds the threshold of 0.3 at every tick, and there is more than one "
+            "migration per request. The paper's simulator charges no time for a migration; here a request is "
+            "stopped while its last blocks are copied. The rows `no migration` show the system without it."
         ),
         cost_s=(20, 600),
         run=figures,

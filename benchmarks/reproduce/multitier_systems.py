@@ -20,9 +20,9 @@ from scheduler_core.simulator.workloads.workload import Tiers, Workload
 REPLICAS, BLOCKS, SEATS = 4, 128, 64
 QPS = 1250.0
 STEP_TIME = RooflineStepTime(model="llama-2-7b", gpu="a100-80gb")
-#: Released code: runs are cut after so many seconds, and unfinished requests are left out.
+#: Released code: runs stop after this many seconds, and unfinished requests are excluded.
 CUT_S = 60.0
-#: Released code: attention of a larger batch is charged as one of this many.
+#: Released code: attention of a larger batch is charged as one of this size.
 CHARGED_BATCH = 32
 MEASURES = ("prefill P99", "prefill mean", "E2E P99", "E2E mean")
 
@@ -31,10 +31,10 @@ MEASURES = ("prefill P99", "prefill mean", "E2E P99", "E2E mean")
 class ReleasedCost:
     """A step-time model that charges the attention of at most `CHARGED_BATCH` decodes, as the released code does.
 
-    For the column `as-released accounting` alone; nothing else here clamps a cost.
+    Used only for the column `as-released accounting`; no other cost is clamped.
 
     Attributes:
-        model: What would be right.
+        model: Correct step-time model.
     """
 
     model: StepTime
@@ -55,7 +55,7 @@ class ReleasedCost:
 
 
 def workload(num: int, num_tiers: int, mix: str, rate_rps: float = QPS) -> Workload:
-    """The paper's lengths and arrivals as its code has them: zipf on 64 to 512 tokens, gaps cut at 3 means."""
+    """The paper's lengths and arrivals as in its code: Zipf on 64 to 512 tokens, gaps up to 3 means."""
     return Workload(
         num_requests=num,
         arrivals=Arrivals(rate_rps=rate_rps, max_gap_ratio=3.0),
@@ -67,7 +67,7 @@ def workload(num: int, num_tiers: int, mix: str, rate_rps: float = QPS) -> Workl
 
 
 def limits(batching: str, blocks: int = BLOCKS, seats: int = SEATS) -> SchedulerConfig:
-    """One replica."""
+    """Limits of one replica."""
     return SchedulerConfig(
         batching=batching, num_kv_blocks=blocks, max_num_seqs=seats, max_num_batched_tokens=max(4096, seats)
     )
@@ -80,7 +80,7 @@ def baseline() -> System:
 
 
 def proposed(num_tiers: int, migration: bool = True) -> System:
-    """Llumnix in front of tier-ordered replicas, with headroom as in the released code: the paper's rules."""
+    """Llumnix in front of tier-ordered replicas, with headroom as in the released code."""
     decay = 2.5 / (num_tiers - 1) if num_tiers > 1 else 1.0
     cluster = ClusterConfig(
         num_replicas=REPLICAS,
@@ -93,18 +93,18 @@ def proposed(num_tiers: int, migration: bool = True) -> System:
 
 
 def whole_queue(system: System) -> System:
-    """The same with `queue_freeness`: dispatch counts the demand of all that wait, not of the head alone (ours)."""
+    """Our variant with `queue_freeness`: dispatch counts all waiting requests, not only the first."""
     headroom = system.cluster.headroom()
     return replace(system, router=lambda: Llumnix(headroom=headroom, whole_queue=True))
 
 
 def tiers_alone() -> System:
-    """Tier-ordered replicas behind round robin: what order alone is worth."""
+    """Tier-ordered replicas behind round robin, to isolate the effect of the order."""
     return replace(proposed(1), cluster=ClusterConfig(num_replicas=REPLICAS, router="round_robin"))
 
 
 def as_released(system: System, num: int) -> System:
-    """The proposed system without the limits that its released code does not keep: memory, batch, cost of attention."""
+    """The proposed system without the limits that its code ignores: memory, batch, attention cost."""
     room = num * 512 // 16 + 1
     return replace(
         system, scheduler=limits("vllm", blocks=room, seats=num), step_time=ReleasedCost(system.step_time)
@@ -112,7 +112,7 @@ def as_released(system: System, num: int) -> System:
 
 
 def latencies(outcome: Outcome, cut_s: float = math.inf) -> tuple[float, float, float, float]:
-    """Prefill P99 and mean, E2E P99 and mean; with a cut, of what was done by then."""
-    first = [one.ttft_s for one in outcome.records if one.first_token_s <= cut_s]
-    last = [one.ttlt_s for one in outcome.records if one.finish_s <= cut_s]
+    """Prefill P99 and mean, E2E P99 and mean; with `cut_s`, only of work that finished by then."""
+    first = [record.ttft_s for record in outcome.records if record.first_token_s <= cut_s]
+    last = [record.ttlt_s for record in outcome.records if record.finish_s <= cut_s]
     return percentile(first, 99), sum(first) / len(first), percentile(last, 99), sum(last) / len(last)

@@ -2,11 +2,11 @@
 
     python -m benchmarks.reproduce.predict DATA [--work out/tie_predictions] --out predictions.parquet
 
-DATA is the folder of public sets that `python -m examples.pretrained` takes. TIE's predictor is the shipped one; SSJF and LTR
-are heads on its frozen encoder. The families of TIE's table 4 are heads that differ in their outputs and their loss alone, on
-an encoder that has not seen the training prompts: its features are not fitted to them, as the shipped one's are, on which a
-free nu or sigma learns what new prompts do not have. A row of the result is a report prompt, which none was trained on, with
-the outputs of a served model and all predictions.
+DATA is the folder of public sets that `python -m examples.pretrained` takes. TIE's predictor is the shipped
+one; SSJF and LTR are heads on its frozen encoder. The families of TIE's table 4 are heads that differ only in
+outputs and loss. Their encoder was not trained on the training prompts: with features fitted to these, a free
+nu or sigma would not generalize. A row of the result is a report prompt, which no predictor was trained on,
+with the outputs of a served model and all predictions.
 """
 
 from __future__ import annotations
@@ -48,29 +48,29 @@ from training.data import SampleLengths
 from training.evaluating.predictors import InferenceOptions, PredictedRows, open_predictor
 from training.losses import list_mle
 
-#: Lengths within a group of this many tokens are equal to LTR.
+#: Lengths within a group of this many tokens are equal for LTR.
 GROUP_TOKENS = 10.0
 
 
 @dataclass(frozen=True)
 class LogLength:
-    """One length, by the absolute error of its logarithm. Source: SSJF."""
+    """Point prediction, trained on the absolute error of ln length. Source: SSJF."""
 
     sizes: ClassVar[tuple[int, ...]] = (1,)
 
     def loss(self, outputs: Sequence[Tensor], samples: SampleLengths) -> Tensor:
-        """Mean over each row's samples [R]."""
+        """Loss of each row, mean over its samples [R]."""
         return samples.mean((outputs[0] - torch.log(samples.tokens)).abs())
 
 
 @dataclass(frozen=True)
 class Rank:
-    """A score, larger = longer, by ListMLE over the rows of a batch. Source: LTR."""
+    """Ranking score, larger = longer, trained by ListMLE over the rows of a batch. Source: LTR."""
 
     sizes: ClassVar[tuple[int, ...]] = (1,)
 
     def loss(self, outputs: Sequence[Tensor], samples: SampleLengths) -> Tensor:
-        """Of the order by mean length [R]."""
+        """Loss of the order by mean length [R]."""
         return list_mle(outputs[0][:, 0], samples.mean(samples.tokens), group_tokens=GROUP_TOKENS)
 
 
@@ -80,11 +80,11 @@ BASELINES: dict[str, TrainableHead] = {"regression_tokens": LogLength(), "rank":
 def head_columns(
     heads: Mapping[str, TrainableHead], rows: Rows, tune: Rows, report: Rows, names: Sequence[str]
 ) -> tuple[dict[str, list[object]], dict[str, float]]:
-    """A column of each head, trained on `rows` and stopped by `tune`, and each family's log-likelihood; both of `report`.
+    """A column per head and the log-likelihood of each family on `report`; `tune` is for early stopping.
 
     Args:
-        heads: By column.
-        rows, tune, report: Of the same encoder; served models are numbered as in `names`.
+        heads: Heads by column.
+        rows, tune, report: Rows with the same encoder; served models are numbered as in `names`.
         names: Served models.
     """
     columns: dict[str, list[object]] = {}
@@ -102,11 +102,11 @@ def head_columns(
 
 
 def prediction_table(report: pd.DataFrame, shipped: PredictedRows) -> pa.Table:
-    """`COLUMNS` of all rows.
+    """Table with `COLUMNS` for all rows.
 
     Args:
         report: Rows of `prepare`, with prompt_tokens and the columns of `head_columns`.
-        shipped: What the shipped predictor predicts of them.
+        shipped: Predictions of the shipped predictor for these rows.
     """
     table = report.rename(columns={"model": "served_model"})
     for name, sigma in (("length", shipped.sigma), ("within", shipped.sigma_within)):
@@ -116,19 +116,21 @@ def prediction_table(report: pd.DataFrame, shipped: PredictedRows) -> pa.Table:
 
 
 def _about(folder: Path, likelihood: Mapping[str, float], nu: Sequence[float]) -> str:
-    """How the predictors were trained, and how well the families fit, for the page."""
+    """Text for the page: training of the predictors, and fit of the families."""
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     low, median, high = np.percentile(nu, (10, 50, 90))
     fits = ", ".join(f"{name} {value:.4f}" for name, value in likelihood.items())
     return (
-        f"TIE's predictor is the shipped one, {manifest['artifact_id']} (version {manifest['artifact_version']}), trained on "
-        "all answers of CASTILLO's training prompts, of 60 % of its validation prompts and of 21 smaller sources; the prompts "
-        "here are 25 % of the validation prompts. SSJF and LTR are not trained end to end: they are heads on that predictor's "
-        "encoder, frozen, with the layers and inputs (served model and temperature too) of TIE's head, trained on the same "
-        "prompts of CASTILLO with all ten answers: SSJF by the absolute error of ln length, LTR by ListMLE, both stopped by the "
-        "15 % of the prompts that TIE was stopped and calibrated with. So they have an encoder that was tuned by TIE's "
-        "likelihood. The families of table 4 are heads trained alike, each by its own likelihood, on all-MiniLM-L6-v2 as it was "
-        f"published. Their mean log-likelihood of ln length here: {fits}; the free nu is {median:.1f} in the median ({low:.1f} to "
+        f"TIE's predictor is the shipped one, {manifest['artifact_id']} (version "
+        f"{manifest['artifact_version']}), trained on all outputs of CASTILLO's training prompts, of 60 % of "
+        "its validation prompts and of 21 smaller sources; the prompts here are 25 % of the validation "
+        "prompts. SSJF and LTR are not trained end to end: they are heads on that predictor's frozen "
+        "encoder, with the layers and inputs (including served model and temperature) of TIE's head, trained "
+        "on the same prompts of CASTILLO with all ten outputs: SSJF by the absolute error of ln length, LTR "
+        "by ListMLE, both with early stopping on the 15 % of the prompts that TIE uses for this and for "
+        "calibration. Their encoder was thus tuned by TIE's likelihood. The families of table 4 are heads "
+        "with the same training, each by its own likelihood, on the published all-MiniLM-L6-v2. Their mean "
+        f"log-likelihood of ln length here: {fits}; the median of the free nu is {median:.1f} ({low:.1f} to "
         f"{high:.1f} from P10 to P90)"
     )  # fmt: skip
 
@@ -139,26 +141,24 @@ def main() -> int:
         prog="python -m benchmarks.reproduce.predict", description=__doc__.split("\n")[0]
     )
     parser.add_argument("data", type=Path, help="folder of the public sets")
-    parser.add_argument(
-        "--work", type=Path, default=Path("out/tie_predictions"), help="folder; features there are kept"
-    )
+    parser.add_argument("--work", type=Path, default=Path("out/tie_predictions"), help="cached features")
     parser.add_argument("--out", type=Path, required=True, help="Parquet file to write")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     folder = shipped_folder(PRETRAINED)
     try:
-        files = prepare(given.data, given.work / "data")
+        files = prepare(options.data, options.work / "data")
         training = {file: weight for file, weight in files.training.items() if "castillo" in file.stem}
         names = sorted({name for file in training for name in pd.read_parquet(file, columns=["model"]).model})
         parts = (training, {files.calibration: 1.0}, {files.report: 1.0})
         columns: dict[str, list[object]] = {}
         for encoder, heads in ((str(folder), BASELINES), (ENCODER, {name: HEADS[name] for name in FAMILIES})):
-            rows, tune, report = (read_rows(part, names, encoder, given.work) for part in parts)
+            rows, tune, report = (read_rows(part, names, encoder, options.work) for part in parts)
             of_heads, likelihood = head_columns(heads, rows, tune, report, names)
             columns |= of_heads
         raw = pd.read_parquet(
-            given.data / "castillo_validation.parquet", columns=["prompt", "model", "prompt_tokens"]
+            options.data / "castillo_validation.parquet", columns=["prompt", "model", "prompt_tokens"]
         )
         table = report.table.assign(**columns)
         table = table[
@@ -174,9 +174,9 @@ def main() -> int:
     except TailcastError as error:
         print(error, file=sys.stderr)
         return 2
-    with atomic_file(given.out) as file:
+    with atomic_file(options.out) as file:
         pq.write_table(result, file)
-    print(f"{len(table)} rows: {given.out}")
+    print(f"{len(table)} rows: {options.out}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""RAD (Bari et al.): stable below the bound of theorem 1, and nobody stable above it."""
+"""RAD (Bari et al.): stable below the bound of theorem 1; no scheduler is stable above it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from scheduler_core.simulator.workloads.arrivals import Arrivals
 from scheduler_core.simulator.workloads.lengths import Lengths, TokenDistribution
 from scheduler_core.simulator.workloads.workload import Workload
 
-#: Tiles: a small t_col, so that cycles and runs are short; t_lcm = 32.
+#: Tiles: a small t_col keeps cycles and runs short; t_lcm = 32.
 T_ROW, T_COL, T_RED = 32, 32, 32
-#: Distance of the load from the bound, for which theorem 2 asks a number n of requests per cycle.
+#: Distance of the load from the bound; theorem 2 derives the requests n per cycle from it.
 EPSILON = 0.1
-#: Prompts are whole tiles, so that nobody gains by filling one up.
+#: Prompts are whole tiles, so that no scheduler gains by filling a tile.
 LENGTHS = Lengths(
     prompt=TokenDistribution(kind="fixed", low=256, high=256),
     output=TokenDistribution(kind="uniform", low=8, high=128),
@@ -29,8 +29,9 @@ LENGTHS = Lengths(
 
 @dataclass(frozen=True, slots=True)
 class Staircase:
-    """The first two terms of Eq. 7: ceil(tau / t_col) tile_s + tau token_s, tau the tokens of the step; without attention,
-    so that T_R is exact.
+    """First two terms of Eq. 7: ceil(tau / t_col) tile_s + tau token_s for a step of tau tokens.
+
+    There is no attention term, so that T_R is exact.
 
     Attributes:
         tile_s: Seconds per tile of t_col tokens.
@@ -67,14 +68,14 @@ SYSTEMS = {
 
 
 def stability(effort: Effort) -> Findings:
-    """Waiting over time at loads 0.9 and 1.1 of the bound."""
+    """Growth of waiting times at loads 0.9 and 1.1 of the bound."""
     num = effort.num(20_000, 2500)
     findings = Findings(size=effort.size(20_000, 2500))
     late: dict[tuple[str, float], float] = {}
     for name, limits in SYSTEMS.items():
         for load in (0.9, 1.1):
 
-            def one(seed: int, limits: SchedulerConfig = limits, load: float = load) -> dict[str, float]:
+            def run_seed(seed: int, limits: SchedulerConfig = limits, load: float = load) -> dict[str, float]:
                 workload = Workload(num_requests=num, lengths=LENGTHS)
                 bounds = rad_bounds(workload.trace(seed), SYSTEMS["RAD"], STEP_TIME, EPSILON)
                 if limits.batching == "rad":
@@ -99,7 +100,7 @@ def stability(effort: Effort) -> Findings:
                 ]
                 return {"first": quarters[0], "third": quarters[2], "last": quarters[3]}
 
-            got = over_seeds(effort.seeds, one)
+            got = over_seeds(effort.seeds, run_seed)
             late[name, load] = got["last"] / got["first"]
             findings.rows.append(
                 Row(
@@ -125,9 +126,9 @@ STUDIES = (
         paper="RAD and SLAI",
         title="Theorems 1 and 2: stability at 0.9 and 1.1 of the bound",
         why=(
-            "The paper proves this and shows no run of RAD. Step times are the first two terms of its Eq. 7, prompts are whole "
-            "tiles; under a line without steps, a step of prompts and decodes together saves the time of one tile, and a "
-            "mixing scheduler carries more than this bound."
+            "The paper proves this and shows no run of RAD. Step times are the first two terms of its Eq. 7, "
+            "and prompts are whole tiles. With a step time that is linear in the tokens, a step with prompts "
+            "and decodes would save the time of one tile, and a mixing scheduler could exceed this bound."
         ),
         cost_s=(10, 250),
         run=stability,

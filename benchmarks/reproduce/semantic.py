@@ -22,11 +22,11 @@ from scheduler_core.simulator.workloads.workload import Tiers, Workload
 LEVELS = 5
 #: Released code: lengths U{1..499}, buckets of 50 tokens, batches of 16, 20 spikes.
 LONGEST, BUCKET, SEATS, SPIKES = 499, 50, 16, 20
-#: Released code: room for keys and values, A100 with Qwen1.5-4B, in blocks of 32 tokens.
+#: Released code: tokens in the KV cache for an A100 with Qwen1.5-4B, in blocks of 32 tokens.
 KV_TOKENS, BLOCK = 37_748, 32
 
 
-#: Policy and batch former of each system; all have the same memory and batch.
+#: Policy and batch former of each system; memory and batch are the same for all.
 SYSTEMS = {
     "semantic": ("semantic", "stage_aware"),
     "HPJF": ("hpjf", "vllm"),
@@ -35,12 +35,12 @@ SYSTEMS = {
 }
 
 
-#: Room for keys and values in tokens by setting, in the released code.
+#: Tokens in the KV cache by setting, from the released code.
 ROOM = {"a100-4b": KV_TOKENS, "a100-7b": 4915, "a5000-4b": 5872}
 
 
 def system(name: str, setting: str = "a100-4b") -> System:
-    """One of `SYSTEMS` on one of the settings of `ROOM`, by default an A100 with Qwen1.5-4B."""
+    """One of `SYSTEMS` in one of the settings of `ROOM`, by default an A100 with Qwen1.5-4B."""
     policy, batching = SYSTEMS[name]
     limits = SchedulerConfig(
         batching=batching,
@@ -54,7 +54,7 @@ def system(name: str, setting: str = "a100-4b") -> System:
 
 
 def spikes(gap_s: float, most: int, seed: int, scale: float = 1.0) -> Trace:
-    """20 spikes of 0 to `most` requests; with a scale below 1 fewer spikes. category: the true level."""
+    """20 spikes of 0 to `most` requests, fewer with a scale below 1; category is the true level."""
     num = max(most, round(scale * SPIKES * most / 2))
     workload = Workload(
         num_requests=num,
@@ -70,7 +70,7 @@ def spikes(gap_s: float, most: int, seed: int, scale: float = 1.0) -> Trace:
 
 
 def bucket_predictions(trace: Trace, seed: int, error_rate: float = 0.0) -> Predictions:
-    """The true bucket of 50 tokens (SJF gets its middle as a length), of a share of the requests another one.
+    """The true bucket of 50 tokens, or another one for some requests; SJF gets the bucket's middle.
 
     A wrong bucket is off by `error_rate` of all buckets on average, the paper's "unified" error.
     """
@@ -88,7 +88,7 @@ def bucket_predictions(trace: Trace, seed: int, error_rate: float = 0.0) -> Pred
 
 
 def wrong_levels(trace: Trace, error_rate: float, seed: int) -> Trace:
-    """The same requests as a classifier with this error rate would declare them; category keeps the true level."""
+    """The requests with levels of a classifier with this error rate; category keeps the true level."""
     rng = np.random.default_rng([seed, 8])
     rows = [
         replace(row, tier=_off(row.tier, LEVELS, error_rate, rng)) if rng.random() < error_rate else row
@@ -98,7 +98,7 @@ def wrong_levels(trace: Trace, error_rate: float, seed: int) -> Trace:
 
 
 def _off(index: int, num: int, error_rate: float, rng: np.random.Generator) -> int:
-    """Another index, about error_rate * num away, in a direction that exists."""
+    """Another index, about error_rate * num away, within the range."""
     distance = max(1, round(error_rate * num * rng.uniform(0.5, 1.5)))
     choices = [other for other in (index - distance, index + distance) if 0 <= other < num]
     if choices:
@@ -107,11 +107,10 @@ def _off(index: int, num: int, error_rate: float, rng: np.random.Generator) -> i
 
 
 def waits(outcome: Outcome) -> dict[str, float]:
-    """Normalized waiting by true level, and of all: sum of the times from arrival to the end over the sum of tokens (section
-    3, and the released code). As "LEVEL delay" the same of the delays to admission."""
+    """Wait per token by true level and of all (section 3, released code); "LEVEL delay" ends at admission."""
     values: dict[str, float] = {}
     for level in (*map(str, range(LEVELS)), "all"):
-        rows = [one for one in outcome.records if level in (one.category, "all")]
+        rows = [record for record in outcome.records if level in (record.category, "all")]
         tokens = max(1, sum(one.output_tokens for one in rows))
         values[level] = sum(one.ttlt_s for one in rows) / tokens
         values[f"{level} delay"] = sum(one.queueing_delay_s for one in rows) / tokens
@@ -128,7 +127,7 @@ def _run(
 
 
 def as_lengths(predictions: Predictions, trace: Trace) -> Predictions:
-    """Buckets as lengths: their middles, for policies that order by a length."""
+    """Buckets as lengths (their middles), for policies that order by length."""
     answers: dict[str, Prediction] = {}
     for row in trace.requests:
         answer = predictions.by_id[row.request_id]
@@ -138,7 +137,7 @@ def as_lengths(predictions: Predictions, trace: Trace) -> Predictions:
     return Predictions("buckets", answers)
 
 
-#: Section 4.1: speed-ups of semantic for level 0 at a gap of 0.1 s and up to 100 concurrent requests.
+#: Section 4.1: speed-ups of semantic scheduling for level 0, gap of 0.1 s, up to 100 concurrent requests.
 PRINTED_SPIKES = {"HPJF": 1.7, "SJF": 6.1, "FCFS": 8.7}
 
 
@@ -151,14 +150,16 @@ def spike_response(effort: Effort) -> Findings:
     )
     for gap_s, most in settings:
 
-        def one(seed: int, gap_s: float = gap_s, most: int = most) -> dict[str, float]:
+        def run_seed(seed: int, gap_s: float = gap_s, most: int = most) -> dict[str, float]:
             trace = spikes(gap_s, most, seed, share)
-            found = {name: _run(name, trace, seed) for name in SYSTEMS}
+            results = {name: _run(name, trace, seed) for name in SYSTEMS}
             return {
-                f"{name} {level}": value for name, values in found.items() for level, value in values.items()
+                f"{name} {level}": value
+                for name, values in results.items()
+                for level, value in values.items()
             }
 
-        got = over_seeds(effort.seeds, one)
+        got = over_seeds(effort.seeds, run_seed)
         where = f"figure 2 ({'c' if gap_s < 1 else 'd'}), gap {gap_s} s, up to {most}"
         exact = (gap_s, most) == (0.1, 100)
         findings.rows.append(
@@ -188,7 +189,7 @@ def spike_response(effort: Effort) -> Findings:
     return findings
 
 
-#: Appendix A.1: (s per token of semantic for level 0, largest speed-up over any baseline) by setting and gap.
+#: Appendix A.1: (s per token for level 0, largest speed-up over any baseline) by setting and gap.
 PRINTED_FIGURE_4 = {
     ("a100-7b", 0.1): (0.18, 6.5),
     ("a100-7b", 1.0): (0.16, 6.6),
@@ -205,11 +206,11 @@ def other_engines(effort: Effort) -> Findings:
         if effort.quick and gap_s > 0.1:
             continue
 
-        def one(seed: int, setting: str = setting, gap_s: float = gap_s) -> dict[str, float]:
+        def run_seed(seed: int, setting: str = setting, gap_s: float = gap_s) -> dict[str, float]:
             trace = spikes(gap_s, 100, seed, share)
             return {name: _run(name, trace, seed, setting=setting)["0"] for name in SYSTEMS}
 
-        got = over_seeds(effort.seeds, one)
+        got = over_seeds(effort.seeds, run_seed)
         where = f"figure 4, {setting}, gap {gap_s} s, up to 100"
         slowest = max(got, key=lambda name: got[name])
         findings.rows += [
@@ -226,7 +227,7 @@ def other_engines(effort: Effort) -> Findings:
     return findings
 
 
-#: Section 4.1: (at error rate 0.1, at 0.9) in s per token by level.
+#: Section 4.1: s per token at error rates 0.1 and 0.9, by level.
 PRINTED_LEVEL_ERRORS = {"0": (0.02, 0.07), "1": (0.03, 0.22), "all": (0.13, 0.12)}
 PRINTED_BUCKET_ERRORS = {
     "0": (0.01, 0.01),
@@ -238,21 +239,23 @@ PRINTED_BUCKET_ERRORS = {
 
 
 def predictor_errors(effort: Effort) -> Findings:
-    """Figure 2 (a) and (b): what wrong levels and wrong buckets cost."""
+    """Figure 2 (a) and (b): cost of wrong levels and wrong buckets."""
     share = effort.num(100, 50) / 100
     findings = Findings(size=effort.size(20, 10, "spikes"))
     rates = (0.1, 0.9) if effort.quick else (0.1, 0.3, 0.5, 0.7, 0.9)
     most = 50
 
-    def one(seed: int) -> dict[str, float]:
+    def run_seed(seed: int) -> dict[str, float]:
         trace = spikes(0.1, most, seed, share)
-        found: dict[str, Mapping[str, float]] = {}
+        results: dict[str, Mapping[str, float]] = {}
         for rate in rates:
-            found[f"level {rate}"] = _run("semantic", wrong_levels(trace, rate, seed), seed)
-            found[f"bucket {rate}"] = _run("semantic", trace, seed, rate)
-        return {f"{kind} {level}": value for kind, values in found.items() for level, value in values.items()}
+            results[f"level {rate}"] = _run("semantic", wrong_levels(trace, rate, seed), seed)
+            results[f"bucket {rate}"] = _run("semantic", trace, seed, rate)
+        return {
+            f"{kind} {level}": value for kind, values in results.items() for level, value in values.items()
+        }
 
-    got = over_seeds(effort.seeds, one)
+    got = over_seeds(effort.seeds, run_seed)
     for kind, figure, printed in (
         ("level", "figure 2 (a)", PRINTED_LEVEL_ERRORS),
         ("bucket", "figure 2 (b)", PRINTED_BUCKET_ERRORS),
@@ -284,10 +287,10 @@ PRINTED_BATCH: dict[str, dict[float, float]] = {
 
 
 def delays(trace: Trace, latency_s: float, batch: int, full: bool) -> dict[str, float]:
-    """When each prediction comes, from a predictor that handles one batch at a time.
+    """Delay of each prediction from a predictor that processes one batch at a time.
 
-    Full batching waits until `batch` requests are there (the last batch takes what is left); immediate processing takes
-    whatever waits, up to `batch`, as soon as it is free.
+    Full batching waits for `batch` requests (the last batch can be smaller). Immediate processing takes all
+    waiting requests, up to `batch`, as soon as the predictor is free.
     """
     rows, free_s, place = list(trace.requests), 0.0, 0
     delay: dict[str, float] = {}
@@ -305,9 +308,9 @@ def delays(trace: Trace, latency_s: float, batch: int, full: bool) -> dict[str, 
 
 
 def _late_wait(effort: Effort, latency_s: float, batch: int, full: bool, gap_s: float = 1.0) -> float:
-    """Wait per token when a request can be served once its prediction is there."""
+    """Wait per token if a request can only be scheduled after its prediction."""
 
-    def one(seed: int) -> dict[str, float]:
+    def run_seed(seed: int) -> dict[str, float]:
         trace = spikes(gap_s, 5, seed, effort.num(80, 20) / 20)
         late = delays(trace, latency_s, batch, full)
         rows = [replace(row, arrival_s=row.arrival_s + late[row.request_id]) for row in trace.requests]
@@ -316,10 +319,10 @@ def _late_wait(effort: Effort, latency_s: float, batch: int, full: bool, gap_s: 
         waited = sum(late[done.request_id] + done.ttlt_s for done in outcome.records)
         return {"all": waited / sum(done.output_tokens for done in outcome.records)}
 
-    return over_seeds(effort.seeds, one)["all"]
+    return over_seeds(effort.seeds, run_seed)["all"]
 
 
-#: (heading, printed values, cells of (latency in s, batch size, value of the varied one)).
+#: (heading, printed values, cells of (latency in s, batch size, value of the varied parameter)).
 _GRIDS: tuple[tuple[str, Mapping[str, Mapping[float, float]], tuple[tuple[float, int, float], ...]], ...] = (
     ("table 1, latency {} s", PRINTED_LATENCY, tuple((x, 64, x) for x in (0.001, 0.01, 0.1, 1.0))),
     ("table 2, batch {:.0f}", PRINTED_BATCH, tuple((0.01, batch, float(batch)) for batch in (4, 16, 32, 64))),
@@ -327,7 +330,7 @@ _GRIDS: tuple[tuple[str, Mapping[str, Mapping[float, float]], tuple[tuple[float,
 
 
 def predictor_speed(effort: Effort) -> Findings:
-    """Tables 1 and 2: what a slow predictor costs, by its latency and batches."""
+    """Tables 1 and 2: cost of a slow predictor, by its latency and batch size."""
     findings = Findings(size=effort.size(80, 20, "arrival times"))
     mean: dict[tuple[str, str, float], float] = {}
     for where, printed, cells in _GRIDS:
@@ -346,16 +349,16 @@ def predictor_speed(effort: Effort) -> Findings:
                 )
     busy = [_late_wait(effort, 0.01, 64, False, gap_s) for gap_s in (0.1, 0.01)]
     findings.notes.append(
-        "The paper does not give the gap; it is 1 s here. Immediate processing at 0.01 s with a gap of 0.1 s: "
-        f"{busy[0]:.3g} s per token, of 0.01 s: {busy[1]:.3g} s. The paper's 0.6 s needs a longer queue than arrivals of at "
-        "most 5 requests build up in a run of this size."
+        "The paper does not give the gap; here it is 1 s. Immediate processing at 0.01 s takes "
+        f"{busy[0]:.3g} s per token with a gap of 0.1 s and {busy[1]:.3g} s with one of 0.01 s. The paper's "
+        "0.6 s needs a longer queue than arrivals of at most 5 requests build up in a run of this size."
     )
     one, two = (where for where, _, _ in _GRIDS)
     fast = mean[one, "immediate", 0.001] < mean[one, "full batching", 0.001]
     grows = mean[two, "full batching", 4] < mean[two, "full batching", 64]
     flat = abs(mean[two, "immediate", 64] / mean[two, "immediate", 4] - 1)
     findings.claims += [
-        Claim("table 1", "a fast predictor is better used at once than in full batches", fast,
+        Claim("table 1", "immediate processing is better than full batches for a fast predictor", fast,
               f"{mean[one, 'immediate', 0.001]:.3g} and {mean[one, 'full batching', 0.001]:.3g} s per token"),
         Claim("table 2", "full batching waits longer with larger batches", grows,
               f"{mean[two, 'full batching', 4]:.3g} to {mean[two, 'full batching', 64]:.3g} s per token"),
@@ -370,11 +373,12 @@ STUDIES = (
         paper="Semantic scheduling",
         title="Figure 2 (c), (d) and figure 3: level 0 in spikes of requests",
         why=(
-            "The released simulator sleeps in real time, gives semantic scheduling a batch of 16 and every baseline 12 by "
-            "default, and charges evicted tokens twice; here all have 16 and the same memory. Its batch costs what its largest "
-            "member costs, as here. Waiting is from arrival to the end, per generated token, as in section 3 and the released code; "
-            "one column has the ratios of the delay to admission per token instead, which flatter. The emergency conversations "
-            "of figure 3 are not public, so its rows are those of figure 2."
+            "The released simulator sleeps in real time, gives semantic scheduling a batch of 16 and every "
+            "baseline 12 by default, and charges evicted tokens twice; here all have 16 and the same memory. "
+            "A batch costs as much as its largest request, as here. Waiting is from arrival to the end, per "
+            "generated token, as in section 3 and the released code; one column has the ratios of the delay "
+            "to admission per token instead, which are larger. The emergency conversations of figure 3 are "
+            "not public, so its rows are those of figure 2."
         ),
         cost_s=(8, 150),
         run=spike_response,
@@ -384,8 +388,9 @@ STUDIES = (
         paper="Semantic scheduling",
         title="Figure 4: Qwen1.5-7B on an A100 and Qwen1.5-4B on an A5000",
         why=(
-            "Constants and room for keys and values are those of the released code: 4,915 and 5,872 tokens, so memory binds "
-            "before the batch of 16 does. Its fourth setting, Qwen1.5-7B on an A5000, has less than no room there."
+            "Constants and KV cache sizes are those of the released code: 4,915 and 5,872 tokens, so memory "
+            "is the limit before the batch of 16. Its fourth setting, Qwen1.5-7B on an A5000, has a negative "
+            "KV cache size."
         ),
         cost_s=(4, 80),
         run=other_engines,
@@ -395,9 +400,10 @@ STUDIES = (
         paper="Semantic scheduling",
         title="Figure 2 (a), (b): wrong levels and wrong length buckets",
         why=(
-            "The paper does not say at which load it swept error rates; spikes of up to 50 requests every 0.1 s here, where all "
-            "levels together wait as long as in the paper (0.12 and 0.13 s per token). A bucket wrong by 0.9 of all buckets "
-            "almost reverses the order within a level, so level 0 waits longer too; the paper prints 0.01 s for it, one digit."
+            "The paper does not give the load of its error-rate sweep. Here it is spikes of up to 50 "
+            "requests every 0.1 s, for which all levels together wait as long as in the paper (0.12 and 0.13 "
+            "s per token). Buckets that are off by 0.9 of all buckets almost reverse the order within a "
+            "level, so level 0 waits longer too; the paper prints 0.01 s for it, one digit."
         ),
         cost_s=(6, 90),
         run=predictor_errors,
@@ -407,9 +413,10 @@ STUDIES = (
         paper="Semantic scheduling",
         title="Tables 1 and 2: speed and batching of the predictor",
         why=(
-            "Here a request waits for its prediction, which one predictor makes batch by batch. The paper's values at 0.01 s "
-            "and above grow with the level, up to 4.7 s per token at level 4: as if every request waited for the "
-            "predictor and the engine in turn; ours shows the cost of the predictor alone."
+            "Here a request waits for its prediction, from one predictor that processes batches. The paper's "
+            "values at 0.01 s and above grow with the level, up to 4.7 s per token at level 4, as if every "
+            "request waited for the predictor and then for the engine; our values show only the cost of the "
+            "predictor."
         ),
         cost_s=(8, 60),
         run=predictor_speed,

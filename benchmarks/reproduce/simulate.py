@@ -1,4 +1,4 @@
-"""Simulations as the studies need them: systems with a step-time model of their own, and means over seeds."""
+"""Simulations for the studies: systems with their own step-time model, and means over seeds."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class System:
     """A scheduler on an engine.
 
     Attributes:
-        policy: Order of the requests.
-        parameters: Of the policy.
+        policy: Order policy of the requests.
+        parameters: Parameters of the policy.
         scheduler: Limits and batch former.
         step_time: Durations of steps.
         cluster: Replicas and router.
-        router: Makes the router instead of that of `cluster`, with parameters that `cluster` has no field for.
+        router: Factory that replaces the router of `cluster`, for parameters that `cluster` has no field for.
     """
 
     policy: str = "fcfs"
@@ -44,7 +44,7 @@ class System:
 
 
 class TimedScheduler(Scheduler):
-    """A scheduler that adds up for how long each request took part in steps; `ran_s` is shared by all replicas."""
+    """A scheduler that sums the time of the steps in which each request runs; replicas share `ran_s`."""
 
     def __init__(self, system: System, ran_s: defaultdict[str, float]) -> None:
         super().__init__(system.scheduler, make_policy(system.policy, system.parameters))
@@ -67,16 +67,16 @@ class TimedScheduler(Scheduler):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one simulation yields.
+    """Results of one simulation.
 
     Attributes:
-        records: Of all finished requests.
-        watch: Gaps between tokens, every step.
-        num_refused: Requests that never fitted.
-        num_migrations: Requests that changed their replica.
-        most_resident_tokens: Most tokens held at the same time on one replica, as blocks.
+        records: Records of all finished requests.
+        watch: Gaps between tokens, at every step.
+        num_refused: Requests that exceed the limits.
+        num_migrations: Requests that moved to another replica.
+        most_resident_tokens: Maximum number of tokens held at the same time on one replica, in whole blocks.
         end_s: End of the last step.
-        ran_s: By request id: time in which it took part in steps; empty unless it was measured.
+        ran_s: By request id: total time of the steps in which it ran; empty unless measured.
     """
 
     records: list[RequestRecord]
@@ -125,11 +125,11 @@ def simulate(
 
 
 def over_seeds(seeds: Sequence[int], compute: Callable[[int], Mapping[str, float]]) -> dict[str, float]:
-    """Mean over seeds of every number that `compute` gives for a seed."""
-    found = [compute(seed) for seed in seeds]
-    return {name: float(np.mean([one[name] for one in found])) for name in found[0]}
+    """Mean over seeds of each number that `compute` returns for a seed."""
+    metrics = [compute(seed) for seed in seeds]
+    return {name: float(np.mean([one[name] for one in metrics])) for name in metrics[0]}
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Linearly interpolated, share in percent."""
+    """Percentile with linear interpolation; `share` is in percent."""
     return float(np.percentile(np.asarray(values, float), share))

@@ -16,7 +16,7 @@ from scheduler_core.simulator.workloads.arrivals import Arrivals
 from scheduler_core.simulator.workloads.lengths import Lengths, TokenDistribution
 from scheduler_core.simulator.workloads.workload import RequestClass, Workload
 
-#: RTX 6000 Ada, Mistral-7B: 90 % of 48 GB less 7.24e9 weights of 2 bytes, 131,072 bytes of keys and values per token.
+#: RTX 6000 Ada, Mistral-7B: 90 % of 48 GB minus 7.24e9 weights of 2 bytes; 131,072 KV bytes per token.
 KV_BLOCKS = int((0.9 * 48e9 - 2 * 7.24e9) / 131_072) // 16
 BUDGET, SEATS, LONGEST = 512, 128, 8192
 #: Section 7: each run lasts 35 minutes.
@@ -44,15 +44,15 @@ SYSTEMS = {
     "SLAI (SPF, dynamic, paying first)": Former("spf", "slai", {"paying_first": 1.0}),
 }
 SARATHI, BEST, PAYING_FIRST = "Sarathi (FCFS)", "SLAI (SPF, dynamic)", "SLAI (SPF, dynamic, paying first)"
-#: The paper's engine is full at about 1.6 requests per second, ours, from the same card's chunk times, at about 2.2.
+#: The paper's engine saturates at about 1.6 requests per second, ours (same card's chunk times) at about 2.2.
 RATES = (0.4, 0.8, 1.2, 1.6, 1.8, 2.0, 2.2, 2.4, 2.8)
 QUICK_RATES = (1.2, 1.6, 2.0, 2.4, 2.8)
-#: Median TTFT of Sarathi (FCFS) at the paper's highest load, and of SLAI there.
+#: Median TTFT at the paper's highest load, of Sarathi (FCFS) and of SLAI.
 HIGH_TTFT_S, HIGH_TTFT_SLAI_S = 1.5, 0.7
 
 
 def system(name: str) -> System:
-    """One of `SYSTEMS`, all with the same memory and seats."""
+    """One of `SYSTEMS`, all with the same memory and slots."""
     one = SYSTEMS[name]
     limits = SchedulerConfig(
         batching=one.batching,
@@ -65,7 +65,7 @@ def system(name: str) -> System:
 
 
 def workload(effort: Effort, rate_rps: float, paying: float, duration_s: float) -> Workload:
-    """ShareGPT-4 lengths: the released trace, or log-normal laws through the median and P90 of the paper's table 1."""
+    """ShareGPT-4 lengths: the released trace, or log-normals with median and P90 of the paper's table 1."""
     file = effort.file("traces/slai_sharegpt4_8k.parquet")
     if file is not None:
         lengths = Lengths(file=str(file), max_total_tokens=LONGEST)
@@ -92,12 +92,12 @@ def _log_normal(median: float, p90: float) -> TokenDistribution:
 
 
 def measures(outcome: Outcome) -> dict[str, float]:
-    """Median and mean TTFT, mean of the paying, P99 TBT of both classes, share of KV memory in the second half of the run."""
+    """Median and mean TTFT, mean TTFT of paying users, P99 TBT by class, KV memory use in the second half."""
     assert outcome.watch.steps is not None
     steps = outcome.watch.steps.columns(0)
     late = steps["kv_usage"][steps["end_s"] > steps["end_s"][-1] / 2]
-    first = [one.ttft_s for one in outcome.records]
-    paying = [one.ttft_s for one in outcome.records if one.tenant == "paying"]
+    first = [record.ttft_s for record in outcome.records]
+    paying = [record.ttft_s for record in outcome.records if record.tenant == "paying"]
     return {
         "ttft": percentile(first, 50),
         "ttft mean": sum(first) / len(first),
@@ -110,7 +110,7 @@ def measures(outcome: Outcome) -> dict[str, float]:
 
 
 def crossing(rates: Sequence[float], values: Sequence[float], bound: float) -> float | None:
-    """Highest rate at which the value is at most `bound`, interpolated in ln value; None if it never is, or always."""
+    """Highest rate with a value of at most `bound`, interpolated in ln value; None without a crossing."""
     for place in range(len(rates) - 1, -1, -1):
         if values[place] <= bound:
             if place == len(rates) - 1:
@@ -131,16 +131,16 @@ Grid = dict[str, dict[float, dict[str, float]]]
 
 def _measure(effort: Effort, names: Sequence[str], rates: Sequence[float], paying: float) -> Grid:
     duration_s = effort.num(DURATION_S, QUICK_S)
-    found: Grid = {}
+    grid: Grid = {}
     for name in names:
         for rate in rates:
 
-            def one(seed: int, name: str = name, rate: float = rate) -> dict[str, float]:
+            def run_seed(seed: int, name: str = name, rate: float = rate) -> dict[str, float]:
                 trace = workload(effort, rate, paying, duration_s).trace(seed)
                 return measures(simulate(system(name), trace, seed=seed))
 
-            found.setdefault(name, {})[rate] = over_seeds(effort.seeds, one)
-    return found
+            grid.setdefault(name, {})[rate] = over_seeds(effort.seeds, run_seed)
+    return grid
 
 
 def figure_7(effort: Effort) -> Findings:
@@ -148,10 +148,10 @@ def figure_7(effort: Effort) -> Findings:
     findings = Findings(size=effort.size(DURATION_S, QUICK_S, "s of arrivals"))
     names = (SARATHI, "SLAI (SPF, fixed 10)", BEST, PAYING_FIRST) if effort.quick else tuple(SYSTEMS)
     rates = QUICK_RATES if effort.quick else RATES
-    found = _measure(effort, names, rates, 0.05)
+    grid = _measure(effort, names, rates, 0.05)
     for name in names:
         for rate in rates:
-            got = found[name][rate]
+            got = grid[name][rate]
             findings.rows.append(
                 Row(
                     where=f"figure 7 (c), {rate} req/s",
@@ -162,21 +162,21 @@ def figure_7(effort: Effort) -> Findings:
                           "mean TTFT, s": got["ttft mean"], "mean TTFT paying, s": got["ttft paying"]},
                 )
             )  # fmt: skip
-    findings.rows += _section_7(found, rates)
-    findings.claims += _claims(found, rates)
+    findings.rows += _section_7(grid, rates)
+    findings.claims += _claims(grid, rates)
     return findings
 
 
-def _section_7(found: Grid, rates: Sequence[float]) -> list[Row]:
-    """What section 7 says in numbers: the highest load, which is where Sarathi has the paper's median, and capacity."""
-    curve = {name: [found[name][rate]["ttft"] for rate in rates] for name in (SARATHI, BEST)}
+def _section_7(grid: Grid, rates: Sequence[float]) -> list[Row]:
+    """The numbers of section 7: the highest load, where Sarathi has the paper's median, and capacity."""
+    curve = {name: [grid[name][rate]["ttft"] for rate in rates] for name in (SARATHI, BEST)}
     high = crossing(rates, curve[SARATHI], HIGH_TTFT_S)
     none = "" if high else f"{HIGH_TTFT_S} s is not crossed between {rates[0]} and {rates[-1]} req/s"
     there = f"section 7, high load ({high:.2f} req/s)" if high else "section 7, high load"
     best = at_rate(rates, curve[BEST], high) if high else None
     rows = [
         Row(where=there, what=f"median TTFT, {SARATHI}, s", paper=HIGH_TTFT_S, ours=HIGH_TTFT_S if high else None,
-            note=none or "ours by the choice of the load"),
+            note=none or "equal by the choice of the load"),
         Row(where=there, what=f"median TTFT, {BEST}, s", paper=HIGH_TTFT_SLAI_S, ours=best, note=none),
         Row(where=there, what="change of median TTFT, %", paper=-53.0,
             ours=100 * (best / HIGH_TTFT_S - 1) if best else None, neutral=0.0, note=none),
@@ -196,43 +196,44 @@ def _section_7(found: Grid, rates: Sequence[float]) -> list[Row]:
     return rows
 
 
-def _claims(found: Grid, rates: Sequence[float]) -> list[Claim]:
+def _claims(grid: Grid, rates: Sequence[float]) -> list[Claim]:
     rate = min(rates, key=lambda one: abs(one - 2.0))
-    got, base = found[BEST][rate], found[SARATHI][rate]
+    got, base = grid[BEST][rate], grid[SARATHI][rate]
     claims = [
         Claim("figure 7 (a), (b)", f"SLAI (SPF, dynamic) keeps P99 TBT within 0.1 s (paying) and 0.5 s (free), at {rate} req/s",
               got["paying"] <= PAYING_TBT_S and got["free"] <= FREE_TBT_S,
               f"{got['paying']:.3g} s and {got['free']:.3g} s"),
     ]  # fmt: skip
     for name in ("Sarathi (SPF)", BEST):
-        if name in found:
-            shortest = found[name][rate]["ttft mean"]
+        if name in grid:
+            shortest = grid[name][rate]["ttft mean"]
             claims.append(
                 Claim("figure 9 (c)", f"{name}: a lower mean TTFT over all prompts than Sarathi (FCFS), at {rate} req/s",
                       shortest < base["ttft mean"], f"{shortest:.3g} s and {base['ttft mean']:.3g} s")
             )  # fmt: skip
-    first = found[PAYING_FIRST][rate]["ttft paying"]
+    first = grid[PAYING_FIRST][rate]["ttft paying"]
     claims.append(
-        Claim("figure 10", f"paying first: their prompts see their first token sooner, at {rate} req/s",
-              first < got["ttft paying"], f"mean TTFT of the paying {first:.3g} s, without it {got['ttft paying']:.3g} s")
+        Claim("figure 10", f"paying first: paying users get their first token sooner, at {rate} req/s",
+              first < got["ttft paying"],
+              f"mean TTFT of paying users {first:.3g} s, otherwise {got['ttft paying']:.3g} s")
     )  # fmt: skip
     return claims
 
 
 def figure_8(effort: Effort) -> Findings:
-    """Figure 8: memory in use under three offsets, near the highest load and at it."""
+    """Figure 8: memory use for three offsets, near the highest load and at it."""
     findings = Findings(size=effort.size(DURATION_S, QUICK_S, "s of arrivals"))
     names = ("SLAI (SPF, fixed 10)", "SLAI (SPF, fixed 5)", BEST)
     rates = (1.8,) if effort.quick else (1.6, 1.8, 2.2)
-    found = _measure(effort, names, rates, 0.05)
+    grid = _measure(effort, names, rates, 0.05)
     for rate in rates:
         for name in names:
-            got = found[name][rate]
+            got = grid[name][rate]
             findings.rows.append(
                 Row(where=f"figure 8, {rate} req/s", what=f"{name}, mean share of KV memory, second half", paper=None,
                     ours=got["kv mean"], more={"largest": got["kv"], "median TTFT, s": got["ttft"], "mean TTFT, s": got["ttft mean"]})
             )  # fmt: skip
-        kv = {name: found[name][rate]["kv mean"] for name in names}
+        kv = {name: grid[name][rate]["kv mean"] for name in names}
         findings.claims.append(
             Claim(f"figure 8, {rate} req/s", "a fixed offset of 10 leaves memory unused that 5 and the dynamic offset use",
                   kv[names[0]] < min(kv[names[1]], kv[BEST]),
@@ -247,9 +248,9 @@ def appendix(effort: Effort) -> Findings:
     rates = (1.6, 2.0, 2.4, 2.8) if effort.quick else (1.2, 1.6, 1.8, 2.0, 2.2, 2.4, 2.8)
     gain: dict[float, float | None] = {}
     for paying, figure in FIGURES.items():
-        found = _measure(effort, (SARATHI, BEST), rates, paying)
+        grid = _measure(effort, (SARATHI, BEST), rates, paying)
         for rate in rates:
-            base, best = found[SARATHI][rate], found[BEST][rate]
+            base, best = grid[SARATHI][rate], grid[BEST][rate]
             findings.rows.append(
                 Row(
                     where=f"figure {figure}, {100 * paying:.0f} % paying, {rate} req/s",
@@ -260,7 +261,8 @@ def appendix(effort: Effort) -> Findings:
                 )
             )
         ends = [
-            crossing(rates, [found[name][rate]["ttft"] for rate in rates], MEDIAN_TTFT_S) for name in (SARATHI, BEST)
+            crossing(rates, [grid[name][rate]["ttft"] for rate in rates], MEDIAN_TTFT_S)
+            for name in (SARATHI, BEST)
         ]  # fmt: skip
         gain[paying] = 100 * (ends[1] / ends[0] - 1) if ends[0] and ends[1] else None
         findings.rows.append(
@@ -268,20 +270,21 @@ def appendix(effort: Effort) -> Findings:
                 paper=26.0 if paying == 0.05 else None, ours=gain[paying], neutral=0.0 if paying == 0.05 else None,
                 note="" if gain[paying] is not None else f"0.5 s is not crossed between {rates[0]} and {rates[-1]} req/s")
         )  # fmt: skip
-    known = [value for value in gain.values() if value is not None]
+    crossed = [value for value in gain.values() if value is not None]
     findings.claims.append(
         Claim("appendix F.3", "the more users pay, the less capacity SLAI gains on Sarathi",
-              len(known) == len(gain) and known == sorted(known, reverse=True),
+              len(crossed) == len(gain) and crossed == sorted(crossed, reverse=True),
               ", ".join(f"{100 * key:.0f} % paying: " + ("not crossed" if value is None else f"{value:+.1f} %") for key, value in gain.items()))
     )  # fmt: skip
     return findings
 
 
 _WHY = (
-    "Step times are the line through the chunk timings that the released code ships for Mistral-7B on an RTX 6000 Ada, plus "
-    "cache reads at the card's bandwidth; a real engine adds Python and telemetry, so ours carries more load at the same "
-    "latency: it is full at about 2.2 requests per second instead of 1.6. So loads go up to 2.8, and the paper's high load is "
-    "taken to be where Sarathi (FCFS) has the paper's median TTFT of 1.5 s."
+    "Step times are linear in the chunk size, fitted to the chunk timings that the released code has for "
+    "Mistral-7B on an RTX 6000 Ada, plus cache reads at the card's bandwidth. A real engine has overhead of "
+    "Python and telemetry, so ours sustains a higher load at the same latency: it saturates at about 2.2 "
+    "requests per second instead of 1.6. Loads therefore go up to 2.8, and the paper's high load is the one "
+    "at which Sarathi (FCFS) has the paper's median TTFT of 1.5 s."
 )
 FIGURES = {0.05: 7, 0.5: 11, 0.95: 12}
 STUDIES = (

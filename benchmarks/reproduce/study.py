@@ -1,4 +1,4 @@
-"""What a paper says, what we get, and whether it points the same way."""
+"""Data types: the paper's values, ours, and whether both have the same direction."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from pathlib import Path
 
 from scheduler_core.errors import InputError
 
-#: Effects within this factor of none are none.
+#: Effects within this factor of no effect count as none.
 NO_EFFECT = 1.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How much a study may cost, and what it may read.
+    """Cost and inputs of a study.
 
     Attributes:
         quick: Few requests and settings, one seed.
-        scale: Share of the paper's requests (and of the seeds), in (0, 1].
+        scale: Fraction of the paper's requests (and of the seeds), in (0, 1].
         num_seeds: Seeds of each simulation at scale 1.
-        data: Folder of public length sets and traces (traces/slai_sharegpt4_8k.parquet and so on); None: laws with the
-            statistics that the papers print.
-        predictions: Table of `benchmarks.reproduce.predict`: real prompts and answers, and what trained predictors say of
-            them, for TIE; None: predictions with a set error.
+        data: Folder of public length sets and traces (traces/slai_sharegpt4_8k.parquet and so on); None:
+            distributions with the statistics that the papers print.
+        predictions: Output of `benchmarks.reproduce.predict`, for TIE: real prompts and outputs with trained
+            predictions; None: predictions with a given error.
 
     Raises:
         InputError: The scale or the number of seeds is outside its range.
@@ -48,31 +48,31 @@ class Effort:
         return range(1 if self.quick else max(1, round(self.num_seeds * self.scale)))
 
     def num(self, full: int, quick: int) -> int:
-        """How many requests (or seconds) where the whole study has `full` and the quick one `quick`, which is the least."""
+        """Number of requests (or seconds): `full` scaled, at least `quick`; `quick` in the quick version."""
         return quick if self.quick else max(quick, round(full * self.scale))
 
     def size(self, full: int, quick: int, unit: str = "requests") -> str:
-        """`num` in words, for `Findings.size`."""
+        """`num` as text, for `Findings.size`."""
         return f"{self.num(full, quick):,} of {full:,} {unit}"
 
     def file(self, name: str) -> Path | None:
-        """A file of `data`, if it is there."""
+        """Path of a file in `data`, if it exists."""
         path = None if self.data is None else self.data / name
         return path if path is not None and path.exists() else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One value of a paper beside ours.
+    """One value of a paper and ours.
 
     Attributes:
-        where: Table or figure, and which cell of it.
+        where: Table or figure, and its cell.
         what: What is measured.
         paper: The paper's value; None: the paper shows it in a figure without a number.
-        ours: Ours; None: it could not be computed, the note says why.
-        neutral: Value that means no effect, 1 for a ratio, 0 for a change; None: the value has no direction.
+        ours: Our value; None: it could not be computed, see the note.
+        neutral: Value of no effect, 1 for a ratio, 0 for a change; None: the value has no direction.
         more: Other columns of ours, by heading.
-        note: Why they differ, where it is particular to this row.
+        note: Reason for a difference that is specific to this row.
     """
 
     where: str
@@ -92,7 +92,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """Whether ours points where the paper's does."""
+        """Whether our value has the same direction as the paper's."""
         if self.neutral is None or self.ours is None or self.paper is None:
             return "-"
         ours, paper = (_direction(value, self.neutral) for value in (self.ours, self.paper))
@@ -118,7 +118,7 @@ class Claim:
         text: The statement.
         holds: Whether it holds here.
         evidence: The numbers behind the verdict.
-        own_variant: Whether it is about a variant of ours instead of the paper's own system; counted apart.
+        own_variant: Whether it is about a variant of ours instead of the paper's system; counted separately.
     """
 
     where: str
@@ -130,13 +130,13 @@ class Claim:
 
 @dataclass(slots=True)
 class Findings:
-    """What a study yields.
+    """Results of a study.
 
     Attributes:
         rows: Values.
         claims: Statements.
         notes: Paragraphs above the tables, about this run.
-        size: What was simulated of the whole study, in words.
+        size: Extent of the simulation relative to the full study, as text.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -147,15 +147,15 @@ class Findings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """One table or figure, or several that come from the same simulations.
+    """One table or figure, or several that use the same simulations.
 
     Attributes:
         name: Short name, for the command line.
         paper: Short name of the paper.
         title: Heading.
-        why: Why ours and the paper's differ, a paragraph.
+        why: Reasons for differences from the paper, a paragraph.
         cost_s: Expected CPU seconds, quick and at scale 1 with 3 seeds.
-        run: Does it.
+        run: Runs the study.
     """
 
     name: str

@@ -55,7 +55,7 @@ TABLE_5: dict[Setting, Printed] = {
     SHAREGPT_MISTRAL: {"token mean": (1.19, 0.82, 0.79, 0.57), "ttft mean": (174.43, 143.29, 131.63, 97.71)},
     ALPACA_MISTRAL: {"token mean": (1.34, 0.94, 0.81, 0.47), "ttft mean": (86.13, 67.72, 64.18, 45.04)},
 }
-#: The families but the first are compared with the first, which is trained as they are, all else with TIE.
+#: The other families are compared with the first, which has the same training; other rows with TIE.
 REFERENCE = FAMILIES[0]
 ABLATIONS = {
     **{name: Order("tie", told=name) for name in FAMILIES[1:]},
@@ -91,7 +91,7 @@ _MORE = tuple(name for name in SYSTEMS if name not in PAPER_SYSTEMS)
 
 
 def _rows(where: str, got: Mapping[str, float], printed: Printed) -> list[Row]:
-    """Each of the paper's systems over TIE, in printed and in ours; the other systems' below, without a printed value."""
+    """Ratios to TIE of each system of the paper, printed and ours, then of our other systems."""
     rows = []
     for measure, values in printed.items():
         tie, best = got[f"TIE {measure}"], values[-1]
@@ -112,7 +112,7 @@ def _measure(effort: Effort, setting: Setting, rate_rps: float | None) -> dict[s
 
 def _extent(effort: Effort, *, online: bool) -> str:
     size = effort.size(6000, 600) if online else effort.size(10_000, 1000)
-    return f"{size}, of every setting, on as large a share of the engine's seats and memory"
+    return f"{size}, in every setting, on the same fraction of the engine's slots and memory"
 
 
 def _source(effort: Effort, setting: Setting = LMSYS_8B) -> str:
@@ -177,7 +177,7 @@ def table_3(effort: Effort) -> Findings:
 
 
 def table_5(effort: Effort) -> Findings:
-    """Tables 5 and 6: Mistral-7B, the dense model of them whose real answers there are."""
+    """Tables 5 and 6: Mistral-7B, the only dense model among them with public outputs."""
     findings = Findings(size=_extent(effort, online=True), notes=[_source(effort, LMSYS_MISTRAL)])
     for setting, printed in list(TABLE_5.items())[: 1 if effort.quick else None]:
         findings.rows += _rows(f"table 5, {setting.where}", _measure(effort, setting, 100.0), printed)
@@ -191,12 +191,12 @@ def table_4(effort: Effort) -> Findings:
     findings = Findings(size=_extent(effort, online=True), notes=[_source(effort)])
     orders = {"TIE": PAPER_SYSTEMS["TIE"], **ABLATIONS, **MORE_ABLATIONS}
 
-    def one(seed: int) -> dict[str, float]:
+    def run_seed(seed: int) -> dict[str, float]:
         return measured(effort, LMSYS_8B, 100.0, orders, seed) | measured(
             effort, LMSYS_8B, None, orders, seed
         )
 
-    got = over_seeds(effort.seeds, one)
+    got = over_seeds(effort.seeds, run_seed)
     for name in (*ABLATIONS, *MORE_ABLATIONS):
         base = REFERENCE if name in FAMILIES[1:] else "TIE"
         for place, key in enumerate(("token mean", "token P90", "ttft mean", "ttft P90", "time")):
@@ -210,19 +210,20 @@ def table_4(effort: Effort) -> Findings:
 
 
 def _worse_regressor(effort: Effort, got: Mapping[str, float]) -> list[Row]:
-    """What SSJF loses with a regressor that is wrong by more: how much of SSJF / TIE is the predictors' difference."""
+    """Loss of SSJF with a less accurate regressor, to separate the effect of the predictors in SSJF / TIE."""
     rows = []
     for share in (0.5, 1.0):
 
-        def one(seed: int, share: float = share) -> dict[str, float]:
+        def run_seed(seed: int, share: float = share) -> dict[str, float]:
             num = num_online(effort, 100.0)
-            found = requests(effort, num, seed, LMSYS_8B.served_model, LMSYS_8B.dataset)
-            worse = with_worse_points(found, share, seed)
+            data = requests(effort, num, seed, LMSYS_8B.served_model, LMSYS_8B.dataset)
+            worse = with_worse_points(data, share, seed)
             return online(run(PAPER_SYSTEMS["SSJF"], worse, LMSYS_8B, 100.0, num / 6000, seed))
 
-        worse = over_seeds(effort.seeds, one)
+        worse = over_seeds(effort.seeds, run_seed)
         rows += [
-            Row(where="sensitivity", what=f"{_NAMES[key]}, SSJF with ln length wrong by {share} sd more / TIE", paper=None,
+            Row(where="sensitivity", paper=None,
+                what=f"{_NAMES[key]}, SSJF with an added error of {share} sd in ln length / TIE",
                 ours=worse[key] / got[f"TIE {key}"])
             for key in ("token mean", "ttft mean")
         ]  # fmt: skip
@@ -230,20 +231,24 @@ def _worse_regressor(effort: Effort, got: Mapping[str, float]) -> list[Row]:
 
 
 _WHY = (
-    "The paper's prompts, trained predictors and generations are not public. Here all of CASTILLO's prompts stand for LMSYS, and "
-    "those from ShareGPT and Alpaca for themselves. Times are from data sheets for as many A6000 as the paper has; the load is "
-    "that of the paper's rates to its engine of 19 requests per second (see `tie_systems`), so our seconds are not the paper's. "
-    "TIE beats FCFS as in the paper, and SSJF and LTR mostly not. The predictors: the paper's SSJF and LTR learn from single answers, TIE "
-    "from twenty per prompt; here all learn from ten, on the same encoder, and order prompts about equally well (see the note on "
-    "the requests); rows `sensitivity` of table 4 have what SSJF loses with a worse regressor. Families of table 4 are compared "
-    "with a log-t head trained as they are, on an encoder that none of the prompts was trained on, and not with TIE's own "
-    "predictor. The order: `SSJF, TIE's median` gets the same predictor, so the rest is due to the score. Answers of CASTILLO vary within a prompt a fifth as much as the "
-    "paper's, so a tail has little to tell; TIE's sigma here holds the predictor's own error in mu too, which is largest for "
-    "short answers and delays them (`TIE, sigma within a prompt` gets that of the answers alone, which the paper's predictor is "
-    "trained to give); per-token latency weighs a request by 1 / X, and Smith's rule, E[X] / E[1 / X], is the order by the "
-    "median for every law that is symmetric in log X. "
-    "LTR is non-preemptive, as the paper says of all its baselines; `LTR, preemptive` is that of its own paper, "
-    "which promotes whoever was passed over for 200 steps: in this overload, with recomputation, that leaves little time to work."
+    "The paper's prompts, trained predictors and generations are not public. Here all of CASTILLO's prompts "
+    "replace LMSYS, and its prompts from ShareGPT and Alpaca replace these sets. Times are from data sheets "
+    "for as many A6000 as in the paper. The load is the ratio of the paper's rates to the capacity of its "
+    "engine, 19 requests per second (see `tie_systems`), so our seconds differ from the paper's. TIE is "
+    "better than FCFS as in the paper, but mostly not better than SSJF and LTR. Predictors: the paper's SSJF "
+    "and LTR learn from single outputs, TIE from twenty per prompt. Here all learn from ten, on the same "
+    "encoder, and order prompts about equally well (see the note on the requests); the rows `sensitivity` of "
+    "table 4 show the loss of SSJF with a worse regressor. The families of table 4 are compared with a log-t "
+    "head with the same training, on an encoder that was trained on none of the prompts, and not with TIE's "
+    "own predictor. Order: `SSJF, TIE's median` gets the same predictor, so the remaining difference is due "
+    "to the score. Output lengths of CASTILLO vary within a prompt a fifth as much as the paper's, so the "
+    "tail has little information. TIE's sigma includes the predictor's error in mu, which is largest for "
+    "short outputs and delays them (`TIE, sigma within a prompt` gets only the sigma of the outputs, as the "
+    "paper's predictor is trained to give). Per-token latency weighs a request by 1 / X, and Smith's rule, "
+    "E[X] / E[1 / X], is the order by the median for every distribution that is symmetric in log X. LTR is "
+    "non-preemptive, as the paper says of all its baselines. `LTR, preemptive` follows its own paper, which "
+    "promotes a request after 200 steps of waiting: with recomputation, under this overload, little time "
+    "remains for useful work."
 )
 STUDIES = (
     Study(name="tie-table2", paper="TIE", title="Table 2, figure 4 and section 6.2: online", why=_WHY, cost_s=(30, 400), run=table_2),

@@ -45,9 +45,9 @@ class Lengths:
 
     Attributes:
         tokens: [G, N].
-        limits: [G] of the lengths, in tokens: these are truncated.
-        source: What they are.
-        name: Of the set, where it is not the first one.
+        limits: [G] truncation limit of the lengths, in tokens.
+        source: Description of the set.
+        name: Name of the set; empty for the first one.
     """
 
     tokens: NDArray[np.int64]
@@ -57,26 +57,26 @@ class Lengths:
 
     @property
     def sample(self) -> SortedLengths:
-        """The lengths as the fitter takes them."""
+        """The lengths as input of the fitter."""
         return _sample(self.tokens, self.limits)
 
     def rows(self, chosen: NDArray[np.intp]) -> Lengths:
-        """Of some of the prompts."""
+        """The lengths of some of the prompts."""
         return replace(self, tokens=self.tokens[chosen], limits=self.limits[chosen])
 
     def where(self, place: str) -> str:
-        """A place in the paper, and the set."""
+        """A table or section of the paper, with the name of the set."""
         return f"{place}, {self.name}" if self.name else place
 
 
 def _sample(tokens: NDArray[np.int64], limits: NDArray[np.float64]) -> SortedLengths:
     offsets = np.arange(len(tokens) + 1) * tokens.shape[1]
-    shown = np.minimum(tokens, limits[:, None]).ravel().astype(np.int64)
-    return SortedLengths.of(shown, (tokens < limits[:, None]).ravel(), offsets)
+    truncated = np.minimum(tokens, limits[:, None]).ravel().astype(np.int64)
+    return SortedLengths.of(truncated, (tokens < limits[:, None]).ravel(), offsets)
 
 
 def lengths(effort: Effort) -> Lengths:
-    """CASTILLO's from --data, 10 samples a prompt; else drawn from log-t distributions, 100 samples a prompt."""
+    """CASTILLO's lengths (10 samples per prompt) from --data, otherwise log-t samples (100 per prompt)."""
     rng = np.random.default_rng(7)
     castillo = effort.file("castillo_train.parquet")
     if castillo is None:
@@ -93,7 +93,7 @@ def lengths(effort: Effort) -> Lengths:
 
 
 def all_lengths(effort: Effort) -> list[Lengths]:
-    """CASTILLO's and, where --data has them, GPT-4's in Tree of Thoughts and those of the OASST reports."""
+    """CASTILLO's lengths and, if --data has them, those of Tree of Thoughts (GPT-4) and OASST reports."""
     sets = [lengths(effort)]
     tot = effort.file("repeated_samples/tot_gpt4.parquet")
     if tot is not None:
@@ -108,19 +108,19 @@ def all_lengths(effort: Effort) -> list[Lengths]:
 
 
 def _oasst_lengths(path: Path) -> Lengths:
-    """Ten samples of a prompt in a report; its sampling settings, two samples each, count as one."""
+    """Ten samples per prompt and report, over its sampling settings (two samples each)."""
     table = pd.read_parquet(path, columns=["run", "prompt_id", "n_samples", "tokens", "finished"])
     table = table[(table.n_samples >= 2) & table.finished.map(lambda flags: flags is not None)]
     groups = table.groupby(["run", "prompt_id"], sort=True)
     samples = groups[["tokens", "finished"]].agg(lambda lists: np.concatenate(lists.to_list()))
     flags = samples.finished.map(lambda values: all(value is not None for value in values))
     samples = samples[flags & (samples.tokens.map(len) == 10)]
-    # A report in which no sample ever ends does not mark ends.
+    # A report in which no sample ends does not record ends.
     ends = samples.finished.map(np.mean).groupby("run").transform("mean") > 0.01
     samples = samples[ends]
     tokens, finished = (np.stack(samples[name].to_list()) for name in ("tokens", "finished"))
     finished = finished.astype(bool)
-    # The cap is in the model's own tokens: the shortest sample that was cut stands for it.
+    # The limit is in the model's own tokens: the shortest truncated sample approximates it.
     limits = np.where(finished, np.inf, tokens).min(axis=1)
     source = f"OASST sampling reports, {len(tokens)} prompts of {samples.index.get_level_values('run').nunique()} reports, 10 samples each"
     return Lengths(np.maximum(tokens, 1).astype(np.int64), limits, source, "OASST")
@@ -142,13 +142,13 @@ def _tested(fits: Estimates) -> NDArray[np.bool_]:
 
 
 def table_1(effort: Effort) -> Findings:
-    """Table 1: which families pass a test of goodness of fit; section 3.1: how heavy the tails are."""
+    """Table 1: families that pass a goodness-of-fit test; section 3.1: statistics of the tails."""
     sets = all_lengths(effort)
     findings = Findings(size="", notes=[f"{data.source}." for data in sets])
     for data in sets:
         pass_rates, tested = _families(effort, data, findings)
         if not data.name:
-            findings.size = f"{tested.sum()} prompts that are not constant"
+            findings.size = f"{tested.sum()} prompts with unequal lengths"
             order = sorted(pass_rates, key=lambda label: -pass_rates[label])
             findings.claims.append(
                 Claim("table 1", "the log-t passes more often than the log-normal, gamma, Weibull and exponential",
@@ -170,7 +170,7 @@ def table_1(effort: Effort) -> Findings:
 def _families(
     effort: Effort, data: Lengths, findings: Findings
 ) -> tuple[dict[str, float], NDArray[np.bool_]]:
-    """Adds a row for each family; returns the fraction of prompts that pass and which prompts [G] are tested."""
+    """Adds a row for each family; returns pass rates, and which prompts [G] are tested."""
     sample = data.sample
     counts = np.diff(sample.offsets)
     fits = {label: estimate(sample, family) for label, family in compared_families(NU).items()}
@@ -212,11 +212,11 @@ def _bootstrap_pass_rate(effort: Effort, data: Lengths, fit: Estimates) -> float
 
 
 def tails(tokens: NDArray[np.int64]) -> dict[str, NDArray[np.float64]]:
-    """Each measure of section 3.1 of each prompt's lengths [G, N], [G] each; skewness is NaN where all are equal."""
+    """Measures of section 3.1 of lengths [G, N], [G] each; skewness is NaN if a prompt's are all equal."""
     x = np.sort(tokens.astype(np.float64), axis=1)
     size = 0.1 * x.shape[1]
     whole = math.floor(size + 1e-9)
-    # The longest 10 % of N samples are 0.1 N of them, the last one in part.
+    # The longest 10 % of N samples are 0.1 N samples; the last of them counts in part.
     top = x[:, x.shape[1] - whole :].sum(axis=1) + (size - whole) * x[:, -whole - 1]
     p50, p90, p99 = np.quantile(x, [0.5, 0.9, 0.99], axis=1)
     skewness = np.full(len(x), np.nan)
@@ -232,7 +232,7 @@ def tails(tokens: NDArray[np.int64]) -> dict[str, NDArray[np.float64]]:
 
 
 def figure_8(effort: Effort) -> Findings:
-    """Figure 8: how well the log-t fits, by its degrees of freedom."""
+    """Figure 8: fit of the log-t by its degrees of freedom."""
     sets = all_lengths(effort)
     findings = Findings(size="", notes=[f"{data.source}." for data in sets])
     for data in sets:
@@ -253,7 +253,7 @@ def figure_8(effort: Effort) -> Findings:
             for nu, p in mean_p.items()
         ]  # fmt: skip
         if not data.name:
-            findings.size = f"{tested.sum()} prompts that are not constant"
+            findings.size = f"{tested.sum()} prompts with unequal lengths"
             findings.claims.append(
                 Claim("figure 8", "an intermediate nu fits better than the log-normal (nu = inf)", mean_p[BEST_NU] > mean_p[math.inf],
                       f"mean KS p {mean_p[BEST_NU]:.4f} at 3.5, {mean_p[math.inf]:.4f} at infinity")
@@ -262,18 +262,20 @@ def figure_8(effort: Effort) -> Findings:
 
 
 def figure_7(effort: Effort) -> Findings:
-    """Figure 7: errors of mu and sigma by the number of samples per prompt, drawn from the fits to all samples."""
+    """Figure 7: errors of mu and sigma by the number of samples per prompt; samples are drawn from fits."""
     sets = all_lengths(effort)
     findings = Findings(
         size="",
-        notes=[f"{data.source}; samples are drawn from their fits, so the truth is known." for data in sets],
+        notes=[
+            f"{data.source}; samples are drawn from the fits: the true values are known." for data in sets
+        ],
     )
     for data in sets:
         errors, num = _errors_by_sample_size(effort, data, findings)
         if not data.name:
             findings.size = f"{num} prompts"
             findings.claims.append(
-                Claim("figure 7", "mu is known well from few samples, sigma needs more", errors[3][0] < errors[20][1],
+                Claim("figure 7", "few samples suffice for mu, sigma needs more", errors[3][0] < errors[20][1],
                       f"mu from 3 samples {errors[3][0]:.3f}, sigma from 20 {errors[20][1]:.3f}")
             )  # fmt: skip
     return findings
@@ -282,7 +284,7 @@ def figure_7(effort: Effort) -> Findings:
 def _errors_by_sample_size(
     effort: Effort, data: Lengths, findings: Findings
 ) -> tuple[dict[int, tuple[float, float]], int]:
-    """Adds a row for each number of samples; returns the mean relative errors of mu and sigma, and the number of prompts."""
+    """Adds a row for each sample size; returns relative errors of mu and sigma, and the number of prompts."""
     family = family_of("log-t", NU)
     fits = estimate(data.sample, family)
     rows = np.flatnonzero(_tested(fits) & ((fits.flags & SIGMA_FLOOR) == 0) & (fits.solution.m > 1.0))
@@ -309,12 +311,12 @@ def _errors_by_sample_size(
 
 
 _WHY = (
-    "The paper's 1,000 LMSYS prompts with 100 outputs each are not public. CASTILLO has 10 samples per prompt: a test of "
-    "goodness of fit rejects less with 10 samples than with 100, the skewness of N samples is at most (N - 2) / sqrt(N - 1), "
-    "and their P99 hardly exceeds the longest one. ToT's answers, 100 to a prompt, have few different lengths, which the plain "
-    "test takes for misfit; OASST's ten are of several sampling settings. The plain p-value ignores that the parameters come "
-    "from the same samples; "
-    "the bootstrap does not (95 % pass if the family is true)."
+    "The paper's 1,000 LMSYS prompts with 100 outputs each are not public. CASTILLO has 10 samples per "
+    "prompt: a test of goodness of fit rejects less with 10 samples than with 100, the skewness of N samples "
+    "is at most (N - 2) / sqrt(N - 1), and their P99 hardly exceeds the longest sample. Tree of Thoughts has "
+    "100 outputs per prompt with few different lengths, which the plain test takes for a bad fit. The ten "
+    "samples of OASST have several sampling settings. The plain p-value ignores that the parameters come "
+    "from the same samples; the bootstrap does not (95 % pass if the family is true)."
 )
 STUDIES = (
     Study(name="tie-table1", paper="TIE", title="Table 1 and section 3.1: families and tails", why=_WHY, cost_s=(3, 20), run=table_1),

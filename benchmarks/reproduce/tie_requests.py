@@ -1,4 +1,4 @@
-"""Requests for the studies of TIE, and what each policy is told of them."""
+"""Requests for the studies of TIE, and the predictions of each policy."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from scheduler_core.predictions import LengthPrediction, Prediction, RankPredict
 from scheduler_core.simulator.predictions import Predictions, oracle_predictions
 from scheduler_core.simulator.trace import Trace, TraceRequest
 
-#: Longest answer, in tokens: the cap of the paper's released code.
+#: Longest output in tokens: `max_tokens` in the paper's released code.
 CAP = 2048
 NU = 3.5
-#: A population with table 1's statistics in mind: mean answer of about 180 tokens (appendix C: 177 for the 8B model on
-#: LMSYS), wide and heavy-tailed within a prompt.
+#: A population similar to table 1: mean output of about 180 tokens (appendix C: 177 for the 8B model on
+#: LMSYS), with wide and heavy-tailed lengths within a prompt.
 MU_MEAN, MU_SD, SIGMA_MEAN, SIGMA_SD = 4.5, 1.0, -0.9, 0.45
-#: Error of the predicted mu and of ln sigma that leaves R2 = 0.82 and 0.76, the paper's.
+#: Errors of the predicted mu and ln sigma that yield the paper's R2 of 0.82 and 0.76.
 R2_MU, R2_SIGMA = 0.82, 0.76
 _POINT_SIGMA = 1e-6
-#: Metadata of the table of --predictions: how the predictors were trained.
+#: Metadata of the table of --predictions: training of the predictors.
 ABOUT = b"about"
-#: Families of table 4, as `benchmarks.distribution_heads` calls them.
+#: Families of table 4, by their names in `benchmarks.distribution_heads`.
 FAMILIES = ("log-t, nu 3.5", "log-t, free nu", "log-normal")
-#: Columns of that table with a log-t distribution: [mu, sigma, nu]. "length" is TIE's, "within" without the predictor's own
-#: error in sigma.
+#: Columns of that table with a log-t distribution, [mu, sigma, nu]. "length" is TIE's; in "within", sigma
+#: excludes the predictor's own error.
 LENGTHS = ("length", "within", *FAMILIES)
 _NUMBERS = ("prompt_tokens", *LENGTHS, "regression_tokens", "rank")
-#: All of its columns.
+#: All columns of that table.
 COLUMNS = ("prompt_id", "served_model", "dataset", "output_tokens", *_NUMBERS)
 
 Array = NDArray[np.float64]
@@ -42,13 +42,13 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A policy and what it is told.
+    """A policy and its predictions.
 
     Attributes:
-        policy: Its name.
-        parameters: Its parameters.
-        told: "nothing", one of `LENGTHS`, "median" (of TIE's distribution), "point" (one length, as SSJF's regressor), "rank",
-            "rank order" (the rank in place of a length, for policies that order by one), or "truth".
+        policy: Name of the policy.
+        parameters: Parameters of the policy.
+        told: "nothing", one of `LENGTHS`, "median" (of TIE's distribution), "point" (SSJF's length), "rank",
+            "rank order" (the rank as a length, for policies that order by length), or "truth".
     """
 
     policy: str
@@ -58,14 +58,14 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Requests, and what predictors say of them.
+    """Requests and their predictions.
 
     Attributes:
         trace: The requests.
         lengths: For each of `LENGTHS`, by request id: the predicted distribution.
         points: By request id: the predicted length in tokens.
         ranks: By request id: the predicted rank, larger = longer.
-        source: Where they come from.
+        source: Description of their origin.
     """
 
     trace: Trace
@@ -78,16 +78,17 @@ class Requests:
 def requests(
     effort: Effort, num: int, seed: int, served_model: str = "", dataset: str | None = None
 ) -> Requests:
-    """From --predictions: prompts drawn with replacement, each with one of its real answers, and what trained predictors say;
-    else from CASTILLO under --data (the law fitted to the prompt's other answers by median and spread); else from the
-    synthetic population. The latter two behind an error with the paper's R2, and all policies hear the same predictor.
+    """Requests from --predictions, from CASTILLO in --data, or from the synthetic population.
+
+    The first have trained predictors and prompts drawn with replacement. The others have predictions with the
+    paper's R2, the same for all policies; those of CASTILLO come from the prompt's other outputs.
 
     Args:
-        effort: Says which of them.
-        num: How many.
-        seed: Of the draws.
-        served_model: Whose answers, where the data say it.
-        dataset: Prompts of this data set alone, where the data say it; None: of all.
+        effort: Selects the source.
+        num: Number of requests.
+        seed: Random seed.
+        served_model: Served model of the outputs, if the data have it.
+        dataset: Data set of the prompts, if the data have it; None: all.
     """
     rng = np.random.default_rng([seed, 3])
     if effort.predictions is not None:
@@ -95,17 +96,17 @@ def requests(
     castillo = effort.file("castillo_validation.parquet")
     if castillo is not None:
         mu, sigma, output, prompt = _castillo(castillo, num, rng, served_model, dataset)
-        source = "CASTILLO, law by the other nine answers"
+        source = "CASTILLO, log-t fitted to the other nine outputs"
     else:
         mu = rng.normal(MU_MEAN, MU_SD, num)
         sigma = np.exp(rng.normal(SIGMA_MEAN, SIGMA_SD, num))
         output = np.exp(np.clip(mu + sigma * rng.standard_t(NU, num), 0.0, math.log(CAP)))
         prompt = np.exp(rng.normal(4.0, 1.0, num))
-        source = "a synthetic population of log-t laws"
+        source = "a synthetic population of log-t distributions"
     seen_mu = _wrong(mu, R2_MU, rng)
     seen_sigma = np.exp(_wrong(np.log(sigma), R2_SIGMA, rng))
     log_t = np.stack([seen_mu, seen_sigma, np.full(num, NU)], axis=1)
-    # The standard deviation of ln length that maximum likelihood gives a log-normal: that of t_3.5, 1.53 sigma.
+    # Standard deviation of ln length, as a log-normal fit yields it: that of t_3.5, 1.53 sigma.
     log_normal = np.stack([seen_mu, seen_sigma * math.sqrt(NU / (NU - 2)), np.full(num, 1e6)], axis=1)
     lengths = dict.fromkeys(LENGTHS, log_t) | {"log-normal": log_normal}
     return _requests(
@@ -114,17 +115,17 @@ def requests(
     )  # fmt: skip
 
 
-def with_worse_points(found: Requests, share: float, seed: int) -> Requests:
-    """The same with predicted lengths that are wrong by more: ln length by normal errors of `share` times its own spread."""
+def with_worse_points(data: Requests, share: float, seed: int) -> Requests:
+    """Adds normal errors to the predicted ln lengths: `share` times their own standard deviation."""
     rng = np.random.default_rng([seed, 9])
-    logs = np.log(list(found.points.values()))
+    logs = np.log(list(data.points.values()))
     errors = rng.normal(0.0, share * float(logs.std()), len(logs))
     points = np.maximum(np.exp(logs + errors), 1.0)
-    return replace(found, points=dict(zip(found.points, points.tolist(), strict=True)))
+    return replace(data, points=dict(zip(data.points, points.tolist(), strict=True)))
 
 
 def _wrong(values: Array, r2: float, rng: np.random.Generator) -> Array:
-    """The values behind an error that leaves a share r2 of their variance."""
+    """The values with an error that leaves a fraction r2 of their variance explained."""
     mean = values.mean()
     noise = rng.normal(0, math.sqrt(r2 * (1 - r2)) * values.std(), len(values))
     return np.asarray(mean + r2 * (values - mean) + noise)
@@ -166,48 +167,49 @@ def _filtered(
 ) -> dict[str, Any]:
     import pyarrow.parquet as pq
 
-    wanted: list[tuple[str, str, str]] = []
+    filters: list[tuple[str, str, str]] = []
     if served_model:
-        wanted.append((model_column, "==", served_model))
+        filters.append((model_column, "==", served_model))
     if dataset is not None:
-        wanted.append(("dataset", "==", dataset))
-    table = pq.read_table(path, columns=columns, filters=wanted or None)
+        filters.append(("dataset", "==", dataset))
+    table = pq.read_table(path, columns=columns, filters=filters or None)
     if not table.num_rows:
-        raise InputError(str(path), f"no answers of {served_model} to {dataset}", "a file that has them")
+        raise InputError(str(path), f"no outputs of {served_model} to {dataset}", "a file that has them")
     return dict(table.to_pydict())
 
 
 def _predicted(
     path: Path, num: int, rng: np.random.Generator, served_model: str, dataset: str | None
 ) -> Requests:
-    found = _filtered(path, ["output_tokens", *_NUMBERS], "served_model", served_model, dataset)
-    chosen = rng.integers(0, len(found["rank"]), num)
-    output = [float(rng.choice(found["output_tokens"][int(row)])) for row in chosen]
-    column = {name: np.array(found[name], float)[chosen] for name in _NUMBERS}
+    table = _filtered(path, ["output_tokens", *_NUMBERS], "served_model", served_model, dataset)
+    chosen = rng.integers(0, len(table["rank"]), num)
+    output = [float(rng.choice(table["output_tokens"][int(row)])) for row in chosen]
+    column = {name: np.array(table[name], float)[chosen] for name in _NUMBERS}
     return _requests(
         column["prompt_tokens"], np.array(output), {name: column[name] for name in LENGTHS},
-        column["regression_tokens"], column["rank"], _about(path, found),
+        column["regression_tokens"], column["rank"], _about(path, table),
     )  # fmt: skip
 
 
-def _about(path: Path, found: Mapping[str, Any]) -> str:
-    """How the predictors were trained, how much the answers of a prompt vary, and how well each predictor orders prompts."""
+def _about(path: Path, table: Mapping[str, Any]) -> str:
+    """Note on the training of the predictors, the variation of lengths, and Kendall's tau."""
     import pyarrow.parquet as pq
     from scipy.stats import kendalltau
 
-    lengths = found["output_tokens"]
+    lengths = table["output_tokens"]
     medians = [float(np.median(one)) for one in lengths]
-    mu = [row[0] for row in found["length"]]
+    mu = [row[0] for row in table["length"]]
     taus = [
         float(kendalltau(values, medians).statistic)
-        for values in (mu, found["regression_tokens"], found["rank"])
+        for values in (mu, table["regression_tokens"], table["rank"])
     ]
     variation = float(np.mean([np.std(one) / np.mean(one) for one in lengths]))
     trained = (pq.read_schema(path).metadata or {}).get(ABOUT, b"").decode()
     return (
-        f"{len(lengths)} prompts that no predictor was trained on, each with real answers (mean CV of the "
-        f"lengths of a prompt {variation:.2f}; the paper's prompts: 1.09). TIE gets a trained distribution, SSJF a trained "
-        "regressor's length, LTR a trained ranker's score; Kendall's tau between what each predicts and the median answer: "
+        f"{len(lengths)} prompts that no predictor was trained on, each with real outputs (mean CV of the "
+        f"lengths of a prompt {variation:.2f}; the paper's prompts: 1.09). TIE gets a trained distribution, "
+        "SSJF a trained regressor's length, LTR a trained ranker's score; Kendall's tau between these "
+        "predictions and the median length: "
         f"TIE {taus[0]:.3f}, SSJF {taus[1]:.3f}, LTR {taus[2]:.3f}" + (f". {trained}" if trained else "")
     )
 
@@ -215,9 +217,9 @@ def _about(path: Path, found: Mapping[str, Any]) -> str:
 def _castillo(
     path: Path, num: int, rng: np.random.Generator, served_model: str, dataset: str | None
 ) -> tuple[Array, Array, Array, Array]:
-    found = _filtered(path, ["output_tokens", "prompt_tokens"], "model", served_model, dataset)
-    samples = np.maximum(np.array(found["output_tokens"], float), 1.0)
-    prompt = np.array(found["prompt_tokens"], float)
+    table = _filtered(path, ["output_tokens", "prompt_tokens"], "model", served_model, dataset)
+    samples = np.maximum(np.array(table["output_tokens"], float), 1.0)
+    prompt = np.array(table["prompt_tokens"], float)
     rows = rng.integers(0, len(samples), num)
     samples, place = samples[rows], rng.integers(0, samples.shape[1], num)
     others = np.ones_like(samples, bool)
@@ -227,22 +229,22 @@ def _castillo(
     return np.median(logs, axis=1), sigma, samples[np.arange(num), place], prompt[rows]
 
 
-def told(order: Order, found: Requests) -> Predictions | None:
-    """What the policy hears."""
+def told(order: Order, data: Requests) -> Predictions | None:
+    """Predictions for a policy."""
     if order.told == "nothing":
         return None
     if order.told == "truth":
-        return oracle_predictions(found.trace)
+        return oracle_predictions(data.trace)
     answers: dict[str, Prediction | None] = {}
-    for name, length in found.lengths.get(order.told, found.lengths["length"]).items():
+    for name, length in data.lengths.get(order.told, data.lengths["length"]).items():
         if order.told == "rank":
-            answers[name] = Prediction(rank=RankPrediction(found.ranks[name]))
+            answers[name] = Prediction(rank=RankPrediction(data.ranks[name]))
             continue
         if order.told == "point":
-            length = LengthPrediction(math.log(found.points[name]), _POINT_SIGMA, NU)
+            length = LengthPrediction(math.log(data.points[name]), _POINT_SIGMA, NU)
         elif order.told == "median":
             length = LengthPrediction(length.mu, _POINT_SIGMA, NU)
         elif order.told == "rank order":
-            length = LengthPrediction(found.ranks[name], _POINT_SIGMA, NU)
+            length = LengthPrediction(data.ranks[name], _POINT_SIGMA, NU)
         answers[name] = Prediction(length=length)
     return Predictions(order.told, answers)

@@ -1,4 +1,4 @@
-"""Policies, engines and loads of the studies of TIE."""
+"""Policies, engines and loads for the studies of TIE."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from scheduler_core.simulator.step_time.roofline import RooflineStepTime
 from scheduler_core.simulator.trace import Trace
 from scheduler_core.simulator.workloads.arrivals import Arrivals
 
-#: vLLM's seats and tokens per step.
+#: vLLM's slots and tokens per step.
 SEATS, BUDGET = 256, 2048
-#: FCFS' mean TTFT of 127.55 s at 100 requests per second and its growth of 7.42 from 30 to 100 both fit arrivals over 60 s
-#: and an engine that serves 19 requests per second.
+#: Mean TTFT of FCFS is 127.55 s at 100 requests per second, 7.42 times that at 30; arrivals over 60 s at an
+#: engine that serves 19 requests per second yield both numbers.
 ARRIVALS_S, PAPER_CAPACITY_RPS = 60, 19.0
 PAPER_SYSTEMS = {
     "FCFS": Order("fcfs", told="nothing"),
@@ -27,9 +27,9 @@ PAPER_SYSTEMS = {
     "LTR": Order("ssjf", told="rank order"),
     "TIE": Order("tie"),
 }
-#: The paper's, which are all non-preemptive (section 6); SSJF with TIE's median, which is what the order is worth; LTR as its
-#: own paper has it, preemptive and with promotion of those passed over for 200 steps; TIE with the sigma of one prompt's
-#: answers, as the paper's predictor is trained to give it; the true lengths.
+#: The paper's systems, all of them non-preemptive (section 6); SSJF with TIE's median, to isolate the order;
+#: LTR as in its own paper, preemptive, with promotion after 200 steps of waiting; TIE with the sigma within a
+#: prompt, as the paper's predictor is trained to give it; the true lengths.
 SYSTEMS = {
     **PAPER_SYSTEMS,
     "SSJF, TIE's median": Order("ssjf", told="median"),
@@ -41,14 +41,14 @@ SYSTEMS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A served model on its GPUs, and prompts.
+    """A served model on its GPUs, and a set of prompts.
 
     Attributes:
-        where: As the paper calls it.
-        served_model: Whose answers, in CASTILLO.
-        dataset: Whose prompts, in CASTILLO; None: all.
-        model: Its data sheet.
-        devices: A6000 GPUs.
+        where: Name in the paper.
+        served_model: Served model of the outputs in CASTILLO.
+        dataset: Data set of the prompts in CASTILLO; None: all.
+        model: Data sheet of the model.
+        devices: Number of A6000 GPUs.
     """
 
     where: str
@@ -63,7 +63,7 @@ class Setting:
         return RooflineStepTime(model=self.model, gpu="a6000-48gb", tensor_parallel=self.devices)
 
     def limits(self, share: float) -> SchedulerConfig:
-        """The engine, or a share of its seats and memory: that many fewer requests wait as long in it."""
+        """Limits of an engine with a fraction `share` of the slots and memory, for as many requests."""
         return SchedulerConfig(
             max_num_seqs=max(8, round(SEATS * share)),
             max_num_batched_tokens=BUDGET,
@@ -73,7 +73,7 @@ class Setting:
 
 _8B, _70B = "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.3-70B-Instruct"
 _MISTRAL = "mistralai/Mistral-7B-Instruct-v0.3"
-#: CASTILLO has no prompts of LMSYS: all of its prompts stand for them.
+#: CASTILLO has no LMSYS prompts; all of its prompts replace them.
 LMSYS_8B = Setting(where="LMSYS 8B", served_model=_8B, dataset=None, model="llama-3-8b")
 LMSYS_70B = Setting(where="LMSYS 70B", served_model=_70B, dataset=None, model="llama-3-70b", devices=8)
 ALPACA_8B = replace(LMSYS_8B, where="Alpaca 8B", dataset="Alpaca")
@@ -86,41 +86,41 @@ ALPACA_MISTRAL = replace(LMSYS_MISTRAL, where="Alpaca Mistral-7B", dataset="Alpa
 
 
 def num_online(effort: Effort, rate_rps: float) -> int:
-    """Requests that arrive in 60 s at the paper's rate; a tenth of them in the quick version."""
+    """Number of requests that arrive in 60 s at the paper's rate; a tenth of them in the quick version."""
     return round(effort.num(round(100 * ARRIVALS_S), 600) * rate_rps / 100)
 
 
 def run(
-    order: Order, found: Requests, setting: Setting, rate_rps: float | None, share: float, seed: int
+    order: Order, data: Requests, setting: Setting, rate_rps: float | None, share: float, seed: int
 ) -> Outcome:
-    """Online at the load that the paper's rate is for its engine, or offline with everything at once.
+    """Simulates online, at the paper's load relative to its engine, or offline with all requests at once.
 
     Args:
         order: The policy.
-        found: The requests.
+        data: The requests.
         setting: The engine.
         rate_rps: The paper's rate; None: offline.
-        share: Share of the engine, as of the paper's requests.
-        seed: Of the arrival times.
+        share: Fraction of the engine and of the paper's requests.
+        seed: Seed of the arrival times.
     """
     limits, step_time = setting.limits(share), setting.step_time
     if rate_rps is None:
         arrivals = Arrivals(process="at_once")
     else:
-        capacity = saturation_rate_rps(found.trace, limits, step_time)
+        capacity = saturation_rate_rps(data.trace, limits, step_time)
         arrivals = Arrivals(rate_rps=rate_rps / PAPER_CAPACITY_RPS * capacity)
-    times = arrivals.times(len(found.trace), np.random.default_rng([seed, 4]))
+    times = arrivals.times(len(data.trace), np.random.default_rng([seed, 4]))
     rows = tuple(
-        replace(row, arrival_s=float(time)) for row, time in zip(found.trace.requests, times, strict=True)
+        replace(row, arrival_s=float(time)) for row, time in zip(data.trace.requests, times, strict=True)
     )
     engine = System(policy=order.policy, parameters=order.parameters, scheduler=limits, step_time=step_time)
-    return simulate(engine, Trace(rows), told(order, found), seed=seed)
+    return simulate(engine, Trace(rows), told(order, data), seed=seed)
 
 
 def online(outcome: Outcome) -> dict[str, float]:
     """Per-token latency and TTFT, mean and P90."""
-    token = [one.normalized_latency_s for one in outcome.records]
-    first = [one.ttft_s for one in outcome.records]
+    token = [record.normalized_latency_s for record in outcome.records]
+    first = [record.ttft_s for record in outcome.records]
     return {
         "token mean": sum(token) / len(token),
         "token P90": percentile(token, 90),
@@ -130,8 +130,8 @@ def online(outcome: Outcome) -> dict[str, float]:
 
 
 def offline(outcome: Outcome) -> dict[str, float]:
-    """Time until 3 of 10 samples are there, and how many are there after three minutes."""
-    ends = sorted(one.finish_s for one in outcome.records)
+    """Time until 3 of 10 samples are finished, and the number finished after three minutes."""
+    ends = sorted(record.finish_s for record in outcome.records)
     return {
         "time": ends[max(0, round(0.3 * len(ends)) - 1)],
         "in 180 s": float(sum(end <= 180.0 for end in ends)),
@@ -141,13 +141,13 @@ def offline(outcome: Outcome) -> dict[str, float]:
 def measured(
     effort: Effort, setting: Setting, rate_rps: float | None, orders: Mapping[str, Order], seed: int
 ) -> dict[str, float]:
-    """ "SYSTEM MEASURE" of all systems on the same requests, online or offline."""
+    """ "SYSTEM MEASURE" for all systems on the same requests, online or offline."""
     full = 10_000 if rate_rps is None else round(ARRIVALS_S * rate_rps)
     num = effort.num(10_000, 1000) if rate_rps is None else num_online(effort, rate_rps)
-    found = requests(effort, num, seed, setting.served_model, setting.dataset)
+    data = requests(effort, num, seed, setting.served_model, setting.dataset)
     values: dict[str, float] = {}
     for name, order in orders.items():
-        outcome = run(order, found, setting, rate_rps, num / full, seed)
+        outcome = run(order, data, setting, rate_rps, num / full, seed)
         got = offline(outcome) if rate_rps is None else online(outcome)
         values |= {f"{name} {key}": value for key, value in got.items()}
     return values

@@ -43,16 +43,16 @@ TABLE_2 = {
 
 
 def table_2(effort: Effort) -> Findings:
-    """Table 2: everybody against TRAIL with perfect lengths, and what depends on the load and on the tail of the lengths."""
+    """Table 2: comparison with TRAIL with perfect lengths; effects of load and tail of the lengths."""
     num = effort.num(3000, 200)
     findings = Findings(size=effort.size(3000, 200))
     loads = (0.8, LOAD, 1.0)
     systems = {**SYSTEMS, VARIANT: DECODES_FIRST}
-    found = {
+    results = {
         load: over_seeds(effort.seeds, lambda seed, load=load: compared(effort, systems, mixture(effort, num), load, seed))  # type: ignore[misc]
         for load in loads
     }  # fmt: skip
-    parts = {load: {name: part(found[load], name) for name in systems} for load in loads}
+    parts = {load: {name: part(results[load], name) for name in systems} for load in loads}
     for name, printed in TABLE_2.items():
         for measure, paper in zip(MEASURES, printed, strict=True):
             ours = {load: improvement(parts[load][TRAIL], parts[load][name], measure) for load in loads}
@@ -77,7 +77,7 @@ def table_2(effort: Effort) -> Findings:
 
 
 def _heavy_tail(effort: Effort, num: int) -> str:
-    """The same with answers whose lengths are heavy-tailed: there the order by true lengths is hard to beat."""
+    """The same with heavy-tailed output lengths, for which the order by true lengths is hard to beat."""
     workload = mixture(effort, num, answers=reasoning(1500.0, 5000.0))
     orders = {name: SYSTEMS[name] for name in (TRAIL, "UniBoost")}
     got = over_seeds(effort.seeds, lambda seed: compared(effort, orders, workload, LOAD, seed))
@@ -87,19 +87,19 @@ def _heavy_tail(effort: Effort, num: int) -> str:
         for measure in ("E2E mean", "E2E P99", "TTFT mean", "TTFT P99")
     )
     return (
-        "Sensitivity: with heavy-tailed answers (median 1,500, P90 5,000 tokens) UniBoost against TRAIL+ is "
+        "Sensitivity: with heavy-tailed outputs (median 1,500, P90 5,000 tokens) UniBoost against TRAIL+ is "
         f"{values} at load {LOAD}."
     )
 
 
-#: Figure 6: the reasoning tasks on QWen-72B, four GPUs; its baselines beside those of table 2.
+#: Figure 6: the reasoning tasks on QWen-72B, four GPUs; its baselines in addition to those of table 2.
 QWEN_72B = Engine(model="qwen2.5-72b", devices=4, kv_bytes=None)
 FIGURE_6 = {**SYSTEMS, "LAS": Order("las")}
 PERCENTILES = ("P50", "P95", "P99", "P99.9")
 
 
 def figure_6(effort: Effort) -> Findings:
-    """Figure 6: slowdown of every baseline against UniBoost by percentile, near saturation."""
+    """Figure 6: slowdown of every baseline relative to UniBoost by percentile, near saturation."""
     num, load = effort.num(3000, 100), 0.99
     findings = Findings(size=effort.size(3000, 100))
     workload = Workload(num_requests=num, lengths=reasoning())
@@ -126,14 +126,14 @@ def figure_6(effort: Effort) -> Findings:
     return findings
 
 
-#: Section 4.4: "on average, 2.9-8.7x more stringent" TTFT targets, "1.7-4.3x" for TTLT: the lower ends.
+#: Section 4.4: TTFT targets "on average, 2.9-8.7x more stringent", "1.7-4.3x" for TTLT: the lower ends.
 FIGURE_8 = {"TTFT": 2.9, "E2E": 1.7}
 
 
 def figure_8(effort: Effort) -> Findings:
-    """Figure 8: how much tighter a target may be until 99 % (95 %) of the requests no longer meet it.
+    """Figure 8: the tightest target that 99 % (95 %) of the requests meet.
 
-    That is the P99 (P95) latency: its ratio to Sarathi's, whose P95 at this load is the paper's unit.
+    That is the P99 (P95) latency; the unit is Sarathi's P95 at this load, as in the paper.
     """
     num = effort.num(3000, 200)
     findings = Findings(size=effort.size(3000, 200))
@@ -166,7 +166,7 @@ def figure_8(effort: Effort) -> Findings:
 
 
 def ablation(effort: Effort) -> Findings:
-    """Figure 7: latency over load of the four phases."""
+    """Figure 7: latency of the four phases by load."""
     num = effort.num(2000, 150)
     findings = Findings(size=effort.size(2000, 150))
     loads = (0.95,) if effort.quick else (0.7, 0.8, 0.9, 1.0)
@@ -193,15 +193,16 @@ def ablation(effort: Effort) -> Findings:
     return findings
 
 
-#: Figure 7 is memory-constrained further: half of the room of table 2.
+#: Figure 7 has less memory: half of the KV cache of table 2.
 _TIGHT = replace(A100, kv_bytes=10e9)
 
 STUDIES = (
     Study(name="uniboost-table2", paper="UniBoost", title="Table 2: against TRAIL with perfect lengths",
           why=(
-              "The paper does not say at which load its table is, so three are here. UniBoost gains in TTFT on FCFS (Sarathi), not on "
-              "TRAIL+ with true lengths; at load 1.0 it serves fewer tokens per second than the others and its TTFT is the worst. The "
-              "paper's table 8 prints UniBoost's row again, as improvement over FCFS; so that is a column here, too. "
+              "The paper does not give the load of this table, so there are three. UniBoost improves TTFT "
+              "over FCFS (Sarathi), but not over TRAIL+ with true lengths; at load 1.0 it has the lowest "
+              "throughput in tokens and the worst TTFT. The paper's table 8 prints UniBoost's row again, as "
+              "improvement over FCFS, so this is also a column here. "
               + WHY
           ),
           cost_s=(35, 200), run=table_2),

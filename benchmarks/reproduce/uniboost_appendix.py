@@ -31,19 +31,19 @@ from scheduler_core.simulator.records import request_columns
 from scheduler_core.simulator.workloads.lengths import Lengths, TokenDistribution
 from scheduler_core.simulator.workloads.workload import RequestClass, Workload
 
-#: Tables 3 to 5: mean and P99 E2E of short requests, mean of long ones, P99 of their time preempted; section A.3: slope in
-#: s per request. SRPT is TRAIL+.
+#: Tables 3 to 5: mean and P99 E2E of short requests, mean of long ones, P99 of their time preempted.
+#: Section A.3: slope in s per request. SRPT is TRAIL+.
 TABLE_3 = {"UniBoost": (2.80, 3.62), "Sarathi": (2.83, 3.84), "SJF": (2.80, 3.62), TRAIL: (2.80, 3.69)}
 TABLE_4 = {"UniBoost": 88.5, "Sarathi": 88.5, "SJF": 88.4, TRAIL: 88.3}
 TABLE_5 = {"UniBoost": 9.1, "Sarathi": 6.6, "SJF": 13.3, TRAIL: 18.6}
 SLOPE = 0.0003
-#: One of the paper's eight engines: its router draws at random, so each sees Poisson arrivals of its own.
+#: One of the paper's eight engines; its router is random, so each has independent Poisson arrivals.
 H100 = Engine(gpu="h100-80gb", kv_bytes=None)
 RHO = 0.99
 
 
 def preempted_s(outcome: Outcome) -> dict[str, float]:
-    """By request id: seconds between its admission and its end in which nothing of it ran."""
+    """By request id: seconds between admission and end in which the request did not run."""
     return {
         row.request_id: row.finish_s - row.first_scheduled_s - outcome.ran_s[row.request_id]
         for row in outcome.records
@@ -72,7 +72,7 @@ def starvation(effort: Effort) -> Findings:
     )
     for name in TABLE_3:
 
-        def one(seed: int, name: str = name) -> dict[str, float]:
+        def run_seed(seed: int, name: str = name) -> dict[str, float]:
             trace = drawn(workload, H100, RHO, seed, effort.quick)
             outcome = run(SYSTEMS[name], trace, H100, effort.quick, measure_ran=True)
             shorts = [row.ttlt_s for row in outcome.records if row.category == "short"]
@@ -84,7 +84,7 @@ def starvation(effort: Effort) -> Findings:
                     "long": sum(row.ttlt_s for row in longs) / len(longs),
                     "away": percentile([away[row.request_id] for row in longs], 99)}  # fmt: skip
 
-        got = over_seeds(effort.seeds, one)
+        got = over_seeds(effort.seeds, run_seed)
         findings.rows += [
             Row(where=where, what=f"{name}, {what}", paper=paper, ours=got[key])
             for where, what, paper, key in (
@@ -97,7 +97,8 @@ def starvation(effort: Effort) -> Findings:
         ]
         growth = got["slope"] * num / got["long"]
         findings.claims.append(
-            Claim("section A.3", f"{name}: long requests do not wait longer the later they come", abs(growth) < 0.5,
+            Claim("section A.3", f"{name}: the latency of long requests does not grow with their arrival time",
+                  abs(growth) < 0.5,
                   f"over the whole run their latency changes by {100 * growth:.0f} % of its mean")
         )  # fmt: skip
     return findings
@@ -127,7 +128,7 @@ _SHORT = ("E2E P99", "TTFT P99", "TBT P99", "TBT mean")
 
 
 def sensitivity(effort: Effort) -> Findings:
-    """Tables 6 and 7: bin size and hysteresis, on short answers, as the tables' latencies of 8.5 s at 54 ms per token are."""
+    """Tables 6 and 7: bin size and hysteresis, on short outputs (8.5 s at 54 ms per token)."""
     num = effort.num(2000, 150)
     findings = Findings(size=effort.size(2000, 150))
     workload = Workload(num_requests=num, lengths=azure(effort))
@@ -144,8 +145,8 @@ def sensitivity(effort: Effort) -> Findings:
         return {key: part(got, f"{key:g}") for key in chosen}
 
     bins, deltas = of("bin_tokens", TABLE_6), of("hysteresis_s", TABLE_7)
-    for where, found, printed in (("table 6, k", bins, TABLE_6), ("table 7, delta", deltas, TABLE_7)):
-        for key, values in found.items():
+    for where, measured, printed in (("table 6, k", bins, TABLE_6), ("table 7, delta", deltas, TABLE_7)):
+        for key, values in measured.items():
             findings.rows += [
                 Row(where=f"{where} = {key:g}", what=f"{measure}, s", paper=paper, ours=values[measure])
                 for measure, paper in zip(_SHORT, printed[key], strict=True)
@@ -161,9 +162,9 @@ def sensitivity(effort: Effort) -> Findings:
 
 
 def chunks(effort: Effort) -> Findings:
-    """Table 8: UniBoost against FCFS by chunk size. The paper's row for 1024 is that of table 2, which is against TRAIL+.
+    """Table 8: UniBoost against FCFS by chunk size; the paper's row for 1024 is relative to TRAIL+.
 
-    An engine has no more seats than tokens in a chunk.
+    An engine has at most as many slots as tokens in a chunk.
     """
     num = effort.num(2000, 150)
     findings = Findings(size=effort.size(2000, 150))
@@ -200,12 +201,12 @@ TABLE_10 = {
     512: (-0.4, -23.2, 1.2, -13.5),
 }
 _TABLE_10 = ("E2E mean", "E2E P99", "TTFT mean", "TTFT P99")
-#: Simulated engines for one of the paper's: behind a random router each is alone, so few tell as much as many.
+#: Engines of the paper per simulated engine; few are enough, as a random router keeps them independent.
 FEWER = 16
 
 
 def _change(effort: Effort, engine: Engine, each: int) -> dict[str, float]:
-    """UniBoost against Sarathi in percent; below 0 is better."""
+    """Change of UniBoost relative to Sarathi in percent; below 0 is better."""
     orders = {name: SYSTEMS[name] for name in ("Sarathi", "UniBoost")}
     workload = mixture(effort, each * engine.replicas)
     got = over_seeds(effort.seeds, lambda seed: compared(effort, orders, workload, LOAD, seed, engine))
@@ -214,10 +215,10 @@ def _change(effort: Effort, engine: Engine, each: int) -> dict[str, float]:
 
 
 def cluster(effort: Effort) -> Findings:
-    """Tables 9 and 10: behind three routers, and on more and more engines behind a random one."""
+    """Tables 9 and 10: behind three routers, and with more and more engines behind a random router."""
     each = effort.num(300, 60)
     findings = Findings(
-        size=effort.size(300, 60, "requests per engine") + f", one engine for {FEWER} of the paper's"
+        size=effort.size(300, 60, "requests per engine") + f", one engine per {FEWER} of the paper's"
     )
     change: dict[str, dict[str, float]] = {}
     for router, printed in TABLE_9.items():
@@ -256,14 +257,14 @@ STUDIES = (
     Study(name="uniboost-starvation", paper="UniBoost", title="Tables 3 to 5: starvation", why=WHY, cost_s=(8, 30), run=starvation),
     Study(name="uniboost-sensitivity", paper="UniBoost", title="Tables 6 and 7: bins and hysteresis",
           why=(
-              "The paper does not name the workload; latencies of 8.5 s at 54 ms per token are answers of some 150 tokens, so it is "
-              "Azure's conversations here. " + WHY
+              "The paper does not name the workload; latencies of 8.5 s at 54 ms per token are outputs of about 150 "
+              "tokens, so it is Azure's conversations here. " + WHY
           ),
           cost_s=(8, 20), run=sensitivity),
     Study(name="uniboost-chunks", paper="UniBoost", title="Table 8: chunk size",
           why=(
-              "The paper's row for 1024 equals that of its table 2, which is against TRAIL+ and not against FCFS as table 8 says; so "
-              "both are here. " + WHY
+              "The paper's row for 1024 is that of its table 2, which is relative to TRAIL+ and not to FCFS as in "
+              "table 8; both are here. " + WHY
           ),
           cost_s=(8, 60), run=chunks),
     Study(name="uniboost-cluster", paper="UniBoost", title="Tables 9 and 10: routing and scale", why=WHY, cost_s=(15, 80), run=cluster),

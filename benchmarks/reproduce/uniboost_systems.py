@@ -19,15 +19,15 @@ from scheduler_core.simulator.workloads.lengths import Lengths, TokenDistributio
 from scheduler_core.simulator.workloads.workload import RequestClass, Workload
 
 SEATS, CHUNK = 256, 1024
-#: Share of the capacity estimated for full batches; the paper's loads are 0.9 to 0.99 of what the system attains.
+#: Fraction of the capacity estimated for full batches; the paper's loads are 0.9 to 0.99 of the actual one.
 LOAD = 0.9
-#: Few requests are gone before a queue forms: quick studies run on a quarter of the memory.
+#: Few requests finish before a queue forms: quick studies use a quarter of the memory.
 QUICK_MEMORY = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A policy, its parameters, whether it sees the true lengths, and the batch former (and its parameters)."""
+    """A policy and its parameters, whether it uses true lengths, and the batch former and its parameters."""
 
     policy: str
     parameters: Mapping[str, float] = field(default_factory=dict)
@@ -38,16 +38,16 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """Model, GPUs, memory and chunk, the same for all systems.
+    """Model, GPUs, memory and chunk size, the same for all systems.
 
     Attributes:
         model: Data sheet of the model.
         gpu: Data sheet of the GPU.
-        devices: GPUs that share every layer.
-        kv_bytes: Room for keys and values; None: what the weights leave.
+        devices: Tensor-parallel GPUs.
+        kv_bytes: Size of the KV cache; None: the memory without the weights.
         chunk: Tokens per step.
-        replicas: Engines behind a router.
-        router: Which.
+        replicas: Number of engines behind a router.
+        router: Name of the router.
     """
 
     model: str = "llama-3-8b"
@@ -64,7 +64,7 @@ class Engine:
         return RooflineStepTime(model=self.model, gpu=self.gpu, tensor_parallel=self.devices)
 
     def limits(self, small: bool) -> SchedulerConfig:
-        """One replica, with no more seats than tokens per step; the quick version has a part of the memory."""
+        """Limits of one replica: at most one slot per token of a step; the quick version has less memory."""
         times = self.step_time
         blocks = times.num_kv_blocks()
         if self.kv_bytes is not None:
@@ -77,7 +77,7 @@ class Engine:
         )
 
     def system(self, order: Order, small: bool) -> System:
-        """The engine under a policy."""
+        """The engine with a policy."""
         return System(
             policy=order.policy,
             parameters=order.parameters,
@@ -93,10 +93,10 @@ class Engine:
         )
 
 
-#: Memory-constrained: 20 GB for keys and values of 131,072 bytes per token.
+#: Memory-constrained: a KV cache of 20 GB with 131,072 bytes per token.
 A100 = Engine()
 TRAIL = "TRAIL+"
-#: Algorithm 1: one order over prompts and decodes.
+#: Algorithm 1: one order of prompts and decodes.
 ONE_ORDER = "uniboost"
 SYSTEMS = {
     TRAIL: Order("trail", {"limit": 0.6}, oracle=True),
@@ -105,7 +105,7 @@ SYSTEMS = {
     "DistBoost": Order("distboost"),
     "UniBoost": Order("uniboost", batching=ONE_ORDER),
 }
-#: A variant of ours: UniBoost's order in Sarathi's batches, which never pause a decode.
+#: Our variant: UniBoost's order in Sarathi's batches, which never pause a decode.
 DECODES_FIRST = Order("uniboost")
 MEASURES = (
     "E2E mean",
@@ -122,7 +122,7 @@ MEASURES = (
 
 
 def law(median: float, p90: float, high: int = 4096) -> TokenDistribution:
-    """Log-normal through a median and a P90."""
+    """Log-normal with a given median and P90."""
     return TokenDistribution(
         kind="log_t",
         mu=math.log(median),
@@ -133,7 +133,7 @@ def law(median: float, p90: float, high: int = 4096) -> TokenDistribution:
 
 
 def azure(effort: Effort) -> Lengths:
-    """The public Azure conversation trace's pairs, or log-normal laws through its medians and P90."""
+    """Length pairs of the public Azure conversation trace, or log-normals with its medians and P90."""
     file = effort.file("traces/azure2023_conv.parquet")
     if file:
         return Lengths(file=str(file))
@@ -141,12 +141,12 @@ def azure(effort: Effort) -> Lengths:
 
 
 def reasoning(median: float = 4000.0, p90: float = 6000.0) -> Lengths:
-    """Short questions, long answers. The paper prints no statistics; its figure 1 (a) calls their lengths light-tailed."""
+    """Short questions, long outputs, light-tailed as in figure 1 (a); the paper prints no statistics."""
     return Lengths(prompt=law(120, 400), output=law(median, p90, 8192), max_tokens=8192)
 
 
 def mixture(effort: Effort, num: int, share: float = 0.7, answers: Lengths | None = None) -> Workload:
-    """A share of reasoning (0.7 is the paper's mix-2, 0.2 mix-1), the rest Azure."""
+    """A fraction `share` of reasoning (0.7 is the paper's mix-2, 0.2 mix-1), otherwise Azure."""
     return Workload(
         num_requests=num,
         classes=(
@@ -157,7 +157,7 @@ def mixture(effort: Effort, num: int, share: float = 0.7, answers: Lengths | Non
 
 
 def drawn(workload: Workload, engine: Engine, load: float, seed: int, small: bool = False) -> Trace:
-    """The workload with Poisson arrivals at a share of the estimated capacity of all replicas."""
+    """The workload with Poisson arrivals at a fraction of the estimated capacity of all replicas."""
     capacity = saturation_rate_rps(workload.trace(seed), engine.limits(small), engine.step_time)
     rate = load * capacity * engine.replicas
     return replace(workload, arrivals=Arrivals(rate_rps=rate)).trace(seed)
@@ -166,7 +166,7 @@ def drawn(workload: Workload, engine: Engine, load: float, seed: int, small: boo
 def run(
     order: Order, trace: Trace, engine: Engine = A100, small: bool = False, *, measure_ran: bool = False
 ) -> Outcome:
-    """One system on one trace."""
+    """Simulates one system on one trace."""
     told = oracle_predictions(trace) if order.oracle else None
     return simulate(engine.system(order, small), trace, told, measure_ran=measure_ran)
 
@@ -174,24 +174,24 @@ def run(
 def measures(outcome: Outcome) -> dict[str, float]:
     """`MEASURES` of one run, and P50, P90 and P99.9."""
     values: dict[str, float] = {}
-    for name, found in (
-        ("E2E", [one.ttlt_s for one in outcome.records]),
-        ("TTFT", [one.ttft_s for one in outcome.records]),
+    for name, latencies in (
+        ("E2E", [record.ttlt_s for record in outcome.records]),
+        ("TTFT", [record.ttft_s for record in outcome.records]),
     ):
-        values |= {f"{name} mean": sum(found) / len(found)}
-        values |= {f"{name} P{share:g}": percentile(found, share) for share in (50, 90, 95, 99, 99.9)}
+        values |= {f"{name} mean": sum(latencies) / len(latencies)}
+        values |= {f"{name} P{share:g}": percentile(latencies, share) for share in (50, 90, 95, 99, 99.9)}
     gaps = outcome.gaps()
     summary = gaps.summary()
     assert summary is not None
     values |= {"TBT mean": summary["mean"]}
     values |= {f"TBT P{share:g}": gaps.quantile(share / 100) for share in (50, 90, 95, 99, 99.9)}
-    start = min(one.arrival_s for one in outcome.records)
-    values["tok/s"] = sum(one.output_tokens for one in outcome.records) / (outcome.end_s - start)
+    start = min(record.arrival_s for record in outcome.records)
+    values["tok/s"] = sum(record.output_tokens for record in outcome.records) / (outcome.end_s - start)
     return values
 
 
 def improvement(base: Mapping[str, float], value: Mapping[str, float], name: str) -> float:
-    """In percent, positive is better: less latency, more throughput."""
+    """Improvement in percent, positive is better: less latency, more throughput."""
     change = 100 * (value[name] / base[name] - 1)
     return change if name == "tok/s" else -change
 
@@ -204,20 +204,21 @@ def compared(
     seed: int,
     engine: Engine = A100,
 ) -> dict[str, float]:
-    """ "SYSTEM MEASURE" of all systems on the same trace."""
+    """ "SYSTEM MEASURE" for all systems on the same trace."""
     trace = drawn(workload, engine, load, seed, effort.quick)
-    found = {name: measures(run(order, trace, engine, effort.quick)) for name, order in orders.items()}
-    return {f"{name} {key}": value for name, values in found.items() for key, value in values.items()}
+    results = {name: measures(run(order, trace, engine, effort.quick)) for name, order in orders.items()}
+    return {f"{name} {key}": value for name, values in results.items() for key, value in values.items()}
 
 
 def part(got: Mapping[str, float], name: str) -> dict[str, float]:
-    """The measures of one system out of `compared`."""
+    """Measures of one system in the result of `compared`."""
     return {key.removeprefix(f"{name} "): value for key, value in got.items() if key.startswith(f"{name} ")}
 
 
 WHY = (
-    "The paper gives neither its traces nor its code: memory, load and the lengths of the reasoning tasks are ours (short questions; "
-    "answers with median 4,000 and P90 6,000 tokens, light-tailed as in the paper's figure 1 (a)). Times are Llama-3-8B on an A100 "
-    "from data sheets, where no table says otherwise. TRAIL+ and SJF see the true lengths, as in the paper. UniBoost's steps are "
-    "formed by Algorithm 1 (batch former `uniboost`), those of the others by chunked prefill; preemption is by swap for all."
+    "The paper gives neither its traces nor its code: memory, load and the lengths of the reasoning tasks "
+    "are ours (short questions; outputs with median 4,000 and P90 6,000 tokens, light-tailed as in the "
+    "paper's figure 1 (a)). Times are Llama-3-8B on an A100 from data sheets, unless a table says otherwise. "
+    "TRAIL+ and SJF use the true lengths, as in the paper. UniBoost's steps are formed by Algorithm 1 (batch "
+    "former `uniboost`), those of the others by chunked prefill; all use preemption by swap."
 )

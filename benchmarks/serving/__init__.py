@@ -1,1 +1,1 @@
-"""What benchmarks/service.py is made of: load, servers to compare, the raw limit, the table."""
+"""Parts of benchmarks/service.py: load generator, servers, upper limit, tables."""

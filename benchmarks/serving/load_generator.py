@@ -1,8 +1,8 @@
-"""Load on a prediction server, from a process of its own, so that it disturbs what it measures as little as it can.
+"""Load generator for prediction servers; runs in its own process so that it affects measurements little.
 
-Open loop (`--rate`): requests begin at the times of a Poisson process, whether or not earlier ones were answered, and
-latency counts from the time a request was due. Closed loop (`--callers`): each caller asks again as soon as it has an
-answer. Prints one JSON object.
+Open loop (`--rate`): requests start at the times of a Poisson process regardless of earlier ones, and latency
+counts from the time at which a request was due. Closed loop (`--callers`): each caller sends a request as
+soon as it has the previous response. Prints one JSON object.
 
     python -m benchmarks.serving.load_generator grpc://127.0.0.1:50051 --rate 100 --seconds 10
     python -m benchmarks.serving.load_generator http://127.0.0.1:8000/predict --rate 20 --seconds 10
@@ -32,20 +32,20 @@ Ask = Callable[[str], Awaitable[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is sent.
+    """Parameters of a load.
 
     Attributes:
         url: grpc:// or http:// address.
-        seconds: How long requests begin.
-        warmup_s: Seconds at the beginning that are not counted.
+        seconds: Time in which requests start.
+        warmup_s: Seconds at the start that are not counted.
         rate: Requests per second of an open loop; None: closed loop.
-        callers: Callers of the closed loop.
+        callers: Number of callers of the closed loop.
         timeout_s: Deadline of one request.
-        connections: Connections.
-        seed: Of prompts and arrival times.
-        num_prompts: Different prompts.
-        body: HTTP only: what the JSON is; see `json_body`.
-        max_tokens: gRPC only: also ask for the numbers of the length cut there.
+        connections: Number of connections.
+        seed: Seed of prompts and arrival times.
+        num_prompts: Number of different prompts.
+        body: HTTP only: kind of JSON body; see `json_body`.
+        max_tokens: gRPC only: also request predictions truncated at this length.
     """
 
     url: str
@@ -63,7 +63,7 @@ class Load:
 
 @dataclass(slots=True)
 class Tally:
-    """What came of it: for every request that was due after the warm-up its second, latency and status."""
+    """Results: due time in seconds, latency and status of every request that was due after the warm-up."""
 
     due_s: list[float] = field(default_factory=list)
     latency_s: list[float] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Tally:
     lag_s: list[float] = field(default_factory=list)
 
     def add(self, due_s: float, latency_s: float, status: str) -> None:
-        """One request's end."""
+        """Records a finished request."""
         self.due_s.append(due_s)
         self.latency_s.append(latency_s)
         self.status.append(status)
@@ -79,18 +79,18 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The measured part of a load.
+    """Results of the measured part of a load.
 
     Attributes:
         seconds: Length of the measured part.
         num_requests: Requests that were due in it.
-        all_answers: Answers, those to requests of the warm-up included.
-        statuses: How many ended how; OK, a gRPC status, "HTTP 503", or the name of an exception.
-        answers_per_s: Answers that came within the measured part, per second of it.
-        latency_ms: p50, p90, p99 and max of the answered requests; empty if there are none.
-        refused_ms: The same of the requests refused with RESOURCE_EXHAUSTED.
-        lag_p99_ms: How late the generator itself sent, open loop only: above a few ms it was short of CPU.
-        answers_by_second: Answers by the second in which they came.
+        all_answers: Responses, including those to requests of the warm-up.
+        statuses: Number of requests by status: OK, a gRPC status, "HTTP 503", or the name of an exception.
+        answers_per_s: Responses received within the measured part, per second.
+        latency_ms: p50, p90, p99 and max of the successful requests; empty if there are none.
+        refused_ms: The same for requests rejected with RESOURCE_EXHAUSTED.
+        lag_p99_ms: Delay of the generator itself, open loop only; above a few ms, it had too little CPU.
+        answers_by_second: Responses by the second in which they were received.
     """
 
     seconds: float
@@ -105,7 +105,7 @@ class Report:
 
 
 async def run_load(load: Load) -> Report:
-    """Sends a load from this event loop."""
+    """Sends a load from this event loop and returns its report."""
     tally = Tally()
     async with connected(load) as ask:
         begin = time.perf_counter()
@@ -156,7 +156,7 @@ async def _one(load: Load, ask: Ask, tally: Tally, prompt: str, begin: float, du
 
 
 def report(load: Load, tally: Tally) -> Report:
-    """Counts and quantiles of the measured part."""
+    """Computes counts and quantiles of the measured part."""
     due, latency = np.array(tally.due_s), np.array(tally.latency_s)
     status = np.array(tally.status, dtype=object)
     counted = due >= load.warmup_s
@@ -195,7 +195,7 @@ def _quantiles(seconds: Any) -> dict[str, float]:
 
 @contextlib.asynccontextmanager
 async def connected(load: Load) -> AsyncIterator[Ask]:
-    """A way to ask the server of a load, by the scheme of its URL."""
+    """Connects to the server of a load by the scheme of its URL; yields a function that sends a prompt."""
     scheme, _, address = load.url.partition("://")
     if scheme in ("http", "https"):
         async with _http(load) as ask:
@@ -209,7 +209,7 @@ async def connected(load: Load) -> AsyncIterator[Ask]:
 
 @contextlib.asynccontextmanager
 async def _grpc(load: Load, address: str) -> AsyncIterator[Ask]:
-    """Through our own client without its retries; every prompt is a request of its own."""
+    """Uses our client without its retries; every prompt is a separate request."""
     from predictors.client import ClientSettings, GrpcPredictor, PredictorError
     from scheduler_core.predictor import PredictionRequest
 
@@ -251,7 +251,7 @@ def main() -> None:
     parser.add_argument("url")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--warmup-s", type=float, default=0.0)
-    parser.add_argument("--rate", type=float, help="requests per second; without it: closed loop")
+    parser.add_argument("--rate", type=float, help="requests per second; default: closed loop")
     parser.add_argument("--callers", type=int, default=64)
     parser.add_argument("--timeout-s", type=float, default=30.0)
     parser.add_argument("--connections", type=int, default=4)

@@ -1,4 +1,4 @@
-"""How each of the other servers is started with the same model and settings."""
+"""Command lines of the other servers, with the same model and settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CORES = len(os.sched_getaffinity(0))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Batching and workers, as every peer has them."""
+    """Batching and workers, the same for every peer."""
 
     max_batch: int
     max_wait_s: float
@@ -23,7 +23,7 @@ class Settings:
     threads: int
 
     def environment(self) -> dict[str, str]:
-        """For the apps below peers/."""
+        """Environment variables for the apps in peers/."""
         return {
             "MAX_BATCH": str(self.max_batch),
             "MAX_WAIT_S": str(self.max_wait_s),
@@ -38,7 +38,7 @@ SINGLE = Settings(max_batch=1, max_wait_s=0.0, workers=CORES, threads=1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """One of the other servers: its package, what a user writes for it, and how it is asked."""
+    """One of the other servers: its package, the files a user writes for it, and its request format."""
 
     label: str
     package: str
@@ -71,12 +71,12 @@ PEER_KINDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environments:
-    """Where the other servers are.
+    """Locations of the other servers.
 
     Attributes:
-        python: Python that has LitServe, Mosec, BentoML, Ray Serve.
-        mlserver: Python that has MLServer, which pins other packages.
-        triton: Folder that `make triton-env` made.
+        python: Python with LitServe, Mosec, BentoML, Ray Serve.
+        mlserver: Python with MLServer, which pins other packages.
+        triton: Folder created by `make triton-env`.
     """
 
     python: str
@@ -84,7 +84,7 @@ class Environments:
     triton: Path
 
     def has(self, package: str | None) -> bool:
-        """Whether a package can be imported where it would be; None is ours."""
+        """Whether a package is installed in its environment; None is our server."""
         if package is None:
             return True
         if package == "triton":
@@ -103,12 +103,12 @@ class Start:
 
 
 def start_of(package: str, settings: Settings, places: Environments, folder: Path, port: int) -> Start:
-    """How to start a peer.
+    """Command line and environment of a peer.
 
     Args:
-        package: Of `PEER_KINDS`.
-        settings: Its settings.
-        places: Where the peers are.
+        package: Key of `PEER_KINDS`.
+        settings: Batching and workers.
+        places: Locations of the peers.
         folder: An empty folder for its files.
         port: HTTP port.
     """
@@ -149,7 +149,7 @@ def _triton(settings: Settings, place: Path, folder: Path, port: int) -> Start:
     model = folder / "predict" / "1" / "model.py"
     model.parent.mkdir(parents=True)
     model.write_text((PEERS / "triton_app.py").read_text())
-    # Its Python looks for modules beside the model, and nowhere that PYTHONPATH says.
+    # Its Python ignores PYTHONPATH and finds modules only next to the model.
     (model.parent / "shared_model.py").write_text((PEERS / "shared_model.py").read_text())
     config = (PEERS / "triton_config.pbtxt").read_text()
     values = {

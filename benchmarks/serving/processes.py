@@ -1,4 +1,4 @@
-"""Server processes: started, waited for, measured with all their children, stopped."""
+"""Server processes: start, readiness, CPU and memory including all children, termination."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A server that answers.
+    """A running server.
 
     Attributes:
-        popen: Its first process.
-        start_s: Seconds from its start to its first answer.
-        start_cpu_s: CPU seconds of it and its descendants until then; without those of any that have ended.
+        popen: Its main process.
+        start_s: Seconds from its start to its first response.
+        start_cpu_s: CPU seconds until then of its live processes, without those that have already exited.
     """
 
     popen: subprocess.Popen[bytes]
@@ -35,7 +35,7 @@ class Process:
     start_cpu_s: float = 0.0
 
     def members(self) -> list[psutil.Process]:
-        """It and its descendants; none once it has ended."""
+        """The process and its descendants; empty once it has exited."""
         try:
             first = psutil.Process(self.popen.pid)
             return [first, *first.children(recursive=True)]
@@ -43,19 +43,19 @@ class Process:
             return []
 
     def pause(self) -> None:
-        """Stops all of them where they are: even a server without requests wakes now and then."""
+        """Stops all processes with a signal, because idle servers also use some CPU."""
         for process in self.members():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.suspend()
 
     def resume(self) -> None:
-        """Lets all of them go on."""
+        """Continues all processes."""
         for process in self.members():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.resume()
 
     def cpu_s(self) -> float:
-        """CPU seconds of all of them so far, user and system."""
+        """CPU seconds of all processes so far, user and system."""
         total = 0.0
         for process in self.members():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -64,7 +64,7 @@ class Process:
         return total
 
     def pss_mb(self) -> float:
-        """Memory of all of them in MB, shared pages counted once."""
+        """Memory of all processes in MB (PSS: shared pages are counted once)."""
         total = 0
         for process in self.members():
             with contextlib.suppress(OSError):
@@ -74,7 +74,7 @@ class Process:
 
 
 def free_port() -> int:
-    """A TCP port on the loopback that nobody uses now."""
+    """A free TCP port on the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -82,7 +82,7 @@ def free_port() -> int:
 
 
 def listens(port: int) -> bool:
-    """Whether anybody takes connections on that port of the loopback: cheap enough to ask a server that is starting."""
+    """Whether the port on the loopback accepts connections; cheap enough to poll a starting server."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
@@ -95,10 +95,10 @@ def running(
     environment: Mapping[str, str],
     timeout_s: float = 120.0,
 ) -> Iterator[Process]:
-    """Starts a server, waits until `answers`, and ends it and its children afterwards.
+    """Starts a server, waits until `answers` returns True, and ends it and its children afterwards.
 
     Raises:
-        RuntimeError: It ended or did not answer in time; the end of what it wrote is told.
+        RuntimeError: It exited or did not respond in time; the message has the end of its output.
     """
     with tempfile.TemporaryFile() as log:
         begin = time.perf_counter()
@@ -124,7 +124,7 @@ def running(
 
 
 def http_answers(url: str, body: bytes) -> bool:
-    """Whether a POST of JSON gets 200."""
+    """Whether a POST of JSON returns 200."""
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=60) as response:
@@ -134,10 +134,10 @@ def http_answers(url: str, body: bytes) -> bool:
 
 
 def _end(popen: subprocess.Popen[bytes], members: Sequence[psutil.Process]) -> None:
-    """Asks the group to end, then makes what is left of it."""
+    """Terminates the server, then kills its remaining processes."""
     if popen.poll() is None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(popen.pid, signal.SIGCONT)  # one that is paused hears nothing
+            os.killpg(popen.pid, signal.SIGCONT)  # a stopped process does not handle signals
         popen.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             popen.wait(10)

@@ -1,4 +1,4 @@
-"""Prompts with the length mix of chat traffic."""
+"""Prompts with a length distribution as in chat traffic."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TEXT = (
 
 
 def make_prompts(count: int, seed: int, median_words: float = 22.0) -> list[str]:
-    """`count` different texts of 4 to 200 words, log-normal around `median_words`, one in a hundred above 6 times that."""
+    """`count` different texts of 4 to 200 words, log-normal around `median_words`, 1 % above 6 times that."""
     words = TEXT.split()
     rng = np.random.default_rng(seed)
     lengths = np.clip(np.exp(rng.normal(np.log(median_words), 0.75, size=count)), 4, 200).astype(int)

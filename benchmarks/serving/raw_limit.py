@@ -1,6 +1,6 @@
-"""What ONNX Runtime itself reaches on this machine: no server, one thread, prompts matched in length or not.
+"""Upper limit: throughput of ONNX Runtime alone, with one thread and different groupings of prompts.
 
-Prints one JSON object: answers per CPU second for each way of grouping.
+Prints one JSON object: responses per CPU second for each grouping.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ WAYS = {
     "fours of 32 sorted by length": (32, 4),
     "fours of 128 sorted by length": (128, 4),
 }
-"""Window that is sorted, and prompts per call."""
+"""Window that is sorted by length, and prompts per call."""
 
 
 def groups(lengths: Sequence[int], window: int, size: int) -> Iterator[list[int]]:
-    """Positions of the prompts of each call; sorted by length within each window if it holds several calls."""
+    """Indices of the prompts of each call; sorted by length within each window if it has several calls."""
     for start in range(0, len(lengths), window):
         positions = list(range(start, min(start + window, len(lengths))))
         if window > size:
@@ -34,7 +34,7 @@ def groups(lengths: Sequence[int], window: int, size: int) -> Iterator[list[int]
 
 
 def measure(folder: Path, seconds: float, seed: int) -> dict[str, float]:
-    """Answers per CPU second, each way for about `seconds`, in turns of one window of 128 prompts."""
+    """Responses per CPU second, about `seconds` per grouping, in turns of one window of 128 prompts."""
     sys.path.insert(0, str(Path(__file__).parent / "peers"))
     from shared_model import Model
 

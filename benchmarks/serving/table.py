@@ -1,4 +1,4 @@
-"""The tables that the comparison prints."""
+"""Printed tables of the server comparison."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.serving.variants import Variant
 
 @dataclass(slots=True)
 class Row:
-    """What was measured of one server: one entry per round; reports by load."""
+    """Measurements of one server: one entry per round; reports by load."""
 
     variant: Variant
     start_s: list[float] = field(default_factory=list)
@@ -28,7 +28,7 @@ class Row:
 def saved(
     rows: Sequence[Row], limits: Mapping[str, Sequence[float]], saturation: float, artifact: Path
 ) -> dict[str, Any]:
-    """All that was measured, for a JSON file."""
+    """All measurements, for a JSON file."""
     return {
         "artifact": artifact.name,
         "cores": os.cpu_count(),
@@ -49,7 +49,7 @@ def saved(
 
 
 def print_limits(limits: Mapping[str, Sequence[float]]) -> None:
-    """The raw limit of ONNX Runtime."""
+    """Prints the upper limit, ONNX Runtime alone."""
     print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}")
     print(f"{'ONNX Runtime alone, one thread':44} {'req/cpu-s':>16}")
     for way, rates in limits.items():
@@ -57,7 +57,7 @@ def print_limits(limits: Mapping[str, Sequence[float]]) -> None:
 
 
 def print_start(row: Row) -> None:
-    """One line: seconds, CPU seconds and memory at the first answer."""
+    """Prints a line: seconds, CPU seconds and memory at the first response."""
     text = "; ".join(row.failures)
     if row.start_s:
         middle = [statistics.median(values) for values in (row.start_s, row.start_cpu_s, row.pss_mb)]
@@ -66,7 +66,7 @@ def print_start(row: Row) -> None:
 
 
 def print_table(rows: Sequence[Row], saturation: float) -> None:
-    """One line for each server."""
+    """Prints a line for each server."""
     print(f"offered loads: 20 req/s, 70 % and 120 % of {saturation:.0f} req/s, 64 callers")
     heads = (
         "saturation req/s",
@@ -97,9 +97,9 @@ def print_table(rows: Sequence[Row], saturation: float) -> None:
 
 
 def print_ratios(rows: Sequence[Row], reference: str) -> None:
-    """Our latency at the common rate and our saturation, divided by those of the server `reference` in the same round.
+    """Prints our latency and saturation, divided by those of the server `reference` in the same round.
 
-    Nothing is printed where that server, or a server of ours, was not measured.
+    Prints nothing if `reference` or our servers were not measured.
     """
     others = [row for row in rows if row.variant.name == reference]
     ours = [row for row in rows if row.variant.package is None]
@@ -114,7 +114,7 @@ def print_ratios(rows: Sequence[Row], reference: str) -> None:
 
 
 def _ratios(row: Row, other: Row, load: str, name: str) -> str:
-    """A figure of one row divided by that of another one, over the rounds that both have."""
+    """A metric of one row divided by that of another, over the rounds that both have."""
 
     def by_round(one: Row) -> dict[int, float]:
         reports = [report for report in one.reports.get(load, []) if report["latency_ms"]]
@@ -139,7 +139,7 @@ def _latency(row: Row, load: str) -> str:
 
 
 def _answered(row: Row, load: str) -> str:
-    """Share of the requests that were answered at all."""
+    """Fraction of the requests that succeeded."""
     reports = row.reports.get(load, [])
     total = sum(report["num_requests"] for report in reports)
     answered = sum(report["statuses"].get(OK, 0) for report in reports)

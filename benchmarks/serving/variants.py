@@ -1,4 +1,4 @@
-"""The servers that are compared: ours in several settings, and others with the same model, prompts and settings."""
+"""The servers under comparison: ours in several settings, and others with the same model and settings."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Variant:
     """One row of the table.
 
     Attributes:
-        name: Row's name.
-        package: What it is made with; None: it is ours.
-        app: Files below peers/ that a user writes.
+        name: Name of the row.
+        package: Package of the server; None: ours.
+        app: Files in peers/ that a user writes.
         scheme: "grpc" or "http".
         path: Path of the HTTP address.
         arguments: Options of serve-predictor.
-        settings: Settings of a peer.
-        body: What the JSON is; see `load_generator.json_body`.
+        settings: Batching and workers of a peer.
+        body: Kind of JSON body; see `load_generator.json_body`.
     """
 
     name: str
@@ -50,13 +50,13 @@ class Variant:
 
     @property
     def user_lines(self) -> int:
-        """Lines that a user writes for it, shared_model.py not counted; blank lines and comments neither."""
+        """Lines that a user writes for it, without shared_model.py, blank lines and comments."""
         lines = [line.strip() for app in self.app for line in (PEERS / app).read_text().splitlines()]
         return sum(bool(line) and not line.startswith("#") for line in lines)
 
     @contextlib.contextmanager
     def serve(self, artifact: Path, environments: Environments) -> Iterator[tuple[Process, str]]:
-        """The running server and the URL that the load generator takes."""
+        """The running server, and its URL for the load generator."""
         port = free_port()
         if self.package is None:
             http_port = free_port() if self.scheme == "http" else None

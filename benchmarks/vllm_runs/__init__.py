@@ -1,1 +1,1 @@
-"""Parts of benchmarks/vllm_cpu.py: the engine's process, the plan of the runs, their results."""
+"""Parts of benchmarks/vllm_cpu.py: engine process, plan of the runs, client, results."""

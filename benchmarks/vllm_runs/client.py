@@ -1,4 +1,4 @@
-"""Sends requests to an OpenAI server at given times, whether it is behind or not, and notes when answers come."""
+"""Open-loop client: sends requests to an OpenAI server at given times and records when outputs arrive."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ import aiohttp
 from benchmarks.vllm_runs.clock import EngineClock
 from benchmarks.vllm_runs.server import StepTail
 
-#: How often the engine's log is looked at.
+#: Polling interval of the engine's step log.
 TICK_S = 0.02
-#: Servers close kept connections after some seconds (uvicorn: 5); one that is about to be closed is better not used.
+#: Servers close idle connections after some seconds (uvicorn: 5); the client closes them earlier.
 KEEPALIVE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What to send.
+    """A request to send.
 
     Attributes:
-        request_id: Its name here.
-        prompt: Of the only message, a user's.
-        at_s: When it is due, in seconds of the clock from the run's begin.
-        seed: Of the sampling.
-        max_tokens: Cap of the answer.
+        request_id: Id of the request in this benchmark.
+        prompt: Text of the only message, with the role user.
+        at_s: Due time, in seconds of the clock from the start of the run.
+        seed: Sampling seed.
+        max_tokens: Limit of output tokens.
     """
 
     request_id: str
@@ -41,17 +41,17 @@ class Ask:
 
 @dataclass(slots=True)
 class Answer:
-    """What came; times in seconds from the run's begin.
+    """The output of a request; times are in seconds from the start of the run.
 
     Attributes:
-        request_id: Of which request.
-        arrival_s: When it was due: latencies count from here, so that a client that is late hides nothing.
-        sent_s: When it was sent.
-        first_token_s: First piece of the answer.
-        finish_s: Its last one.
+        request_id: Id of the request.
+        arrival_s: Due time; latencies count from here, so that a late client hides nothing.
+        sent_s: Time at which it was sent.
+        first_token_s: Time of the first chunk of the output.
+        finish_s: Time of the last chunk.
         arrival_clock_s, first_token_clock_s, finish_clock_s: The same times by the run's clock.
-        prompt_tokens, output_tokens: As the engine counts.
-        finish_reason: The engine's.
+        prompt_tokens, output_tokens: Counts of the engine.
+        finish_reason: Reported by the engine.
     """
 
     request_id: str
@@ -70,18 +70,18 @@ class Answer:
 def send_all(
     url: str, model: str, asks: Sequence[Ask], temperature: float, clock: EngineClock, tail: StepTail
 ) -> dict[str, Any]:
-    """One run: begin and end on the monotonic clock, a row for each request, and the engine's steps.
+    """Performs one run: start and end on the monotonic clock, a row for each request, and the engine's steps.
 
     Args:
-        url: Address of the engine, or of what stands before it.
+        url: Address of the engine, or of the proxy in front of it.
         model: Name of the served model.
-        asks: What to send.
-        temperature: Of the sampling.
-        clock: Says when requests are due.
-        tail: Of the engine's log of steps.
+        asks: Requests to send.
+        temperature: Sampling temperature.
+        clock: Clock of the due times.
+        tail: Reader of the engine's step log.
 
     Raises:
-        RuntimeError: A request was refused, or its answer broke off.
+        RuntimeError: A request was rejected, or its stream ended early.
     """
     return asyncio.run(_Run(url, model, asks, temperature, clock, tail).all())
 
@@ -136,9 +136,7 @@ class _Run:
     async def _send_all(self, client: aiohttp.ClientSession) -> list[dict[str, Any]]:
         tasks = []
         try:
-            async with (
-                asyncio.TaskGroup() as group
-            ):  # the first failure ends the run, whatever is still to be sent
+            async with asyncio.TaskGroup() as group:  # the first failure cancels the other requests
                 for ask in self._asks:
                     while (wait := self._clock.when(ask.at_s) - self._now()) > 0:
                         await asyncio.sleep(min(wait, TICK_S))
@@ -161,12 +159,12 @@ class _Run:
                 now_s = self._now()
                 read_event(line, answer, now_s, self._clock.at(now_s))
         if not answer.output_tokens or not answer.finish_reason:
-            raise RuntimeError(f"{ask.request_id}: its answer broke off")
+            raise RuntimeError(f"{ask.request_id}: the stream of its output ended early")
         return answer
 
 
 def read_event(line: bytes, answer: Answer, now_s: float, clock_s: float) -> None:
-    """One line of a stream of events."""
+    """Parses one line of an event stream."""
     if not line.startswith(b"data: {"):
         return
     event = json.loads(line[6:])

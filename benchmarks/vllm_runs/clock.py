@@ -1,4 +1,4 @@
-"""Time counted in an engine's steps, so that a machine that gets slower or faster during a run changes nothing of it."""
+"""Clock that counts an engine's steps, so that a change of the machine's speed during a run has no effect."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from scheduler_core.simulator.step_time.base import StepTime
 
 
 class EngineClock:
-    """Seconds of a machine of constant speed: the one that a model of step times was fitted on.
+    """Seconds on a machine of constant speed: the machine for which a model of step times was fitted.
 
-    It goes as fast as the engine's last steps went: the seconds that the model says of their work, by those they took.
-    How much work there is, how long the queue is and in which order it goes does not matter, so that requests sent by this
-    clock still are an open loop. Until the first step, and without a model, it goes as any other.
+    Its speed is the ratio of the modeled to the actual duration of the engine's last steps. The amount of
+    work, queue length and policy have no effect, so that requests sent by this clock are an open loop.
+    Before the first step, and without a model, it runs at wall-clock speed.
     """
 
     def __init__(self, step_time: StepTime | None = None, recent: int = 16) -> None:
         """Args:
-        step_time: What steps take on that machine.
-        recent: How many steps tell the speed, some two seconds of them.
+        step_time: Model of step times.
+        recent: Number of steps used for the speed, about two seconds.
         """
         self._step_time = step_time
         self._steps: deque[tuple[float, float]] = deque(maxlen=recent)
@@ -28,7 +28,7 @@ class EngineClock:
         self._speed = 1.0
 
     def update(self, now_s: float, steps: Sequence[Sequence[float]]) -> None:
-        """Takes in the steps that ended since the last call; times in seconds from the run's begin."""
+        """Adds the steps that ended since the last call; times are in seconds from the start of the run."""
         self._at_s, self._reads_s = now_s, self.at(now_s)
         if self._step_time is None or not steps:
             return
@@ -36,9 +36,9 @@ class EngineClock:
         self._speed = sum(said for said, _ in self._steps) / sum(took for _, took in self._steps)
 
     def at(self, now_s: float) -> float:
-        """What it reads then, as far as is known by the last update."""
+        """Time of this clock at `now_s`, according to the last update."""
         return self._reads_s + (now_s - self._at_s) * self._speed
 
     def when(self, reads_s: float) -> float:
-        """When it read, or will read, that, at its speed of now."""
+        """Wall-clock time at which this clock shows `reads_s`, at its current speed."""
         return self._at_s + (reads_s - self._reads_s) / self._speed

@@ -1,4 +1,4 @@
-"""The packaged SmolLM2 as vLLM reads it: a folder with weights, configuration and tokenizer."""
+"""The packaged SmolLM2 as a folder for vLLM, with weights, configuration and tokenizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NAME = "SmolLM2-135M-Instruct"
 
 
 def packaged_model(folder: Path) -> Path:
-    """Writes it unless it is there; the folder."""
+    """Writes the folder unless it exists, and returns it."""
     if not folder.exists():
         from data_gen.transformers_backend import TransformersBackend
 
@@ -20,6 +20,6 @@ def packaged_model(folder: Path) -> Path:
         tokenizer.save_pretrained(partial)
         try:
             partial.rename(folder)
-        except OSError:  # another process was faster
+        except OSError:  # another process has written it
             shutil.rmtree(partial)
     return folder

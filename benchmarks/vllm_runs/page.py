@@ -1,4 +1,4 @@
-"""The tables of a benchmark from the runs that are there, complete or not."""
+"""Tables of a benchmark from the existing runs, complete or not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from benchmarks.vllm_runs.results import (
 from scheduler_core.predictions import LengthPrediction
 from scheduler_core.report.page import markdown_table
 
-#: Metric -> heading of the first table: engine time, seconds for fcfs and ratios to it for the others.
+#: Metric -> heading of the first table, in engine time: seconds for fcfs, ratios to fcfs for the others.
 LATENCIES = {
     f"{name}_{level}": f"{name.upper()} {level.replace('p', 'P')}"
     for name in ("ttft", "ttlt")
@@ -38,15 +38,15 @@ Metrics = dict[tuple[float, bool, str], dict[int, dict[str, float]]]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the tables are made of.
+    """Inputs of the tables.
 
     Attributes:
-        folder: Of the runs.
+        folder: Folder of the runs.
         num_prompts: Requests of a run.
-        max_tokens: Cap of answers.
-        max_num_seqs: Places of the engine.
+        max_tokens: Limit of output tokens.
+        max_num_seqs: Slots of the engine.
         loads: (load, bursts) in the order of the tables.
-        predictions: By request, for the simulator.
+        predictions: Predictions by request, for the simulator.
     """
 
     folder: Path
@@ -58,9 +58,9 @@ class Setting:
 
 
 def report(setting: Setting) -> str:
-    """Markdown: two tables with a row for each load and side with at least one run, and notes.
+    """Markdown: two tables with a row for each load and side that has a run, and notes.
 
-    Empty without the capacity run.
+    Empty without a capacity run.
     """
     if not CAPACITY.file(setting.folder).exists():
         return ""
@@ -94,20 +94,21 @@ def report(setting: Setting) -> str:
     tokens = [row["output_tokens"] for row in base["requests"]]
     parameters = ", ".join(f"{name} {1e3 * value:.3g} ms" for name, value in fit.parameters.items())
     notes = [
-        f"{setting.num_prompts} prompts, cap {setting.max_tokens} tokens (mean answer {sum(tokens) / len(tokens):.0f}), "
+        f"{setting.num_prompts} prompts, max_tokens {setting.max_tokens} "
+        f"(mean output {sum(tokens) / len(tokens):.0f}), "
         f"max_num_seqs {setting.max_num_seqs}, capacity {measured_capacity(base['requests'], setting.max_num_seqs):.3f} "
         "requests/s. Mean and 95 % interval over repetitions (Student's t; none for one repetition); ratios are paired "
         "within repetitions.",
-        f"The simulator's step times are fitted to the capacity run alone ({parameters}; median error of a step "
-        f"{100 * fit.median_error:.1f} %).",
-        f"The client was late by {1e3 * late_s:.0f} ms at most."
-        + (f" Answers as long as in fcfs's run: {100 * sum(same) / len(same):.1f} %." if same else ""),
+        f"The simulator's step times are fitted to the capacity run only ({parameters}; median error of a "
+        f"step {100 * fit.median_error:.1f} %).",
+        f"Maximum delay of the client: {1e3 * late_s:.0f} ms."
+        + (f" Outputs as long as in the run of fcfs: {100 * sum(same) / len(same):.1f} %." if same else ""),
     ]
     return "\n\n".join((_latencies(runs, setting), _checks(runs, setting), "\n".join(notes)))
 
 
 def _latencies(runs: Metrics, setting: Setting) -> str:
-    """Engine time: seconds for fcfs, ratios to it for the others."""
+    """Latencies in engine time: seconds for fcfs, ratios to fcfs for the others."""
     rows = []
     for key, head in _heads(runs, setting):
         ratios = key[2] != "fcfs"
@@ -158,7 +159,7 @@ def _values(runs: Metrics, key: tuple[float, bool, str], name: str) -> list[floa
 
 
 def _ratios(runs: Metrics, key: tuple[float, bool, str], name: str) -> list[float]:
-    """To fcfs, paired within repetitions."""
+    """Ratios to fcfs, paired within repetitions."""
     base = runs.get((*key[:2], "fcfs"), {})
     return [metrics[name] / base[at][name] for at, metrics in runs[key].items() if at in base]
 

@@ -1,4 +1,4 @@
-"""The runs of a benchmark in their order: whenever it stops, what is there can be compared."""
+"""Order of the runs of a benchmark: an interrupted benchmark has comparable runs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 from benchmarks.vllm_runs.client import Ask
 
 SIDES = ("fcfs", "bounded_shortest", "tie", "ssjf", "oracle", "priority", "fcfs_again")
-#: Parts of a run in which the same number of requests arrives.
+#: Number of parts of a run; the same number of requests arrives in each.
 PARTS = 10
-#: Bursts of a run with bursts: in the first tenth of each of these parts arrives half of its requests.
+#: Number of bursts; half of the requests of each of these parts arrive in its first tenth.
 BURSTS = 4
-#: The engine a side runs in.
+#: Side -> engine that runs it.
 ENGINES = {"fcfs_again": "fcfs"}
 
 
@@ -25,7 +25,7 @@ class Cell:
 
     Attributes:
         side: One of `SIDES`.
-        repetition: Which order and arrivals.
+        repetition: Selects order and arrivals.
         load: Mean load, as a fraction of the capacity; None: all requests at once, to measure the capacity.
         bursts: Half of the requests arrive in `BURSTS` bursts.
     """
@@ -36,7 +36,7 @@ class Cell:
     bursts: bool = False
 
     def file(self, folder: Path) -> Path:
-        """Where its result is, or will be."""
+        """File of its result."""
         load = "capacity" if self.load is None else f"{self.load}{'-bursts' if self.bursts else ''}"
         return folder / f"{self.side}-{self.repetition}-{load}.json"
 
@@ -52,9 +52,9 @@ def cells(
     low_sides: Sequence[str],
     controls: int,
 ) -> list[Cell]:
-    """The capacity first; then load by load, the first one with all sides; repetition by repetition; controls last.
+    """Capacity run first, then the loads, the first one with all sides, by repetition; controls come last.
 
-    In every other repetition sides go backwards, so that none is always the first.
+    Every other repetition reverses the sides, so that no side is always the first.
     """
     cells = [CAPACITY]
     for index, (load, bursts) in enumerate(arrival_settings(loads, burst_loads)):
@@ -66,7 +66,7 @@ def cells(
 
 
 def arrival_settings(loads: Sequence[float], burst_loads: Sequence[float]) -> list[tuple[float, bool]]:
-    """(load, bursts) in the order of runs and table."""
+    """(load, bursts) in the order of runs and of the table."""
     return [(load, False) for load in loads] + [(load, True) for load in burst_loads]
 
 
@@ -79,17 +79,19 @@ def asks(
     lengths: Sequence[int] | None = None,
     bursts: bool = False,
 ) -> list[Ask]:
-    """The requests of a run: always the same, each with its own sampling seed; order and times are the repetition's.
+    """Requests of a run: prompts and sampling seeds are always the same; order and times depend on the
+    repetition.
 
-    Without a rate all are there at once. Else arrivals are those of a Poisson process of which it is known that each of
-    `PARTS` equal parts of the len(prompts) / rate seconds gets its share of the requests, and with lengths (of the answers,
-    by prompt) its share of short and long ones: any request may come in any part, but every repetition has the load that
-    is asked for, from begin to end, and only its bursts are chance. With `bursts` the same arrivals are moved within each of
-    `BURSTS` parts of the time: half of them to its first tenth.
+    Without a rate, all requests arrive at once. Otherwise arrivals are a Poisson process, conditioned on
+    equal numbers of requests in `PARTS` equal parts of the len(prompts) / rate seconds. With `lengths`
+    (output lengths by prompt), each part also gets the same mix of short and long outputs. Any request can
+    come in any part, but every repetition has the requested load from start to end, and only its bursts are
+    random. With `bursts`, the same arrivals are moved within each of `BURSTS` parts of the time: half of them
+    to its first tenth.
     """
     draws = np.random.default_rng([seed, repetition])
     count = len(prompts)
-    # Neighbours by length go to different parts.
+    # Requests of similar lengths go to different parts.
     rank = draws.permutation(count)
     if lengths is not None:
         rank = rank[np.argsort(np.asarray(lengths)[rank], kind="stable")]

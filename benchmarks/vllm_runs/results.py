@@ -1,4 +1,4 @@
-"""Latencies of one run, intervals over repetitions, and the simulator's latencies of the same requests."""
+"""Latencies of one run, intervals over repetitions, and simulated latencies of the same requests."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from scheduler_core.simulator.run import run_simulation
 from scheduler_core.simulator.step_time.base import StepTime
 from scheduler_core.simulator.trace import Trace, TraceRequest
 
-#: Percentiles of TTFT and TTLT beside their means.
+#: Percentiles of TTFT and TTLT that are reported with their means.
 LEVELS = {"p50": 50.0, "p90": 90.0, "p99": 99.0, "max": 100.0}
-#: Order of the simulator for sides that are not named after their policy. The proxy's default policy is tie.
+#: Simulated policy of sides that are not named after their policy. The proxy's default policy is tie.
 POLICIES = {"priority": "tie", "oracle": "ssjf", "fcfs_again": "fcfs"}
 
-#: Names of arrival, first token and end in a run's rows.
+#: Field names of arrival, first token and end in a run's rows.
 Times = tuple[str, str, str]
 REAL: Times = ("arrival_s", "first_token_s", "finish_s")
-#: By the engine's clock, see `clock.py`.
+#: The same on the engine's clock, see `clock.py`.
 CLOCK: Times = ("arrival_clock_s", "first_token_clock_s", "finish_clock_s")
-#: An engine's log of its steps, see `step_log.py`.
+#: Step log of an engine, see `step_log.py`.
 Steps = Sequence[Sequence[float]]
 
 
 def run_metrics(rows: Sequence[Mapping[str, Any]], times: Times = REAL) -> dict[str, float]:
-    """Metrics of one run's requests; times are seconds from the run's begin, arrivals those that were due.
+    """Metrics of one run's requests; times are seconds from the start of the run, arrivals are due times.
 
     TTFT and TTLT in seconds (mean and `LEVELS`), seconds per output token (mean, P90, P99 over requests).
     """
@@ -54,10 +54,10 @@ def run_metrics(rows: Sequence[Mapping[str, Any]], times: Times = REAL) -> dict[
 
 
 def window_throughput(run: Mapping[str, Any], times: Times = REAL) -> float:
-    """New tokens per second of the engine until the last arrival.
+    """Output tokens per second of the engine until the last arrival.
 
-    The window is the same for all sides of a repetition, and none of them has run out of requests yet: at the end of a
-    run, sides differ in how many long answers are left alone.
+    This window is the same for all sides of a repetition, and the queue is not yet empty. At the end of a
+    run, sides differ in the number of long outputs that remain.
     """
     last = max(row["arrival_s"] for row in run["requests"])
     seconds = max(row[times[0]] for row in run["requests"])
@@ -65,9 +65,9 @@ def window_throughput(run: Mapping[str, Any], times: Times = REAL) -> float:
 
 
 def measured_capacity(rows: Sequence[Mapping[str, Any]], max_num_seqs: int) -> float:
-    """Requests per second that the engine finishes with all places taken, from a run in which all come at once.
+    """Requests per second that finish while all slots are in use, from a run in which all arrive at once.
 
-    Counted from the first `max_num_seqs` answers, by when places are out of step, to the moment when no request waits.
+    Counts from the first `max_num_seqs` outputs, when slots are out of step, until no request is waiting.
     """
     finish = np.sort([row["finish_s"] for row in rows])
     first, last = max_num_seqs, len(rows) - max_num_seqs
@@ -75,7 +75,7 @@ def measured_capacity(rows: Sequence[Mapping[str, Any]], max_num_seqs: int) -> f
 
 
 def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
-    """(mean, half width of its confidence interval by Student's t); NaN for the width of a single value."""
+    """(mean, half-width of its confidence interval by Student's t); NaN half-width for a single value."""
     mean = float(np.mean(values))
     if len(values) < 2:
         return mean, math.nan
@@ -84,17 +84,17 @@ def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float
 
 
 def slowness(steps: Steps, fit: StepTimeFit) -> float:
-    """How many times as long steps took as the fit says of their work, all together."""
+    """Ratio of the total duration of the steps to that of the fit."""
     return sum(step[1] for step in steps) / sum(fit.step_time.step_s(step_work(step)) for step in steps)
 
 
 def scheduling_s(steps: Steps) -> float:
-    """Seconds of a step that its scheduler took, the mean."""
+    """Mean scheduling time per step, in seconds."""
     return float(np.mean([step[6] for step in steps]))
 
 
 def calibrated(steps: Steps) -> StepTimeFit:
-    """The model of step times that `simulate calibrate` fits, from the engine's own log.
+    """Step-time model fitted by `simulate calibrate` to the engine's log.
 
     Raises:
         InputError: There are too few steps.
@@ -111,7 +111,7 @@ def simulated(
     max_num_seqs: int,
     max_tokens: int,
 ) -> dict[str, float]:
-    """`run_metrics` of the simulator for the arrivals, by the engine's clock, and answers of a real run."""
+    """`run_metrics` of a simulation with the arrivals (engine clock) and output lengths of a real run."""
     requests = sorted(
         (
             TraceRequest(

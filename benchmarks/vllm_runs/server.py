@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server with a log of its steps, as a process seen from the benchmark."""
+"""Process of vLLM's OpenAI server, with a step log."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any
 from benchmarks.serving.processes import Process, free_port, running
 
 ROOT = Path(__file__).resolve().parents[2]
-#: The name the model is served by.
+#: Served model name.
 MODEL = "engine"
 
-#: Entry points that vLLM's environment needs: ours is not installed there.
+#: Entry points for vLLM's environment, in which tailcast is not installed.
 ENTRY_POINTS = """[tailcast.predictors]
 grpc = predictors.client:connect
 table = benchmarks.vllm_runs.table_predictor:connect
@@ -26,17 +26,17 @@ table = benchmarks.vllm_runs.table_predictor:connect
 
 
 class StepTail:
-    """Reads what a log of steps has got since the last time."""
+    """Reads the rows that were added to a step log since the last call."""
 
     def __init__(self, path: Path) -> None:
         """Args:
-        path: The log; what is in it now is not read.
+        path: The log; its current content is skipped.
         """
         self._path = path
         self._offset = path.stat().st_size if path.exists() else 0
 
     def read(self) -> list[list[float]]:
-        """Rows that are whole, in their order; a row that is being written comes the next time."""
+        """Complete rows in order; a partially written row is returned by the next call."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
@@ -48,12 +48,12 @@ class StepTail:
 
 @dataclass(frozen=True, slots=True)
 class EngineServer:
-    """A vLLM that answers.
+    """A running vLLM server.
 
     Attributes:
         url: Base address.
-        steps: File with the log of its steps, see `step_log.py`.
-        process: Its first process.
+        steps: File of its step log, see `step_log.py`.
+        process: Its main process.
     """
 
     url: str
@@ -71,18 +71,18 @@ def engine_server(
     options: Mapping[str, str | None],
     settings: Mapping[str, Any] | None,
 ) -> Iterator[EngineServer]:
-    """Starts one and ends it afterwards.
+    """Starts a server and stops it afterwards.
 
     Args:
-        python: That of vLLM's environment.
+        python: Python of vLLM's environment.
         model: Folder of the model.
-        folder: For its files.
-        name: Of the files: `NAME.steps`, `NAME.json`.
-        options: Of vLLM's command line beside those of every run; None where an option has no value.
-        settings: Those of our scheduler; None: vLLM's own schedules.
+        folder: Folder for its files.
+        name: Prefix of the files: `NAME.steps`, `NAME.json`.
+        options: Additional options of vLLM's command line; the value is None for flags.
+        settings: Settings of our scheduler; None: vLLM's own scheduler.
 
     Raises:
-        RuntimeError: It does not start; the end of its log is told.
+        RuntimeError: It did not start; the message has the end of its log.
     """
     plugins = folder / "plugins" / "tailcast_benchmark-0.dist-info"
     plugins.mkdir(parents=True, exist_ok=True)

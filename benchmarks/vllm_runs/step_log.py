@@ -1,4 +1,4 @@
-"""vLLM's scheduler and ours, each with the same log of steps; imported by vLLM's Python alone."""
+"""vLLM's scheduler and ours, both with a step log; imported only by vLLM's Python."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from scheduler_core.adapters.vllm import scheduler_class
 
-#: Environment variable that names the file.
+#: Environment variable with the name of the file.
 VARIABLE = "TAILCAST_STEP_LOG"
 
 
@@ -22,8 +22,8 @@ class StepLog:
     """Writes one JSON line per step: [end, seconds, prefill tokens, decodes, context tokens, new tokens,
     seconds of scheduling].
 
-    A step lasts from the end of the one before, where that left requests behind, to its own end: what the engine does
-    between two steps is part of them.
+    A step starts at the end of the previous one if that left requests unfinished, so that it includes the
+    engine's time between two steps.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -65,7 +65,7 @@ class StepLog:
 
 
 class LoggedStockScheduler(StepLog, Scheduler if current_platform.is_cpu() else AsyncScheduler):  # type: ignore[misc]
-    """vLLM's own choice: on CPUs it switches asynchronous scheduling off."""
+    """vLLM's default scheduler: asynchronous except on CPUs."""
 
 
 class LoggedTailcastScheduler(StepLog, scheduler_class()):  # type: ignore[misc]

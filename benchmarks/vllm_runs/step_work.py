@@ -1,4 +1,4 @@
-"""What a step of an engine's log did, as the simulator says it."""
+"""Work of a logged step, for the simulator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from scheduler_core.simulator.step_time.base import StepWork
 
 
 def step_work(step: Sequence[float]) -> StepWork:
-    """The work of a row of `step_log.StepLog`; contexts of decodes are taken to be equal."""
+    """Work of a row of `step_log.StepLog`; all decodes are assumed to have the same context length."""
     prefill, decodes, context = (int(value) for value in step[2:5])
     chunks = (PrefillChunk("", 0, prefill, True),) if prefill else ()
     each, rest = divmod(context, decodes) if decodes else (0, 0)

@@ -1,4 +1,4 @@
-"""A predictor that looks prompts up in a file: the oracle of a run whose answers are known. `table://FILE`."""
+"""Predictor that looks up prompts in a file (`table://FILE`): the oracle for runs with known lengths."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scheduler_core.predictor import PredictionRequest
 
 
 class TablePredictor:
-    """The file: a JSON object, prompt -> [mu, sigma, nu]. It may be replaced between runs, or come later."""
+    """Lookup in a JSON file, prompt -> [mu, sigma, nu]; it may be created later or replaced between runs."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
@@ -19,7 +19,7 @@ class TablePredictor:
         self._rows: dict[str, tuple[float, float, float]] = {}
 
     async def predict(self, requests: Sequence[PredictionRequest]) -> list[Prediction]:
-        """What stands there; KeyError for a prompt that does not."""
+        """Predictions from the file; KeyError for an unknown prompt."""
         changed_ns = self._path.stat().st_mtime_ns
         if changed_ns != self._read_ns:
             self._rows = json.loads(self._path.read_text(encoding="utf-8"))
@@ -27,9 +27,9 @@ class TablePredictor:
         return [Prediction(length=LengthPrediction(*self._rows[request.prompt])) for request in requests]
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: there are no open resources."""
 
 
 def connect(address: str) -> TablePredictor:
-    """What stands behind table://FILE."""
+    """Predictor for the address table://FILE."""
     return TablePredictor(address)

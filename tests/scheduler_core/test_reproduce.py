@@ -83,10 +83,10 @@ def test_the_page_says_the_scale_of_every_study(tmp_path: Path) -> None:
         assert [_is_kept(path, effort) for effort in efforts] == [not about, not about.get("quick"), True]
         parts.append((STUDIES[number], *load(path)))
     text = "".join(pages(parts).values())
-    assert "Of 4 studies: 1 at scale 1, 2 at scale 0.25, 1 quick versions, which decide nothing" in text
+    assert "Of 4 studies: 1 at scale 1, 2 at scale 0.25, 1 quick versions, which are not conclusive" in text
     assert "Scale 1: 0 requests, 3 seeds." in text
     assert "Scale 0.25: 1 requests, 1 seed." in text
-    assert "at best a direction: 2 requests, 1 seed." in text
+    assert "at best the direction of an effect: 2 requests, 1 seed." in text
 
 
 def test_the_pages_in_docs_are_those_of_the_findings() -> None:

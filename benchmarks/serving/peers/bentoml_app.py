@@ -12,7 +12,7 @@ class Predict:
     def __init__(self) -> None:
         self.model = Model(os.environ["ARTIFACT"], int(os.environ["THREADS"]))
 
-    # It has no "wait 3 ms": the latency limit only decides what it refuses.
+    # BentoML has no option "wait 3 ms": its latency limit only decides which requests are rejected.
     @bentoml.api(batchable=BATCH > 1, max_batch_size=max(2, BATCH), max_latency_ms=100_000)
     def predict(self, prompts: list[str]) -> list[dict]:
         return self.model(prompts)

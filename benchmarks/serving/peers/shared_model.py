@@ -1,4 +1,4 @@
-"""Tokenizer and model for all peers: what their users write too. Knows nothing of tailcast but its artifact folder."""
+"""Tokenizer and model for all peers, as their users would write them; needs only an artifact folder."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tokenizers import Tokenizer
 
 
 class Model:
-    """Texts in, a dictionary of numbers for each out."""
+    """Maps texts to one dictionary of numbers each."""
 
     def __init__(self, folder: str, threads: int) -> None:
         path = Path(folder)
         manifest = json.loads((path / "manifest.json").read_text())
         self.tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-        side = manifest["truncation_side"]  # the tokenizer cannot drop the middle; hardly a prompt is so long
+        side = manifest["truncation_side"]  # the tokenizer cannot truncate the middle; long prompts are rare
         self.tokenizer.enable_truncation(
             manifest["max_length"], direction="right" if side == "middle" else side
         )
@@ -41,7 +41,7 @@ class Model:
         return self.run([one.ids for one in read], [one.attention_mask for one in read])
 
     def run(self, ids: list[list[int]], mask: list[list[int]]) -> list[dict[str, float]]:
-        """Rows of equal length."""
+        """Runs the model on rows of equal length."""
         feed: dict[str, Any] = {"input_ids": np.array(ids), "attention_mask": np.array(mask)}
         for tensor in self.extra:  # conditions: unknown model, unknown temperature
             unknown = np.nan if tensor["dtype"].startswith("float") else 0
