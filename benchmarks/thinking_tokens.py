@@ -33,7 +33,9 @@ SOURCES = ("speechmap", "misguided_attention", "planbench")
 MIN_PROMPTS = 45
 FRACTIONS = (0.65, 0.15, 0.2)
 KINDS = ("thinking", "output")
-#: Quantile levels that represent a distribution in the CRPS.
+#: Limit of every predicted quantile; the longest output has 37,602 tokens.
+MAX_TOKENS = 40_000
+#: Levels of the quantiles that represent a distribution.
 LEVELS = (np.arange(100) + 0.5) / 100
 
 Floats = NDArray[np.float64]
@@ -84,7 +86,7 @@ def predictions(rows: pd.DataFrame, folder: Path, epochs: int) -> dict[str, Floa
             names = [f"{name} ({column})" for name in test.model]
             predicted = predict_prompts(checkpoint.model, checkpoint.tokenizer, test.prompt.tolist(), names)
             mu, sigma = (np.asarray(predicted[name], dtype=np.float64)[:, None] for name in ("mu", "sigma"))
-            quantiles[column] = np.asarray(LogT(mu, sigma, LengthTask().nu).ppf(LEVELS))
+            quantiles[column] = np.minimum(LogT(mu, sigma, LengthTask().nu).ppf(LEVELS), MAX_TOKENS)
     return quantiles
 
 

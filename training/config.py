@@ -202,8 +202,6 @@ class TrainConfig:
     """Text encoder: a local folder, package:NAME/PATH inside an installed package, a hub name such as microsoft/deberta-v3-base, or a checkpoint folder of train, whose encoder is used without its heads."""
     encoder_dropout: float | None = None
     """Dropout rate of the encoder; unset: as pretrained. On a CPU, 0 makes stage 1 about a quarter faster."""
-    line_breaks: bool = False
-    """Add line breaks to the vocabulary of an encoder whose tokenizer drops them, as those of BERT do, so that code, lists and paragraphs can be told apart."""
     lora: LoraOptions | None = None
     """Low-rank adapters, for encoders that are too large for full fine-tuning; unset: all weights are trained."""
     init: str | None = None
@@ -326,8 +324,6 @@ class TrainConfig:
             raise InputError("data_weights", weights, f"{len(self.files['data'])} finite numbers > 0")
         if self.only_conditioning and self.init is None:
             raise InputError("only_conditioning", True, "a run with init")
-        if self.line_breaks and self.init is not None:
-            raise InputError("line_breaks", True, "false with init, whose tokenizer is the checkpoint's")
         if self.oversampling and not self.needs_fits:
             raise InputError("oversampling", self.oversampling, "nothing, where no parameters are fitted")
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tokenizers import AddedToken
 from torch import nn
 
 from predictors.modules.checkpoint import TRAINING, load_checkpoint
@@ -109,20 +108,6 @@ def _encoder(encoder: str) -> nn.Module:
     return load_encoder(encoder)
 
 
-def add_line_breaks(tokenizer: PreTrainedTokenizerBase, encoder: nn.Module) -> None:
-    """Adds a line break and an empty line to the vocabulary, with the embedding of the full stop; InputError if the tokenizer
-    has them already."""
-    tokens = [AddedToken(text, normalized=False) for text in ("\n\n", "\n")]
-    if tokenizer.tokenize("a\nb") != tokenizer.tokenize("a b"):
-        raise InputError("line_breaks", True, "false, because the encoder's tokenizer has line breaks")
-    tokenizer.add_tokens(tokens)
-    encoder.resize_token_embeddings(len(tokenizer), mean_resizing=False)  # type: ignore[operator]
-    weights = encoder.get_input_embeddings().weight.data  # type: ignore[operator]
-    stop = tokenizer.encode(".", add_special_tokens=False)
-    for token in tokens:
-        weights[tokenizer.convert_tokens_to_ids(str(token))] = weights[stop[0]]
-
-
 def _fresh(config: TrainConfig, train: Rows, labels: UrgencyLabels) -> InitialModel:
     tokenizer = load_tokenizer(config.encoder, truncation_side=config.truncation_side)
     names = tuple(sorted(train.models))
@@ -149,10 +134,9 @@ def _fresh(config: TrainConfig, train: Rows, labels: UrgencyLabels) -> InitialMo
         served_models=() if conditioning is not None else names,
     )
     generator = torch.Generator().manual_seed(config.seed)
-    encoder = _encoder(config.encoder)
-    if config.line_breaks:
-        add_line_breaks(tokenizer, encoder)
-    model = PromptPredictor(predictor, encoder, _normalization(config, train), generator=generator)
+    model = PromptPredictor(
+        predictor, _encoder(config.encoder), _normalization(config, train), generator=generator
+    )
     _check_vocabulary(config.encoder, model, tokenizer)
     if config.urgency is not None:
         set_level_frequencies(model, labels)

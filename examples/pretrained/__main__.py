@@ -48,7 +48,7 @@ class PretrainedConfig:
     out: str = "out/pretrained"
     """Folder for everything that is made; a step whose result is there is left out."""
     teacher: str | None = "out/smollm2/checkpoint"
-    """Checkpoint folder whose predictions minilm learns beside the true lengths, for the training prompts and for prompts made of pieces of them; `make smollm2` makes this one. null: true lengths alone."""
+    """Checkpoint folder whose predictions minilm learns beside the true lengths, for the prompts of CASTILLO and for prompts made of pieces of all training prompts; `make smollm2` makes this one. null: true lengths alone."""
     train_options: tuple[str, ...] = ()
     """More options of `train`, as --stage1.epochs=8, over those of the recipe."""
     export: bool = True
@@ -110,10 +110,11 @@ class _Steps:
         file = self.out / "data" / f"teacher-{version}.parquet"
         if not file.is_file():
             prompts, share = real_prompts(self.files)
+            castillo = prompts[: int((share == 1.0).sum())]
             made_up = made_up_prompts(prompts, share, MADE_UP, SEED)
             table = pd.read_parquet(self.files.calibration).groupby("model").temperature.median()
             write_teacher_rows(
-                file, checkpoint, list(dict.fromkeys(prompts + made_up)), table.to_dict(), SEED
+                file, checkpoint, list(dict.fromkeys(castillo + made_up)), table.to_dict(), SEED
             )
         self.shell.finished("t", "teacher", "", since, str(file))
         return file

@@ -346,19 +346,6 @@ def test_without_dropout_of_served_models_unknown_models_are_refused(bert, sever
         predict(load_checkpoint(tmp_path / "out"), ["a"], ["stranger"])
 
 
-def test_line_breaks_become_tokens_of_a_tokenizer_that_drops_them(bert, samples, tmp_path):
-    pair = ["a list of rivers", "a list\nof\n\nrivers"]
-    for name, line_breaks in (("plain", False), ("lines", True)):
-        train(tiny(bert, samples, tmp_path / name, line_breaks=line_breaks))
-        checkpoint = load_checkpoint(tmp_path / name)
-        first, second = predict(checkpoint, pair)["mu"]
-        assert (first != second) == line_breaks
-    assert {"\n", "\n\n"} < set(checkpoint.tokenizer.tokenize(pair[1]))
-    assert checkpoint.model.encoder.config.vocab_size == len(checkpoint.tokenizer)
-    with pytest.raises(InputError, match="line_breaks.*tokenizer has line breaks"):
-        train(tiny(str(tmp_path / "lines"), samples, tmp_path / "again", line_breaks=True))
-
-
 def test_dropout_hides_temperatures_from_training_alone(bert, several, tmp_path, monkeypatch):
     table = pq.read_table(several)
     table = table.drop_columns("temperature").append_column("temperature", pa.array(np.ones(len(table))))
