@@ -218,8 +218,8 @@ def test_list_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         ('proxy http://x --policy tie --policy_parameters {"gama":1}', "Did you mean gamma?"),
         ("train --config minilm-quikstart --out x", "Did you mean minilm-quickstart?"),
         ("serve --provider cpuu", "provider: got 'cpuu'; allowed: auto, cpu, cuda. Did you mean cpu?"),
-        ("predict", "PROMPT, data: got (None, None); allowed: one of them"),
-        ("predict x --out y.csv", "data, out: got (None, 'y.csv'); allowed: both or none of them"),
+        ("predict", "PROMPT, data: got (None, None); allowed: exactly one of them"),
+        ("predict x --out y.csv", "data, out: got (None, 'y.csv'); allowed: both or neither"),
     ],
 )
 def test_wrong_words_get_advice(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -201,7 +201,6 @@ class BoundedShortest(Policy):
                 self._fcfs_latencies.append(fcfs_wait_s + work * self._rate.step_s)
         self._rate.advance(now, len(self._waiting) > 0)
         self._due.pop(state.order, None)
-        self._preempted.discard(state.request_id)
         self._running.add(state.request_id, now, work)
 
     def on_preempt(self, state: RequestState, now: float) -> None:

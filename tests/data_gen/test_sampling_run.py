@@ -167,7 +167,7 @@ def test_lost_outputs_are_failures_and_unrequested_ones_do_not_count(out: Path) 
 def test_failures_in_a_row_stop_a_run_unless_prompts_cause_them(out: Path, kind: str, stops: bool) -> None:
     backend = FakeBackend(fails(99, kind, lambda p, i: int(p[1:]) > 4))
     if stops:
-        with pytest.raises(RunStoppedError, match=f"the last: {kind}"):
+        with pytest.raises(RunStoppedError, match=f"the last one: {kind}"):
             run(out, backend, max_failures_in_a_row=5)
         backend = FakeBackend()
     assert run(out, backend, max_failures_in_a_row=5)["finish_reasons"]["error"] == 24 * (not stops)

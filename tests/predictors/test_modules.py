@@ -217,7 +217,7 @@ def test_calibration_shifts_and_stretches_by_served_model(bert_folder):
     torch.testing.assert_close(found["bucket"], plain["bucket"])
     model.set_calibration(None)
     assert torch.equal(conditioned_outputs(model, [0, 1, 2], [1.0, 1.0, 1.0])["mu"], plain["mu"])
-    with pytest.raises(InputError, match="calibration: got '1 served models'; allowed: 2 of them"):
+    with pytest.raises(InputError, match="calibration: got '1 served models'; allowed: 2 served models"):
         model.set_calibration(Calibration.identity(1))
 
 

@@ -140,7 +140,7 @@ async def test_batch_keeps_order_and_gives_each_request_its_own_outcome(stub: An
     assert (error.request_id, error.field, error.code) == ("1", "requests[1].prompt", INVALID.value[0])
     for count in (0, 257):
         code, message = await fakes.status(stub.PredictBatch(pb.PredictBatchRequest(requests=[SEA] * count)))
-        assert (code, message) == (INVALID, f"requests: got '{count} requests'; allowed: 1 to 256 of them")
+        assert (code, message) == (INVALID, f"requests: got '{count} requests'; allowed: 1 to 256 requests")
 
 
 async def test_a_prompt_of_almost_four_mebibytes_is_truncated_and_one_of_more_refused(stub: Any) -> None:

@@ -115,7 +115,7 @@ def test_rows_equal_each_alone() -> None:
     "quantiles", [SKEWED[:-1], SKEWED[::-1], (*SKEWED[:-1], 51.0), (*SKEWED[:-1], math.nan)]
 )
 def test_what_is_no_distribution_is_refused(quantiles: tuple[float, ...]) -> None:
-    with pytest.raises(InputError, match=r"^predicted quantiles: got .*; allowed: 23 numbers"):
+    with pytest.raises(InputError, match=r"^predicted quantiles: got .*; allowed: 23 non-decreasing numbers"):
         LengthPrediction(5.0, 0.5, NU, quantiles=quantiles)
     if quantiles[-1] != 51.0:
         with pytest.raises(InputError, match="^quantiles: got"):

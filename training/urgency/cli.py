@@ -42,7 +42,7 @@ class EvaluateUrgencyConfig:
     max_promotion: int = 1
     """Maximum number of levels by which a text can raise the priority of its request."""
     name: str = "predictor"
-    """Name of the predictor in the log and in the JSON file."""
+    """Name of the predictor in the log and in the report."""
     compare: list[str] | None = None
     """Further predictors, each NAME=PREDICTOR, where PREDICTOR is as for the option predictor; use one name for runs that differ only in the seed."""
     save_threshold: bool = False

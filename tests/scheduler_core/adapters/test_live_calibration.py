@@ -98,7 +98,7 @@ def test_an_alarm_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     calibration = live(None)
     feed(calibration, 300, tokens=200)
     feed(calibration, 300, tokens=20)
-    assert "outputs of 'm' are" in caplog.text
+    assert "outputs of 'm' have been" in caplog.text
     calibration.close()
 
 

@@ -18,7 +18,7 @@ from scheduler_core.simulator.predictions import Predictions, oracle_predictions
 from scheduler_core.simulator.run import run_simulation
 from scheduler_core.simulator.step_time import saturation_rate_rps
 from scheduler_core.simulator.trace import Trace
-from tests.scheduler_core.helpers import predicted, request, trace_row
+from tests.scheduler_core.helpers import predicted, request, run_step, scheduler, trace_row
 
 CONFIG = SimulationConfig(trace="test", policy="fcfs", scheduler=SchedulerConfig(max_num_seqs=16))
 #: Requests: choice, work, wait.
@@ -211,6 +211,20 @@ def test_an_overload_is_noticed_whatever_was_before(before: str) -> None:
 def test_no_running_request_is_paused_for_another() -> None:
     trace = trace_of(4, 1.3)
     assert not waits("bounded_shortest", trace, oracle_predictions(trace), "num_preemptions").any()
+
+
+def test_two_requests_do_not_preempt_each_other_forever() -> None:
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 2, "num_kv_blocks": 11, "kv_block_tokens": 2}
+    core = scheduler("bounded_shortest", batching="stage_aware", **limits)
+    for number, prompt in enumerate((12, 16)):
+        core.add(request(f"r{number}", float(number), prompt=prompt, cap=3), float(number))
+        core.update(f"r{number}", predicted(90.0 - 50 * number), float(number))
+        run_step(core, float(number))
+    for step in range(100):
+        if core.num_waiting + core.num_running:
+            run_step(core, 2.0 + step)
+    assert core.counters.num_finished == 2
+    assert core.counters.num_preemptions <= 2
 
 
 def test_it_is_refused_where_keys_are_sent_once() -> None:

@@ -144,7 +144,7 @@ def test_requests_that_come_while_no_replica_is_there_wait_for_one() -> None:
     trace = random_trace(20, seed=12, rate_rps=10.0)
     out = simulate(trace, router("jsq"), 1, changes=(ReplicaChange(30.0, "n0", "join"),))
     assert all(record.first_scheduled_s >= 30.0 for record in out.records)
-    with pytest.raises(InputError, match="in the end"):
+    with pytest.raises(InputError, match="at least one final replica"):
         simulate(trace, router("jsq"), 1, changes=(ReplicaChange(0.0, "n0", "drain"),))
 
 
