@@ -250,9 +250,9 @@ def _arguments(command: Command, call: Call, inputs: Path, out: Path) -> list[st
 @pytest.fixture
 def no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that has been built ends at once."""
-    from predictors import cli, edge
+    from predictors import cli, cli_proxy
 
-    for module in (cli, edge):
+    for module in (cli, cli_proxy):
         monkeypatch.setattr(module, "run", lambda work: work.close())
 
 
