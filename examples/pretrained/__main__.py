@@ -1,5 +1,5 @@
-"""`python -m examples.pretrained`: trains a predictor that ships with tailcast, tailcast-minilm or the larger tailcast-smollm2,
-and writes its card."""
+"""`python -m examples.pretrained`: train a predictor that is shipped with tailcast (tailcast-minilm or the larger
+tailcast-smollm2), and write its card."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from scheduler_core.command import command
 from scheduler_core.files import sha256_file, shared_folder
 
 RECIPES = Path(__file__).parent
-#: Training prompts that give the scale of a language model's states.
+#: Number of training prompts to normalize the hidden states of a language model.
 NUM_SCALE_PROMPTS = 256
-#: Prompts made of the training prompts for the teacher alone.
+#: Number of synthetic prompts, which have only predictions of the teacher.
 MADE_UP = 6_000
-#: Of the teacher's predictions in the loss, where lengths of CASTILLO have 1.
+#: Weight of the teacher's predictions in the loss; lengths of CASTILLO have weight 1.
 TEACHER_WEIGHT = 0.5
-#: Of the made-up prompts and of the choice of served models.
+#: Seed of the synthetic prompts and of the random served models.
 SEED = 0
 
 
@@ -46,19 +46,19 @@ class PretrainedConfig:
     predictor: Literal["minilm", "smollm2"] = "minilm"
     """minilm: the artifact `pretrained`; smollm2: on 18 layers of a language model, better and slower."""
     out: str = "out/pretrained"
-    """Folder for everything that is made; a step whose result is there is left out."""
+    """Folder for all results; steps whose result exists are skipped."""
     teacher: str | None = "out/smollm2/checkpoint"
-    """Checkpoint folder whose predictions minilm learns beside the true lengths, for the prompts of CASTILLO and for prompts made of pieces of all training prompts; `make smollm2` makes this one. null: true lengths alone."""
+    """Checkpoint folder of the teacher; the default is created by `make smollm2`. minilm learns its predictions for the prompts of CASTILLO and for synthetic prompts, in addition to the true lengths. null: only the true lengths."""
     train_options: tuple[str, ...] = ()
-    """More options of `train`, as --stage1.epochs=8, over those of the recipe."""
+    """Additional options of `train`, such as --stage1.epochs=8; they override the recipe."""
     export: bool = True
-    """Export, evaluate, install; false: the calibrated checkpoint is all."""
+    """Export, evaluate and install the predictor; false: stop after the calibrated checkpoint."""
     install: bool = True
-    """Replace the artifact in predictors/pretrained, or the trained weights in examples/pretrained/smollm2, by the new ones."""
+    """Replace the artifact in predictors/pretrained, or the trained weights in examples/pretrained/smollm2."""
 
 
 def pretrained(config: PretrainedConfig) -> None:
-    """Runs all steps that have not been done; each prints one line."""
+    """Runs all steps without a result; each prints one line."""
     out = shared_folder(config.out, "pretrained")
     files = prepare(Path(config.data), out / "data")
     steps = _Steps(Shell(out / "logs"), out, files, f"tailcast-{config.predictor}")
@@ -96,7 +96,7 @@ class _Steps:
     name: str
 
     def encoder(self) -> Path:
-        """The folder of the language model's layers; is made."""
+        """Creates the encoder folder of the language model if necessary, and returns it."""
         folder = self.out / "encoder"
         if not folder.is_dir():
             prompts = pd.read_parquet(next(iter(self.files.training))).prompt.drop_duplicates()
@@ -105,7 +105,7 @@ class _Steps:
         return folder
 
     def teach(self, checkpoint: Path) -> Path:
-        """The file of the teacher's predictions, named by the teacher's weights; is made."""
+        """Creates the file of the teacher's predictions if necessary, and returns it; its name has a hash of the weights."""
         since, version = time.monotonic(), sha256_file(checkpoint / "model.safetensors")[:8]
         file = self.out / "data" / f"teacher-{version}.parquet"
         if not file.is_file():
@@ -134,20 +134,20 @@ class _Steps:
         ])  # fmt: skip
 
     def export(self) -> None:
-        """The artifact in single precision."""
+        """Exports the artifact in single precision."""
         self._once("c", "artifact", [
             "export-onnx", self.out / "calibrated", "--artifact_id", self.name, "--license", "Apache-2.0",
         ])  # fmt: skip
 
     def quantize(self) -> None:
-        """The artifact in 8-bit integers."""
+        """Creates the int8 artifact."""
         self._once("d", "variants", [
             "export-variants", self.out / "artifact", "--data", self.files.calibration,
             "--variants", '["int8"]', "--progress", "false",
         ])  # fmt: skip
 
     def evaluate(self, artifact: Path, options: Sequence[str | Path]) -> None:
-        """Figures on the report prompts, and of the sources set aside; writes the card."""
+        """Evaluates on the report prompts and on the held-out sources, and writes the card."""
         since = time.monotonic()
         report = self.out / "evaluation.json"
         self.shell.run("e", [
@@ -160,7 +160,7 @@ class _Steps:
         self.shell.finished("e", "evaluate", "", since, str(self.out / "README.md"))
 
     def install(self, folder: Path) -> None:
-        """Copies artifact and card to where the package has them, and pins their SHA-256."""
+        """Copies artifact and card into the package, and pins the SHA-256 of the artifact's files."""
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(self.int8, folder)
         shutil.copy(self.out / "README.md", folder.parent)
@@ -168,12 +168,12 @@ class _Steps:
 
     @property
     def int8(self) -> Path:
-        """The artifact that ships."""
+        """Folder of the artifact that is shipped."""
         return self.out / "variants" / "int8"
 
     def _once(self, letter: str, name: str, command: Sequence[str | Path]) -> None:
         since, target = time.monotonic(), self.out / name
-        result = "is there"
+        result = "exists"
         if not target.is_dir():
             self.shell.run(letter, [*command, "--out", target])
             result = str(target)

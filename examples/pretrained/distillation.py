@@ -1,4 +1,4 @@
-"""What predictors are distilled from: prompts, made-up ones among them, and the teachers' predictions for them."""
+"""Training data for distillation: real and synthetic prompts, and the predictions of a teacher for them."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from training.corrections import Requests
 from training.prediction import predict_prompts
 from training.progress import tracked
 
-#: Prompts between two steps of the progress bar.
+#: Number of prompts per step of the progress bar.
 CHUNK = 500
-#: Of other sources than CASTILLO, among the prompts that are taken apart for made-up ones.
+#: Sampling weight of prompts of other sources than CASTILLO, as parts of synthetic prompts.
 OTHER_SOURCES = 0.35
-#: Served models for which the teacher predicts each prompt's length, in each case others.
+#: Number of served models, drawn for each prompt, for which the teacher predicts its length.
 ROWS_PER_PROMPT = 8
-#: Two outputs at mu - OFFSET * sigma and mu + OFFSET * sigma have the least `log_t_crps` as a log-t (3.5) of this mu and
-#: sigma. Two, because of three and more `train` would learn sigma_within, which the teacher's sigma is not.
+#: The log-t (nu = 3.5) with the smallest `log_t_crps` for two outputs at mu - OFFSET * sigma and mu + OFFSET * sigma has this
+#: mu and sigma. From three or more outputs, `train` would also learn sigma_within, which is not the teacher's sigma.
 OFFSET = 0.978
 
 Floats = NDArray[np.float32]
 
 
 def real_prompts(files: Prepared) -> tuple[list[str], NDArray[np.float64]]:
-    """The training prompts [P], those of CASTILLO first, and how often each is taken apart for made-up ones [P]: 1 for
-    those of CASTILLO, `OTHER_SOURCES` for the others."""
+    """Training prompts [P], those of CASTILLO first, and their sampling weights for synthetic prompts [P]: 1 for
+    CASTILLO, `OTHER_SOURCES` for the others."""
     order = sorted(files.training, key=lambda file: "" if _is_castillo(file) else file.stem)
     tables = [pd.read_parquet(file, columns=["prompt"]).assign(castillo=_is_castillo(file)) for file in order]
     prompts = pd.concat(tables).drop_duplicates("prompt")
@@ -49,12 +49,12 @@ def _is_castillo(file: Path) -> bool:
 
 
 def made_up_prompts(prompts: Sequence[str], weights: NDArray[Any], number: int, seed: int) -> list[str]:
-    """Prompts for the teacher alone: beginnings of prompts, beginnings with a piece of another prompt, and prompts with
-    words left out. They show which words matter, where real prompts have many in common.
+    """Synthetic prompts, which have no true lengths: beginnings of prompts, beginnings joined with a piece of another
+    prompt, and prompts with some words removed. They separate the effects of words that occur together in real prompts.
 
     Args:
-        prompts, weights: What they are made of, and how often each is taken [P].
-        number: So many are made; some may be empty, which are left out.
+        prompts, weights: Source prompts and their sampling weights [P].
+        number: Number of synthetic prompts to generate; empty ones are dropped.
     """
     rng = np.random.default_rng(seed)
     share = weights / weights.sum()
@@ -83,9 +83,8 @@ def made_up_prompts(prompts: Sequence[str], weights: NDArray[Any], number: int, 
 
 
 def teacher_predictions(runtime: ArtifactRuntime, prompts: Sequence[str]) -> Floats:
-    """mu and sigma in log tokens of an artifact for each prompt and each served model of its manifest [P, M, 2], at an unknown
-    temperature.
-    """
+    """mu and sigma (log tokens) predicted by an artifact for each prompt and each of its served models [P, M, 2], at an
+    unknown temperature."""
     artifact = FeatureRuntime(runtime, threads=1)
     names = runtime.artifact.manifest.served_models
     predicted = np.empty((len(prompts), len(names), 2), dtype=np.float32)
@@ -102,15 +101,15 @@ def teacher_predictions(runtime: ArtifactRuntime, prompts: Sequence[str]) -> Flo
 def write_teacher_rows(
     file: Path, checkpoint: Path, prompts: Sequence[str], temperatures: Mapping[str, float], seed: int
 ) -> None:
-    """Writes rows for `train`: for each prompt `ROWS_PER_PROMPT` served models of the checkpoint, chosen at random, with the
-    two output lengths of which the CRPS objective learns the mu and sigma that the checkpoint predicts.
+    """Writes rows for `train`: each prompt with `ROWS_PER_PROMPT` random served models of the checkpoint, and two output
+    lengths from which the CRPS objective learns the mu and sigma that the checkpoint predicts.
 
     Args:
         file: Parquet file to write.
         checkpoint: Folder of the teacher.
-        prompts: Different prompts.
-        temperatures: At which a served model is predicted; at an unknown one where it has none.
-        seed: Of the choice.
+        prompts: Prompts without duplicates.
+        temperatures: Served model -> temperature of its predictions; unknown for other served models.
+        seed: Seed of the random served models.
 
     Raises:
         InputError: The checkpoint is not conditioned on the served model.
@@ -147,7 +146,7 @@ def write_teacher_rows(
 
 
 def unknown_requests(prompts: Sequence[str]) -> Requests:
-    """Of no known served model, temperature or length."""
+    """Requests with unknown served model, temperature and length."""
     texts, unknown = np.array(prompts, dtype=object), np.full(len(prompts), np.nan)
     return Requests(
         prompts=texts,
