@@ -17,10 +17,12 @@ import pandas as pd
 from examples.pretrained.card import card
 from examples.pretrained.distillation import made_up_prompts, real_prompts, write_teacher_rows
 from examples.pretrained.language_model import TRAINED, split_checkpoint, write_encoder
+from examples.pretrained.minilm import write_encoder as write_minilm
 from examples.pretrained.prepare import Prepared, prepare
 from examples.pretrained.unseen import score_sources
 from examples.shell import Shell
 from predictors.pretrained import FOLDERS, PRETRAINED, pin
+from predictors.runtime import open_runtime
 from scheduler_core.command import command
 from scheduler_core.files import sha256_file, shared_folder
 
@@ -28,9 +30,10 @@ RECIPES = Path(__file__).parent
 #: Number of training prompts to normalize the hidden states of a language model.
 NUM_SCALE_PROMPTS = 256
 #: Number of synthetic prompts, which have only predictions of the teacher.
-MADE_UP = 6_000
-#: Weight of the teacher's predictions in the loss; lengths of CASTILLO have weight 1.
-TEACHER_WEIGHT = 0.5
+MADE_UP = 8_000
+#: Weights of the teacher's predictions in the loss, for CASTILLO's and synthetic prompts, and for the prompts of the other
+#: sources; true lengths of CASTILLO have weight 1.
+TEACHER_WEIGHTS = 0.5, 0.2
 #: Seed of the synthetic prompts and of the random served models.
 SEED = 0
 
@@ -48,7 +51,9 @@ class PretrainedConfig:
     out: str = "out/pretrained"
     """Folder for all results; steps whose result exists are skipped."""
     teacher: str | None = "out/smollm2/checkpoint"
-    """Checkpoint folder of the teacher; the default is created by `make smollm2`. minilm learns its predictions for the prompts of CASTILLO and for synthetic prompts, in addition to the true lengths. null: only the true lengths."""
+    """Checkpoint folder of the teacher; the default is created by `make smollm2`. minilm learns its predictions for all training prompts and for synthetic prompts, in addition to the true lengths. null: only the true lengths."""
+    initial: str | None = "pretrained"
+    """int8 artifact of a previous version of tailcast-minilm (a folder, or pretrained); training of minilm starts from its encoder. null: from all-MiniLM-L6-v2, which needs more epochs."""
     train_options: tuple[str, ...] = ()
     """Additional options of `train`, such as --stage1.epochs=8; they override the recipe."""
     export: bool = True
@@ -64,12 +69,10 @@ def pretrained(config: PretrainedConfig) -> None:
     steps = _Steps(Shell(out / "logs"), out, files, f"tailcast-{config.predictor}")
     sys.stdout.write(f"{steps.name}, logs in {out / 'logs'}\n")
     options: list[str | Path] = ["--config", RECIPES / f"{config.predictor}.yaml"]
-    if config.predictor == "smollm2":
-        options += ["--encoder", steps.encoder()]
-    options += config.train_options
+    options += ["--encoder", steps.encoder(config), *config.train_options]
     training = dict(files.training)
     if config.predictor == "minilm" and config.teacher is not None:
-        training[steps.teach(Path(config.teacher))] = TEACHER_WEIGHT
+        training |= steps.teach(Path(config.teacher))
     steps.train(options, training)
     steps.calibrate()
     if not config.export:
@@ -95,29 +98,36 @@ class _Steps:
     files: Prepared
     name: str
 
-    def encoder(self) -> Path:
-        """Creates the encoder folder of the language model if necessary, and returns it."""
+    def encoder(self, config: PretrainedConfig) -> Path:
+        """Creates the encoder folder if necessary, and returns it."""
         folder = self.out / "encoder"
-        if not folder.is_dir():
+        if folder.is_dir():
+            return folder
+        if config.predictor == "minilm":
+            initial = config.initial and open_runtime(config.initial, provider="cpu").artifact.path
+            write_minilm(folder, initial or None)
+        else:
             prompts = pd.read_parquet(next(iter(self.files.training))).prompt.drop_duplicates()
             number = min(NUM_SCALE_PROMPTS, len(prompts))
             write_encoder(folder, prompts.sample(number, random_state=0).tolist())
         return folder
 
-    def teach(self, checkpoint: Path) -> Path:
-        """Creates the file of the teacher's predictions if necessary, and returns it; its name has a hash of the weights."""
+    def teach(self, checkpoint: Path) -> dict[Path, float]:
+        """Creates the files of the teacher's predictions if necessary, and returns them with their weights in the loss; their
+        names have a hash of the teacher's weights."""
         since, version = time.monotonic(), sha256_file(checkpoint / "model.safetensors")[:8]
-        file = self.out / "data" / f"teacher-{version}.parquet"
-        if not file.is_file():
-            prompts, share = real_prompts(self.files)
-            castillo = prompts[: int((share == 1.0).sum())]
-            made_up = made_up_prompts(prompts, share, MADE_UP, SEED)
-            table = pd.read_parquet(self.files.calibration).groupby("model").temperature.median()
-            write_teacher_rows(
-                file, checkpoint, list(dict.fromkeys(castillo + made_up)), table.to_dict(), SEED
-            )
-        self.shell.finished("t", "teacher", "", since, str(file))
-        return file
+        castillo, others = real_prompts(self.files)
+        made_up = made_up_prompts(castillo, others, MADE_UP, SEED)
+        parts = {"": list(dict.fromkeys(castillo + made_up)), "-others": others}
+        temperatures = pd.read_parquet(self.files.calibration).groupby("model").temperature.median().to_dict()
+        files = {}
+        for (suffix, prompts), weight in zip(parts.items(), TEACHER_WEIGHTS, strict=True):
+            file = self.out / "data" / f"teacher-{version}{suffix}.parquet"
+            files[file] = weight
+            if not file.is_file():
+                write_teacher_rows(file, checkpoint, prompts, temperatures, SEED)
+            self.shell.finished("t", "teacher", "", since, str(file))
+        return files
 
     def train(self, options: Sequence[str | Path], training: Mapping[Path, float]) -> None:
         self._once("a", "checkpoint", [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -35,28 +34,29 @@ OFFSET = 0.978
 Floats = NDArray[np.float32]
 
 
-def real_prompts(files: Prepared) -> tuple[list[str], NDArray[np.float64]]:
-    """Training prompts [P], those of CASTILLO first, and their sampling weights for synthetic prompts [P]: 1 for
-    CASTILLO, `OTHER_SOURCES` for the others."""
+def real_prompts(files: Prepared) -> tuple[list[str], list[str]]:
+    """Training prompts of CASTILLO, and those of the other sources, without duplicates."""
     order = sorted(files.training, key=lambda file: "" if _is_castillo(file) else file.stem)
     tables = [pd.read_parquet(file, columns=["prompt"]).assign(castillo=_is_castillo(file)) for file in order]
     prompts = pd.concat(tables).drop_duplicates("prompt")
-    return prompts.prompt.tolist(), np.where(prompts.castillo, 1.0, OTHER_SOURCES)
+    return prompts.prompt[prompts.castillo].tolist(), prompts.prompt[~prompts.castillo].tolist()
 
 
 def _is_castillo(file: Path) -> bool:
     return file.stem.startswith("castillo")
 
 
-def made_up_prompts(prompts: Sequence[str], weights: NDArray[Any], number: int, seed: int) -> list[str]:
+def made_up_prompts(castillo: Sequence[str], others: Sequence[str], number: int, seed: int) -> list[str]:
     """Synthetic prompts, which have no true lengths: beginnings of prompts, beginnings joined with a piece of another
     prompt, and prompts with some words removed. They separate the effects of words that occur together in real prompts.
 
     Args:
-        prompts, weights: Source prompts and their sampling weights [P].
+        castillo, others: Prompts of CASTILLO, and those of other sources, which are drawn less often (`OTHER_SOURCES`).
         number: Number of synthetic prompts to generate; empty ones are dropped.
     """
     rng = np.random.default_rng(seed)
+    prompts = [*castillo, *others]
+    weights = np.where(np.arange(len(prompts)) < len(castillo), 1.0, OTHER_SOURCES)
     share = weights / weights.sum()
 
     def words() -> list[str]:

@@ -331,13 +331,14 @@ def tiny(config: TinyConfig) -> None:
     out = shared_folder(config.out, "pretrained")
     files = prepare(Path(config.data), out / "data")
     teacher = open_runtime(config.teacher, provider="cpu")
-    prompts, share = real_prompts(files)
-    prompts += made_up_prompts(prompts, share, config.made_up, config.seed)
+    castillo, others = real_prompts(files)
+    made_up = made_up_prompts(castillo, others, config.made_up, config.seed)
+    prompts = [*castillo, *others, *made_up]
     targets = stored_targets(out / "tiny_targets.npz", teacher, prompts)
     folder = out / NAME
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    make_tokenizer(prompts[: len(share)]).save(str(folder / "tokenizer.json"))
+    make_tokenizer(castillo + others).save(str(folder / "tokenizer.json"))
     tokenizer = PromptTokenizer(folder / "tokenizer.json", max_length=MAX_LENGTH, truncation_side="middle")
     names, nu = teacher.artifact.manifest.served_models, teacher.artifact.manifest.nu or 3.5
     data = Prompts.of(prompts, tokenizer, targets, files.training, names)
@@ -356,7 +357,7 @@ def tiny(config: TinyConfig) -> None:
     write_manifest(folder, manifest_of(network, teacher))
     if config.report:
         (out / "TINY.md").write_text(
-            report(Shell(out / "logs"), out, folder, files, len(prompts) - len(share))
+            report(Shell(out / "logs"), out, folder, files, len(made_up))
         )
     if config.install:
         target = FOLDERS[TINY]

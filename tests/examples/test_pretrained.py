@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pandas as pd
 import pytest
 import torch
 
-from examples.pretrained import distillation, tiny
+from examples.pretrained import distillation, minilm, tiny
 from examples.pretrained.prepare import SET_ASIDE, SOURCES, Prepared, prepare, served_model
 from examples.pretrained.unseen import markdown, score_source, score_sources
 from predictors.modules.checkpoint import save_checkpoint
@@ -22,7 +23,9 @@ from predictors.pretrained import shipped_folder
 from predictors.runtime import ArtifactRuntime, open_runtime
 from predictors.tiny import WEIGHTS, TinyModel
 from predictors.tokenizer import PromptTokenizer
+from scheduler_core.errors import InputError
 from tests.training.tiny import tiny_bert
+from training.corrected_graph import FeatureRuntime
 from training.data import SampleLengths
 from training.losses import log_t_crps
 from training.prediction import predict_prompts
@@ -208,16 +211,52 @@ def test_rows_of_the_teacher_have_its_mu_and_sigma(tmp_path: Path) -> None:
     np.testing.assert_allclose((high - low) / 2 / distillation.OFFSET, expected["sigma"], atol=0.03)
 
 
-def test_castillos_prompts_are_the_first_and_most_often_taken_apart(prepared: Prepared) -> None:
-    prompts, share = distillation.real_prompts(prepared)
-    assert len(set(prompts)) == len(prompts) == len(share)
-    assert sorted(share, reverse=True) == list(share)
-    assert all(("train prompt" in text or "validation prompt" in text) == (value == 1.0) for text, value in zip(prompts, share, strict=True))  # fmt: skip
+def test_the_encoder_of_the_shipped_artifact_has_the_features_of_its_graph(tmp_path: Path) -> None:
+    minilm.write_encoder(tmp_path / "initial", None)
+    minilm.write_encoder(tmp_path / "trained", shipped_folder("pretrained"))
+    runtime = open_runtime("pretrained")
+    states = FeatureRuntime(runtime, threads=1)
+    requests = states.predict(distillation.unknown_requests(PROMPTS[:2]), np.array(["", ""], dtype=object))
+    features = requests.features[:, :384]
+    errors = {}
+    for name in ("initial", "trained"):
+        encoder, tokenizer = load_encoder(str(tmp_path / name)), load_tokenizer(str(tmp_path / name))
+        with torch.no_grad():
+            found = np.stack([encoder(**tokenizer(text, return_tensors="pt")).last_hidden_state[0, 0] for text in PROMPTS[:2]])
+        errors[name] = np.abs(found - features).mean() / np.abs(features).mean()
+    assert errors["trained"] < 0.15 < 1.0 < errors["initial"]
+
+
+def test_the_encoder_has_a_token_for_line_breaks(tmp_path: Path) -> None:
+    minilm.write_encoder(tmp_path / "encoder", None)
+    tokenizer = PromptTokenizer(tmp_path / "encoder" / "tokenizer.json", max_length=16, truncation_side="middle")
+    [one, two, none] = tokenizer(["a\n b", "a\r\n\n  b", "a b"])
+    assert one.ids.tolist() == two.ids.tolist()
+    assert (one.num_tokens, none.num_tokens) == (5, 4)
+
+
+def test_only_an_int8_graph_has_an_encoder(tmp_path: Path) -> None:
+    graph = onnx.helper.make_graph([], "empty", [], [])
+    onnx.save(onnx.helper.make_model(graph), tmp_path / "model.onnx")
+    with pytest.raises(InputError, match="an int8 graph of a BERT encoder with 6 layers"):
+        minilm.write_encoder(tmp_path / "encoder", tmp_path)
+    assert not (tmp_path / "encoder").exists()
+
+
+def test_prompts_of_castillo_and_of_other_sources(prepared: Prepared) -> None:
+    castillo, others = distillation.real_prompts(prepared)
+    assert len({*castillo, *others}) == len(castillo) + len(others)
+    assert all("train prompt" in text or "validation prompt" in text for text in castillo)
+    assert others
+    assert not any("train prompt" in text or "validation prompt" in text for text in others)
+    made_up = distillation.made_up_prompts(castillo, others, 100, seed=0)
+    num_castillo = sum("train" in text or "validation" in text for text in made_up)
+    assert 0 < num_castillo < 100
 
 
 def test_made_up_prompts_repeat_and_consist_of_words_of_the_given_ones() -> None:
-    made = distillation.made_up_prompts(PROMPTS, np.ones(3), 50, seed=1)
-    assert made == distillation.made_up_prompts(PROMPTS, np.ones(3), 50, seed=1)
+    made = distillation.made_up_prompts(PROMPTS[:2], PROMPTS[2:], 50, seed=1)
+    assert made == distillation.made_up_prompts(PROMPTS[:2], PROMPTS[2:], 50, seed=1)
     assert len(set(made)) > 20
     words = {word for one in PROMPTS for word in one.split()}
     # Two pieces may meet without a space.
