@@ -50,6 +50,7 @@ from benchmarks.pooled import ENCODER, MAX_TOKENS
 from data_gen.transformers_backend import TransformersBackend
 from examples.pretrained.prepare import prepare
 from scheduler_core.report.page import markdown_table
+from training.prediction import has_bfloat16
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +76,9 @@ def chat_ids(tokenizer, text: str) -> list[int]:  # type: ignore[no-untyped-def]
 class HiddenStates:
     """Mean over tokens and last token of some layers [N, layers, 2 D], float16, cached in a folder."""
 
-    def __init__(self, cache: Path) -> None:
+    def __init__(self, cache: Path, layers: Sequence[int] = LAYERS) -> None:
         self._cache = cache
+        self._layers = tuple(layers)
         self._loaded: tuple | None = None  # type: ignore[type-arg]
 
     def __call__(self, texts: Sequence[str]) -> NDArray[np.float16]:
@@ -84,7 +86,7 @@ class HiddenStates:
         return np.concatenate([self._part(part) for part in parts])
 
     def _part(self, texts: Sequence[str]) -> NDArray[np.float16]:
-        name = "\x00".join([MODEL, str(LAYERS), str(MAX_TOKENS), *texts])
+        name = "\x00".join([MODEL, str(self._layers), str(MAX_TOKENS), *texts])
         digest = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()
         file = self._cache / f"hidden-{digest[:16]}.npy"
         if not file.is_file():
@@ -96,12 +98,16 @@ class HiddenStates:
     def _computed(self, texts: Sequence[str]) -> NDArray[np.float16]:
         if self._loaded is None:
             model, tokenizer = TransformersBackend(MODEL).load()
-            self._loaded = model.eval().bfloat16().model, tokenizer
+            model = model.eval().to(torch.bfloat16 if has_bfloat16() else torch.float32).model
+            # The state after the last layer is normalized, so one more layer is kept.
+            del model.layers[max(self._layers) + 1 :]
+            model.config.num_hidden_layers = len(model.layers)
+            self._loaded = model, tokenizer
         model, tokenizer = self._loaded
         since = time.monotonic()
         ids = [chat_ids(tokenizer, text) for text in texts]
         order = sorted(range(len(ids)), key=lambda row: len(ids[row]))
-        result = np.empty((len(ids), len(LAYERS), 2 * model.config.hidden_size), dtype=np.float16)
+        result = np.empty((len(ids), len(self._layers), 2 * model.config.hidden_size), dtype=np.float16)
         while order:
             width = len(ids[order[-1]])
             batch, order = (
@@ -116,7 +122,7 @@ class HiddenStates:
             with torch.inference_mode():
                 hidden = model(tokens, attention_mask=mask, output_hidden_states=True).hidden_states
             last = mask.sum(1) - 1
-            for place, layer in enumerate(LAYERS):
+            for place, layer in enumerate(self._layers):
                 states = hidden[layer].float()
                 mean = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
                 both = torch.cat([mean, states[torch.arange(len(batch)), last]], dim=1)

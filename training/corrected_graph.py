@@ -80,10 +80,16 @@ class FeatureRuntime:
         columns["nu"] = np.full(len(requests), self._runtime.artifact.manifest.nu or 0.0)
         return replace(requests, **columns | outputs)
 
-    def predict_as(self, requests: Requests, names: Sequence[str]) -> dict[str, Requests]:
+    def predict_as(
+        self, requests: Requests, names: Sequence[str], temperatures: Mapping[str, float] | None = None
+    ) -> dict[str, Requests]:
         """Predicts all requests for each of the named served models; the encoder runs once per request.
 
         The artifact must be conditioned on the served model. Features are not returned.
+
+        Args:
+            temperatures: Served model -> sampling temperature of its predictions, unknown if absent; None: those of the
+                requests.
         """
         graph = onnx.load(self._graph, load_external_data=False).graph
         dependent, head = {"served_model"}, []
@@ -125,6 +131,8 @@ class FeatureRuntime:
             for name in names:
                 number = self._runtime.artifact.manifest.served_model_number(name)
                 values["served_model"] = np.full_like(feed["served_model"], number)
+                if temperatures is not None and "temperature" in values:
+                    values["temperature"] = np.full_like(feed["temperature"], temperatures.get(name, np.nan))
                 parts[name].append([*heads.run(outputs, values), *shared_values.values()])
         return {name: self._with_outputs(requests, [*outputs, *shared], part) for name, part in parts.items()}
 

@@ -35,7 +35,7 @@ from training.distributed import node_rank
 from training.evaluating.baselines import Baselines
 from training.failures import NoProgressError
 from training.initial_model import InitialModel, initial_model, with_architecture_of_init
-from training.prediction import pick_device
+from training.prediction import has_bfloat16, pick_device
 from training.rows import SCHEMA, Rows, SplitRows, read_split_rows
 from training.trainer import COUNTS, LAST, History, best_row, train_stages, write_history
 from training.versions import versions_of
@@ -69,6 +69,10 @@ def _train(config: TrainConfig, out: Path, work: Path, is_first: bool) -> dict[s
         config = with_architecture_of_init(config)
     page = None if config.report is None else writable_target(config.report, "report")
     device = pick_device(config.accelerator)
+    if config.precision == "bf16-mixed" and device.type == "cpu" and not has_bfloat16():
+        log.warning(
+            "precision bf16-mixed: this CPU has no bfloat16 instructions, 32-true is several times faster"
+        )
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     identity = _identity(config, files)

@@ -15,14 +15,19 @@ from typing import Literal
 import pandas as pd
 
 from examples.pretrained.card import card
-from examples.pretrained.distillation import made_up_prompts, real_prompts, write_teacher_rows
+from examples.pretrained.distillation import (
+    made_up_prompts,
+    real_prompts,
+    typical_temperatures,
+    write_teacher_rows,
+)
 from examples.pretrained.language_model import TRAINED, split_checkpoint, write_encoder
 from examples.pretrained.minilm import write_encoder as write_minilm
 from examples.pretrained.prepare import Prepared, prepare
 from examples.pretrained.unseen import score_sources
 from examples.shell import Shell
 from predictors.pretrained import FOLDERS, PRETRAINED, pin
-from predictors.runtime import open_runtime
+from predictors.runtime import ArtifactRuntime, open_runtime
 from scheduler_core.command import command
 from scheduler_core.files import sha256_file, shared_folder
 
@@ -30,10 +35,12 @@ RECIPES = Path(__file__).parent
 #: Number of training prompts to normalize the hidden states of a language model.
 NUM_SCALE_PROMPTS = 256
 #: Number of synthetic prompts, which have only predictions of the teacher.
-MADE_UP = 8_000
-#: Weights of the teacher's predictions in the loss, for CASTILLO's and synthetic prompts, and for the prompts of the other
-#: sources; true lengths of CASTILLO have weight 1.
-TEACHER_WEIGHTS = 0.5, 0.2
+MADE_UP = 6_000
+#: Maximum number of characters of a real prompt for which the teachers predict; longer ones take most of their time.
+TAUGHT_CHARACTERS = 300
+#: Weights of the teachers' predictions in the loss, for CASTILLO's prompts, synthetic ones and those of other sources; true
+#: lengths of CASTILLO have weight 1.
+TEACHER_WEIGHTS = {"castillo": 0.5, "synthetic": 0.5, "others": 0.2}
 #: Seed of the synthetic prompts and of the random served models.
 SEED = 0
 
@@ -53,7 +60,7 @@ class PretrainedConfig:
     teacher: str | None = "out/smollm2/checkpoint"
     """Checkpoint folder of the teacher; the default is created by `make smollm2`. minilm learns its predictions for all training prompts and for synthetic prompts, in addition to the true lengths. null: only the true lengths."""
     initial: str | None = "pretrained"
-    """int8 artifact of a previous version of tailcast-minilm (a folder, or pretrained); training of minilm starts from its encoder. null: from all-MiniLM-L6-v2, which needs more epochs."""
+    """int8 artifact of a previous version of tailcast-minilm (a folder, or pretrained); training of minilm starts from its encoder, and it is the second teacher. null: training starts from all-MiniLM-L6-v2, which needs more epochs."""
     train_options: tuple[str, ...] = ()
     """Additional options of `train`, such as --stage1.epochs=8; they override the recipe."""
     export: bool = True
@@ -69,10 +76,12 @@ def pretrained(config: PretrainedConfig) -> None:
     steps = _Steps(Shell(out / "logs"), out, files, f"tailcast-{config.predictor}")
     sys.stdout.write(f"{steps.name}, logs in {out / 'logs'}\n")
     options: list[str | Path] = ["--config", RECIPES / f"{config.predictor}.yaml"]
-    options += ["--encoder", steps.encoder(config), *config.train_options]
-    training = dict(files.training)
-    if config.predictor == "minilm" and config.teacher is not None:
-        training |= steps.teach(Path(config.teacher))
+    training, previous = dict(files.training), None
+    if config.predictor == "minilm":
+        previous = None if config.initial is None else open_runtime(config.initial, provider="cpu")
+        if config.teacher is not None:
+            training |= steps.teach(Path(config.teacher), previous)
+    options += ["--encoder", steps.encoder(config.predictor, previous), *config.train_options]
     steps.train(options, training)
     steps.calibrate()
     if not config.export:
@@ -98,34 +107,36 @@ class _Steps:
     files: Prepared
     name: str
 
-    def encoder(self, config: PretrainedConfig) -> Path:
+    def encoder(self, predictor: str, previous: ArtifactRuntime | None) -> Path:
         """Creates the encoder folder if necessary, and returns it."""
         folder = self.out / "encoder"
         if folder.is_dir():
             return folder
-        if config.predictor == "minilm":
-            initial = config.initial and open_runtime(config.initial, provider="cpu").artifact.path
-            write_minilm(folder, initial or None)
+        if predictor == "minilm":
+            write_minilm(folder, None if previous is None else previous.artifact.path)
         else:
             prompts = pd.read_parquet(next(iter(self.files.training))).prompt.drop_duplicates()
             number = min(NUM_SCALE_PROMPTS, len(prompts))
             write_encoder(folder, prompts.sample(number, random_state=0).tolist())
         return folder
 
-    def teach(self, checkpoint: Path) -> dict[Path, float]:
-        """Creates the files of the teacher's predictions if necessary, and returns them with their weights in the loss; their
-        names have a hash of the teacher's weights."""
+    def teach(self, checkpoint: Path, previous: ArtifactRuntime | None) -> dict[Path, float]:
+        """Creates the files of the teachers' predictions if necessary, and returns them with their weights in the loss; their
+        names have the hash of the checkpoint's weights and the version of the artifact."""
         since, version = time.monotonic(), sha256_file(checkpoint / "model.safetensors")[:8]
+        if previous is not None:
+            version += f"-{previous.artifact.manifest.artifact_version}"
         castillo, others = real_prompts(self.files)
-        made_up = made_up_prompts(castillo, others, MADE_UP, SEED)
-        parts = {"": list(dict.fromkeys(castillo + made_up)), "-others": others}
-        temperatures = pd.read_parquet(self.files.calibration).groupby("model").temperature.median().to_dict()
-        files = {}
-        for (suffix, prompts), weight in zip(parts.items(), TEACHER_WEIGHTS, strict=True):
-            file = self.out / "data" / f"teacher-{version}{suffix}.parquet"
-            files[file] = weight
+        made_up = dict.fromkeys(made_up_prompts(castillo, others, MADE_UP, SEED))
+        parts = {"synthetic": list(made_up)}
+        for name, real in (("castillo", castillo), ("others", others)):
+            parts[name] = [prompt for prompt in real if len(prompt) <= TAUGHT_CHARACTERS]
+        temperatures, files = typical_temperatures(self.files), {}
+        for name, prompts in parts.items():
+            file = self.out / "data" / f"teacher-{version}-{name}.parquet"
+            files[file] = TEACHER_WEIGHTS[name]
             if not file.is_file():
-                write_teacher_rows(file, checkpoint, prompts, temperatures, SEED)
+                write_teacher_rows(file, checkpoint, previous, prompts, temperatures, SEED)
             self.shell.finished("t", "teacher", "", since, str(file))
         return files
 

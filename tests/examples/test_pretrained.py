@@ -159,23 +159,24 @@ def teacher() -> ArtifactRuntime:
     return open_runtime("pretrained")
 
 
-def test_the_teacher_says_what_its_artifact_predicts(teacher: ArtifactRuntime) -> None:
+def test_the_teacher_predicts_what_its_artifact_predicts(teacher: ArtifactRuntime) -> None:
     names = teacher.artifact.manifest.served_models
-    found = distillation.teacher_predictions(teacher, PROMPTS)
+    found = distillation.teacher_predictions(teacher, PROMPTS, {"gpt-4": 0.6})
     assert found.shape == (3, len(names), 2)
-    for name in ("gpt-4o", "gpt-4"):
-        rows = teacher.predict(PROMPTS, [name] * 3)
+    for name, temperature in (("gpt-4o", None), ("gpt-4", 0.6)):
+        rows = teacher.predict(PROMPTS, [name] * 3, [temperature] * 3)
         np.testing.assert_allclose(found[:, names.index(name), 0], rows.mu, atol=1e-4)
         np.testing.assert_allclose(found[:, names.index(name), 1], rows.sigma, atol=1e-4)
 
 
 def test_predictions_are_kept_for_the_same_prompts(teacher: ArtifactRuntime, tmp_path: Path) -> None:
     file = tmp_path / "targets.npz"
-    first = tiny.stored_targets(file, teacher, PROMPTS[:1])
+    first = tiny.stored_targets(file, teacher, PROMPTS[:1], {})
     written = file.stat().st_mtime_ns
-    np.testing.assert_array_equal(tiny.stored_targets(file, teacher, PROMPTS[:1]), first)
+    np.testing.assert_array_equal(tiny.stored_targets(file, teacher, PROMPTS[:1], {}), first)
     assert file.stat().st_mtime_ns == written
-    assert len(tiny.stored_targets(file, teacher, PROMPTS)) == 3
+    assert len(tiny.stored_targets(file, teacher, PROMPTS, {})) == 3
+    assert not np.array_equal(tiny.stored_targets(file, teacher, PROMPTS[:1], {"gpt-4": 0.6}), first)
 
 
 def test_the_crps_of_two_outputs_is_least_at_the_teachers_mu_and_sigma() -> None:
@@ -199,7 +200,7 @@ def test_rows_of_the_teacher_have_its_mu_and_sigma(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(encoder)
     save_checkpoint(tmp_path / "teacher", model, tokenizer, {})
     file = tmp_path / "rows.parquet"
-    distillation.write_teacher_rows(file, tmp_path / "teacher", PROMPTS, {"org/1": 0.6}, seed=0)
+    distillation.write_teacher_rows(file, tmp_path / "teacher", None, PROMPTS, {"org/1": 0.6}, seed=0)
     rows = pd.read_parquet(file)
     assert rows.groupby("prompt").model.nunique().eq(8).all()
     assert rows.temperature.notna().eq(rows.model == "org/1").all()
@@ -209,6 +210,41 @@ def test_rows_of_the_teacher_have_its_mu_and_sigma(tmp_path: Path) -> None:
     low, high = np.log(np.stack(rows.output_tokens)).T
     np.testing.assert_allclose((low + high) / 2, expected["mu"], atol=0.03)
     np.testing.assert_allclose((high - low) / 2 / distillation.OFFSET, expected["sigma"], atol=0.03)
+
+
+def test_two_teachers_are_averaged(teacher: ArtifactRuntime, tmp_path: Path) -> None:
+    names = teacher.artifact.manifest.served_models
+    encoder = tiny_bert(tmp_path / "encoder")
+    conditioning = Conditioning(served_models=names, temperature=True)
+    config = PredictorConfig(
+        encoder=encoder, heads=Heads(length=LengthHead()), max_length=32, conditioning=conditioning
+    )
+    model = PromptPredictor(config, load_encoder(encoder), Normalization(mu_mean=7.0, mu_std=1.0)).eval()
+    save_checkpoint(tmp_path / "teacher", model, load_tokenizer(encoder), {})
+    mu = []
+    for number, previous in enumerate((None, teacher)):
+        file = tmp_path / f"{number}.parquet"
+        distillation.write_teacher_rows(file, tmp_path / "teacher", previous, PROMPTS, {"gpt-4": 0.6}, seed=0)
+        rows = pd.read_parquet(file)
+        mu.append(np.log(np.stack(rows.output_tokens)).mean(axis=1))
+    temperatures = [value if value == value else None for value in rows.temperature]
+    own = teacher.predict(rows.prompt.tolist(), rows.model.tolist(), temperatures).mu
+    share = distillation.CHECKPOINT_SHARE
+    np.testing.assert_allclose(mu[1], share * mu[0] + (1 - share) * own, atol=0.05)
+
+
+def test_teachers_have_the_same_served_models(teacher: ArtifactRuntime, tmp_path: Path) -> None:
+    encoder = tiny_bert(tmp_path / "encoder")
+    conditioning = Conditioning(served_models=("org/own",), temperature=True)
+    config = PredictorConfig(
+        encoder=encoder, heads=Heads(length=LengthHead()), max_length=32, conditioning=conditioning
+    )
+    model = PromptPredictor(config, load_encoder(encoder), Normalization(mu_mean=7.0, mu_std=1.0)).eval()
+    save_checkpoint(tmp_path / "teacher", model, load_tokenizer(encoder), {})
+    with pytest.raises(InputError, match="an artifact with the served models of"):
+        distillation.write_teacher_rows(
+            tmp_path / "rows.parquet", tmp_path / "teacher", teacher, PROMPTS, {}, seed=0
+        )
 
 
 def test_the_encoder_of_the_shipped_artifact_has_the_features_of_its_graph(tmp_path: Path) -> None:
@@ -222,14 +258,21 @@ def test_the_encoder_of_the_shipped_artifact_has_the_features_of_its_graph(tmp_p
     for name in ("initial", "trained"):
         encoder, tokenizer = load_encoder(str(tmp_path / name)), load_tokenizer(str(tmp_path / name))
         with torch.no_grad():
-            found = np.stack([encoder(**tokenizer(text, return_tensors="pt")).last_hidden_state[0, 0] for text in PROMPTS[:2]])
+            found = np.stack(
+                [
+                    encoder(**tokenizer(text, return_tensors="pt")).last_hidden_state[0, 0]
+                    for text in PROMPTS[:2]
+                ]
+            )
         errors[name] = np.abs(found - features).mean() / np.abs(features).mean()
     assert errors["trained"] < 0.15 < 1.0 < errors["initial"]
 
 
 def test_the_encoder_has_a_token_for_line_breaks(tmp_path: Path) -> None:
     minilm.write_encoder(tmp_path / "encoder", None)
-    tokenizer = PromptTokenizer(tmp_path / "encoder" / "tokenizer.json", max_length=16, truncation_side="middle")
+    tokenizer = PromptTokenizer(
+        tmp_path / "encoder" / "tokenizer.json", max_length=16, truncation_side="middle"
+    )
     [one, two, none] = tokenizer(["a\n b", "a\r\n\n  b", "a b"])
     assert one.ids.tolist() == two.ids.tolist()
     assert (one.num_tokens, none.num_tokens) == (5, 4)

@@ -174,7 +174,9 @@ def test_it_learns_from_words_and_served_model(objective, bert, tmp_path):
         assert within[4] > within[0]
 
 
-def test_half_precision_trains_float32_weights_and_a_learned_nu(bert, several, tmp_path, request):
+def test_half_precision_trains_float32_weights_and_a_learned_nu(
+    bert, several, tmp_path, request, monkeypatch, caplog
+):
     kinds = set()
 
     def record(module, inputs, output):
@@ -183,7 +185,9 @@ def test_half_precision_trains_float32_weights_and_a_learned_nu(bert, several, t
 
     request.addfinalizer(torch.nn.modules.module.register_module_forward_hook(record).remove)
     task = LengthTask(learn_nu=True, nu=5.0)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": False})
     info = train(tiny(bert, several, tmp_path / "out", precision="bf16-mixed", length=task))
+    assert "no bfloat16 instructions" in caplog.text
     assert np.isfinite(info["metrics"]["validation_loss"])
     assert 1 < predict(load_checkpoint(tmp_path / "out"), ["write a story"])["nu"][0] < 100
     assert kinds == {torch.bfloat16, torch.float32}
