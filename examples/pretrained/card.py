@@ -20,8 +20,10 @@ _BUILT = {
         "MiniLM-L6 (22 million parameters), fine-tuned; 8-bit integers",
         "Made by `make pretrained DATA=FOLDER` (examples/pretrained).",
         "all-MiniLM-L6-v2",
-        " In addition to true lengths it is trained on predictions of [tailcast-smollm2](../../examples/pretrained/smollm2/README.md) "
-        "for the prompts of CASTILLO and for prompts composed of pieces of the training prompts (distillation).",
+        " Training started from the encoder of the previous version, whose own training started from all-MiniLM-L6-v2. In addition "
+        "to true lengths it is trained on predictions for the shorter training prompts and for prompts composed of pieces of training "
+        "prompts (distillation): the weighted means of those of [tailcast-smollm2](../../examples/pretrained/smollm2/README.md) and of "
+        "the previous version.",
     ),
     "tailcast-smollm2": (
         "The first 18 of 30 layers of SmolLM2-135M-Instruct (92 million parameters), applied to the prompt in its chat template; "

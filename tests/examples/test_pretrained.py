@@ -358,3 +358,18 @@ def test_training_learns_the_words_of_long_outputs_and_calibration_their_true_le
         (short, _), (long, _) = (before(data.tokens[number], number_of_model) for number in (0, 1))
         assert long - short == pytest.approx(3.0, abs=0.5)
         assert after(data.tokens[1], number_of_model)[0] - long == pytest.approx(1.0, abs=0.2)
+
+
+def test_without_a_teacher_the_tiny_network_learns_the_true_lengths(tmp_path: Path) -> None:
+    prompts = [f"{('yes', 'essay')[number % 2]} {number % 7}" for number in range(200)]
+    tiny.make_tokenizer(prompts).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = PromptTokenizer(tmp_path / "tokenizer.json", max_length=8, truncation_side="middle")
+    lengths = [np.round(np.exp(3.0 + 3 * (number % 2) + np.array([-0.4, 0.4]))) for number in range(200)]
+    columns = {"prompt": prompts, "model": "a", "finished": [[True, True]] * 200, "output_tokens": lengths}
+    pd.DataFrame(columns).to_parquet(tmp_path / "training")
+    data = tiny.Prompts.of(prompts, tokenizer, None, {tmp_path / "training": 1.0}, ["a", "b"])
+    network = tiny.train(data, tokenizer.vocabulary_size, epochs=30, seed=0, num_models=2)
+    with torch.no_grad():
+        short, long = network(*tiny.bags_of(data.tokens[:2]))[:, 0, 0].tolist()
+    assert short == pytest.approx(3.0, abs=0.3)
+    assert long == pytest.approx(6.0, abs=0.3)
