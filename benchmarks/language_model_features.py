@@ -4,7 +4,7 @@
 
 DATA is the folder of public sets that `python -m examples.pretrained` takes. The training, tuning and report
 prompts and the held-out sources are those of the shipped predictor. Each row is the same log-t head with the
-same training (`benchmarks.distribution_heads`, "log-t, pinball") on different frozen features, none of which
+same training (`benchmarks.frozen_heads`, "log-t, pinball") on different frozen features, none of which
 were trained on lengths:
 
 - MiniLM: the initial features of the shipped predictor (`benchmarks.pooled`).
@@ -34,17 +34,8 @@ import pandas as pd
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.distribution_heads import (
-    HEADS,
-    Network,
-    Rows,
-    interval,
-    markdown,
-    measure,
-    read_rows,
-    summary,
-    train,
-)
+from benchmarks.distribution_heads import interval, markdown, measure, summary
+from benchmarks.frozen_heads import HEADS, Network, Rows, read_rows, train
 from benchmarks.pages import put_section
 from benchmarks.pooled import ENCODER, MAX_TOKENS
 from data_gen.transformers_backend import TransformersBackend

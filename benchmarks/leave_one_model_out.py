@@ -39,19 +39,8 @@ import pandas as pd
 import torch
 from scipy.special import stdtr
 
-from benchmarks.distribution_heads import (
-    GRID,
-    LEVELS,
-    Array,
-    LogTMixture,
-    Network,
-    Rows,
-    mean_over,
-    outputs_of,
-    read_rows,
-    scores,
-    train,
-)
+from benchmarks.frozen_heads import LogTMixture, Network, Rows, outputs_of, read_rows, train
+from benchmarks.grid_scores import GRID, LEVELS, Array, mean_over, scores
 from benchmarks.language_model_features import HiddenStates
 from benchmarks.pages import put_section
 from benchmarks.pooled import ENCODER
@@ -173,7 +162,7 @@ def n_grams(sets: Sets, names: Sequence[str], work: Path) -> Trained:
 def scored(mu: Array, sigma: Array, rows: Rows) -> dict[str, float]:
     """Means over rows."""
     cdf = stdtr(NU, (GRID - mu[:, None]) / sigma[:, None])
-    values = scores(cdf, rows, np.arange(len(mu)))
+    values = scores(cdf, rows.samples, np.arange(len(mu)))
     tau = kendall_tau(mu, values["mean_log"]) or 0.0
     return {"tau": tau} | {name: float(values[name].mean()) for name in COLUMNS[1:]}
 

@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from benchmarks.distribution_heads import (
+from benchmarks.frozen_heads import (
     HEADS,
     LogTMixture,
     Rows,

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from benchmarks.distribution_heads import HEADS, Rows
+from benchmarks.frozen_heads import HEADS, Rows
 from benchmarks.reproduce import multitier_systems, rad
 from benchmarks.reproduce.__main__ import STUDIES, _is_kept
 from benchmarks.reproduce.coverage import COVERAGE
