@@ -67,8 +67,12 @@ class EngineMetrics:
         """Observes the quantile level of the length of a complete output in its predicted distribution."""
         predicted = state.prediction
         if predicted is not None and num_output_tokens > 0:
-            z = (math.log(num_output_tokens) - predicted.mu) / predicted.sigma
-            self._quantile.observe(student_t_cdf(z, predicted.nu))
+            if predicted.quantiles:
+                level = float(predicted.distribution().cdf(num_output_tokens))
+            else:  # without scipy
+                z = (math.log(num_output_tokens) - predicted.mu) / predicted.sigma
+                level = student_t_cdf(z, predicted.nu)
+            self._quantile.observe(level)
 
 
 @cache

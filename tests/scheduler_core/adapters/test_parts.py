@@ -1,6 +1,8 @@
 """Parts of the adapter: its queue, prompts as text, the predictor's thread, what is counted, the page for users."""
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from scheduler_core.adapters.live_order import LiveOrder
 from scheduler_core.adapters.prediction_thread import PredictionThread, PromptDecoder
 from scheduler_core.adapters.settings import EngineSettings
 from scheduler_core.adapters.vllm import PolicyQueue
+from scheduler_core.lengths.quantiles import LEVELS
 from scheduler_core.policies import make_policy
 from scheduler_core.predictor import AsyncPredictor, PredictionEvent, PredictionRequest, PredictionStatus
 from scheduler_core.request import Phase, Request
@@ -187,6 +190,11 @@ def test_what_is_counted() -> None:
     metrics.observe_prediction(PredictionEvent("a", None, "gone", 0.25, PredictionStatus.FAILED))
     value = registry.get_sample_value
     assert value("tailcast_length_quantile_sum") == pytest.approx(0.5)
+    assert state.prediction is not None
+    quantiles = tuple(math.log(10) + min(level, 0.5) - 0.25 for level in LEVELS)
+    state.prediction = replace(state.prediction, quantiles=quantiles)
+    metrics.observe_length(state, 10)
+    assert value("tailcast_length_quantile_sum") == pytest.approx(0.5 + 0.25)
     assert value("tailcast_prediction_latency_seconds_sum") == 0.25
 
 
