@@ -150,7 +150,8 @@ def n_grams(sets: Sets, names: Sequence[str], work: Path) -> Trained:
         )
         network = tiny.train(data, tokenizer.vocabulary_size, EPOCHS, SEED, num_models=len(names))
         with torch.no_grad():
-            return network(*bags)
+            predicted: torch.Tensor = network(*bags)
+        return predicted
 
     def trained(left_out: int, rows: Rows) -> Array:
         mu, log_sigma = outputs(left_out)[rows.prompt].double().permute(2, 1, 0)
@@ -247,8 +248,7 @@ def main(args: Sequence[str] | None = None) -> None:
     )
     states = HiddenStates(options.work, (LAYER,))
     hidden = {
-        name: states(texts(getattr(sets, name)))[:, 0].astype(np.float32)
-        for name in ("train", "tune", "report")
+        name: states(texts(getattr(sets, name)))[:, 0].astype(float) for name in ("train", "tune", "report")
     }
     predictors = {
         "MiniLM": heads(sets, names, options.work / f"minilm-{options.prompts}"),

@@ -306,7 +306,7 @@ def train(
             loss = loss + 0.3 * (data.weight[rows] * log_t_nll(mu, log_sigma.exp(), nu, samples)).mean()
         for optimizer in optimizers:
             optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
             optimizer.step()
             scheduler.step()
