@@ -16,13 +16,15 @@ from numpy.typing import NDArray
 
 from export.passes.attention import fuse_attention
 from export.passes.fp16 import to_half
-from export.passes.graph import Feed, random_feed
+from export.passes.graph import Feed, part, random_feed, session, shift_output
 from export.passes.int8 import find_products, measure_ranges, quantize, quantize_tables, smooth
 from predictors.artifact import Artifact, write_manifest
 from predictors.manifest import MODEL, Precision
 from scheduler_core.errors import TailcastError
 from scheduler_core.files import write_json
 
+#: Outputs in ln tokens. Rounding shifts their mean; the shift is measured on the calibration prompts, and removed.
+LOCATIONS = ("mu", "quantiles")
 PRECISION: dict[str, Precision] = {"fused": "fp32", "int8": "int8", "fp16": "fp16", "fp16-fused": "fp16"}
 
 
@@ -52,12 +54,16 @@ def build_variant(
     if not products:
         raise TailcastError("the graph has no matrix product of activations with weights")
     if kind == "int8":
+        before = _location(model, calibration)
         for rewrite, name in ((smooth, "smoothed_tensors"), (quantize, "int8_products")):
             products = find_products(model, feed)
             feeds = (_feed_of(model, tokens) for tokens in calibration)
             ranges = measure_ranges(model, [product.source for product in products], feeds)
             steps[name] = rewrite(model, products, ranges)
         steps["int8_tables"] = quantize_tables(model)
+        for name, after in _location(model, calibration).items():
+            shift_output(model, name, before[name] - after)
+            steps["shifted_outputs"] = steps.get("shifted_outputs", 0) + 1
     else:
         steps["half_nodes"] = to_half(model, products[-1].output, feed)
     return model, steps
@@ -86,6 +92,17 @@ def simplified(path: str | Path) -> ir.Model:
     if list(model.graph.subgraphs()):
         raise TailcastError("a node has a subgraph (a loop or a branch), which the passes do not support")
     return model
+
+
+def _location(model: ir.Model, calibration: Sequence[NDArray[np.int64]]) -> dict[str, float]:
+    """Mean of each output in ln tokens over the calibration prompts, for an unknown served model."""
+    outputs = {str(value.name): value for value in model.graph.outputs if value.name in LOCATIONS}
+    if not outputs:
+        return {}
+    runner = session(part(model, outputs.values()))
+    rows = [runner.run(None, dict(_feed_of(model, tokens))) for tokens in calibration]
+    means = np.mean([[array.mean() for array in row] for row in rows], axis=0)
+    return dict(zip(outputs, means.tolist(), strict=True))
 
 
 def _feed_of(model: ir.Model, tokens: NDArray[np.int64]) -> Feed:

@@ -360,7 +360,13 @@ def test_the_command_makes_evaluates_and_reports(tmp_path):
     assert set(variants) == {"fp32", "fused", "int8", "fp16"}
     assert variants["fused"]["accepted"], variants["fused"]["reasons"]
     assert variants["fused"]["steps"]["attention_layers"] == 2
-    steps = {"attention_layers": 2, "smoothed_tensors": 6, "int8_products": 12, "int8_tables": 0}
+    steps = {
+        "attention_layers": 2,
+        "smoothed_tensors": 6,
+        "int8_products": 12,
+        "int8_tables": 0,
+        "shifted_outputs": 1,
+    }
     assert variants["int8"]["steps"] == steps
     for name in ("fused", "int8", "fp16"):
         assert max(variants[name]["batch_mates"].values()) < 0.01

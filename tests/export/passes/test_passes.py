@@ -11,7 +11,7 @@ from export.graph import export_graph
 from export.passes import graph, int8
 from export.passes.attention import fuse_attention
 from export.passes.fp16 import to_half
-from export.variants.build import simplified
+from export.variants.build import build_variant, simplified
 from predictors.manifest import EncoderCard, Manifest
 from tests.export.conftest import PLAIN
 from tests.training.checkpoints import predictor
@@ -113,6 +113,38 @@ def test_int8_is_near_and_independent_of_batch_mates(graphs):
     # Weights eight times the usual make this network amplify every rounding; a trained one loses a tenth of this.
     assert np.sqrt(((batch - expected) ** 2).mean()) < 0.3 * expected.std()
     assert np.abs(batch - alone).max() < 0.01 * expected.std()
+
+
+def test_an_output_is_shifted_and_nothing_else(graphs):
+    model = simplified(graphs["bert"])
+    plain = model.clone()
+    graph.shift_output(model, "mu", 0.25)
+    names = [value.name for value in plain.graph.outputs]
+    assert [value.name for value in model.graph.outputs] == names
+    feed = graph.random_feed(model, 3, 9, np.random.default_rng(1), VOCABULARY)
+    before, after = (
+        dict(zip(names, graph.session(one).run(names, feed), strict=True)) for one in (plain, model)
+    )
+    np.testing.assert_allclose(after.pop("mu"), before.pop("mu") + 0.25, atol=1e-6)
+    for name, values in after.items():
+        np.testing.assert_array_equal(values, before[name])
+
+
+def test_int8_has_the_mean_location_of_the_calibration_prompts(graphs):
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(5, VOCABULARY, size=length) for length in (3, 9, 20)]
+    model, steps = build_variant(
+        graphs["bert"], "int8", prompts, max_length=LONGEST, vocabulary=VOCABULARY, seed=0
+    )
+    assert steps["shifted_outputs"] == 1
+    means = []
+    for one in (simplified(graphs["bert"]), model):
+        runner = graph.session(one)
+        feeds = (
+            graph.random_feed(one, 1, len(tokens), rng, 1) | {"input_ids": tokens[None]} for tokens in prompts
+        )
+        means.append(np.mean([runner.run(["mu"], feed)[0] for feed in feeds]))
+    assert means[0] == pytest.approx(means[1], abs=1e-5)
 
 
 def test_weights_cannot_overflow_sixteen_bits_on_any_processor():
