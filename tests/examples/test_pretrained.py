@@ -191,14 +191,20 @@ def test_the_crps_of_two_outputs_is_least_at_the_teachers_mu_and_sigma() -> None
     assert abs(float(scales[of_sigma.argmin()]) - 1) <= 0.005
 
 
-def test_rows_of_the_teacher_have_its_mu_and_sigma(tmp_path: Path) -> None:
-    encoder, names = tiny_bert(tmp_path / "encoder"), tuple(f"org/{number}" for number in range(10))
+def save_teacher(folder: Path, names: tuple[str, ...]) -> PromptPredictor:
+    """A small teacher of these served models, saved as the checkpoint `teacher` in the folder."""
+    encoder = tiny_bert(folder / "encoder")
     conditioning = Conditioning(served_models=names, temperature=True)
     heads = Heads(length=LengthHead())
     config = PredictorConfig(encoder=encoder, heads=heads, max_length=32, conditioning=conditioning)
     model = PromptPredictor(config, load_encoder(encoder), Normalization(mu_mean=7.0, mu_std=1.0)).eval()
-    tokenizer = load_tokenizer(encoder)
-    save_checkpoint(tmp_path / "teacher", model, tokenizer, {})
+    save_checkpoint(folder / "teacher", model, load_tokenizer(encoder), {})
+    return model
+
+
+def test_rows_of_the_teacher_have_its_mu_and_sigma(tmp_path: Path) -> None:
+    model = save_teacher(tmp_path, tuple(f"org/{number}" for number in range(10)))
+    tokenizer = load_tokenizer(str(tmp_path / "encoder"))
     file = tmp_path / "rows.parquet"
     distillation.write_teacher_rows(file, tmp_path / "teacher", None, PROMPTS, {"org/1": 0.6}, seed=0)
     rows = pd.read_parquet(file)
@@ -213,14 +219,7 @@ def test_rows_of_the_teacher_have_its_mu_and_sigma(tmp_path: Path) -> None:
 
 
 def test_two_teachers_are_averaged(teacher: ArtifactRuntime, tmp_path: Path) -> None:
-    names = teacher.artifact.manifest.served_models
-    encoder = tiny_bert(tmp_path / "encoder")
-    conditioning = Conditioning(served_models=names, temperature=True)
-    config = PredictorConfig(
-        encoder=encoder, heads=Heads(length=LengthHead()), max_length=32, conditioning=conditioning
-    )
-    model = PromptPredictor(config, load_encoder(encoder), Normalization(mu_mean=7.0, mu_std=1.0)).eval()
-    save_checkpoint(tmp_path / "teacher", model, load_tokenizer(encoder), {})
+    save_teacher(tmp_path, teacher.artifact.manifest.served_models)
     mu = []
     for number, previous in enumerate((None, teacher)):
         file = tmp_path / f"{number}.parquet"
@@ -234,13 +233,7 @@ def test_two_teachers_are_averaged(teacher: ArtifactRuntime, tmp_path: Path) -> 
 
 
 def test_teachers_have_the_same_served_models(teacher: ArtifactRuntime, tmp_path: Path) -> None:
-    encoder = tiny_bert(tmp_path / "encoder")
-    conditioning = Conditioning(served_models=("org/own",), temperature=True)
-    config = PredictorConfig(
-        encoder=encoder, heads=Heads(length=LengthHead()), max_length=32, conditioning=conditioning
-    )
-    model = PromptPredictor(config, load_encoder(encoder), Normalization(mu_mean=7.0, mu_std=1.0)).eval()
-    save_checkpoint(tmp_path / "teacher", model, load_tokenizer(encoder), {})
+    save_teacher(tmp_path, ("org/own",))
     with pytest.raises(InputError, match="an artifact with the served models of"):
         distillation.write_teacher_rows(
             tmp_path / "rows.parquet", tmp_path / "teacher", teacher, PROMPTS, {}, seed=0
