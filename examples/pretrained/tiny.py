@@ -261,7 +261,7 @@ def train(
     epochs: int,
     seed: int,
     *,
-    num_models: int | None = None,
+    num_models: int = 1,
     batch_size: int = 64,
 ) -> TinyNetwork:
     """Trains a network on the teacher's mu and ln sigma, and on the likelihood of the true lengths; without a teacher, for
@@ -271,7 +271,7 @@ def train(
     targets = data.targets
     if targets is None:
         mean = data.samples.mean(torch.log(data.samples.tokens)).mean()
-        start = torch.stack([mean, torch.tensor(-0.5)]).expand(num_models or 1, 2)
+        start = torch.stack([mean, torch.tensor(-0.5)]).expand(num_models, 2)
     else:
         start = targets.mean(0)
     network = TinyNetwork(num_tokens, start)

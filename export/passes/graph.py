@@ -56,14 +56,12 @@ def replace_uses(old: ir.Value, new: ir.Value, among: Iterable[ir.Node] | None =
 
 
 def shift_output(model: ir.Model, name: str, shift: float) -> None:
-    """Adds a constant to an output of the graph in place; nodes that read the output get the sum, too."""
+    """Adds a constant to an output of the graph in place; nodes that read it keep the value without the constant."""
     graph = model.graph
     [position] = [at for at, value in enumerate(graph.outputs) if value.name == name]
     old = graph.outputs[position]
     assert old.dtype is not None
-    readers = list(old.consumers())
     new = add(graph, "Add", old, add_constant(graph, "shift", np.array(shift, dtype=old.dtype.numpy())))
-    replace_uses(old, new, readers)
     old.name, new.name = f"{name}_before_shift", name
     new.shape, new.type = old.shape, old.type
     graph.outputs[position] = new
