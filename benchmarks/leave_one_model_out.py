@@ -44,7 +44,7 @@ from benchmarks.grid_scores import GRID, LEVELS, Array, mean_over, scores
 from benchmarks.language_model_features import HiddenStates
 from benchmarks.pages import put_section
 from benchmarks.pooled import ENCODER
-from examples.pretrained import tiny
+from examples.pretrained import tiny, tiny_network
 from examples.pretrained.prepare import prepare
 from predictors.tokenizer import PromptTokenizer
 from scheduler_core.report.page import markdown_table
@@ -134,13 +134,13 @@ def n_grams(sets: Sets, names: Sequence[str], work: Path) -> Trained:
     tiny.make_tokenizer(prompts).save(str(work / "n-grams.json"))
     tokenizer = PromptTokenizer(work / "n-grams.json", max_length=tiny.MAX_LENGTH, truncation_side="middle")
     tokens = [each.ids for each in tokenizer(prompts)]
-    bags = tiny.bags_of([each.ids for each in tokenizer(texts(sets.report))])
+    bags = tiny_network.bags_of([each.ids for each in tokenizer(texts(sets.report))])
 
     @functools.cache
     def outputs(left_out: int) -> torch.Tensor:
         known = chosen(sets.train, sets.train.model != left_out)
         order = torch.argsort(known.prompt, stable=True)
-        data = tiny.Prompts(
+        data = tiny_network.Prompts(
             tokens=tokens,
             targets=None,
             row_prompt=known.prompt[order].numpy(),
@@ -148,7 +148,7 @@ def n_grams(sets: Sets, names: Sequence[str], work: Path) -> Trained:
             samples=SampleLengths(*(part[order] for part in known.samples)),
             weight=known.weight[order],
         )
-        network = tiny.train(data, tokenizer.vocabulary_size, EPOCHS, SEED, num_models=len(names))
+        network = tiny_network.train(data, tokenizer.vocabulary_size, EPOCHS, SEED, num_models=len(names))
         with torch.no_grad():
             predicted: torch.Tensor = network(*bags)
         return predicted

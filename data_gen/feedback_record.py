@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import IO, Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    ValidationError,
+    model_validator,
+)
 
 from scheduler_core.errors import InputError
 from scheduler_core.json_text import parse_json
+from scheduler_core.lengths.quantiles import LEVELS
 
 FORMAT = "tailcast-feedback/1"
 MAX_TOKENS = 2**31 - 1
@@ -22,6 +31,16 @@ Mu = Annotated[float, Field(ge=-50, le=50)]
 Sigma = Annotated[float, Field(ge=1e-9, le=50)]
 Nu = Annotated[float, Field(ge=0.1, le=1e9)]
 
+
+def _one_per_level(values: tuple[float, ...]) -> tuple[float, ...]:
+    if values and (len(values) != len(LEVELS) or list(values) != sorted(values)):
+        raise ValueError(f"{len(LEVELS)} non-decreasing numbers")
+    return values
+
+
+# Empty for a log-t.
+Quantiles = Annotated[tuple[Mu, ...], Field(strict=False), AfterValidator(_one_per_level)]
+
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -32,11 +51,12 @@ class Strict(BaseModel):
 
 
 class PredictedLength(Strict):
-    """A log-t distribution of the output length and the artifact that predicted it."""
+    """A predicted distribution of the output length and the artifact that predicted it; see `LengthPrediction`."""
 
     mu: Mu
     sigma: Sigma
     nu: Nu
+    quantiles: Quantiles = ()
     artifact_id: str = ""
     artifact_version: str = ""
 
@@ -76,6 +96,7 @@ class FeedbackRecord(Strict):
     mu: Mu | None = None
     sigma: Sigma | None = None
     nu: Nu | None = None
+    quantiles: Quantiles = ()
     artifact_id: str = ""
     artifact_version: str = ""
     shadow: PredictedLength | None = None

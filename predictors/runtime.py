@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -175,9 +175,11 @@ class ArtifactRuntime:
         temperatures: Sequence[float | None] | None = None,
         *,
         batch_size: int = 4,
+        track: Callable[[Sequence[int]], Iterable[int]] = lambda batches: batches,
     ) -> Predicted:
         """Predicts N texts in batches of similar length (small ones are fastest on a CPU), and returns the
-        predictions in the order of `prompts`; served_models and temperatures [N] are as in `run`."""
+        predictions in the order of `prompts`; served_models and temperatures [N] are as in `run`. `track` wraps
+        the batches, e.g. in a progress bar."""
         if batch_size < 1:
             raise InputError("batch_size", batch_size, "an integer >= 1")
         for name, values in (("served_models", served_models), ("temperatures", temperatures)):
@@ -189,7 +191,7 @@ class ArtifactRuntime:
             empty = {tensor.name: np.zeros((0, *map(int, tensor.shape[1:]))) for tensor in self._outputs}
             return Predicted.of(empty, nu=self.artifact.manifest.nu)
         parts = []
-        for start in range(0, len(prompts), batch_size):
+        for start in track(range(0, len(prompts), batch_size)):
             rows = by_length[start : start + batch_size]
             batch = self.run(
                 [tokenized[row].ids for row in rows],

@@ -21,12 +21,16 @@ A censored output (truncated at max_tokens, or aborted) is longer than its x tok
 expectations given that: hazard(r) instead of w r, r hazard(r) instead of w r^2 - 1. Its information has 1
 instead of w, and only the fraction F(r) of lengths that x excludes.
 
+Of a prediction given by quantiles, mu and sigma are those of the closest log-t; its quantiles keep their distances from mu
+in units of sigma, and r is the value of Student's t at the level of x (`_residual`).
+
 Two safeguards for each served model: (1) corrections are only applied while they have increased the
 likelihood of the outputs in the window; the coefficients are always updated. (2) If the corrected predictions
 fail the test of `drift_detector`, only the fraction `KEPT_AT_ALARM` of the accumulated information is kept.
 """
 
 import math
+from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,6 +41,8 @@ import numpy as np
 
 from scheduler_core.drift_detector import DriftDetector
 from scheduler_core.errors import InputError
+from scheduler_core.lengths import LogQuantiles
+from scheduler_core.lengths.quantiles import LEVELS
 from scheduler_core.lengths.standard import FloatArray
 from scheduler_core.lengths.student_t import (
     student_t_cdf,
@@ -53,8 +59,8 @@ _PRECISION = np.stack(
     [np.diag(np.array(deviations) ** -2.0) for deviations in ((0.4, 0.25, 0.25, 0.1), (0.25, 0.1, 0.1, 0.05))]
 )
 MAX_FEATURE = 4.0
-#: Lower bound of sigma' in the scores.
-MIN_SIGMA = 0.01
+#: Lower bound of sigma' in the scores, and of the gap between two quantiles in the likelihood.
+MIN_SIGMA, MIN_GAP = 0.01, 1e-3
 RIGHT = 1.5
 #: Outputs since the start or the last alarm before the test begins.
 MIN_OUTPUTS = 50
@@ -112,8 +118,8 @@ class _ServedModel:
         #: Gain in ln likelihood by the correction, for each output of the window.
         self.gains: deque[float] = deque()
         self.gain_sum = 0.0
-        #: mu, sigma, mu', sigma', nu, ln x, ln max_tokens, finished [window, 8].
-        self.rows = np.zeros((config.window, 8))
+        #: mu, sigma, mu', sigma', ln x, ln max_tokens, finished, and (q - mu) / sigma of the quantiles q at `_LEVELS`.
+        self.rows = np.zeros((config.window, 7 + len(_LEVELS)))
         self.num_rows = 0
 
     @property
@@ -145,7 +151,8 @@ class _ServedModel:
         if log_limit is not None:
             row = self.rows[self.num_rows % len(self.rows)]
             row[:4] = raw.mu, raw.sigma, corrected.mu, corrected.sigma
-            row[4:] = raw.nu, log_length, log_limit, finished
+            row[4:7] = log_length, log_limit, finished
+            row[7:] = _standard_quantiles(raw)
             self.num_rows += 1
 
     def test(self, corrected: LengthPrediction, output_tokens: int, finished: bool) -> DriftAlarm | None:
@@ -153,10 +160,7 @@ class _ServedModel:
         self.num_since_alarm += 1
         if self.num_since_alarm <= MIN_OUTPUTS:
             return None
-        low, high = (
-            student_t_cdf((math.log(output_tokens + half) - corrected.mu) / corrected.sigma, corrected.nu)
-            for half in (-0.5, 0.5)
-        )
+        low, high = (corrected.cdf(output_tokens + half) for half in (-0.5, 0.5))
         if not self.detector.update(low, high if finished else 1.0):
             return None
         alarm = DriftAlarm(self.detector.value, self.detector.reason, self.detector.num_steps)
@@ -179,7 +183,11 @@ class _ServedModel:
         self.num_outputs += 1
         self.num_censored += not finished
         nu, sigma = corrected.nu, max(corrected.sigma, MIN_SIGMA)
-        residual = (log_length - corrected.mu) / sigma
+        residual = (
+            _residual(corrected, log_length)[0]
+            if corrected.quantiles
+            else (log_length - corrected.mu) / sigma
+        )
         if finished:
             fraction, weight = 1.0, (nu + 1) / (nu + residual * residual)
             weighted = weight * residual
@@ -345,18 +353,42 @@ def _features(prediction: LengthPrediction, prompt_tokens: int | None) -> tuple[
 
 def _log_likelihood(prediction: LengthPrediction, log_length: float, finished: bool) -> float:
     """ln density at ln x up to a constant of nu; for a censored output ln P(X > x)."""
-    z, nu = (log_length - prediction.mu) / prediction.sigma, prediction.nu
+    residual, slope = _residual(prediction, log_length)
+    nu = prediction.nu
     if finished:
-        return -0.5 * (nu + 1) * math.log1p(z * z / nu) - math.log(prediction.sigma)
-    return math.log(max(student_t_cdf(-z, nu), 1e-300))
+        return math.log(slope) - 0.5 * (nu + 1) * math.log1p(residual * residual / nu)
+    return math.log(max(student_t_cdf(-residual, nu), 1e-300))
+
+
+def _residual(prediction: LengthPrediction, log_length: float) -> tuple[float, float]:
+    """r, which is Student's t if the prediction is correct, and its derivative by ln x. For quantiles it is linear in ln x
+    between those of Student's t at the same levels."""
+    quantiles = prediction.quantiles
+    if not quantiles:
+        return (log_length - prediction.mu) / prediction.sigma, 1.0 / prediction.sigma
+    standard = _student_t(prediction.nu, LEVELS)
+    index = min(max(bisect_right(quantiles, log_length), 1), len(quantiles) - 1)
+    start, end = standard[index - 1], standard[index]
+    slope = (end - start) / max(quantiles[index] - quantiles[index - 1], MIN_GAP)
+    return start + slope * (log_length - quantiles[index - 1]), slope
+
+
+def _standard_quantiles(prediction: LengthPrediction) -> FloatArray:
+    """(q - mu) / sigma of the predicted quantiles q of ln x at `_LEVELS`."""
+    if prediction.quantiles:
+        quantiles = LogQuantiles(prediction.quantiles).logppf(_LEVELS)
+        return np.asarray((quantiles - prediction.mu) / prediction.sigma)
+    return np.array(_student_t(prediction.nu, tuple(_LEVELS.tolist())))
+
+
+def _student_t(nu: float, levels: tuple[float, ...]) -> tuple[float, ...]:
+    """Quantiles of Student's t at the levels, for nu rounded to two digits."""
+    return _cached_student_t(float(f"{nu:.2g}"), levels)
 
 
 @lru_cache(maxsize=1024)
-def _quantiles(nu: float) -> FloatArray:
-    """Quantiles of Student's t at `_LEVELS`."""
-    quantiles = np.array([student_t_quantile(level, nu) for level in _LEVELS.tolist()])
-    quantiles.setflags(write=False)
-    return quantiles
+def _cached_student_t(nu: float, levels: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(student_t_quantile(level, nu) for level in levels)
 
 
 def _scores(rows: FloatArray, corrected: int) -> dict[str, Any]:
@@ -364,9 +396,8 @@ def _scores(rows: FloatArray, corrected: int) -> dict[str, Any]:
     if not len(rows):
         return {"coverage": dict.fromkeys(COVERAGE_LEVELS), "tau": None, "crps": None}
     mu, sigma = rows[:, 2 * corrected : 2 * corrected + 2].T
-    nu, log_length, log_limit, finished = rows[:, 4:].T
-    standard = np.array([_quantiles(float(f"{value:.2g}")) for value in nu.tolist()])
-    quantiles = mu[:, None] + sigma[:, None] * standard
+    log_length, log_limit, finished = rows[:, 4:7].T
+    quantiles = mu[:, None] + sigma[:, None] * rows[:, 7:]
     gaps = log_length[:, None] - np.minimum(quantiles[:, :NUM_LEVELS], log_limit[:, None])
     coverage: dict[str, float | None] = {}
     for name, quantile in zip(COVERAGE_LEVELS, quantiles[:, NUM_LEVELS:].T, strict=True):

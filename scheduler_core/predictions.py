@@ -12,7 +12,9 @@ from typing import Any
 
 from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogQuantiles, LogT, expected_and_cvar
+from scheduler_core.lengths import quantiles as by_quantiles
 from scheduler_core.lengths.quantiles import LEVELS
+from scheduler_core.lengths.student_t import student_t_cdf
 from scheduler_core.lengths.table import LengthTable
 from scheduler_core.urgency import effective_level, expected_cost_levels
 
@@ -55,11 +57,16 @@ class LengthPrediction:
         """The distribution as an object with quantiles, expectations and remaining length."""
         return LogQuantiles(self.quantiles) if self.quantiles else LogT(self.mu, self.sigma, self.nu)
 
+    def cdf(self, tokens: float) -> float:
+        """P(X <= tokens), tokens > 0."""
+        if self.quantiles:
+            return by_quantiles.cdf(self.quantiles, tokens)
+        return student_t_cdf((math.log(tokens) - self.mu) / self.sigma, self.nu)
+
     def expected_and_cvar(self, max_tokens: float, alpha: float = 0.9) -> tuple[float, float]:
         """(E[min(X, M)], CVaR_alpha(min(X, M))) in tokens, M = max_tokens, alpha in [0.5, 1); see `lengths`."""
         if self.quantiles:
-            mean, tail_mean = LogQuantiles(self.quantiles).expected_and_cvar(alpha, max_tokens)
-            return float(mean), float(tail_mean)
+            return by_quantiles.expected_and_cvar(self.quantiles, max_tokens, alpha)
         return expected_and_cvar(self.mu, self.sigma, self.nu, max_tokens, alpha)
 
     def table(self, max_tokens: int) -> LengthTable:
@@ -68,11 +75,9 @@ class LengthPrediction:
 
     def moved(self, mu: float, sigma: float) -> "LengthPrediction":
         """The prediction with another mu and sigma; quantiles keep their distances from mu in units of sigma."""
-        quantiles = self.quantiles
-        if quantiles:
-            scale = sigma / self.sigma
-            quantiles = tuple(min(max(mu + scale * (value - self.mu), -50.0), 50.0) for value in quantiles)
-        return replace(self, mu=mu, sigma=sigma, quantiles=quantiles)
+        scale = sigma / self.sigma
+        moved = tuple(min(max(mu + scale * (value - self.mu), -50.0), 50.0) for value in self.quantiles)
+        return replace(self, mu=mu, sigma=sigma, quantiles=moved)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,8 @@ from training.versions import versions_of
 
 if TYPE_CHECKING:
     from predictors.runtime import ArtifactRuntime
-    from training.corrected_graph import FeatureRuntime
     from training.corrections import Correction, Requests
+    from training.graph_sessions import FeatureRuntime
 
 log = logging.getLogger(__name__)
 FloatArray = NDArray[np.float64]
@@ -98,7 +98,7 @@ class AdaptConfig:
 def adapt(config: AdaptConfig) -> int:
     """Runs the command; returns 3, and writes nothing, if the new artifact is not better on the held-back requests, else 0."""
     from predictors.runtime import open_runtime
-    from training.corrected_graph import FeatureRuntime
+    from training.graph_sessions import FeatureRuntime
 
     out = folder_target(config.out, KIND, overwrite=config.overwrite)
     report = writable_target(config.report or f"{config.out.rstrip('/')}.html", "report")
@@ -112,7 +112,7 @@ def adapt(config: AdaptConfig) -> int:
         requests, _default_bases(manifest, requests.served_models), progress=config.progress
     )
     is_held_back = _held_back(requests, config)
-    corrections, fits = _corrections(artifact, manifest, requests.take(~is_held_back), config)
+    corrections, fits = _corrections(old, artifact, requests.take(~is_held_back), config)
     before = requests.take(is_held_back)
     with tempfile.TemporaryDirectory() as temporary:
         new = _write(Path(temporary), old.artifact, corrections, artifact.tensor, config)
@@ -192,9 +192,14 @@ def _default_bases(manifest: Manifest, served_models: NDArray[np.object_]) -> ND
 def _predicted(runtime: ArtifactRuntime, requests: Requests) -> Requests:
     """Returns the requests with the artifact's predictions."""
     columns = (list(requests.prompts), list(requests.served_models), list(requests.temperatures))
-    parts = runtime.predict(*columns, batch_size=8)
-    assert parts.mu is not None and parts.sigma is not None and parts.nu is not None  # noqa: PT018
-    return replace(requests, mu=parts.mu, sigma=parts.sigma, nu=parts.nu)
+    arrays = runtime.predict(*columns, batch_size=8).arrays()
+    return replace(requests, **_length_fields(arrays, len(requests)))
+
+
+def _length_fields(arrays: Mapping[str, FloatArray], count: int) -> dict[str, Any]:
+    """Fields of `Requests` for the predicted lengths of `count` requests."""
+    quantiles = arrays.get("quantiles", np.zeros((count, 0)))
+    return {"mu": arrays["mu"], "sigma": arrays["sigma"], "nu": arrays["nu"], "quantiles": quantiles}
 
 
 def _held_back(requests: Requests, config: AdaptConfig) -> NDArray[np.bool_]:
@@ -210,10 +215,13 @@ def _held_back(requests: Requests, config: AdaptConfig) -> NDArray[np.bool_]:
 
 
 def _corrections(
-    artifact: FeatureRuntime, manifest: Manifest, requests: Requests, config: AdaptConfig
+    runtime: ArtifactRuntime, artifact: FeatureRuntime, requests: Requests, config: AdaptConfig
 ) -> tuple[dict[str, Correction], dict[str, Any]]:
     """Fits a correction for each served model with enough prompts; also returns how each was selected."""
     from training.corrections import select_correction
+    from training.graph_sessions import SplitRuntime
+
+    manifest = runtime.artifact.manifest
 
     corrections, fits = {}, {}
     for name in sorted(set(requests.served_models)):
@@ -225,7 +233,14 @@ def _corrections(
         bases = {default: part}
         if name not in manifest.served_models and manifest.conditioning is not None:
             few = part.take(np.arange(len(part)) >= len(part) - _BASE_REQUESTS)
-            candidates = artifact.predict_as(few, list(dict.fromkeys((default, *manifest.served_models))))
+            names = list(dict.fromkeys((default, *manifest.served_models)))
+            predicted = SplitRuntime(runtime, config.threads).predict_as(
+                few.prompts.tolist(), names, few.temperatures
+            )
+            parameters = {base: each.arrays() for base, each in predicted.items()}
+            candidates = {
+                base: replace(few, **_length_fields(arrays, len(few))) for base, arrays in parameters.items()
+            }
             base = select_correction(candidates, config.seed, ["shift and scale"])[0].base
             if base != default:
                 bases[base] = artifact.predict(

@@ -1,184 +1,18 @@
-"""ONNX graphs of artifacts: insertion of corrections, and access to the encoder features that the heads use."""
+"""Corrections of predicted length distributions, inserted into the ONNX graph of an artifact."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx.parser
-import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from predictors.manifest import Conditions, Manifest
-from predictors.runtime import ArtifactRuntime
-from training.corrections import Correction, Requests
-from training.progress import tracked
-
-#: Operators that multiply by weights, or quantize the input of an int8 product.
-_PRODUCTS = frozenset(
-    {"Gemm", "MatMul", "FusedGemm", "FusedMatMul", "DynamicQuantizeLinear", "DynamicQuantizeMatMul"}
-)
-_BATCH = 8
-
-
-class FeatureRuntime:
-    """Runs an artifact and also returns the input features of its heads.
-
-    Attributes:
-        tensor: Name of the features in the graph; None: no tensor of shape [batch, F] was found.
-    """
-
-    def __init__(self, runtime: ArtifactRuntime, threads: int) -> None:
-        self._runtime, self._threads = runtime, threads
-        self._graph = runtime.artifact.graph
-        self.tensor = self._features()
-        self._session = self._open([] if self.tensor is None else [self.tensor])
-
-    def predict(
-        self, requests: Requests, served_models: NDArray[np.object_], *, progress: bool = True
-    ) -> Requests:
-        """Adds predictions and features to the requests, predicted for the given served models [N]."""
-        names = ["mu", "sigma"]
-        names += ["nu"] if self._runtime.artifact.manifest.nu is None else []
-        names += [] if self.tensor is None else [self.tensor]
-        requests, batches = self._batches(requests, served_models)
-        parts = [self._session.run(names, feed) for feed in tracked(batches, "predict", progress)]
-        return self._with_outputs(requests, names, parts)
-
-    def _batches(
-        self, requests: Requests, served_models: NDArray[np.object_]
-    ) -> tuple[Requests, list[dict[str, NDArray[Any]]]]:
-        """The requests with their number of tokens, and the graph inputs of batches of similar length."""
-        tokenized = self._runtime.tokenizer(list(requests.prompts))
-        num_tokens = np.array([each.num_tokens for each in tokenized], dtype=np.float64)
-        order = np.argsort(num_tokens, kind="stable")
-        batches = [order[start : start + _BATCH] for start in range(0, len(order), _BATCH)]
-        feeds = [
-            self._runtime.feed(
-                [tokenized[row].ids for row in rows],
-                list(served_models[rows]),
-                list(requests.temperatures[rows]),
-            )
-            for rows in batches
-        ]
-        return replace(requests, num_tokens=num_tokens), feeds
-
-    def _with_outputs(
-        self, requests: Requests, names: Sequence[str], parts: Sequence[Sequence[NDArray[Any]]]
-    ) -> Requests:
-        """Adds the outputs of all batches, which are in the order of `_batches`, to the requests."""
-        position = np.argsort(np.argsort(requests.num_tokens, kind="stable"))
-        outputs = {
-            "features" if name == self.tensor else name: np.concatenate(values)[position].astype(np.float64)
-            for name, values in zip(names, zip(*parts, strict=True), strict=True)
-        }
-        columns: dict[str, Any] = {"features": np.zeros((len(requests), 0))}
-        columns["nu"] = np.full(len(requests), self._runtime.artifact.manifest.nu or 0.0)
-        return replace(requests, **columns | outputs)
-
-    def predict_as(
-        self, requests: Requests, names: Sequence[str], temperatures: Mapping[str, float] | None = None
-    ) -> dict[str, Requests]:
-        """Predicts all requests for each of the named served models; the encoder runs once per request.
-
-        The artifact must be conditioned on the served model. Features are not returned.
-
-        Args:
-            temperatures: Served model -> sampling temperature of its predictions, unknown if absent; None: those of the
-                requests.
-        """
-        graph = onnx.load(self._graph, load_external_data=False).graph
-        dependent, head = {"served_model"}, []
-        for node in graph.node:
-            # The shape of the input is independent of its values, and the encoder may read the batch size from it.
-            is_shape = node.op_type == "Shape" and node.input[0] == "served_model"
-            if not is_shape and dependent.intersection(_inputs(node)):
-                dependent.update(node.output)
-                head.append(node)
-        constants = {tensor.name: tensor for tensor in graph.initializer}
-        used = dict.fromkeys(name for node in head for name in _inputs(node) if name)
-        outer = [name for name in used if name not in dependent and name not in constants]
-        inputs = {each.name for each in graph.input}
-        outputs = [each.name for each in graph.output if each.name in ("mu", "sigma", "nu")]
-        shared = [name for name in outputs if name not in dependent]  # the same for every served model
-        outputs = [name for name in outputs if name in dependent]
-        encoder = self._open([name for name in outer if name not in inputs and name not in shared])
-        heads: ort.InferenceSession | None = None
-        parts: dict[str, list[list[NDArray[Any]]]] = {name: [] for name in names}
-        requests, batches = self._batches(requests, np.full(len(requests), names[0], dtype=object))
-        for feed in batches:
-            inner = dict.fromkeys([*(name for name in outer if name not in inputs), *shared])
-            values = dict(zip(inner, encoder.run(list(inner), feed), strict=True)) if inner else {}
-            shared_values = {name: values[name] if name in outer else values.pop(name) for name in shared}
-            values |= {name: feed[name] for name in outer if name in inputs}
-            if heads is None:
-                head_inputs = {**values, "served_model": feed["served_model"]}
-                model = onnx.load(self._graph, load_external_data=False)
-                model.graph.CopyFrom(
-                    onnx.helper.make_graph(
-                        head,
-                        "heads",
-                        [_value_info(name, value) for name, value in head_inputs.items()],
-                        [each for each in graph.output if each.name in outputs],
-                        [constants[name] for name in used if name in constants],
-                    )
-                )
-                heads = self._session_of(model)
-            for name in names:
-                number = self._runtime.artifact.manifest.served_model_number(name)
-                values["served_model"] = np.full_like(feed["served_model"], number)
-                if temperatures is not None and "temperature" in values:
-                    values["temperature"] = np.full_like(feed["temperature"], temperatures.get(name, np.nan))
-                parts[name].append([*heads.run(outputs, values), *shared_values.values()])
-        return {name: self._with_outputs(requests, [*outputs, *shared], part) for name, part in parts.items()}
-
-    def _features(self) -> str | None:
-        """Name of the first tensor of shape [batch, F] that depends on the prompt and is multiplied by weights."""
-        graph = onnx.load(self._graph, load_external_data=False).graph
-        outer = {each.name for each in (*graph.input, *graph.initializer, *graph.output)}
-        names = [node.input[0] for node in graph.node if node.op_type in _PRODUCTS]
-        names = [name for name in dict.fromkeys(names) if name not in outer]
-        if not names:
-            return None
-        model: list[str | None] = [*self._runtime.artifact.manifest.served_models, None][:1]
-        prompts = [np.array([token, token, 1]) for token in (2, 3, 5)]
-        feed = self._runtime.feed(prompts, model * 3)
-        for name, value in zip(names, self._open(names).run(names, feed), strict=True):
-            is_table = value.ndim == 2 and len(value) == len(prompts) and value.dtype == np.float32
-            if is_table and np.ptp(value, axis=0).any():
-                return str(name)
-        return None
-
-    def _open(self, tensors: list[str]) -> ort.InferenceSession:
-        """A session that also outputs these inner tensors."""
-        model = onnx.load(self._graph, load_external_data=False)
-        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in tensors)
-        return self._session_of(model)
-
-    def _session_of(self, model: onnx.ModelProto) -> ort.InferenceSession:
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = self._threads
-        options.log_severity_level = 3
-        options.add_session_config_entry(
-            "session.model_external_initializers_file_folder_path", str(self._graph.parent)
-        )
-        return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-
-
-def _inputs(node: onnx.NodeProto) -> list[str]:
-    """Names of all inputs of a node, including those of nested graphs."""
-    inner = [graph for attribute in node.attribute for graph in (attribute.g, *attribute.graphs)]
-    return [*node.input, *(name for graph in inner for each in graph.node for name in _inputs(each))]
-
-
-def _value_info(name: str, value: NDArray[Any]) -> onnx.ValueInfoProto:
-    kind = onnx.helper.np_dtype_to_tensor_dtype(value.dtype)
-    return onnx.helper.make_tensor_value_info(name, kind, [None] * value.ndim)
-
+from training.corrections import Correction
 
 _NODES = """
 mask = Cast <to = 1> (attention_mask)

@@ -42,6 +42,10 @@ def _empty() -> FloatArray:
     return np.zeros(0)
 
 
+def _empty_rows() -> FloatArray:
+    return np.zeros((0, 0))
+
+
 @dataclass(frozen=True, slots=True)
 class Requests:
     """N finished requests and the lengths predicted for them."""
@@ -60,8 +64,10 @@ class Requests:
     mu: FloatArray = field(default_factory=_empty)
     sigma: FloatArray = field(default_factory=_empty)
     nu: FloatArray = field(default_factory=_empty)
+    # Predicted quantiles of ln tokens [N, K]; K is 0 for a log-t.
+    quantiles: FloatArray = field(default_factory=_empty_rows)
     # h of each prompt [N, F]; F is 0 if the graph does not expose features.
-    features: FloatArray = field(default_factory=_empty)
+    features: FloatArray = field(default_factory=_empty_rows)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -80,12 +86,17 @@ class Requests:
         mu = self.mu + self.x @ np.array(correction.terms)
         if len(correction.weights):
             mu = mu + self.features @ correction.weights
-        return replace(self, mu=mu, sigma=correction.scale * self.sigma**correction.power)
+        sigma = correction.scale * self.sigma**correction.power
+        quantiles = self.quantiles
+        if quantiles.shape[1]:
+            quantiles = mu[:, None] + (quantiles - self.mu[:, None]) * (sigma / self.sigma)[:, None]
+        return replace(self, mu=mu, sigma=sigma, quantiles=quantiles)
 
     def scores(self) -> OutputScores:
         """Scores of the predictions."""
         outputs = OutputLengths(np.arange(len(self)), self.lengths, self.finished, self.max_tokens)
-        return score_outputs(self.mu, self.sigma, self.nu, outputs)
+        quantiles = self.quantiles if self.quantiles.shape[1] else None
+        return score_outputs(self.mu, self.sigma, self.nu, outputs, quantiles)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,12 +139,13 @@ def select_correction(
         for kind, (_, has_weights) in KINDS.items():
             if kind not in kinds or (has_weights and not requests.features.shape[1]):
                 continue
-            mu, sigma = requests.mu.copy(), requests.sigma.copy()
+            mu, sigma, quantiles = (each.copy() for each in (requests.mu, requests.sigma, requests.quantiles))
             for number in np.unique(fold):
                 rows = fold == number
                 corrected = requests.take(rows).corrected(_fit(requests.take(~rows), base, kind))
                 mu[rows], sigma[rows] = corrected.mu, corrected.sigma
-            predicted = replace(requests, mu=mu, sigma=sigma)
+                quantiles[rows] = corrected.quantiles
+            predicted = replace(requests, mu=mu, sigma=sigma, quantiles=quantiles)
             if has_weights:
                 predicted = predicted.corrected(_fit(predicted, base, "shift and scale"))
             held_out[base, kind] = predicted

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -29,6 +28,7 @@ from data_gen.feedback_record import (
     FeedbackRecord,
     Mu,
     Nu,
+    Quantiles,
     Sigma,
     Strict,
     bounded_lines,
@@ -39,7 +39,6 @@ from scheduler_core.command import command
 from scheduler_core.drift_detector import DriftDetector
 from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file, writable_target
-from scheduler_core.lengths.student_t import student_t_cdf
 from scheduler_core.online_calibration import (
     MAX_WINDOW,
     MIN_OUTPUTS,
@@ -94,6 +93,7 @@ class ObservedOutput(Strict):
     mu: Mu
     sigma: Sigma
     nu: Nu = 3.5
+    quantiles: Quantiles = ()  # predicted quantiles of ln tokens, see `LengthPrediction`; empty: log-t
     output_tokens: Length  # length of the output; the truncated length if it was truncated
     max_tokens: Length | None = None  # limit of the output, at least output_tokens; None if unlimited
     # Length of the prompt; None if unknown.
@@ -121,7 +121,7 @@ class ObservedOutput(Strict):
     @property
     def prediction(self) -> LengthPrediction:
         """The predicted distribution."""
-        return LengthPrediction(self.mu, self.sigma, self.nu)
+        return LengthPrediction(self.mu, self.sigma, self.nu, quantiles=self.quantiles)
 
 
 class ModelMonitor:
@@ -146,10 +146,7 @@ class ModelMonitor:
         """Updates the monitor with an output; returns the content of an alarm if the detector fires, else None."""
         self.num_outcomes += 1
         in_use = self.in_use.correct("", output.prediction, output.prompt_tokens)
-        low, high = (
-            student_t_cdf((math.log(output.output_tokens + half) - in_use.mu) / in_use.sigma, in_use.nu)
-            for half in (-0.5, 0.5)
-        )
+        low, high = (in_use.cdf(output.output_tokens + half) for half in (-0.5, 0.5))
         self.running.observe(
             "",
             output.prediction,
@@ -278,7 +275,7 @@ def watch(config: StreamConfig) -> None:
             target.flush()
 
 
-main = command("evaluate-stream", StreamConfig, watch, positionals=("stream",), extra="train")
+main = command("evaluate-stream", StreamConfig, watch, positionals=("stream",), extra="train,export")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from typing import Any, Literal
 import numpy as np
 
 from data_gen.feedback_record import FeedbackRecord
+from scheduler_core.lengths import LogT
+from scheduler_core.lengths.quantiles import LEVELS
 from training.evaluating.scores import OutputLengths, OutputScores, finite, score_outputs
 
 Side = Literal["main", "shadow"]
@@ -33,6 +35,7 @@ def pair(record: FeedbackRecord, side: Side) -> dict[str, Any] | None:
         "mu": prediction.mu,
         "sigma": prediction.sigma,
         "nu": prediction.nu,
+        "quantiles": list(prediction.quantiles),
         "output_tokens": tokens,
         "finished": max_tokens is None or tokens < max_tokens if finished is None else finished,
         "served_model": record.served_model or None,
@@ -113,4 +116,9 @@ def _scores(rows: list[dict[str, Any]]) -> OutputScores:
     limits = np.where(np.isnan(limits), np.inf, limits)
     # If the client disconnected, the length received so far is used as max_tokens.
     limits = np.where(is_finished, limits, np.minimum(limits, lengths))
-    return score_outputs(mu, sigma, nu, OutputLengths(np.arange(len(rows)), lengths, is_finished, limits))
+    outputs = OutputLengths(np.arange(len(rows)), lengths, is_finished, limits)
+    quantiles = None
+    if any(row["quantiles"] for row in rows):
+        parameters = zip(rows, mu, sigma, nu, strict=True)
+        quantiles = np.array([row["quantiles"] or LogT(*each).logppf(LEVELS) for row, *each in parameters])
+    return score_outputs(mu, sigma, nu, outputs, quantiles)

@@ -10,28 +10,25 @@ import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import NDArray
+from scipy import stats
 
 from examples.pretrained.prepare import COLUMNS, Prepared, prompt_hash
 from predictors.modules.checkpoint import load_checkpoint
 from predictors.runtime import ArtifactRuntime
 from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_file
-from training.corrected_graph import FeatureRuntime
-from training.corrections import Requests
+from training.graph_sessions import SplitRuntime
 from training.prediction import has_bfloat16, predict_prompts
 from training.progress import tracked
 
-#: Number of prompts per step of the progress bar.
-CHUNK = 500
 #: Sampling weight of prompts of other sources than CASTILLO, as parts of synthetic prompts.
 OTHER_SOURCES = 0.35
 #: Number of served models, drawn for each prompt, for which the teacher predicts its length.
 ROWS_PER_PROMPT = 8
 #: Share of the checkpoint in the mean of two teachers.
 CHECKPOINT_SHARE = 0.6
-#: The log-t (nu = 3.5) with the smallest `log_t_crps` for two outputs at mu - OFFSET * sigma and mu + OFFSET * sigma has this
-#: mu and sigma. From three or more outputs, `train` would also learn sigma_within, which is not the teacher's sigma.
-OFFSET = 0.978
+#: Number of levels that the pairs of quantiles are drawn from.
+NUM_LEVELS = 16
 
 Floats = NDArray[np.float32]
 
@@ -92,17 +89,11 @@ def teacher_predictions(
     Args:
         temperatures: Served model -> sampling temperature of its predictions; unknown for other served models.
     """
-    artifact = FeatureRuntime(runtime, threads=1)
     names = runtime.artifact.manifest.served_models
-    predicted = np.empty((len(prompts), len(names), 2), dtype=np.float32)
-    order = np.argsort([len(prompt) for prompt in prompts], kind="stable")
-    for start in tracked(range(0, len(order), CHUNK), "teacher", True):
-        rows = order[start : start + CHUNK]
-        by_name = artifact.predict_as(unknown_requests([prompts[row] for row in rows]), names, temperatures)
-        predicted[rows] = np.stack(
-            [np.stack([by_name[name].mu, by_name[name].sigma], axis=-1) for name in names], axis=1
-        )
-    return predicted
+    of_model = np.array([[temperatures.get(name, np.nan)] for name in names])
+    by_name = SplitRuntime(runtime).predict_as(prompts, names, of_model, progress=True)
+    parameters = [[each.arrays()[key] for key in ("mu", "sigma")] for each in by_name.values()]
+    return np.array(parameters, dtype=np.float32).transpose(2, 0, 1)
 
 
 def typical_temperatures(files: Prepared) -> dict[str, float]:
@@ -120,7 +111,7 @@ def write_teacher_rows(
     seed: int,
 ) -> None:
     """Writes rows for `train`: each prompt with `ROWS_PER_PROMPT` random served models of the checkpoint, and two output
-    lengths from which the CRPS objective learns the mu and sigma that the teachers predict.
+    lengths drawn from the teachers' distribution.
 
     Args:
         file: Parquet file to write.
@@ -129,15 +120,16 @@ def write_teacher_rows(
             (`CHECKPOINT_SHARE`); None: only those of the checkpoint.
         prompts: Prompts without duplicates.
         temperatures: Served model -> temperature of its predictions; unknown for other served models.
-        seed: Seed of the random served models.
+        seed: Seed of the random served models and lengths.
 
     Raises:
         InputError: The checkpoint is not conditioned on the served model, or `previous` has other served models.
     """
     teacher = load_checkpoint(checkpoint)
-    conditioning = teacher.model.config.conditioning
-    if conditioning is None:
-        raise InputError("teacher", str(checkpoint), "a checkpoint that is conditioned on the served model")
+    conditioning, head = teacher.model.config.conditioning, teacher.model.config.heads.length
+    if conditioning is None or head is None:
+        allowed = "a checkpoint with a length head that is conditioned on the served model"
+        raise InputError("teacher", str(checkpoint), allowed)
     names = np.array(conditioning.served_models, dtype=object)
     if previous is not None and previous.artifact.manifest.served_models != tuple(names):
         raise InputError(
@@ -168,22 +160,20 @@ def write_teacher_rows(
         other_mu, other_sigma = np.take_along_axis(all_names, chosen[..., None], axis=1).reshape(-1, 2).T
         mu = CHECKPOINT_SHARE * mu + (1 - CHECKPOINT_SHARE) * other_mu
         sigma = CHECKPOINT_SHARE * sigma + (1 - CHECKPOINT_SHARE) * other_sigma
-    lengths = np.exp(mu[:, None] + OFFSET * sigma[:, None] * [-1.0, 1.0])
-    table["output_tokens"] = list(np.maximum(np.rint(lengths), 1).astype(np.int64))
+    lengths = pairs_of_lengths(mu, sigma, head.nu, rng)
+    table["output_tokens"] = list(lengths)
     table["finished"] = list(np.ones(lengths.shape, dtype=bool))
     with atomic_file(file) as temporary:
         table[list(COLUMNS)].to_parquet(temporary, compression="zstd", index=False)
 
 
-def unknown_requests(prompts: Sequence[str]) -> Requests:
-    """Requests with unknown served model, temperature and length."""
-    texts, unknown = np.array(prompts, dtype=object), np.full(len(prompts), np.nan)
-    return Requests(
-        prompts=texts,
-        prompt_ids=texts,
-        served_models=np.full(len(prompts), "", dtype=object),
-        temperatures=unknown,
-        lengths=unknown,
-        finished=np.zeros(len(prompts), dtype=bool),
-        max_tokens=unknown,
-    )
+def pairs_of_lengths(
+    mu: NDArray[np.float64], sigma: NDArray[np.float64], nu: float, rng: np.random.Generator
+) -> NDArray[np.int64]:
+    """Two output lengths for each of N log-t distributions, in tokens [N, 2]: the quantiles at a random level and at one
+    minus it. Proper losses of such pairs are smallest at the distribution itself. Two, because from three or more `train`
+    would also learn sigma_within, which is not the teacher's sigma."""
+    levels = 0.5 + 0.5 * (rng.integers(0, NUM_LEVELS, len(mu)) + 0.5) / NUM_LEVELS
+    distance = sigma * stats.t.ppf(levels, nu)
+    lengths = np.exp(mu[:, None] + distance[:, None] * [-1.0, 1.0])
+    return np.asarray(np.maximum(np.rint(lengths), 1).astype(np.int64))

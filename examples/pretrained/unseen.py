@@ -12,13 +12,12 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from examples.pretrained.distillation import unknown_requests
 from examples.pretrained.prepare import served_model
 from predictors.manifest import MODEL
 from predictors.runtime import open_runtime
 from scheduler_core.lengths.distribution import LogT
-from training.corrected_graph import FeatureRuntime
 from training.evaluating.scores import kendall_tau
+from training.graph_sessions import SplitRuntime
 
 #: Minimum number of prompts of a served model for a ranking.
 MIN_PROMPTS = 20
@@ -61,16 +60,17 @@ def score_sources(artifact: Path, files: Mapping[str, Path], *, threads: int = 1
     """Scores an artifact on each source."""
     runtime = open_runtime(artifact, provider="cpu", threads_per_run=threads)
     names = [*runtime.artifact.manifest.served_models, ""]
-    has_graph = (runtime.artifact.path / MODEL).is_file()
-    features = FeatureRuntime(runtime, threads=threads) if has_graph else None
+    split = SplitRuntime(runtime, threads) if MODEL in runtime.artifact.manifest.files else None
 
     def predict(prompts: Sequence[str]) -> Mapping[str, Array]:
-        if features is not None:  # The encoder runs once for all served models.
-            requests = features.predict_as(unknown_requests(prompts), names)
-            return {name: np.stack([each.mu, each.sigma, each.nu]) for name, each in requests.items()}
-        rows = {name: runtime.predict(prompts, [name] * len(prompts)) for name in names}
-        arrays = {name: row.arrays() for name, row in rows.items()}
-        return {name: np.stack([row[key] for key in ("mu", "sigma", "nu")]) for name, row in arrays.items()}
+        if split is not None:
+            by_name = split.predict_as(prompts, names)
+        else:
+            by_name = {name: runtime.predict(prompts, [name] * len(prompts)) for name in names}
+        parameters = {name: each.arrays() for name, each in by_name.items()}
+        return {
+            name: np.stack([row[key] for key in ("mu", "sigma", "nu")]) for name, row in parameters.items()
+        }
 
     return [score_source(predict, name, pd.read_parquet(file)) for name, file in files.items()]
 

@@ -178,4 +178,5 @@ def _length_fields(prediction: Prediction | None) -> dict[str, Any]:
     """Fields of the predicted length, the input of `evaluate-stream`; empty without a length."""
     if prediction is None or prediction.length is None:
         return {}
-    return {name: value for name, value in asdict(prediction.length).items() if name != "quantiles"}
+    # Empty quantiles are left out, so that records of log-t predictions keep their format.
+    return {name: value for name, value in asdict(prediction.length).items() if name != "quantiles" or value}

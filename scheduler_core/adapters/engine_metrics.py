@@ -4,12 +4,10 @@ vLLM's scheduler runs in a separate process. vLLM's /metrics includes that proce
 mode of Prometheus: set PROMETHEUS_MULTIPROC_DIR to an empty folder before vLLM starts.
 """
 
-import math
 from functools import cache
 from typing import Any
 
 from scheduler_core.adapters.live_calibration import CalibrationGauges
-from scheduler_core.lengths.student_t import student_t_cdf
 from scheduler_core.predictor import PredictionEvent, PredictionStatus
 from scheduler_core.request import RequestState
 
@@ -67,12 +65,7 @@ class EngineMetrics:
         """Observes the quantile level of the length of a complete output in its predicted distribution."""
         predicted = state.prediction
         if predicted is not None and num_output_tokens > 0:
-            if predicted.quantiles:
-                level = float(predicted.distribution().cdf(num_output_tokens))
-            else:  # without scipy
-                z = (math.log(num_output_tokens) - predicted.mu) / predicted.sigma
-                level = student_t_cdf(z, predicted.nu)
-            self._quantile.observe(level)
+            self._quantile.observe(predicted.cdf(num_output_tokens))
 
 
 @cache

@@ -7,7 +7,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
-from scheduler_core.lengths import LogT
 from scheduler_core.scheduler import Scheduler
 from scheduler_core.simulator.loop import SimulationOutcome
 from scheduler_core.simulator.predictions import Predictions
@@ -186,7 +185,7 @@ def predictor_statistics(predictions: Predictions, schedulers: Mapping[str, Sche
 
 
 def prediction_quality(requests: Columns) -> dict[str, Any] | None:
-    """Scores of the predicted log-t lengths of the finished requests; None without predictions.
+    """Scores of the predicted lengths of the finished requests; None without predictions.
 
     `mae_tokens` is the error of the median; `mae_log` and `rmse_log` are errors of mu as ln length; `kendall_tau` is that
     of medians and lengths (None if all are equal); `coverage` is the fraction of lengths up to the predicted P50, P90, P99.
@@ -194,22 +193,15 @@ def prediction_quality(requests: Columns) -> dict[str, Any] | None:
     predicted = np.isfinite(requests["predicted_mu"])
     if not predicted.any():
         return None
-    mu, sigma, nu, length = (
-        requests[name][predicted]
-        for name in ("predicted_mu", "predicted_sigma", "predicted_nu", "output_tokens")
+    mu, probability, length = (
+        requests[name][predicted] for name in ("predicted_mu", "predicted_probability", "output_tokens")
     )
     error_log = mu - np.log(length)
-    # The quantile is mu + sigma t: compute t once per distinct nu, not per request.
-    values, codes = np.unique(nu, return_inverse=True)
-    student = LogT(0.0, 1.0, values)
     return {
         "num": len(length),
         "mae_tokens": float(np.abs(np.exp(mu) - length).mean()),
         "mae_log": float(np.abs(error_log).mean()),
         "rmse_log": float(np.sqrt((error_log**2).mean())),
         "kendall_tau": kendall_tau(mu, length),
-        "coverage": {
-            name: float((np.log(length) <= mu + sigma * np.asarray(student.logppf(level))[codes]).mean())
-            for name, level in LEVELS.items()
-        },
+        "coverage": {name: float((probability <= level).mean()) for name, level in LEVELS.items()},
     }

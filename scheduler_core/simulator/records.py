@@ -41,6 +41,7 @@ class RequestRecord:
         finish_s: Time of its last token.
         finish_reason: "stop", or "length" if max_tokens was reached.
         predicted_mu: Predicted location of ln length; None without a prediction, like its scale and degrees of freedom.
+        predicted_probability: Predicted probability of an output of at most this length.
         max_tbt_s: Longest gap between two of its tokens; None if it had only one, or gaps were not measured.
             It depends on `exact_steps` by rounding, so it is not compared.
         replica_id: Replica that finished it; None without a router.
@@ -59,6 +60,7 @@ class RequestRecord:
     predicted_mu: float | None = None
     predicted_sigma: float | None = None
     predicted_nu: float | None = None
+    predicted_probability: float | None = None
     tier: int = 2
     tenant: str = ""
     category: str = ""
@@ -92,6 +94,7 @@ class RequestRecord:
             predicted_mu=None if length is None else length.mu,
             predicted_sigma=None if length is None else length.sigma,
             predicted_nu=None if length is None else length.nu,
+            predicted_probability=None if length is None else length.cdf(item.output_tokens),
             replica_id=replica_id,
             **dict(zip(_OF_TRACE, _trace_values(row), strict=True)),
         )

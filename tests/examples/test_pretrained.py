@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 
-from examples.pretrained import distillation, minilm, tiny
+from examples.pretrained import distillation, minilm, tiny, tiny_network
 from examples.pretrained.prepare import SET_ASIDE, SOURCES, Prepared, prepare, served_model
 from examples.pretrained.unseen import markdown, score_source, score_sources
 from predictors.modules.checkpoint import save_checkpoint
@@ -25,8 +25,9 @@ from predictors.tiny import WEIGHTS, TinyModel
 from predictors.tokenizer import PromptTokenizer
 from scheduler_core.errors import InputError
 from tests.training.tiny import tiny_bert
-from training.corrected_graph import FeatureRuntime
+from training.corrections import Requests
 from training.data import SampleLengths
+from training.graph_sessions import FeatureRuntime
 from training.losses import log_t_crps
 from training.prediction import predict_prompts
 
@@ -245,7 +246,9 @@ def test_the_encoder_of_the_shipped_artifact_has_the_features_of_its_graph(tmp_p
     minilm.write_encoder(tmp_path / "trained", shipped_folder("pretrained"))
     runtime = open_runtime("pretrained")
     states = FeatureRuntime(runtime, threads=1)
-    requests = states.predict(distillation.unknown_requests(PROMPTS[:2]), np.array(["", ""], dtype=object))
+    texts, unknown = np.array(PROMPTS[:2], dtype=object), np.full(2, np.nan)
+    requests = Requests(texts, texts, texts, unknown, unknown, np.zeros(2, dtype=bool), unknown)
+    requests = states.predict(requests, np.array(["", ""], dtype=object))
     features = requests.features[:, :384]
     errors = {}
     for name in ("initial", "trained"):
@@ -302,7 +305,7 @@ def test_made_up_prompts_repeat_and_consist_of_words_of_the_given_ones() -> None
 def test_numpy_calculates_what_torch_does(tmp_path: Path) -> None:
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
-    network = tiny.TinyNetwork(40, torch.randn(5, 2))
+    network = tiny_network.TinyNetwork(40, torch.randn(5, 2))
     with torch.no_grad():
         for table in network.tables:
             steps = torch.randint(-127, 128, table.weight.shape).float()
@@ -315,7 +318,7 @@ def test_numpy_calculates_what_torch_does(tmp_path: Path) -> None:
     model = TinyModel(tmp_path / WEIGHTS)
     prompts = [rng.integers(0, 40, size) for size in (0, 1, 2, 3, 4, 50, 512)]
     with torch.no_grad():
-        expected = network(*tiny.bags_of(prompts)).numpy()
+        expected = network(*tiny_network.bags_of(prompts)).numpy()
     for ids, outputs in zip(prompts, expected, strict=True):
         for number, (mu, log_sigma) in enumerate(outputs, 1):
             found = model(ids, number)
@@ -340,9 +343,9 @@ def test_training_learns_the_words_of_long_outputs_and_calibration_their_true_le
     for name, shift in (("training", 0.0), ("calibration", 1.0)):
         lengths = [np.round(np.exp(value + shift + np.array([-0.4, 0.4]))) for value in mu]
         pd.DataFrame(columns | {"output_tokens": lengths}).to_parquet(tmp_path / name)
-        parts.append(tiny.Prompts.of(prompts, tokenizer, targets, {tmp_path / name: 1.0}, ["a", "b"]))
+        parts.append(tiny_network.Prompts.of(prompts, tokenizer, targets, {tmp_path / name: 1.0}, ["a", "b"]))
     data, calibration = parts
-    content = tiny.train(data, tokenizer.vocabulary_size, epochs=30, seed=0).arrays()
+    content = tiny_network.train(data, tokenizer.vocabulary_size, epochs=30, seed=0).arrays()
     np.savez(tmp_path / WEIGHTS, **content)
     before = TinyModel(tmp_path / WEIGHTS)
     np.savez(tmp_path / WEIGHTS, **tiny.calibrated(content, before, calibration, nu=3.5))
@@ -360,9 +363,9 @@ def test_without_a_teacher_the_tiny_network_learns_the_true_lengths(tmp_path: Pa
     lengths = [np.round(np.exp(3.0 + 3 * (number % 2) + np.array([-0.4, 0.4]))) for number in range(200)]
     columns = {"prompt": prompts, "model": "a", "finished": [[True, True]] * 200, "output_tokens": lengths}
     pd.DataFrame(columns).to_parquet(tmp_path / "training")
-    data = tiny.Prompts.of(prompts, tokenizer, None, {tmp_path / "training": 1.0}, ["a", "b"])
-    network = tiny.train(data, tokenizer.vocabulary_size, epochs=30, seed=0, num_models=2)
+    data = tiny_network.Prompts.of(prompts, tokenizer, None, {tmp_path / "training": 1.0}, ["a", "b"])
+    network = tiny_network.train(data, tokenizer.vocabulary_size, epochs=30, seed=0, num_models=2)
     with torch.no_grad():
-        short, long = network(*tiny.bags_of(data.tokens[:2]))[:, 0, 0].tolist()
+        short, long = network(*tiny_network.bags_of(data.tokens[:2]))[:, 0, 0].tolist()
     assert short == pytest.approx(3.0, abs=0.3)
     assert long == pytest.approx(6.0, abs=0.3)

@@ -33,9 +33,10 @@ from tests.training.tiny import tiny_bert
 from training.cli_train import main as train
 from training.config import LengthTask
 from training.corrected_graph import with_corrections
-from training.corrections import Correction
+from training.corrections import Correction, Requests
 from training.evaluating.cli import EvaluateConfig
 from training.evaluating.run import evaluate
+from training.graph_sessions import FeatureRuntime
 
 K = len(LEVELS)
 HEAD = LengthHead(TOWER, within=True, quantiles=True)
@@ -191,6 +192,11 @@ def test_adapted_predictions_have_their_quantiles_moved_along(trained: Path, tmp
     np.testing.assert_allclose(*standard, rtol=1e-4, atol=1e-4)
     assert plain.mu is not None and corrected.mu is not None  # noqa: PT018
     assert corrected.mu - plain.mu == pytest.approx(0.4 + 0.1 * plain.mu, rel=1e-4)
+    rows, unknown = np.array(texts, dtype=object), np.full(len(texts), np.nan)
+    requests = Requests(rows, rows, rows, unknown, np.full(len(texts), 90.0), unknown > 0, unknown)
+    names = np.full(len(texts), "small", dtype=object)
+    fitted = FeatureRuntime(before, threads=1).predict(requests, names, progress=False)
+    np.testing.assert_allclose(fitted.corrected(correction).quantiles, corrected.quantiles, atol=1e-4)
     one, other = (side.predict(texts, ["large"] * len(texts)).quantiles for side in (before, after))
     assert np.array_equal(one, other)  # type: ignore[arg-type]
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scheduler_core.decision_log import DecisionLog
 from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogQuantiles, LogT
+from scheduler_core.lengths import quantiles as by_quantiles
 from scheduler_core.lengths.quantiles import LEVELS
 from scheduler_core.lengths.standard import FloatArray
 from scheduler_core.online_calibration import OnlineCalibration
@@ -64,6 +65,11 @@ def test_all_numbers_follow_from_the_quantile_function(
     assert float(length.cdf(x * (1 + 2e-6))) >= level - 1e-9, "a step of F is at most 1e-6 wide"
     assert float(length.cdf(x * (1 - 2e-6))) <= level + 1e-9
     assert float(length.sf(x)) == pytest.approx(1 - float(length.cdf(x)), abs=1e-12)
+    assert by_quantiles.cdf(quantiles, x * (1 + 2e-6)) >= level - 1e-9
+    assert by_quantiles.cdf(quantiles, x * (1 - 2e-6)) <= level + 1e-9
+    if level >= 0.5:
+        one = by_quantiles.expected_and_cvar(quantiles, cap, level)
+        assert one == pytest.approx(length.expected_and_cvar(level, cap), rel=1e-5)
     mean, tail_mean = map(float, length.expected_and_cvar(level, cap))
     assert 0 < mean <= tail_mean <= cap
     assert mean == pytest.approx(integral(length, 0.0, cap), rel=2e-3)
@@ -135,7 +141,9 @@ def test_policies_and_routers_order_by_the_quantiles() -> None:
     skewed = LengthPrediction(5.0, 0.4, NU, quantiles=SKEWED)
     exact = LogQuantiles(SKEWED)
     mean, tail_mean = map(float, exact.expected_and_cvar(0.9, 1000))
-    assert skewed.expected_and_cvar(1000) == (mean, tail_mean)
+    assert skewed.expected_and_cvar(1000) == pytest.approx((mean, tail_mean))
+    with pytest.raises(InputError, match="alpha in"):
+        skewed.expected_and_cvar(1000, 0.4)
     for name, expected in {"tie": math.log(mean + 0.1 * tail_mean), "sept": mean, "trail": mean}.items():
         policy = make_policy(name)
         for each in (plain, skewed):
@@ -165,6 +173,22 @@ def test_online_calibration_moves_the_quantiles_with_mu_and_sigma() -> None:
     np.testing.assert_allclose(*standard, atol=1e-9)
     assert corrected.distribution().ppf(0.5) == pytest.approx(math.exp(corrected.mu))
     assert max(prediction.moved(49.0, 9.0).quantiles) == 50.0
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.7])
+def test_online_calibration_keeps_correct_quantiles_and_corrects_others(shift: float) -> None:
+    prediction = LengthPrediction(SKEWED[11], 0.4, NU, quantiles=SKEWED)
+    calibration = OnlineCalibration()
+    for level in np.random.default_rng(0).random(1000).tolist():
+        tokens = max(1, round(math.exp(shift) * float(LogQuantiles(SKEWED).ppf(level))))
+        calibration.observe("m", prediction, 100, tokens, finished=True)
+    found = calibration.metrics("m")
+    assert found["after"]["coverage"] == pytest.approx({"p50": 0.5, "p90": 0.9, "p99": 0.99}, abs=0.06)
+    assert found["before"]["coverage"]["p90"] == pytest.approx(
+        0.9 if shift == 0 else 0.2, abs=0.05 + shift / 3
+    )
+    assert found["num_alarms"] == 0
+    assert calibration.correct("m", prediction, 100).mu == pytest.approx(prediction.mu + shift, abs=0.15)
 
 
 def test_a_decision_log_keeps_quantiles_and_one_without_is_as_before() -> None:

@@ -14,6 +14,7 @@ import pytest
 from scipy import stats
 
 from scheduler_core.errors import InputError
+from scheduler_core.predictions import LengthPrediction
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.commands.compare import bootstrap_interval, latency_differences, paired
 from scheduler_core.simulator.commands.run import distribution_functions
@@ -244,7 +245,12 @@ def test_predictions_of_known_quality() -> None:
     mu, nu = rng.uniform(4, 9, 4000), np.tile([3.5, 30.0], 2000)
     lengths = np.maximum(1, np.round(np.exp(mu + 0.5 * rng.standard_t(nu)))).astype(int)
     records = [
-        replace(RECORD, output_tokens=length, predicted_mu=one, predicted_sigma=0.5, predicted_nu=free)
+        replace(
+            RECORD,
+            output_tokens=length,
+            predicted_mu=one,
+            predicted_probability=LengthPrediction(one, 0.5, free).cdf(length),
+        )
         for length, one, free in zip(lengths.tolist(), mu.tolist(), nu.tolist(), strict=True)
     ]
     found = prediction_quality(request_columns(records))

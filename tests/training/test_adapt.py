@@ -19,8 +19,6 @@ from tests.predictors import fakes
 from tests.predictors.proxy.fake_engine import chat, completion, running_engine, running_proxy
 from training.adapt import NOT_BETTER, AdaptConfig, adapt
 from training.cli_adapt import main
-from training.corrected_graph import FeatureRuntime
-from training.corrections import Requests
 
 #: Words that the tiny model knows, without those that break it.
 TEXT = fakes.WORDS[: fakes.WORDS.index("nan")]
@@ -200,15 +198,3 @@ async def test_a_newcomer_with_400_gateway_logs(tmp_path: Path) -> None:
     assert adapted(feedback, folder, tmp_path / "second", report=str(tmp_path / "second.html")) == 0
     again = open_runtime(tmp_path / "second", provider="cpu").predict(["name three rivers"], ["my-llm"])
     assert again.rows()[0].mu == pytest.approx(known.mu - 2.0, abs=0.4)
-
-
-def test_the_shipped_encoder_runs_once_for_predictions_as_several_served_models() -> None:
-    runtime = open_runtime("pretrained", provider="cpu", threads_per_run=1)
-    prompts = np.array([f"{'word ' * number}?" for number in range(9)], dtype=object)
-    requests = Requests(prompts, prompts, prompts, np.full(9, 0.5), *[np.ones(9)] * 3)
-    for names in (["", "gpt-4o"], ["gpt-4o", ""]):
-        found = FeatureRuntime(runtime, 1).predict_as(requests, names)
-        for name in names:
-            alone = runtime.predict(prompts.tolist(), [name] * 9, [0.5] * 9)
-            np.testing.assert_allclose(found[name].mu, alone.mu, atol=1e-5)
-            np.testing.assert_allclose(found[name].sigma, alone.sigma, atol=1e-5)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +17,8 @@ from data_gen.splits import overlap, smallest_hashes
 from predictors.modules.checkpoint import load_checkpoint
 from predictors.modules.config import Calibration, Conditioning
 from predictors.modules.heads import Heads, RankHead
+from scheduler_core.lengths import LogQuantiles
+from scheduler_core.lengths.quantiles import LEVELS
 from tests.training.checkpoints import MODELS, SMALL_TOWER, prompts, random_checkpoint, write_drawn_answers
 from tests.training.data import assert_refused
 from training.calibrating import estimation
@@ -26,14 +28,17 @@ from training.evaluating.cli import main as evaluate
 ESTIMATORS = [name for name in estimation.METHODS if name != "identity"]
 
 
-def residuals(count=20_000, *, shift=(0.0, 0.0), scale=(1.0, 1.0), limit=np.inf, seed=0):
-    """Answers of two served models whose residuals are shift + scale T, censored at `limit`."""
+def residuals(count=20_000, *, shift=(0.0, 0.0), scale=(1.0, 1.0), limit=np.inf, seed=0, quantiles=()):
+    """Answers of two served models whose residuals are shift + scale T, censored at `limit`; T has these quantiles, or is
+    Student's t."""
     rng = np.random.default_rng(seed)
     model = rng.integers(1, 3, count)
-    z = np.array(shift)[model - 1] + np.array(scale)[model - 1] * rng.standard_t(3.5, count)
+    t = LogQuantiles(quantiles).logppf(rng.random(count)) if quantiles else rng.standard_t(3.5, count)
+    z = np.array(shift)[model - 1] + np.array(scale)[model - 1] * t
     row = np.arange(count)
     limits, nu = np.full(count, float(limit)), np.full(count, 3.5)
-    return estimation.Residuals(np.minimum(z, limit), z <= limit, limits, model, row // 2, row, nu)
+    rows = np.tile(np.array(quantiles, dtype=float), (count, 1))
+    return estimation.Residuals(np.minimum(z, limit), z <= limit, limits, model, row // 2, row, nu, rows)
 
 
 def folds(data, count=5):
@@ -50,6 +55,21 @@ def test_shift_and_scale_are_found_for_each_served_model(method, limit, shift, s
     assert found.sigma_scale[1:] == pytest.approx(scale, abs=0.12)
     after = residuals(shift=shift, scale=scale, limit=limit, seed=1).calibrated(found).coverage()
     assert after["largest_shift"] < 0.02
+
+
+@pytest.mark.parametrize("limit", [np.inf, 2.0])
+def test_predicted_quantiles_are_calibrated_with_their_shape(limit):
+    t = stats.t.ppf(LEVELS, 3.5)
+    skewed = {"quantiles": tuple(np.where(t < 0, 1.7 * t, 0.5 * t).tolist())}
+    exact = residuals(shift=(0, 0), limit=limit, **skewed)
+    assert exact.coverage()["largest_shift"] < 0.02
+    assert replace(exact, quantiles=np.zeros((len(exact), 0))).coverage()["largest_shift"] > 0.04
+    off = {"shift": (0.4, -0.3), "scale": (1.3, 0.8), "limit": limit} | skewed
+    found = estimation.select_calibration(folds(residuals(4000, **off)), 2, list(estimation.METHODS))
+    assert found.method != "identity"
+    other = residuals(seed=1, **off)
+    before, after = other.coverage(), other.calibrated(found.calibration).coverage()
+    assert after["mean_largest_shift"] < 0.025 < 0.1 < before["mean_largest_shift"]
 
 
 def test_no_change_is_kept_where_nothing_is_wrong():

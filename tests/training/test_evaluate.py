@@ -7,6 +7,7 @@ import shutil
 from dataclasses import asdict
 
 import numpy as np
+import onnxruntime as ort
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,21 +17,30 @@ from scipy import integrate, stats
 
 from predictors.manifest import CONFORMAL
 from predictors.modules.heads import BucketHead, Heads, LengthHead, RankHead, RegressionHead, UrgencyHead
+from predictors.pretrained import shipped_folder
+from predictors.runtime import open_runtime
 from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogQuantiles, LogT
 from scheduler_core.lengths.quantiles import LEVELS
-from tests.training.checkpoints import MODELS, SMALL_TOWER, random_checkpoint, write_drawn_answers
+from tests.training.checkpoints import (
+    ALL_HEADS,
+    MODELS,
+    SMALL_TOWER,
+    random_checkpoint,
+    write_drawn_answers,
+)
 from tests.training.data import assert_refused, write_lists, write_rows, write_sample_file
 from training.cli_fit_dist import main as fit_dist
 from training.evaluating import scores as scoring
 from training.evaluating.baselines import baselines_of
 from training.evaluating.cli import main
 from training.evaluating.evaluation import CONFORMAL_SCHEMA, Candidate, ScoredPredictor, ceilings, compare
-from training.evaluating.predictors import PredictedRows
+from training.evaluating.predictors import InferenceOptions, PredictedRows, open_predictor
 from training.evaluating.report import COLUMNS, report_lines, table_rows
 from training.evaluating.rows import EvaluationRows
 from training.evaluating.scores import OutputLengths, kendall_tau, ranking, regression, score_outputs
 from training.fitting.fits import FitOptions, read_fits_or_fit
+from training.graph_sessions import SplitRuntime
 
 SPLIT = {"seed": 3, "fractions": [0.5, 0.25, 0.25]}
 
@@ -350,6 +360,38 @@ def test_an_artifact_says_the_same_as_its_checkpoint(folder, tmp_path):
     single = evaluate(artifact, folder / "lists.parquet", tmp_path / "f.json", "--ceiling", "false")
     assert single["baselines"] == found["baselines"]
     assert single["ceiling"] == {}
+
+
+def test_one_run_of_the_encoder_per_prompt_gives_the_predictions_of_the_whole_graph(tmp_path, monkeypatch):
+    from export.cli import main as export_onnx
+
+    checkpoint = random_checkpoint(tmp_path / "bare", heads=ALL_HEADS)
+    assert export_onnx([str(checkpoint), "--out", str(tmp_path / "all"), "--legacy_exporter", "true"]) == 0
+    rng = np.random.default_rng(0)
+    texts = [f"{'word ' * number}?" for number in range(9)]
+    for folder, names in ((tmp_path / "all", MODELS), (shipped_folder("pretrained"), ("gpt-4o", None, ""))):
+        runtime = open_runtime(folder, provider="cpu")
+        prompts = [texts[number] for number in (0, 0, 0, *rng.integers(0, 9, 30))]
+        models = [names[number] for number in rng.integers(0, len(names), 33)]
+        temperatures = [[None, np.nan, 0.5, 1.0][number] for number in rng.integers(0, 4, 33)]
+        whole = runtime.predict(prompts, models, temperatures).arrays()
+        split = SplitRuntime(runtime).predict(prompts, models, temperatures, batch_size=4, progress=False)
+        assert split.arrays().keys() == whole.keys() >= {"mu", "sigma", "nu"}
+        for name, values in split.arrays().items():
+            np.testing.assert_allclose(values, whole[name], atol=1e-4, rtol=1e-4)
+        by_name = SplitRuntime(runtime).predict_as(texts, names[:2], [[0.5], [np.nan]])
+        alone = runtime.predict(texts, [names[1]] * 9, [None] * 9).arrays()
+        np.testing.assert_allclose(by_name[names[1]].mu, alone["mu"], atol=1e-4)
+        assert len(SplitRuntime(runtime).predict([], [], [])) == 0
+    opened, lengths = open_predictor(folder, InferenceOptions(progress=False)), []
+    run = ort.InferenceSession.run
+    monkeypatch.setattr(
+        ort.InferenceSession,
+        "run",
+        lambda self, names, feed: lengths.append(len(feed.get("input_ids", ()))) or run(self, names, feed),
+    )
+    opened.predict(texts * 3, ["gpt-4o"] * 9 + ["gpt-4"] * 9 + [None] * 9, [None] * 27)
+    assert sum(lengths) == len(texts)
 
 
 def test_all_heads_compared_in_every_report(folder, tmp_path):

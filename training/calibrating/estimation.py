@@ -6,6 +6,10 @@ Shift of mu and scale of sigma are estimated in one of three ways:
 - "quantiles": weighted linear regression of the residuals' P50, P90 and P99 on those of Student's t.
 - "coverage": minimize the largest deviation of the coverage at P50, P90 and P99 from its nominal level.
 
+A predictor of quantiles has no Student's t: its residuals are replaced by those of a log-t with the same probability
+(`Residuals.of_t`). For these, a shift of mu and a scale of the distances from mu are linear only approximately, so the estimators
+are applied repeatedly to the calibrated residuals.
+
 Estimates for one served model are noisy with few prompts, so they are shrunk towards those of all models (pooling).
 Estimator and pooling are selected by cross-validated coverage (`select_calibration`).
 
@@ -39,6 +43,7 @@ from numpy.typing import NDArray
 from scipy import optimize, stats
 
 from predictors.modules.config import Calibration
+from scheduler_core.lengths import LogQuantiles
 from training.evaluating.evaluation import CONFORMAL_SCHEMA
 from training.evaluating.scores import COVERAGE_LEVELS, finite, percent
 
@@ -47,7 +52,7 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Residuals:
-    """Residuals of N samples."""
+    """Residuals of N samples, of log-t distributions or of distributions given by quantiles."""
 
     z: FloatArray  # (ln x - mu) / sigma [N]; x is the truncated length for a censored sample
     finished: NDArray[np.bool_]  # False: z is a lower bound [N]
@@ -56,6 +61,8 @@ class Residuals:
     prompt: NDArray[np.intp]  # number of the prompt, equal for equal texts [N]
     row: NDArray[np.intp]  # number of the row (prompt, served model, temperature) [N]
     nu: FloatArray  # degrees of freedom [N]
+    # (q - mu) / sigma of each predicted quantile q of ln x at `scheduler_core.lengths.quantiles.LEVELS` [N, K]; K = 0: log-t.
+    quantiles: FloatArray
 
     def __len__(self) -> int:
         return len(self.z)
@@ -66,16 +73,38 @@ class Residuals:
 
     def calibrated(self, calibration: Calibration) -> Residuals:
         """Residuals under mu' = mu + shift sigma, sigma' = sigma scale of each sample's served model."""
-        shift = np.array(calibration.mu_shift)[self.model]
-        scale = np.array(calibration.sigma_scale)[self.model]
+        return self.moved(
+            np.array(calibration.mu_shift)[self.model], np.array(calibration.sigma_scale)[self.model]
+        )
+
+    def moved(self, shift: float | FloatArray, scale: float | FloatArray) -> Residuals:
+        """Residuals under mu' = mu + shift sigma, sigma' = sigma scale; both are numbers or [N]."""
         return replace(self, z=(self.z - shift) / scale, z_limit=(self.z_limit - shift) / scale)
+
+    @property
+    def of_t(self) -> Residuals:
+        """Residuals of log-t distributions with the same probabilities: z is the quantile of Student's t at P(X <= x)."""
+        if not self.quantiles.shape[1]:
+            return self
+        distribution = LogQuantiles(self.quantiles)
+
+        def score(z: FloatArray) -> FloatArray:
+            with np.errstate(over="ignore"):
+                x = np.exp(z)
+            # From the closer tail, because a probability near 1 has no relative accuracy.
+            upper = stats.t.isf(distribution.sf(x), self.nu)
+            return np.asarray(np.where(z > 0, upper, stats.t.ppf(distribution.cdf(x), self.nu)))
+
+        none = np.zeros((len(self), 0))
+        return replace(self, z=score(self.z), z_limit=score(self.z_limit), quantiles=none)
 
     def coverage(self) -> dict[str, Any]:
         """Coverage at P50, P90 and P99 by served model, with the maximum and the mean over models of the largest shift."""
         by_model: dict[str, dict[str, float | None]] = {}
         largest = []
+        of_t = self.of_t
         for number in np.unique(self.model).tolist():
-            part = self.take(self.model == number)
+            part = of_t.take(self.model == number)
             estimates = {level: _coverage(part, level) for level in COVERAGE_LEVELS}
             by_model[str(number)] = {percent(level): value for level, value in estimates.items()}
             shifts = [abs(value - level) for level, value in estimates.items() if value is not None]
@@ -95,7 +124,7 @@ def concatenate(parts: Sequence[Residuals]) -> Residuals:
 
 
 def _coverage(residuals: Residuals, level: float) -> float | None:
-    """Coverage over the samples whose predicted quantile lies below the limit; None without any."""
+    """Coverage of log-t distributions over the samples whose predicted quantile lies below the limit; None without any."""
     quantile = stats.t.ppf(level, residuals.nu)
     below_limit = quantile <= residuals.z_limit
     if not below_limit.any():
@@ -162,6 +191,8 @@ MIN_SAMPLES = 100
 #: Candidates for pooling: 0 = separate estimates for each served model, 1 = the same estimates for all.
 POOLINGS = (0.0, 0.5, 0.75, 1.0)
 MIN_SCALE = 1e-3
+#: Number of steps of an estimator for a predictor of quantiles.
+QUANTILE_STEPS = 4
 _SHIFT_BOUNDS, _LOG_SCALE_BOUNDS = (-10.0, 10.0), (-3.0, 3.0)
 
 #: Residuals -> (shift, scale).
@@ -260,14 +291,23 @@ def fit_calibration(residuals: Residuals, num_models: int, method: str, pooling:
 
 def _estimates(residuals: Residuals, num_models: int, estimator: Estimator) -> tuple[FloatArray, FloatArray]:
     """(shift, ln scale) of all samples together [2], and of each model [num_models, 2]."""
-    together = estimator(residuals)
+    together = _estimate(residuals, estimator)
     pairs = [together]
     for number in range(1, num_models + 1):
         part = residuals.model == number
         enough = part.sum() >= MIN_SAMPLES and residuals.finished[part].any()
-        pairs.append(estimator(residuals.take(part)) if enough else together)
+        pairs.append(_estimate(residuals.take(part), estimator) if enough else together)
     logs = np.array([(shift, np.log(scale)) for shift, scale in pairs])
     return logs[0], logs[1:]
+
+
+def _estimate(residuals: Residuals, estimator: Estimator) -> tuple[float, float]:
+    """(shift, scale) by an estimator for log-t distributions; for quantiles by repeated steps (see `of_t`)."""
+    shift, scale = 0.0, 1.0
+    for _ in range(QUANTILE_STEPS if residuals.quantiles.shape[1] else 1):
+        step = estimator(residuals.moved(shift, scale).of_t)
+        shift, scale = shift + scale * step[0], scale * step[1]
+    return shift, scale
 
 
 def _pool(together: FloatArray, by_model: FloatArray, pooling: float) -> Calibration:

@@ -146,6 +146,9 @@ def _residuals(
     _, prompt = distinct(rows.prompts)
     owner = rows.outputs.owner
     nu = np.broadcast_to(np.asarray(prediction.nu, dtype=np.float64), len(rows))
+    quantiles = np.zeros((len(rows), 0))
+    if prediction.quantiles is not None:
+        quantiles = (prediction.quantiles - mu[:, None]) / sigma[:, None]
     with np.errstate(divide="ignore"):
         z_limit = (np.log(rows.outputs.max_tokens) - mu) / sigma
     return Residuals(
@@ -156,6 +159,7 @@ def _residuals(
         prompt=prompt[owner],
         row=owner,
         nu=nu[owner],
+        quantiles=quantiles[owner],
     )
 
 

@@ -92,7 +92,7 @@ main = command(
     EvaluateConfig,
     "training.evaluating.run:evaluate",
     positionals=("predictor",),
-    extra="train",
+    extra="train,export",
     prepare=prepare_models,
 )
 

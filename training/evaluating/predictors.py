@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from predictors.manifest import MANIFEST
+from predictors.manifest import MANIFEST, MODEL
 from predictors.pretrained import predictor_folder
 from scheduler_core.errors import InputError
 from training.progress import tracked
@@ -24,8 +24,6 @@ FloatArray = NDArray[np.float64]
 CONFIG, TRAINING = "config.json", "training.json"
 #: Degrees of freedom of fits for predictors without a fixed nu.
 DEFAULT_NU = 3.5
-#: Rows between two steps of the progress bar.
-_PROGRESS_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,17 +120,19 @@ def _open_artifact(folder: Path, options: InferenceOptions) -> OpenedPredictor:
     ) -> PredictedRows:
         columns = (prompts, served_models, temperatures) if conditioned else (prompts,)
         first, of_row = distinct(*columns)
-        # Sorting by length reduces padding.
-        by_length = np.argsort([len(prompts[row]) for row in first], kind="stable")
-        parts = []
-        for start in tracked(range(0, len(first), _PROGRESS_ROWS), "predict", options.progress):
-            rows = first[by_length[start : start + _PROGRESS_ROWS]].tolist()
-            batch: list[Any] = [[column[row] for row in rows] for column in columns]
-            parts.append(runtime.predict(*batch, batch_size=options.batch_size).arrays())
-        position = np.argsort(by_length)[of_row]
-        values: dict[str, Any] = {
-            name: np.concatenate([part[name] for part in parts])[position] for name in parts[0]
-        }
+        rows: list[Any] = [[column[row] for row in first.tolist()] for column in columns]
+        if conditioned and MODEL in manifest.files:
+            from training.graph_sessions import SplitRuntime
+
+            split = SplitRuntime(runtime, options.threads or 1)
+            predicted = split.predict(*rows, batch_size=options.batch_size, progress=options.progress)
+        else:
+            predicted = runtime.predict(
+                *rows,
+                batch_size=options.batch_size,
+                track=lambda batches: tracked(batches, "predict", options.progress),
+            )
+        values: dict[str, Any] = {name: value[of_row] for name, value in predicted.arrays().items()}
         if "nu" in values and (values["nu"] == values["nu"][0]).all():
             values["nu"] = float(values["nu"][0])
         return PredictedRows(**values)

@@ -74,7 +74,7 @@ main = command(
     EvaluateUrgencyConfig,
     "training.urgency.evaluation:evaluate_urgency_command",
     positionals=("predictor",),
-    extra="train",
+    extra="train,export",
 )
 
 

@@ -26,6 +26,7 @@ from tests.predictors.fakes import expected, write_artifact
 from tests.predictors.proxy import fake_engine
 from tests.predictors.proxy.fake_engine import chat, running_engine, running_proxy
 from training import cli_read_feedback as cli
+from training.drift import parse_output
 
 SHORT = "name three rivers"
 OUTPUTS = 'tailcast_proxy_calibration_outputs{served_model="tiny-llm"}'
@@ -200,6 +201,7 @@ WRONG: dict[str, list[Any]] = {
     "prompt": [3, {}],
     "messages": ["x", [1], [{"role": "user"}], [{"role": "user", "content": None}]],
     "mu": ["1", 51, None],
+    "quantiles": [[1.0], [2.0] * 22 + [1.0], ["1"] * 23, 1],
     "shadow": [1, {"mu": 1.0}, {"mu": "x", "sigma": 1.0, "nu": 3.5}],
 }
 
@@ -248,6 +250,29 @@ def test_logs_are_summarized_and_folders_imported(tmp_path: Path, capsys: pytest
     assert import_command(["feedback", str(segment.parent), "--out", str(out), "--model", "m"]) == 0
     reasons = json.loads((tmp_path / "samples.parquet.run.json").read_text())["finish_reasons"]
     assert reasons == {"stop": 3, "length": 1, "error": 1}
+
+
+def test_predicted_quantiles_are_scored_as_their_distribution(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lengths between the two main quantiles; the log-t beside them is far too short."""
+    quantiles = [2.0] * 11 + [3.0] * 12
+    main = {"mu": 0.0, "sigma": 0.1, "nu": 3.5, "quantiles": quantiles}
+    lines = [
+        record(output_tokens=tokens, shadow={"mu": 0.0, "sigma": 0.1, "nu": 3.5}, **main)
+        for tokens in (12, 15)
+    ]
+    path = tmp_path / "feedback-1.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [line["quantiles"] for line in records(tmp_path)] == [tuple(quantiles)] * 2
+    assert cli.main([str(path)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["main"]["crps_tokens"] < 0.5 * found["shadow"]["crps_tokens"]
+    p90 = [found[side]["coverage"]["p90"]["estimate"] for side in ("main", "shadow")]
+    assert p90 == [1, 0]
+    assert parse_output(json.dumps(lines[0])).prediction == LengthPrediction(
+        0.0, 0.1, 3.5, quantiles=tuple(quantiles)
+    )
 
 
 @pytest.fixture
