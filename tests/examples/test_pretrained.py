@@ -9,6 +9,8 @@ import onnx
 import pandas as pd
 import pytest
 import torch
+from safetensors.torch import save_file
+from scipy import stats
 
 from examples.pretrained import distillation, minilm, tiny, tiny_network
 from examples.pretrained.prepare import SET_ASIDE, SOURCES, Prepared, prepare, served_model
@@ -180,16 +182,19 @@ def test_predictions_are_kept_for_the_same_prompts(teacher: ArtifactRuntime, tmp
     assert not np.array_equal(tiny.stored_targets(file, teacher, PROMPTS[:1], {"gpt-4": 0.6}), first)
 
 
-def test_the_crps_of_two_outputs_is_least_at_the_teachers_mu_and_sigma() -> None:
-    mu, sigma = torch.tensor(5.0), torch.tensor(0.7)
-    tokens = torch.exp(mu + distillation.OFFSET * sigma * torch.tensor([[-1.0, 1.0]]))
-    present = torch.ones(1, 2, dtype=torch.bool)
-    samples = SampleLengths(tokens, present, present, torch.tensor([torch.inf]))
-    shifts, scales = torch.linspace(-0.1, 0.1, 41), torch.linspace(0.9, 1.1, 41)
-    of_mu = torch.stack([log_t_crps(mu + shift, sigma, 3.5, samples) for shift in shifts])
-    of_sigma = torch.stack([log_t_crps(mu, sigma * scale, 3.5, samples) for scale in scales])
-    assert abs(float(shifts[of_mu.argmin()])) <= 0.005
-    assert abs(float(scales[of_sigma.argmin()]) - 1) <= 0.005
+def test_the_crps_of_pairs_of_lengths_is_least_at_the_teachers_mu_and_sigma() -> None:
+    rows = np.full(20_000, 7.0), np.full(20_000, 0.7)
+    lengths = distillation.pairs_of_lengths(*rows, 3.5, np.random.default_rng(0))
+    present = torch.ones(lengths.shape, dtype=torch.bool)
+    limits = torch.full((len(lengths),), torch.inf)
+    samples = SampleLengths(torch.from_numpy(lengths).float(), present, present, limits)
+
+    def crps(mu: float, sigma: float) -> float:
+        return float(log_t_crps(torch.tensor(mu), torch.tensor(sigma), 3.5, samples).mean())
+
+    steps = np.linspace(-0.1, 0.1, 21)
+    assert abs(steps[np.argmin([crps(7.0 + step, 0.7) for step in steps])]) <= 0.015
+    assert abs(steps[np.argmin([crps(7.0, 0.7 * (1 + step)) for step in steps])]) <= 0.03
 
 
 def save_teacher(folder: Path, names: tuple[str, ...]) -> PromptPredictor:
@@ -216,7 +221,9 @@ def test_rows_of_the_teacher_have_its_mu_and_sigma(tmp_path: Path) -> None:
     )  # fmt: skip
     low, high = np.log(np.stack(rows.output_tokens)).T
     np.testing.assert_allclose((low + high) / 2, expected["mu"], atol=0.03)
-    np.testing.assert_allclose((high - low) / 2 / distillation.OFFSET, expected["sigma"], atol=0.03)
+    distances = expected["sigma"][:, None] * stats.t.ppf(0.5 + (np.arange(16) + 0.5) / 32, 3.5)
+    nearest = np.abs((high - low)[:, None] / 2 - distances).min(axis=1)
+    assert nearest.max() < 0.03
 
 
 def test_two_teachers_are_averaged(teacher: ArtifactRuntime, tmp_path: Path) -> None:
@@ -242,8 +249,9 @@ def test_teachers_have_the_same_served_models(teacher: ArtifactRuntime, tmp_path
 
 
 def test_the_encoder_of_the_shipped_artifact_has_the_features_of_its_graph(tmp_path: Path) -> None:
-    minilm.write_encoder(tmp_path / "initial", None)
-    minilm.write_encoder(tmp_path / "trained", shipped_folder("pretrained"))
+    minilm.write_encoder(tmp_path / "initial", {})
+    weights = minilm.dequantized(shipped_folder("pretrained") / "model.onnx", num_layers=6)
+    minilm.write_encoder(tmp_path / "trained", weights)
     runtime = open_runtime("pretrained")
     states = FeatureRuntime(runtime, threads=1)
     texts, unknown = np.array(PROMPTS[:2], dtype=object), np.full(2, np.nan)
@@ -265,7 +273,7 @@ def test_the_encoder_of_the_shipped_artifact_has_the_features_of_its_graph(tmp_p
 
 
 def test_the_encoder_has_a_token_for_line_breaks(tmp_path: Path) -> None:
-    minilm.write_encoder(tmp_path / "encoder", None)
+    minilm.write_encoder(tmp_path / "encoder", {})
     tokenizer = PromptTokenizer(
         tmp_path / "encoder" / "tokenizer.json", max_length=16, truncation_side="middle"
     )
@@ -278,8 +286,18 @@ def test_only_an_int8_graph_has_an_encoder(tmp_path: Path) -> None:
     graph = onnx.helper.make_graph([], "empty", [], [])
     onnx.save(onnx.helper.make_model(graph), tmp_path / "model.onnx")
     with pytest.raises(InputError, match="an int8 graph of a BERT encoder with 6 layers"):
-        minilm.write_encoder(tmp_path / "encoder", tmp_path)
-    assert not (tmp_path / "encoder").exists()
+        minilm.dequantized(tmp_path / "model.onnx", num_layers=6)
+
+
+def test_the_mean_encoder_has_the_mean_of_each_weight(tmp_path: Path) -> None:
+    for number, value in enumerate((1.0, 2.0)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        weights = {"encoder.layer.weight": torch.full((2, 3), value), "heads.bias": torch.ones(number + 1)}
+        save_file(weights, folder / "model.safetensors")
+    [(name, mean)] = minilm.mean_weights([tmp_path / "0", tmp_path / "1"]).items()
+    assert name == "layer.weight"
+    assert torch.equal(mean, torch.full((2, 3), 1.5))
 
 
 def test_prompts_of_castillo_and_of_other_sources(prepared: Prepared) -> None:
