@@ -26,7 +26,7 @@ $(READY): pyproject.toml constraints.txt
 quickstart: $(READY)
 	@$(BIN)/python -m examples.quickstart --size $(QUICKSTART_SIZE)
 
-# Trains the predictor that ships (predictors/pretrained) again, with the larger one as its teacher; about three hours on two cores.
+# Trains the predictor that ships (predictors/pretrained) again, with the larger one as its teacher; about two hours on two cores.
 pretrained: $(READY)
 	@test -n "$(DATA)" || { echo "name the folder of public length sets: make pretrained DATA=FOLDER"; exit 1; }
 	@$(BIN)/python -m examples.pretrained.language_model

@@ -22,12 +22,10 @@ from examples.pretrained.distillation import (
     write_teacher_rows,
 )
 from examples.pretrained.language_model import TRAINED, split_checkpoint, write_encoder
-from examples.pretrained.minilm import dequantized, mean_weights
 from examples.pretrained.minilm import write_encoder as write_minilm
 from examples.pretrained.prepare import Prepared, prepare
 from examples.pretrained.unseen import score_sources
 from examples.shell import Shell
-from predictors.manifest import MODEL
 from predictors.pretrained import FOLDERS, PRETRAINED, pin
 from predictors.runtime import ArtifactRuntime, open_runtime
 from scheduler_core.command import command
@@ -43,8 +41,6 @@ TAUGHT_CHARACTERS = 300
 #: Weights of the teachers' predictions in the loss, for CASTILLO's prompts, synthetic ones and those of other sources; true
 #: lengths of CASTILLO have weight 1.
 TEACHER_WEIGHTS = {"castillo": 0.5, "synthetic": 0.5, "others": 0.2}
-#: Trainings of tailcast-minilm whose encoders are averaged -> their additional options of `train`.
-MEMBERS = {"checkpoint-log-t": (), "checkpoint-quantiles": ("--length.quantiles", "true")}
 #: Seed of the synthetic prompts and of the random served models.
 SEED = 0
 
@@ -66,7 +62,7 @@ class PretrainedConfig:
     initial: str | None = "pretrained"
     """int8 artifact of a previous version of tailcast-minilm (a folder, or pretrained); training of minilm starts from its encoder, and it is the second teacher. null: training starts from all-MiniLM-L6-v2, which needs more epochs."""
     train_options: tuple[str, ...] = ()
-    """Additional options of `train`, such as --batch_size=16; they override the recipe."""
+    """Additional options of `train`, such as --stage1.epochs=8; they override the recipe."""
     export: bool = True
     """Export, evaluate and install the predictor; false: stop after the calibrated checkpoint."""
     install: bool = True
@@ -79,16 +75,14 @@ def pretrained(config: PretrainedConfig) -> None:
     files = prepare(Path(config.data), out / "data")
     steps = _Steps(Shell(out / "logs"), out, files, f"tailcast-{config.predictor}")
     sys.stdout.write(f"{steps.name}, logs in {out / 'logs'}\n")
-    options = ["--config", RECIPES / f"{config.predictor}.yaml", *config.train_options]
+    options: list[str | Path] = ["--config", RECIPES / f"{config.predictor}.yaml"]
+    training, previous = dict(files.training), None
     if config.predictor == "minilm":
-        training = dict(files.training)
         previous = None if config.initial is None else open_runtime(config.initial, provider="cpu")
         if config.teacher is not None:
             training |= steps.teach(Path(config.teacher), previous)
-        encoder = steps.minilm(options, training, previous)
-        steps.train("checkpoint", [*options, "--stage1.epochs", "0", "--encoder", encoder], training)
-    else:
-        steps.train("checkpoint", [*options, "--encoder", steps.smollm2()], files.training)
+    options += ["--encoder", steps.encoder(config.predictor, previous), *config.train_options]
+    steps.train(options, training)
     steps.calibrate()
     if not config.export:
         return
@@ -113,30 +107,17 @@ class _Steps:
     files: Prepared
     name: str
 
-    def smollm2(self) -> Path:
-        """Creates the encoder folder of tailcast-smollm2 if necessary, and returns it."""
+    def encoder(self, predictor: str, previous: ArtifactRuntime | None) -> Path:
+        """Creates the encoder folder if necessary, and returns it."""
         folder = self.out / "encoder"
-        if not folder.is_dir():
+        if folder.is_dir():
+            return folder
+        if predictor == "minilm":
+            write_minilm(folder, None if previous is None else previous.artifact.path)
+        else:
             prompts = pd.read_parquet(next(iter(self.files.training))).prompt.drop_duplicates()
             number = min(NUM_SCALE_PROMPTS, len(prompts))
             write_encoder(folder, prompts.sample(number, random_state=0).tolist())
-        return folder
-
-    def minilm(
-        self,
-        options: Sequence[str | Path],
-        training: Mapping[Path, float],
-        previous: ArtifactRuntime | None,
-    ) -> Path:
-        """Trains the encoder of tailcast-minilm once for each of `MEMBERS`, and returns the folder of the mean encoder."""
-        initial, folder = self.out / "encoder", self.out / "mean-encoder"
-        if not initial.is_dir():
-            weights = {} if previous is None else dequantized(previous.artifact.path / MODEL, num_layers=6)
-            write_minilm(initial, weights)
-        for name, more in MEMBERS.items():
-            self.train(name, [*options, "--stage2.epochs", "0", *more, "--encoder", initial], training)
-        if not folder.is_dir():
-            write_minilm(folder, mean_weights([self.out / name for name in MEMBERS]))
         return folder
 
     def teach(self, checkpoint: Path, previous: ArtifactRuntime | None) -> dict[Path, float]:
@@ -159,9 +140,8 @@ class _Steps:
             self.shell.finished("t", "teacher", "", since, str(file))
         return files
 
-    def train(self, name: str, options: Sequence[str | Path], training: Mapping[Path, float]) -> None:
-        """Trains the checkpoint `name`."""
-        self._once("a", name, [
+    def train(self, options: Sequence[str | Path], training: Mapping[Path, float]) -> None:
+        self._once("a", "checkpoint", [
             "train", *options,
             "--data", json.dumps([str(file) for file in training]),
             "--data_weights", json.dumps(list(training.values())),
@@ -192,7 +172,7 @@ class _Steps:
         since = time.monotonic()
         report = self.out / "evaluation.json"
         self.shell.run("e", [
-            "evaluate", artifact, "--data", self.files.report, "--json", report,
+            "evaluate", artifact, "--data", self.files.report, "--json", report, "--overwrite", "true",
             *options, "--baselines_from", next(iter(self.files.training)), "--progress", "false",
         ])  # fmt: skip
         withheld, *scores = score_sources(artifact, {"report": self.files.report, **self.files.set_aside})

@@ -20,11 +20,10 @@ _BUILT = {
         "MiniLM-L6 (22 million parameters), fine-tuned; 8-bit integers",
         "Made by `make pretrained DATA=FOLDER` (examples/pretrained).",
         "all-MiniLM-L6-v2",
-        " Its weights are the mean of two trainings, one with a head for the log-t and one with a head for quantiles; the heads were "
-        "trained afterwards. Both started from the encoder of a previous version, whose own training started from all-MiniLM-L6-v2. In addition "
+        " Training started from the encoder of the previous version, whose own training started from all-MiniLM-L6-v2. In addition "
         "to true lengths it is trained on predictions for the shorter training prompts and for prompts composed of pieces of training "
         "prompts (distillation): the weighted means of those of [tailcast-smollm2](../../examples/pretrained/smollm2/README.md) and of "
-        "that version.",
+        "the previous version.",
     ),
     "tailcast-smollm2": (
         "The first 18 of 30 layers of SmolLM2-135M-Instruct (92 million parameters), applied to the prompt in its chat template; "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import onnx
@@ -13,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers
 from torch import Tensor
 
-from predictors.manifest import TOKENIZER
+from predictors.manifest import MODEL, TOKENIZER
 from predictors.modules.checkpoint import TOKENIZER_CONFIG, WEIGHTS
 from predictors.modules.encoder import resolve_encoder
 from scheduler_core.errors import InputError
@@ -34,10 +33,20 @@ PRODUCTS = (
 )
 
 
-def write_encoder(folder: Path, trained: Mapping[str, Tensor]) -> None:
-    """Writes an encoder folder for `train`: all-MiniLM-L6-v2 with some or all of its weights replaced by trained ones."""
+def write_encoder(folder: Path, artifact: Path | None) -> None:
+    """Writes an encoder folder for `train`.
+
+    Args:
+        folder: Folder to write.
+        artifact: int8 artifact of a trained MiniLM whose encoder is the initial one; None: all-MiniLM-L6-v2.
+
+    Raises:
+        InputError: The graph of `artifact` is not that of an int8 MiniLM.
+    """
     source = Path(resolve_encoder(MINILM))
-    weights = load_file(source / WEIGHTS) | dict(trained)
+    weights = load_file(source / WEIGHTS)
+    if artifact is not None:
+        weights |= dequantized(artifact / MODEL, num_layers=6)
     with atomic_directory(folder, "encoder") as temporary:
         for name in FILES:
             (temporary / name).write_bytes((source / name).read_bytes())
@@ -50,17 +59,6 @@ def write_encoder(folder: Path, trained: Mapping[str, Tensor]) -> None:
         save_file(weights, str(temporary / WEIGHTS), metadata={"format": "pt"})
 
 
-def mean_weights(checkpoints: Sequence[Path]) -> dict[str, Tensor]:
-    """Mean weights of the encoders of checkpoints, which must have been trained from the same initial weights (model soup,
-    Wortsman et al. 2022)."""
-    encoders = [load_file(folder / WEIGHTS) for folder in checkpoints]
-    return {
-        name.removeprefix("encoder."): torch.stack([each[name] for each in encoders]).mean(dim=0)
-        for name, value in encoders[0].items()
-        if name.startswith("encoder.") and value.is_floating_point()
-    }
-
-
 def add_line_breaks(tokenizer: Tokenizer) -> None:
     """Makes a BERT tokenizer, which drops line breaks, replace each run of them by one token."""
     breaks = normalizers.Replace(Regex(r"\n\s*"), f" {LINE_BREAK} ")
@@ -71,8 +69,7 @@ def add_line_breaks(tokenizer: Tokenizer) -> None:
 
 
 def dequantized(model: Path, num_layers: int) -> dict[str, Tensor]:
-    """Weights of a BERT encoder from an int8 graph of `export-variants`, in float32, without smoothing; InputError for
-    another graph.
+    """Weights of a BERT encoder from an int8 graph of `export-variants`, in float32, without smoothing.
 
     The graph has a smoothed copy y' = x gain' + offset' of the normalized states y = x gain + offset for the products, with
     weights W' and bias b'. With s = gain' / gain, W = s W' and b = b' + (offset' - s offset) W'. Smoothing within an

@@ -80,7 +80,7 @@ class TinyConfig:
     """Artifact folder of the teacher, or pretrained."""
     made_up: int = 16_000
     """Number of synthetic prompts, composed of pieces of others, that only the teacher labels."""
-    epochs: int = 5
+    epochs: int = 12
     """Number of passes over all prompts."""
     seed: int = 0
     """Seed of the synthetic prompts, the initial weights and the order of prompts."""
@@ -213,7 +213,7 @@ def report(shell: Shell, out: Path, folder: Path, files: Prepared, made_up: int)
     """The card, with an evaluation of both predictors on the report prompts, which were not used for any selection."""
     target = out / "tiny_evaluation.json"
     shell.run("tiny", [
-        "evaluate", "pretrained", "--data", files.report, "--json", target,
+        "evaluate", "pretrained", "--data", files.report, "--json", target, "--overwrite", "true",
         "--compare+", f"{NAME}={folder}", "--progress", "false",
     ])  # fmt: skip
     evaluation = json.loads(target.read_text(encoding="utf-8"))

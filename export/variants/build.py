@@ -95,7 +95,7 @@ def simplified(path: str | Path) -> ir.Model:
 
 
 def _location(model: ir.Model, calibration: Sequence[NDArray[np.int64]]) -> dict[str, float]:
-    """Mean of each output in ln tokens over the calibration prompts, for an unknown served model."""
+    """Mean of each output in ln tokens over the calibration prompts, for an unknown served model and temperature."""
     outputs = {str(value.name): value for value in model.graph.outputs if value.name in LOCATIONS}
     if not outputs:
         return {}
@@ -106,8 +106,10 @@ def _location(model: ir.Model, calibration: Sequence[NDArray[np.int64]]) -> dict
 
 
 def _feed_of(model: ir.Model, tokens: NDArray[np.int64]) -> Feed:
-    """Inputs for one prompt; the served model and temperature are zero, because the encoder does not use them."""
+    """Inputs for one prompt, an unknown served model (0) and an unknown temperature (NaN)."""
     feed = random_feed(model, 1, len(tokens), np.random.default_rng(0), 1)
+    if "temperature" in feed:
+        feed["temperature"] = np.full_like(feed["temperature"], np.nan)
     return feed | {"input_ids": tokens[None].astype(np.int64)}
 
 

@@ -9,7 +9,6 @@ import onnx
 import pandas as pd
 import pytest
 import torch
-from safetensors.torch import save_file
 from scipy import stats
 
 from examples.pretrained import distillation, minilm, tiny, tiny_network
@@ -249,9 +248,8 @@ def test_teachers_have_the_same_served_models(teacher: ArtifactRuntime, tmp_path
 
 
 def test_the_encoder_of_the_shipped_artifact_has_the_features_of_its_graph(tmp_path: Path) -> None:
-    minilm.write_encoder(tmp_path / "initial", {})
-    weights = minilm.dequantized(shipped_folder("pretrained") / "model.onnx", num_layers=6)
-    minilm.write_encoder(tmp_path / "trained", weights)
+    minilm.write_encoder(tmp_path / "initial", None)
+    minilm.write_encoder(tmp_path / "trained", shipped_folder("pretrained"))
     runtime = open_runtime("pretrained")
     states = FeatureRuntime(runtime, threads=1)
     texts, unknown = np.array(PROMPTS[:2], dtype=object), np.full(2, np.nan)
@@ -273,7 +271,7 @@ def test_the_encoder_of_the_shipped_artifact_has_the_features_of_its_graph(tmp_p
 
 
 def test_the_encoder_has_a_token_for_line_breaks(tmp_path: Path) -> None:
-    minilm.write_encoder(tmp_path / "encoder", {})
+    minilm.write_encoder(tmp_path / "encoder", None)
     tokenizer = PromptTokenizer(
         tmp_path / "encoder" / "tokenizer.json", max_length=16, truncation_side="middle"
     )
@@ -286,18 +284,8 @@ def test_only_an_int8_graph_has_an_encoder(tmp_path: Path) -> None:
     graph = onnx.helper.make_graph([], "empty", [], [])
     onnx.save(onnx.helper.make_model(graph), tmp_path / "model.onnx")
     with pytest.raises(InputError, match="an int8 graph of a BERT encoder with 6 layers"):
-        minilm.dequantized(tmp_path / "model.onnx", num_layers=6)
-
-
-def test_the_mean_encoder_has_the_mean_of_each_weight(tmp_path: Path) -> None:
-    for number, value in enumerate((1.0, 2.0)):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        weights = {"encoder.layer.weight": torch.full((2, 3), value), "heads.bias": torch.ones(number + 1)}
-        save_file(weights, folder / "model.safetensors")
-    [(name, mean)] = minilm.mean_weights([tmp_path / "0", tmp_path / "1"]).items()
-    assert name == "layer.weight"
-    assert torch.equal(mean, torch.full((2, 3), 1.5))
+        minilm.write_encoder(tmp_path / "encoder", tmp_path)
+    assert not (tmp_path / "encoder").exists()
 
 
 def test_prompts_of_castillo_and_of_other_sources(prepared: Prepared) -> None:
