@@ -30,8 +30,8 @@ from training.versions import versions_of
 
 if TYPE_CHECKING:
     from predictors.runtime import ArtifactRuntime
+    from training.corrected_graph import FeatureRuntime
     from training.corrections import Correction, Requests
-    from training.graph_sessions import FeatureRuntime
 
 log = logging.getLogger(__name__)
 FloatArray = NDArray[np.float64]
@@ -98,7 +98,7 @@ class AdaptConfig:
 def adapt(config: AdaptConfig) -> int:
     """Runs the command; returns 3, and writes nothing, if the new artifact is not better on the held-back requests, else 0."""
     from predictors.runtime import open_runtime
-    from training.graph_sessions import FeatureRuntime
+    from training.corrected_graph import FeatureRuntime
 
     out = folder_target(config.out, KIND, overwrite=config.overwrite)
     report = writable_target(config.report or f"{config.out.rstrip('/')}.html", "report")
@@ -219,7 +219,7 @@ def _corrections(
 ) -> tuple[dict[str, Correction], dict[str, Any]]:
     """Fits a correction for each served model with enough prompts; also returns how each was selected."""
     from training.corrections import select_correction
-    from training.graph_sessions import SplitRuntime
+    from training.split_runtime import SplitRuntime
 
     manifest = runtime.artifact.manifest
 

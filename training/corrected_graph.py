@@ -1,18 +1,97 @@
-"""Corrections of predicted length distributions, inserted into the ONNX graph of an artifact."""
+"""ONNX graphs of artifacts: insertion of corrections, and access to the encoder features that the heads use."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx.parser
+import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from predictors.manifest import Conditions, Manifest
-from training.corrections import Correction
+from predictors.runtime import ArtifactRuntime
+from training.corrections import Correction, Requests
+from training.progress import tracked
+from training.split_runtime import Arrays, load_graph, session_of
+
+#: Operators that multiply by weights, or quantize the input of an int8 product.
+_PRODUCTS = frozenset(
+    {"Gemm", "MatMul", "FusedGemm", "FusedMatMul", "DynamicQuantizeLinear", "DynamicQuantizeMatMul"}
+)
+_BATCH = 8
+
+
+class FeatureRuntime:
+    """Runs an artifact and also returns the input features of its heads.
+
+    Attributes:
+        tensor: Name of the features in the graph; None: no tensor of shape [batch, F] was found.
+    """
+
+    def __init__(self, runtime: ArtifactRuntime, threads: int) -> None:
+        self._runtime, self._threads = runtime, threads
+        self.tensor = self._features()
+        self._session = self._open([] if self.tensor is None else [self.tensor])
+
+    def predict(
+        self, requests: Requests, served_models: NDArray[np.object_], *, progress: bool = True
+    ) -> Requests:
+        """Adds predictions and features to the requests, predicted for the given served models [N]."""
+        manifest = self._runtime.artifact.manifest
+        names = ["mu", "sigma"]
+        names += ["nu"] if manifest.nu is None else []
+        names += ["quantiles"] if manifest.quantile_levels else []
+        names += [] if self.tensor is None else [self.tensor]
+        tokenized = self._runtime.tokenizer(list(requests.prompts))
+        num_tokens = np.array([each.num_tokens for each in tokenized], dtype=np.float64)
+        order = np.argsort(num_tokens, kind="stable")
+        parts = []
+        for start in tracked(range(0, len(order), _BATCH), "predict", progress):
+            rows = order[start : start + _BATCH]
+            feed = self._runtime.feed(
+                [tokenized[row].ids for row in rows],
+                list(served_models[rows]),
+                list(requests.temperatures[rows]),
+            )
+            parts.append(self._session.run(names, feed))
+        position = np.argsort(order)
+        outputs = {
+            "features" if name == self.tensor else name: np.concatenate(values)[position].astype(np.float64)
+            for name, values in zip(names, zip(*parts, strict=True), strict=True)
+        }
+        nothing = np.zeros((len(requests), 0))
+        columns: Arrays = {"features": nothing, "quantiles": nothing, "num_tokens": num_tokens}
+        columns["nu"] = np.full(len(requests), manifest.nu or 0.0)
+        return replace(requests, **columns | outputs)
+
+    def _features(self) -> str | None:
+        """Name of the first tensor of shape [batch, F] that depends on the prompt and is multiplied by weights."""
+        graph = load_graph(self._runtime).graph
+        outer = {each.name for each in (*graph.input, *graph.initializer, *graph.output)}
+        names = [node.input[0] for node in graph.node if node.op_type in _PRODUCTS]
+        names = [name for name in dict.fromkeys(names) if name not in outer]
+        if not names:
+            return None
+        model: list[str | None] = [*self._runtime.artifact.manifest.served_models, None][:1]
+        prompts = [np.array([token, token, 1]) for token in (2, 3, 5)]
+        feed = self._runtime.feed(prompts, model * 3)
+        for name, value in zip(names, self._open(names).run(names, feed), strict=True):
+            is_table = value.ndim == 2 and len(value) == len(prompts) and value.dtype == np.float32
+            if is_table and np.ptp(value, axis=0).any():
+                return str(name)
+        return None
+
+    def _open(self, tensors: list[str]) -> ort.InferenceSession:
+        """A session of the whole graph that can also return these inner tensors."""
+        model = load_graph(self._runtime)
+        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in tensors)
+        return session_of(self._runtime, model, self._threads)
+
 
 _NODES = """
 mask = Cast <to = 1> (attention_mask)

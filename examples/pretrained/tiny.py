@@ -80,7 +80,7 @@ class TinyConfig:
     """Artifact folder of the teacher, or pretrained."""
     made_up: int = 16_000
     """Number of synthetic prompts, composed of pieces of others, that only the teacher labels."""
-    epochs: int = 12
+    epochs: int = 5
     """Number of passes over all prompts."""
     seed: int = 0
     """Seed of the synthetic prompts, the initial weights and the order of prompts."""

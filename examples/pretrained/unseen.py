@@ -17,7 +17,7 @@ from predictors.manifest import MODEL
 from predictors.runtime import open_runtime
 from scheduler_core.lengths.distribution import LogT
 from training.evaluating.scores import kendall_tau
-from training.graph_sessions import SplitRuntime
+from training.split_runtime import SplitRuntime
 
 #: Minimum number of prompts of a served model for a ranking.
 MIN_PROMPTS = 20

@@ -26,9 +26,9 @@ from predictors.tiny import WEIGHTS, TinyModel
 from predictors.tokenizer import PromptTokenizer
 from scheduler_core.errors import InputError
 from tests.training.tiny import tiny_bert
+from training.corrected_graph import FeatureRuntime
 from training.corrections import Requests
 from training.data import SampleLengths
-from training.graph_sessions import FeatureRuntime
 from training.losses import log_t_crps
 from training.prediction import predict_prompts
 

@@ -32,11 +32,10 @@ from tests.training.data import SERVED_MODELS, write_rows
 from tests.training.tiny import tiny_bert
 from training.cli_train import main as train
 from training.config import LengthTask
-from training.corrected_graph import with_corrections
+from training.corrected_graph import FeatureRuntime, with_corrections
 from training.corrections import Correction, Requests
 from training.evaluating.cli import EvaluateConfig
 from training.evaluating.run import evaluate
-from training.graph_sessions import FeatureRuntime
 
 K = len(LEVELS)
 HEAD = LengthHead(TOWER, within=True, quantiles=True)

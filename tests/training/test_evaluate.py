@@ -40,7 +40,7 @@ from training.evaluating.report import COLUMNS, report_lines, table_rows
 from training.evaluating.rows import EvaluationRows
 from training.evaluating.scores import OutputLengths, kendall_tau, ranking, regression, score_outputs
 from training.fitting.fits import FitOptions, read_fits_or_fit
-from training.graph_sessions import SplitRuntime
+from training.split_runtime import SplitRuntime
 
 SPLIT = {"seed": 3, "fractions": [0.5, 0.25, 0.25]}
 

@@ -122,7 +122,7 @@ def _open_artifact(folder: Path, options: InferenceOptions) -> OpenedPredictor:
         first, of_row = distinct(*columns)
         rows: list[Any] = [[column[row] for row in first.tolist()] for column in columns]
         if conditioned and MODEL in manifest.files:
-            from training.graph_sessions import SplitRuntime
+            from training.split_runtime import SplitRuntime
 
             split = SplitRuntime(runtime, options.threads or 1)
             predicted = split.predict(*rows, batch_size=options.batch_size, progress=options.progress)

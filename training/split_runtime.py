@@ -1,9 +1,8 @@
-"""Sessions on parts of an artifact's graph: the encoder, run once per prompt, and the heads, run once per served model."""
+"""An artifact whose encoder runs once per prompt, and whose heads run once per served model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,85 +11,12 @@ import onnxruntime as ort
 from numpy.typing import ArrayLike, NDArray
 
 from predictors.runtime import CPU, ArtifactRuntime, Predicted
-from training.corrections import Requests
 from training.progress import tracked
 
-#: Operators that multiply by weights, or quantize the input of an int8 product.
-_PRODUCTS = frozenset(
-    {"Gemm", "MatMul", "FusedGemm", "FusedMatMul", "DynamicQuantizeLinear", "DynamicQuantizeMatMul"}
-)
 #: Inputs of the heads; all other inputs are those of the encoder.
 _CONDITIONS = ("served_model", "temperature")
-_BATCH = 8
 
 Arrays = dict[str, NDArray[Any]]
-
-
-class FeatureRuntime:
-    """Runs an artifact and also returns the input features of its heads.
-
-    Attributes:
-        tensor: Name of the features in the graph; None: no tensor of shape [batch, F] was found.
-    """
-
-    def __init__(self, runtime: ArtifactRuntime, threads: int) -> None:
-        self._runtime, self._threads = runtime, threads
-        self.tensor = self._features()
-        self._session = self._open([] if self.tensor is None else [self.tensor])
-
-    def predict(
-        self, requests: Requests, served_models: NDArray[np.object_], *, progress: bool = True
-    ) -> Requests:
-        """Adds predictions and features to the requests, predicted for the given served models [N]."""
-        manifest = self._runtime.artifact.manifest
-        names = ["mu", "sigma"]
-        names += ["nu"] if manifest.nu is None else []
-        names += ["quantiles"] if manifest.quantile_levels else []
-        names += [] if self.tensor is None else [self.tensor]
-        tokenized = self._runtime.tokenizer(list(requests.prompts))
-        num_tokens = np.array([each.num_tokens for each in tokenized], dtype=np.float64)
-        order = np.argsort(num_tokens, kind="stable")
-        parts = []
-        for start in tracked(range(0, len(order), _BATCH), "predict", progress):
-            rows = order[start : start + _BATCH]
-            feed = self._runtime.feed(
-                [tokenized[row].ids for row in rows],
-                list(served_models[rows]),
-                list(requests.temperatures[rows]),
-            )
-            parts.append(self._session.run(names, feed))
-        position = np.argsort(order)
-        outputs = {
-            "features" if name == self.tensor else name: np.concatenate(values)[position].astype(np.float64)
-            for name, values in zip(names, zip(*parts, strict=True), strict=True)
-        }
-        nothing = np.zeros((len(requests), 0))
-        columns: Arrays = {"features": nothing, "quantiles": nothing, "num_tokens": num_tokens}
-        columns["nu"] = np.full(len(requests), manifest.nu or 0.0)
-        return replace(requests, **columns | outputs)
-
-    def _features(self) -> str | None:
-        """Name of the first tensor of shape [batch, F] that depends on the prompt and is multiplied by weights."""
-        graph = _load(self._runtime).graph
-        outer = {each.name for each in (*graph.input, *graph.initializer, *graph.output)}
-        names = [node.input[0] for node in graph.node if node.op_type in _PRODUCTS]
-        names = [name for name in dict.fromkeys(names) if name not in outer]
-        if not names:
-            return None
-        model: list[str | None] = [*self._runtime.artifact.manifest.served_models, None][:1]
-        prompts = [np.array([token, token, 1]) for token in (2, 3, 5)]
-        feed = self._runtime.feed(prompts, model * 3)
-        for name, value in zip(names, self._open(names).run(names, feed), strict=True):
-            is_table = value.ndim == 2 and len(value) == len(prompts) and value.dtype == np.float32
-            if is_table and np.ptp(value, axis=0).any():
-                return str(name)
-        return None
-
-    def _open(self, tensors: list[str]) -> ort.InferenceSession:
-        """A session of the whole graph that can also return these inner tensors."""
-        model = _load(self._runtime)
-        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in tensors)
-        return _session_of(self._runtime, model, self._threads)
 
 
 class SplitRuntime:
@@ -101,7 +27,7 @@ class SplitRuntime:
 
     def __init__(self, runtime: ArtifactRuntime, threads: int = 1) -> None:
         self._runtime, self._threads = runtime, threads
-        graph = _load(runtime).graph
+        graph = load_graph(runtime).graph
         dependent: set[str] = set(_CONDITIONS)
         self._head_nodes = []
         for node in graph.node:
@@ -121,10 +47,10 @@ class SplitRuntime:
         self._of_row = [name for name in outputs if name in dependent]
         self._outputs = [each for each in graph.output if each.name in dependent]
         self._encoder_outputs = [*dict.fromkeys([*self._states, *self._of_prompt])]
-        encoder = _load(runtime)
+        encoder = load_graph(runtime)
         del encoder.graph.output[:]
         encoder.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self._encoder_outputs)
-        self._encoder = _session_of(runtime, encoder, threads)
+        self._encoder = session_of(runtime, encoder, threads)
         self._heads: ort.InferenceSession | None = None
 
     def predict(
@@ -206,7 +132,7 @@ class SplitRuntime:
         return outputs | {name: states[name] for name in self._of_prompt}
 
     def _open_heads(self, inputs: Arrays) -> ort.InferenceSession:
-        model = _load(self._runtime)
+        model = load_graph(self._runtime)
         model.graph.CopyFrom(
             onnx.helper.make_graph(
                 self._head_nodes,
@@ -216,14 +142,16 @@ class SplitRuntime:
                 [self._constants[name] for name in self._used if name in self._constants],
             )
         )
-        return _session_of(self._runtime, model, self._threads)
+        return session_of(self._runtime, model, self._threads)
 
 
-def _load(runtime: ArtifactRuntime) -> onnx.ModelProto:
+def load_graph(runtime: ArtifactRuntime) -> onnx.ModelProto:
+    """The graph of an artifact, without weights in other files."""
     return onnx.load(runtime.artifact.graph, load_external_data=False)
 
 
-def _session_of(runtime: ArtifactRuntime, model: onnx.ModelProto, threads: int) -> ort.InferenceSession:
+def session_of(runtime: ArtifactRuntime, model: onnx.ModelProto, threads: int) -> ort.InferenceSession:
+    """A session of a graph with the weights and the execution provider of an artifact."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
