@@ -194,7 +194,8 @@ def test_adapted_predictions_have_their_quantiles_moved_along(trained: Path, tmp
     rows, unknown = np.array(texts, dtype=object), np.full(len(texts), np.nan)
     requests = Requests(rows, rows, rows, unknown, np.full(len(texts), 90.0), unknown > 0, unknown)
     names = np.full(len(texts), "small", dtype=object)
-    fitted = FeatureRuntime(before, threads=1).predict(requests, names, progress=False)
+    original = FeatureRuntime(open_runtime(trained / "artifact"), threads=1)
+    fitted = original.predict(requests, names, progress=False)
     np.testing.assert_allclose(fitted.corrected(correction).quantiles, corrected.quantiles, atol=1e-4)
     one, other = (side.predict(texts, ["large"] * len(texts)).quantiles for side in (before, after))
     assert np.array_equal(one, other)  # type: ignore[arg-type]
