@@ -69,7 +69,7 @@ MAX_WINDOW = 100_000
 KEPT_AT_ALARM = 0.2
 #: The first levels are for the CRPS, twice the mean loss of their quantiles; the others are for coverage.
 NUM_LEVELS = 32
-_LEVELS = np.array([*((np.arange(NUM_LEVELS) + 0.5) / NUM_LEVELS), *COVERAGE_LEVELS.values()])
+_LEVELS = (*((number + 0.5) / NUM_LEVELS for number in range(NUM_LEVELS)), *COVERAGE_LEVELS.values())
 STATE_FORMAT = "tailcast-online-calibration/1"
 _COUNTS = ("num_outputs", "num_censored", "num_alarms")
 
@@ -378,7 +378,7 @@ def _standard_quantiles(prediction: LengthPrediction) -> FloatArray:
     if prediction.quantiles:
         quantiles = LogQuantiles(prediction.quantiles).logppf(_LEVELS)
         return np.asarray((quantiles - prediction.mu) / prediction.sigma)
-    return np.array(_student_t(prediction.nu, tuple(_LEVELS.tolist())))
+    return np.array(_student_t(prediction.nu, _LEVELS))
 
 
 def _student_t(nu: float, levels: tuple[float, ...]) -> tuple[float, ...]:
@@ -404,5 +404,5 @@ def _scores(rows: FloatArray, corrected: int) -> dict[str, Any]:
         is_observed = quantile < log_limit
         covered = (finished > 0) & (log_length <= quantile)
         coverage[name] = float(covered[is_observed].mean()) if is_observed.any() else None
-    losses = _LEVELS[:NUM_LEVELS] * gaps - np.minimum(gaps, 0.0)
+    losses = np.array(_LEVELS[:NUM_LEVELS]) * gaps - np.minimum(gaps, 0.0)
     return {"coverage": coverage, "tau": kendall_tau(mu, log_length), "crps": 2.0 * float(losses.mean())}

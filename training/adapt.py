@@ -29,7 +29,7 @@ from training.evaluating.scores import COVERAGE_LEVELS, OutputScores, kendall_ta
 from training.versions import versions_of
 
 if TYPE_CHECKING:
-    from predictors.runtime import ArtifactRuntime
+    from predictors.runtime import ArtifactRuntime, Predicted
     from training.corrected_graph import FeatureRuntime
     from training.corrections import Correction, Requests
 
@@ -192,13 +192,13 @@ def _default_bases(manifest: Manifest, served_models: NDArray[np.object_]) -> ND
 def _predicted(runtime: ArtifactRuntime, requests: Requests) -> Requests:
     """Returns the requests with the artifact's predictions."""
     columns = (list(requests.prompts), list(requests.served_models), list(requests.temperatures))
-    arrays = runtime.predict(*columns, batch_size=8).arrays()
-    return replace(requests, **_length_fields(arrays, len(requests)))
+    return replace(requests, **_length_fields(runtime.predict(*columns, batch_size=8)))
 
 
-def _length_fields(arrays: Mapping[str, FloatArray], count: int) -> dict[str, Any]:
-    """Fields of `Requests` for the predicted lengths of `count` requests."""
-    quantiles = arrays.get("quantiles", np.zeros((count, 0)))
+def _length_fields(predicted: Predicted) -> dict[str, Any]:
+    """Fields of `Requests` for predicted lengths."""
+    arrays = predicted.arrays()
+    quantiles = arrays.get("quantiles", np.zeros((len(predicted), 0)))
     return {"mu": arrays["mu"], "sigma": arrays["sigma"], "nu": arrays["nu"], "quantiles": quantiles}
 
 
@@ -222,7 +222,7 @@ def _corrections(
     from training.split_runtime import SplitRuntime
 
     manifest = runtime.artifact.manifest
-
+    split = None if manifest.conditioning is None else SplitRuntime(runtime, config.threads)
     corrections, fits = {}, {}
     for name in sorted(set(requests.served_models)):
         part = requests.take(requests.served_models == name)
@@ -231,16 +231,11 @@ def _corrections(
             continue
         [default] = set(_default_bases(manifest, part.served_models))
         bases = {default: part}
-        if name not in manifest.served_models and manifest.conditioning is not None:
+        if name not in manifest.served_models and split is not None:
             few = part.take(np.arange(len(part)) >= len(part) - _BASE_REQUESTS)
             names = list(dict.fromkeys((default, *manifest.served_models)))
-            predicted = SplitRuntime(runtime, config.threads).predict_as(
-                few.prompts.tolist(), names, few.temperatures
-            )
-            parameters = {base: each.arrays() for base, each in predicted.items()}
-            candidates = {
-                base: replace(few, **_length_fields(arrays, len(few))) for base, arrays in parameters.items()
-            }
+            predicted = split.predict_as(few.prompts.tolist(), names, few.temperatures)
+            candidates = {each: replace(few, **_length_fields(predicted[each])) for each in names}
             base = select_correction(candidates, config.seed, ["shift and scale"])[0].base
             if base != default:
                 bases[base] = artifact.predict(

@@ -275,7 +275,7 @@ def watch(config: StreamConfig) -> None:
             target.flush()
 
 
-main = command("evaluate-stream", StreamConfig, watch, positionals=("stream",), extra="train,export")
+main = command("evaluate-stream", StreamConfig, watch, positionals=("stream",), extra="train")
 
 
 if __name__ == "__main__":

@@ -42,10 +42,8 @@ class SplitRuntime:
         inputs = {each.name for each in graph.input}
         self._inputs = [name for name in inner if name in inputs]  # of encoder and heads
         self._states = [name for name in inner if name not in inputs]  # from the encoder to the heads
-        outputs = [each.name for each in graph.output]
-        self._of_prompt = [name for name in outputs if name not in dependent]
-        self._of_row = [name for name in outputs if name in dependent]
-        self._outputs = [each for each in graph.output if each.name in dependent]
+        self._of_prompt = [each.name for each in graph.output if each.name not in dependent]
+        self._of_row = [each for each in graph.output if each.name in dependent]
         self._encoder_outputs = [*dict.fromkeys([*self._states, *self._of_prompt])]
         encoder = load_graph(runtime)
         del encoder.graph.output[:]
@@ -62,7 +60,7 @@ class SplitRuntime:
         batch_size: int = 8,
         progress: bool = True,
     ) -> Predicted:
-        """Predicts N rows; arguments [N] and errors as in `ArtifactRuntime.predict`."""
+        """Predicts N rows; arguments [N] are as in `ArtifactRuntime.predict`."""
         number: dict[str, int] = {}
         of_row = [number.setdefault(text, len(number)) for text in prompts]
         rows: list[list[int]] = [[] for _ in number]
@@ -127,8 +125,8 @@ class SplitRuntime:
         inputs |= {name: feed[name] for name in _CONDITIONS if name in self._used}
         if self._heads is None:
             self._heads = self._open_heads(inputs)
-        values = self._heads.run(self._of_row, inputs)
-        outputs = dict(zip(self._of_row, values, strict=True))
+        names = [each.name for each in self._of_row]
+        outputs = dict(zip(names, self._heads.run(names, inputs), strict=True))
         return outputs | {name: states[name] for name in self._of_prompt}
 
     def _open_heads(self, inputs: Arrays) -> ort.InferenceSession:
@@ -138,7 +136,7 @@ class SplitRuntime:
                 self._head_nodes,
                 "heads",
                 [_value_info(name, value) for name, value in inputs.items()],
-                self._outputs,
+                self._of_row,
                 [self._constants[name] for name in self._used if name in self._constants],
             )
         )

@@ -25,9 +25,9 @@ from scheduler_core.lengths.standard import FloatArray
 #: u_0, ..., u_K: the levels of all predicted quantiles; the middle one is the median.
 LEVELS = (0.01, 0.025, *(round(0.05 * step, 2) for step in range(1, 20)), 0.975, 0.99)
 _U = np.array(LEVELS)
-_STEPS, _LOW, _HIGH = np.diff(_U), _U[0], 1.0 - _U[-1]
-_LOG_LOW, _LOG_HIGH = math.log(_U[1] / _U[0]), math.log((1.0 - _U[-2]) / (1.0 - _U[-1]))
-_STEP_LIST, _TAIL = _STEPS.tolist(), float(_HIGH)
+_STEPS, _LOW, _HIGH = np.diff(_U), LEVELS[0], 1.0 - LEVELS[-1]
+_LOG_LOW, _LOG_HIGH = math.log(LEVELS[1] / _LOW), math.log((1.0 - LEVELS[-2]) / _HIGH)
+_STEP_LIST = _STEPS.tolist()
 #: Minimum gap in ln tokens, so that slopes are finite for equal quantiles.
 _MIN_GAP = 1e-6
 
@@ -167,9 +167,9 @@ def cdf(quantiles: Sequence[float], tokens: float) -> float:
     """P(X <= tokens) of one request: `LogQuantiles.cdf` for valid quantiles and a number of tokens > 0, without arrays."""
     z = math.log(tokens)
     if z < quantiles[0]:
-        return LEVELS[0] * math.exp((z - quantiles[0]) / _scale(quantiles[1] - quantiles[0], _LOG_LOW))
+        return _LOW * math.exp((z - quantiles[0]) / _scale(quantiles[1] - quantiles[0], _LOG_LOW))
     if z >= quantiles[-1]:
-        return 1.0 - _TAIL * math.exp((quantiles[-1] - z) / _scale(quantiles[-1] - quantiles[-2], _LOG_HIGH))
+        return 1.0 - _HIGH * math.exp((quantiles[-1] - z) / _scale(quantiles[-1] - quantiles[-2], _LOG_HIGH))
     index = bisect_right(quantiles, z)
     gap = quantiles[index] - quantiles[index - 1]
     return LEVELS[index - 1] + (LEVELS[index] - LEVELS[index - 1]) * (z - quantiles[index - 1]) / gap
@@ -191,7 +191,7 @@ def expected_and_cvar(
     low = _scale(quantiles[1] - quantiles[0], _LOG_LOW)
     # E[min(exp(q - low E), M)] with E exponential
     first = min(quantiles[0], top)
-    mean = LEVELS[0] * math.exp(first) * (1.0 - math.exp((first - quantiles[0]) / low) * low / (1.0 + low))
+    mean = _LOW * math.exp(first) * (1.0 - math.exp((first - quantiles[0]) / low) * low / (1.0 + low))
     tail = 0.0
     for index, step in enumerate(_STEP_LIST):
         left, right, end = quantiles[index], quantiles[index + 1], LEVELS[index + 1]
@@ -201,11 +201,11 @@ def expected_and_cvar(
             tail += share * step * _mean_of_uniform(right - share * (right - left), right, top)
     high = _scale(quantiles[-1] - quantiles[-2], _LOG_HIGH)
     above = _mean_of_tail(quantiles[-1], high, top)
-    mean += _TAIL * above
-    if 1.0 - alpha < _TAIL:
-        worst = _mean_of_tail(quantiles[-1] - high * math.log((1.0 - alpha) / _TAIL), high, top)
+    mean += _HIGH * above
+    if 1.0 - alpha < _HIGH:
+        worst = _mean_of_tail(quantiles[-1] - high * math.log((1.0 - alpha) / _HIGH), high, top)
     else:
-        worst = (tail + _TAIL * above) / (1.0 - alpha)
+        worst = (tail + _HIGH * above) / (1.0 - alpha)
     return min(mean, worst), worst
 
 

@@ -7,7 +7,7 @@ Shift of mu and scale of sigma are estimated in one of three ways:
 - "coverage": minimize the largest deviation of the coverage at P50, P90 and P99 from its nominal level.
 
 A predictor of quantiles has no Student's t: its residuals are replaced by those of a log-t with the same probability
-(`Residuals.of_t`). For these, a shift of mu and a scale of the distances from mu are linear only approximately, so the estimators
+(`Residuals.as_log_t`). For these, a shift of mu and a scale of the distances from mu are linear only approximately, so the estimators
 are applied repeatedly to the calibrated residuals.
 
 Estimates for one served model are noisy with few prompts, so they are shrunk towards those of all models (pooling).
@@ -81,8 +81,7 @@ class Residuals:
         """Residuals under mu' = mu + shift sigma, sigma' = sigma scale; both are numbers or [N]."""
         return replace(self, z=(self.z - shift) / scale, z_limit=(self.z_limit - shift) / scale)
 
-    @property
-    def of_t(self) -> Residuals:
+    def as_log_t(self) -> Residuals:
         """Residuals of log-t distributions with the same probabilities: z is the quantile of Student's t at P(X <= x)."""
         if not self.quantiles.shape[1]:
             return self
@@ -102,9 +101,9 @@ class Residuals:
         """Coverage at P50, P90 and P99 by served model, with the maximum and the mean over models of the largest shift."""
         by_model: dict[str, dict[str, float | None]] = {}
         largest = []
-        of_t = self.of_t
+        log_t = self.as_log_t()
         for number in np.unique(self.model).tolist():
-            part = of_t.take(self.model == number)
+            part = log_t.take(self.model == number)
             estimates = {level: _coverage(part, level) for level in COVERAGE_LEVELS}
             by_model[str(number)] = {percent(level): value for level, value in estimates.items()}
             shifts = [abs(value - level) for level, value in estimates.items() if value is not None]
@@ -302,10 +301,10 @@ def _estimates(residuals: Residuals, num_models: int, estimator: Estimator) -> t
 
 
 def _estimate(residuals: Residuals, estimator: Estimator) -> tuple[float, float]:
-    """(shift, scale) by an estimator for log-t distributions; for quantiles by repeated steps (see `of_t`)."""
+    """(shift, scale) by an estimator for log-t distributions; for quantiles by repeated steps (see `as_log_t`)."""
     shift, scale = 0.0, 1.0
     for _ in range(QUANTILE_STEPS if residuals.quantiles.shape[1] else 1):
-        step = estimator(residuals.moved(shift, scale).of_t)
+        step = estimator(residuals.moved(shift, scale).as_log_t())
         shift, scale = shift + scale * step[0], scale * step[1]
     return shift, scale
 

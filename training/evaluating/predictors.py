@@ -18,6 +18,7 @@ from training.progress import tracked
 
 if TYPE_CHECKING:
     from predictors.modules.checkpoint import Checkpoint
+    from training.split_runtime import SplitRuntime
 
 Accelerator = Literal["auto", "cpu", "cuda"]
 FloatArray = NDArray[np.float64]
@@ -114,6 +115,11 @@ def _open_artifact(folder: Path, options: InferenceOptions) -> OpenedPredictor:
     runtime = open_runtime(folder, provider=options.accelerator, threads_per_run=options.threads or 1)
     manifest = runtime.artifact.manifest
     conditioned = manifest.conditioning is not None
+    split: SplitRuntime | None = None
+    if conditioned and MODEL in manifest.files:
+        from training.split_runtime import SplitRuntime
+
+        split = SplitRuntime(runtime, options.threads or 1)
 
     def predict(
         prompts: Sequence[str], served_models: Sequence[str | None], temperatures: Sequence[float | None]
@@ -121,10 +127,7 @@ def _open_artifact(folder: Path, options: InferenceOptions) -> OpenedPredictor:
         columns = (prompts, served_models, temperatures) if conditioned else (prompts,)
         first, of_row = distinct(*columns)
         rows: list[Any] = [[column[row] for row in first.tolist()] for column in columns]
-        if conditioned and MODEL in manifest.files:
-            from training.split_runtime import SplitRuntime
-
-            split = SplitRuntime(runtime, options.threads or 1)
+        if split is not None:
             predicted = split.predict(*rows, batch_size=options.batch_size, progress=options.progress)
         else:
             predicted = runtime.predict(
