@@ -297,6 +297,10 @@ def test_what_is_scheduled_is_limited_and_abstains():
     assert report["predicted"]["accuracy"]["value"] == 1
     assert report["abstention"]["threshold"] == 0
     assert report["abstention"]["answered"]["value"] == 1
+    assert report["abstention"]["wrong"]["value"] == 0
+    assert {name: part["cases"] for name, part in report["abstention"]["right_by_decided_level"].items()} == {
+        name: part["hits"] for name, part in report["abstention"]["answered_by_level"].items()
+    }
     # From tier standard an emergency rises by one level alone.
     assert report["scheduled"]["recalls"]["emergency"]["value"] == 0
     assert report["quiet_emergencies_found"]["value"] is None

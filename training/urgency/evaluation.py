@@ -144,7 +144,8 @@ def evaluate_urgency(
     Returns:
         predicted, decided, scheduled: metrics of the most likely level, of the level of least expected cost, and of the
         level after abstention and limited promotion; reliability: see `reliability_of_levels`; abstention: the threshold,
-        its guarantee, and the rates of answered texts and of failures among them; quiet_emergencies_found: fraction of
+        its guarantee, the rate of answered texts, also by level, and of failures and wrong levels among them, and the rate of right
+        levels by decided level; quiet_emergencies_found: fraction of
         calmly worded emergencies decided as level 0 or 1; accuracy_by_language, accuracy_by_source; adversarial: see
         `check_claims`."""
     cost = config.under_triage_cost
@@ -170,7 +171,14 @@ def evaluate_urgency(
         "decided": urgency_metrics(true, decided),
         "scheduled": urgency_metrics(true, scheduled),
         "reliability": reliability_of_levels(rows, true),
-        "abstention": asdict(chosen) | {"answered": rate(answered), "failures": rate(failed, answered)},
+        "abstention": asdict(chosen)
+        | {
+            "answered": rate(answered),
+            "failures": rate(failed, answered),
+            "wrong": rate(decided != true, answered),
+            "answered_by_level": _by([LEVELS[level] for level in true], answered),
+            "right_by_decided_level": _by([LEVELS[level] for level in decided], decided == true, answered),
+        },
         "quiet_emergencies_found": rate(decided <= 1, is_quiet),
         "accuracy_by_language": _by([text.language or "unknown" for text in texts], right),
         "accuracy_by_source": _by([text.source for text in texts], right),
