@@ -196,8 +196,9 @@ def _user_message(error: BaseException, extra: str) -> str | None:
 
 
 def _is_interrupt(error: BaseException) -> bool:
-    """Whether Ctrl-C caused the error; extension modules raise an ImportError instead while they load."""
-    if isinstance(error, ImportError | SystemError):
+    """Whether Ctrl-C caused the error. Extension modules raise an ImportError instead while they load, and an interrupted
+    wait for a lock of `threading` a RuntimeError ("release unlocked lock")."""
+    if isinstance(error, ImportError | SystemError | RuntimeError):
         cause = error.__cause__ or error.__context__
         return cause is not None and _is_interrupt(cause)
     return isinstance(error, KeyboardInterrupt)

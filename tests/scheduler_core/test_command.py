@@ -4,6 +4,7 @@ import os
 import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -175,6 +176,26 @@ def test_an_interrupt_that_a_library_turned_into_an_import_error(capsys: Capsys)
             raise ImportError("initialization failed") from error
 
     assert (main([]), capsys.readouterr().err) == (130, "tool: interrupted\n")
+
+
+def test_an_interrupt_while_a_lock_is_acquired_again(capsys: Capsys) -> None:
+    @entry_point("tool", extra="sim")
+    def main(args: list[str]) -> int:
+        lock = threading.Lock()
+        with lock:
+            lock.release()
+            raise KeyboardInterrupt  # as in Condition.wait; the end of the block raises a RuntimeError
+
+    assert (main([]), capsys.readouterr().err) == (130, "tool: interrupted\n")
+
+
+def test_a_runtime_error_without_an_interrupt_is_a_bug(capsys: Capsys) -> None:
+    @entry_point("tool", extra="sim")
+    def main(args: list[str]) -> int:
+        raise RuntimeError("release unlocked lock")
+
+    assert main([]) == 1
+    assert "this is a bug in tailcast" in capsys.readouterr().err
 
 
 _WRITER = """
