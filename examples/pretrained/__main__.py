@@ -14,7 +14,7 @@ from typing import Literal
 
 import pandas as pd
 
-from examples.pretrained.card import card, teaching
+from examples.pretrained.card import card, training_sentences
 from examples.pretrained.distillation import (
     made_up_prompts,
     real_prompts,
@@ -89,8 +89,10 @@ def pretrained(config: PretrainedConfig) -> None:
     steps.export()
     if config.predictor == "minilm":
         steps.quantize()
-        taught = teaching(continued=previous is not None, distilled=config.teacher is not None)
-        steps.evaluate(steps.int8, ["--compare+", f"float32={out / 'artifact'}"], taught)
+        training_text = training_sentences(
+            continued=previous is not None, distilled=config.teacher is not None
+        )
+        steps.evaluate(steps.int8, ["--compare+", f"float32={out / 'artifact'}"], training_text)
     else:
         steps.evaluate(out / "artifact", [], "")
     if config.install and config.predictor == "smollm2":
@@ -168,7 +170,7 @@ class _Steps:
             "--variants", '["int8"]', "--progress", "false",
         ])  # fmt: skip
 
-    def evaluate(self, artifact: Path, options: Sequence[str | Path], taught: str) -> None:
+    def evaluate(self, artifact: Path, options: Sequence[str | Path], training_text: str) -> None:
         """Evaluates on the report prompts and on the held-out sources, and writes the card."""
         since = time.monotonic()
         report = self.out / "evaluation.json"
@@ -177,7 +179,7 @@ class _Steps:
             *options, "--baselines_from", next(iter(self.files.training)), "--progress", "false",
         ])  # fmt: skip
         withheld, *scores = score_sources(artifact, {"report": self.files.report, **self.files.set_aside})
-        text = card(self.name, json.loads(report.read_text()), withheld, scores, artifact, taught)
+        text = card(self.name, json.loads(report.read_text()), withheld, scores, artifact, training_text)
         (self.out / "README.md").write_text(text, encoding="utf-8")
         self.shell.finished("e", "evaluate", "", since, str(self.out / "README.md"))
 

@@ -54,7 +54,7 @@ Predicts the number of output tokens for a prompt, as a log-t distribution (nu =
 | {sources} | MIT, Apache-2.0 or CC0-1.0 | train |
 | {set_aside} | MIT or Apache-2.0 | held out, evaluation only |
 
-The data have lengths only, no output texts. The predictor distinguishes {named} served models by name. For any other served model the prediction is the mean over these {named}, and sigma includes the differences between them. Encoder: {encoder} (Apache-2.0).{taught}
+The data have lengths only, no output texts. The predictor distinguishes {named} served models by name. For any other served model the prediction is the mean over these {named}, and sigma includes the differences between them. Encoder: {encoder} (Apache-2.0).{training_text}
 
 ## Strengths and limitations
 
@@ -73,7 +73,7 @@ def card(
     withheld: SourceScores,
     scores: Sequence[SourceScores],
     artifact: Path,
-    taught: str,
+    training_text: str,
 ) -> str:
     """Markdown of the card.
 
@@ -83,7 +83,7 @@ def card(
         withheld: Scores of the report prompts without the name of the served model.
         scores: Scores of the held-out sources.
         artifact: Artifact folder of the predictor.
-        taught: Sentences on its training, each after a space (`teaching`).
+        training_text: Sentences on its training, each preceded by a space; see `training_sentences`.
     """
     manifest = json.loads((artifact / "manifest.json").read_text(encoding="utf-8"))
     built, origin, encoder = _BUILT[name]
@@ -94,7 +94,7 @@ def card(
         built=built,
         origin=origin,
         encoder=encoder,
-        taught=taught,
+        training_text=training_text,
         essay=math.exp(essay.mu[0]),
         max_length=manifest["max_length"],
         sources=", ".join(Path(source.file).name for source in SOURCES if source.file.startswith("more/")),
@@ -122,7 +122,7 @@ def card(
     return text
 
 
-def teaching(*, continued: bool, distilled: bool) -> str:
+def training_sentences(*, continued: bool, distilled: bool) -> str:
     """Sentences of the card on the training of tailcast-minilm: whether it continues that of the previous version, and
     whether it learns a teacher's predictions, to which those of the previous version are then added."""
     teachers = f"the weighted means of {_TEACHER} and of the previous version" if continued else _TEACHER

@@ -12,7 +12,7 @@ import torch
 from scipy import stats
 
 from examples.pretrained import distillation, minilm, tiny, tiny_network
-from examples.pretrained.card import teaching
+from examples.pretrained.card import training_sentences
 from examples.pretrained.prepare import SET_ASIDE, SOURCES, Prepared, prepare, served_model
 from examples.pretrained.unseen import markdown, score_source, score_sources
 from predictors.modules.checkpoint import save_checkpoint
@@ -380,6 +380,6 @@ def test_without_a_teacher_the_tiny_network_learns_the_true_lengths(tmp_path: Pa
 
 def test_the_card_tells_how_the_shipped_version_was_trained() -> None:
     shipped = (shipped_folder("pretrained").parent / "README.md").read_text(encoding="utf-8")
-    assert teaching(continued=True, distilled=True) in shipped
-    assert "previous version" not in teaching(continued=False, distilled=True)
-    assert teaching(continued=False, distilled=False) == ""
+    assert training_sentences(continued=True, distilled=True) in shipped
+    assert "previous version" not in training_sentences(continued=False, distilled=True)
+    assert training_sentences(continued=False, distilled=False) == ""

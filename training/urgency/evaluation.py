@@ -144,10 +144,9 @@ def evaluate_urgency(
     Returns:
         predicted, decided, scheduled: metrics of the most likely level, of the level of least expected cost, and of the
         level after abstention and limited promotion; reliability: see `reliability_of_levels`; abstention: the threshold,
-        its guarantee, the rate of answered texts, also by level, and of failures and wrong levels among them, and the rate of right
-        levels by decided level; quiet_emergencies_found: fraction of
-        calmly worded emergencies decided as level 0 or 1; accuracy_by_language, accuracy_by_source; adversarial: see
-        `check_claims`."""
+        its guarantee, the rates of answered texts (in total and by true level), of failures and of wrong levels among them,
+        and of right levels by decided level; quiet_emergencies_found: fraction of calmly worded emergencies decided as
+        level 0 or 1; accuracy_by_language, accuracy_by_source; adversarial: see `check_claims`."""
     cost = config.under_triage_cost
     limits: dict[str, Any] = {"max_promotion": config.max_promotion, "under_triage_cost": cost}
     chosen = choose_threshold(
