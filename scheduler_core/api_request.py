@@ -1,0 +1,220 @@
+"""Requests of generation APIs: the fields that predictors and policies use, from the body of any of them.
+
+| API | prompt | limit of the output |
+|---|---|---|
+| OpenAI chat, Anthropic messages, Ollama chat | `messages`, `system` | `max_completion_tokens`, `max_tokens`, `options.num_predict` |
+| OpenAI Responses | `input`, `instructions` | `max_output_tokens` |
+| OpenAI completions, Ollama generate, llama.cpp | `prompt`: texts or token ids, one or several; `system` | `max_tokens`, `options.num_predict`, `n_predict` |
+| SGLang, TGI and vLLM generate | `text`, `inputs`, `input_ids`, `token_ids` | `max_new_tokens`, `max_tokens` in `sampling_params` or `parameters` |
+
+Reading never fails. A missing or malformed field has its default, because the engine reports it. Numbers may be texts, and
+integers may have a fraction of 0, because servers accept both. A limit of 0 or below is no limit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from scheduler_core.prompt_text import (
+    SYSTEM,
+    USER,
+    Message,
+    content_text,
+    member,
+    messages_of,
+    predictor_text,
+)
+
+#: Approximate number of characters per token, for prompts that are not tokenized.
+CHARS_PER_TOKEN = 4
+MAX_TOKENS = 2**31 - 1
+#: Objects in a body that can have sampling parameters.
+_NESTED = ("options", "sampling_params", "parameters")
+_LIMITS = (
+    "max_completion_tokens",
+    "max_tokens",
+    "max_output_tokens",
+    "max_new_tokens",
+    "n_predict",
+    "num_predict",
+)
+_MINIMUMS = ("min_tokens", "min_new_tokens")
+_PROMPTS = ("prompt", "text", "inputs", "input_ids", "token_ids", "prompt_token_ids")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiRequest:
+    """The fields of a request for one or several outputs.
+
+    Attributes:
+        messages: Messages of a chat, first the system prompt; empty for texts and token ids.
+        texts: Prompts of a text completion.
+        num_prompt_ids: Total number of token ids, for prompts given as ids.
+        num_other_chars: Characters of the definitions of tools and of the output's schema, which are a part of the prompt.
+        model: Name of the served model; "" if the request has none.
+        max_tokens: Maximum number of output tokens; None: no limit.
+        min_tokens: Minimum number of output tokens.
+        ignores_eos: Whether the output only ends at max_tokens.
+        num_outputs: Number of outputs (`n`, `best_of`, several prompts); None if it is malformed.
+        temperature, top_p: Sampling parameters; None: the engine's default.
+        is_stream: Whether the output is streamed.
+        include_usage: Whether the client asked for the token counts of a stream.
+        priority: The client's own `priority`, an integer of 64 bits; None without one.
+    """
+
+    messages: tuple[Message, ...] = ()
+    texts: tuple[str, ...] = ()
+    num_prompt_ids: int = 0
+    num_other_chars: int = 0
+    model: str = ""
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    ignores_eos: bool = False
+    num_outputs: int | None = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    is_stream: bool = False
+    include_usage: bool = False
+    priority: int | None = None
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether the request has a prompt that was read."""
+        return bool(self.messages or any(self.texts) or self.num_prompt_ids)
+
+    def text(self, *, conversations: bool = False) -> str:
+        """The text that a predictor reads, see `predictor_text`; empty for token ids and for several prompts."""
+        if self.messages:
+            return predictor_text(self.messages, conversations=conversations)
+        return self.texts[0] if len(self.texts) == 1 else ""
+
+    def whole_text(self) -> str:
+        """All texts of the prompt with their roles, for its length and for shared prefixes."""
+        return "\n".join((*(f"{role}: {text}" for role, text in self.messages), *self.texts))
+
+    def prompt_tokens(self, chars_per_token: float = CHARS_PER_TOKEN) -> int:
+        """Estimated tokens of the prompt, at least 1: token ids exactly, texts by their characters."""
+        num_chars = self.num_other_chars + sum(map(len, self.texts))
+        num_chars += sum(len(message.text) for message in self.messages)
+        return max(1, self.num_prompt_ids + math.ceil(num_chars / chars_per_token))
+
+
+def read_request(body: object) -> ApiRequest:
+    """Reads the body of a request, a mapping or an object with attributes; see the table above."""
+    options: list[object] = [body, *(inner for name in _NESTED if (inner := member(body, name)) is not None)]
+    prompt: dict[str, Any] = {}
+    messages, given = member(body, "messages"), member(body, "input")
+    num_prompts = 1
+    if _is_list(messages):
+        items = [*messages]
+        if items and all(_is_list(item) for item in items):  # several conversations
+            num_prompts = len(items)
+            items = [message for item in items for message in item]
+        prompt["messages"] = (*_system(body), *messages_of(items))
+    elif isinstance(given, str):
+        prompt["messages"] = (*_system(body), Message(USER, given))
+    elif _is_list(given) and any(isinstance(item, Mapping) for item in given):
+        prompt["messages"] = (*_system(body), *messages_of(given))
+    else:
+        source = next((value for name in _PROMPTS if (value := member(body, name)) is not None), given)
+        texts, num_ids, num_prompts = _prompts(source)
+        if texts and (system := _system(body)):
+            prompt["messages"] = (*system, *(Message(USER, text) for text in texts))
+        else:
+            prompt |= {"texts": texts, "num_prompt_ids": num_ids}
+    model, priority = member(body, "model"), member(body, "priority")
+    stream_options = member(body, "stream_options")
+    return ApiRequest(
+        **prompt,
+        num_other_chars=_num_chars(body),
+        model=model if isinstance(model, str) else "",
+        max_tokens=_first(options, _LIMITS),
+        min_tokens=_first(options, _MINIMUMS) or 0,
+        ignores_eos=any(member(each, "ignore_eos") is True for each in options),
+        num_outputs=_num_outputs(options, num_prompts),
+        temperature=_number(options, "temperature"),
+        top_p=_number(options, "top_p"),
+        is_stream=member(body, "stream") is True,
+        include_usage=member(stream_options, "include_usage") is True,
+        priority=priority if type(priority) is int and -(2**63) <= priority < 2**63 else None,
+    )
+
+
+def integer(value: object) -> int | None:
+    """The integer of a JSON value: a number without a fraction, or its decimal text. None for other values."""
+    if isinstance(value, str):
+        text = value.strip()
+        digits = text[1:] if text[:1] in ("+", "-") else text
+        return int(text) if digits.isascii() and digits.isdigit() and len(digits) < 20 else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return int(value) if math.isfinite(value) and value == int(value) else None
+
+
+def _first(options: Iterable[object], names: Iterable[str]) -> int | None:
+    """The first of these members that is a number of tokens."""
+    values = (integer(member(source, name)) for source in options for name in names)
+    return next((value for value in values if value is not None and 1 <= value <= MAX_TOKENS), None)
+
+
+def _num_outputs(options: list[object], num_prompts: int) -> int | None:
+    """Outputs of a request: the larger of `n` and `best_of` for each prompt; None if one of them is malformed."""
+    largest = 1
+    for value in (member(source, name) for source in options for name in ("n", "best_of")):
+        if value is None or value is True:
+            continue
+        number = integer(value)
+        if number is None or number < 1:
+            return None
+        largest = max(largest, number)
+    return largest * num_prompts
+
+
+def _number(options: Iterable[object], name: str) -> float | None:
+    """The first member of that name that is a finite number >= 0."""
+    for value in (member(source, name) for source in options):
+        try:
+            number = math.nan if isinstance(value, bool) or value is None else float(value)
+        except (TypeError, ValueError, OverflowError):
+            continue
+        if 0 <= number < math.inf:
+            return number
+    return None
+
+
+def _system(body: object) -> tuple[Message, ...]:
+    """The system prompt of a body, if it is not one of the messages."""
+    texts = (content_text(member(body, name)) for name in ("system", "instructions"))
+    return tuple(Message(SYSTEM, text) for text in texts if text)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
+
+
+def _prompts(value: object) -> tuple[tuple[str, ...], int, int]:
+    """Texts, total number of token ids, and number of prompts of a text completion."""
+    if isinstance(value, str):
+        return (value,), 0, 1
+    if not _is_list(value):
+        return (), 0, 1
+    items: list[Any] = [*value]  # type: ignore[misc]
+    if all(type(item) is int for item in items):
+        return (), len(items), 1
+    texts = tuple(item for item in items if isinstance(item, str))
+    num_ids = sum(len([*item]) for item in items if _is_list(item))
+    return texts, num_ids, max(1, len(items))
+
+
+def _num_chars(body: object) -> int:
+    """Characters of definitions that are inserted into the prompt."""
+    names = ("tools", "functions", "response_format", "format")
+    values = [value for name in names if isinstance(value := member(body, name), list | dict)]
+    try:
+        return sum(len(json.dumps(value, ensure_ascii=False)) for value in values)
+    except (ValueError, TypeError, RecursionError):
+        return 0
