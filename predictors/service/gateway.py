@@ -7,7 +7,6 @@ import json
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 from aiohttp import web
 from google.protobuf.json_format import MessageToDict, ParseDict
 from google.protobuf.message import Message
@@ -24,6 +23,7 @@ from predictors.service.security import BearerTokens, http_context
 from predictors.service.tracing import TRACE_KEYS
 from predictors.tokenizer import content_text
 from scheduler_core.errors import InputError
+from scheduler_core.json_text import num_separators
 
 if TYPE_CHECKING:
     from predictors.cli import ServeConfig
@@ -35,8 +35,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"})
 MAX_JSON_VALUES = 100_000
 """Maximum number of brackets, commas and colons of a JSON body; parsing that many blocks for about 20 ms."""
-SYMBOLS = np.zeros(256, dtype=np.bool_)
-SYMBOLS[list(b"[{,:")] = True
 TEXT_FIELDS = {
     key: field.name
     for field in pb.PredictRequest.DESCRIPTOR.fields
@@ -140,7 +138,7 @@ def _trace(request: web.Request) -> dict[str, str]:
 async def json_object(body: bytes) -> dict[str, Any]:
     """The JSON object in a UTF-8 body; UnparsableError for other content or too many values."""
     # A smaller body cannot have too many values.
-    if len(body) > MAX_JSON_VALUES and await asyncio.to_thread(_num_symbols, body) > MAX_JSON_VALUES:
+    if len(body) > MAX_JSON_VALUES and sum(await asyncio.to_thread(num_separators, body)) > MAX_JSON_VALUES:
         reason = f"more than {MAX_JSON_VALUES} values; use gRPC or binary tensors for larger requests"
         raise UnparsableError("JSON object", reason)
     try:  # not `parse_json`, whose second pass over escaped surrogates would block the event loop
@@ -152,13 +150,6 @@ async def json_object(body: bytes) -> dict[str, Any]:
         raise UnparsableError("JSON object", type(content).__name__)
     await asyncio.sleep(0)
     return content
-
-
-def _num_symbols(body: bytes) -> int:
-    """Number of brackets, commas and colons outside strings, a bound on the parsing time."""
-    codes = np.frombuffer(body.replace(b"\\\\", b"").replace(b'\\"', b""), dtype=np.uint8)
-    inside = np.logical_xor.accumulate(codes == ord('"'))
-    return int(np.count_nonzero(SYMBOLS[codes] & ~inside))
 
 
 def _unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
