@@ -18,7 +18,7 @@ class Pool:
 
     A step has at most `max_num_seqs` requests; at most `max_running` hold memory at the same time.
     `preemption`: whether a preempted request keeps a copy of its cache on the host while that has free
-    memory. `evicts_by_key`: choose victims by the policy's eviction key; False: the youngest request.
+    memory. `evicts_by_key`: choose victims by the policy's eviction key; False: the request admitted last.
     `group`: see `WaitingQueue`. `lockstep`: advance decoding requests in lockstep, see `LockstepGroup`.
     """
 
@@ -47,8 +47,10 @@ class Pool:
         self.num_by_level: Counter[int] = Counter()
         self._running: dict[str, RequestState] = {}
         self.evictions = EvictionQueue(policy) if evicts_by_key else None
+        # Victims of a preemptive policy, or of one whose keys change with tokens, depend on progress in every step.
+        static = self.evictions is None or (not policy.preemptive and policy.running_keys == "on_event")
         #: The decoding requests, if they are advanced in lockstep.
-        self.lockstep = LockstepGroup(kv) if lockstep and self.evictions is None else None
+        self.lockstep = LockstepGroup(kv) if lockstep and static else None
         #: With a lockstep group: the other running requests and their admission numbers, in that order.
         self._prefilling: dict[str, tuple[RequestState, int]] = {}
         self._num_admitted = 0

@@ -66,7 +66,7 @@ class Scheduler:
             config.max_num_seqs,
             max_running=former.max_running(config),
             preemption=config.preemption,
-            evicts_by_key=policy.preemptive or former.evicts_by_key,
+            evicts_by_key=policy.evicts_by_key or former.evicts_by_key,
             group=former.group,
             lockstep=former.lockstep and policy.progress == "unused",
         )

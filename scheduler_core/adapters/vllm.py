@@ -1,7 +1,8 @@
 """Policies inside vLLM: `vllm serve MODEL --scheduler-cls scheduler_core.adapters.vllm.TailcastScheduler`.
 
 vLLM forms the batches: running requests first, then waiting ones until budget, slots or memory are used up. The
-policy orders the waiting queue, and the running requests, of which vLLM preempts the last one when memory runs out.
+policy orders the waiting queue and, if it evicts by key, the running requests, of which vLLM preempts the last one when
+memory runs out.
 
 `TailcastScheduler` is created at its first access, so that this module can be imported without vLLM. User guide:
 docs/vllm.md.
@@ -13,7 +14,7 @@ import logging
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from scheduler_core.adapters.settings import EngineSettings, check_version, read
 from scheduler_core.errors import InputError, MissingExtraError
 from scheduler_core.predictions import Prediction
 from scheduler_core.predictor import PredictionRequest, PredictionStatus, open_predictor
-from scheduler_core.request import Request
+from scheduler_core.request import Request, RequestState
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler as _Base
@@ -167,7 +168,8 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
         #: Requests without an output token since their last admission.
         self._tailcast_prefills: set[str] = set()
         self.waiting = PolicyQueue(self._tailcast_order, self._tailcast_clock)
-        # With "fcfs" vLLM preempts the last running request; "priority" would use the declared priority.
+        # With "fcfs" vLLM preempts the last running request, see `_tailcast_sort_running`; with "priority" it would use
+        # the declared priority under every policy.
         self.policy = type(self.policy)("fcfs")
         self._tailcast_metrics = process_metrics()
         self._tailcast_calibration: LiveCalibration | None = None
@@ -210,8 +212,8 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
             self._tailcast_calibration.publish_if_due()
         if order.start_step(now):
             self._tailcast_metrics.rekeys.inc()
-        if order.policy.preemptive:
-            self._tailcast_displace(now)
+        if order.policy.evicts_by_key:
+            self._tailcast_sort_running(now)
         if self._tailcast_step_start_s is None:
             self._tailcast_step_start_s = now
         output = super().schedule(*args, **kwargs)
@@ -302,14 +304,25 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
                 max_tokens=int(request.max_tokens),
             )
 
-    def _tailcast_displace(self, now: float) -> None:
+    def _tailcast_sort_running(self, now: float) -> None:
+        """Sorts the running requests by eviction key, because vLLM preempts the last one when memory runs out. Before
+        that, a preemptive policy may displace some of them for the first waiting request."""
+        running = {request.request_id: request for request in self.running}
+        worst = self._tailcast_order.worst_first(running, now)
+        if self._tailcast_order.policy.preemptive:
+            self._tailcast_displace(running, worst, now)
+        still = {request.request_id for request in self.running}
+        ids = [state.request_id for _, state in reversed(worst)]
+        self.running = [running[request_id] for request_id in ids if request_id in still]
+
+    def _tailcast_displace(
+        self, running: Mapping[str, Any], worst: Sequence[tuple[float, RequestState]], now: float
+    ) -> None:
         """Preempts running requests for the first waiting one if the policy allows it, for at most one per step.
 
-        Then sorts the running requests by eviction key, because vLLM preempts the last one when memory runs out.
+        `running` has vLLM's running requests by id; `worst` is their order of eviction.
         """
         order = self._tailcast_order
-        running = {request.request_id: request for request in self.running}
-        worst = order.worst_first(running, now)
         head = self.waiting.peek_request() if self.waiting and self.pause_state.name == "UNPAUSED" else None
         if head is not None and not self._is_blocked_waiting_status(head.status):
             num_groups = max(len(self.kv_cache_config.kv_cache_groups), 1)
@@ -336,9 +349,6 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
                 # If it is admitted again in this step, vLLM must not treat it as running all the time.
                 self.prev_step_scheduled_req_ids.discard(request.request_id)
                 self._tailcast_metrics.displacements.inc()
-        still = {request.request_id for request in self.running}
-        ids = [state.request_id for _, state in reversed(worst)]
-        self.running = [running[request_id] for request_id in ids if request_id in still]
 
 
 @cache

@@ -20,7 +20,7 @@ class BatchFormer(ABC):
     outside their range raise InputError. It does not store requests.
 
     Attributes:
-        evicts_by_key: Evicts by the policy's eviction key, also if the policy is not preemptive.
+        evicts_by_key: Evicts by the policy's eviction key under every policy (see `Policy.evicts_by_key`).
         allows_preemptive: Supports preemptive policies.
         migratable: Running requests may be added or removed between two steps: a batch has no fixed members,
             and admission reserves no memory beyond the tokens to process.

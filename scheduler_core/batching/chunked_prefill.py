@@ -1,7 +1,7 @@
 """Continuous batching with chunked prefill: decodes first, the remaining token budget for prompts.
 
 Source: Agrawal et al. 2024, "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve", section 4; the
-admission and preemption rules are vLLM's (watermark, the youngest is preempted).
+admission and preemption rules are vLLM's (watermark; the last admitted or, by priority, the least urgent is preempted).
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from scheduler_core.request import RequestState
 class ChunkedPrefill(BatchFormer):
     """One step: every running decode, then running prefills, then waiting requests in the policy's order.
 
-    - A decode without a free block preempts the request admitted last (possibly itself); under a preemptive policy
-      the one with the largest eviction key.
+    - A decode without a free block preempts the request admitted last (possibly itself); under a policy that evicts by
+      key the one with the largest eviction key.
     - Admission takes the blocks of all tokens to process, keeps the watermark free, and stops at the first waiting
       request that does not fit, so that no request is overtaken because of its size.
     - No request is admitted in a step in which memory ran out.

@@ -34,7 +34,8 @@ class Rad(BatchFormer):
 
     Differs from the paper: P is in the order of the policy (paper: FCFS); if t_col is unset it is max_num_seqs; memory
     is limited: a request that does not fit is temporarily not in P, and a decode without a free block preempts the
-    request admitted last, which does not count as started again.
+    request admitted last (the largest eviction key under a policy that evicts by key), which does not count as started
+    again.
     """
 
     allows_preemptive = False

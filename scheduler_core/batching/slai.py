@@ -36,7 +36,8 @@ class Slai(BatchFormer):
     | beta | maximum number of decodes in a batch | max_decodes |
     | paying_first | new prompts of paying requests (TBT <= paying_tbt_s) go before all other new ones | 0 or 1 |
 
-    A decode without a free block evicts the prompt in progress that was started last, or itself without such a prompt.
+    A decode without a free block evicts the prompt in progress that was started last, or itself without such a prompt;
+    under a policy that evicts by key, the request of the largest eviction key.
 
     Differs from the paper: C uses delta and t_batch at the time when a batch is formed; the released code fixes C with
     the previous token, so that a change of delta does not affect waiting decodes. Non-critical decodes also
@@ -106,7 +107,8 @@ class Slai(BatchFormer):
         for state in [state for state in decodes if state.num_computed_tokens >= state.kv_tokens]:
             while state.status is Status.RUNNING and not pool.grow(state, state.num_computed_tokens + 1):
                 started = pool.by_phase()[0]
-                batch.evict(pool, started[-1] if started else state, now)
+                victim = started[-1] if started else state
+                batch.evict(pool, pool.memory_victim(now) if pool.policy.evicts_by_key else victim, now)
         batch.add_decodes(list(still_running(decodes)) if batch.preempted else decodes)
 
     def _add_others(self, pool: Pool, batch: Batch, decodes: list[RequestState], now: float) -> None:

@@ -20,7 +20,8 @@ class Vllm(BatchFormer):
 
     - Admission in the policy's order while slots, blocks (with the watermark) and the token budget last; it stops at
       the first request that does not fit.
-    - A decode without a free block preempts the request admitted last, by recompute or by swap.
+    - A decode without a free block preempts the request admitted last, or the one with the largest eviction key under
+      a policy that evicts by key; by recompute or by swap.
     - An admitted request with a swapped cache needs no prefill; it decodes in the next step of decodes.
     - Under a preemptive policy a waiting request may displace running ones.
 

@@ -24,6 +24,8 @@ class Policy(ABC):
             prediction, preemption); "on_event": also when `on_pressure` (all) or `take_changed` (some) report it;
             "with_time": with every step. The queue is a heap for the first two and is sorted in every step for the last.
         preemptive: A waiting request may displace a running one (see `may_preempt`).
+        evicts_by_key: When memory runs out, the running request of the largest `eviction_key` is preempted, as under
+            vLLM's priority scheduling. False: the one admitted last, as under vLLM's fcfs. Default: `preemptive`.
         running_keys: When the eviction key of a running request may change. "on_event": only with a
             prediction or when `take_changed` returns it, so that victims come from a heap; "on_tokens":
             possibly in every step, so that all running requests are compared.
@@ -41,6 +43,7 @@ class Policy(ABC):
 
     key_changes: ClassVar[KeyChanges] = "with_time"
     preemptive: ClassVar[bool] = False
+    evicts_by_key: ClassVar[bool] = False
     running_keys: ClassVar[RunningKeys] = "on_tokens"
     progress: ClassVar[Progress] = "every_step"
     needs_queue: ClassVar[bool] = False
@@ -50,6 +53,10 @@ class Policy(ABC):
         implemented = cls.on_tokens is not Policy.on_tokens or cls.on_step is not Policy.on_step
         if cls.progress == "unused" and implemented:
             raise TypeError(f'{cls.__name__} implements on_tokens or on_step; its progress is not "unused"')
+        if "preemptive" in cls.__dict__ and "evicts_by_key" not in cls.__dict__:
+            cls.evicts_by_key = cls.preemptive
+        if cls.preemptive and not cls.evicts_by_key:
+            raise TypeError(f"{cls.__name__} is preemptive, so it evicts by key")
 
     @property
     def reserves_memory(self) -> bool:
@@ -61,7 +68,8 @@ class Policy(ABC):
         """Sort key; the smallest is served first."""
 
     def eviction_key(self, state: RequestState, now: float) -> float:
-        """Sort key of running requests; the largest is evicted first. -inf: never evicted for a waiting request.
+        """Sort key of running requests; the largest is evicted first, the latest arrival of several. -inf: never evicted
+        for a waiting request. Used if `evicts_by_key`.
 
         If memory runs out for the running requests themselves, requests at -inf may be evicted as well.
         """

@@ -34,6 +34,7 @@ class Edf(Policy):
     """
 
     key_changes = "on_event"
+    evicts_by_key = True
     running_keys = "on_event"
     progress = "in_runs"
     inputs = frozenset({"slo"})
@@ -84,6 +85,7 @@ class SloTie(Policy):
     """
 
     key_changes = "on_event"
+    evicts_by_key = True
     running_keys = "on_event"
     inputs = frozenset({"length", "urgency", "tier", "slo"})
 

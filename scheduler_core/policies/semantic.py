@@ -34,6 +34,7 @@ class Hpjf(Policy):
     """
 
     key_changes = "never"
+    evicts_by_key = True
     running_keys = "on_event"
     inputs = frozenset({"urgency", "tier"})
 

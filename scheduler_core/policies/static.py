@@ -27,11 +27,13 @@ class Priority(Policy):
 
     key = priority (no unit, declared by the client)
 
-    When memory runs out, the running request of the largest value is preempted, the youngest of several.
+    When memory runs out, the running request of the largest value is preempted, the latest arrival of several. A waiting
+    request never displaces a running one for its slot.
     Requests of a larger value starve while smaller ones saturate the engine, as declared.
     """
 
     key_changes = "never"
+    evicts_by_key = True
     running_keys = "on_event"
     progress = "unused"
     inputs = frozenset({"priority"})

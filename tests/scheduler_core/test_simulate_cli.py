@@ -306,3 +306,18 @@ def test_vary_is_checked(vary: str, told: str, tmp_path: Path, capsys: pytest.Ca
     assert main(args) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert told in line
+
+
+@pytest.mark.mend  # The request of priority 0 was preempted and recomputed by memory pressure, that of 9 kept running.
+@pytest.mark.parametrize("batching", ["chunked_prefill", "vllm"])
+def test_memory_pressure_takes_from_the_lowest_priority(batching: str, tmp_path: Path) -> None:
+    row = {"prompt_tokens": 160, "output_tokens": 600, "max_tokens": 700}
+    low = {"request_id": "low", "arrival_s": 0.0, "priority": 9, "tier": 4, **row}
+    urgent = {"request_id": "urgent", "arrival_s": 0.05, "priority": 0, "tier": 0, **row}
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(item) + "\n" for item in (low, urgent)))
+    table = tmp_path / "requests.jsonl"
+    limits = "--scheduler.max_num_seqs 8 --scheduler.num_kv_blocks 70"
+    assert run(trace, f"--policy priority {limits} --scheduler.batching {batching} --requests {table}") == 0
+    rows = [json.loads(line) for line in table.read_text().splitlines()]
+    assert {item["request_id"]: item["num_preemptions"] for item in rows} == {"low": 1, "urgent": 0}

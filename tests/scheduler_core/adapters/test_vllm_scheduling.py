@@ -108,6 +108,22 @@ def test_the_last_running_one_is_the_policys_victim(make: Make) -> None:
     assert [request.request_id for request in scheduler.running] == ["r1", "r2", "r0"]
 
 
+@pytest.mark.mend  # The last admitted one, often the most urgent, was the victim under vLLM's own rule for fcfs.
+def test_the_least_urgent_is_the_last_running_one_without_displacement(make: Make) -> None:
+    scheduler = make("priority", mode=None, max_num_seqs=3, policy="priority")
+    for name, priority in (("r0", 9), ("r1", -4), ("r2", 2), ("r3", -9)):
+        scheduler.add_request(FakeRequest(name, 30, priority=priority))
+        run_step(scheduler)
+    run_step(scheduler)
+    assert [request.request_id for request in scheduler.running] == ["r1", "r2", "r0"]
+    assert len(scheduler.waiting) == 1, "no slot is taken from a running request"
+    scheduler = make("fcfs", mode=None, max_num_seqs=3)
+    for name, priority in (("r0", 9), ("r1", -4)):
+        scheduler.add_request(FakeRequest(name, 30, priority=priority))
+        run_step(scheduler)
+    assert [request.request_id for request in scheduler.running] == ["r0", "r1"]
+
+
 def test_abort_in_any_state(make: Make) -> None:
     scheduler = make("srpt", 30, max_num_seqs=1)
     run_step(scheduler)

@@ -172,3 +172,42 @@ def test_many_steps_at_once_equal_single_ones_to_the_last_bit(pair: tuple[str, s
     assert single.records == many.records
     assert single.metrics["num_steps"] == many.metrics["num_steps"]
     assert single.metrics["num_preemptions"] == many.metrics["num_preemptions"]
+
+
+#: Policies with declared urgency, and fields of the less urgent and the more urgent request.
+URGENCY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "priority": ({"priority": 9}, {"priority": -3}),
+    "hpjf": ({"tier": 4}, {"tier": 0}),
+    "edf": ({"ttlt_slo_s": 900.0}, {"ttlt_slo_s": 9.0}),
+}
+
+
+@pytest.mark.mend  # The urgent request was preempted by memory pressure, as the one admitted last, and the other one kept.
+@pytest.mark.parametrize("former", [name for name in BATCH_FORMERS if name not in NEVER_PREEMPT])
+@pytest.mark.parametrize("policy", URGENCY)
+@pytest.mark.parametrize("first", ["low", "high"])
+def test_memory_pressure_evicts_the_least_urgent(policy: str, former: str, first: str) -> None:
+    fields = dict(zip(("low", "high"), URGENCY[policy], strict=True))
+    names = [first, "high" if first == "low" else "low"]
+    given = [
+        (helpers.request(name, 0.01 * at, prompt=8, cap=16, **fields[name]), 16)
+        for at, name in enumerate(names)
+    ]
+    parameters = {"batching_parameters": {**helpers.SMALL_PARAMETERS.get(former, {})}}
+    core = helpers.scheduler(policy, batching=former, **{**TIGHT, "num_kv_blocks": 16, **parameters})
+    run = helpers.Drive(core, given)
+    run.run()
+    assert run.finished["high"].num_preemptions == 0
+    waits = former == "stage_aware" and first == "high"  # low is not admitted while high decodes
+    assert (run.finished["low"].num_preemptions == 0) == waits
+
+
+@pytest.mark.parametrize("former", ["chunked_prefill", "vllm"])
+def test_a_policy_that_evicts_by_key_does_not_displace_for_a_slot(former: str) -> None:
+    core = helpers.scheduler("priority", batching=former, max_num_seqs=1)
+    core.add(helpers.request("low", priority=9, cap=4), 0.0)
+    helpers.run_step(core, 0.0)
+    core.add(helpers.request("high", 1.0, priority=0), 1.0)
+    helpers.run_step(core, 1.0)
+    assert core.state("low").num_preemptions == 0
+    assert core.num_waiting == 1
