@@ -65,6 +65,8 @@ RIGHT = 1.5
 #: Outputs since the start or the last alarm before the test begins.
 MIN_OUTPUTS = 50
 MAX_WINDOW = 100_000
+#: Minimum outputs of a served model that replaces another one, and maximum characters of its name.
+ADMITTED_OUTPUTS, MAX_NAME_CHARS = 20, 256
 #: Fraction of the information that is kept at an alarm.
 KEPT_AT_ALARM = 0.2
 #: The first levels are for the CRPS, twice the mean loss of their quantiles; the others are for coverage.
@@ -82,7 +84,8 @@ class OnlineCalibrationConfig:
         memory: Number of outputs after which the weight of an output has decayed to 1/e.
         window: Number of latest outputs for metrics and for the comparison with the uncorrected predictions.
         arl: Lower bound of the mean number of outputs to a false drift alarm (average run length).
-        max_models: Maximum number of served models; beyond it the least recently observed one is dropped.
+        max_models: Maximum number of served models. A further one replaces the least used one once it has had
+            `ADMITTED_OUTPUTS` outputs, and as many as that one: names that a client invents displace no model.
     """
 
     memory: int = 5000
@@ -113,6 +116,8 @@ class _ServedModel:
         self.information, self.response = np.zeros((2, 4, 4)), np.zeros((2, 4))
         self.solve()
         self.num_outputs = self.num_censored = self.num_alarms = self.num_since_alarm = 0
+        #: Outputs, halved after every `memory` outputs of all models.
+        self.use = 0
         self.detector = DriftDetector(config.arl)
         self.decay = 1.0 - 1.0 / config.memory
         #: Gain in ln likelihood by the correction, for each output of the window.
@@ -221,6 +226,7 @@ class _ServedModel:
         """Restores a `state`; raises an error if the content is invalid."""
         for name in _COUNTS:
             setattr(self, name, int(content[name]))
+        self.use = self.num_outputs
         self.gain_sum = float(content["gain_sum"])
         self.gains = deque([self.gain_sum])
         self.information = np.array(content["information"], float)
@@ -228,7 +234,9 @@ class _ServedModel:
         shapes = self.information.shape, self.response.shape
         if shapes != ((2, 4, 4), (2, 4)) or not np.isfinite([self.gain_sum, *self.response.flat]).all():
             raise ValueError("response, gain_sum")
-        if not (np.isfinite(self.information).all() and np.linalg.eigvalsh(self.information).min() > -1e-6):
+        if not (np.isfinite(self.information).all() and np.allclose(self.information, self.information.mT)):
+            raise ValueError("information")
+        if np.linalg.eigvalsh(self.information).min() <= -1e-6:
             raise ValueError("information")
         self.solve()
 
@@ -242,6 +250,9 @@ class OnlineCalibration:
     def __init__(self, config: OnlineCalibrationConfig | None = None) -> None:
         self._config = config or OnlineCalibrationConfig()
         self._models: OrderedDict[str, _ServedModel] = OrderedDict()
+        #: Outputs of served models that have not been admitted, at most `max_models` of them.
+        self._candidates: dict[str, int] = {}
+        self._num_outputs = 0
 
     @property
     def served_models(self) -> tuple[str, ...]:
@@ -273,7 +284,7 @@ class OnlineCalibration:
         """Updates the calibration with an ended request; returns the alarm, if any. `InputError` for an invalid number.
 
         Args:
-            served_model: Its name; models beyond `max_models` replace the least recently observed one.
+            served_model: Its name, of at most `MAX_NAME_CHARS`; see `OnlineCalibrationConfig.max_models`.
             prediction: The uncorrected prediction.
             prompt_tokens: Length of the prompt; None if unknown.
             output_tokens: Length of the output, > 0.
@@ -285,12 +296,11 @@ class OnlineCalibration:
             _check_tokens("prompt_tokens", prompt_tokens, 0)
         if max_tokens is not None:
             _check_tokens("max_tokens", max_tokens, output_tokens)
-        model = self._models.get(served_model)
+        if len(served_model) > MAX_NAME_CHARS:
+            raise InputError("served_model", served_model, f"at most {MAX_NAME_CHARS} characters")
+        model = self._used_model(served_model)
         if model is None:
-            model = self._models[served_model] = _ServedModel(self._config)
-            if len(self._models) > self._config.max_models:
-                self._models.popitem(last=False)
-        self._models.move_to_end(served_model)
+            return None
         features, log_length = _features(prediction, prompt_tokens), math.log(output_tokens)
         corrected = model.corrected(prediction, features)
         log_limit = math.inf if max_tokens is None else math.log(max_tokens)
@@ -299,6 +309,35 @@ class OnlineCalibration:
         alarm = model.test(corrected, output_tokens, finished)
         model.learn(prediction, corrected, np.array(features), log_length, finished)
         return alarm
+
+    def _used_model(self, served_model: str) -> _ServedModel | None:
+        """The state of a served model with a further output; None while it is a candidate."""
+        self._num_outputs += 1
+        if self._num_outputs % self._config.memory == 0:
+            for other in self._models.values():
+                other.use //= 2
+            self._candidates = {name: use // 2 for name, use in self._candidates.items() if use > 1}
+        model = self._models.get(served_model)
+        if model is None:
+            if len(self._models) >= self._config.max_models and not self._replaces(served_model):
+                return None
+            model = self._models[served_model] = _ServedModel(self._config)
+            model.use = self._candidates.pop(served_model, 0)
+        model.use += 1
+        self._models.move_to_end(served_model)
+        return model
+
+    def _replaces(self, served_model: str) -> bool:
+        """Counts an output of a candidate, and drops the least used model if the candidate may replace it."""
+        use = self._candidates.get(served_model, 0) + 1
+        least = min(self._models, key=lambda name: self._models[name].use)
+        if use >= max(ADMITTED_OUTPUTS, self._models[least].use):
+            del self._models[least]
+            return True
+        if use == 1 and len(self._candidates) >= self._config.max_models:
+            del self._candidates[min(self._candidates, key=self._candidates.__getitem__)]
+        self._candidates[served_model] = use
+        return False
 
     def metrics(self, served_model: str) -> dict[str, Any]:
         """Prediction quality of a served model over the window. `InputError` if it has no outputs yet.
@@ -331,12 +370,14 @@ class OnlineCalibration:
             raise InputError("state", state, f"a mapping of format {STATE_FORMAT}")
         models: OrderedDict[str, _ServedModel] = OrderedDict()
         try:
-            for name, content in [*state["served_models"].items()][-self._config.max_models :]:
+            kept = [item for item in state["served_models"].items() if len(str(item[0])) <= MAX_NAME_CHARS]
+            for name, content in kept[-self._config.max_models :]:
                 models[str(name)] = _ServedModel(self._config)
                 models[str(name)].restore(content)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InputError(f"state cannot be used: {error!r}") from error
         self._models = models
+        self._candidates.clear()
 
 
 def _check_tokens(name: str, value: int, low: int) -> None:

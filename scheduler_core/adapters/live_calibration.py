@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +20,8 @@ from scheduler_core.predictions import Prediction
 logger = logging.getLogger(__name__)
 #: Seconds between two writes of the file, and between two updates of the metrics by `publish_if_due`.
 SAVE_S, PUBLISH_S = 60.0, 10.0
+#: Seconds between two log lines with the same reason for not learning.
+REMINDER_S = 3600.0
 #: Maximum number of ended requests in the queue, for example while the disk stalls; further ones are dropped.
 MAX_PENDING = 10_000
 
@@ -27,7 +30,7 @@ class CalibrationGauges:
     """Gauges of an `OnlineCalibration`, with a prefix in their names; `options` are passed to each gauge."""
 
     def __init__(self, prefix: str, registry: Any, **options: Any) -> None:
-        from prometheus_client import Gauge  # installed with the engine or the extra
+        from prometheus_client import Counter, Gauge  # installed with the engine or the extra
 
         def gauge(name: str, text: str, *labels: str) -> Any:
             names = ("served_model", *labels)
@@ -45,22 +48,32 @@ class CalibrationGauges:
         )
         self._tau = gauge("kendall_tau", "Kendall's tau-b of predicted and true lengths.", which)
         self._crps = gauge("crps_log_tokens", "Mean CRPS of ln tokens.", which)
+        text = "Ended requests that online calibration could not use, by reason."
+        self.skipped = Counter(f"{prefix}calibration_skipped", text, ["reason"], registry=registry)
+        #: Labels of each gauge, by served model.
+        self._series: dict[str, set[tuple[Any, tuple[str, ...]]]] = {}
 
     def publish(self, calibration: OnlineCalibration) -> None:
-        """Updates all gauges, except those without a value yet."""
-        for served_model in calibration.served_models:
+        """Updates all gauges, except those without a value yet; removes those of models that were dropped."""
+        served_models = calibration.served_models
+        for served_model in set(self._series) - set(served_models):
+            series = self._series.pop(served_model)
+            if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+                continue  # prometheus_client cannot remove labels there
+            for gauge, labels in series:
+                gauge.remove(*labels)
+        for served_model in served_models:
             metrics = calibration.metrics(served_model)
-            for name, gauge in self._counts.items():
-                gauge.labels(served_model).set(metrics[name])
+            values = [(gauge, (served_model,), metrics[name]) for name, gauge in self._counts.items()]
             for which, key in (("raw", "before"), ("corrected", "after")):
-                scores = metrics[key]
-                values = [(self._tau.labels(served_model, which), scores["tau"])]
-                values.append((self._crps.labels(served_model, which), scores["crps"]))
+                scores, labels = metrics[key], (served_model, which)
+                values += [(self._tau, labels, scores["tau"]), (self._crps, labels, scores["crps"])]
                 for quantile, fraction in scores["coverage"].items():
-                    values.append((self._coverage.labels(served_model, which, quantile), fraction))
-                for gauge, value in values:
-                    if value is not None:
-                        gauge.set(value)
+                    values.append((self._coverage, (*labels, quantile), fraction))
+            for gauge, labels, value in values:
+                if value is not None:
+                    gauge.labels(*labels).set(value)
+                    self._series.setdefault(served_model, set()).add((gauge, labels))
 
 
 class LiveCalibration:
@@ -80,6 +93,7 @@ class LiveCalibration:
         self._saved_s = self._published_s = clock()
         self._has_changed = False
         self._num_observed = self._num_learned = 0
+        self._reminded_s: dict[str, float] = {}
         #: Single thread that runs updates, metrics and writes in order.
         self._thread = ThreadPoolExecutor(1, "tailcast-calibration")
         if self._file is not None and self._file.exists():
@@ -115,6 +129,15 @@ class LiveCalibration:
         arguments = served_model, prediction.length, prompt_tokens, output_tokens
         observe = partial(self.calibration.observe, *arguments, finished=finished, max_tokens=limit)
         self._submit(self._learn, served_model, observe)
+
+    def skip(self, reason: str, explanation: str) -> None:
+        """Counts an ended request that cannot be used. Logs the explanation once per reason and hour; reasons are
+        labels of a metric, so they must be constants."""
+        self._gauges.skipped.labels(reason).inc()
+        now = self._clock()
+        if now - self._reminded_s.get(reason, -REMINDER_S) >= REMINDER_S:
+            self._reminded_s[reason] = now
+            logger.warning("online calibration does not learn from some outputs: %s", explanation)
 
     def publish(self) -> None:
         """Updates the metrics; waits until all observed requests have been processed."""
@@ -173,6 +196,8 @@ def _run(task: Callable[..., None], *args: Any) -> None:
 
 
 def _content(file: Path) -> Any:
+    if not file.is_file():
+        raise InputError("calibration_file", str(file), "a regular file, or the name of a new one")
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

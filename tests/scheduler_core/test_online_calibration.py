@@ -13,7 +13,12 @@ from scipy import integrate, stats
 
 from scheduler_core.errors import InputError
 from scheduler_core.lengths.student_t import student_t_cdf
-from scheduler_core.online_calibration import DriftAlarm, OnlineCalibration, OnlineCalibrationConfig
+from scheduler_core.online_calibration import (
+    ADMITTED_OUTPUTS,
+    DriftAlarm,
+    OnlineCalibration,
+    OnlineCalibrationConfig,
+)
 from scheduler_core.predictions import LengthPrediction
 
 NU = 3.5
@@ -187,6 +192,26 @@ def test_the_number_of_served_models_and_the_window_are_bounded() -> None:
         calibration.metrics("b")
 
 
+@pytest.mark.mend  # one client with 64 new names dropped the calibration of every other model
+def test_invented_names_displace_no_model() -> None:
+    calibration = OnlineCalibration(OnlineCalibrationConfig(max_models=3))
+    feed(calibration, 60, longer_and_wider, model="served")
+    for number in range(500):
+        feed(calibration, 2, as_predicted, model=f"invented {number}")
+    assert "served" in calibration.served_models
+    assert calibration.metrics("served")["num_outputs"] == 60
+    feed(calibration, ADMITTED_OUTPUTS, as_predicted, model="new")
+    assert {"served", "new"} < set(calibration.served_models)
+
+
+def test_a_model_that_is_no_longer_used_is_replaced() -> None:
+    calibration = OnlineCalibration(OnlineCalibrationConfig(max_models=2, memory=100))
+    feed(calibration, 300, as_predicted, model="old")
+    feed(calibration, 500, as_predicted, model="used")
+    feed(calibration, 2 * ADMITTED_OUTPUTS, as_predicted, model="new")
+    assert calibration.served_models == ("used", "new")
+
+
 def test_a_state_goes_through_json_and_gives_the_same_corrections() -> None:
     calibration = OnlineCalibration()
     feed(calibration, 300, steeper, model="a")
@@ -219,6 +244,7 @@ def broken(**changes: object) -> dict[str, object]:
         broken() | {"format": "tailcast-online-calibration/9"}, broken(information=[[1.0]]),
         broken(information=(-np.eye(4)[None].repeat(2, 0)).tolist()), broken(response=[[math.nan] * 4] * 2),
         broken(response="x"), broken(num_outputs=None),
+        broken(information=(np.eye(4) + np.eye(4, k=1) * 0.1)[None].repeat(2, 0).tolist()),
     ],
 )  # fmt: skip
 def test_a_state_that_cannot_be_used_changes_nothing(state: object) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -9,8 +10,15 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from scheduler_core.adapters.live_calibration import PUBLISH_S, SAVE_S, CalibrationGauges, LiveCalibration
+from scheduler_core.adapters.live_calibration import (
+    PUBLISH_S,
+    REMINDER_S,
+    SAVE_S,
+    CalibrationGauges,
+    LiveCalibration,
+)
 from scheduler_core.errors import InputError
+from scheduler_core.online_calibration import OnlineCalibration, OnlineCalibrationConfig
 from scheduler_core.predictions import LengthPrediction, PointPrediction, Prediction
 from tests.scheduler_core.helpers import Clock
 
@@ -148,3 +156,47 @@ def test_what_waits_to_be_learned_from_is_bounded(monkeypatch: pytest.MonkeyPatc
     calibration.publish()
     assert calibration.calibration.metrics("m")["num_outputs"] == 5
     calibration.close()
+
+
+@pytest.mark.mend  # scrapes grew to 3.6 GB: the metrics of dropped models stayed
+def test_metrics_of_a_dropped_model_are_removed() -> None:
+    registry = CollectorRegistry()
+    calibration = LiveCalibration(None, CalibrationGauges("tailcast_", registry), Clock())
+    calibration.calibration = OnlineCalibration(OnlineCalibrationConfig(max_models=1))
+    for model in ("old", "new"):
+        for _ in range(60):
+            calibration.observe(model, PREDICTION, 10, 200, finished=True, max_tokens=None)
+        calibration.publish()
+    samples = [sample for metric in registry.collect() for sample in metric.samples]
+    assert {sample.labels.get("served_model") for sample in samples} == {"new"}
+    calibration.close()
+
+
+@pytest.mark.mend  # names of 1 MB were labels of metrics
+def test_a_long_name_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    calibration = live(None)
+    for name in ("x" * 256, "x" * 257, "x" * 2**20):
+        calibration.observe(name, PREDICTION, 10, 200, finished=True, max_tokens=None)
+    calibration.publish()
+    assert calibration.calibration.served_models == ("x" * 256,)
+    assert len(caplog.text) < 2000
+    calibration.close()
+
+
+def test_a_reason_for_not_learning_is_logged_once_per_hour(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    calibration = live(None, clock)
+    for now in (0.0, 1.0, REMINDER_S - 1.0, REMINDER_S):
+        clock.now = now
+        calibration.skip("no_counts", "streams have no token counts")
+    calibration.skip("other", "another reason")
+    assert caplog.text.count("streams have no token counts") == 2
+    assert caplog.text.count("another reason") == 1
+    calibration.close()
+
+
+@pytest.mark.mend  # the start waited for a writer for ever
+def test_a_pipe_is_not_a_calibration_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="a regular file"):
+        live(tmp_path / "pipe")
