@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from scheduler_core.predictions import Prediction, requested_prediction
 from scheduler_core.prompt_text import (
     SYSTEM,
     USER,
@@ -96,11 +97,25 @@ class ApiRequest:
         """All texts of the prompt with their roles, for its length and for shared prefixes."""
         return "\n".join((*(f"{role}: {text}" for role, text in self.messages), *self.texts))
 
-    def prompt_tokens(self, chars_per_token: float = CHARS_PER_TOKEN) -> int:
-        """Estimated tokens of the prompt, at least 1: token ids exactly, texts by their characters."""
+    @property
+    def num_chars(self) -> int:
+        """Characters of the prompt, without those given as token ids."""
         num_chars = self.num_other_chars + sum(map(len, self.texts))
-        num_chars += sum(len(message.text) for message in self.messages)
-        return max(1, self.num_prompt_ids + math.ceil(num_chars / chars_per_token))
+        return num_chars + sum(len(message.text) for message in self.messages)
+
+    def prompt_tokens(self) -> int:
+        """Estimated tokens of the prompt, at least 1: token ids exactly, texts by `CHARS_PER_TOKEN`."""
+        return max(1, self.num_prompt_ids + (1 + self.num_chars // CHARS_PER_TOKEN if self.num_chars else 0))
+
+    def prediction(self, prediction: Prediction | None, max_tokens: int) -> Prediction | None:
+        """The prediction for all outputs of this request, each of at most `max_tokens` tokens; see `requested_prediction`."""
+        return requested_prediction(
+            prediction,
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            ignores_eos=self.ignores_eos,
+            num_outputs=self.num_outputs or 1,
+        )
 
 
 def read_request(body: object) -> ApiRequest:
@@ -126,7 +141,7 @@ def read_request(body: object) -> ApiRequest:
             prompt["messages"] = (*system, *(Message(USER, text) for text in texts))
         else:
             prompt |= {"texts": texts, "num_prompt_ids": num_ids}
-    model, priority = member(body, "model"), member(body, "priority")
+    model, priority = member(body, "model"), integer(member(body, "priority"))
     stream_options = member(body, "stream_options")
     return ApiRequest(
         **prompt,
@@ -140,7 +155,7 @@ def read_request(body: object) -> ApiRequest:
         top_p=_number(options, "top_p"),
         is_stream=member(body, "stream") is True,
         include_usage=member(stream_options, "include_usage") is True,
-        priority=priority if type(priority) is int and -(2**63) <= priority < 2**63 else None,
+        priority=priority if priority is not None and -(2**63) <= priority < 2**63 else None,
     )
 
 
@@ -150,9 +165,9 @@ def integer(value: object) -> int | None:
         text = value.strip()
         digits = text[1:] if text[:1] in ("+", "-") else text
         return int(text) if digits.isascii() and digits.isdigit() and len(digits) < 20 else None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return int(value) if math.isfinite(value) and value == int(value) else None
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else None
+    return value if type(value) is int else None
 
 
 def _first(options: Iterable[object], names: Iterable[str]) -> int | None:

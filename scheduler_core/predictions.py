@@ -20,6 +20,9 @@ from scheduler_core.urgency import effective_level, expected_cost_levels
 
 #: max_tokens for expectations of requests without a limit: the mean of X itself is infinite.
 DEFAULT_MAX_TOKENS = 32_768
+#: Scale in ln tokens of a length that is known.
+EXACT_SIGMA = 1e-3
+_MEDIAN = LEVELS.index(0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,17 @@ class LengthPrediction:
         scale = sigma / self.sigma
         moved = tuple(min(max(mu + scale * (value - self.mu), -50.0), 50.0) for value in self.quantiles)
         return replace(self, mu=mu, sigma=sigma, quantiles=moved)
+
+    def at_least(self, min_tokens: int) -> "LengthPrediction":
+        """The distribution of max(X, min_tokens), by quantiles; the prediction itself if nearly all of X is longer."""
+        if min_tokens < 2 or self.cdf(min_tokens) < LEVELS[0]:
+            return self
+        floor = math.log(min_tokens)
+        values = self.quantiles or self.distribution().logppf(LEVELS).tolist()
+        quantiles = tuple(min(max(value, floor), 50.0) for value in values)
+        spread = (quantiles[-1] - quantiles[_MEDIAN]) / max(values[-1] - values[_MEDIAN], 1e-9)
+        sigma = min(max(self.sigma * spread, EXACT_SIGMA), 50.0)
+        return replace(self, mu=quantiles[_MEDIAN], sigma=sigma, quantiles=quantiles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +177,35 @@ class Prediction:
     bucket: BucketPrediction | None = None
     rank: RankPrediction | None = None
     point: PointPrediction | None = None
+
+
+def requested_prediction(
+    prediction: Prediction | None,
+    *,
+    max_tokens: int,
+    min_tokens: int = 0,
+    ignores_eos: bool = False,
+    num_outputs: int = 1,
+) -> Prediction | None:
+    """The prediction for all outputs of a request, from the one for its prompt; None if it remains unknown.
+
+    An output that ignores EOS has exactly `max_tokens` tokens, with or without a prediction. `min_tokens` is a lower bound.
+    The length of several outputs is their total, in one distribution of the same scale. Bucket and rank stay those of one
+    output.
+    """
+    heads = Prediction() if prediction is None else prediction
+    length, point = heads.length, heads.point
+    if ignores_eos:
+        length, point = LengthPrediction(math.log(max_tokens), EXACT_SIGMA, 1e9), None
+    if length is not None:
+        length = length.at_least(min(min_tokens, max_tokens))
+        if num_outputs > 1:
+            length = length.moved(min(length.mu + math.log(num_outputs), 50.0), length.sigma)
+    if point is not None and (num_outputs > 1 or min_tokens > point.tokens):
+        point = PointPrediction(num_outputs * max(point.tokens, min(min_tokens, max_tokens)))
+    if length is heads.length and point is heads.point:
+        return prediction
+    return replace(heads, length=length, point=point)
 
 
 #: The heads of a `Prediction`, by name.

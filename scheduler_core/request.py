@@ -16,6 +16,8 @@ from scheduler_core.predictions import (
 
 #: Maximum number of tiers, limited by policies that combine tier and key in one float.
 MAX_TIERS = 100
+#: Tier of requests that declare none.
+DEFAULT_TIER = 2
 
 
 class Status(Enum):
@@ -56,7 +58,7 @@ class Request:
     prompt_tokens: int
     max_tokens: int
     priority: int = 0
-    tier: int = 2
+    tier: int = DEFAULT_TIER
     tenant: str = ""
     ttft_slo_s: float | None = None
     tbt_slo_s: float | None = None

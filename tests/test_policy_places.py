@@ -22,7 +22,7 @@ from scheduler_core.adapters import vllm as adapter
 from scheduler_core.errors import InputError
 from scheduler_core.policies import POLICIES
 from scheduler_core.predictions import Prediction
-from scheduler_core.request import Request
+from scheduler_core.request import DEFAULT_TIER, Request
 from tests.scheduler_core.adapters.length_reader import LengthReader, of_length, settle
 from tests.scheduler_core.adapters.stand_in import FakeRequest, modules, run_step, vllm_config
 from tests.scheduler_core.helpers import Drive, scheduler
@@ -44,26 +44,29 @@ class Item:
     output_tokens: int
 
 
-def items() -> list[Item]:
-    """All that a policy may order by, in reverse of the order of arrival."""
+def items(name: str) -> list[Item]:
+    """All that a policy may order by, in reverse of the order of arrival. Priority and tier are declared only if the policy
+    itself uses them; else proxy and plugin would serve by them."""
+    inputs = POLICIES[name].inputs
+    priority, tier = "priority" in inputs, "tier" in inputs
     return [
         Item(
             Request(
-                request_id=name, arrival_s=0.1 * number, prompt_tokens=50 + 600 * (5 - number), max_tokens=400,
-                priority=-number, tier=5 - number, tenant="ab"[number // 3], ttft_slo_s=100.0 - number,
-                ttlt_slo_s=200.0 - 2 * number,
+                request_id=request_id, arrival_s=0.1 * number, prompt_tokens=50 + 600 * (5 - number), max_tokens=400,
+                priority=-number if priority else 0, tier=5 - number if tier else DEFAULT_TIER,
+                tenant="ab"[number // 3], ttft_slo_s=100.0 - number, ttlt_slo_s=200.0 - 2 * number,
             ),
             of_length(LENGTHS[number]), LENGTHS[number],
         )
-        for number, name in enumerate(ARRIVAL)
+        for number, request_id in enumerate(ARRIVAL)
     ]  # fmt: skip
 
 
 def in_simulator(name: str) -> list[str]:
     """The scheduler that simulators drive."""
     core = scheduler(name, max_num_seqs=1, num_kv_blocks=4000, max_num_batched_tokens=4096)
-    rows = [(item.request, item.output_tokens) for item in items()]
-    run = Drive(core, rows, STEP_S, {item.request.request_id: item.prediction for item in items()})
+    rows = [(item.request, item.output_tokens) for item in items(name)]
+    run = Drive(core, rows, STEP_S, {item.request.request_id: item.prediction for item in items(name)})
     run.run()
     return list(run.finished)
 
@@ -77,10 +80,10 @@ def in_proxy_queue(name: str) -> list[str]:
     """The queue of the proxy, with streams of one token per step."""
     queue = proxy(name, "none").queue
     assert queue is not None
-    return asyncio.run(held(queue))
+    return asyncio.run(held(queue, name))
 
 
-async def held(queue: HoldQueue) -> list[str]:
+async def held(queue: HoldQueue, name: str) -> list[str]:
     now = 0.0
     queue.clock = lambda: now
     finished: list[str] = []
@@ -97,7 +100,7 @@ async def held(queue: HoldQueue) -> list[str]:
         queue.leave(request_id)
 
     tasks, all_wait = [], asyncio.Event()
-    for item in items():
+    for item in items(name):
         now = item.request.arrival_s
         tasks.append(asyncio.create_task(serve(item)))
         await asyncio.sleep(0)
@@ -116,11 +119,11 @@ def in_engine_hints(name: str) -> list[str]:
     now = 0.0
     order.clock = lambda: now
     priorities = {}
-    for item in items():
+    for item in items(name):
         now, request_id = item.request.arrival_s, item.request.request_id
         state = order.enter(item.request)
         order.update(request_id, item.prediction)
-        priorities[request_id] = engine.priority(order.key(state))
+        priorities[request_id] = engine.priority(*order.key(state))
     return ["r0", *sorted(ARRIVAL[1:], key=priorities.__getitem__)]
 
 
@@ -131,7 +134,7 @@ def in_vllm(name: str) -> list[str]:
     now = 0.0
     scheduler._tailcast_clock = scheduler.waiting._clock = lambda: now
     finished: list[str] = []
-    for item in items():
+    for item in items(name):
         request = item.request
         hints = {"tailcast_tier": request.tier, "tailcast_tenant": request.tenant}
         hints |= {"tailcast_ttft_slo_s": request.ttft_slo_s, "tailcast_ttlt_slo_s": request.ttlt_slo_s}

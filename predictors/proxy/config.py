@@ -21,6 +21,8 @@ RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("port", "admin_port"), (0, 65535)),
     "deadline_s": (POSITIVE, 60),
     "max_body_mib": (1, 1024),
+    "max_held_mib": (1, 2**20),
+    "engine_probe_s": (0.0, 3600.0),
     "default_max_tokens": (1, 2**31 - 1),
     "feedback_segment_mib": (1, 2**20),
 }
@@ -47,8 +49,8 @@ class ProxyConfig:
     """Overrides of the policy's parameters."""
     aging_per_s: float = 0.0
     """Priority gain per second of waiting, in units of the policy's key; added to the policy's own aging."""
-    resolution: float = 1000.0
-    """Steps of the integer priority per unit of the policy's key."""
+    resolution: float | None = None
+    """Steps of the integer priority per unit of the policy's key; default: 1000, for dynamo 100."""
     max_num_seqs: int = 256
     """Maximum number of requests the engine runs concurrently; must match its configuration."""
     release: int = 4
@@ -59,8 +61,6 @@ class ProxyConfig:
     """Maximum seconds a request waits for its prediction; for engine none it never waits."""
     warm_up_s: float = 60.0
     """Maximum seconds to wait for the predictors at startup; then the proxy serves without them."""
-    without_prediction: Literal["policy", "nothing"] = "policy"
-    """Hint without a prediction: the policy's key for unknown lengths, or nothing (usually priority 0)."""
     prompt_text: PromptText = "last"
     """Text to predict from: the last user message or the whole conversation; must match the artifact."""
     served_model: str | None = None
@@ -77,24 +77,28 @@ class ProxyConfig:
     """File to write the port numbers to, one per line, when the proxy is ready; removed at shutdown."""
     max_body_mib: int = 16
     """Maximum request body in MiB; larger bodies get 413."""
+    max_held_mib: int = 512
+    """Maximum size in MiB of all request bodies in memory; further requests get 429."""
     max_in_flight: int = 4096
-    """Maximum number of requests in flight; further generation requests get 429."""
+    """Maximum number of generation requests in flight, and of all other requests; further ones get 429."""
     request_timeout_s: float = 30.0
     """Timeout in seconds for request headers, for the request body, and for idle client connections."""
     connect_timeout_s: float = 5.0
     """Timeout in seconds for connecting to the engine."""
     idle_timeout_s: float = 600.0
-    """Maximum seconds without data from the engine, before or during a response."""
+    """Maximum seconds without data from the engine, before or during a response. Responses to GET, HEAD, OPTIONS and DELETE must begin within request_timeout_s."""
+    engine_probe_s: float = 5.0
+    """Seconds between probes (GET /health) of an engine that no request reaches; 0: probe only when /readyz is requested."""
     tenant_header: str = "x-tailcast-tenant"
     """Header with the tenant's name, for fair policies and the log; default tenant: a hash of the API key."""
     tier_header: str = "x-tailcast-tier"
-    """Header with the declared urgency, 0 (most urgent) to 4."""
+    """Header with the declared urgency, 0 (most urgent) to 4. Policies that do not use tiers serve a more urgent tier first; a tier is one step of priority."""
     default_tier: int = 2
     """Urgency tier of requests without the tier header."""
     most_urgent_tier: int = 0
     """Most urgent tier that clients may declare; others get 400. Above 0, clients' hints are replaced."""
     client_priority: Literal["keep", "replace"] = "keep"
-    """Whether to keep a client's own hints to the engine, such as `priority`, or to replace them."""
+    """keep: a client's `priority` comes before the policy's key, and its other hints pass; replace: both are removed."""
     slo_ttft_ms: list[int] = field(default_factory=list)
     """For llm-d: target TTFT of each of the five tiers in milliseconds, most urgent first."""
     slo_tpot_ms: list[int] = field(default_factory=list)
@@ -125,9 +129,7 @@ class ProxyConfig:
     """Format of log lines: text, or one JSON object per line."""
 
     def __post_init__(self) -> None:
-        if not _is_http_url(self.engine_url):
-            allowed = "http://HOST:PORT or https://HOST:PORT, optionally with a path"
-            raise InputError("engine_url", self.engine_url, allowed)
+        check_http_url("engine_url", self.engine_url)
         if self.shadow_predictor is not None and self.feedback is None:
             raise InputError("shadow_predictor", self.shadow_predictor, "only together with feedback")
         check_ranges(self, **RANGES)
@@ -143,10 +145,17 @@ class ProxyConfig:
                 raise InputError("objectives", name, "names of printable ASCII characters")
 
 
-def _is_http_url(url: str) -> bool:
+def check_http_url(field: str, url: str) -> None:
+    """Raises InputError unless it is an HTTP URL without credentials and query."""
+    allowed = "http://HOST:PORT or https://HOST:PORT, optionally with a path"
     try:
         parsed = urlsplit(url)
         parsed.port  # noqa: B018  # raises
     except ValueError:
-        return False
-    return parsed.scheme in ("http", "https") and bool(parsed.hostname) and not parsed.query
+        raise InputError(field, url, allowed) from None
+    if parsed.username is not None or parsed.password is not None:
+        allowed += ", without user or password: clients send their own keys"
+        raise InputError(field, url.partition("?")[0], allowed)
+    allowed += ", without query"
+    if parsed.scheme not in ("http", "https") or not parsed.hostname or parsed.query or parsed.fragment:
+        raise InputError(field, url.partition("?")[0], allowed)

@@ -1,7 +1,13 @@
 """Scheduling hints for each engine (body members or headers added to a request), and the rules for clients.
 
-docs/proxy.md lists the hints of each engine and its required options. With `fcfs` (ms since 2026), Dynamo's
-32 bits overflow after 24 days; a lower resolution lasts longer. Engines do not age priorities.
+docs/proxy.md lists the hints of each engine and its required options. Engines do not age priorities.
+
+The priority of a request is one number: the level that its client declares (see `declared_level`), then the policy's key.
+
+    number = +-(level * 2^b + round(resolution * key)),   -2^(b-1) <= round(resolution * key) < 2^(b-1)
+
+b is 40 for engines with priorities of 64 bits, and 28 for Dynamo's 32 bits. Levels beyond the remaining bits (2^22, and 7
+for Dynamo) count as the outermost ones.
 """
 
 from __future__ import annotations
@@ -16,8 +22,10 @@ from typing import Any
 from multidict import CIMultiDictProxy
 
 from predictors.proxy.config import ProxyConfig
-from predictors.proxy.parsing import CHAT, TEXT
+from predictors.proxy.parsing import CHAT, MESSAGES, RESPONSES, TEXT, ParsedRequest
+from scheduler_core.api_request import integer
 from scheduler_core.errors import InputError
+from scheduler_core.prompt_text import member
 from scheduler_core.request import RequestState
 from scheduler_core.urgency import LEVELS
 
@@ -29,6 +37,7 @@ CLIENT_MEMBERS: tuple[tuple[str, ...], ...] = (
     ("nvext", "agent_hints"),
 )
 CLIENT_HEADERS = (
+    "x-vllm-priority",
     *("x-smg-priority", "x-smg-tenant-id"),  # SGLang's gateway
     *("x-dynamo-request-priority", "x-dynamo-request-strict-priority"),
     *("x-llm-d-", "x-gateway-inference-", "x-slo-"),  # llm-d's router, including older names
@@ -44,52 +53,88 @@ class Hint:
 
 
 class PriorityEngine:
-    """An engine with the body member `priority`: +-round(resolution * key).
+    """An engine whose requests have the body member `priority`.
 
-    Engines have a method `hint` and `endpoints`, the paths whose bodies accept the members of the hint; None:
-    the hint has only headers, for all paths. Here they are the endpoints of the OpenAI API and the arguments.
+    Engines have a method `hint`, a method `client_priority`, and `endpoints`, those whose requests accept the hint; None:
+    all of them. Here they are chat, completions and Responses of the OpenAI API, and the arguments.
 
     Keys that differ by less than 1 / resolution can become ties, which engines serve in order of arrival. The
     origin of keys never moves, so keys of different times are comparable. Numbers outside the range of the
     engine are rejected, because clipping would silently turn the order into that of arrival.
     """
 
-    def __init__(self, *endpoints: str, bits: int = 64, lower_first: bool = False, resolution: float) -> None:
-        self.endpoints = frozenset({CHAT, TEXT, "/v1/responses", *endpoints})
-        self._low, self._high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
-        self._factor = resolution if lower_first else -resolution
+    #: b, the number of bits of the policy's key, and the largest level.
+    key_bits, max_level = 40, 2**22
+    #: Header with the priority, which overrides the body.
+    header: str | None = None
 
-    def hint(self, content: Mapping[str, Any], key: float, state: RequestState) -> Hint:
-        """The hint from the parsed body and the policy's key (smaller first); raises as `priority`."""
-        return Hint(members={"priority": self.priority(key)})
+    def __init__(self, *endpoints: str, lower_first: bool = False, resolution: float) -> None:
+        self.endpoints = frozenset({CHAT, TEXT, RESPONSES, *endpoints})
+        self._resolution = resolution
+        self._sign = 1 if lower_first else -1
 
-    def priority(self, key: float) -> int:
-        """The priority of a key; InputError if it is outside the engine's range or the key is not finite."""
-        scaled = key * self._factor
+    def hint(self, parsed: ParsedRequest, level: int, key: float, state: RequestState) -> Hint:
+        """The hint for a request from its level and the policy's key, smaller first; raises as `priority`."""
+        return Hint(members={"priority": self.priority(level, key)})
+
+    def priority(self, level: int, key: float) -> int:
+        """The priority of a level and a key; InputError if the key is not finite or exceeds its bits."""
+        scaled = key * self._resolution
         if not math.isfinite(scaled):
-            raise InputError("policy key", key, f"finite numbers (times resolution {abs(self._factor):g})")
-        number = round(scaled)
-        if not self._low <= number <= self._high:
-            allowed = f"integers from {self._low} to {self._high}; lower resolution"
-            raise InputError("priority", number, allowed)
-        return number
+            raise InputError("policy key", key, f"finite numbers (times resolution {self._resolution:g})")
+        number, limit = round(scaled), 2 ** (self.key_bits - 1)
+        if not -limit <= number < limit:
+            allowed = f"integers from {-limit} to {limit - 1}; lower resolution"
+            raise InputError("resolution * policy key", number, allowed)
+        bounded = min(max(level, -self.max_level), self.max_level - 1)
+        return self._sign * (bounded * 2**self.key_bits + number)
+
+    def client_priority(self, parsed: ParsedRequest, headers: Mapping[str, str]) -> int:
+        """The priority that the client declares, smaller first; 0 without one."""
+        declared = None if self.header is None else integer(headers.get(self.header))
+        declared = self._declared(parsed) if declared is None else declared
+        return 0 if declared is None else self._sign * declared
+
+    def _declared(self, parsed: ParsedRequest) -> int | None:
+        return parsed.body.priority
+
+
+class Vllm(PriorityEngine):
+    """vLLM: the body member, and a header (since 0.32), which also reaches endpoints without that member, as Anthropic's."""
+
+    header = "X-Vllm-Priority"
+
+    def hint(self, parsed: ParsedRequest, level: int, key: float, state: RequestState) -> Hint:
+        number = self.priority(level, key)
+        has_member = parsed.content and parsed.endpoint in self.endpoints - {MESSAGES}
+        return Hint(members={"priority": number} if has_member else {}, headers={self.header: str(number)})
 
 
 class Dynamo(PriorityEngine):
     """NVIDIA Dynamo: adds `osl` and `priority` to the client's `nvext.agent_hints`."""
 
-    def hint(self, content: Mapping[str, Any], key: float, state: RequestState) -> Hint:
-        extension = content.get("nvext")
+    key_bits, max_level = 28, 2**3
+    header = "x-dynamo-request-priority"
+
+    def hint(self, parsed: ParsedRequest, level: int, key: float, state: RequestState) -> Hint:
+        extension = parsed.content.get("nvext")
         client_hints = extension.get("agent_hints") if isinstance(extension, dict) else None
         if not isinstance(extension, dict | None) or not isinstance(client_hints, dict | None):
             return Hint()  # malformed; the engine reports it
-        hints: dict[str, Any] = {"priority": self.priority(key)}
+        number = self.priority(level, key)
+        hints: dict[str, Any] = {}
         length = state.prediction
         if length is not None:
             mean, _ = length.expected_and_cvar(state.request.max_tokens)
             if mean < 2**32 - 1:
-                hints["osl"] = max(1, round(mean))
-        return Hint(members={"nvext": {**(extension or {}), "agent_hints": hints | (client_hints or {})}})
+                hints["osl"] = max(1, round(mean / parsed.num_outputs))
+        hints |= client_hints or {}
+        members = {"nvext": {**(extension or {}), "agent_hints": hints | {"priority": number}}}
+        return Hint(members=members, headers={self.header: str(number)})
+
+    def _declared(self, parsed: ParsedRequest) -> int | None:
+        hints = member(parsed.content.get("nvext"), "agent_hints")
+        return integer(member(hints, "priority"))
 
 
 class LlmD:
@@ -104,25 +149,29 @@ class LlmD:
             "x-llm-d-inference-objective": config.objectives,
         }
 
-    def hint(self, content: Mapping[str, Any], key: float, state: RequestState) -> Hint:
-        level = state.effective_level()
-        headers = {name: values[level] for name, values in self._levels.items() if values}
+    def hint(self, parsed: ParsedRequest, level: int, key: float, state: RequestState) -> Hint:
+        urgency = state.effective_level()
+        headers = {name: values[urgency] for name, values in self._levels.items() if values}
         if state.request.tenant:
             headers["x-llm-d-inference-fairness-id"] = state.request.tenant
         return Hint(headers=headers)
 
+    def client_priority(self, parsed: ParsedRequest, headers: Mapping[str, str]) -> int:
+        """0: clients declare objectives in llm-d's own headers, which take precedence over the hints."""
+        return 0
+
 
 def make_engine(config: ProxyConfig) -> PriorityEngine | LlmD | None:
     """The engine of `config.engine`; None for `none`."""
-    resolution = config.resolution
+    resolution = config.resolution or (100.0 if config.engine == "dynamo" else 1000.0)
     match config.engine:
         case "vllm":
-            endpoints = ("/v1/chat/completions/batch", "/inference/v1/generate")
-            return PriorityEngine(*endpoints, lower_first=True, resolution=resolution)
+            endpoints = (MESSAGES, "/v1/chat/completions/batch", "/inference/v1/generate")
+            return Vllm(*endpoints, lower_first=True, resolution=resolution)
         case "sglang":
             return PriorityEngine("/generate", resolution=resolution)
         case "dynamo":
-            return Dynamo(bits=32, resolution=resolution)
+            return Dynamo(MESSAGES, resolution=resolution)
         case "llm-d":
             return LlmD(config)
         case _:

@@ -71,8 +71,8 @@ class Recorder:
 
     def requests_usage(self, parsed: ParsedRequest) -> bool:
         """Whether the proxy should request the token counts of a stream because the client did not."""
-        is_needed = self.is_on and self._config.feedback_usage and not parsed.include_usage
-        is_single_stream = parsed.is_completion and parsed.stream and parsed.num_choices == 1
+        is_needed = self.is_on and self._config.feedback_usage and not parsed.body.include_usage
+        is_single_stream = parsed.is_completion and parsed.body.is_stream and parsed.body.num_outputs == 1
         options = parsed.content.get("stream_options")
         return is_needed and is_single_stream and isinstance(options, dict | None)
 
@@ -89,7 +89,7 @@ class Recorder:
 
     def finish(self, exchange: Exchange) -> None:
         """Handles the end of a completion; its record is written when the shadow prediction is available."""
-        is_output = exchange.end in ("complete", "client_gone") and exchange.parsed.num_choices == 1
+        is_output = exchange.end in ("complete", "client_gone") and exchange.parsed.body.num_outputs == 1
         stats = exchange.stats
         if not is_output or stats is None:
             return
@@ -117,19 +117,19 @@ class Recorder:
         parsed = exchange.parsed
         length, reason = output_length(stats), stats.finish_reason
         if exchange.end == "client_gone":
-            counts = parsed.stream and (parsed.include_usage or self.requests_usage(parsed))
+            counts = parsed.body.is_stream and (parsed.body.include_usage or self.requests_usage(parsed))
             reason = "abort" if counts else ""
         elif stats.output_tokens is None:
             return
         if length is None or exchange.forecast is None or reason not in COMPLETE | CENSORED:
             return
         calibration.observe(
-            parsed.model,
+            parsed.body.model,
             exchange.forecast.prediction,
             exchange.prompt_tokens,
             length[0],
             finished=reason in COMPLETE,
-            max_tokens=parsed.max_tokens,
+            max_tokens=parsed.body.max_tokens,
         )
 
     async def _write(self, exchange: Exchange, stats: ResponseStats, ended_s: float) -> None:
@@ -141,7 +141,7 @@ class Recorder:
             return
         output_tokens, counted_by = length
         self._metrics.counts.labels(counted_by).inc()
-        parsed, request, text = exchange.parsed, exchange.request, exchange.parsed.prompt or ""
+        parsed, request, text = exchange.parsed, exchange.request, exchange.parsed.prompt
         reason = stats.finish_reason if exchange.end == "complete" else "abort"
         record: dict[str, Any] = {
             "format": FORMAT,
@@ -149,10 +149,10 @@ class Recorder:
             "request_id": request.request_id,
             "tenant": request.tenant,
             "tier": request.tier,
-            "served_model": parsed.model or None,
-            "max_tokens": parsed.max_tokens,
-            "temperature": parsed.temperature,
-            "top_p": parsed.top_p,
+            "served_model": parsed.body.model or None,
+            "max_tokens": parsed.body.max_tokens,
+            "temperature": parsed.body.temperature,
+            "top_p": parsed.body.top_p,
             "output_tokens": output_tokens,
             "counted_by": counted_by,
             "finish_reason": reason,
@@ -165,8 +165,8 @@ class Recorder:
         }
         if self._config.feedback_prompts == "stored":
             record["prompt"] = text
-            if parsed.messages is not None:
-                record["messages"] = [{"role": role, "content": text} for role, text in parsed.messages]
+            if parsed.body.messages:
+                record["messages"] = [{"role": role, "content": text} for role, text in parsed.body.messages]
         record |= _length_fields(None if exchange.forecast is None else exchange.forecast.prediction)
         if shadow is not None:
             record["shadow"] = _length_fields(shadow.prediction) or None

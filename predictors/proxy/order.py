@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from predictors.proxy.errors import Refusal
-from scheduler_core.adapters.live_order import LiveOrder
+from scheduler_core.adapters.live_order import LiveOrder, declared_level
 from scheduler_core.policies.base import Policy
 from scheduler_core.predictions import Prediction
-from scheduler_core.request import Request, RequestState
+from scheduler_core.request import DEFAULT_TIER, Request, RequestState
 
 
 class AgingPolicy:
@@ -37,20 +37,23 @@ class EngineOrder:
     These are arrival, sending to the engine, output chunks and end. The first chunk ends the prefill. In one
     engine step each running request gets at most one token, so a step is assumed to end when a request gets
     its second chunk or a complete response. The engine runs at most `max_num_seqs` requests; `num_running`
-    are sent but not finished.
+    are sent but not finished. What a client declares, its priority and its tier, comes before the policy's key
+    (see `declared_level`).
     """
 
     policy: Policy
     max_num_seqs: int
     clock: Callable[[], float]
     aging_per_s: float = 0.0
+    default_tier: int = DEFAULT_TIER
     num_running: int = field(default=0, init=False)
     _in_step: set[str] = field(default_factory=set, init=False)
     _step_start_s: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
+        level = declared_level(self.policy, self.default_tier)
         self.policy = cast(Policy, AgingPolicy(self.policy, self.aging_per_s))
-        self._order = LiveOrder(self.policy, self.max_num_seqs)
+        self._order = LiveOrder(self.policy, self.max_num_seqs, level)
 
     @property
     def uses_outputs(self) -> bool:
@@ -111,14 +114,14 @@ class SentOrder(EngineOrder):
         """Handles the arrival of a request."""
         return self._order.arrive(request, request.arrival_s)
 
-    def key(self, state: RequestState) -> float:
-        """The key of a request, smaller first; marks the request as sent."""
+    def key(self, state: RequestState) -> tuple[int, float]:
+        """The declared level of a request and the policy's key, smaller first; marks the request as sent."""
         now, num_in_flight = self.clock(), len(self._order.states)
         self.policy.on_pressure(max(0, num_in_flight - self.max_num_seqs), self.max_num_seqs)
         self.policy.take_changed(now)
         key = self.policy.key(state, now)
         self._admit(state.request_id, now)
-        return key
+        return self._order.level(state), key
 
 
 @dataclass

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from predictors.proxy.config import PromptText
 from predictors.proxy.errors import bad_body
-from predictors.tokenizer import conversation_text
-from scheduler_core.adapters.live_routing import CHARS_PER_TOKEN, content_text
-from scheduler_core.json_text import RepeatedKeyError, parse_json
+from scheduler_core.api_request import ApiRequest, read_request
+from scheduler_core.json_text import RepeatedKeyError, check_num_values, parse_json
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+OLLAMA_CHAT = "/api/chat"
+OLLAMA_GENERATE = "/api/generate"
+#: Endpoints that generate, longer ones first if one ends with another.
+ENDPOINTS = (
+    *(CHAT, TEXT, RESPONSES, MESSAGES, OLLAMA_CHAT, OLLAMA_GENERATE),
+    *("/v1/chat/completions/batch", "/inference/v1/generate", "/generate", "/completion"),
+)
 _OPEN = re.compile(rb"\s*\{\s*")
-# Bytes before the first brace in UTF-16 and UTF-32, or in a byte order mark, which some parsers skip.
-_BEFORE_OBJECT = b" \t\r\n\v\f\0\xef\xbb\xbf\xff\xfe"
+#: Maximum number of values of a body; the parser blocks the event loop for about 0.1 s for that many.
+MAX_VALUES = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +51,11 @@ class JsonBody:
 
 def json_body(data: bytes) -> JsonBody:
     """Parses a body; Refusal if it is not a JSON object, or if parsers differ on it: encodings other than
-    UTF-8, byte order marks, NaN, Infinity, numbers out of range, lone surrogates. If members have the same
-    name, only the last one is used and sent to the engine."""
+    UTF-8, byte order marks, NaN, Infinity, numbers out of range, lone surrogates, or more than `MAX_VALUES`
+    values. If members have the same name, only the last one is used and sent to the engine."""
     sent: bytes | None = data
     try:
+        check_num_values(data, MAX_VALUES)
         try:
             content = parse_json(data, finite=True, unique_keys=True, lone_surrogates="refuse")
         except RepeatedKeyError:
@@ -61,11 +69,6 @@ def json_body(data: bytes) -> JsonBody:
     return JsonBody(sent, content)
 
 
-def may_be_json_object(data: bytes) -> bool:
-    """Whether any parser could parse a body as a JSON object."""
-    return data.lstrip(_BEFORE_OBJECT)[:1] == b"{"
-
-
 def _dump(content: dict[str, Any]) -> bytes:
     try:
         return json.dumps(content, separators=(",", ":")).encode()
@@ -75,90 +78,50 @@ def _dump(content: dict[str, Any]) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
-    """Fields of a request; None if a field is absent or malformed, which the engine reports.
+    """A request to generate, and the text to predict from.
 
     Attributes:
+        endpoint: The path without the prefix of a gateway, see `ENDPOINTS`; "other" for unknown paths.
         content: The parsed body; empty if it is not a JSON object.
-        prompt: Text to predict from; None for token ids and for several prompts.
-        messages: Role and text of each message; None for a text completion.
-        num_choices: Number of completions of the request; the engine reports the sum of their tokens.
-        priority: The client's own priority, if it is a 64-bit integer.
+        body: The fields of the body, whatever its API.
+        prompt: Text to predict from; empty for token ids, several prompts, and bodies that cannot be read.
     """
 
-    path: str
+    endpoint: str
     content: Mapping[str, Any]
-    prompt: str | None
-    messages: list[tuple[str, str]] | None
-    model: str
-    max_tokens: int | None
-    temperature: float | None
-    top_p: float | None
-    stream: bool
-    include_usage: bool
-    num_choices: int
-    priority: int | None
+    body: ApiRequest
+    prompt: str
 
     @property
     def is_completion(self) -> bool:
-        """Whether it is a chat or text completion, whose response can be parsed."""
-        return self.path in (CHAT, TEXT)
+        """Whether it is a chat or text completion of the OpenAI API, whose body must be JSON."""
+        return self.endpoint in (CHAT, TEXT)
 
-    def prompt_tokens(self, counted: int | None = None) -> int:
-        """Estimated tokens of the conversation, at least 1: by the tokens per character of `prompt` if it has
-        `counted` tokens, otherwise by CHARS_PER_TOKEN."""
-        texts = [text for _, text in self.messages or ()] or [self.prompt or ""]
-        num_chars = sum(map(len, texts))
-        if counted is None or not self.prompt:
-            return 1 + num_chars // CHARS_PER_TOKEN
-        return max(1, round(counted * num_chars / len(self.prompt)))
+    @property
+    def num_outputs(self) -> int:
+        """Number of outputs; 1 if it is malformed, which the engine reports."""
+        return self.body.num_outputs or 1
+
+    def prompt_tokens(self, num_counted: int | None = None) -> int:
+        """Estimated tokens of the prompt, at least 1: by the tokens per character of `prompt` if it has `num_counted`
+        tokens, otherwise by their characters."""
+        if num_counted is None or not self.prompt:
+            return self.body.prompt_tokens()
+        return max(1, round(num_counted * self.body.num_chars / len(self.prompt)))
 
 
 def parse_request(content: Mapping[str, Any], path: str, prompt_text: PromptText) -> ParsedRequest:
-    """Parses the fields of a request to the endpoint `path`."""
-    messages = _messages(content.get("messages")) if path == CHAT else None
-    prompt = content.get("prompt") if path == TEXT else _prompt(messages, prompt_text)
-    if isinstance(prompt, list) and len(prompt) == 1:
-        prompt = prompt[0]
-    num_choices = max(_count(content.get("n")) or 1, _count(content.get("best_of")) or 1)
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        num_choices *= len(prompt)
-    options, model, priority = map(content.get, ("stream_options", "model", "priority"))
+    """Parses the fields of a request to a path."""
+    body = read_request(content)
     return ParsedRequest(
-        path=path,
+        endpoint=endpoint_of(path),
         content=content,
-        prompt=prompt if isinstance(prompt, str) and prompt else None,
-        messages=messages,
-        model=model if isinstance(model, str) else "",
-        max_tokens=_count(content.get("max_completion_tokens")) or _count(content.get("max_tokens")),
-        temperature=_number(content.get("temperature")),
-        top_p=_number(content.get("top_p")),
-        stream=content.get("stream") is True,
-        include_usage=isinstance(options, dict) and options.get("include_usage") is True,
-        num_choices=num_choices,
-        priority=priority if type(priority) is int and -(2**63) <= priority < 2**63 else None,
+        body=body,
+        prompt=body.text(conversations=prompt_text == "conversation"),
     )
 
 
-def _messages(value: object) -> list[tuple[str, str]] | None:
-    if not isinstance(value, list):
-        return None
-    messages = [item for item in value if isinstance(item, dict)]
-    return [(content_text(item.get("role")), content_text(item.get("content"))) for item in messages]
-
-
-def _prompt(messages: list[tuple[str, str]] | None, prompt_text: PromptText) -> str | None:
-    if not messages:
-        return None
-    if prompt_text == "conversation":
-        return conversation_text(messages)
-    return next((text for role, text in reversed(messages) if role == "user"), None)
-
-
-def _count(value: object) -> int | None:
-    return value if type(value) is int and 1 <= value < 2**31 else None
-
-
-def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if 0 <= value <= sys.float_info.max else None
+def endpoint_of(path: str) -> str:
+    """The endpoint of a path, also behind the prefix of a gateway; "other" if it is unknown."""
+    path = path.rstrip("/")
+    return next((endpoint for endpoint in ENDPOINTS if path == endpoint or path.endswith(endpoint)), "other")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import re
 import select
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -20,6 +21,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from predictors.proxy.config import ProxyConfig
+from predictors.proxy.engine_monitor import EngineMonitor
 from predictors.proxy.errors import EngineLostError, Refusal, bad_body, engine_failed
 from predictors.proxy.responses import Reader
 
@@ -32,7 +34,21 @@ HOP_BY_HOP = frozenset(
     | {"te", "trailer", "transfer-encoding", "upgrade"}
 )
 _NOT_SENT = frozenset({"host", "content-length", "expect"})
+#: Headers of the proxy that replace those of the client: the priority contains the client's own.
+_REPLACED = frozenset({"Accept-Encoding", "X-Vllm-Priority", "x-dynamo-request-priority"})
+_ORIGIN = re.compile(r"https?://[^/?#]*", re.IGNORECASE)
+#: Maximum seconds of a probe of the engine.
+PROBE_S = 5.0
 _OWN_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
+
+
+def origin_form(target: str) -> str | None:
+    """Path and query of a request target, which is a path or an absolute URL, byte for byte; None for others."""
+    absolute = _ORIGIN.match(target)
+    if absolute is not None:
+        target = target[absolute.end() :]
+        target = target if target.startswith("/") else f"/{target}"
+    return target if target.startswith("/") else None
 
 
 def end_to_end(
@@ -104,10 +120,12 @@ async def _send_once(request: aiohttp.ClientRequest, handler: ClientHandlerType)
 
 
 class Relay:
-    """Connections to one engine."""
+    """Connections to one engine. `config` may be replaced while requests are in flight; `monitor` observes them."""
 
     def __init__(self, config: ProxyConfig) -> None:
-        self._config = config
+        self.config = config
+        self.monitor = EngineMonitor(self._probe)
+        self.num_held_bytes = 0
         self._num_reading = 0
         self._all_read = asyncio.Event()
         self._session: aiohttp.ClientSession | None = None
@@ -119,30 +137,45 @@ class Relay:
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             skip_auto_headers=_OWN_HEADERS,
-            timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=self._config.connect_timeout_s, sock_read=self._config.idle_timeout_s
-            ),
             middlewares=(_send_once,),
         )
 
     async def stop(self) -> None:
         """Closes the connections."""
+        await self.monitor.close()
         if self._session is not None:
             await self._session.close()
 
-    async def read(self, request: web.Request) -> bytes:
-        """The body of a request; Refusal if it is too large (413), late (408) or not valid HTTP (400)."""
-        limit = self._config.max_body_mib * 2**20
+    @contextlib.asynccontextmanager
+    async def body(self, request: web.Request) -> AsyncIterator[bytes]:
+        """The body of a request, which counts as held in memory until the end of the block. Refusal if it is too large
+        (413), late (408) or not valid HTTP (400), or if too many bodies are held (429)."""
+        held = [0]  # bytes; also of an incomplete body
+        try:
+            yield await self._read(request, held)
+        finally:
+            self.num_held_bytes -= held[0]
+
+    async def _read(self, request: web.Request, held: list[int]) -> bytes:
+        limit, timeout_s = self.config.max_body_mib * 2**20, self.config.request_timeout_s
         if request.content_length is not None and request.content_length > limit:
             raise _too_large(f"{request.content_length} bytes", limit)
+        parts: list[bytes] = []
         self._num_reading += 1
         try:
-            async with asyncio.timeout(self._config.request_timeout_s):
-                return await request.read()
-        except web.HTTPRequestEntityTooLarge as error:
-            raise _too_large("more", limit) from error
+            async with asyncio.timeout(timeout_s):
+                while data := await request.content.readany():
+                    parts.append(data)
+                    held[0] += len(data)
+                    self.num_held_bytes += len(data)
+                    if held[0] > limit:
+                        raise _too_large("more", limit)
+                    if self.num_held_bytes > self.config.max_held_mib * 2**20:
+                        text = f"bodies in memory: got more; allowed: {self.config.max_held_mib} MiB"
+                        raise Refusal(429, text, "bodies_full")
+            return b"".join(parts)
         except TimeoutError as error:
-            text = f"body: not complete after {self._config.request_timeout_s:g} s"
+            text = f"body: not complete after {timeout_s:g} s"
             raise Refusal(408, text, "body_late", "body") from error
         except (web.RequestPayloadError, HttpProcessingError) as error:
             raise bad_body("not valid HTTP") from error
@@ -156,37 +189,73 @@ class Relay:
         if self._num_reading:
             self._all_read.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._config.request_timeout_s):
+                async with asyncio.timeout(self.config.request_timeout_s):
                     await self._all_read.wait()
 
     async def send(
-        self, request: web.Request, body: bytes | None, headers: Mapping[str, str], without: tuple[str, ...]
+        self,
+        request: web.Request,
+        body: bytes | None,
+        headers: Mapping[str, str],
+        without: tuple[str, ...],
+        head_s: float | None = None,
     ) -> aiohttp.ClientResponse:
         """Forwards a request once, and returns after the head of the response. Headers of the client override
-        `headers`, except Accept-Encoding; those with the prefixes `without` are dropped. Refusal if the
-        engine cannot be reached or disconnects before a response (502), or does not respond in time (504)."""
+        `headers`, except those in `_REPLACED`; those with the prefixes `without` are dropped. Refusal if the
+        engine cannot be reached or disconnects before a response (502), or does not respond in time (504): within
+        `idle_timeout_s`, and within `head_s` seconds if that is not None."""
         assert self._session is not None
         sent = end_to_end(request.headers, without=_NOT_SENT, prefixes=without)
         for name, value in headers.items():
-            if name == "Accept-Encoding" or name not in sent:
+            if name in _REPLACED or name not in sent:
                 sent[name] = value
-        path = request.raw_path if request.raw_path.startswith("/") else request.rel_url.raw_path_qs
+        path, config = origin_form(request.raw_path), self.config
         # A large body is sent in chunks, so that it does not block the event loop.
         data = body if body is None or len(body) <= LARGE_BYTES else io.BytesIO(body)
         try:
-            return await self._session.request(
-                request.method,
-                URL(self._config.engine_url.rstrip("/") + path, encoded=True),
-                headers=sent,
-                data=data,
-                allow_redirects=False,
-            )
+            async with asyncio.timeout(head_s):
+                response = await self._session.request(
+                    request.method,
+                    URL(f"{config.engine_url.rstrip('/')}{path}", encoded=True),
+                    headers=sent,
+                    data=data,
+                    allow_redirects=False,
+                    timeout=aiohttp.ClientTimeout(
+                        total=None, sock_connect=config.connect_timeout_s, sock_read=config.idle_timeout_s
+                    ),
+                )
+        except aiohttp.ConnectionTimeoutError as error:
+            self.monitor.failed("cannot be reached: no connection in time")
+            raise engine_failed("did not respond in time", late=True) from error
         except TimeoutError as error:
+            self.monitor.doubt()
             raise engine_failed("did not respond in time", late=True) from error
         except aiohttp.ClientResponseError as error:
             raise engine_failed("sent an invalid HTTP response") from error
         except (aiohttp.ClientError, OSError) as error:
+            refusal = engine_failed(f"cannot be reached ({type(error).__name__})")
+            self.monitor.failed(f"cannot be reached ({type(error).__name__})")
+            raise refusal from error
+        except Refusal:
+            self.monitor.doubt()
+            raise
+        self.monitor.succeeded()
+        return response
+
+    async def _probe(self) -> None:
+        """Sends GET /health; Refusal if there is no response, or one that says that the engine does not serve."""
+        assert self._session is not None
+        url = URL(f"{self.config.engine_url.rstrip('/')}/health", encoded=True)
+        timeout = aiohttp.ClientTimeout(total=min(PROBE_S, self.config.connect_timeout_s))
+        try:
+            async with self._session.get(url, timeout=timeout, allow_redirects=False) as response:
+                status = response.status
+        except TimeoutError as error:
+            raise engine_failed("did not respond in time to GET /health", late=True) from error
+        except (aiohttp.ClientError, OSError) as error:
             raise engine_failed(f"cannot be reached ({type(error).__name__})") from error
+        if status in (502, 503, 504):
+            raise engine_failed(f"answers GET /health with {status}")
 
     async def respond(
         self, request: web.Request, upstream: aiohttp.ClientResponse, reader: Reader | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -16,23 +17,38 @@ from aiohttp import web
 from prometheus_client import Gauge, generate_latest
 
 from predictors.http_edge import HttpRunner
+from predictors.proxy.body_rules import check_encoding, check_restricted, may_be_json
 from predictors.proxy.config import ProxyConfig
 from predictors.proxy.engines import CLIENT_HEADERS, ClientRules, Hint, make_engine
 from predictors.proxy.errors import EngineLostError, Refusal
 from predictors.proxy.feedback import Exchange, Recorder
 from predictors.proxy.metrics import ProxyMetrics
 from predictors.proxy.order import HoldQueue, SentOrder
-from predictors.proxy.parsing import CHAT, TEXT, JsonBody, json_body, may_be_json_object, parse_request
+from predictors.proxy.parsing import (
+    CHAT,
+    TEXT,
+    JsonBody,
+    ParsedRequest,
+    endpoint_of,
+    json_body,
+    parse_request,
+)
 from predictors.proxy.prediction import Forecast, Forecaster
-from predictors.proxy.relay import Relay
+from predictors.proxy.relay import Relay, origin_form
 from predictors.proxy.responses import EventStreamReader, JsonReader, Reader
 from predictors.service.metrics import CONTENT_TYPE
 from scheduler_core.adapters.live_order import order_policy
+from scheduler_core.api_request import MAX_TOKENS
 from scheduler_core.errors import InputError
+from scheduler_core.online_calibration import MAX_NAME_CHARS
 from scheduler_core.predictor import PredictionRequest
 from scheduler_core.request import Request, RequestState
 
 logger = logging.getLogger(__name__)
+#: Bodies above this size are parsed in a thread.
+LARGE_BYTES = 2**17
+#: ASCII control characters in a path, encoded.
+CONTROL = re.compile(r"%(?:[01][0-9a-f]|7f)", re.IGNORECASE)
 #: Methods that never generate output.
 READING = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
 #: Paths that never generate output, for any method; all other paths are queued and limited.
@@ -43,6 +59,8 @@ UNQUEUED = frozenset(
 #: Origin of arrival times (2026-01-01 UTC), common to all proxies, so that their keys are comparable.
 ORIGIN_S = 1_767_225_600.0
 NO_HINT = Hint()
+#: Weight of a new prompt in the moving average of prompt lengths.
+PROMPT_WEIGHT = 1 / 64
 
 
 class ProxyServer:
@@ -63,30 +81,52 @@ class ProxyServer:
         name = default if config.policy is None else config.policy
         policy = order_policy(name, config.policy_parameters, sent_once=sent_once)
         self._order: SentOrder | HoldQueue = (
-            SentOrder(policy, config.max_num_seqs, self._clock, aging_per_s)
+            SentOrder(policy, config.max_num_seqs, self._clock, aging_per_s, config.default_tier)
             if sent_once
-            else HoldQueue(policy, config.release, self._clock, aging_per_s, max_waiting=config.max_waiting)
+            else HoldQueue(
+                policy,
+                config.release,
+                self._clock,
+                aging_per_s,
+                config.default_tier,
+                max_waiting=config.max_waiting,
+            )
         )
         predictor = None if config.predictor == "none" else config.predictor
         self._forecaster = Forecaster(predictor, "predictor", config.deadline_s)
         self._recorder = Recorder(config, metrics)
         self._runners: list[web.AppRunner] = []
-        self.num_in_flight = 0
+        #: Requests in flight that may generate (True), and others.
+        self._num_in_flight = {True: 0, False: 0}
+        self._mean_prompt_tokens = 0.0
         self._is_ready = False
+        self._watching: asyncio.Task[None] | None = None
         self.queue = queue = self._order if isinstance(self._order, HoldQueue) else None
+        monitor = self._relay.monitor
         for name, text, value in (
+            ("engine_up", "1 unless the engine is gone.", lambda: monitor.is_up),
+            ("held_bytes", "Bytes of the request bodies in memory.", lambda: self._relay.num_held_bytes),
             ("in_flight", "Requests in flight.", lambda: self.num_in_flight),
             ("waiting", "Requests in the queue of the proxy.", lambda: queue.num_waiting if queue else 0),
             ("released", "Requests admitted by the queue.", lambda: queue.num_running if queue else 0),
         ):
             Gauge(f"tailcast_proxy_{name}", text, registry=metrics.registry).set_function(value)
 
+    @property
+    def num_in_flight(self) -> int:
+        """Number of requests without a complete response."""
+        return sum(self._num_in_flight.values())
+
     async def start(self) -> tuple[int, int | None]:
         """Binds both ports and returns them; InputError if a port cannot be bound."""
         config = self._config
         await self._relay.start()
-        application = web.Application(client_max_size=config.max_body_mib * 2**20)
-        application.router.add_route("*", "/{path:.*}", self._handle)
+
+        @web.middleware  # not a route, which would not match every request target
+        async def handle(request: web.Request, handler: object) -> web.StreamResponse:
+            return await self._handle(request)
+
+        application = web.Application(middlewares=[handle])
         probes = web.Application()
         probes.router.add_get("/metrics", self._get_metrics)
         probes.router.add_get("/healthz", self._get_health)
@@ -101,12 +141,16 @@ class ProxyServer:
             raise
         forecasters = (self._forecaster, self._recorder.shadow)
         await asyncio.gather(*(forecaster.warm_up(config.warm_up_s) for forecaster in forecasters))
+        if config.engine_probe_s:
+            self._watching = asyncio.create_task(self._relay.monitor.watch(config.engine_probe_s))
         self._is_ready = True
         return port, admin
 
     async def stop(self) -> None:
         """Stops accepting requests, finishes those in flight, and closes all connections."""
         self._is_ready = False
+        if self._watching is not None:
+            self._watching.cancel()
         await asyncio.sleep(self._config.drain_delay_s)
         runners, self._runners = self._runners, []
         for site in list(runners[0].sites) if runners else ():
@@ -126,17 +170,22 @@ class ProxyServer:
             keepalive_timeout=timeout_s,
             lingering_time=min(10.0, timeout_s),
             shutdown_timeout=shutdown_s,
+            on_refused=self._count_malformed,
         )
         self._runners.append(runner)
         return await runner.bind(field, self._config.host, port)
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        generates = request.method not in READING and request.raw_path not in UNQUEUED
-        kind = "completion" if generates and request.path in (CHAT, TEXT) else "other"
+        target = origin_form(request.raw_path)
+        generates = request.method not in READING and target not in UNQUEUED
+        is_known = generates and endpoint_of(request.path) != "other"
         start, code = time.perf_counter(), "499"  # the client disconnected
-        self.num_in_flight += 1
+        self._num_in_flight[generates] += 1
         try:
-            self._check(request)
+            self._check(request, target)
+            if self._num_in_flight[generates] > (limit := self._config.max_in_flight):
+                text = f"requests in flight: got {self._num_in_flight[generates]}; allowed: {limit}"
+                raise Refusal(429, text, "proxy_full")
             response = await (self._generate(request) if generates else self._pass(request))
             code = str(response.status)
             return response
@@ -146,89 +195,122 @@ class ProxyServer:
             return refusal.response(closes=not request.content.is_eof())
         except EngineLostError as error:
             code = "broken"
+            self._relay.monitor.doubt()
             logger.warning("%s: the engine disconnected (%s)", request.rel_url.raw_path, error)
             return web.Response(status=502)  # not sent: the connection is closed
         except ConnectionError:
             return web.Response(status=499)
         finally:
-            self.num_in_flight -= 1
-            self._metrics.requests.labels(kind, code).inc()
+            self._num_in_flight[generates] -= 1
+            self._metrics.requests.labels("completion" if is_known else "other", code).inc()
             if self._config.access_log:
                 path, seconds = request.rel_url.raw_path, round(time.perf_counter() - start, 6)
                 fields = {"path": path, "code": code, "seconds": seconds}
                 logger.info("%s %s", request.method, path, extra=fields)
 
-    def _check(self, request: web.Request) -> None:
-        """Refusal (400) if a request cannot be forwarded unchanged."""
-        target = request.raw_path
+    def _count_malformed(self, status: int) -> None:
+        """Counts a request that was refused before it could be read."""
+        self._metrics.requests.labels("malformed", str(status)).inc()
+        self._metrics.refused.labels("malformed_http").inc()
+
+    def _check(self, request: web.Request, target: str | None) -> None:
+        """Refusal (400) if a request to `target` cannot be forwarded unchanged."""
         try:
             self._rules.check_headers(request.headers)
-            if request.method == "CONNECT" or not (target.startswith("/") or request.rel_url.absolute):
+            if request.method == "CONNECT":
+                raise InputError("method", "CONNECT", "methods of the API; the proxy opens no tunnels")
+            if target is None:
                 raise InputError("request target", "another form", "a path or an absolute URL")
             if not target.isascii():
                 raise InputError("request target", "other characters", "ASCII and percent-encoding")
+            if CONTROL.search(target.partition("?")[0]):
+                raise InputError("request target", "control characters", "a path without them")
         except InputError as error:
             raise Refusal.of(error) from error
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         """The response to a completion, or to any other request that can generate output; raises as `_send`,
         or Refusal for an invalid request."""
-        if self.num_in_flight > (limit := self._config.max_in_flight):
-            text = f"requests in flight: got {self.num_in_flight}; allowed: {limit}"
-            raise Refusal(429, text, "proxy_full")
         start = time.perf_counter()
-        data = await self._relay.read(request)
+        async with self._relay.body(request) as data:
+            body = await self._body(request, data)
+            try:
+                exchange = self._exchange(request, body, start)
+            except InputError as error:
+                raise Refusal.of(error) from error
+            self._recorder.start_shadow(exchange)
+            try:
+                async with self._ordered(exchange) as hint:
+                    hint = self._with_usage(exchange, hint)
+                    data = data if body is None else body.with_members(hint.members)
+                    self._metrics.overhead.observe(time.perf_counter() - start - exchange.waited_s)
+                    return await self._send(request, data, hint, exchange)
+            finally:
+                self._metrics.request.observe(time.perf_counter() - start)
+                self._recorder.finish(exchange)
+
+    async def _body(self, request: web.Request, data: bytes) -> JsonBody | None:
+        """The body with the hints that the client may send, or None to forward the data unchanged. Raises
+        Refusal for an invalid body that must be parsed. A large one is parsed in a thread."""
         try:
-            body = self._body(request, data)
-            exchange = self._exchange(request, body, start)
+            if len(data) > LARGE_BYTES:
+                return await asyncio.to_thread(self._parsed_body, request, data)
+            return self._parsed_body(request, data)
         except InputError as error:
             raise Refusal.of(error) from error
-        self._recorder.start_shadow(exchange)
-        try:
-            async with self._ordered(exchange) as hint:
-                hint = self._with_usage(exchange, hint)
-                data = data if body is None else body.with_members(hint.members)
-                self._metrics.overhead.observe(time.perf_counter() - start - exchange.waited_s)
-                return await self._send(request, data, hint, exchange)
-        finally:
-            self._metrics.request.observe(time.perf_counter() - start)
-            self._recorder.finish(exchange)
 
-    def _body(self, request: web.Request, data: bytes) -> JsonBody | None:
-        """The body with the hints that the client may send, or None to forward the data unchanged. Raises
-        Refusal (InputError if compressed) for an invalid body that must be parsed."""
-        is_completion = request.path in (CHAT, TEXT)
+    def _parsed_body(self, request: web.Request, data: bytes) -> JsonBody | None:
+        """As `_body`; InputError for a compressed body and for a long name."""
+        is_completion = endpoint_of(request.path) in (CHAT, TEXT)
+        restricts = self._rules.restricts
         try:
-            for value in request.headers.getall("Content-Encoding", ()):
-                if any(name.strip().lower() not in ("", "identity") for name in value.split(",")):
-                    raise InputError("Content-Encoding", value, "identity")
-            if not is_completion and not may_be_json_object(data):
+            check_encoding(request.headers)
+            if restricts:
+                check_restricted(request.headers, data)
+            if not is_completion and not may_be_json(data):
                 return None
             body = json_body(data)
         except (InputError, Refusal):
-            if is_completion or self._rules.restricts:
+            if is_completion or restricts:
                 raise
             return None
-        allowed = self._rules.allowed_content(body.content) if self._rules.restricts else body.content
+        model = body.content.get("model")
+        if isinstance(model, str) and len(model) > MAX_NAME_CHARS:
+            raise InputError("model", f"a name of {len(model)} characters", f"at most {MAX_NAME_CHARS}")
+        allowed = self._rules.allowed_content(body.content) if restricts else body.content
         return body if allowed is body.content else JsonBody(None, allowed)
 
     def _exchange(self, request: web.Request, body: JsonBody | None, start: float) -> Exchange:
-        content = {} if body is None else body.content
-        parsed = parse_request(content, request.path, self._config.prompt_text)
+        config = self._config
+        parsed = parse_request({} if body is None else body.content, request.path, config.prompt_text)
+        fields, headers = parsed.body, request.headers
+        if not fields.has_prompt:
+            self._metrics.unread.labels(parsed.endpoint).inc()
+        max_tokens = fields.max_tokens or config.default_max_tokens
+        engine, restricts = self._engine, self._rules.restricts
+        declared = (fields.priority or 0) if engine is None else engine.client_priority(parsed, headers)
         ordered = Request(
             request_id=uuid.uuid4().hex,
             arrival_s=self._clock(),
-            prompt_tokens=parsed.prompt_tokens(),
-            max_tokens=parsed.max_tokens or self._config.default_max_tokens,
-            priority=parsed.priority or 0,
-            tier=self._rules.tier(request.headers),
-            tenant=self._rules.tenant(request.headers),
+            prompt_tokens=self._prompt_tokens(parsed),
+            max_tokens=min(max_tokens * parsed.num_outputs, MAX_TOKENS),
+            priority=0 if restricts else declared,
+            tier=self._rules.tier(headers),
+            tenant=self._rules.tenant(headers),
         )
-        served = parsed.model if self._config.served_model is None else self._config.served_model
-        temperature = None if parsed.temperature is None else min(parsed.temperature, 100.0)
-        prompt = parsed.prompt or ""
-        query = PredictionRequest(ordered.request_id, prompt, ordered.max_tokens, served, temperature)
+        served = fields.model if config.served_model is None else config.served_model
+        temperature = None if fields.temperature is None else min(fields.temperature, 100.0)
+        query = PredictionRequest(ordered.request_id, parsed.prompt, max_tokens, served, temperature)
         return Exchange(parsed=parsed, request=ordered, query=query, started_s=start)
+
+    def _prompt_tokens(self, parsed: ParsedRequest) -> int:
+        """Estimated tokens of a prompt; of one that cannot be read, the moving average of the others."""
+        if not parsed.body.has_prompt:
+            return max(1, round(self._mean_prompt_tokens))
+        num_tokens = parsed.prompt_tokens()
+        weight = PROMPT_WEIGHT if self._mean_prompt_tokens else 1.0
+        self._mean_prompt_tokens += weight * (num_tokens - self._mean_prompt_tokens)
+        return num_tokens
 
     @asynccontextmanager
     async def _ordered(self, exchange: Exchange) -> AsyncIterator[Hint]:
@@ -246,7 +328,7 @@ class ProxyServer:
                 state = self._order.enter(exchange.request)
                 forecast = await forecasting
                 exchange.waited_s = forecast.seconds
-                hint = self._hint(exchange, state, self._order.key(state), forecast)
+                hint = self._hint(exchange, state, *self._order.key(state), forecast)
             yield hint
         finally:
             self._order.leave(exchange.request.request_id)
@@ -259,31 +341,28 @@ class ProxyServer:
         exchange.prompt_tokens, prediction = prompt_tokens, forecast.prediction
         calibration = self._recorder.calibration
         if calibration is not None:
-            prediction = calibration.correct(exchange.parsed.model, prediction, prompt_tokens)
+            prediction = calibration.correct(exchange.parsed.body.model, prediction, prompt_tokens)
+        prediction = exchange.parsed.body.prediction(prediction, exchange.query.max_tokens)
         self._order.update(exchange.request.request_id, prediction, prompt_tokens)
         self._metrics.predictions.labels(forecast.outcome).inc()
         if forecast.seconds:
             self._metrics.prediction.observe(forecast.seconds)
         return forecast
 
-    def _hint(self, exchange: Exchange, state: RequestState, key: float, forecast: Forecast) -> Hint:
+    def _hint(
+        self, exchange: Exchange, state: RequestState, level: int, key: float, forecast: Forecast
+    ) -> Hint:
         """The hint for the engine; empty if no hint is possible. Never fails the request."""
         assert self._engine is not None
-        parsed, is_predicted = exchange.parsed, forecast.prediction is not None
-        endpoints = self._engine.endpoints
-        hint, outcome = NO_HINT, "policy" if is_predicted else "policy_unpredicted"
+        parsed, endpoints = exchange.parsed, self._engine.endpoints
+        hint, outcome = NO_HINT, "policy_unpredicted" if forecast.prediction is None else "policy"
         try:
-            if endpoints is not None and (parsed.path not in endpoints or not parsed.content):
-                outcome = "other_endpoint"
-            elif not is_predicted and self._config.without_prediction == "nothing":
-                outcome = "unpredicted"
-            else:
-                hint = self._engine.hint(parsed.content, key, state)
+            hint = self._engine.hint(parsed, level, key, state)
+            if endpoints is not None and (parsed.endpoint not in endpoints or not parsed.content):
+                hint, outcome = replace(hint, members={}), "other_endpoint"
         except InputError as error:
             logger.warning("request %s continues without hint: %s", state.request_id, error)
             outcome = "impossible"
-        if "priority" in hint.members and parsed.content.get("priority") is not None:
-            hint, outcome = NO_HINT, "clients_own"
         self._metrics.hints.labels(outcome).inc()
         return hint
 
@@ -302,7 +381,8 @@ class ProxyServer:
         """Sends a request to the engine and forwards the response; Refusal if the engine does not respond,
         EngineLostError if it disconnects during the response."""
         without = CLIENT_HEADERS if self._rules.restricts else ()
-        upstream = await self._relay.send(request, body, hint.headers, without)
+        head_s = self._config.request_timeout_s if request.method in READING else None
+        upstream = await self._relay.send(request, body, hint.headers, without, head_s)
         hides_usage = "stream_options" in hint.members
         reader = None if exchange is None else self._reader(upstream, exchange, hides_usage)
         end = "client_gone"
@@ -337,18 +417,28 @@ class ProxyServer:
         if "Upgrade" in request.headers:
             text = f"Upgrade: got {request.headers['Upgrade']!r}; allowed: none"
             raise Refusal(501, text, "upgrade_not_supported", "Upgrade")
-        body = await self._relay.read(request) if request.can_read_body else None
-        return await self._send(request, body)
+        if not request.can_read_body:
+            return await self._send(request, None)
+        async with self._relay.body(request) as data:
+            body = await self._body(request, data) if self._rules.restricts else None
+            return await self._send(request, data if body is None else body.with_members({}))
 
     async def _get_metrics(self, request: web.Request) -> web.Response:
-        if self._recorder.calibration is not None:
-            await asyncio.to_thread(self._recorder.calibration.publish)
-        text = generate_latest(self._metrics.registry)
+        text = await asyncio.to_thread(self._exposition)
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
+
+    def _exposition(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        if self._recorder.calibration is not None:
+            self._recorder.calibration.publish()
+        return generate_latest(self._metrics.registry)
 
     async def _get_health(self, request: web.Request) -> web.Response:
         return web.Response(text="live\n")
 
     async def _get_ready(self, request: web.Request) -> web.Response:
-        status = 200 if self._is_ready else 503
-        return web.Response(text="ready\n" if self._is_ready else "not ready\n", status=status)
+        if not self._is_ready:
+            return web.Response(text="not ready\n", status=503)
+        if not await self._relay.monitor.check():
+            return web.Response(text="the engine cannot be reached\n", status=503)
+        return web.Response(text="ready\n")

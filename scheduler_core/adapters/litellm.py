@@ -19,7 +19,7 @@ from functools import cache
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from scheduler_core.adapters.live_routing import LiveRouting, RoutingSettings, openai_prompt
+from scheduler_core.adapters.live_routing import LiveRouting, RoutingSettings, routed_prompt
 from scheduler_core.adapters.settings import check_version, read_yaml
 from scheduler_core.errors import MissingExtraError, TailcastError
 
@@ -112,7 +112,7 @@ class LiveStrategy(_Base):  # type: ignore[misc]
         tried = metadata.get(TRIED, ()) if metadata.get("attempted_retries") else ()
         for name, _ in tried:
             self.routing.abort(name)  # the proxy only reports the last failure
-        prompt = openai_prompt({"messages": messages, "prompt": input, **options}, metadata)
+        prompt = routed_prompt({"messages": messages, "input": input, **options}, metadata)
         self._num_attempts += 1
         name = f"attempt-{self._num_attempts}"
         attempt = Attempt(name)

@@ -7,9 +7,12 @@ from scheduler_core.batching import BATCH_FORMERS
 from scheduler_core.errors import InputError
 from scheduler_core.policies import POLICIES, make_policy
 from scheduler_core.policies.base import Policy
-from scheduler_core.predictions import Prediction
+from scheduler_core.predictions import LengthPrediction, Prediction
 from scheduler_core.queues import WaitingQueue
-from scheduler_core.request import Request, RequestState, Status
+from scheduler_core.request import DEFAULT_TIER, Request, RequestState, Status
+
+#: Number of predictions in the moving average of lengths.
+_NUM_TYPICAL = 64
 
 
 def order_policy(name: str, parameters: Mapping[str, float], *, sent_once: bool = False) -> Policy:
@@ -33,17 +36,62 @@ def order_policy(name: str, parameters: Mapping[str, float], *, sent_once: bool 
     return policy
 
 
+def declared_level(policy: Policy, default_tier: int = DEFAULT_TIER) -> Callable[[RequestState], int]:
+    """A function for the level that a client declares for its request; a smaller one is served first under any policy.
+
+    The level is the client's priority plus the difference of its tier from the default one: a tier is one step of
+    priority. What the policy uses itself (see `Policy.inputs`) is left to it.
+    """
+    uses_priority, uses_tier = "priority" in policy.inputs, "tier" in policy.inputs
+
+    def level(state: RequestState) -> int:
+        request = state.request
+        priority = 0 if uses_priority else request.priority
+        return priority + (0 if uses_tier else request.tier - default_tier)
+
+    return level
+
+
+class TypicalLength:
+    """Length of a typical request: the moving average of the last 64 predicted lengths, cut off at max_tokens.
+
+    It stands in for a length that cannot be predicted, so that such a request is served neither before nor after all others.
+    """
+
+    def __init__(self) -> None:
+        self._num = 0
+        self._mu = self._sigma = self._nu = 0.0
+
+    def observe(self, length: LengthPrediction, max_tokens: int) -> None:
+        """Adds a predicted length of a request with a limit."""
+        self._num = min(self._num + 1, _NUM_TYPICAL)
+        self._mu += (min(length.mu, math.log(max_tokens)) - self._mu) / self._num
+        self._sigma += (length.sigma - self._sigma) / self._num
+        self._nu = length.nu
+
+    def prediction(self) -> Prediction | None:
+        """The typical length; None before the first observation."""
+        return Prediction(length=LengthPrediction(self._mu, self._sigma, self._nu)) if self._num else None
+
+
 class LiveOrder:
     """Tracks a `RequestState` for each live request of the engine and calls the hooks of the policy.
 
     The engine decides on admission, tokens per step and memory; this class mirrors its decisions. A state exists
     from `arrive` to `leave`, so predictions are kept across preemptions. All times are in seconds on one clock.
+
+    `level` (see `declared_level`) comes before the policy's key; None: the policy alone decides. A request whose prediction
+    has failed gets the typical length of the others.
     """
 
-    def __init__(self, policy: Policy, max_num_seqs: int) -> None:
+    def __init__(
+        self, policy: Policy, max_num_seqs: int, level: Callable[[RequestState], int] | None = None
+    ) -> None:
         self.policy = policy
+        self.level = level or (lambda state: 0)
         self.states: dict[str, RequestState] = {}
-        self.waiting = WaitingQueue(policy)
+        self.waiting = WaitingQueue(policy, level)
+        self._typical = TypicalLength()
         self._max_num_seqs = max_num_seqs
         self._num_arrived = 0
 
@@ -70,6 +118,10 @@ class LiveOrder:
         state = self.states.get(request_id)
         if state is None:
             return None
+        if prediction is None:
+            prediction = self._typical.prediction()
+        elif prediction.length is not None:
+            self._typical.observe(prediction.length, state.request.max_tokens)
         if state.apply_prediction(prediction):
             self.policy.on_prediction(state)
             self._rekey(state, now)
@@ -144,7 +196,10 @@ class LiveOrder:
         """Running requests with their eviction keys, in the order of eviction."""
         states = [self.states[request_id] for request_id in request_ids if request_id in self.states]
         ranked = [(self.policy.eviction_key(state, now), state) for state in states]
-        ranked.sort(key=lambda pair: (pair[0], pair[1].request.arrival_s, pair[1].order), reverse=True)
+        ranked.sort(
+            key=lambda pair: (self.level(pair[1]), pair[0], pair[1].request.arrival_s, pair[1].order),
+            reverse=True,
+        )
         return ranked
 
     def victims_for(
@@ -170,12 +225,18 @@ class LiveOrder:
             if num_free_slots >= 1 and num_free_blocks >= num_blocks:
                 break
             blocks = None if eviction_key == -math.inf else held_blocks(running.request_id)
-            if blocks is None or not self.policy.may_preempt(running, waiting, now):
+            if blocks is None or not self._may_preempt(running, waiting, now):
                 return []
             victims.append(running)
             num_free_slots += 1
             num_free_blocks += blocks
         return victims if num_free_slots >= 1 and num_free_blocks >= num_blocks else []
+
+    def _may_preempt(self, running: RequestState, waiting: RequestState, now: float) -> bool:
+        level, running_level = self.level(waiting), self.level(running)
+        if level != running_level:
+            return level < running_level
+        return self.policy.may_preempt(running, waiting, now)
 
     def _rekey(self, state: RequestState, now: float) -> None:
         if state.request_id in self.waiting:

@@ -10,28 +10,26 @@ import math
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from scheduler_core.adapters.settings import PredictorSettings
+from scheduler_core.api_request import CHARS_PER_TOKEN, MAX_TOKENS, ApiRequest, read_request
 from scheduler_core.errors import InputError
 from scheduler_core.predictor import PredictionRequest, Predictor, open_predictor
+from scheduler_core.prompt_text import member
 from scheduler_core.ranges import FINITE, INTEGERS, POSITIVE, check_ranges
-from scheduler_core.request import MAX_TIERS, Request, RequestState
+from scheduler_core.request import DEFAULT_TIER, MAX_TIERS, Request, RequestState
 from scheduler_core.routing import ROUTERS, make_router
 from scheduler_core.routing.base import Router, RoutingRequest
 from scheduler_core.routing.prefix_affine import PrefixAffine
 from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot, RequestView, waiting_view
 
-#: Approximate number of characters per token, because routed prompts are not tokenized.
-CHARS_PER_TOKEN = 4
 #: Weight of a new request in the moving average of request sizes.
 MEAN_WEIGHT = 1 / 64
-#: Tier of requests that declare none.
-DEFAULT_TIER = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,62 +73,20 @@ class RoutingSettings(PredictorSettings):
         return make_router(self.router, self.router_parameters, rng)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RoutedPrompt:
-    """The fields of a request body that routers use.
+    """A request to route, and its declared urgency, 0 = most urgent."""
 
-    Attributes:
-        text: The whole prompt, for its length and shared prefixes.
-        user_text: Text for the predictor: the last user message, or the prompt of a text completion; may be empty.
-        max_tokens: None if the request does not set it.
-        temperature: None if the request does not set it.
-        tier: Declared urgency, 0 = most urgent.
-    """
-
-    text: str = ""
-    user_text: str = ""
-    max_tokens: int | None = None
-    temperature: float | None = None
+    request: ApiRequest = field(default_factory=ApiRequest)
     tier: int = DEFAULT_TIER
 
 
-def openai_prompt(body: object, hints: object = None) -> RoutedPrompt:
-    """Parses the body of a chat or text completion, which is a mapping or an object with attributes. It uses `messages`
-    or `prompt`, `max_completion_tokens` or `max_tokens`, and `temperature`; from `hints` it uses `tailcast_tier`.
-
-    Ignores missing and malformed members; the engine reports them.
-    """
-    messages = member(body, "messages")
-    if isinstance(messages, Iterable) and not isinstance(messages, str):
-        turns = [(member(item, "role"), content_text(member(item, "content"))) for item in messages]
-        text = "\n".join(f"{role}: {content}" for role, content in turns)
-        user_text = next((content for role, content in reversed(turns) if role == "user"), "")
-    else:
-        text = user_text = content_text(member(body, "prompt"))
-    limits = [member(body, name) for name in ("max_completion_tokens", "max_tokens")]
-    temperature, tier = member(body, "temperature"), member(hints, "tailcast_tier")
-    return RoutedPrompt(
-        text=text,
-        user_text=user_text,
-        max_tokens=next((limit for limit in limits if type(limit) is int and limit > 0), None),
-        temperature=float(temperature) if type(temperature) in (int, float) and 0 <= temperature < math.inf else None,
-        tier=tier if type(tier) is int and 0 <= tier < MAX_TIERS else DEFAULT_TIER,
-    )  # fmt: skip
-
-
-def member(source: object, name: str) -> Any:
-    """A member of a mapping, or an attribute of another object; None if it is missing."""
-    return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
-
-
-def content_text(content: object) -> str:
-    """The text of a message's content, which may be a list of parts; empty if there is no text."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, Iterable) or isinstance(content, Mapping):
-        return ""
-    parts = [part if isinstance(part, str) else member(part, "text") for part in content]
-    return "".join(part for part in parts if isinstance(part, str))
+def routed_prompt(body: object, hints: object = None) -> RoutedPrompt:
+    """Reads the body of a request of any generation API (see `read_request`), a mapping or an object with attributes; from
+    `hints` it uses `tailcast_tier`. Missing and malformed members are ignored; the engine reports them."""
+    tier = member(hints, "tailcast_tier")
+    is_tier = type(tier) is int and 0 <= tier < MAX_TIERS
+    return RoutedPrompt(read_request(body), tier if is_tier else DEFAULT_TIER)
 
 
 @dataclass(slots=True, eq=False)
@@ -138,6 +94,7 @@ class _LiveRequest:
     state: RequestState
     replica_id: str
     last_event_s: float
+    prompt: ApiRequest
     #: View for the snapshot, as a cache; None after a change.
     view: RequestView | None = None
 
@@ -216,20 +173,19 @@ class LiveRouting:
             if live is not None:
                 self._leave(live, now)
             state = RequestState(self._request(request_id, prompt, now), order=self._num_sent)
-            item = RoutingRequest(
-                request=state.request, tier=prompt.tier, prefix_blocks=self._prefix_blocks(prompt.text)
-            )
+            prefix_blocks = self._prefix_blocks(prompt.request.whole_text())
+            item = RoutingRequest(request=state.request, tier=prompt.tier, prefix_blocks=prefix_blocks)
             others = num_others or {}
             snapshots = [self._snapshot(replica_id, others.get(replica_id, 0)) for replica_id in replica_ids]
             replica_id = self._router.choose(item, snapshots, now)
             self._num_sent += 1
-            self._requests[request_id] = live = _LiveRequest(state, replica_id, now)
+            self._requests[request_id] = live = _LiveRequest(state, replica_id, now, prompt.request)
             self._on.setdefault(replica_id, {})[request_id] = live
             self._router.on_dispatched(item, replica_id, now)
             if self._thread is not None:
-                limit, model = state.request.max_tokens, self._settings.served_model
-                query = PredictionRequest(request_id, prompt.user_text, limit, model, prompt.temperature)
-                self._thread.submit(query)
+                limit, model = self._limit(prompt.request), self._settings.served_model
+                text, temperature = prompt.request.text(), prompt.request.temperature
+                self._thread.submit(PredictionRequest(request_id, text, limit, model, temperature))
             return replica_id
 
     def move(self, request_id: str, replica_id: str) -> None:
@@ -286,7 +242,8 @@ class LiveRouting:
         for event in () if self._thread is None else self._thread.take():
             live = self._requests.get(event.request_id)
             if live is not None:
-                live.state.apply_prediction(event.prediction)
+                limit = self._limit(live.prompt)
+                live.state.apply_prediction(live.prompt.prediction(event.prediction, limit))
                 live.view = None
         while self._dropped:
             live = self._requests.get(self._dropped.popleft())
@@ -367,12 +324,16 @@ class LiveRouting:
             demand_blocks=math.ceil((prompt + output / 2) / self._settings.kv_block_tokens),
         )
 
+    def _limit(self, prompt: ApiRequest) -> int:
+        return prompt.max_tokens or self._settings.default_max_tokens
+
     def _request(self, request_id: str, prompt: RoutedPrompt, now: float) -> Request:
+        request = prompt.request
         return Request(
             request_id=request_id,
             arrival_s=now,
-            prompt_tokens=1 + len(prompt.text) // CHARS_PER_TOKEN,
-            max_tokens=prompt.max_tokens or self._settings.default_max_tokens,
+            prompt_tokens=request.prompt_tokens(),
+            max_tokens=min(self._limit(request) * (request.num_outputs or 1), MAX_TOKENS),
             tier=prompt.tier,
         )
 

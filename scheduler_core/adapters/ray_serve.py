@@ -21,11 +21,12 @@ from scheduler_core.adapters.live_routing import (
     LiveRouting,
     RoutedPrompt,
     RoutingSettings,
-    member,
-    openai_prompt,
+    routed_prompt,
 )
 from scheduler_core.adapters.settings import check_version
+from scheduler_core.api_request import ApiRequest
 from scheduler_core.errors import InputError, MissingExtraError
+from scheduler_core.prompt_text import member
 
 if TYPE_CHECKING:
     from ray.serve.request_router import (
@@ -153,16 +154,16 @@ class LiveRequestRouter(_Base):
 
 
 def request_prompt(pending_request: PendingRequest) -> RoutedPrompt:
-    """The prompt in the arguments of a call: a chat or text completion as an object or mapping, or a plain string.
+    """The prompt in the arguments of a call: the body of a request as an object or mapping, or a plain string.
 
     The arguments of a raw HTTP request do not include its body, so it has no text and no prediction.
     """
     arguments = (*pending_request.args, *pending_request.kwargs.values())
     for argument in arguments:
-        if any(member(argument, name) is not None for name in ("messages", "prompt")):
-            return openai_prompt(argument, member(argument, "vllm_xargs"))
+        if any(member(argument, name) is not None for name in ("messages", "prompt", "input")):
+            return routed_prompt(argument, member(argument, "vllm_xargs"))
     text = next((argument for argument in arguments if isinstance(argument, str)), "")
-    return RoutedPrompt(text=text, user_text=text)
+    return RoutedPrompt(ApiRequest(texts=(text,) if text else ()))
 
 
 @cache

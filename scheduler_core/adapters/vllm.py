@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from scheduler_core.adapters.engine_metrics import process_metrics
 from scheduler_core.adapters.live_calibration import LiveCalibration
-from scheduler_core.adapters.live_order import LiveOrder
+from scheduler_core.adapters.live_order import LiveOrder, declared_level
 from scheduler_core.adapters.prediction_thread import PredictionThread, PromptDecoder
 from scheduler_core.adapters.settings import EngineSettings, check_version, read_settings
 from scheduler_core.errors import InputError, MissingExtraError
@@ -161,7 +161,8 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._tailcast_settings = settings
         self._tailcast_clock: Callable[[], float] = time.monotonic
-        self._tailcast_order = LiveOrder(settings.make_policy(), config.scheduler_config.max_num_seqs)
+        policy, max_num_seqs = settings.make_policy(), config.scheduler_config.max_num_seqs
+        self._tailcast_order = LiveOrder(policy, max_num_seqs, declared_level(policy))
         self._tailcast_step_start_s: float | None = None
         #: Whether the policy uses the progress of running requests beyond the first token and the end.
         self._tailcast_follows = self._tailcast_order.policy.progress != "unused"

@@ -29,6 +29,12 @@ RULES: dict[str, dict[str, Any]] = {
     "queue": {"engine": "none", "client_priority": "replace", "release": 1},
     "llm-d": {"engine": "llm-d", "most_urgent_tier": 1},
 }
+#: Headers of the proxy, with its own values.
+OWN_HEADERS = {
+    ("llm-d", "x-llm-d-inference-fairness-id"),
+    ("vllm", "X-Vllm-Priority"),
+    ("dynamo", "x-dynamo-request-priority"),
+}
 Check = Callable[[str, bytes], str]
 BODY = json.dumps(chat("x"))
 
@@ -37,7 +43,7 @@ def _check(method: str, path: str, headers: dict[str, str], body: bytes, rules: 
     """Reads the body as leniently as Python does, and takes any of two members with the same name."""
     for name, value in headers.items():
         if name.lower().replace("_", "-").startswith(CLIENT_HEADERS):
-            assert (rules, name) == ("llm-d", "x-llm-d-inference-fairness-id")
+            assert (rules, name) in OWN_HEADERS
             assert value != str(MARK)
     if method in READING or path in UNQUEUED:
         return
@@ -115,7 +121,7 @@ KNOWN = [
 PLACES = (CHAT, "/v1/completions", "/v1/responses", "//v1/chat/completions", "/v1/chat%2Fcompletions", "/new")
 NAMES = (
     "x-llm-d-slo-ttft-ms X-LLM-D-Inference-Objective x-llm-d-inference-fairness-id x_llm_d_slo_tpot_ms x-smg-priority "
-    "x-gateway-inference-objective x-slo-ttft-ms x-dynamo-request-priority x-dynamo-request-strict-priority"
+    "x-vllm-priority x-gateway-inference-objective x-slo-ttft-ms x-dynamo-request-priority x-dynamo-request-strict-priority"
 )
 HINT_HEADERS = [f"{name}: {MARK}".encode() for name in NAMES.split()]
 
@@ -147,13 +153,13 @@ def test_a_body_that_cannot_be_read_is_refused(check: Check, name: str) -> None:
                 assert check(rules, message(path, data, b"Content-Encoding: " + encoding)) == "400"
 
 
-async def test_without_rules_everything_of_the_client_passes() -> None:
+async def test_without_rules_only_the_priority_of_the_client_is_changed() -> None:
     hints = {"x-llm-d-slo-ttft-ms": "7", "x-smg-priority": "7", "x_dynamo_request_priority": "7"}
     async with running_engine() as fake, running_proxy(fake.url, engine="vllm") as proxy:
         body = beside('"priority": "-5", "nvext": {"agent_hints": {"priority": 9}}')
         assert (await proxy.send("POST", CHAT, body, hints))[0] == 200
         _, _, headers, sent = fake.requests.pop()
-        assert sent == body
+        assert json.loads(sent) == json.loads(body) | {"priority": int(headers["X-Vllm-Priority"])}
         assert set(hints) <= set(headers)
 
 

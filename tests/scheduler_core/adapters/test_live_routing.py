@@ -1,18 +1,26 @@
 """Requests by replica kept from events, choices from them, and that nothing of a request is left once it has ended."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_core.adapters.live_routing import LiveRouting, RoutedPrompt, RoutingSettings, openai_prompt
+from scheduler_core.adapters.live_routing import LiveRouting, RoutedPrompt, RoutingSettings, routed_prompt
+from scheduler_core.api_request import ApiRequest
+from scheduler_core.prompt_text import Message
 from scheduler_core.routing import ROUTERS
 from tests.scheduler_core.adapters.length_reader import LengthReader, settle
 
 REPLICAS = ("a", "b")
+
+
+def prompt_of(text: str, **fields: Any) -> RoutedPrompt:
+    return RoutedPrompt(ApiRequest(texts=(text,), **fields))
 
 
 def settings(**values: object) -> RoutingSettings:
@@ -49,8 +57,8 @@ def test_requests_of_other_routers_count() -> None:
 def test_predictions_count_for_the_choices_after_they_have_come() -> None:
     """One slot each: after the prediction of the output on a, 3 tokens, that slot is free sooner than b's, of 1,000."""
     with predicting(router="predicted_wait", max_num_seqs=1) as routing:
-        routing.send("1", RoutedPrompt(user_text="w3"), REPLICAS)
-        routing.send("2", RoutedPrompt(user_text="w1000"), REPLICAS)
+        routing.send("1", prompt_of("w3"), REPLICAS)
+        routing.send("2", prompt_of("w1000"), REPLICAS)
         settle(routing._thread)
         assert routing.send("3", RoutedPrompt(), ("b", "a")) == "a"
 
@@ -58,10 +66,10 @@ def test_predictions_count_for_the_choices_after_they_have_come() -> None:
 def test_finished_requests_count_with_their_predictions() -> None:
     """Also where no choice was between the prediction and the end: 3 tokens, and another router's request is short."""
     with predicting(router="predicted_work", default_max_tokens=96) as routing:
-        routing.send("1", RoutedPrompt(user_text="w3"), REPLICAS)
+        routing.send("1", prompt_of("w3"), REPLICAS)
         settle(routing._thread)
         routing.finish("1")
-        routing.send("2", RoutedPrompt(max_tokens=40), "b")
+        routing.send("2", RoutedPrompt(ApiRequest(max_tokens=40)), "b")
         assert routing.send("3", RoutedPrompt(), REPLICAS, {"a": 1}) == "a"
 
 
@@ -88,7 +96,7 @@ def test_no_state_is_left_of_ended_requests(router: str, actions: list[tuple[str
     for action, number in actions:
         name = str(number)
         if action == "s":
-            live[name] = routing.send(name, RoutedPrompt(text="x" * 100 * number, max_tokens=9), REPLICAS)
+            live[name] = routing.send(name, prompt_of("x" * 100 * number, max_tokens=9), REPLICAS)
         elif action == "m" and name in live:
             live[name] = REPLICAS[number % 2]
             routing.move(name, live[name])
@@ -110,16 +118,24 @@ def test_no_state_is_left_of_ended_requests(router: str, actions: list[tuple[str
         assert not getattr(routing._router, state, None)
 
 
+def test_several_outputs_count_with_their_total() -> None:
+    """A request for four outputs of three tokens is four times the work, and one that ignores EOS has its limit."""
+    with predicting(router="predicted_work", default_max_tokens=96) as routing:
+        routing.send("1", prompt_of("w3", num_outputs=4), REPLICAS)
+        routing.send("2", prompt_of("w3", max_tokens=20, ignores_eos=True), REPLICAS)
+        settle(routing._thread)
+        routing.finish("none")
+        lengths = [live.state.prediction for live in routing._requests.values()]
+    assert [round(math.exp(length.mu)) for length in lengths if length is not None] == [12, 20]
+
+
 def test_prompts_are_read_from_mappings_and_objects() -> None:
     user = {"role": "user", "content": [{"type": "text", "text": "Hello"}]}
     messages = [{"role": "system", "content": "Be brief."}, user, {"role": "assistant", "content": None}]
-    expected = RoutedPrompt(
-        text="system: Be brief.\nuser: Hello\nassistant: ", user_text="Hello", max_tokens=7,
-        temperature=0.0, tier=0,
-    )  # fmt: skip
+    turns = (Message("system", "Be brief."), Message("user", "Hello"), Message("assistant", ""))
+    expected = RoutedPrompt(ApiRequest(messages=turns, max_tokens=7, temperature=0.0), tier=0)
     body = {"messages": messages, "max_tokens": 9, "max_completion_tokens": 7, "temperature": 0}
-    assert openai_prompt(body, {"tailcast_tier": 0}) == expected
-    assert openai_prompt(SimpleNamespace(**body), {"tailcast_tier": 0}) == expected
-    once = RoutedPrompt(text="Once", user_text="Once")
-    assert openai_prompt({"prompt": "Once", "max_tokens": True}, {"tailcast_tier": -1}) == once
-    assert openai_prompt({"prompt": [1, 2], "messages": None}) == RoutedPrompt()
+    assert routed_prompt(body, {"tailcast_tier": 0}) == expected
+    assert routed_prompt(SimpleNamespace(**body), {"tailcast_tier": 0}) == expected
+    assert routed_prompt({"prompt": "Once", "max_tokens": True}, {"tailcast_tier": -1}) == prompt_of("Once")
+    assert routed_prompt({"prompt": [1, 2], "messages": None}).request.prompt_tokens() == 2

@@ -12,6 +12,7 @@ import pytest
 
 from scheduler_core.adapters.live_routing import RoutedPrompt
 from scheduler_core.adapters.ray_serve import DIRECT_STREAMING, request_prompt
+from scheduler_core.api_request import ApiRequest
 from scheduler_core.errors import InputError
 from scheduler_core.ray_cluster import LOCAL, ray_cluster
 from tests.properties import RAY_WARNINGS
@@ -123,6 +124,6 @@ def test_prompts_are_found_among_the_arguments() -> None:
         return request_prompt(PendingRequest(args=[*arguments], kwargs={}, metadata=None))
 
     body = {"prompt": "Once", "max_tokens": 5, "vllm_xargs": {"tailcast_tier": 1}}
-    assert asyncio.run(prompt(body)) == RoutedPrompt(text="Once", user_text="Once", max_tokens=5, tier=1)
-    assert asyncio.run(prompt(7, "Once")) == RoutedPrompt(text="Once", user_text="Once")
+    assert asyncio.run(prompt(body)) == RoutedPrompt(ApiRequest(texts=("Once",), max_tokens=5), tier=1)
+    assert asyncio.run(prompt(7, "Once")) == RoutedPrompt(ApiRequest(texts=("Once",)))
     assert asyncio.run(prompt(7)) == RoutedPrompt()
