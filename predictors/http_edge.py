@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
@@ -22,11 +23,17 @@ class HttpRunner(web.AppRunner):
     """aiohttp's runner without access log; a disconnect cancels the request, bodies are not decompressed.
 
     A connection is closed if the head (request line and headers) is incomplete `request_timeout_s` after its
-    first byte. A malformed request gets a fixed error page, and a log line without its bytes.
+    first byte. A malformed request gets a fixed error page, and a log line without its bytes; `on_refused` gets
+    the status of each request that is refused before the application sees it.
     """
 
     def __init__(
-        self, application: web.Application, *, request_timeout_s: float = REQUEST_TIMEOUT_S, **options: Any
+        self,
+        application: web.Application,
+        *,
+        request_timeout_s: float = REQUEST_TIMEOUT_S,
+        on_refused: Callable[[int], None] = lambda status: None,
+        **options: Any,
     ) -> None:
         super().__init__(
             application,
@@ -37,6 +44,7 @@ class HttpRunner(web.AppRunner):
             **options,
         )
         self._request_timeout_s = request_timeout_s
+        self._on_refused = on_refused
 
     async def bind(self, field: str, host: str, port: int, **options: Any) -> int:
         """Binds and serves a port; returns its number. InputError about the option `field` on failure."""
@@ -55,12 +63,13 @@ class HttpRunner(web.AppRunner):
         async def handle(request: Any) -> web.StreamResponse:
             # The default page of aiohttp quotes the header, and fails with status 500 if that is not ASCII.
             if request.headers.get("Expect", "100-continue").lower() != "100-continue":
+                self._on_refused(web.HTTPExpectationFailed.status_code)
                 raise web.HTTPExpectationFailed(text="Expect can only be 100-continue\n")
             return await server.request_handler(request)
 
         options = {"request_factory": server.request_factory, **server._kwargs}
         result = _Server(handle, handler_cancellation=server.handler_cancellation, **options)
-        result.request_timeout_s = self._request_timeout_s
+        result.request_timeout_s, result.on_refused = self._request_timeout_s, self._on_refused
         return result
 
 
@@ -82,10 +91,11 @@ async def read_body(request: web.Request, timeout_s: float = REQUEST_TIMEOUT_S) 
 
 class _Server(web.Server):
     request_timeout_s: float
+    on_refused: Callable[[int], None]
 
     def __call__(self) -> web.RequestHandler:
         connection = _Connection(self, loop=self._loop, **self._kwargs)
-        connection.request_timeout_s = self.request_timeout_s
+        connection.request_timeout_s, connection.on_refused = self.request_timeout_s, self.on_refused
         return connection
 
 
@@ -93,6 +103,7 @@ class _Connection(web.RequestHandler):
     """Adds a time limit of heads and a fixed error page; aiohttp has no public API for them."""
 
     request_timeout_s = REQUEST_TIMEOUT_S
+    on_refused: Callable[[int], None]
     _head_timer: asyncio.TimerHandle | None = None
 
     def data_received(self, data: bytes) -> None:
@@ -113,6 +124,7 @@ class _Connection(web.RequestHandler):
     ) -> web.StreamResponse:
         if status >= 500 or exc is None:
             return super().handle_error(request, status, exc, *args)
+        self.on_refused(status)
         self.logger.info("refused a malformed request from %s: %s", request.remote, redacted(exc))
         response = web.Response(status=status, text="malformed HTTP request\n")
         response.force_close()

@@ -144,7 +144,9 @@ def checked_address(address: str) -> str:
         return address
     match = re.fullmatch(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})", address)
     if match is None or not 1 <= int(match[1]) <= 65535:
-        raise InputError("predictor address", address, "HOST:PORT with a port from 1 to 65535, or unix:PATH")
+        host = address.rpartition("@")[2]
+        shown = address if host == address else f"...@{host}"  # without user and password
+        raise InputError("predictor address", shown, "HOST:PORT with a port from 1 to 65535, or unix:PATH")
     return address
 
 
