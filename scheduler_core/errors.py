@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+
+#: User and password of a URL, which are not quoted.
+_CREDENTIALS = re.compile(r"://\S*@")
 
 
 class TailcastError(Exception):
@@ -44,6 +48,7 @@ def _repr(value: object) -> str:
         text = repr(value)
     except (RecursionError, ValueError):  # nested too deeply, or a number with too many digits
         text = f"a value of type {type(value).__name__}"
+    text = _CREDENTIALS.sub("://...@", text)
     return text if len(text) <= 160 else text[:157] + "..."
 
 
