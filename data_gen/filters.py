@@ -96,7 +96,7 @@ def _checks(filters: PromptFilters) -> Iterator[Check]:
         digests: set[int] = set()
 
         def repeated(prompt: Prompt) -> str | None:
-            digest = digest64("\x00".join(f"{m.role}\x01{normalized(m.content)}" for m in prompt.chat))
+            digest = digest64("\x00".join(f"{m.role}\x01{normalized(m.text)}" for m in prompt.chat))
             if digest in digests:
                 return "duplicate text"
             digests.add(digest)
@@ -107,7 +107,7 @@ def _checks(filters: PromptFilters) -> Iterator[Check]:
         index = NearDuplicates(filters.near_duplicates)
 
         def alike(prompt: Prompt) -> str | None:
-            is_new = index.add("\n".join(normalized(message.content) for message in prompt.chat))
+            is_new = index.add("\n".join(normalized(message.text) for message in prompt.chat))
             return None if is_new else "near-duplicate text"
 
         yield alike
@@ -141,7 +141,7 @@ def normalized(text: str) -> str:
 
 def whole_text(prompt: Prompt) -> str:
     """All messages of a prompt, one per line."""
-    return "\n".join(message.content for message in prompt.chat)
+    return "\n".join(message.text for message in prompt.chat)
 
 
 class NearDuplicates:

@@ -29,7 +29,7 @@ def tokenize_within(
     """
     import jinja2
 
-    messages = [{"role": message.role, "content": message.content} for message in work.prompt.chat]
+    messages = [{"role": message.role, "content": message.text} for message in work.prompt.chat]
     if tokenizer.chat_template is None:
         ids = list(tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"])
     else:

@@ -7,15 +7,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-ROLES = ("system", "user", "assistant")
+from scheduler_core.prompt_text import USER, Message
 
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One message of a conversation; `role` is "system", "user" or "assistant"."""
-
-    role: str
-    content: str
+__all__ = ["Message", "Prompt", "conversation_id_of", "prompt_id_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +27,7 @@ class Prompt:
     @property
     def chat(self) -> tuple[Message, ...]:
         """The messages to send."""
-        return self.messages or (Message("user", self.text),)
+        return self.messages or (Message(USER, self.text),)
 
 
 def prompt_id_of(text: str) -> str:
@@ -42,7 +36,7 @@ def prompt_id_of(text: str) -> str:
 
 
 def conversation_id_of(messages: Sequence[Message]) -> str:
-    """Default id of a conversation; for a single user message, `prompt_id_of` its text."""
-    if len(messages) == 1 and messages[0].role == "user":
-        return prompt_id_of(messages[0].content)
-    return prompt_id_of(json.dumps([[m.role, m.content] for m in messages], ensure_ascii=False))
+    """Default id of a conversation, a hash of roles and texts; for a single user message, `prompt_id_of` its text."""
+    if len(messages) == 1 and messages[0].role == USER:
+        return prompt_id_of(messages[0].text)
+    return prompt_id_of(json.dumps([[m.role, m.text] for m in messages], ensure_ascii=False))

@@ -62,6 +62,14 @@ TRACE_SCHEMA = pa.schema(
         pa.field("prompt", pa.string()),  # the user's text
         pa.field("model", pa.string()),
         pa.field("category", pa.string()),  # kind of request
+        pa.field("session_id", pa.string()),  # conversation of which it is a turn
+        pa.field("turn", pa.int32()),  # number of the turn in its conversation, from 0
+        # Seconds between the end of the previous turn and this request; null: the request arrives at arrival_s.
+        pa.field("think_time_s", pa.float64()),
+        pa.field("prefix_tokens", pa.int32()),  # leading prompt tokens that the previous turn left in the cache
+        pa.field("hash_ids", pa.list_(pa.int64())),  # ids of the prompt's blocks, equal for equal prefixes (Mooncake)
+        pa.field("ttft_s", pa.float64()),  # measured by the source, as is total_s; see samples/2
+        pa.field("total_s", pa.float64()),
     ],
     metadata={"tailcast.schema": "trace/1"},
 )
@@ -75,7 +83,7 @@ def prompt_sha256(prompt: Prompt) -> str:
     sent = prompt.text
     if prompt.messages:
         sent = json.dumps(
-            [[message.role, message.content] for message in prompt.messages], ensure_ascii=False
+            [[message.role, message.text] for message in prompt.messages], ensure_ascii=False
         )
     return hashlib.sha256(sent.encode(errors="surrogatepass")).hexdigest()
 

@@ -145,7 +145,7 @@ class SampleStore:
                 raise InputError("prompts", prompt.prompt_id, "each prompt id once") from error
             texts: list[str | None] = [None, None]
             if not hash_only:
-                messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
+                messages = [{"role": message.role, "content": message.text} for message in prompt.messages]
                 chat = json.dumps(messages, ensure_ascii=False) if messages else None
                 texts = [valid_unicode(prompt.text), chat and valid_unicode(chat)]
             columns = (key, digest, *texts, valid_unicode(prompt.category), valid_unicode(prompt.dataset))

@@ -90,7 +90,7 @@ class SyntheticBackend:
         pause = 1 / self._options.samples_per_s if self._options.samples_per_s else 0.0
         for item in work:
             mixture = TerminationMixture.of(item.prompt.prompt_id, self._options)
-            words = sum(len(message.content.split()) for message in item.prompt.chat)
+            words = sum(len(message.text.split()) for message in item.prompt.chat)
             for index in item.indices:
                 length = mixture.length(*uniforms(settings.seed, item.prompt.prompt_id, index, 2))
                 if length > settings.max_tokens:

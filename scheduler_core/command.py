@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     C = TypeVar("C")
     P = ParamSpec("P")
 
-#: Exit codes. A command may also exit with 3: it ran to the end, but its check failed.
-FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
+#: Exit codes. CHECK_FAILED: the command ran to the end, but its check failed or it left out more than half of its rows.
+FAILURE, USER_ERROR, CHECK_FAILED, INTERRUPTED = 1, 2, 3, 130
 #: If set to anything but "" or 0, the traceback of an error is printed before its line.
 TRACEBACK_VARIABLE = "TAILCAST_TRACEBACK"
 #: Set by argcomplete when it requests completions: the number of words that name the command.
@@ -113,6 +113,31 @@ def command(
         return code if isinstance(code, int) else 0
 
     return main
+
+
+def report_left_out(reasons: Mapping[str, int], num_rows: int, unit: str = "rows") -> int:
+    """Logs, as the last line of a command, how many of its input rows were left out and why; nothing if none were.
+
+    Returns the exit code: `CHECK_FAILED` if more than half of `num_rows` were left out, else 0.
+    """
+    import logging
+
+    num_left_out = sum(reasons.values())
+    if not num_left_out:
+        return 0
+    ordered = sorted(reasons.items(), key=lambda item: -item[1])
+    causes = "; ".join(f"{count} x {reason}" for reason, count in ordered)
+    is_failure = 2 * num_left_out > num_rows
+    log = logging.getLogger(__name__)
+    log.log(
+        logging.ERROR if is_failure else logging.WARNING,
+        "left out %d of %d %s: %s",
+        num_left_out,
+        num_rows,
+        unit,
+        _one_line(causes),
+    )
+    return CHECK_FAILED if is_failure else 0
 
 
 def imported(path: Any) -> Any:

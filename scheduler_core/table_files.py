@@ -14,6 +14,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -135,14 +136,16 @@ def file_rows(
     field: str,
     columns: Sequence[str] | None = None,
     *,
+    objects: bool = False,
     on_bad_row: Callable[[int, InputError], None] | None = None,
 ) -> Iterator[Row]:
     """Yields (number of the row, values by column); lines of text become the column `prompt`. `InputError` if
     the file cannot be read, or a row is invalid.
 
     Numbers start at 1: lines of JSONL, CSV (the header is 1) and text, elements of an array, rows of Parquet. Text
-    formats may be gzipped (`.gz`). `columns` limits the columns of a Parquet file; None: all. `on_bad_row` is
-    called with the number and error of an invalid row of JSONL or CSV; None: the error is raised.
+    formats may be gzipped (`.gz`). `columns` limits the columns of a Parquet file; None: all. `objects`: a `.json` file may
+    also hold objects that are in no array, such as a single one. `on_bad_row` is called with the number and error of an invalid row of JSON or CSV; None: the error is
+    raised.
     """
     file = existing_file(path, field)
     suffix = file_suffix(file)
@@ -153,7 +156,7 @@ def file_rows(
         return
     readers: dict[str, Callable[[TextIO, str], Iterator[_MaybeRow]]] = {
         ".csv": _csv_rows,
-        ".json": _array_rows,
+        ".json": partial(_array_rows, objects=objects),
         ".txt": _text_rows,
     }
     kind = "gzip" if file.suffix == ".gz" else "text"
@@ -193,8 +196,9 @@ def _reason(error: ValueError | RecursionError) -> str:
     return error.msg if isinstance(error, json.JSONDecodeError) else str(error)
 
 
-def _array_rows(stream: TextIO, name: str) -> Iterator[Row]:
-    """Elements of one JSON array, decoded incrementally."""
+def _array_rows(stream: TextIO, name: str, *, objects: bool = False) -> Iterator[_MaybeRow]:
+    """Elements of one JSON array, or with `objects` consecutive JSON objects, decoded incrementally. A list of objects
+    becomes the column `messages`."""
     decoder = json.JSONDecoder()
     text, position, number = "", 0, 0
 
@@ -209,15 +213,16 @@ def _array_rows(stream: TextIO, name: str) -> Iterator[Row]:
             if not text:
                 return ""
 
-    if peek() != "[":
+    if peek() != "[" and not (objects and peek() == "{"):
         allowed = "a JSON array of objects, or JSON lines in a .jsonl file"
         raise InputError(f"{name} row 1", peek(), allowed)
-    position += 1
-    while peek() != "]":
-        if number and peek() == ",":
+    is_array = peek() == "["
+    position += is_array
+    while peek() != ("]" if is_array else ""):
+        if is_array and number and peek() == ",":
             position += 1
             peek()
-        elif number and peek():
+        elif is_array and number and peek():
             raise InputError(f"{name} after row {number}", peek(), "a comma, or ] at the end of the array")
         if not peek():
             raise InputError(name, "the end of the file", "a complete JSON array")
@@ -236,10 +241,11 @@ def _array_rows(stream: TextIO, name: str) -> Iterator[Row]:
                 text, position = unparsed + more, 0
         value = replace_lone_surrogates(value, text[position:end])
         position = end
-        if not isinstance(value, dict):
-            raise InputError(f"{name} row {number}", value, "one JSON object")
-        yield number, value
-    position += 1
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            value = {"messages": value}
+        is_row = isinstance(value, dict)
+        yield number, value if is_row else InputError(f"{name} row {number}", value, "one JSON object")
+    position += is_array
     if peek():
         raise InputError(f"{name} after row {number}", peek(), "nothing after the JSON array")
 

@@ -121,7 +121,7 @@ class RequestBodies:
     def prefix(self, prompt: Prompt) -> bytes:
         """First part of the bodies of all requests for one prompt."""
         if self._chat:
-            messages = [{"role": message.role, "content": message.content} for message in prompt.chat]
+            messages = [{"role": message.role, "content": message.text} for message in prompt.chat]
             return b'{"messages":' + json.dumps(messages).encode() + b","
         return b'{"prompt":' + json.dumps(prompt.text).encode() + b","
 

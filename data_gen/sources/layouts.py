@@ -6,16 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from data_gen.prompts import ROLES, Message, Prompt, conversation_id_of
+from data_gen.prompts import Prompt, conversation_id_of
 from data_gen.splits import turn_id
 from scheduler_core.errors import InputError
+from scheduler_core.prompt_text import ASSISTANT, ROLES, SYSTEM, USER, Message, content_text
 
-# Names of the three roles in public data sets.
-_ROLE_NAMES = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant", "model"), "assistant"),
-    **dict.fromkeys(("system", "developer"), "system"),
-}
+# Roles of a prompt that can be sampled; calls and results of tools cannot.
+_ROLES = (SYSTEM, USER, ASSISTANT)
 
 Turns = Literal["first", "last", "all"] | int
 
@@ -137,8 +134,8 @@ def _optional(row: Mapping[str, Any], name: str) -> str:
 
 
 def messages_of(value: object, location: str) -> tuple[Message, ...]:
-    """Converts a list of objects with role or from, and content or value, to messages; InputError for an unknown role, or
-    an empty system or user message."""
+    """Converts a list of objects with role or from, and content or value, to messages that can be sampled; InputError for
+    another role, content that is not text, or an empty system or user message."""
     if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
         raise InputError(location, value, "a list of messages with role and content")
     messages = []
@@ -147,23 +144,26 @@ def messages_of(value: object, location: str) -> tuple[Message, ...]:
         if not isinstance(item, Mapping):
             raise InputError(item_location, item, "an object with role and content")
         role, content = ("role" if "role" in item else "from"), ("content" if "content" in item else "value")
-        name, text = _ROLE_NAMES.get(str(item.get(role)).lower()), _text(item.get(content))
-        if name is None:
-            raise InputError(f"{item_location}: {role}", item.get(role), ", ".join(ROLES))
-        if not isinstance(text, str) or (name != "assistant" and not text.strip()):
+        word = str(item.get(role)).lower()
+        name = ROLES.get(word)
+        if name not in _ROLES or word == "function_call":
+            raise InputError(f"{item_location}: {role}", item.get(role), ", ".join(_ROLES))
+        if not _is_text(item.get(content)):
+            raise InputError(f"{item_location}: {content}", item.get(content), "a text that is not empty")
+        text = content_text(item.get(content))
+        if name != ASSISTANT and not text.strip():
             raise InputError(f"{item_location}: {content}", text, "a text that is not empty")
         messages.append(Message(name, _valid(text, f"{item_location}: {content}")))
     return tuple(messages)
 
 
-def _text(content: object) -> object:
-    """Joins a list of OpenAI content parts if all of them are text parts; returns anything else unchanged."""
-    if isinstance(content, list) and all(
-        isinstance(part, Mapping) and part.get("type") == "text" for part in content
-    ):
-        texts = [part.get("text") for part in content]
-        return "".join(texts) if all(isinstance(text, str) for text in texts) else content
-    return content
+def _is_text(content: object) -> bool:
+    """Whether a content is a text, or a list of OpenAI's text parts."""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    return all(
+        isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        for part in parts
+    )
 
 
 def check_order(messages: Sequence[Message], location: str) -> None:
@@ -200,7 +200,7 @@ def prompts_of(conversation: Conversation, turns: Turns, location: str) -> Itera
             prompt_id = turn_id(family, turn, "" if own else conversation_id_of(history)[:8])
         yield Prompt(
             prompt_id=prompt_id,
-            text=history[-1].content,
+            text=history[-1].text,
             category=conversation.category,
             messages=() if len(history) == 1 else history,
             dataset=conversation.dataset,
