@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, computed_field
 
 from predictors.tiny import WEIGHTS
-from scheduler_core.errors import InputError
+from scheduler_core.errors import InputError, suggestion
 from scheduler_core.lengths.quantiles import LEVELS
 
 FORMAT_VERSION: Literal[6] = 6
@@ -35,6 +35,8 @@ _DERIVED = ("format_version", "tokenizer_files", "inputs", "outputs")
 _UNVERSIONED = ("artifact_version", "created")
 _RUN = "run.json"
 _CALIBRATION = ("sigma_scale", "mu_shift")
+#: Maximum number of served models that an error lists.
+_MAX_LISTED = 20
 
 TruncationSide = Literal["left", "right", "middle"]
 Precision = Literal["fp32", "fp16", "int8"]
@@ -263,8 +265,13 @@ class Manifest(BaseModel):
             return 0
         if self.conditioning is not None and not name and len(self.served_models) == 1:
             return 1
-        empty = "empty or " if self.conditioning is None else ""
-        raise InputError("served_model", name or "", f"{empty}one of {', '.join(self.served_models)}")
+        allowed = f"{'empty or ' if self.conditioning is None else ''}one of "
+        similar = suggestion(name or "", self.served_models)
+        if len(self.served_models) > _MAX_LISTED:
+            allowed += f"{len(self.served_models)} names in served_models of the artifact"
+        else:
+            allowed += ", ".join(self.served_models)
+        raise InputError("served_model", name or "", allowed + similar)
 
     def to_json(self) -> dict[str, Any]:
         """Content of the file."""

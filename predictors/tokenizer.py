@@ -1,8 +1,8 @@
-"""Tokenization of prompts and conversations as in training, in bounded time for texts of any length."""
+"""Tokenization of prompts as in training, in bounded time for texts of any length."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,26 +33,6 @@ class TokenizedPrompt:
     @property
     def num_tokens(self) -> int:
         return len(self.ids)
-
-
-def conversation_text(messages: Iterable[tuple[str, str]]) -> str:
-    """The text of a conversation of (role, content): messages with their roles, or the content of a single
-    user message. Truncation in the middle keeps the system prompt and the end."""
-    turns = list(messages)
-    if len(turns) == 1 and turns[0][0] == "user":
-        return turns[0][1]
-    return "\n\n".join(f"{role}: {content}" for role, content in turns)
-
-
-def content_text(content: object) -> str:
-    """The text of a message content: a text, or OpenAI text parts; InputError for others, such as images."""
-    if isinstance(content, str):
-        return content
-    parts: list[Any] = content if isinstance(content, list) else [content]
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise InputError("content", part, 'a text, or parts {"type": "text", "text": TEXT}')
-    return "".join(part["text"] for part in parts)
 
 
 def keep_ends(ids: NDArray[Any], max_length: int) -> NDArray[Any]:

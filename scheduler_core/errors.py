@@ -31,11 +31,22 @@ class InputError(TailcastError, ValueError):
 
 def unknown_name(field: str, value: str, names: Iterable[str]) -> InputError:
     """The error for an unknown name. It lists the valid names and suggests the most similar one."""
+    choices = [*names]
+    return InputError(field, value, ", ".join(choices) + suggestion(str(value), choices, 1))
+
+
+def suggestion(name: str, names: Iterable[str], limit: int = 3) -> str:
+    """A sentence with the names most similar to an unknown one, best first: ". Did you mean A or B?"; empty if there is
+    none. Upper case and what is before the last slash (the owner of a model) make no difference."""
     from difflib import get_close_matches
 
-    choices = [*names]
-    similar = get_close_matches(str(value)[:80], choices, n=1)
-    return InputError(field, value, ", ".join(choices) + (f". Did you mean {similar[0]}?" if similar else ""))
+    choices = {_key(each): each for each in names}
+    similar = get_close_matches(_key(name)[:80], choices, n=limit)
+    return f". Did you mean {' or '.join(choices[each] for each in similar)}?" if similar else ""
+
+
+def _key(name: str) -> str:
+    return name.rpartition("/")[2].lower()
 
 
 def first_line(error: BaseException) -> str:

@@ -6,7 +6,7 @@
     length.median, length.quantile(0.9), length.expected_tokens, length.probability_longer_than(100)
 
 Names are imported at their first use. `LogT`, `Scheduler`, `simulate` and `read_trace` need only numpy;
-`predict` and `load` need the extra `predict`, `connect` the extra `client`, `fit` the extra `train`.
+`predict` and `load` need the extra `predict`, `connect` the extra `client`, `fit` the extra `adapt`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from importlib import import_module
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    __version__: str
     from scheduler_core.lengths import LogT
     from scheduler_core.scheduler import Scheduler
     from scheduler_core.simulator.trace import load_trace as read_trace
@@ -52,6 +53,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib import metadata
+
+        return metadata.version("tailcast")
     if name not in _LOCATIONS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, _, attribute = _LOCATIONS[name].partition(":")

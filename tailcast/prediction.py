@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
-from scheduler_core.errors import InputError, MissingExtraError
+from scheduler_core.errors import InputError, MissingExtraError, suggestion
 from scheduler_core.predictions import DEFAULT_MAX_TOKENS, LengthPrediction
 from tailcast.output_length import OutputLength
 
 if TYPE_CHECKING:
     from predictors.client import ClientSettings, SyncPredictor
+    from predictors.proto.predictor_v1_pb2 import GetMetadataResponse
     from predictors.runtime import ArtifactRuntime
 
-#: A text, or OpenAI messages with role and content, the last one of role user.
-Prompt = str | Sequence[Mapping[str, object]]
+log = logging.getLogger(__name__)
+
+#: Maximum number of unknown models that a predictor warns of.
+_MAX_WARNINGS = 16
+#: A text, or messages of any chat API, as mappings or objects with role and content.
+Prompt = str | Sequence[Mapping[str, object] | object]
 
 
 class LengthPredictor(ABC):
     """A predictor of output lengths, created by `load` or `connect`; can be used as a context manager."""
 
-    #: Whether all messages of a conversation are the prompt, not only the last one.
+    #: Whether all messages of a conversation are the prompt, not only the last one of the user.
     conversations = False
+
+    def __init__(self) -> None:
+        self._unknown_models: set[str] = set()
 
     def predict(
         self,
@@ -39,22 +48,17 @@ class LengthPredictor(ABC):
         return OutputLength(prediction, DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens)
 
     def text(self, prompt: Prompt) -> str:
-        """The text of a prompt to predict from; InputError if it is empty or invalid."""
-        from predictors.tokenizer import content_text, conversation_text
+        """The text of a prompt to predict from, see `prompt_text.predictor_text`; InputError if it is empty or invalid."""
+        from scheduler_core.prompt_text import messages_of, predictor_text
 
         if isinstance(prompt, str):
-            text = prompt
+            field, text = "prompt", prompt
+        elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
+            field, text = "messages", predictor_text(messages_of(prompt), conversations=self.conversations)
         else:
-            messages: Any = prompt
-            if not isinstance(messages, Sequence) or not all(isinstance(item, Mapping) for item in messages):
-                raise InputError("prompt", prompt, "a text, or a list of messages with role and content")
-            turns = [(str(message.get("role")), content_text(message.get("content"))) for message in messages]
-            last = turns[-1][0] if turns else None
-            if last != "user":
-                raise InputError("messages", last, "a last message of role user")
-            text = conversation_text(turns) if self.conversations else turns[-1][1]
+            raise InputError("prompt", prompt, "a text, or a list of messages with role and content")
         if not text.strip():
-            raise InputError("prompt", text[:20], "a non-empty text")
+            raise InputError(field, text[:20], "a non-empty text")
         return text
 
     @abstractmethod
@@ -62,6 +66,16 @@ class LengthPredictor(ABC):
         self, texts: Sequence[str], models: Sequence[str | None], temperatures: Sequence[float | None]
     ) -> list[LengthPrediction]:
         """Predictions of N texts with their models and temperatures; errors as in `predict`."""
+
+    def _warn(self, model: str | None, served_models: Sequence[str]) -> None:
+        """Logs once that a model is none of an artifact's `served_models`, which predicts it as an unknown one."""
+        unknown = self._unknown_models
+        if not model or not served_models or model in served_models or model in unknown:
+            return
+        if len(unknown) < _MAX_WARNINGS:
+            unknown.add(model)
+            text = "model %r is none of the %d served models of the predictor and is predicted as an unknown one%s"
+            log.warning(text, model, len(served_models), suggestion(model, served_models))
 
     def close(self) -> None:  # noqa: B027  # no abstract method: artifacts need no cleanup
         """Closes connections, if any."""
@@ -81,25 +95,43 @@ class _ArtifactPredictor(LengthPredictor):
         if "length" not in manifest.heads:
             allowed = f"an artifact with a length head; it has {', '.join(manifest.heads)}"
             raise InputError("predictor", manifest.artifact_id, allowed)
+        super().__init__()
         self.conversations = manifest.conversations
         self._runtime = runtime
-        self._artifact = (manifest.artifact_id, manifest.artifact_version)
+        self._manifest = manifest
 
     def predictions(
         self, texts: Sequence[str], models: Sequence[str | None], temperatures: Sequence[float | None]
     ) -> list[LengthPrediction]:
         from predictors.runtime import check_range
 
-        rows = self._runtime.predict(texts, models, temperatures).rows()
+        try:
+            rows = self._runtime.predict(texts, models, temperatures).rows()
+        except InputError as error:
+            if error.field == "served_model":
+                raise InputError("model", error.value, error.allowed) from error
+            raise
         check_range(rows)
-        return [row.length(*self._artifact) for row in rows]  # type: ignore[misc]
+        for model in models:
+            self._warn(model, self._manifest.served_models)
+        artifact = self._manifest.artifact_id, self._manifest.artifact_version
+        return [row.length(*artifact) for row in rows]  # type: ignore[misc]
 
 
 class _ServicePredictor(LengthPredictor):
-    """Uses a `SyncPredictor`; sends only the last message of a conversation."""
+    """Uses a `SyncPredictor`."""
 
     def __init__(self, client: SyncPredictor) -> None:
+        super().__init__()
         self._client = client
+
+    @cached_property
+    def _metadata(self) -> GetMetadataResponse:
+        return self._client.metadata()
+
+    @property
+    def conversations(self) -> bool:  # type: ignore[override]
+        return self._metadata.conversations
 
     def predictions(
         self, texts: Sequence[str], models: Sequence[str | None], temperatures: Sequence[float | None]
@@ -117,6 +149,8 @@ class _ServicePredictor(LengthPredictor):
                 allowed = "a service of an artifact with a length head"
                 raise InputError("predictor", self._client.address, allowed)
             lengths.append(prediction.length)
+        for model in filter(None, models):
+            self._warn(model, self._metadata.served_models)
         return lengths
 
     def close(self) -> None:
@@ -171,7 +205,9 @@ def predict(
     """Predicts the output length of a prompt, without running the LLM.
 
     Args:
-        prompt: Prompt text, or a list of OpenAI messages.
+        prompt: Prompt text, or a list of messages as in a request of any chat API: of any roles, with tool calls, images and
+            null contents. Of a conversation, the last text of the user is read, or all messages if the predictor reads
+            conversations.
         max_tokens: Maximum number of output tokens; None: `scheduler_core.predictions.DEFAULT_MAX_TOKENS`.
         model: Name of the LLM; None: unknown.
         temperature: Sampling temperature of the LLM, >= 0; None: unknown.

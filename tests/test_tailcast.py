@@ -1,5 +1,7 @@
 """`import tailcast` and the command `tailcast`: what they cost, predictions of prompts, completion, messages about options."""
 
+import asyncio
+import importlib.metadata
 import importlib.util
 import json
 import math
@@ -8,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,14 +20,20 @@ import pyarrow.parquet as pq
 import pytest
 
 import tailcast
+from predictors.proto import predictor_v1_pb2 as pb
 from predictors.proxy.prediction import Forecaster
+from predictors.runtime import open_runtime
+from predictors.service.json_request import request_message
+from predictors.service.messages import RequestReader
 from scheduler_core.errors import InputError, MissingExtraError
 from scheduler_core.predictions import DEFAULT_MAX_TOKENS, LengthPrediction
 from scheduler_core.predictor import open_predictor
+from scheduler_core.prompt_text import messages_of, user_text
 from scheduler_core.simulator.commands.simulate import main as simulate
 from tailcast.cli import COMMANDS, main
 from tailcast.output_length import OutputLength
-from tests.predictors.fakes import expected, write_artifact, write_rich_artifact
+from tests.predictors.fakes import expected, running_server, write_artifact, write_rich_artifact
+from training.fitting.samples import with_conversations
 
 PROMPT = "name three rivers"
 SYSTEM = {"role": "system", "content": "crash"}
@@ -74,10 +83,85 @@ def test_prediction_of_a_prompt(artifact: Path) -> None:
     assert tailcast.predict(PROMPT, predictor=str(artifact)).max_tokens == DEFAULT_MAX_TOKENS
 
 
-@pytest.mark.parametrize("prompt", [PROMPT, [{"role": "user", "content": PROMPT}], [SYSTEM, PARTS]])
-def test_a_prompt_is_a_text_or_messages(artifact: Path, prompt: object) -> None:
-    median = tailcast.load(artifact).predict(prompt).median  # type: ignore[arg-type]
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"function": {"name": "look", "arguments": "{}"}}],
+}
+RESULT = {"role": "tool", "tool_call_id": "1", "content": "the sea"}
+IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        PROMPT,
+        [{"role": "user", "content": PROMPT}],
+        [SYSTEM, PARTS],
+        [SYSTEM, PARTS, CALL, RESULT],
+        [{"role": "developer", "content": ""}, PARTS, {"role": "assistant", "content": "sea"}],
+        [PARTS, IMAGE],
+        [SimpleNamespace(role="user", content=PROMPT), SimpleNamespace(role="assistant", content=None)],
+    ],
+)
+def test_a_prompt_is_a_text_or_messages(artifact: Path, prompt: Any) -> None:
+    median = tailcast.load(artifact).predict(prompt).median
     assert median == pytest.approx(math.exp(expected(PROMPT)[0]), rel=1e-5)
+
+
+CONVERSATIONS: list[list[dict[str, Any]]] = [
+    [PARTS],
+    [SYSTEM, PARTS],
+    [SYSTEM, PARTS, {"role": "assistant", "content": "sea"}, {"role": "user", "content": "the sea"}],
+    [PARTS, CALL, RESULT],
+    [{"role": "system", "content": ""}, PARTS, IMAGE],
+]
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+@pytest.mark.parametrize("conversations", [False, True])
+async def test_training_service_and_python_read_the_same_text(
+    tmp_path: Path, messages: list[dict[str, Any]], conversations: bool
+) -> None:
+    runtime = open_runtime(write_artifact(tmp_path / "a", conversations=conversations))
+    stored = [[{"role": role, "content": text} for role, text in messages_of(messages)]]
+    user = user_text(messages_of(messages))
+    [trained] = (
+        with_conversations(pa.table({"prompt": [user], "messages": stored}), Path("t"))
+        .column("prompt")
+        .to_pylist()
+        if conversations
+        else [user]
+    )
+    reader = RequestReader(runtime, None)
+    assert reader.read(request_message({"messages": messages})).prompt == trained
+    chat = pb.ChatMessages(
+        messages=[pb.ChatMessage(role=role, content=text) for role, text in messages_of(messages)]
+    )
+    assert reader.read(pb.PredictRequest(messages=chat)).prompt == trained
+    async with running_server(runtime, http_port=None) as (_, address):
+
+        def text() -> str:
+            with tailcast.connect(address) as predictor:
+                return predictor.text(messages)
+
+        assert await asyncio.to_thread(text) == trained
+    assert tailcast.load(tmp_path / "a").text(messages) == trained
+
+
+def test_unknown_models_are_reported_once_with_similar_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    predictor = tailcast.load(write_rich_artifact(tmp_path / "a"))
+    for model in ("tiny_llm", "tiny_llm", "tiny-llm", None):
+        predictor.predict(PROMPT, model=model)
+    [record] = caplog.records
+    assert record.getMessage().startswith("model 'tiny_llm' is none of the 2 served models")
+    assert record.getMessage().endswith("Did you mean tiny-llm?")
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert tailcast.__version__ == importlib.metadata.version("tailcast")
 
 
 @pytest.mark.parametrize(
@@ -86,9 +170,9 @@ def test_a_prompt_is_a_text_or_messages(artifact: Path, prompt: object) -> None:
         ({"prompt": " "}, "prompt"),
         ({"prompt": 7}, "prompt"),
         ({"prompt": []}, "messages"),
-        ({"prompt": [{"role": "assistant", "content": "x"}]}, "messages"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content"),
-        ({"model": "another"}, "served_model"),
+        ({"prompt": [{"role": "user", "content": None}]}, "messages"),
+        ({"prompt": {"role": "user", "content": PROMPT}}, "prompt"),
+        ({"model": "another"}, "model"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": -1.0}, "temperature"),
     ],
@@ -278,7 +362,7 @@ def test_a_file_of_prompts(artifact: Path, tmp_path: Path, caplog: pytest.LogCap
     assert rows == [(1, "a", 40), (2, None, 32768), (3, "7", 9)]
     assert table[0]["mu"] == table[1]["mu"] == pytest.approx(expected("name three rivers")[0], rel=1e-5)
     assert table[0]["median_tokens"] == 40
-    skipped = "1 for format, 1 for prompt, 1 for temperature, 1 for served_model"
+    skipped = "1 for format, 1 for prompt, 1 for temperature, 1 for model"
     assert f"3 predictions; rows skipped: {skipped}" in caplog.text
     assert "prompts.jsonl row 5 skipped: prompt: got None" in caplog.text
 

@@ -191,7 +191,7 @@ class GetMetadataRequest(_message.Message):
     def __init__(self, artifact_id: _Optional[str] = ...) -> None: ...
 
 class GetMetadataResponse(_message.Message):
-    __slots__ = ("artifact_id", "artifact_version", "format_version", "served_models", "nu", "max_length_tokens", "truncation_side", "provider", "server_version", "max_batch_requests", "max_message_bytes", "heads", "conditioned_on_served_model", "conditioned_on_temperature", "accepts_unknown_models", "urgency_levels", "abstain_threshold", "bucket_edges", "artifact_ids", "max_prompt_chars", "quantile_levels")
+    __slots__ = ("artifact_id", "artifact_version", "format_version", "served_models", "nu", "max_length_tokens", "truncation_side", "provider", "server_version", "max_batch_requests", "max_message_bytes", "heads", "conditioned_on_served_model", "conditioned_on_temperature", "accepts_unknown_models", "urgency_levels", "abstain_threshold", "bucket_edges", "artifact_ids", "max_prompt_chars", "quantile_levels", "conversations")
     ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
     ARTIFACT_VERSION_FIELD_NUMBER: _ClassVar[int]
     FORMAT_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -213,6 +213,7 @@ class GetMetadataResponse(_message.Message):
     ARTIFACT_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_PROMPT_CHARS_FIELD_NUMBER: _ClassVar[int]
     QUANTILE_LEVELS_FIELD_NUMBER: _ClassVar[int]
+    CONVERSATIONS_FIELD_NUMBER: _ClassVar[int]
     artifact_id: str
     artifact_version: str
     format_version: int
@@ -234,4 +235,5 @@ class GetMetadataResponse(_message.Message):
     artifact_ids: _containers.RepeatedScalarFieldContainer[str]
     max_prompt_chars: int
     quantile_levels: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, artifact_id: _Optional[str] = ..., artifact_version: _Optional[str] = ..., format_version: _Optional[int] = ..., served_models: _Optional[_Iterable[str]] = ..., nu: _Optional[float] = ..., max_length_tokens: _Optional[int] = ..., truncation_side: _Optional[str] = ..., provider: _Optional[str] = ..., server_version: _Optional[str] = ..., max_batch_requests: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., heads: _Optional[_Iterable[str]] = ..., conditioned_on_served_model: _Optional[bool] = ..., conditioned_on_temperature: _Optional[bool] = ..., accepts_unknown_models: _Optional[bool] = ..., urgency_levels: _Optional[_Iterable[str]] = ..., abstain_threshold: _Optional[float] = ..., bucket_edges: _Optional[_Iterable[float]] = ..., artifact_ids: _Optional[_Iterable[str]] = ..., max_prompt_chars: _Optional[int] = ..., quantile_levels: _Optional[_Iterable[float]] = ...) -> None: ...
+    conversations: bool
+    def __init__(self, artifact_id: _Optional[str] = ..., artifact_version: _Optional[str] = ..., format_version: _Optional[int] = ..., served_models: _Optional[_Iterable[str]] = ..., nu: _Optional[float] = ..., max_length_tokens: _Optional[int] = ..., truncation_side: _Optional[str] = ..., provider: _Optional[str] = ..., server_version: _Optional[str] = ..., max_batch_requests: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., heads: _Optional[_Iterable[str]] = ..., conditioned_on_served_model: _Optional[bool] = ..., conditioned_on_temperature: _Optional[bool] = ..., accepts_unknown_models: _Optional[bool] = ..., urgency_levels: _Optional[_Iterable[str]] = ..., abstain_threshold: _Optional[float] = ..., bucket_edges: _Optional[_Iterable[float]] = ..., artifact_ids: _Optional[_Iterable[str]] = ..., max_prompt_chars: _Optional[int] = ..., quantile_levels: _Optional[_Iterable[float]] = ..., conversations: _Optional[bool] = ...) -> None: ...

@@ -6,7 +6,8 @@ import asyncio
 import functools
 import math
 import time
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from predictors.service.errors import ClosedError, ErrorStatus, QueueFullError, 
 from predictors.service.messages import predict_response
 from predictors.service.pipeline import PipelineResult
 from predictors.service.tracing import Tracing
-from scheduler_core.errors import InputError
+from scheduler_core.errors import InputError, TailcastError
 
 T = TypeVar("T")
 # Maximum number of prompts of one PredictBatch or ModelInfer.
@@ -29,7 +30,7 @@ CHUNK_BYTES = 2**15
 MANIFEST_FIELDS = (
     *("artifact_id", "artifact_version", "format_version", "served_models", "accepts_unknown_models"),
     *("heads", "nu", "truncation_side", "urgency_levels", "abstain_threshold", "bucket_edges"),
-    "quantile_levels",
+    *("quantile_levels", "conversations"),
 )
 
 
@@ -51,6 +52,15 @@ class PredictorCalls:
             served.metrics.request(method, status_code(error).name, 0.0, None)
             raise error
 
+    @contextmanager
+    def counted(self, method: str) -> Iterator[None]:
+        """Counts a request that is refused before an artifact is known, as one of the default artifact."""
+        try:
+            yield
+        except TailcastError as error:
+            self.artifacts.default.metrics.request(method, status_code(error).name, 0.0, None)
+            raise
+
     async def predict(
         self,
         request: pb.PredictRequest,
@@ -61,7 +71,8 @@ class PredictorCalls:
     ) -> pb.PredictResponse:
         """Predicts one prompt within `timeout_s` (None: no limit); errors are those in `errors.STATUS`.
         `method` is the name for metrics and spans; `trace` is the W3C trace context of the caller."""
-        served = self.artifacts.get(request.artifact_id)
+        with self.counted(method):
+            served = self.artifacts.get(request.artifact_id)
         start = time.monotonic()
         result: PipelineResult | None = None
         code = "OK"
@@ -103,7 +114,8 @@ class PredictorCalls:
     ) -> pb.PredictBatchResponse:
         """Predicts a batch of prompts, each with its own outcome. InputError for no or too many prompts;
         ClosedError, which gRPC clients retry, if the service accepted none of them."""
-        check_batch(len(request.requests))
+        with self.counted("PredictBatch"):
+            check_batch(len(request.requests))
         outcome = functools.partial(self.outcome, timeout_s=timeout_s, method="PredictBatch", trace=trace)
         outcomes = await gather_in_chunks(
             (message.ByteSize(), outcome(message, prefix=f"requests[{index}]."))

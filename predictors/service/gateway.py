@@ -1,4 +1,4 @@
-"""HTTP gateway: messages in protobuf's JSON mapping, metrics, probes, Open Inference Protocol over REST."""
+"""HTTP gateway: predictions as JSON, metrics, probes, Open Inference Protocol over REST."""
 
 from __future__ import annotations
 
@@ -8,40 +8,33 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
-from google.protobuf.json_format import MessageToDict, ParseDict
+from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from predictors.http_edge import HttpRunner, read_body
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.service.calls import PredictorCalls, check_batch
-from predictors.service.errors import ErrorStatus, UnparsableError
-from predictors.service.messages import MAX_ELEMENTS, MAX_MESSAGES
+from predictors.service.errors import ErrorStatus, UnparsableError, renamed
+from predictors.service.json_request import request_message
+from predictors.service.messages import UNCOUNTED_BYTES
 from predictors.service.metrics import CONTENT_TYPE, ServiceMetrics
 from predictors.service.oip import SERVER_METADATA, InputTensor, find, infer, model_metadata
 from predictors.service.pipeline import ServedArtifact
 from predictors.service.security import BearerTokens, http_context
 from predictors.service.tracing import TRACE_KEYS
-from predictors.tokenizer import content_text
 from scheduler_core.errors import InputError
 from scheduler_core.json_text import num_separators
 
 if TYPE_CHECKING:
     from predictors.cli import ServeConfig
 
-M = TypeVar("M", bound=Message)
+T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 # Probes need no token.
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"})
 MAX_JSON_VALUES = 100_000
 """Maximum number of brackets, commas and colons of a JSON body; parsing that many blocks for about 20 ms."""
-TEXT_FIELDS = {
-    key: field.name
-    for field in pb.PredictRequest.DESCRIPTOR.fields
-    if field.type == field.TYPE_STRING
-    for key in (field.name, field.json_name)
-}
-"""Text fields: name in JSON -> name in the message."""
 #: Header of the binary tensor extension.
 HEADER_LENGTH = "Inference-Header-Content-Length"
 
@@ -60,21 +53,19 @@ async def start_gateway(
 
     @routes.post("/v1/predict")
     async def predict(request: web.Request) -> web.Response:
-        message = request_message(await json_object(await read_body(request)))
-        response = await calls.predict(message, None, method="HTTP Predict", trace=_trace(request))
+        with calls.counted("HTTP Predict"):
+            content, message = await _read(request, request_message)
+        try:
+            response = await calls.predict(message, None, method="HTTP Predict", trace=_trace(request))
+        except InputError as error:
+            is_model = error.field == "served_model" and content.get("model")
+            raise renamed(error, "model" if is_model else error.field) from error
         return web.json_response(message_json(response))
 
     @routes.post("/v1/predict-batch")
     async def predict_batch(request: web.Request) -> web.Response:
-        content = await json_object(await read_body(request))
-        requests = content.pop("requests", [])
-        if content or not isinstance(requests, list):
-            raise UnparsableError("PredictBatchRequest", "expected an object with a list of requests")
-        check_batch(len(requests))
-        batch = pb.PredictBatchRequest()
-        for request_content in requests:
-            batch.requests.append(request_message(request_content))
-            await asyncio.sleep(0)
+        with calls.counted("PredictBatch"):
+            _, batch = await _read(request, batch_message)
         response = await calls.predict_batch(batch, None, _trace(request))
         outcomes = []
         for outcome in response.outcomes:
@@ -159,52 +150,28 @@ def _unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return members
 
 
-def request_message(content: Any) -> pb.PredictRequest:
-    """The request from a JSON object in protobuf's mapping, but token_ids and messages are lists. The content
-    of a message can be OpenAI text parts. UnparsableError for unknown fields, wrong types, long lists."""
-    if not isinstance(content, dict):
-        raise UnparsableError("PredictRequest", f"expected an object, not {type(content).__name__}")
-    fields = dict(content)
-    try:
-        # json_format takes 25 ms per MiB of text and 1 us per value: texts bypass it, values are limited.
-        keys = [key for key in TEXT_FIELDS if isinstance(fields.get(key), str)]
-        texts = {TEXT_FIELDS[key]: fields.pop(key) for key in keys}
-        message = pb.PredictRequest(messages=_chat_messages(fields.pop("messages", None)), **texts)
-        if isinstance(fields.get("token_ids"), list):
-            fields["token_ids"] = {"ids": fields["token_ids"]}
-        if max(map(_num_values, fields.values()), default=0) > MAX_ELEMENTS:
-            raise ValueError(f"a list of more than {MAX_ELEMENTS} values")
-        names = ("messages", "prompt", "tokenIds", "token_ids")
-        inputs = [name for name in names if content.get(name) is not None]
-        if len(inputs) > 1:
-            raise ValueError(f"{' and '.join(inputs)} are mutually exclusive")
-        ParseDict(fields, message, max_recursion_depth=10)
-    except Exception as error:  # a key with a lone surrogate raises SystemError
-        raise UnparsableError("PredictRequest", error) from error
-    return message
+async def _read(request: web.Request, convert: Callable[[dict[str, Any]], T]) -> tuple[dict[str, Any], T]:
+    """The JSON object in the body of a request, and the message that it is converted to."""
+    body = await read_body(request)
+    content = await json_object(body)
+    if len(body) <= UNCOUNTED_BYTES:
+        return content, convert(content)
+    return content, await asyncio.to_thread(convert, content)
 
 
-def _num_values(value: object) -> int:
-    if isinstance(value, dict):
-        return max(map(_num_values, value.values()), default=0)
-    return len(value) if isinstance(value, list) else 1
-
-
-def _chat_messages(messages: object) -> pb.ChatMessages | None:
-    if messages is None:
-        return None
-    if not isinstance(messages, list):
-        raise TypeError(f"messages must be a list, not {type(messages).__name__}")
-    if len(messages) > MAX_MESSAGES:
-        raise ValueError(f"{len(messages)} messages; allowed: at most {MAX_MESSAGES}")
-    chat = pb.ChatMessages()
-    for message in messages:
-        if not isinstance(message, dict) or not message.keys() <= {"role", "content"}:
-            raise TypeError("a message must be an object with role and content")
-        content = message.get("content")
-        text = content_text(content) if isinstance(content, list) else content  # other types fail in protobuf
-        chat.messages.add(role=message.get("role"), content=text)
-    return chat
+def batch_message(content: dict[str, Any]) -> pb.PredictBatchRequest:
+    """The batch from an object with a list of `requests`; InputError as `request_message`."""
+    requests = content.get("requests")
+    if not isinstance(requests, list) or len(content) > 1:
+        raise InputError("requests", [*content], "an object with nothing but a list of requests")
+    check_batch(len(requests))
+    batch = pb.PredictBatchRequest()
+    for index, request in enumerate(requests):
+        try:
+            batch.requests.append(request_message(request))
+        except InputError as error:
+            raise renamed(error, f"requests[{index}].{error.field}") from error
+    return batch
 
 
 def message_json(message: Message) -> dict[str, Any]:
@@ -244,8 +211,9 @@ def _open_inference_routes(calls: PredictorCalls) -> web.RouteTableDef:
         return web.json_response({"name": served.name, "ready": is_ready}, status=200 if is_ready else 503)
 
     async def model_infer(request: web.Request) -> web.Response:
-        served = model(request)
-        content, binary = await _split(await read_body(request), request.headers.get(HEADER_LENGTH))
+        with calls.counted("ModelInfer"):
+            served = model(request)
+            content, binary = await _split(await read_body(request), request.headers.get(HEADER_LENGTH))
         all_binary = _parameters(content).get("binary_data_output", False)
         is_binary = {
             str(output.get("name", "")): bool(_parameters(output).get("binary_data", all_binary))

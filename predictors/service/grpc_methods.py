@@ -59,7 +59,7 @@ class PredictorMethods:
         """The handler for a gRPC server."""
         methods: dict[str, Any] = {
             "Predict": unary(self._predict),
-            "PredictBatch": unary(self._predict_batch, pb.PredictBatchRequest),
+            "PredictBatch": unary(self._predict_batch),
             "PredictStream": grpc.stream_stream_rpc_method_handler(self._predict_stream),
             "GetMetadata": unary(self._metadata, pb.GetMetadataRequest),
         }
@@ -72,12 +72,15 @@ class PredictorMethods:
 
     async def _predict(self, data: bytes, context: Context) -> Message:
         self._calls.check_capacity("Predict")
-        request = parse(pb.PredictRequest, data)
+        with self._calls.counted("Predict"):
+            request = parse(pb.PredictRequest, data)
         return await self._calls.predict(
             request, context.time_remaining(), method="Predict", trace=self._trace(context)
         )
 
-    async def _predict_batch(self, request: pb.PredictBatchRequest, context: Context) -> Message:
+    async def _predict_batch(self, data: bytes, context: Context) -> Message:
+        with self._calls.counted("PredictBatch"):
+            request = parse(pb.PredictBatchRequest, data)
         return await self._calls.predict_batch(request, context.time_remaining(), self._trace(context))
 
     async def _metadata(self, request: pb.GetMetadataRequest, context: Context) -> Message:
@@ -102,7 +105,9 @@ class PredictorMethods:
                 data = await context.read()
                 if data is EOF:
                     return
-                responses.create_task(respond(parse(pb.PredictRequest, data)))
+                with self._calls.counted("PredictStream"):
+                    request = parse(pb.PredictRequest, data)
+                responses.create_task(respond(request))
 
         end: BaseException | None = None
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -15,15 +16,17 @@ from predictors.manifest import Manifest, checked_temperature
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.runtime import ArtifactRuntime, PredictedRow
 from predictors.service.errors import UnparsableError
-from predictors.tokenizer import TokenizedPrompt, conversation_text
-from scheduler_core.errors import InputError
+from predictors.tokenizer import TokenizedPrompt
+from scheduler_core.errors import InputError, suggestion
 from scheduler_core.lengths import LogT
 from scheduler_core.predictions import DEFAULT_MAX_TOKENS, LengthPrediction, UrgencyPrediction
+from scheduler_core.prompt_text import messages_of, predictor_text
 
 if TYPE_CHECKING:
     from predictors.service.pipeline import PipelineResult
 
 M = TypeVar("M")
+logger = logging.getLogger(__name__)
 
 # Maximum number of elements of a message; parsing that many takes a few milliseconds.
 MAX_ELEMENTS = 20_000
@@ -33,6 +36,7 @@ UNCOUNTED_BYTES = 2**16
 MAX_QUANTILE_LEVELS = 100
 MAX_REQUEST_ID_CHARS = 1024
 MAX_MESSAGES = 4096
+MAX_LOGGED_MODELS = 16
 MAX_TEMPERATURE = 100.0  # far above sampling temperatures in use; the model overflows above it
 DEFAULT_CVAR_LEVEL = 0.9
 DEFAULT_QUANTILE_LEVELS = (0.5, 0.9, 0.99)
@@ -117,6 +121,7 @@ class RequestReader:
     def __init__(self, runtime: ArtifactRuntime, max_prompt_chars: int | None) -> None:
         self._runtime = runtime
         self._manifest = runtime.artifact.manifest
+        self._unknown_models: set[int] = set()  # hashes of names
         self.max_prompt_chars = max_prompt_chars
 
     def read(self, request: pb.PredictRequest) -> CheckedRequest:
@@ -132,11 +137,22 @@ class RequestReader:
             prompt = self._text("prompt", request.prompt)
         served_model = request.served_model or None
         is_trained_model = self._manifest.served_model_number(served_model) > 0
+        if served_model and not is_trained_model:
+            self._log_unknown(served_model)
         temperature = request.temperature if request.HasField("temperature") else None
         if checked_temperature(temperature) > MAX_TEMPERATURE:
             raise InputError("temperature", temperature, f"0 to {MAX_TEMPERATURE:g}, or unset")
         self._check_numbers(request)
         return CheckedRequest(prompt, served_model, temperature, is_trained_model)
+
+    def _log_unknown(self, model: str) -> None:
+        """Logs, once for each of the first names, the served models similar to an unknown one, which could be a secret."""
+        names, seen = self._manifest.served_models, self._unknown_models
+        if len(seen) >= MAX_LOGGED_MODELS or hash(model) in seen or not names or model in names:
+            return
+        seen.add(hash(model))
+        text = "artifact %s: requests name a model that is none of its %d served models; it is predicted as an unknown one%s"
+        logger.warning(text, self._manifest.artifact_id, len(names), suggestion(model, names))
 
     def _text(self, field: str, text: str) -> str:
         if not text or text.isspace():
@@ -146,17 +162,9 @@ class RequestReader:
         return text
 
     def _message_text(self, chat: pb.ChatMessages) -> str:
-        """The text of a conversation as in training: the last user message, or all messages."""
-        messages = chat.messages
-        if len(messages) > MAX_MESSAGES:
-            raise _too_many("messages", len(messages), "messages", MAX_MESSAGES)
-        role = messages[-1].role if messages else "no message"
-        if role != "user":
-            raise InputError("messages", role, "a conversation with a last message of role user")
-        if self._manifest.conversations:
-            return conversation_text((message.role, message.content) for message in messages)
-        content: str = messages[-1].content
-        return content
+        if len(chat.messages) > MAX_MESSAGES:
+            raise _too_many("messages", len(chat.messages), "messages", MAX_MESSAGES)
+        return predictor_text(messages_of(chat.messages), conversations=self._manifest.conversations)
 
     def _token_ids(self, token_ids: pb.TokenIds) -> TokenizedPrompt:
         max_length = self._manifest.max_length

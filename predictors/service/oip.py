@@ -119,15 +119,17 @@ async def infer(
 ) -> list[tuple[TensorType, Tensor]]:
     """Predicts N rows within `timeout_s` (None: no limit) and returns the outputs `names` in order (empty:
     all). Raises the TailcastError of the first failed row."""
-    values = _input_values(inputs)
-    available = {
-        output.name: output
-        for output in output_types(served)
-        if "max_tokens" in values or output not in TRUNCATED_LENGTH_OUTPUTS
-    }
-    for name in names:
-        if name not in available:
-            raise InputError("outputs", name, f"any of {', '.join(available)}")
+    with calls.counted("ModelInfer"):
+        values = _input_values(inputs)
+        available = {
+            output.name: output
+            for output in output_types(served)
+            if "max_tokens" in values or output not in TRUNCATED_LENGTH_OUTPUTS
+        }
+        for name in names:
+            if name not in available:
+                raise InputError("outputs", name, f"any of {', '.join(available)}")
+        requests = _requests(served, values)
 
     async def outcome(request: pb.PredictRequest) -> pb.PredictResponse | Exception:
         try:
@@ -135,7 +137,6 @@ async def infer(
         except Exception as error:
             return error
 
-    requests = _requests(served, values)
     responses = []
     for row, result in enumerate(await gather_in_chunks((r.ByteSize(), outcome(r)) for r in requests)):
         if isinstance(result, Exception):
@@ -239,7 +240,8 @@ def open_inference_handler(calls: PredictorCalls) -> grpc.GenericRpcHandler[Any,
         return oip.ModelMetadataResponse(**model_metadata(find(calls, request.name, request.version)))
 
     async def model_infer(request: oip.ModelInferRequest, context: Context) -> Message:
-        served = find(calls, request.model_name, request.model_version)
+        with calls.counted("ModelInfer"):
+            served = find(calls, request.model_name, request.model_version)
         names = dict.fromkeys(output.name for output in request.outputs)
         outputs = await infer(calls, served, _inputs(request), names, context.time_remaining())
         response = oip.ModelInferResponse(model_name=served.name, model_version=served.version, id=request.id)

@@ -12,15 +12,17 @@ import numpy as np
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
+from predictors.manifest import Conditions
 from predictors.proto import open_inference_pb2 as oip
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.runtime import open_runtime
 from predictors.service.batcher import BatchingSettings
 from predictors.service.errors import MAX_MESSAGE_BYTES, ErrorStatus, UnparsableError, trailing_metadata
-from predictors.service.gateway import MAX_JSON_VALUES, _trace, json_object, request_message
+from predictors.service.gateway import MAX_JSON_VALUES, _trace, json_object
+from predictors.service.json_request import LIMITS, request_message
 from predictors.service.messages import MAX_ELEMENTS, parse
 from scheduler_core.errors import InputError
-from tests.predictors.fakes import GatedRuntime, expected_rich, running_server, until
+from tests.predictors.fakes import GatedRuntime, expected_rich, running_server, until, write_rich_artifact
 
 
 @contextlib.asynccontextmanager
@@ -87,10 +89,20 @@ async def test_batch_over_http(http: aiohttp.ClientSession) -> None:
     assert found["outcomes"][1]["error"]["field"] == "requests[1].prompt"
 
 
-UNREADABLE = [b'{"prompt": 5}', b"{", b"\xff\xfe", b"[" * 100_000, b'{"prompt": "\\ud800"}']
-UNREADABLE.append(b'{"messages": [{"role": "user", "content": "\\udc00"}]}')
-WRONG_MEMBERS = [b'"max_tokens": "' + b"7" * 5000 + b'"', b'"max_tokens": 1, "maxTokens": 2']
-WRONG_MEMBERS += [b'"max_tokens": NaN', b'"served_model": "\\ud800"', b'"quantile_levels": [NaN]']
+UNREADABLE = [b"{", b"\xff\xfe", b"[" * 100_000, b"[]", b"5"]
+SURROGATE = b'{"messages": [{"role": "user", "content": "\\udc00"}]}'
+WRONG_MEMBERS = {
+    b'"max_tokens": "' + b"7" * 5000 + b'"': "max_tokens",
+    b'"max_tokens": 1, "maxTokens": 2': "max_tokens, maxTokens",
+    b'"max_tokens": NaN': "max_tokens",
+    b'"max_tokens": 1.5': "max_tokens",
+    b'"served_model": "\\ud800"': "served_model",
+    b'"model": 5': "model",
+    b'"quantile_levels": [NaN]': "quantile_levels",
+    b'"temperature": "1_0"': "temperature",
+    b'"declared_tier": 2147483648': "declared_tier",
+    b'"\\ud800": 1': "member",
+}
 
 
 @pytest.mark.parametrize(
@@ -99,10 +111,17 @@ WRONG_MEMBERS += [b'"max_tokens": NaN', b'"served_model": "\\ud800"', b'"quantil
         ("/v1/predict", b'{"prompt": ""}', 400, "prompt"),
         ("/v1/predict", b'{"prompt": "sea", "artifact_id": "other"}', 404, "artifact_id"),
         ("/v1/predict-batch", b'{"requests": []}', 400, "requests"),
-        ("/v1/predict-batch", b'{"requests": {}}', 400, "request"),
-        ("/v1/predict-batch", b'{"requests": [3]}', 400, "request"),
+        ("/v1/predict-batch", b'{"requests": {}}', 400, "requests"),
+        ("/v1/predict-batch", b'{"requests": [3]}', 400, "requests[0].request"),
+        ("/v1/predict-batch", b'{"requests": [{"promt": "sea"}]}', 400, "requests[0].member"),
+        ("/v1/predict", b'{"prompt": 5}', 400, "prompt"),
+        ("/v1/predict", b'{"prompt": "\\ud800"}', 400, "prompt"),
+        ("/v1/predict", SURROGATE, 400, "messages"),
         *(("/v1/predict", body, 400, "request") for body in UNREADABLE),
-        *(("/v1/predict", b'{"prompt": "sea", ' + wrong + b"}", 400, "request") for wrong in WRONG_MEMBERS),
+        *(
+            ("/v1/predict", b'{"prompt": "sea", ' + body + b"}", 400, field)
+            for body, field in WRONG_MEMBERS.items()
+        ),
     ],
 )
 async def test_wrong_requests_get_a_status_that_names_the_field(
@@ -114,6 +133,11 @@ async def test_wrong_requests_get_a_status_that_names_the_field(
     assert content["message"].startswith(f"{field}: got ")
     kinds = {detail["@type"].rpartition(".")[2]: detail for detail in content["details"]}
     assert kinds["BadRequest"]["fieldViolations"][0]["field"] == field
+    assert "proto" not in content["message"].lower()
+    metrics = await get(http, "/metrics")
+    method = "HTTP Predict" if path == "/v1/predict" else "PredictBatch"
+    name = "NOT_FOUND" if code == 404 else "INVALID_ARGUMENT"
+    assert f'tailcast_requests_total{{artifact="tiny",code="{name}",method="{method}"}} 1.0' in metrics
 
 
 async def test_full_queue_and_time_out_over_http(rich_folder: Path) -> None:
@@ -195,6 +219,17 @@ async def test_integers_of_many_digits_are_not_converted() -> None:
         ({"prompt": None, "max_tokens": None}, pb.PredictRequest()),
         ({"token_ids": {"ids": ["1", 2]}}, pb.PredictRequest(token_ids=pb.TokenIds(ids=[1, 2]))),
         ({"quantileLevels": [0.5, "0.9"]}, pb.PredictRequest(quantile_levels=[0.5, 0.9])),
+        ({"prompt": ["sea"], "n": 2, "stream": True}, pb.PredictRequest(prompt="sea")),
+        ({"model": "m", "servedModel": "m"}, pb.PredictRequest(served_model="m")),
+        ({"model": "m", "served_model": ""}, pb.PredictRequest(served_model="m")),
+        *[({name: 0}, pb.PredictRequest()) for name in LIMITS],
+        *[({name: -1}, pb.PredictRequest()) for name in LIMITS],
+        *[({name: 7}, pb.PredictRequest(max_tokens=7)) for name in LIMITS],
+        ({"max_tokens": 0, "max_completion_tokens": 9}, pb.PredictRequest(max_tokens=9)),
+        (
+            {"options": {"num_predict": 8, "temperature": 0.5}},
+            pb.PredictRequest(max_tokens=8, temperature=0.5),
+        ),
     ],
 )
 def test_json_may_be_that_of_protobuf(content: dict[str, Any], expected: pb.PredictRequest) -> None:
@@ -204,22 +239,100 @@ def test_json_may_be_that_of_protobuf(content: dict[str, Any], expected: pb.Pred
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ({"prompt": "sea", "token_ids": [1]}, "prompt and token_ids are mutually exclusive"),
-        ({"prompt": "sea", "messages": []}, "messages and prompt are mutually exclusive"),
-        ({"max_tokens": 2**63}, "out of range: 9223372036854775808"),
-        ({"max_tokens": 1.5}, "parse integer: 1.5"),
-        ({"prompt": ["sea"]}, "prompt.*list"),
-        ({"quantile_levels": [0.5] * 20_001}, "a list of more than 20000 values"),
-        ({"messages": [{"role": "user"}] * 4097}, "4097 messages; allowed: at most 4096"),
-        ({"messages": {}}, "messages must be a list, not dict"),
-        ({"messages": [{"role": "user", "name": "x"}]}, "an object with role and content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content: got "),
-        ({"promt": "sea"}, 'has no field named "promt"'),
+        ({"prompt": "sea", "token_ids": [1]}, "prompt, token_ids: got '2 inputs'; allowed: one of them"),
+        ({"prompt": "sea", "messages": []}, "prompt, messages: got '2 inputs'"),
+        ({"input": "sea", "messages": []}, "messages, input: got '2 inputs'"),
+        ({"max_tokens": 2**63}, "max_tokens: got 9223372036854775808; allowed: an integer of 64 bits"),
+        ({"max_tokens": 1.5}, "max_tokens: got 1.5; allowed: an integer"),
+        ({"prompt": ["sea", "river"]}, "prompt: got .*; allowed: one text; .*/v1/predict-batch several"),
+        (
+            {"prompt": [1, 2]},
+            "prompt: got .*; allowed: one text; token_ids has ids of the artifact's tokenizer",
+        ),
+        ({"prompt": {}}, "prompt: got {}; allowed: a text"),
+        (
+            {"quantile_levels": [0.5] * 20_001},
+            "quantile_levels: got '20001 values'; allowed: .* at most 20000",
+        ),
+        ({"messages": [{"role": "user"}] * 4097}, "messages: got '4097 messages'; allowed: at most 4096"),
+        ({"messages": {}}, "messages: got {}; allowed: a list of messages"),
+        ({"model": "a", "served_model": "b"}, "model, served_model: got "),
+        ({"promt": "sea"}, "member: got 'promt'; allowed: request_id, prompt, .*. Did you mean prompt?"),
+        ({"max_token": 5}, "member: got 'max_token'; .* Did you mean max_tokens?"),
+        ([], "request: got 'a value of type list'; allowed: a JSON object"),
     ],
 )
-def test_wrong_json_is_named(content: dict[str, Any], reason: str) -> None:
-    with pytest.raises(UnparsableError, match=reason):
+def test_wrong_json_is_named(content: object, reason: str) -> None:
+    with pytest.raises(InputError, match=reason):
         request_message(content)
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "depth", "arguments": "{}"}}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+SEA = {"role": "user", "content": "sea"}
+TOOLS = [{"type": "function", "function": {"name": "depth", "parameters": {"type": "object"}}}]
+#: Bodies as clients send them, and the text that is predicted.
+BODIES: list[tuple[dict[str, Any], str]] = [
+    ({"messages": [SEA], "tools": TOOLS, "tool_choice": "auto", "top_p": 0.5, "stream": True, "n": 2}, "sea"),
+    ({"messages": [SEA, {"role": "assistant", "content": None, "tool_calls": [CALL]}]}, "sea"),
+    ({"messages": [SEA, {"role": "tool", "tool_call_id": "c", "content": "9"}]}, "sea"),
+    ({"messages": [SEA, {"role": "function", "name": "depth", "content": "9"}]}, "sea"),
+    ({"messages": [SEA, {"role": "assistant", "content": "name"}], "max_tokens": -1}, "sea"),
+    ({"messages": [{"role": "developer", "content": "sea"}]}, "sea"),
+    ({"messages": [{"role": "system", "content": ""}, SEA, {"role": "user", "content": ""}]}, "sea"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "sea"}, IMAGE]}]}, "sea"),
+    ({"messages": [{"role": "user", "content": [IMAGE]}]}, "[image]"),
+    ({"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}, "[audio]"),
+    ({"input": "sea", "instructions": "name", "max_output_tokens": 9, "text": {"format": {}}}, "sea"),
+    ({"input": [SEA, {"type": "function_call_output", "call_id": "c", "output": "9"}]}, "sea"),
+    ({"system": "name", "messages": [SEA], "max_tokens": 9, "thinking": {"type": "enabled"}}, "sea"),
+    ({"system": [{"type": "text", "text": "name"}], "prompt": "sea", "options": {"num_predict": -1}}, "sea"),
+    ({"prompt": ["sea"], "echo": False, "logprobs": None, "suffix": None}, "sea"),
+]
+
+
+@pytest.mark.parametrize(("body", "text"), BODIES)
+async def test_bodies_of_generation_apis_are_predicted(
+    http: aiohttp.ClientSession, body: dict[str, Any], text: str
+) -> None:
+    status, response = await post(http, "/v1/predict", model="tiny-llm", **body)
+    assert status == 200, response
+    assert response["served_model_known"]
+    assert response["mu"] == pytest.approx(expected_rich(text, 1)["mu"], rel=1e-6)
+    batch = {"requests": [body | {"model": "tiny-llm"}]}
+    _, outcomes = await post(http, "/v1/predict-batch", **batch)
+    assert outcomes["outcomes"][0]["prediction"]["mu"] == response["mu"]
+
+
+@pytest.mark.parametrize("content", [None, "", "  ", [], [{"type": "text", "text": ""}]])
+async def test_only_conversations_without_any_text_are_refused(
+    http: aiohttp.ClientSession, content: object
+) -> None:
+    status, response = await post(http, "/v1/predict", messages=[{"role": "user", "content": content}])
+    assert status == 400
+    assert response["message"].startswith("messages: got ")
+
+
+async def test_an_unknown_model_is_named_as_it_was_sent_with_similar_names(tmp_path: Path) -> None:
+    names = ("Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B-Instruct")
+    conditioning = Conditions(unknown_models=False, temperature=True)
+    folder = write_rich_artifact(tmp_path / "a", conditioning=conditioning, served_models=names)
+    async with gateway(open_runtime(folder)) as (_, session):
+        for name in ("model", "served_model"):
+            status, response = await post(session, "/v1/predict", prompt="sea", **{name: "llama-3.1-8b"})
+            assert (status, response["message"].partition(":")[0]) == (400, name)
+            assert response["message"].endswith("Did you mean meta-llama/Llama-3.1-8B-Instruct?")
+
+
+async def test_the_log_lists_models_similar_to_an_unknown_one_once(
+    http: aiohttp.ClientSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        status, response = await post(http, "/v1/predict", prompt="sea", model="TINY-LLM-2")
+        assert (status, response["served_model_known"]) == (200, False)
+    [record] = [record for record in caplog.records if "none of its 2 served models" in record.getMessage()]
+    assert "Did you mean tiny-llm" in record.getMessage()
+    assert "TINY-LLM-2" not in record.getMessage()
 
 
 class Unparsed:

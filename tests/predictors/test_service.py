@@ -113,7 +113,7 @@ BAD_FIELDS: dict[str, list[Any]] = {
     "temperature": [-0.5, 1e200],
     "request_id": ["x" * 2000],
     "token_ids": [pb.TokenIds(ids=ids) for ids in ([], [1] * 17, [-1], [17])],
-    "messages": [chat(("assistant", "a")), chat(("user", " ")), chat(*[("user", "a")] * 4097)],
+    "messages": [chat(), chat(("assistant", "")), chat(("user", " ")), chat(*[("user", "a")] * 4097)],
     "declared_tier": [-1],
     "timeout_s": [math.nan],
 }

@@ -25,8 +25,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from predictors.tokenizer import conversation_text
 from scheduler_core.errors import InputError
+from scheduler_core.prompt_text import conversation_text, messages_of
 from scheduler_core.table_files import convertible
 from training.fitting.estimate import MIN_SAMPLES
 
@@ -387,7 +387,7 @@ def with_conversations(table: pa.Table, path: Path) -> pa.Table:
     if "messages" not in table.column_names or "prompt" not in table.column_names:
         return table
     texts = [
-        text if messages is None else conversation_text((each["role"], each["content"]) for each in messages)
+        text if messages is None else conversation_text(messages_of(messages)) or text
         for text, messages in zip(
             table.column("prompt").to_pylist(), table.column("messages").to_pylist(), strict=True
         )

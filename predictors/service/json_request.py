@@ -1,0 +1,323 @@
+"""Requests of the HTTP port, from JSON: the fields of PredictRequest, or the body of any generation API.
+
+| member | meaning |
+|---|---|
+| prompt, messages, input, inputs, text | the prompt, as in `scheduler_core.api_request`; token_ids: a list of ids of the artifact's tokenizer |
+| model, served_model | name of the served model |
+| max_tokens, max_completion_tokens, max_output_tokens, ... | limit of the output; 0 or below: no limit |
+| other fields of PredictRequest | as in protobuf's JSON mapping: numbers may be texts |
+| other members of the APIs (tools, stream, stop, ...) | ignored |
+
+Other members are refused, because they are probably misspelled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
+
+from predictors.proto import predictor_v1_pb2 as pb
+from predictors.service.messages import MAX_ELEMENTS, MAX_MESSAGES
+from scheduler_core.api_request import ApiRequest, integer, read_request
+from scheduler_core.errors import InputError, suggestion
+
+#: Name in JSON -> field of PredictRequest.
+FIELDS: Mapping[str, FieldDescriptor] = {
+    name: field for field in pb.PredictRequest.DESCRIPTOR.fields for name in (field.name, field.json_name)
+}
+INPUTS = ("prompt", "messages", "token_ids", "tokenIds", "input", "inputs", "text")
+MODELS = ("model", "served_model", "servedModel")
+#: Limits of the output; the first one >= 1 applies.
+LIMITS = (
+    *("max_completion_tokens", "max_tokens", "maxTokens", "max_output_tokens"),
+    *("max_new_tokens", "n_predict", "num_predict"),
+)
+#: Members of bodies of OpenAI, Anthropic, Ollama, vLLM, SGLang, TGI, llama.cpp and OpenRouter that do not matter here.
+IGNORED = frozenset(
+    [
+        "add_generation_prompt",
+        "add_special_tokens",
+        "allowed_token_ids",
+        "anthropic_version",
+        "audio",
+        "background",
+        "bad_words",
+        "best_of",
+        "bootstrap_host",
+        "bootstrap_port",
+        "bootstrap_room",
+        "cache_control",
+        "cache_prompt",
+        "cache_salt",
+        "chat_template",
+        "chat_template_kwargs",
+        "container",
+        "context",
+        "context_management",
+        "continue_final_message",
+        "conversation",
+        "custom_params",
+        "detokenize",
+        "documents",
+        "dynatemp_exponent",
+        "dynatemp_range",
+        "ebnf",
+        "echo",
+        "extra_args",
+        "extra_body",
+        "format",
+        "frequency_penalty",
+        "function_call",
+        "functions",
+        "grammar",
+        "guided_choice",
+        "guided_decoding_backend",
+        "guided_grammar",
+        "guided_json",
+        "guided_regex",
+        "guided_whitespace_pattern",
+        "id",
+        "id_slot",
+        "ignore_eos",
+        "image_data",
+        "images",
+        "include",
+        "include_reasoning",
+        "include_stop_str_in_output",
+        "instructions",
+        "json_schema",
+        "keep_alive",
+        "kv_transfer_params",
+        "length_penalty",
+        "logit_bias",
+        "logits_processors",
+        "logprobs",
+        "lora",
+        "lora_path",
+        "max_thinking_tokens",
+        "max_tool_calls",
+        "mcp_servers",
+        "media_io_kwargs",
+        "metadata",
+        "min_new_tokens",
+        "min_p",
+        "min_tokens",
+        "mirostat",
+        "mirostat_eta",
+        "mirostat_tau",
+        "mm_processor_kwargs",
+        "modalities",
+        "models",
+        "n",
+        "n_keep",
+        "n_probs",
+        "no_stop_trim",
+        "options",
+        "output_config",
+        "output_format",
+        "parallel_tool_calls",
+        "parameters",
+        "plugins",
+        "prediction",
+        "presence_penalty",
+        "previous_response_id",
+        "priority",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_embeds",
+        "prompt_logprobs",
+        "provider",
+        "raw",
+        "reasoning",
+        "reasoning_effort",
+        "regex",
+        "repeat_last_n",
+        "repeat_penalty",
+        "repetition_penalty",
+        "response_format",
+        "return_hidden_states",
+        "return_logprob",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
+        "rid",
+        "route",
+        "safety_identifier",
+        "sampling_params",
+        "samplers",
+        "seed",
+        "separate_reasoning",
+        "service_tier",
+        "session_id",
+        "session_params",
+        "skip_special_tokens",
+        "skip_tokenizer_init",
+        "spaces_between_special_tokens",
+        "stop",
+        "stop_regex",
+        "stop_sequences",
+        "stop_token_ids",
+        "store",
+        "stream",
+        "stream_options",
+        "stream_reasoning",
+        "structural_tag",
+        "structured_outputs",
+        "suffix",
+        "system",
+        "template",
+        "temperature",
+        "tfs_z",
+        "think",
+        "thinking",
+        "tool_choice",
+        "tools",
+        "top_a",
+        "top_k",
+        "top_logprobs",
+        "top_p",
+        "transforms",
+        "truncate_prompt_tokens",
+        "truncation",
+        "typical_p",
+        "usage",
+        "use_beam_search",
+        "user",
+        "verbosity",
+        "vllm_xargs",
+        "web_search_options",
+        "xtc_probability",
+        "xtc_threshold",
+    ]
+)
+_READ = frozenset({"request_id", *INPUTS, *MODELS, *LIMITS})
+
+
+def request_message(content: object) -> pb.PredictRequest:
+    """The request from a JSON object. InputError for unknown members, wrong types, several inputs, long lists."""
+    if not isinstance(content, dict):
+        raise InputError("request", f"a value of type {type(content).__name__}", "a JSON object")
+    members = {name: value for name, value in content.items() if value is not None}
+    fields: dict[str, Any] = {}
+    for name, value in members.items():
+        field = FIELDS.get(name)
+        if field is None and name not in _READ | IGNORED:
+            names = [field.name for field in pb.PredictRequest.DESCRIPTOR.fields]
+            similar = suggestion(name, [*names, *sorted(IGNORED | _READ)], 1)
+            allowed = f"{', '.join(names)}, or a member of a generation API{similar}"
+            raise InputError("member", name, allowed)
+        if field is None or {field.name, name} & {*INPUTS, *MODELS, *LIMITS}:
+            continue
+        if field.name in fields:
+            raise InputError(f"{field.name}, {field.json_name}", "both", "one of them")
+        fields[field.name] = _value(field, name, value)
+    api = read_request(members)
+    if "temperature" not in fields and api.temperature is not None:  # in the options of Ollama and others
+        fields["temperature"] = api.temperature
+    limits = {name: _integer(name, members[name], 64) for name in LIMITS if name in members}
+    if "max_tokens" in members and "maxTokens" in members:
+        raise InputError("max_tokens, maxTokens", "both", "one of them")
+    fields["max_tokens"] = next((limit for limit in limits.values() if limit >= 1), api.max_tokens)
+    return pb.PredictRequest(**fields, **_input(members, api), served_model=_model(members))
+
+
+def _input(members: Mapping[str, Any], api: ApiRequest) -> dict[str, Any]:
+    """The field of the oneof `input`, from the only member with a prompt."""
+    given = {name: members[name] for name in INPUTS if name in members}
+    # The Responses API has a format in `text`, and the name of a stored prompt in `prompt`.
+    given = {
+        name: value
+        for name, value in given.items()
+        if name not in ("text", "prompt") or not isinstance(value, dict)
+    }
+    if "prompt" in members and not given:
+        raise InputError("prompt", members["prompt"], "a text")
+    if len(given) > 1:
+        raise InputError(", ".join(given), f"{len(given)} inputs", "one of them")
+    for name, value in given.items():
+        if name in ("token_ids", "tokenIds"):
+            return {"token_ids": _token_ids(name, value)}
+        if name == "messages" and not isinstance(value, list):
+            raise InputError(name, value, "a list of messages")
+        if not isinstance(value, str | list):
+            raise InputError(name, value, "a text")
+        if api.messages or name == "messages":
+            return {"messages": _chat(name, value, api)}
+        if api.num_prompt_ids or (isinstance(value, list) and len(api.texts) != 1):
+            allowed = (
+                "one text; token_ids has ids of the artifact's tokenizer, /v1/predict-batch several prompts"
+            )
+            raise InputError(name, value, allowed)
+        return {"prompt": _text(name, api.texts[0])}
+    return {}
+
+
+def _chat(name: str, value: list[Any] | str, api: ApiRequest) -> pb.ChatMessages:
+    if len(value) > MAX_MESSAGES and isinstance(value, list):
+        raise InputError(name, f"{len(value)} messages", f"at most {MAX_MESSAGES}")
+    chat = pb.ChatMessages()
+    for role, text in api.messages:
+        chat.messages.add(role=_text(name, role), content=_text(name, text))
+    return chat
+
+
+def _token_ids(name: str, value: object) -> pb.TokenIds:
+    ids = value.get("ids") if isinstance(value, dict) else value
+    return pb.TokenIds(ids=[_integer(name, each, 32) for each in _list(name, ids)])
+
+
+def _model(members: Mapping[str, Any]) -> str:
+    names = {name: _text(name, members[name]) for name in MODELS if name in members}
+    models = {model for model in names.values() if model}  # empty: unknown
+    if len(models) > 1:
+        raise InputError(", ".join(names), list(names.values()), "one name, or the same")
+    return next(iter(models), "")
+
+
+def _value(field: FieldDescriptor, name: str, value: object) -> Any:
+    """The value of a field of PredictRequest that is no message."""
+    if field.is_repeated:
+        return [_number(name, each) for each in _list(name, value)]
+    if field.type == field.TYPE_STRING:
+        return _text(name, value)
+    if field.type == field.TYPE_DOUBLE:
+        return _number(name, value)
+    return _integer(name, value, 32 if field.type == field.TYPE_INT32 else 64)
+
+
+def _list(name: str, value: object) -> list[Any]:
+    if not isinstance(value, list) or len(value) > MAX_ELEMENTS:
+        count = f"{len(value)} values" if isinstance(value, list) else value
+        raise InputError(name, count, f"a list of at most {MAX_ELEMENTS} numbers")
+    return value
+
+
+def _text(name: str, value: object) -> str:
+    try:
+        if isinstance(value, str):
+            value.encode()
+            return value
+    except UnicodeEncodeError:
+        pass
+    raise InputError(name, value, "a text in valid Unicode")
+
+
+def _integer(name: str, value: object, bits: int) -> int:
+    number = integer(value)
+    if number is None or not -(2 ** (bits - 1)) <= number < 2 ** (bits - 1):
+        raise InputError(name, value, f"an integer of {bits} bits")
+    return number
+
+
+def _number(name: str, value: object) -> float:
+    try:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number or (isinstance(value, str) and value.isascii() and "_" not in value):
+            number = float(value)  # type: ignore[arg-type]
+            if math.isfinite(number):
+                return number
+    except (ValueError, OverflowError):
+        pass
+    raise InputError(name, value, "a finite number")
