@@ -40,14 +40,13 @@ def declared_level(policy: Policy, default_tier: int = DEFAULT_TIER) -> Callable
     """A function for the level that a client declares for its request; a smaller one is served first under any policy.
 
     The level is the client's priority plus the difference of its tier from the default one: a tier is one step of
-    priority. What the policy uses itself (see `Policy.inputs`) is left to it.
+    priority. A policy that uses tiers itself (see `Policy.inputs`) orders by them within the level of priority.
     """
-    uses_priority, uses_tier = "priority" in policy.inputs, "tier" in policy.inputs
+    uses_tier = "tier" in policy.inputs
 
     def level(state: RequestState) -> int:
         request = state.request
-        priority = 0 if uses_priority else request.priority
-        return priority + (0 if uses_tier else request.tier - default_tier)
+        return request.priority + (0 if uses_tier else request.tier - default_tier)
 
     return level
 
@@ -92,6 +91,8 @@ class LiveOrder:
         self.states: dict[str, RequestState] = {}
         self.waiting = WaitingQueue(policy, level)
         self._typical = TypicalLength()
+        #: Requests whose prediction failed before there was a typical length.
+        self._unknown: set[str] = set()
         self._max_num_seqs = max_num_seqs
         self._num_arrived = 0
 
@@ -119,12 +120,14 @@ class LiveOrder:
         if state is None:
             return None
         if prediction is None:
-            prediction = self._typical.prediction()
+            self._unknown.add(request_id)
         elif prediction.length is not None:
             self._typical.observe(prediction.length, state.request.max_tokens)
-        if state.apply_prediction(prediction):
-            self.policy.on_prediction(state)
-            self._rekey(state, now)
+        self._apply(state, prediction, now)
+        if self._unknown and (typical := self._typical.prediction()) is not None:
+            for name in self._unknown:
+                self._apply(self.states[name], typical, now)
+            self._unknown.clear()
         return state
 
     def start_step(self, now: float) -> bool:
@@ -184,6 +187,7 @@ class LiveOrder:
     def leave(self, request_id: str) -> RequestState | None:
         """Removes a request that has finished or was aborted, in any state; None if it is not live."""
         state = self.states.pop(request_id, None)
+        self._unknown.discard(request_id)
         if state is None:
             return None
         if request_id in self.waiting:
@@ -237,6 +241,11 @@ class LiveOrder:
         if level != running_level:
             return level < running_level
         return self.policy.may_preempt(running, waiting, now)
+
+    def _apply(self, state: RequestState, prediction: Prediction | None, now: float) -> None:
+        if state.apply_prediction(prediction):
+            self.policy.on_prediction(state)
+            self._rekey(state, now)
 
     def _rekey(self, state: RequestState, now: float) -> None:
         if state.request_id in self.waiting:

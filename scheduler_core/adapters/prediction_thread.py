@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,43 +15,59 @@ from scheduler_core.predictor import AsyncPredictor, PredictionEvent, Prediction
 logger = logging.getLogger("vllm.tailcast")  # below vLLM's logger, so that its handlers show it
 
 CLOSE_S = 5.0
-_MARK = "tailcast-mark-of-the-message"
+#: Texts of a user, the model and the user, to find out how a chat template separates them.
+_MARKS = ("tailcast-mark-of-the-first", "tailcast-mark-of-the-second", "tailcast-mark-of-the-third")
+#: Beginning of the results of tools, which some templates put into user messages.
+_TOOL_RESULT = "<tool_response>"
 
 
 class PromptDecoder:
     """Decodes prompts, because the scheduler of an engine only has their token ids. Thread-safe.
 
     `tokenizer` is that of the served model, with `decode` and `apply_chat_template` of transformers. `whole`:
-    always decode the whole text, also of a chat with a single user message.
+    always decode the whole text, also of a chat.
     """
 
     def __init__(self, tokenizer: Any, *, whole: bool = False) -> None:
         self._tokenizer = tokenizer
-        #: Text of the chat template before and after a single user message; both empty without a template.
+        #: Text of the chat template before and after a user message; both empty without a template.
         self._frame = ("", "")
         if not whole:
-            message = {"role": "user", "content": _MARK}
             # A template is third-party code that may raise any exception; then there is no frame.
             with suppress(Exception):
-                text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
-                head, mark, tail = text.partition(_MARK)
-                self._frame = (head, tail) if mark else ("", "")
+                self._frame = _user_frame(tokenizer)
 
     def __call__(self, token_ids: Sequence[int]) -> str:
-        """The user message of a chat with a single one, unchanged; otherwise the text without special tokens.
+        """The last user message of a chat, unchanged; otherwise the text without special tokens.
 
-        A chat has a single user message if its text starts and ends with the parts of the template around a message.
+        A chat is recognized by the text of the template around a user message.
         """
         ids = list(token_ids)
         head, tail = self._frame
-        if head or tail:
+        if head and tail:
             text = self._tokenizer.decode(ids, skip_special_tokens=False)
-            if text.startswith(head) and text.endswith(tail) and len(text) >= len(head) + len(tail):
-                inner: str = text[len(head) : len(text) - len(tail)]
-                if not any(piece and piece in inner for piece in (head, tail)):
-                    return inner
+            end = len(text)
+            while (start := text.rfind(head, 0, end)) >= 0:
+                message, close, _ = text[start + len(head) :].partition(tail)
+                if close and message.strip() and not message.lstrip().startswith(_TOOL_RESULT):
+                    return str(message)
+                end = start
         plain: str = self._tokenizer.decode(ids, skip_special_tokens=True)
         return plain
+
+
+def _user_frame(tokenizer: Any) -> tuple[str, str]:
+    """The text of a chat template before and after each user message, wherever it is in the conversation."""
+    roles = ("user", "assistant", "user")
+    messages = [{"role": role, "content": mark} for role, mark in zip(roles, _MARKS, strict=True)]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    parts = []
+    for mark in _MARKS:
+        part, _, text = text.partition(mark)
+        parts.append(part)
+    first, to_model, to_user, end = *parts, text
+    reversed_head = os.path.commonprefix([first[::-1], to_user[::-1]])
+    return reversed_head[::-1], os.path.commonprefix([to_model, end])
 
 
 class PredictionThread:

@@ -24,7 +24,7 @@ from scheduler_core.adapters.live_order import LiveOrder, declared_level
 from scheduler_core.adapters.prediction_thread import PredictionThread, PromptDecoder
 from scheduler_core.adapters.settings import EngineSettings, check_version, read_settings
 from scheduler_core.errors import InputError, MissingExtraError
-from scheduler_core.predictions import Prediction
+from scheduler_core.predictions import Prediction, requested_prediction
 from scheduler_core.predictor import PredictionRequest, PredictionStatus, open_predictor
 from scheduler_core.request import Request, RequestState
 
@@ -285,17 +285,25 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
     def _tailcast_corrected(self, request_id: str, prediction: Prediction | None) -> Prediction | None:
         """The prediction of a request, corrected by online calibration."""
         request, calibration = self.requests.get(request_id), self._tailcast_calibration
-        if request is None or prediction is None or calibration is None:
+        if request is None:
             return prediction
-        self._tailcast_predictions[request_id] = prediction
-        served_model = self._tailcast_settings.served_model
-        return calibration.correct(served_model, prediction, int(request.num_prompt_tokens))
+        if prediction is not None and calibration is not None:
+            self._tailcast_predictions[request_id] = prediction
+            served_model = self._tailcast_settings.served_model
+            prediction = calibration.correct(served_model, prediction, int(request.num_prompt_tokens))
+        min_tokens, ignores_eos = _forced_length(request)
+        limit = max(int(request.max_tokens), 1)
+        return requested_prediction(
+            prediction, max_tokens=limit, min_tokens=min_tokens, ignores_eos=ignores_eos
+        )
 
     def _tailcast_calibrate(self, request: Any) -> None:
         """Updates online calibration with an ended request."""
         prediction = self._tailcast_predictions.pop(request.request_id, None)
         reason = str(request.get_finished_reason())
-        if self._tailcast_calibration is not None and reason in ("stop", "length", "abort"):
+        min_tokens, ignores_eos = _forced_length(request)
+        is_free = not ignores_eos and min_tokens <= 1  # else the client determined the length, not the model
+        if self._tailcast_calibration is not None and is_free and reason in ("stop", "length", "abort"):
             self._tailcast_calibration.observe(
                 self._tailcast_settings.served_model,
                 prediction,
@@ -374,6 +382,12 @@ def __getattr__(name: str) -> Any:
     if name == "TailcastScheduler":
         return scheduler_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _forced_length(request: Any) -> tuple[int, bool]:
+    """Minimum number of output tokens of a vLLM request, and whether it ignores EOS."""
+    sampling = request.sampling_params
+    return int(getattr(sampling, "min_tokens", 0) or 0), bool(getattr(sampling, "ignore_eos", False))
 
 
 def _prediction_thread(settings: EngineSettings, config: Any) -> PredictionThread | None:

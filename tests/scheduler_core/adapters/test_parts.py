@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -86,34 +87,73 @@ def test_a_request_whose_prompt_was_cached_decodes_after_its_first_token() -> No
     assert state.num_preemptions == 1
 
 
-class ChatTokenizer:
-    """Ids are characters; special ones stand in <>."""
+#: Chat templates as of models in use; Hermes puts results of tools into user messages.
+TEMPLATES = {
+    "chatml": (
+        "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    ),
+    "hermes": (
+        "{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n"
+        "{{ '<tool_response>' + m.content if m.role == 'tool' else m.content }}<|im_end|>\n{% endfor %}"
+        "<|im_start|>assistant\n<think>\n"
+    ),
+    "llama": (
+        "<|begin|>{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\n{{ m.content }}<|eot|>{% endfor %}"
+        "<|start|>assistant<|end|>\n\n"
+    ),
+    "mistral": (
+        "<s>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+        "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+    ),
+}
 
-    def __init__(self, has_template: bool = True) -> None:
-        self._has_template = has_template
+
+class ChatTokenizer:
+    """Ids are characters; the template is the only thing that is special."""
+
+    def __init__(self, template: str) -> None:
+        self._template = jinja2.Template(template)
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        text = "".join(map(chr, ids))
-        return text.replace("<u>", "").replace("<a>", "") if skip_special_tokens else text
+        return "".join(map(chr, ids))
 
     def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> str:
-        if not self._has_template:
-            raise ValueError("no template")
-        return "<u>" + messages[0]["content"] + "<a>"
+        return self._template.render(messages=messages)
+
+
+CHATS = [
+    ["user"], ["system", "user"], ["user", "assistant", "user"], ["user", "assistant", "tool"],
+    ["system", "user", "assistant", "tool", "assistant", "tool"],
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("text", "expected", "options"),
+    ("name", "roles"),
     [
-        ("<u>How far is it? <3<a>", "How far is it? <3", {}),
-        ("<u>one<a>two<u>three<a>", "onetwothree", {}),  # a conversation is read whole
-        ("plain text", "plain text", {}),  # a completion
-        ("<u>a <3<a>", "a <3", {"whole": True}), ("<u>a<a>", "a", {"has_template": False}),
+        (name, roles)
+        for name in TEMPLATES
+        for roles in CHATS
+        if name != "mistral" or (len(set(roles)) < 3 and "system" not in roles)
     ],
-)  # fmt: skip
-def test_a_lone_user_message_is_read_as_it_stands(text: str, expected: str, options: dict[str, Any]) -> None:
-    tokenizer = ChatTokenizer(has_template=options.pop("has_template", True))
-    assert PromptDecoder(tokenizer, **options)(list(map(ord, text))) == expected
+)
+def test_the_last_user_message_of_a_chat_is_read_as_it_stands(name: str, roles: list[str]) -> None:
+    tokenizer = ChatTokenizer(TEMPLATES[name])
+    texts = [f"{role} {number}: how far is it? <3" for number, role in enumerate(roles)]
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+    ids = list(map(ord, tokenizer.apply_chat_template(messages)))
+    last = max(number for number, role in enumerate(roles) if role == "user")
+    assert PromptDecoder(tokenizer)(ids) == texts[last]
+    assert PromptDecoder(tokenizer, whole=True)(ids) == "".join(map(chr, ids))
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception() }}", "{% for m in messages %}{{ m.content }}{% endfor %}"]
+)
+def test_other_prompts_are_read_whole(template: str) -> None:
+    ids = list(map(ord, "plain text"))
+    assert PromptDecoder(ChatTokenizer(template))(ids) == "plain text"
+    assert PromptDecoder(ChatTokenizer(TEMPLATES["chatml"]))(ids) == "plain text"
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """The scheduler with a stand-in for vLLM, step by step; test_vllm_engine.py runs the real one."""
 
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -151,6 +152,49 @@ def test_what_clients_declare_reaches_the_policy_and_mistakes_are_left_out(make:
     assert (request.tier, request.tenant, other.tenant) == (0, "a", "")
     assert (request.ttft_slo_s, request.tbt_slo_s, request.ttlt_slo_s) == (None, None, None)
     assert drain(scheduler) == ["r1", "r0"]
+
+
+def test_a_declared_priority_and_tier_come_before_the_policys_key(make: Make) -> None:
+    """A tier is one step of priority, as in the proxy."""
+    scheduler = make("ssjf", max_num_seqs=1)
+    hints = {"tailcast_tier": 0}
+    requests = (
+        ("batch", 1, 10, None),
+        ("long", 9, 0, None),
+        ("short", 3, 0, None),
+        ("urgent", 8, 0, hints),
+        ("first", 8, -3, None),
+    )
+    add(
+        scheduler, *(FakeRequest(name, length, priority, extra) for name, length, priority, extra in requests)
+    )
+    assert drain(scheduler) == ["first", "urgent", "short", "long", "batch"]
+
+
+def test_a_forced_length_is_known_and_teaches_nothing(make: Make) -> None:
+    """min_tokens is a lower bound, and with ignore_eos the length is max_tokens."""
+    scheduler = make("ssjf", max_num_seqs=1)
+    forced, bounded, free = (FakeRequest(name, 3, max_tokens=30) for name in ("forced", "bounded", "free"))
+    forced.sampling_params.ignore_eos, bounded.sampling_params.min_tokens = True, 20
+    lengths: list[int] = []
+    scheduler._tailcast_calibration.observe = lambda *values, **_: lengths.append(values[3])
+    add(scheduler, forced, bounded, free)
+    run_step(scheduler)
+    states = scheduler._tailcast_order.states
+    medians = {name: round(math.exp(states[name].prediction.mu)) for name in states}
+    assert medians == {"forced": 30, "bounded": 20, "free": 3}
+    assert drain(scheduler) == ["free", "bounded", "forced"]
+    assert lengths == [3]
+
+
+def test_a_request_that_cannot_be_predicted_is_neither_first_nor_last(make: Make) -> None:
+    """A prompt of embeddings has no text."""
+    scheduler = make("ssjf", max_num_seqs=1)
+    unknown = FakeRequest("unknown", 1)
+    unknown.prompt_token_ids = None  # type: ignore[assignment]
+    add(scheduler, *(FakeRequest(f"r{length}", length) for length in (3, 40, 4, 45)), unknown)
+    finished = drain(scheduler)
+    assert 0 < finished.index("unknown") < 4
 
 
 def test_add_request_returns_while_text_is_being_made(make: Make) -> None:
