@@ -233,9 +233,9 @@ class ProxyServer:
         or Refusal for an invalid request."""
         start = time.perf_counter()
         async with self._relay.body(request) as data:
-            body = await self._body(request, data)
+            body, parsed = await self._read(request, data)
             try:
-                exchange = self._exchange(request, body, start)
+                exchange = self._exchange(request, parsed, start)
             except InputError as error:
                 raise Refusal.of(error) from error
             self._recorder.start_shadow(exchange)
@@ -249,18 +249,22 @@ class ProxyServer:
                 self._metrics.request.observe(time.perf_counter() - start)
                 self._recorder.finish(exchange)
 
-    async def _body(self, request: web.Request, data: bytes) -> JsonBody | None:
-        """The body with the hints that the client may send, or None to forward the data unchanged. Raises
-        Refusal for an invalid body that must be parsed. A large one is parsed in a thread."""
+    async def _read(self, request: web.Request, data: bytes) -> tuple[JsonBody | None, ParsedRequest]:
+        """The body (see `_body`) and its fields; Refusal if it is invalid. A large one is parsed in a thread."""
+
+        def parse() -> tuple[JsonBody | None, ParsedRequest]:
+            body = self._body(request, data)
+            content = {} if body is None else body.content
+            return body, parse_request(content, request.path, self._config.prompt_text)
+
         try:
-            if len(data) > LARGE_BYTES:
-                return await asyncio.to_thread(self._parsed_body, request, data)
-            return self._parsed_body(request, data)
+            return await asyncio.to_thread(parse) if len(data) > LARGE_BYTES else parse()
         except InputError as error:
             raise Refusal.of(error) from error
 
-    def _parsed_body(self, request: web.Request, data: bytes) -> JsonBody | None:
-        """As `_body`; InputError for a compressed body and for a long name."""
+    def _body(self, request: web.Request, data: bytes) -> JsonBody | None:
+        """The body with the hints that the client may send, or None to forward the data unchanged. Refusal for
+        an invalid body that must be parsed, InputError for a compressed one and for a long name of a model."""
         is_completion = endpoint_of(request.path) in (CHAT, TEXT)
         restricts = self._rules.restricts
         try:
@@ -280,9 +284,8 @@ class ProxyServer:
         allowed = self._rules.allowed_content(body.content) if restricts else body.content
         return body if allowed is body.content else JsonBody(None, allowed)
 
-    def _exchange(self, request: web.Request, body: JsonBody | None, start: float) -> Exchange:
+    def _exchange(self, request: web.Request, parsed: ParsedRequest, start: float) -> Exchange:
         config = self._config
-        parsed = parse_request({} if body is None else body.content, request.path, config.prompt_text)
         fields, headers = parsed.body, request.headers
         if not fields.has_prompt:
             self._metrics.unread.labels(parsed.endpoint).inc()
@@ -420,7 +423,7 @@ class ProxyServer:
         if not request.can_read_body:
             return await self._send(request, None)
         async with self._relay.body(request) as data:
-            body = await self._body(request, data) if self._rules.restricts else None
+            body = (await self._read(request, data))[0] if self._rules.restricts else None
             return await self._send(request, data if body is None else body.with_members({}))
 
     async def _get_metrics(self, request: web.Request) -> web.Response:
