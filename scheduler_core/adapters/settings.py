@@ -93,8 +93,8 @@ class EngineSettings(PredictorSettings):
     Attributes:
         policy: Name of an order policy, or package.module:Class.
         policy_parameters: Overrides of the policy's parameters.
-        prompt: Text for the predictor. "user": the user message if a chat consists of exactly one, otherwise
-            the whole text; "whole": always the whole text, as formatted by the chat template.
+        prompt: Text for the predictor. "user": the last user message of a chat, found by the chat template,
+            otherwise the whole text; "whole": always the whole text, as formatted by the chat template.
         online_calibration: Correct predicted lengths with the lengths of ended requests.
         calibration_file: JSON file that keeps the calibration across restarts; None: no file.
     """
