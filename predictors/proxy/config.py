@@ -106,7 +106,7 @@ class ProxyConfig:
     objectives: list[str] = field(default_factory=list)
     """For llm-d: name of the InferenceObjective of each tier."""
     online_calibration: bool = True
-    """Calibrate predicted lengths per served model with finished outputs, see docs/online-calibration.md. Streams without token counts are not used, see feedback_usage."""
+    """Calibrate predicted lengths per served model with finished outputs, see docs/online-calibration.md."""
     calibration_file: str | None = None
     """JSON file that keeps the state of online calibration across restarts; default: none."""
     feedback: str | None = None
@@ -115,8 +115,8 @@ class ProxyConfig:
     """Whether to log the prompts (required for training) or only their SHA-256."""
     feedback_segment_mib: int = 64
     """Maximum size of a segment of the log in MiB."""
-    feedback_usage: bool = False
-    """Request token counts of streams from the engine, and remove the usage event if the client did not request it (with vLLM, also its system_fingerprint). Default: streams are unchanged; events are counted instead, which training and drift detection ignore."""
+    feedback_usage: bool | Literal["auto"] = "auto"
+    """Request the token counts of streamed chat and text completions, and remove the usage event if the client did not request it (with vLLM, also its system_fingerprint). auto: for vllm, sglang, dynamo and llm-d, until the engine refuses it. Otherwise events are counted."""
     shadow_predictor: str | None = None
     """A second predictor, with the values of `predictor`, whose predictions are only logged."""
     drain_delay_s: float = 0.0

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
+import logging
 import time
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from predictors.proxy.config import ProxyConfig
 from predictors.proxy.feedback_log import FeedbackLog
@@ -15,18 +17,41 @@ from predictors.proxy.parsing import ParsedRequest
 from predictors.proxy.prediction import Forecast, Forecaster
 from predictors.proxy.responses import ResponseStats, output_length
 from scheduler_core.adapters.live_calibration import LiveCalibration
+from scheduler_core.api_response import COMPLETE, TRUNCATED
 from scheduler_core.predictions import Prediction
 from scheduler_core.predictor import PredictionRequest
 from scheduler_core.request import Request
 
 FORMAT = "tailcast-feedback/1"
-#: Finish reasons of complete and of censored outputs.
-COMPLETE = frozenset({"stop", "tool_calls", "function_call", "eos", "stop_sequence", "end_turn"})
-CENSORED = frozenset({"length", "max_tokens", "abort"})
+CENSORED = TRUNCATED | {"abort", "cancelled"}
+#: Kinds of engines whose streams have token counts if `stream_options` requests them.
+USAGE_ENGINES = frozenset({"vllm", "sglang", "dynamo", "llm-d"})
+#: Reasons why an ended request is not recorded -> explanation; the last ones only concern online calibration.
+PROBLEMS = {
+    "error": "the engine responded with an error",
+    "engine_lost": "the engine disconnected during the response",
+    "no_response": "the request ended before a response began",
+    "client_gone": "the client disconnected before the first token",
+    "other_endpoint": "responses of this endpoint cannot be read",
+    "unread": "the response is compressed, or neither JSON nor a stream of events",
+    "several_outputs": "engines report one number of tokens for all outputs of a request (n, best_of, prompts)",
+    "malformed_n": "the number of outputs (n, best_of) is malformed",
+    "no_tokens": "the response has neither a number of tokens nor events with output",
+    "unpredicted": "the request had no prediction",
+    "finish_reason": "the finish reason is missing, or neither complete nor truncated",
+    "ignore_eos": "the length is that of the request (ignore_eos)",
+}
+_EXPECTED = frozenset({"error", "engine_lost", "no_response", "client_gone", "other_endpoint"})
 #: Maximum number of queries to the shadow predictor in flight; further queries are skipped.
 MAX_SHADOWS = 64
 #: Timeout of the shadow predictor in seconds.
 SHADOW_DEADLINE_S = 10.0
+#: Minimum number of streams to estimate the tokens per event, and number of streams over which its weights decay.
+MIN_STREAMS, STREAMS_MEMORY = 10, 256
+#: Members of bodies with token ids.
+_TOKEN_IDS = ("prompt", "input_ids", "token_ids", "prompt_token_ids")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,6 +70,31 @@ class Exchange:
     end: str = ""  # complete, error, engine_lost or client_gone
 
 
+class TokensPerEvent:
+    """The engine's ratio of tokens to events with output, from streams with both numbers.
+
+    It is 1 until there are `MIN_STREAMS` of them: engines send an event per token by default, and several tokens per event
+    with speculative decoding or a larger stream interval.
+    """
+
+    def __init__(self) -> None:
+        self.num_streams = 0
+        self._tokens = self._events = 0.0
+
+    def observe(self, stats: ResponseStats) -> None:
+        """Updates the ratio with a complete stream; other responses are ignored."""
+        if stats.output_tokens and stats.num_deltas:
+            self.num_streams += 1
+            decay = 1.0 - 1.0 / STREAMS_MEMORY
+            self._tokens = decay * self._tokens + stats.output_tokens
+            self._events = decay * self._events + stats.num_deltas
+
+    def tokens(self, num_events: int) -> int:
+        """The estimated number of tokens, at least 1."""
+        ratio = self._tokens / self._events if self.num_streams >= MIN_STREAMS else 1.0
+        return max(1, round(num_events * ratio))
+
+
 class Recorder:
     """Updates calibration and feedback log with finished completions; never delays or fails a request."""
 
@@ -54,8 +104,11 @@ class Recorder:
         self._tasks: set[asyncio.Task[None]] = set()
         self._shadows: set[asyncio.Task[Forecast]] = set()
         self.calibration: LiveCalibration | None = None
-        if config.online_calibration and config.predictor is not None:
+        if config.online_calibration and config.predictor != "none":
             self.calibration = LiveCalibration(config.calibration_file, metrics.calibration)
+        usage = config.feedback_usage
+        self._may_request_usage = usage is True or (usage == "auto" and config.engine in USAGE_ENGINES)
+        self._tokens_per_event = TokensPerEvent()
         self._log: FeedbackLog | None = None
         if config.feedback is not None:
             self._log = FeedbackLog(
@@ -71,10 +124,18 @@ class Recorder:
 
     def requests_usage(self, parsed: ParsedRequest) -> bool:
         """Whether the proxy should request the token counts of a stream because the client did not."""
-        is_needed = self.is_on and self._config.feedback_usage and not parsed.body.include_usage
-        is_single_stream = parsed.is_completion and parsed.body.is_stream and parsed.body.num_outputs == 1
-        options = parsed.content.get("stream_options")
+        body, options = parsed.body, parsed.content.get("stream_options")
+        is_single_stream = parsed.is_completion and body.is_stream and body.num_outputs == 1
+        is_needed = self.is_on and self._may_request_usage and not body.include_usage
         return is_needed and is_single_stream and isinstance(options, dict | None)
+
+    def stop_requesting_usage(self) -> None:
+        """Handles an error that mentions `stream_options`; after a stream with counts it has another reason."""
+        if self._may_request_usage and not self._tokens_per_event.num_streams:
+            self._may_request_usage = False
+            logger.warning(
+                "the engine refused stream_options: events of streams are counted instead of tokens"
+            )
 
     def start_shadow(self, exchange: Exchange) -> None:
         """Queries the shadow predictor, if any, without delaying the request."""
@@ -89,14 +150,26 @@ class Recorder:
 
     def finish(self, exchange: Exchange) -> None:
         """Handles the end of a completion; its record is written when the shadow prediction is available."""
-        is_output = exchange.end in ("complete", "client_gone") and exchange.parsed.body.num_outputs == 1
-        stats = exchange.stats
-        if not is_output or stats is None:
+        if not self.is_on:
             return
+        stats, problem = exchange.stats, _problem(exchange)
+        length = None if stats is None else output_length(stats)
+        if problem is not None or stats is None or length is None:
+            problem = problem or ("client_gone" if exchange.end == "client_gone" else "no_tokens")
+            self._metrics.unrecorded.labels(problem).inc()
+            if self.calibration is not None and problem not in _EXPECTED:
+                self.calibration.skip(problem, PROBLEMS[problem])
+            return
+        output_tokens, counted_by = length
+        if counted_by == "deltas":
+            output_tokens = self._tokens_per_event.tokens(output_tokens)
+        elif exchange.end == "complete":
+            self._tokens_per_event.observe(stats)
         if self.calibration is not None:
-            self._calibrate(self.calibration, exchange, stats)
+            self._calibrate(self.calibration, exchange, stats, output_tokens)
         if self._log is not None:
-            task = asyncio.create_task(self._write(exchange, stats, time.perf_counter()))
+            ended_s = time.perf_counter()
+            task = asyncio.create_task(self._write(exchange, stats, output_tokens, counted_by, ended_s))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -111,67 +184,106 @@ class Recorder:
             await asyncio.to_thread(self.calibration.close)
         await self.shadow.close()
 
-    def _calibrate(self, calibration: LiveCalibration, exchange: Exchange, stats: ResponseStats) -> None:
-        """Updates the calibration with an output length. A stream that the client aborted counts as censored,
-        but only if complete streams have token counts too; otherwise only aborted streams would count."""
-        parsed = exchange.parsed
-        length, reason = output_length(stats), stats.finish_reason
-        if exchange.end == "client_gone":
-            counts = parsed.body.is_stream and (parsed.body.include_usage or self.requests_usage(parsed))
-            reason = "abort" if counts else ""
-        elif stats.output_tokens is None:
-            return
-        if length is None or exchange.forecast is None or reason not in COMPLETE | CENSORED:
+    def _calibrate(
+        self, calibration: LiveCalibration, exchange: Exchange, stats: ResponseStats, output_tokens: int
+    ) -> None:
+        """Updates the calibration with an output length."""
+        body, finished = exchange.parsed.body, _is_finished(_finish_reason(exchange, stats))
+        prediction = None if exchange.forecast is None else exchange.forecast.prediction
+        problem = None
+        if body.ignores_eos:
+            problem = "ignore_eos"
+        elif prediction is None or prediction.length is None:
+            problem = "unpredicted"
+        elif finished is None:
+            problem = "finish_reason"
+        if problem is not None:
+            calibration.skip(problem, PROBLEMS[problem])
             return
         calibration.observe(
-            parsed.body.model,
-            exchange.forecast.prediction,
+            body.model,
+            prediction,
             exchange.prompt_tokens,
-            length[0],
-            finished=reason in COMPLETE,
-            max_tokens=parsed.body.max_tokens,
+            output_tokens,
+            finished=bool(finished),
+            max_tokens=body.max_tokens,
         )
 
-    async def _write(self, exchange: Exchange, stats: ResponseStats, ended_s: float) -> None:
+    async def _write(
+        self,
+        exchange: Exchange,
+        stats: ResponseStats,
+        output_tokens: int,
+        counted_by: Literal["usage", "deltas"],
+        ended_s: float,
+    ) -> None:
         shadow = None if exchange.shadow is None else await exchange.shadow
         if shadow is not None:
             self._metrics.shadows.labels(shadow.outcome).inc()
-        length = output_length(stats)
-        if length is None:
-            return
-        output_tokens, counted_by = length
         self._metrics.counts.labels(counted_by).inc()
         parsed, request, text = exchange.parsed, exchange.request, exchange.parsed.prompt
-        reason = stats.finish_reason if exchange.end == "complete" else "abort"
+        body, reason = parsed.body, _finish_reason(exchange, stats)
         record: dict[str, Any] = {
             "format": FORMAT,
             "time": time.time() - (time.perf_counter() - exchange.started_s),
             "request_id": request.request_id,
             "tenant": request.tenant,
             "tier": request.tier,
-            "served_model": parsed.body.model or None,
-            "max_tokens": parsed.body.max_tokens,
-            "temperature": parsed.body.temperature,
-            "top_p": parsed.body.top_p,
+            "endpoint": parsed.endpoint,
+            "served_model": body.model or None,
+            "max_tokens": body.max_tokens,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
             "output_tokens": output_tokens,
             "counted_by": counted_by,
+            "num_events": stats.num_deltas or None,
             "finish_reason": reason,
-            "finished": True if reason in COMPLETE else False if reason in CENSORED else None,
+            "finished": _is_finished(reason),
             "prompt_tokens": stats.prompt_tokens,
             "waited_s": exchange.waited_s,
             "ttft_s": None if stats.first_s is None else stats.first_s - exchange.started_s,
             "total_s": ended_s - exchange.started_s,
-            "prompt_sha256": hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest(),
+            "prompt_sha256": hashlib.sha256(_prompt_bytes(parsed)).hexdigest(),
         }
         if self._config.feedback_prompts == "stored":
             record["prompt"] = text
-            if parsed.body.messages:
-                record["messages"] = [{"role": role, "content": text} for role, text in parsed.body.messages]
+            if body.messages:
+                record["messages"] = [{"role": role, "content": text} for role, text in body.messages if text]
         record |= _length_fields(None if exchange.forecast is None else exchange.forecast.prediction)
         if shadow is not None:
             record["shadow"] = _length_fields(shadow.prediction) or None
         assert self._log is not None
         self._log.put(record)
+
+
+def _problem(exchange: Exchange) -> str | None:
+    """The reason, one of `PROBLEMS`, why the response to a request has no length of one output; None if it may have."""
+    num_outputs = exchange.parsed.body.num_outputs
+    if exchange.end not in ("complete", "client_gone"):
+        return exchange.end or "no_response"
+    if num_outputs is None:
+        return "malformed_n"
+    if exchange.stats is None:
+        return "other_endpoint" if exchange.parsed.endpoint == "other" else "unread"
+    return "several_outputs" if max(num_outputs, exchange.stats.num_outputs) > 1 else None
+
+
+def _finish_reason(exchange: Exchange, stats: ResponseStats) -> str:
+    """The engine's finish reason; "abort" if the client disconnected before it."""
+    return stats.finish_reason or ("abort" if exchange.end == "client_gone" else "")
+
+
+def _is_finished(reason: str) -> bool | None:
+    """Whether an output with this finish reason is complete, false if it is censored; None if neither is known."""
+    reason = reason.lower()
+    return True if reason in COMPLETE else False if reason in CENSORED else None
+
+
+def _prompt_bytes(parsed: ParsedRequest) -> bytes:
+    """What identifies a prompt: its text, or its token ids."""
+    if parsed.prompt:
+        return parsed.prompt.encode("utf-8", "surrogatepass")
+    return json.dumps([parsed.content.get(name) for name in _TOKEN_IDS]).encode()
 
 
 def _length_fields(prediction: Prediction | None) -> dict[str, Any]:

@@ -27,8 +27,8 @@ from scheduler_core.errors import InputError
 from scheduler_core.json_text import valid_unicode
 
 logger = logging.getLogger(__name__)
-#: Maximum number of records in memory; further records are dropped, so that requests do not wait.
-MAX_PENDING = 10_000
+#: Maximum number of records and of bytes in memory; further records are dropped, so that requests do not wait.
+MAX_PENDING, MAX_PENDING_BYTES = 10_000, 64 * 2**20
 #: Seconds to collect records before they are written and synced together.
 LINGER_S = 0.2
 #: Initial and maximum seconds between attempts to write after an error; the delay doubles.
@@ -43,8 +43,8 @@ class FeedbackLog:
     Args:
         folder: Folder of the segments; created if it does not exist, also if it is removed later.
         segment_bytes: Size at which a segment is closed and the next one is started.
-        on_outcome: Called for each record with "written" (synced to disk), "dropped" (too many records in
-            memory) or "failed" (not valid JSON, or still not written at `close`).
+        on_outcome: Called for each record with "written" (synced to disk), "dropped" (too many records or bytes
+            in memory) or "failed" (not valid JSON, or still not written at `close`).
         retry_s: Initial and maximum seconds between attempts to write after an error.
     """
 
@@ -63,6 +63,9 @@ class FeedbackLog:
         self._queue: queue.Queue[bytes | None] = queue.Queue()
         self._closed = threading.Event()
         self._lines: list[bytes] = []  # from the queue, not yet confirmed
+        # Each is changed by one thread only; their difference is the number of bytes in memory.
+        self._num_bytes_put = self._num_bytes_confirmed = 0
+        self._is_dropping = False
         # The current segment and its confirmed size.
         self._file, self._path, self._size = -1, self._folder, 0
         self._number = 0
@@ -75,16 +78,26 @@ class FeedbackLog:
 
     def put(self, record: Mapping[str, Any]) -> None:
         """Enqueues a record and returns immediately; lone surrogates in its strings become U+FFFD."""
-        if self._queue.qsize() + len(self._lines) >= MAX_PENDING:
+        num_pending = self._queue.qsize() + len(self._lines)
+        num_bytes = self._num_bytes_put - self._num_bytes_confirmed
+        if num_pending >= MAX_PENDING or num_bytes >= MAX_PENDING_BYTES:
             self._on_outcome("dropped")
+            if not self._is_dropping:
+                logger.error(
+                    "feedback waits for the disk, records are dropped: %d of %d bytes", num_pending, num_bytes
+                )
+            self._is_dropping = True
             return
+        self._is_dropping = self._is_dropping and num_pending > 0
         try:
             line = json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         except (TypeError, ValueError, RecursionError) as error:
             self._on_outcome("failed")
             logger.error("a feedback record is not valid JSON: %s", error)
             return
-        self._queue.put(valid_unicode(line).encode() + b"\n")
+        data = valid_unicode(line).encode() + b"\n"
+        self._num_bytes_put += len(data)
+        self._queue.put(data)
 
     def close(self) -> None:
         """Writes pending records and stops the thread."""
@@ -158,6 +171,7 @@ class FeedbackLog:
         if not os.path.samestat(os.stat(self._path), os.fstat(self._file)):
             raise FileNotFoundError(errno.ENOENT, "a feedback segment was replaced", str(self._path))
         self._size += len(data)
+        self._num_bytes_confirmed += len(data)
         num_lines = data.count(b"\n")
         del self._lines[:num_lines]
         for _ in range(num_lines):

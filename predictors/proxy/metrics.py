@@ -35,6 +35,8 @@ class ProxyMetrics:
         self.ends = counter("ends", "Responses, by the way they ended.", "end")
         self.records = counter("feedback_records", "Records of the feedback log, by outcome.", "outcome")
         self.counts = counter("feedback_counts", "Lengths in the feedback log, by source of the count.", "by")
+        unrecorded = "Ended requests without a length for the feedback log and calibration, by reason."
+        self.unrecorded = counter("unrecorded", unrecorded, "reason")
         self.calibration = CalibrationGauges("tailcast_proxy_", registry)
         overhead = "Time from arrival to sending to the engine, without prediction and queue."
         self.overhead = seconds("overhead", overhead, SHORT_SECONDS)

@@ -2,40 +2,49 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from scheduler_core.json_text import parse_json
+from scheduler_core.api_response import ApiResponse, read_response
 
 #: Larger responses and events are forwarded without parsing.
 MAX_READ_BYTES = 8 * 2**20
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\r?\n|\r\r")
-_FINISH_REASON = re.compile(rb'"finish_reason"\s*:\s*"([^"]*)"')
-_DELTA = re.compile(rb'"(?:content|reasoning_content|text)"\s*:\s*"(?!")')
-_USAGE = re.compile(rb'"usage"\s*:\s*\{')
+_LINE_END = re.compile(rb"\n")
+#: The beginning of a text in an event. Texts cannot contain it, because quotation marks in them are escaped.
+_TEXT = re.compile(rb'[{,]\s*"(?:content|text|reasoning|reasoning_content|arguments)"\s*:\s*"')
 
 
 @dataclass(slots=True)
 class ResponseStats:
-    """Statistics of one response: token counts of its `usage`, number of events with output and time of the
-    first one on `time.perf_counter` (None if not streamed), and the finish reason of its last choice."""
+    """Statistics of one response: the token counts of the engine, number of events with output and time of the
+    first one on `time.perf_counter` (None if not streamed), finish reason, and number of outputs."""
 
     output_tokens: int | None = None
     prompt_tokens: int | None = None
     num_deltas: int = 0
     finish_reason: str = ""
+    num_outputs: int = 1
     first_s: float | None = None
 
-    def take_usage(self, usage: object) -> None:
-        """Sets the token counts from a `usage` object; ignores other values."""
-        if not isinstance(usage, dict):
-            return
-        output, prompt = usage.get("completion_tokens"), usage.get("prompt_tokens")
-        self.output_tokens = output if type(output) is int and output >= 0 else self.output_tokens
-        self.prompt_tokens = prompt if type(prompt) is int and prompt >= 0 else self.prompt_tokens
+    def take(self, response: ApiResponse) -> None:
+        """Adds the fields of a response or event; what it does not report stays as it is."""
+        if response.output_tokens is not None:
+            self.output_tokens = response.output_tokens
+        if response.prompt_tokens is not None:
+            self.prompt_tokens = response.prompt_tokens
+        if response.finish_reason:
+            self.finish_reason = response.finish_reason
+        if response.num_outputs > self.num_outputs:
+            self.num_outputs = response.num_outputs
+
+
+#: The fields of most events.
+_ONE_TOKEN = ApiResponse(num_new_tokens=1, num_outputs=1)
 
 
 class JsonReader:
@@ -49,6 +58,11 @@ class JsonReader:
         self._parts: list[bytes] = []
         self._size = 0
 
+    @property
+    def text(self) -> bytes:
+        """The bytes so far; empty if they are too many."""
+        return b"".join(self._parts) if self._size <= MAX_READ_BYTES else b""
+
     def feed(self, data: bytes) -> bytes:
         """Reads a chunk; returns the bytes to forward now."""
         self._size += len(data)
@@ -58,78 +72,116 @@ class JsonReader:
 
     def end(self) -> bytes:
         """Handles the end of the response; returns bytes that were held back."""
-        content = _json(b"".join(self._parts)) if self._size <= MAX_READ_BYTES else {}
-        choices = content.get("choices")
-        if isinstance(choices, list) and len(choices) == 1 and isinstance(choices[0], dict):
-            reason = choices[0].get("finish_reason")
-            self.stats.finish_reason = reason if isinstance(reason, str) else ""
-            self.stats.take_usage(content.get("usage"))
-            self._on_tokens(self.stats.output_tokens or 0)
+        self.stats.take(read_response(_json(self.text)))
+        self._on_tokens(self.stats.output_tokens or 0)
         return b""
 
 
 class EventStreamReader:
-    """Reads server-sent events; calls `on_tokens(1)` for each event with output.
+    """Reads server-sent events, or JSON lines with `is_lines`; calls `on_tokens` with the tokens of each event.
 
     With `hides_usage` (only the proxy requested the usage event), the event with `usage` and no choices is
     removed, and events are forwarded when complete. Otherwise all bytes are forwarded immediately.
     """
 
-    def __init__(self, hides_usage: bool, on_tokens: Callable[[int], None] = lambda num_tokens: None) -> None:
+    def __init__(
+        self,
+        hides_usage: bool,
+        on_tokens: Callable[[int], None] = lambda num_tokens: None,
+        *,
+        is_lines: bool = False,
+    ) -> None:
         self.stats = ResponseStats()
         self._on_tokens = on_tokens
         self.shortens = hides_usage
+        self._is_lines = is_lines
+        self._event_end = _LINE_END if is_lines else _EVENT_END
         self._buffer = b""
         self._is_reading = True
+        # All bytes of the last parsed event before and after its text: most events of a stream differ only in their text.
+        self._before, self._after = b"", b""
 
     def feed(self, data: bytes) -> bytes:
+        """Reads a chunk; returns the bytes to forward now."""
         if not self._is_reading:
             return data
-        buffer = self._buffer + data
-        passed: list[bytes] = []
-        start = 0
         # The end of an event can be split across chunks, and "\r\n\r" needs the next byte to be identified.
-        for match in _EVENT_END.finditer(buffer):
-            passed.append(self._read_event(buffer[start : match.end()]))
+        searched = max(0, len(self._buffer) - 3)
+        buffer = self._buffer + data
+        forwarded: list[bytes] = []
+        start = 0
+        for match in self._event_end.finditer(buffer, searched):
+            forwarded.append(self._read_event(buffer[start : match.end()]))
             start = match.end()
         self._buffer = buffer[start:]
         if len(self._buffer) > MAX_READ_BYTES:
             self._is_reading = False
-            passed.append(self._buffer)
+            forwarded.append(self._buffer)
             self._buffer = b""
-        return b"".join(passed) if self.shortens else data
+        return b"".join(forwarded) if self.shortens else data
 
     def end(self) -> bytes:
-        return self._buffer if self.shortens else b""
+        """Handles the end of the response; returns bytes that were held back."""
+        remaining = self._read_event(self._buffer)
+        return remaining if self.shortens else b""
 
     def _read_event(self, event: bytes) -> bytes:
         """Reads a complete event; returns its bytes to forward."""
-        stats = self.stats
-        if reason := _FINISH_REASON.search(event):
-            stats.finish_reason = reason[1].decode("utf-8", "replace")
-        if _DELTA.search(event):
-            stats.num_deltas += 1
-            stats.first_s = stats.first_s or time.perf_counter()
-            self._on_tokens(1)
-        if _USAGE.search(event):
-            content = _event_json(event)
-            stats.take_usage(content.get("usage"))
-            if self.shortens and content.get("choices") == [] and "error" not in content:
-                return b""
-        return event
+        if self._differs_in_text(event):
+            self._count(1)
+            return event
+        content = _json(event if self._is_lines else _event_data(event))
+        if content is None:
+            return event
+        stats, response = self.stats, read_response(content)
+        stats.take(response)
+        if response.num_new_tokens:
+            self._count(response.num_new_tokens)
+        if response == _ONE_TOKEN and (around := _around_text(event)) is not None:
+            self._before, self._after = around
+        is_hidden = self.shortens and isinstance(content, dict) and _has_only_usage(content)
+        return b"" if is_hidden else event
+
+    def _count(self, num_tokens: int) -> None:
+        self.stats.num_deltas += num_tokens
+        self.stats.first_s = self.stats.first_s or time.perf_counter()
+        self._on_tokens(num_tokens)
+
+    def _differs_in_text(self, event: bytes) -> bool:
+        """Whether an event is the last parsed one with another text, which is quicker to find out than to parse it."""
+        before, after = self._before, self._after
+        if not before or not event.startswith(before) or not event.endswith(after):
+            return False
+        text = event[len(before) : len(event) - len(after)]
+        return bool(text) and b'"' not in text and b"\\" not in text
 
 
-def _event_json(event: bytes) -> dict[str, Any]:
+def _around_text(event: bytes) -> tuple[bytes, bytes] | None:
+    """The bytes before and after the text of an event; None if it has several texts, or one with escapes."""
+    starts = [match.end() for match in _TEXT.finditer(event)]
+    if len(starts) != 1:
+        return None
+    text, quote, after = event[starts[0] :].partition(b'"')
+    return (event[: starts[0]], quote + after) if text and b"\\" not in text else None
+
+
+def _has_only_usage(content: dict[str, Any]) -> bool:
+    return content.get("choices") == [] and isinstance(content.get("usage"), dict) and "error" not in content
+
+
+def _event_data(event: bytes) -> bytes:
     lines = [line[5:] for line in event.splitlines() if line.startswith(b"data:")]
-    return _json(b"\n".join(lines))
+    return lines[0] if len(lines) == 1 else b"\n".join(lines)
 
 
-def _json(text: bytes) -> dict[str, Any]:
+def _json(text: bytes) -> Any:
+    """The value of a JSON object or array; None for other texts."""
+    if text.lstrip()[:1] not in (b"{", b"["):
+        return None
     try:
-        content = parse_json(text)
-    except ValueError:
-        return {}
-    return content if isinstance(content, dict) else {}
+        return json.loads(text.decode())
+    except (ValueError, RecursionError):  # also [DONE]
+        return None
 
 
 Reader = JsonReader | EventStreamReader

@@ -400,21 +400,29 @@ class ProxyServer:
             if exchange is not None:
                 exchange.end, exchange.stats = end, None if reader is None else reader.stats
                 self._metrics.ends.labels(end).inc()
+                if end == "error" and isinstance(reader, JsonReader) and b"stream_options" in reader.text:
+                    self._recorder.stop_requesting_usage()
             # An unfinished response closes the connection, so that the engine detects the abort.
             upstream.close() if end in ("client_gone", "engine_lost") else upstream.release()
 
     def _reader(
         self, upstream: aiohttp.ClientResponse, exchange: Exchange, hides_usage: bool
     ) -> Reader | None:
-        """The reader of a completion, if the recorder or the policy needs it."""
+        """The reader of a response, if the recorder or the policy needs it."""
         is_used = self._recorder.is_on or self._order.uses_outputs
-        is_plain = upstream.headers.get("Content-Encoding", "identity") == "identity"
-        if not (is_used and is_plain and upstream.status == 200 and exchange.parsed.is_completion):
+        if not is_used or upstream.headers.get("Content-Encoding", "identity") != "identity":
             return None
+        if upstream.status != 200:
+            return JsonReader() if hides_usage and upstream.status in (400, 422) else None
         on_tokens = partial(self._order.on_output, exchange.request.request_id)
-        if upstream.content_type == "text/event-stream":
-            return EventStreamReader(hides_usage, on_tokens)
-        return JsonReader(on_tokens) if upstream.content_type == "application/json" else None
+        match upstream.content_type:
+            case "text/event-stream":
+                return EventStreamReader(hides_usage, on_tokens)
+            case "application/x-ndjson" | "application/jsonl":
+                return EventStreamReader(False, on_tokens, is_lines=True)
+            case "application/json" if exchange.parsed.endpoint != "other":
+                return JsonReader(on_tokens)
+        return None
 
     async def _pass(self, request: web.Request) -> web.StreamResponse:
         if "Upgrade" in request.headers:

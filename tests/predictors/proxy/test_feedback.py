@@ -391,8 +391,7 @@ async def test_hints_follow_true_lengths_also_after_a_restart(artifact_folder: P
 
 
 async def test_what_counts(artifact_folder: Path) -> None:
-    """Complete and truncated outputs with usage, and streams that would have brought it; not counted events, errors, choices."""
-    usage = {"stream_options": {"include_usage": True}}
+    """Complete, truncated and aborted outputs, whether tokens or events were counted; not errors, several outputs."""
     first = fake_engine.stream_events(["a"], None)[0]
 
     async def script(request: web.Request, body: bytes) -> web.StreamResponse:
@@ -407,24 +406,38 @@ async def test_what_counts(artifact_folder: Path) -> None:
                 return await fake_engine.paused([first], None)(request, body)
         return await fake_engine.plain(request, body)
 
+    unrecorded = 'tailcast_proxy_unrecorded_total{reason="%s"}'
     async with running_engine(script) as fake, running_proxy(fake.url, **options(artifact_folder)) as proxy:
-        for text, more in (("fail", {}), ("filtered", {}), (SHORT, {"stream": True}), (SHORT, {"n": 2})):
+        ignored = [("fail", {}), ("filtered", {}), (SHORT, {"n": 2}), (SHORT, {"n": "3", "stream": True})]
+        for text, more in [*ignored, (SHORT, {"n": "x"}), (SHORT, {"ignore_eos": True})]:
             await proxy.post(chat(text, **more))
-        await hang_up(proxy, chat("stall", stream=True))
         assert await proxy.metric(OUTPUTS) == 0
-        counted = [(SHORT, {}), (SHORT, {"stream": True, **usage}), ("truncated", {})]
+        counts = [
+            await proxy.metric(unrecorded % reason) for reason in ("error", "several_outputs", "malformed_n")
+        ]
+        assert counts == [1, 2, 1]
+        assert not any("stream_options" in body for body in fake.bodies)
+        counted: list[tuple[str, dict[str, Any]]] = [
+            (SHORT, {}),
+            (SHORT, {"stream": True}),
+            ("truncated", {}),
+        ]
         for number, (text, more) in enumerate(counted, start=1):
             await proxy.post(chat(text, **more))
             assert await proxy.metric(OUTPUTS) == number
         assert await proxy.metric(CENSORED) == 1
-        await hang_up(proxy, chat("stall", stream=True, **usage))
+        await hang_up(proxy, chat("stall", stream=True))
         assert (await proxy.metric(OUTPUTS), await proxy.metric(CENSORED)) == (4, 2)
-        requested = [body["stream_options"] for body in fake.bodies if "stream_options" in body]
-        assert requested == [usage["stream_options"]] * len(requested)
+    settings = options(artifact_folder, feedback_usage=False)
+    async with running_engine(script) as fake, running_proxy(fake.url, **settings) as proxy:
+        await proxy.post(chat(SHORT, stream=True))
+        await hang_up(proxy, chat("stall", stream=True))
+        assert not any("stream_options" in body for body in fake.bodies)
+        assert (await proxy.metric(OUTPUTS), await proxy.metric(CENSORED)) == (2, 1)
 
 
-async def test_counts_can_be_requested_for_streams(artifact_folder: Path) -> None:
-    settings = options(artifact_folder, feedback_usage=True)
+async def test_counts_are_requested_for_streams(artifact_folder: Path) -> None:
+    settings = options(artifact_folder)
     async with running_engine() as fake, running_proxy(fake.url, **settings) as proxy:
         status, body = await proxy.post(chat(SHORT, stream=True))
         assert (status, body) == (200, b"".join(fake_engine.stream_events(["a", "b", "c"], None)))
