@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import json
 import logging
 import os
@@ -14,6 +13,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from predictors.edge import PortFile, on_signals, run, set_up_logs
@@ -252,9 +252,7 @@ async def _watch(server: PredictionServer, sources: dict[str, ArtifactSource], e
 
 
 async def _supervise(config: ServeConfig, port_file: PortFile) -> int:
-    from prometheus_client.multiprocess import mark_process_dead
-
-    from predictors.service.metrics import DIRECTORY_VARIABLE
+    from predictors.service.metrics import WorkerMetricFiles
     from predictors.service.server import STREAM_GRACE_S
     from predictors.service.workers import Supervisor, reserved_port
 
@@ -264,10 +262,9 @@ async def _supervise(config: ServeConfig, port_file: PortFile) -> int:
         counting: dict[str, Any] = {}
         if http_port is not None:
             http_port = reserved_port(stack, config.host, http_port, "http_port")
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tailcast-metrics-"))
-            counting["environment"] = {DIRECTORY_VARIABLE: folder}
-            # Removes the gauges of an exited worker; the process that replaces it continues its counters.
-            counting["on_end"] = functools.partial(mark_process_dead, path=folder)
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailcast-metrics-")))
+            files = WorkerMetricFiles(folder, config.workers, 1 + len(config.more_artifacts))
+            counting = {"environment": files.environment, "on_end": files.reset_live}
         shared = dataclasses.replace(config, port=port, http_port=http_port, port_file=None)
         supervisor = Supervisor(
             [sys.executable, "-m", "predictors.service.workers", json.dumps(dataclasses.asdict(shared))],

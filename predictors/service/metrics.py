@@ -1,17 +1,19 @@
 """Prometheus metrics of the service; the README lists names and labels.
 
 Each server has its own registry. Several worker processes count in files of a shared folder
-(`DIRECTORY_VARIABLE`), and each of them reports the sums.
+(`WorkerMetricFiles`), and each of them reports the sums.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from scheduler_core.errors import MissingExtraError
+from scheduler_core.errors import MissingExtraError, TailcastError
 
 try:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, values
@@ -22,6 +24,8 @@ except ImportError as error:
 if TYPE_CHECKING:
     from predictors.service.pipeline import PipelineResult
 
+logger = logging.getLogger(__name__)
+
 M = TypeVar("M")
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -30,6 +34,55 @@ SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
 
 DIRECTORY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"  # read when prometheus_client is imported
+#: Bytes for the metrics of one artifact by the prefix of their file: enough for a name of 500 characters, all methods
+#: and status codes, and dozens of versions.
+LIVE_FILES = {"gauge_livesum": 2**12, "gauge_livemax": 2**16}
+FILES = LIVE_FILES | {"counter": 2**17, "histogram": 2**17}
+
+
+class WorkerMetricFiles:
+    """Files in which the workers of one service count.
+
+    prometheus_client maps its files into memory and extends them without allocating disk space: on a full disk, the
+    next count ends the process (SIGBUS). Therefore the space is allocated here, before any worker starts. A file
+    belongs to the number of a worker; the process that replaces it continues the counters.
+
+    Args:
+        folder: An empty folder.
+        num_workers: Number of workers; they are numbered from 0.
+        num_artifacts: Number of artifacts that each worker serves.
+
+    Raises:
+        TailcastError: There is not enough space.
+    """
+
+    def __init__(self, folder: Path, num_workers: int, num_artifacts: int) -> None:
+        self._folder = folder
+        self._num_artifacts = num_artifacts
+        try:
+            for number in range(num_workers):
+                for prefix, size in FILES.items():
+                    (folder / f"{prefix}_{number}.db").write_bytes(bytes(size * num_artifacts))
+        except OSError as error:
+            kib = num_workers * num_artifacts * sum(FILES.values()) // 1024
+            raise TailcastError(
+                f"temporary folder {folder.parent}: the metrics of {num_workers} workers need {kib} KiB there "
+                f"({error.strerror}); free some space, set TMPDIR to another folder, or omit http_port"
+            ) from error
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables of the workers."""
+        return {DIRECTORY_VARIABLE: str(self._folder)}
+
+    def reset_live(self, number: int) -> None:
+        """Clears the gauges of a worker that has exited, in place, which needs no space."""
+        try:
+            for prefix, size in LIVE_FILES.items():
+                with (self._folder / f"{prefix}_{number}.db").open("r+b") as file:
+                    file.write(bytes(size * self._num_artifacts))
+        except OSError as error:  # the folder was deleted
+            logger.error("metrics of worker %d: %s", number, error)
 
 
 def count_as_worker(number: int) -> None:
