@@ -69,7 +69,7 @@ class LoggedMessage(Strict):
 
 
 class FeedbackRecord(Strict):
-    """A finished completion. docs/proxy.md describes the log; unknown keys are kept."""
+    """A finished output. docs/proxy.md describes the log; unknown keys are kept."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -79,7 +79,9 @@ class FeedbackRecord(Strict):
     counted_by: Literal["usage", "tokenizer", "deltas"]
     finish_reason: str
     finished: bool | None = None
+    num_events: Tokens | None = None
     request_id: str | None = None
+    endpoint: str | None = None
     tenant: str | None = None
     tier: Tokens | None = None
     served_model: str | None = None

@@ -20,12 +20,12 @@ Z = 1.959964
 
 
 def pair(record: FeedbackRecord, side: Side) -> dict[str, Any] | None:
-    """Input line of `evaluate-stream`; None for a record without that prediction, or without an exact length.
+    """Input line of `evaluate-stream`; None for a record without that prediction, or without a length.
 
-    A count of stream events is not an exact length; an output whose client disconnected counts as truncated.
+    An output whose client disconnected counts as truncated.
     """
     prediction = record.main if side == "main" else record.shadow
-    if prediction is None or record.counted_by == "deltas":
+    if prediction is None:
         return None
     tokens, max_tokens = record.output_tokens, record.max_tokens
     if tokens < 1 or record.finish_reason in ("error", "content_filter"):

@@ -13,7 +13,7 @@ and copies of earlier records are skipped and counted.
 |---|---|
 | finish_reason stop, length, ... | mapped by `values.FINISH_REASONS` |
 | the client disconnected ("abort") | an error row: the client determined that length, not the model |
-| counted by events ("deltas") | an error row: the count is only a lower bound |
+| counted by events ("deltas") | its length: the proxy converts events to tokens |
 | only the hash of the prompt | the hash is the prompt id; sufficient for a trace, or for prompts stored elsewhere |
 """
 
@@ -29,7 +29,9 @@ from data_gen.feedback_record import FeedbackRecord, bounded_lines, parse_object
 from data_gen.importers.values import (
     ERROR,
     FINISH_REASONS,
+    LENGTH,
     MAPPED,
+    STOP,
     UNKNOWN,
     Row,
     SkippedRows,
@@ -192,11 +194,11 @@ def _row(record: FeedbackRecord) -> dict[str, Any]:
         "finish_reason": FINISH_REASONS.get(record.finish_reason, UNKNOWN),
         **_prompt(record),
     }
+    if row["finish_reason"] == UNKNOWN and record.finished is not None:
+        row["finish_reason"] = STOP if record.finished else LENGTH
     problem = None
     if record.finish_reason == "abort":
         problem = "abort: the client disconnected"
-    elif record.counted_by == "deltas":
-        problem = "deltas: events were counted, not tokens"
     elif row["finish_reason"] == ERROR:
         problem = f"{record.finish_reason}: as logged"
     if problem is not None:

@@ -249,7 +249,7 @@ def test_logs_are_summarized_and_folders_imported(tmp_path: Path, capsys: pytest
     out = tmp_path / "samples.parquet"
     assert import_command(["feedback", str(segment.parent), "--out", str(out), "--model", "m"]) == 0
     reasons = json.loads((tmp_path / "samples.parquet.run.json").read_text())["finish_reasons"]
-    assert reasons == {"stop": 3, "length": 1, "error": 1}
+    assert reasons == {"stop": 4, "length": 1}
 
 
 def test_predicted_quantiles_are_scored_as_their_distribution(
