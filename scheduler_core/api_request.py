@@ -25,6 +25,7 @@ from scheduler_core.prompt_text import (
     USER,
     Message,
     content_text,
+    is_list,
     member,
     messages_of,
     predictor_text,
@@ -120,19 +121,19 @@ class ApiRequest:
 
 def read_request(body: object) -> ApiRequest:
     """Reads the body of a request, a mapping or an object with attributes; see the table above."""
-    options: list[object] = [body, *(inner for name in _NESTED if (inner := member(body, name)) is not None)]
+    options = [body, *(inner for name in _NESTED if (inner := member(body, name)) is not None)]
     prompt: dict[str, Any] = {}
     messages, given = member(body, "messages"), member(body, "input")
     num_prompts = 1
-    if _is_list(messages):
+    if is_list(messages):
         items = [*messages]
-        if items and all(_is_list(item) for item in items):  # several conversations
+        if items and all(is_list(item) for item in items):  # several conversations
             num_prompts = len(items)
             items = [message for item in items for message in item]
         prompt["messages"] = (*_system(body), *messages_of(items))
     elif isinstance(given, str):
         prompt["messages"] = (*_system(body), Message(USER, given))
-    elif _is_list(given) and any(isinstance(item, Mapping) for item in given):
+    elif is_list(given) and any(isinstance(item, dict | Mapping) for item in given):
         prompt["messages"] = (*_system(body), *messages_of(given))
     else:
         source = next((value for name in _PROMPTS if (value := member(body, name)) is not None), given)
@@ -207,21 +208,17 @@ def _system(body: object) -> tuple[Message, ...]:
     return tuple(Message(SYSTEM, text) for text in texts if text)
 
 
-def _is_list(value: object) -> bool:
-    return isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
-
-
 def _prompts(value: object) -> tuple[tuple[str, ...], int, int]:
     """Texts, total number of token ids, and number of prompts of a text completion."""
     if isinstance(value, str):
         return (value,), 0, 1
-    if not _is_list(value):
+    if not is_list(value):
         return (), 0, 1
     items: list[Any] = [*value]  # type: ignore[misc]
     if all(type(item) is int for item in items):
         return (), len(items), 1
     texts = tuple(item for item in items if isinstance(item, str))
-    num_ids = sum(len([*item]) for item in items if _is_list(item))
+    num_ids = sum(len([*item]) for item in items if is_list(item))
     return texts, num_ids, max(1, len(items))
 
 

@@ -52,11 +52,22 @@ class Message(NamedTuple):
 
 def member(source: object, name: str) -> Any:
     """A member of a mapping, or an attribute of another object; None if it is missing."""
-    return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
+    if isinstance(source, dict | Mapping):  # dict first, because the check of an abstract class is slow
+        return source.get(name)
+    return getattr(source, name, None)
+
+
+def is_list(value: object) -> bool:
+    """Whether a value is a list or another iterable of elements; a text or an object is none."""
+    if isinstance(value, list):
+        return True
+    return value is not None and not isinstance(value, str | bytes | Mapping) and isinstance(value, Iterable)
 
 
 def content_text(content: object) -> str:
     """The text of the content of a message, which may be a list of parts; see the table above."""
+    if isinstance(content, str):
+        return content
     texts: list[str] = []
     media: list[str] = []
     _read(content, texts, media, _MAX_DEPTH)
@@ -66,9 +77,9 @@ def content_text(content: object) -> str:
 def messages_of(value: object) -> tuple[Message, ...]:
     """The messages of a list: of OpenAI chat, Anthropic or ShareGPT messages, or items of the Responses API. Elements
     without a role or content are left out; anything but a list has no messages."""
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+    if not is_list(value):
         return ()
-    messages = (_message(item) for item in value)
+    messages = (_message(item) for item in value)  # type: ignore[attr-defined]
     return tuple(message for message in messages if message is not None)
 
 
@@ -98,11 +109,12 @@ def _message(item: object) -> Message | None:
     if isinstance(item, str):
         return Message(USER, item)
     kind, role = member(item, "type"), member(item, "role")
+    kind = kind if isinstance(kind, str) else ""
     role = role if isinstance(role, str) else member(item, "from")
     if kind in _CALLS:
         return Message(ASSISTANT, _call(item))
     if not isinstance(role, str):
-        role = _ITEM_ROLES.get(kind) if isinstance(kind, str) else None
+        role = _ITEM_ROLES.get(kind)
         if role is None:
             return None
     role = ROLES.get(role.strip().lower(), role)
@@ -111,8 +123,8 @@ def _message(item: object) -> Message | None:
     if role == USER and _has_only_results(content):
         role = TOOL
     text = content_text(content)
-    calls = member(item, "tool_calls")
-    calls = [*calls] if isinstance(calls, Iterable) and not isinstance(calls, str | Mapping) else []
+    called = member(item, "tool_calls")
+    calls = [*called] if is_list(called) else []
     if (call := member(item, "function_call")) is not None:
         calls.append(call)
     if not text and (refusal := member(item, "refusal")) and isinstance(refusal, str):

@@ -87,7 +87,8 @@ class PriorityEngine:
             allowed = f"integers from {-limit} to {limit - 1}; lower resolution"
             raise InputError("resolution * policy key", number, allowed)
         bounded = min(max(level, -self.max_level), self.max_level - 1)
-        return self._sign * (bounded * 2**self.key_bits + number)
+        priority: int = self._sign * (bounded * 2**self.key_bits + number)
+        return priority
 
     def client_priority(self, parsed: ParsedRequest, headers: Mapping[str, str]) -> int:
         """The priority that the client declares, smaller first; 0 without one."""
