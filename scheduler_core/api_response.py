@@ -73,12 +73,12 @@ def read_response(content: object) -> ApiResponse:
         _read_anthropic(response, kind, content)
     elif "done" in content:
         response.num_new_tokens = int(
-            any(map(_has_output, map(content.get, ("message", "response", "thinking"))))
+            any(map(has_output, map(content.get, ("message", "response", "thinking"))))
         )
         response.finish_reason = _text(content.get("done_reason"))
         _take_counts(response, content, "eval_count", "prompt_eval_count")
     elif isinstance(meta := content.get("meta_info"), dict):
-        response.num_new_tokens = int(_has_output(content.get("text")) or bool(content.get("output_ids")))
+        response.num_new_tokens = int(has_output(content.get("text")) or bool(content.get("output_ids")))
         reason = meta.get("finish_reason")
         response.finish_reason = _text(reason.get("type") if isinstance(reason, dict) else reason)
         _take_counts(response, meta, "completion_tokens", "prompt_tokens")
@@ -108,7 +108,7 @@ def _read_choices(response: ApiResponse, content: dict[str, Any], choices: list[
         token_ids, delta = choice.get("token_ids"), choice.get("delta")
         if isinstance(token_ids, list) and token_ids:
             response.num_new_tokens += len(token_ids)
-        elif _has_output(delta if delta is not None else choice.get("text")):
+        elif has_output(delta if delta is not None else choice.get("text")):
             response.num_new_tokens += 1
         response.finish_reason = _text(choice.get("finish_reason")) or response.finish_reason
     _take_counts(response, content.get("timings"), "predicted_n", "prompt_n")
@@ -117,9 +117,9 @@ def _read_choices(response: ApiResponse, content: dict[str, Any], choices: list[
 
 def _read_responses_event(response: ApiResponse, kind: str, content: dict[str, Any]) -> None:
     if kind.endswith(".delta"):
-        response.num_new_tokens = int(_has_output(content.get("delta")))
+        response.num_new_tokens = int(has_output(content.get("delta")))
     elif kind == "response.output_item.added":  # the name of a tool comes before its arguments
-        response.num_new_tokens = int(_has_output(_member(content.get("item"), "name")))
+        response.num_new_tokens = int(has_output(_member(content.get("item"), "name")))
     elif isinstance(inner := content.get("response"), dict):
         _read_responses(response, inner)
 
@@ -136,11 +136,11 @@ def _read_anthropic(response: ApiResponse, kind: str, content: dict[str, Any]) -
     usage, delta = content.get("usage"), content.get("delta")
     if kind == "content_block_delta":
         names = ("text", "thinking", "partial_json")
-        response.num_new_tokens = int(any(_has_output(_member(delta, name)) for name in names))
+        response.num_new_tokens = int(any(has_output(_member(delta, name)) for name in names))
     elif kind == "content_block_start":
         names = ("text", "thinking", "name")
         block = content.get("content_block")
-        response.num_new_tokens = int(any(_has_output(_member(block, name)) for name in names))
+        response.num_new_tokens = int(any(has_output(_member(block, name)) for name in names))
     elif kind == "message_start":
         usage = _member(content.get("message"), "usage")
     elif kind == "message_delta":
@@ -155,7 +155,7 @@ def _read_anthropic(response: ApiResponse, kind: str, content: dict[str, Any]) -
 
 
 def _read_llama_cpp(response: ApiResponse, content: dict[str, Any]) -> None:
-    response.num_new_tokens = int(_has_output(content.get("content")))
+    response.num_new_tokens = int(has_output(content.get("content")))
     if content.get("stop") is True:
         is_truncated = content.get("stop_type") == "limit" or content.get("stopped_limit") is True
         response.finish_reason = "length" if is_truncated else "stop"
@@ -184,12 +184,12 @@ def _member(source: object, name: str) -> Any:
     return source.get(name) if isinstance(source, dict) else None
 
 
-def _has_output(value: object, depth: int = _MAX_DEPTH) -> bool:
-    """Whether a value has a text that is not empty, except in members that only describe the output."""
+def has_output(value: object, depth: int = _MAX_DEPTH) -> bool:
+    """Whether an output, or a part of it such as `delta`, has a text that is not empty, except in members that only describe the output."""
     if isinstance(value, str):
         return bool(value)
     if depth == 0:
         return False
     if isinstance(value, dict):
-        return any(_has_output(item, depth - 1) for name, item in value.items() if name not in _LABELS)
-    return isinstance(value, list) and any(_has_output(item, depth - 1) for item in value)
+        return any(has_output(item, depth - 1) for name, item in value.items() if name not in _LABELS)
+    return isinstance(value, list) and any(has_output(item, depth - 1) for item in value)

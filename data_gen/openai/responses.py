@@ -10,7 +10,9 @@ from typing import Any
 from data_gen.backend import SamplingSettings, sample_seed
 from data_gen.openai.options import OpenAIOptions
 from data_gen.prompts import Prompt
+from scheduler_core.api_response import has_output
 from scheduler_core.json_text import valid_unicode
+from scheduler_core.prompt_text import content_text
 
 _STOPPED = {"stop": "stop", "eos_token": "stop", "stop_sequence": "stop", "length": "length"}
 # Exceptions raised for unexpected JSON values, including an infinite index and deep nesting.
@@ -160,8 +162,13 @@ def _index_of(entry: Mapping[str, Any]) -> int:
 
 def _read_choice(entry: Mapping[str, Any]) -> ResponseChoice:
     message = entry.get("message")
-    text = (message.get("content") or message.get("refusal")) if message is not None else entry["text"]
-    return ResponseChoice(_text(text), _text(entry["finish_reason"]), _listed_tokens(entry))
+    text = entry["text"] if message is None else message.get("content") or message.get("refusal")
+    return ResponseChoice(_content(text), _text(entry["finish_reason"]), _listed_tokens(entry))
+
+
+def _content(value: Any) -> str:
+    """The text of an output, which may be a list of parts."""
+    return content_text(value) if isinstance(value, list) else _text(value)
 
 
 def _text(value: Any) -> str:
@@ -236,7 +243,7 @@ class EventStreamParser:
             return
         try:
             content = json.loads(data)
-            if "error" in content:
+            if content.get("error"):
                 raise ResponseError("server_error", _message_of(content), retry=True)
             if content.get("usage"):
                 self._usage = _read_usage(content)
@@ -255,17 +262,13 @@ class EventStreamParser:
             choice = self._choices[index] = ResponseChoice()
             self._texts[index] = []
         delta = entry.get("delta")
-        if delta is None:
-            text = visible = _text(entry.get("text"))
-        else:
-            text = _text(delta.get("content") or delta.get("refusal"))
-            visible = text or delta.get("reasoning_content") or delta.get("reasoning") or ""
+        text = _content(entry.get("text") if delta is None else delta.get("content") or delta.get("refusal"))
         if text:
             self._texts[index].append(text)
         listed = _listed_tokens(entry)
         if listed:
             choice.listed_tokens = (choice.listed_tokens or 0) + listed
-        if choice.first_at is None and (visible or listed or entry.get("finish_reason")):
+        if choice.first_at is None and (text or has_output(delta) or listed or entry.get("finish_reason")):
             choice.first_at = now
         if entry.get("finish_reason"):
             choice.finish_reason = _text(entry["finish_reason"])

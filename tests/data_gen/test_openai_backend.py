@@ -361,6 +361,26 @@ def test_the_first_token_is_not_the_role_and_surrogates_are_joined() -> None:
 
 
 @pytest.mark.parametrize(
+    "delta",
+    [
+        {"reasoning_content": "hm"},
+        {"refusal": "no"},
+        {"tool_calls": [{"index": 0, "function": {"name": "weather", "arguments": ""}}]},
+        {"function_call": {"arguments": "{"}},
+        {"audio": {"id": "a", "transcript": "x"}},
+        {"content": [{"type": "text", "text": "x"}]},
+    ],
+)
+def test_the_first_token_is_that_of_any_kind_of_output(delta: dict[str, Any]) -> None:
+    call = {
+        "delta": {"tool_calls": [{"index": 0, "id": "c", "type": "function", "function": {"arguments": ""}}]}
+    }
+    assert (
+        choice_of({"delta": {"role": "assistant", "content": None}}, call, {"delta": delta}).first_at == 3.0
+    )
+
+
+@pytest.mark.parametrize(
     ("data", "kind"),
     [
         (b"data: {", "malformed"),
