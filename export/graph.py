@@ -34,6 +34,8 @@ def export_graph(
     import onnxscript  # noqa: F401  (torch reports that it is missing only in the middle of the export)
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass, RemoveUnusedOpsetsPass
 
+    from export.passes.graph import save
+
     try:
         with _quiet():
             _torch_export(model, manifest, path, legacy_exporter=legacy_exporter)
@@ -45,7 +47,7 @@ def export_graph(
         raise TailcastError(text) from error
     # Remove source paths and stack traces of this machine, and operator sets that are not used.
     clean = ir.passes.Sequential(ClearMetadataAndDocStringPass(), RemoveUnusedOpsetsPass())
-    ir.save(clean(ir.load(path)).model, path)
+    save(clean(ir.load(path)).model, path)
     onnx.checker.check_model(str(path))
 
 

@@ -6,7 +6,7 @@
     length.median, length.quantile(0.9), length.expected_tokens, length.probability_longer_than(100)
 
 Names are imported at their first use. `LogT`, `Scheduler`, `simulate` and `read_trace` need only numpy;
-`predict` and `load` need the extra `predict`, `connect` the extra `client`, `fit` the extra `adapt`.
+`predict` and `load` need the extra `predict`, `connect` the extra `client`, `fit` the extra `train`.
 """
 
 from __future__ import annotations

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from scheduler_core.command import command
 
-# Needs onnx and onnxruntime in addition to the extra `train`.
 main = command(
     "adapt",
     "training.adapt:AdaptConfig",
     "training.adapt:adapt",
     positionals=("log",),
-    extra="train,export",
+    extra="adapt",
 )
 
 

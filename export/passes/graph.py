@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 from numpy.typing import ArrayLike, NDArray
 from onnx_ir.passes.common import RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
@@ -73,6 +75,13 @@ def finish(model: ir.Model) -> None:
     model.graph.opset_imports.setdefault(MICROSOFT, 1)
     model.graph.sort()
     ir.passes.Sequential(RemoveUnusedNodesPass(), RemoveUnusedOpsetsPass())(model)
+
+
+def save(model: ir.Model, path: Path) -> None:
+    """Writes a graph with the lowest IR version that has its operator sets, so that older runtimes load it too."""
+    sets = [onnx.helper.make_opsetid(*each) for each in model.opset_imports.items()]
+    model.ir_version = onnx.helper.find_min_ir_version_for(sets, ignore_unknown=True)
+    ir.save(model, path)
 
 
 def session(model: ir.Model, *, optimize: bool = True) -> Any:

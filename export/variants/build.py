@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from export.passes.attention import fuse_attention
 from export.passes.fp16 import to_half
-from export.passes.graph import Feed, part, random_feed, session, shift_output
+from export.passes.graph import Feed, part, random_feed, save, session, shift_output
 from export.passes.int8 import find_products, measure_ranges, quantize, quantize_tables, smooth
 from predictors.artifact import Artifact, write_manifest
 from predictors.manifest import MODEL, Precision
@@ -119,7 +119,7 @@ def write_variant(artifact: Artifact, model: ir.Model, folder: Path, run: Mappin
     for file in artifact.manifest.files:
         if not file.startswith(MODEL) and file != "run.json":
             shutil.copyfile(artifact.path / file, folder / file)
-    ir.save(model, folder / MODEL)
+    save(model, folder / MODEL)
     write_json(folder / "run.json", dict(run))
     changes = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -47,6 +47,13 @@ METRICS = {"r2": 0.6, "tau": 0.5, "p50": 0.5, "p90": 0.9, "p99": 0.99, "crps_tok
 
 
 @pytest.mark.parametrize("name", EXPORTS)
+def test_graphs_have_the_lowest_ir_version_of_their_operators(artifacts: Folders, name: str) -> None:
+    graph = onnx.load(artifacts[name] / "model.onnx")
+    lowest = onnx.helper.find_min_ir_version_for(list(graph.opset_import), ignore_unknown=True)
+    assert graph.ir_version == lowest <= 9  # ONNX Runtime 1.17 reads version 9 at most
+
+
+@pytest.mark.parametrize("name", EXPORTS)
 def test_artifact_predicts_like_the_checkpoint(artifacts: Folders, checkpoints: Folders, name: str) -> None:
     checkpoint = load_checkpoint(checkpoints[EXPORTS[name][0]])
     tokens = checkpoint.tokenizer(PROMPTS, truncation=True, max_length=48, padding=True, return_tensors="pt")

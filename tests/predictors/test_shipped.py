@@ -14,6 +14,7 @@ from typing import Any
 
 import jsonschema
 import numpy as np
+import onnx
 import pytest
 
 import tailcast
@@ -123,6 +124,11 @@ def test_the_shipped_one_predicts_for_any_model() -> None:
         prompts = ("Say yes.", "Write a detailed essay of 2000 words about the history of Rome.")
         short, long = (predictor.predict(prompt, max_tokens=4096, model=model) for prompt in prompts)
         assert 1 < short.median < long.median < 4096
+
+
+def test_older_runtimes_read_the_shipped_graph() -> None:
+    graph = onnx.load(FOLDERS[PRETRAINED] / "model.onnx")
+    assert graph.ir_version <= 9  # ONNX Runtime 1.17
 
 
 def test_predict_and_serve_answer_within_ten_seconds_of_being_typed(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """`adapt`: logged requests correct an artifact for their served models, or nothing is written."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,29 @@ def test_a_known_model_is_corrected_and_all_others_stay_the_same_to_the_bit(tmp_
     assert list(record["corrections"]) == ["tiny-llm"]
     page = (tmp_path / "new.html").read_text()
     assert "CRPS, ln tokens" in page and "tiny-llm" in page  # noqa: PT018
+
+
+#: Refuses imports of packages that the extra `adapt` does not install.
+WITHOUT_TORCH = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {absent}:
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Absent())
+from tailcast.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+ABSENT = {"torch", "transformers", "lightning", "peft", "datasets", "duckdb", "onnxscript", "grpc", "aiohttp"}
+
+
+def test_it_needs_no_torch(tmp_path: Path) -> None:
+    log = write_log(tmp_path / "log.jsonl", shifted, "tiny-llm", 300)
+    options = ("--artifact", fakes.write_rich_artifact(tmp_path / "old"), "--out", tmp_path / "new")
+    command = [sys.executable, "-c", WITHOUT_TORCH.format(absent=ABSENT), "adapt", log, *options]
+    result = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert open_artifact(tmp_path / "new").manifest.metrics["adaptations"]
 
 
 def test_a_new_served_model_is_known_afterwards_and_again_after_a_second_log(tmp_path: Path) -> None:
