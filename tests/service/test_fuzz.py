@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from predictors.proto import open_inference_pb2 as oip
 from predictors.proto import predictor_v1_pb2 as pb
 from scheduler_core.json_text import RepeatedKeyError, check_num_values, num_separators, parse_json
 from tests.service.harness import Served, served
@@ -296,3 +297,126 @@ def test_values_of_a_body_are_counted_without_parsing(value: object) -> None:
         if maximum >= 0:
             with pytest.raises(ValueError, match="more than"):
                 check_num_values(text, maximum)
+
+
+def _with(name: str, value: str) -> tuple[str, str]:
+    return "/v1/predict", f'{{"prompt": "sea", "{name}": {value}}}'
+
+
+def _inputs(*tensors: str) -> tuple[str, str]:
+    return INFER, f'{{"inputs": [{", ".join(tensors)}]}}'
+
+
+KNOWN_TO_TRIP = [
+    *(
+        _with("max_tokens", value)
+        for value in ("9223372036854775808", "7" * 5000, "1e400", "NaN", '1, "maxTokens": 2')
+    ),
+    *(_with("max_tokens", f'"{value}"') for value in ("9223372036854775808", "7" * 5000)),
+    *(_with("temperature", value) for value in ("NaN", "Infinity")),
+    *(_with(name, value) for name, value in {"cvar_level": "NaN", "quantile_levels": "[NaN]"}.items()),
+    *(_with(name, '"\\ud800"') for name in ("served_model", "request_id", "\\ud800")),
+    *(_with(name, value) for name, value in {"declared_tier": "2147483648", "prompt": '"river"'}.items()),
+    *(_with("token_ids", value) for value in ("[1]", "[" * 100_000)),
+    ("/v1/predict", '{"a":' * 100_000),
+    ("/v1/predict", '{"prompt": "\\ud800"}'),
+    ("/v1/predict", '{"messages": [{"role": "user", "content": "\\udc00"}]}'),
+    ("/v1/predict-batch", '{"requests": [{"prompt": "\\ud800"}]}'),
+    ("/v1/predict-batch", '{"requests": {}}'),
+    _inputs(tensor("prompt", "BYTES", '["\\ud800"]')),
+    _inputs(tensor("prompt", "BYTES", "[1]")),
+    _inputs(tensor("prompt", "\\ud800", '["sea"]')),
+    *(_inputs(tensor("prompt", "BYTES", '["sea"]', f"[{size}]")) for size in (2**63, "7" * 5000, "1, 1, 1")),
+    _inputs(PROMPT_TENSOR, tensor("served_model", "BYTES", '["\\ud800"]')),
+    *(
+        _inputs(PROMPT_TENSOR, tensor("max_tokens", "INT64", f"[{value}]"))
+        for value in (2**63, "1.5", "true")
+    ),
+    _inputs(PROMPT_TENSOR, tensor("temperature", "FP32", "[1e39]")),
+    _inputs(PROMPT_TENSOR, tensor("\\ud800", "FP32", "[1]")),
+    _inputs(tensor("input_ids", "UINT64", f"[{2**64 - 1}]", "[1, 1]")),
+    _inputs(tensor("input_ids", "INT64", "[1]", f"[1, {2**63 - 1}]")),
+    (INFER, f'{{"inputs": [{PROMPT_TENSOR}], "outputs": [{{"name": "mu", "parameters": 1}}]}}'),
+]
+
+
+# Each of these was a 500, a traceback or a wrong number once.
+@pytest.mark.mend
+@pytest.mark.parametrize("number", range(len(KNOWN_TO_TRIP)))
+def test_what_is_known_to_trip_is_the_callers_fault(server: Served, number: int) -> None:
+    path, text = KNOWN_TO_TRIP[number]
+    assert http_status(server, path, text.encode()) == 400
+
+
+@fuzzed
+@given(
+    name=st.sampled_from(NAMES),
+    datatype=st.sampled_from(DATATYPES),
+    shape=st.lists(st.sampled_from([0, 1, 2, 3, 2**31, 2**63]), max_size=3),
+    data=st.binary(max_size=24),
+    size=st.integers(-1, 30) | st.just(2**70),
+)
+def test_any_binary_tensor_over_http(
+    server: Served, name: str, datatype: str, shape: list[int], data: bytes, size: int
+) -> None:
+    binary = {"name": name, "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": size}}
+    head = json.dumps({"inputs": [json.loads(PROMPT_TENSOR), binary][name == "prompt" :]}).encode()
+    headers = ((b"Inference-Header-Content-Length", b"%d" % len(head)),)
+    assert is_answered_or_refused(http_status(server, INFER, head + data, headers))
+
+
+CONTENTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "int64_contents": st.lists(st.sampled_from([-(2**63), -1, 0, 1, 2**63 - 1]), max_size=3),
+        "uint64_contents": st.lists(st.sampled_from([0, 1, 2**63, 2**64 - 1]), max_size=3),
+        "fp32_contents": st.lists(st.floats(width=32), max_size=3),
+        "bytes_contents": st.lists(st.sampled_from([b"", b"sea", b"\xff", b"tiny-llm"]), max_size=3),
+    },
+)
+TENSORS = st.builds(
+    lambda name, datatype, shape, contents: oip.ModelInferRequest.InferInputTensor(
+        name=name, datatype=datatype, shape=shape, contents=oip.InferTensorContents(**contents)
+    ),
+    st.sampled_from(NAMES),
+    st.sampled_from(DATATYPES),
+    SHAPES,
+    CONTENTS,
+)
+
+
+# An INT8 tensor of shape [1000000, 1] held the event loop for seconds: rows are limited before they are built.
+@pytest.mark.mend
+@fuzzed
+@given(
+    tensors=st.lists(TENSORS, max_size=3),
+    raw=st.lists(st.binary(max_size=12), max_size=3),
+    outputs=st.lists(st.sampled_from(["mu", "expected_tokens", "", "\U0001f600"]), max_size=3),
+    noise=st.binary(max_size=20),
+)
+def test_any_model_infer(
+    channel: grpc.Channel,
+    tensors: list[oip.ModelInferRequest.InferInputTensor],
+    raw: list[bytes],
+    outputs: list[str],
+    noise: bytes,
+) -> None:
+    request = oip.ModelInferRequest(model_name="tiny", inputs=tensors, raw_input_contents=raw)
+    for name in outputs:
+        request.outputs.add(name=name)
+    code = status(channel, "/inference.GRPCInferenceService/ModelInfer", request.SerializeToString() + noise)
+    assert code in CALLERS_FAULT | {OK}
+
+
+# A 1 MiB body of a million rows blocked /healthz for up to 7 s and took 1.1 GB.
+@pytest.mark.mend
+def test_tensors_of_too_many_rows_are_refused_unread(server: Served, channel: grpc.Channel) -> None:
+    request = oip.ModelInferRequest(model_name="tiny", raw_input_contents=[bytes(10**6)])
+    request.inputs.add(name="input_ids", datatype="INT8", shape=[10**6, 1])
+    method = "/inference.GRPCInferenceService/ModelInfer"
+    assert status(channel, method, request.SerializeToString(), 5) == INVALID
+    parts = {"parameters": {"binary_data_size": 10**6}}
+    binary = {"name": "input_ids", "datatype": "INT8", "shape": [10**6, 1], **parts}
+    head = json.dumps({"inputs": [binary]}).encode()
+    headers = ((b"Inference-Header-Content-Length", b"%d" % len(head)),)
+    assert http_status(server, INFER, head + bytes(10**6), headers) == 400
