@@ -71,6 +71,8 @@ def config_of(command: str) -> Any:
     return CONFIGURED[command].config_class
 
 
+# Results were replaced without a word.
+@pytest.mark.mend
 @pytest.mark.parametrize(
     ("command", "output"),
     [
@@ -131,6 +133,8 @@ def words_of(command: str, paths: dict[str, Path], folder: Path) -> list[str]:
     return [*rest, *words]
 
 
+# import-lengths and evaluate --json wrote over their inputs.
+@pytest.mark.mend
 @pytest.mark.parametrize(("command", "source", "output", "way"), list(pairs()))
 def test_no_command_writes_over_its_input(
     command: str, source: str, output: str, way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -68,6 +68,8 @@ def interrupted(
     return subprocess.run([sys.executable, "-m", module, *args], capture_output=True, text=True, **options)
 
 
+# Ctrl-C during imports printed a traceback.
+@pytest.mark.mend
 @pytest.mark.parametrize(
     ("module", "prog", "moment", "args"),
     [
@@ -101,6 +103,8 @@ def test_an_interrupt_while_processes_of_a_sweep_start(site: Path, tmp_path: Pat
     assert (done.returncode, done.stderr) == (130, "simulate sweep: interrupted\n")
 
 
+# Ctrl-C at exit printed a traceback.
+@pytest.mark.mend
 def test_an_interrupt_while_the_interpreter_waits_for_threads(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(_SLEEPER)

@@ -61,6 +61,8 @@ def test_version_follows_the_content(artifact_folder: Path, tmp_path: Path) -> N
     assert prefixed.artifact_version == f"1.2+x+{version}"
 
 
+# An edited number of the manifest was not noticed.
+@pytest.mark.mend
 def test_every_field_is_needed_and_an_edited_one_is_another_version(rich_folder: Path) -> None:
     with pytest.raises(InputError, match="artifact_version: got .*changed after the export"):
         parse_manifest(read_manifest(rich_folder) | {"max_length": 17})
@@ -164,6 +166,8 @@ def test_fields_that_contradict_each_other_are_named(rich_folder: Path) -> None:
             parse(read_manifest(rich_folder), **{field: value})
 
 
+# Files and keys that the manifest does not know were accepted.
+@pytest.mark.mend
 @pytest.mark.parametrize("name", ["notes.txt", ".hidden", "model.onnx.data", ".tailcast.jsonl"])
 def test_what_the_manifest_does_not_list_is_refused(tmp_path: Path, name: str) -> None:
     folder = write_artifact(tmp_path / "a")
@@ -185,6 +189,8 @@ def test_a_link_out_of_the_folder_is_refused(tmp_path: Path, name: str) -> None:
         open_artifact(folder)
 
 
+# External weights that no hash covers were read.
+@pytest.mark.mend
 @pytest.mark.parametrize("location", ["../weights.bin", "/etc/passwd", "sub/w", ""])
 def test_weights_outside_the_folder_are_refused(tmp_path: Path, location: str) -> None:
     folder = write_artifact(tmp_path / "a")
@@ -367,6 +373,8 @@ async def test_requests_choose_among_several_artifacts(tmp_path: Path, artifact_
             assert (code, "one of tiny, second" in message) == (grpc.StatusCode.NOT_FOUND, True)
 
 
+# A service was ready and then answered 500.
+@pytest.mark.mend
 async def test_start_refuses_equal_ids_and_what_reloads_refuse(tmp_path: Path, artifact_folder: Path) -> None:
     broken = fakes.without_numbers(write_artifact(tmp_path / "a", artifact_id="broken"))
     equal = (artifact_folder, InputError, "artifact: got 'tiny'")
@@ -466,6 +474,8 @@ async def test_a_bad_new_version_is_refused_and_the_old_one_stays(
     assert refused in server.metrics.exposition().decode()
 
 
+# The tokenizer was read late: a deleted folder broke token ids.
+@pytest.mark.mend
 async def test_what_is_loaded_needs_its_folder_no_more_and_without_a_source_stays(tmp_path: Path) -> None:
     async with server_and_stub(open_runtime(write_artifact(tmp_path / "a"))) as (server, stub):
         shutil.rmtree(tmp_path / "a")

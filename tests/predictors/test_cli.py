@@ -430,6 +430,8 @@ async def test_a_worker_that_is_not_ready_again_yet_has_nothing_to_drain(tmp_pat
         assert await running == 0
 
 
+# SIGTERM with a stopped worker overran drain_timeout_s.
+@pytest.mark.mend
 async def test_workers_that_end_too_late_are_killed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # A suspended process does not get SIGTERM; the other one ends as it should.
     code, lives, was_ready = await supervised(tmp_path, "else:serve", suspended=0)

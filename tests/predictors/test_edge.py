@@ -60,6 +60,8 @@ def test_an_exception_that_causes_itself_ends() -> None:
     assert redacted_traceback(first).count("Traceback") == 2
 
 
+# Malformed HTTP put Authorization or the prompt into a traceback.
+@pytest.mark.mend
 async def test_no_record_holds_a_text_of_a_client(log: io.StringIO, caplog: pytest.LogCaptureFixture) -> None:
     error = chained()
     logging.getLogger("aiohttp.server").error("Error handling request from %s", "::1", exc_info=error)
@@ -128,6 +130,8 @@ def whole(body: bytes, *headers: bytes) -> bytes:
     return HEAD + b"Content-Length: %d\r\n" % len(body) + lines + b"\r\n" + body
 
 
+# Headers sent half held a connection for ever.
+@pytest.mark.mend
 async def test_half_a_head_ends() -> None:
     async with serving(0.05) as port:
         assert await replies(port, b"POST / HTTP/1.1\r\nX-Any: ", b"a") == b""
@@ -139,6 +143,8 @@ async def test_half_a_head_ends() -> None:
         writer.close()
 
 
+# Bodies sent half held a connection for ever.
+@pytest.mark.mend
 async def test_half_a_body_is_408(port: int) -> None:
     for half in (b"Content-Length: 10\r\n\r\nab", b"Transfer-Encoding: chunked\r\n\r\n5\r\nab"):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -161,6 +167,8 @@ async def test_an_idle_connection_stays_open() -> None:
         writer.close()
 
 
+# A broken or huge compressed body was a 500.
+@pytest.mark.mend
 @pytest.mark.parametrize("encoding", [b"gzip", b"deflate", b"br", b"\xff" + SECRET])
 async def test_compressed_bodies_are_refused_unread(port: int, encoding: bytes) -> None:
     page = await replies(port, whole(SECRET, b"Content-Encoding: " + encoding))
@@ -222,6 +230,8 @@ def send_grpc(channel: grpc.Channel, data: bytes, metadata: list[tuple[str, Any]
     return str(caught.value.code().name)
 
 
+# Malformed HTTP put Authorization, API keys and prompts into the log.
+@pytest.mark.mend
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_no_log_has_what_clients_sent(tmp_path: Path, artifact_folder: Path, log_format: str) -> None:
     (tmp_path / "tokens").write_text(f"{TOKEN}\n")
@@ -239,6 +249,8 @@ def test_no_log_has_what_clients_sent(tmp_path: Path, artifact_folder: Path, log
         assert TOKEN not in server.log
 
 
+# One body sent half held the drain.
+@pytest.mark.mend
 def test_half_a_request_does_not_hold_a_drain(tmp_path: Path, artifact_folder: Path) -> None:
     with running(tmp_path, artifact_folder, "--drain_timeout_s=3600") as server:
         port, http_port = server.ports()
@@ -268,6 +280,8 @@ class QuotingRuntime(fakes.GatedRuntime):
             raise RuntimeError(f"cannot run {CANARY}") from error
 
 
+# Errors of a batch quoted the prompts of other callers.
+@pytest.mark.mend
 @pytest.mark.parametrize("fault", ["model", "handler"])
 async def test_unexpected_errors_quote_no_prompt_to_callers_or_the_log(
     artifact_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str

@@ -157,6 +157,8 @@ async def test_full_queue_and_time_out_over_http(rich_folder: Path) -> None:
     assert runtime.batches == [1]
 
 
+# A header that is not ASCII was a 500.
+@pytest.mark.mend
 def test_a_trace_context_that_is_not_ascii_is_left_out() -> None:
     headers = {"tracestate": "a=1", "traceparent": "a=\u00fc"}
     assert _trace(make_mocked_request("POST", "/", headers=headers)) == {"tracestate": "a=1"}
@@ -191,6 +193,8 @@ async def turns_during(call: Callable[[], Any]) -> tuple[Any, int]:
         task.cancel()
 
 
+# A body of 5 million "{}" blocked all requests for seconds.
+@pytest.mark.mend
 @pytest.mark.parametrize("unit", ["{}", "1", '""', "[", '{"a":', "[1]"])
 async def test_json_of_too_many_values_is_not_parse(monkeypatch: pytest.MonkeyPatch, unit: str) -> None:
     monkeypatch.delattr(json, "loads")
@@ -342,6 +346,8 @@ class Unparsed:
         self.DESCRIPTOR, self.__name__ = kind.DESCRIPTOR, "Unparsed"
 
 
+# A gRPC message of 8 million token ids blocked all requests for seconds.
+@pytest.mark.mend
 @pytest.mark.parametrize(
     ("kind", "data"),
     [
@@ -369,6 +375,8 @@ def test_large_messages_of_few_elements_are_parse() -> None:
     assert parse(pb.PredictRequest, ids.SerializeToString()) == ids
 
 
+# A lone surrogate in an error message made the response a 500.
+@pytest.mark.mend
 @pytest.mark.parametrize("text", ["x" * 10**6, "\U0001f600" * 10**5, "\ud800" * 10**5])
 def test_messages_of_errors_are_short_and_can_be_encoded(text: str) -> None:
     status = ErrorStatus.of(InputError("served_model", "other", f"one of {text}"))

@@ -172,6 +172,8 @@ def test_token_ids_beyond_the_token_embeddings_are_refused(tmp_path: Path) -> No
         runtime.warm_up()
 
 
+# A service was ready and then answered 500.
+@pytest.mark.mend
 @pytest.mark.parametrize("broken", ["urgency", "bucket", "regression_tokens", "rank", "nu", "sigma"])
 def test_every_head_and_served_model_is_verified(tmp_path: Path, broken: str) -> None:
     """The head's numbers are right but for the second of two served models."""

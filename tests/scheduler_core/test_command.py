@@ -86,6 +86,8 @@ def error_of(arguments: list[str], capsys: Capsys) -> str:
     return line
 
 
+# YAML alias bombs and deep nesting took all memory or gave tracebacks.
+@pytest.mark.mend
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -105,6 +107,8 @@ def test_hostile_configs(text: str, named: str, tmp_path: Path, capsys: Capsys) 
     assert named in error_of(["here", "--out", "y", "--config", str(path)], capsys)
 
 
+# A configuration that is not UTF-8 gave a traceback.
+@pytest.mark.mend
 def test_configuration_files_that_are_no_text(tmp_path: Path, capsys: Capsys) -> None:
     path = tmp_path / "x.yaml"
     path.write_bytes("out: café".encode("latin-1"))
@@ -132,6 +136,8 @@ def _json_nested_too_deeply() -> object:
     return json.loads("[" * 100_000)
 
 
+# RecursionError and MemoryError gave tracebacks.
+@pytest.mark.mend
 @pytest.mark.parametrize(
     ("function", "code", "told"),
     [

@@ -92,6 +92,8 @@ def test_a_link_stays_and_its_target_is_written(tmp_path: Path, exists: bool) ->
     assert (link.is_symlink(), target.exists()) == (True, False)
 
 
+# A device or a named pipe was replaced by a file.
+@pytest.mark.mend
 def test_devices_and_pipes_are_written_to_and_stay(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
@@ -138,6 +140,8 @@ def filled(path: Path, kind: str, *names: str, overwrite: bool = False) -> None:
             (folder / name).write_text(name)
 
 
+# calibrate and export-onnx deleted a folder of the user.
+@pytest.mark.mend
 def test_only_a_whole_output_of_the_same_kind_is_replaced(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()  # an empty folder is no obstacle
@@ -156,6 +160,8 @@ def test_only_a_whole_output_of_the_same_kind_is_replaced(tmp_path: Path) -> Non
     assert (sorted(os.listdir(out)), os.listdir(tmp_path)) == ([files.RECORD, "c"], ["out"])
 
 
+# calibrate and export-onnx deleted a folder of the user.
+@pytest.mark.mend
 @pytest.mark.parametrize("record", [None, "", "[]", '{"checkpoint": 1}', '{"other": ["config.json"]}'])
 def test_a_folder_of_the_user_is_never_replaced(tmp_path: Path, record: str | None) -> None:
     out = tmp_path / "out"
@@ -170,6 +176,8 @@ def test_a_folder_of_the_user_is_never_replaced(tmp_path: Path, record: str | No
     assert ((out / "config.json").read_text(), os.listdir(tmp_path)) == ("{}", ["out"])
 
 
+# Two runs into one folder mixed their files.
+@pytest.mark.mend
 @pytest.mark.parametrize("one_step", [True, False])
 def test_each_of_two_replaces_all(tmp_path: Path, one_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not one_step:
@@ -183,6 +191,8 @@ def test_each_of_two_replaces_all(tmp_path: Path, one_step: bool, monkeypatch: p
     assert (sorted(os.listdir(out)), os.listdir(tmp_path)) == ([files.RECORD, "second"], ["out"])
 
 
+# A file of the user in an output folder was lost.
+@pytest.mark.mend
 def test_a_file_that_comes_while_a_folder_is_written_is_kept(tmp_path: Path) -> None:
     out = tmp_path / "out"
     filled(out, "kind", "before")
@@ -230,6 +240,8 @@ def test_a_locked_folder_is_for_one_process(tmp_path: Path) -> None:
         pass
 
 
+# Commands wrote over their inputs.
+@pytest.mark.mend
 def test_outputs_neither_hold_inputs_nor_lie_in_them(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").touch()
@@ -279,6 +291,8 @@ sys.exit(repr(os.listdir()) if os.listdir() else 0)
 """
 
 
+# A full disk left partial files and a traceback.
+@pytest.mark.mend
 def test_a_full_disk_is_an_os_error_of_every_library_and_leaves_nothing(tmp_path: Path) -> None:
     for package in ("pyarrow", "safetensors", "tokenizers"):
         pytest.importorskip(package)

@@ -269,6 +269,8 @@ def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     assert set(result(tmp_path)["metrics"]["groups"]["tenant"]) == {"paying", "free"}
 
 
+# 10^8 replicas took 4.5 GB, arrival times of 1e308 gave wrong numbers.
+@pytest.mark.mend
 @pytest.mark.parametrize(
     ("options", "told"),
     [

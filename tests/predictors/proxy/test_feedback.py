@@ -206,6 +206,8 @@ WRONG: dict[str, list[Any]] = {
 }
 
 
+# One lone surrogate made a whole log unimportable.
+@pytest.mark.mend
 def test_bad_lines_are_skipped_and_counted_by_all_readers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -287,6 +289,8 @@ def wait_written(outcomes: queue.Queue[str], number: int) -> None:
     assert [outcomes.get(timeout=60) for _ in range(number)] == ["written"] * number
 
 
+# Records counted as written were lost with a removed folder.
+@pytest.mark.mend
 def test_a_removed_folder_is_made_again_and_loses_nothing(tmp_path: Path, outcomes: queue.Queue[str]) -> None:
     folder = tmp_path / "log"
     log = FeedbackLog(folder, on_outcome=outcomes.put)
@@ -299,6 +303,8 @@ def test_a_removed_folder_is_made_again_and_loses_nothing(tmp_path: Path, outcom
     log.close()
 
 
+# A full disk left 234 empty segments for 297 records.
+@pytest.mark.mend
 def test_a_disk_that_refuses_for_a_while_costs_no_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcomes: queue.Queue[str]
 ) -> None:
@@ -337,6 +343,8 @@ os.kill(os.getpid(), signal.{signal})
 """
 
 
+# Records counted as written were not on disk.
+@pytest.mark.mend
 @pytest.mark.parametrize("case", ["killed", "full"])
 def test_what_is_counted_as_written_survives(case: str, tmp_path: Path) -> None:
     """A process logs 300 records of 1 KB; it is killed, or may not write as much."""

@@ -101,6 +101,8 @@ async def test_requests_and_responses_pass_as_they_are() -> None:
     assert headers["Host"] == fake.url.removeprefix("http://")
 
 
+# Bodies that only the engine could read passed with their hints.
+@pytest.mark.mend
 async def test_a_completion_that_cannot_be_read_is_refused() -> None:
     packed = gzip.compress(json.dumps(chat("x")).encode())
     async with running_engine() as fake, running_proxy(fake.url, engine="vllm") as proxy:
@@ -356,6 +358,8 @@ async def raw_engine(*options: Any) -> AsyncIterator[tuple[RawEngine, str]]:
         await server.wait_closed()
 
 
+# A POST was sent twice and a DELETE four times when its answer was lost.
+@pytest.mark.mend
 @pytest.mark.parametrize("resets", [False, True])
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -421,6 +425,8 @@ async def test_a_refusal_keeps_a_connection_whose_request_is_complete() -> None:
         assert b"Connection: close" not in answers
 
 
+# One body sent half held the drain.
+@pytest.mark.mend
 async def test_half_a_request_holds_no_drain() -> None:
     async with running_engine() as fake:
         manager = running_proxy(fake.url, request_timeout_s=0.2, drain_timeout_s=600.0)
