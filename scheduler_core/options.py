@@ -42,7 +42,8 @@ def read_config(
 
     Args:
         config_class: Frozen dataclass with one documented field per option. Its optional class attribute
-            RECIPES is a folder of YAML files that --config finds by name.
+            RECIPES is a folder of YAML files that --config finds by name; SPELLINGS are pairs of a field and
+            the name that users write on the command line and in files, beside that of the field.
         positionals: Names of string fields passed by position, in order; the last may be a list. Those
             without a default are required.
         extra: The extra of `tailcast` that installs jsonargparse.
@@ -101,6 +102,10 @@ def _parser(prog: str, config_class: type[Any], positionals: Sequence[str], extr
     parser.add_argument("--config", action=ActionConfigFile, help="YAML file with any of the options below.")
     parser.add_argument("--version", action="version", version=f"tailcast {metadata.version('tailcast')}")
     parser.add_class_arguments(config_class, skip=set(positionals), fail_untyped=True)
+    for name, spelling in getattr(config_class, "SPELLINGS", ()):
+        action = parser._option_string_actions[f"--{name}"]
+        action.option_strings.insert(0, f"--{spelling}")
+        parser._option_string_actions[f"--{spelling}"] = action
     helps = {field.arg_name: field.description or "" for field in parse_from_object(config_class).params}
     for name in positionals:
         default = config_class.__dataclass_fields__[name].default

@@ -184,6 +184,7 @@ class TrainConfig:
 
     INPUTS = ("data", "validation", "urgency_data", "urgency_validation", "encoder", "init")
     OUTPUTS = ("out", "{out}.partial", "tensorboard", "report")
+    SPELLINGS = (("served_model", "model"),)
     RECIPES = Path(__file__).parent / "configs"
 
     out: str

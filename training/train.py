@@ -182,7 +182,7 @@ def _warn_of_several_models(config: TrainConfig, train: Rows) -> None:
     if several and config.conditioning is None:
         log.warning(
             "%d of %d training prompts have several rows (several served models?); without conditioning the predictor "
-            "learns their average; --served_model selects one of them",
+            "learns their average; --model selects one of them",
             several,
             len(train.prompts),
         )

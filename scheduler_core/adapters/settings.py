@@ -62,9 +62,17 @@ class PredictorSettings:
             raise InputError(source, values, "names with values, such as {predictor: pretrained}")
         names = [each.name for each in fields(cls)]
         for name in values:
-            if name not in names:
+            if name not in (*names, *_SPELLINGS):
                 raise unknown_name(f"{source}, setting", name, names)
-        return cls(**{name: value for name, value in values.items() if value is not None})
+        given = {name: value for name, value in values.items() if value is not None}
+        for spelling, name in _SPELLINGS.items():
+            if spelling in given:
+                value = given.pop(spelling)
+                if given.setdefault(name, value) != value:
+                    raise InputError(
+                        f"{source}, {spelling}", value, f"{given[name]!r}, as {name}, or one of them"
+                    )
+        return cls(**given)
 
     def start_thread(
         self, predictor: Predictor, decode: Callable[[Sequence[int]], str] | None = None
@@ -74,6 +82,8 @@ class PredictorSettings:
         return PredictionThread(AsyncPredictor(predictor, **limits, timeout_s=self.timeout_s), decode)
 
 
+#: Other names of settings.
+_SPELLINGS = {"model": "served_model"}
 #: Annotation of a setting -> its types, and their description in errors.
 _TYPES: Mapping[str, tuple[Any, str]] = {
     "str": (str, "text"),

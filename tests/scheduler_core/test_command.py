@@ -56,6 +56,48 @@ def test_positionals_options_and_dotted_overrides() -> None:
     assert seen == [Config(source="here", out="there", inner=Inner(rate=2.0))]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Renamed:
+    """Use a model."""
+
+    SPELLINGS = (("served_model", "model"),)
+
+    served_model: str | None = None
+    """Its name."""
+
+
+def test_a_field_has_a_second_spelling_in_options_and_files(tmp_path: Path, capsys: Capsys) -> None:
+    (tmp_path / "new.yaml").write_text("model: m")
+    (tmp_path / "old.yaml").write_text("served_model: m")
+    files = [["--config", str(tmp_path / name)] for name in ("new.yaml", "old.yaml")]
+    for words in (["--model", "m"], ["--served_model", "m"], ["--served-model=m"], *files):
+        seen: list[Renamed] = []
+        assert command("tool", Renamed, seen.append, extra="sim")(words) == 0
+        assert seen == [Renamed(served_model="m")]
+    with pytest.raises(SystemExit):
+        command("tool", Renamed, print, extra="sim")(["--help"])
+    assert "--model SERVED_MODEL, --served_model SERVED_MODEL" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "predictors.proxy.config:ProxyConfig",
+        "scheduler_core.simulator.commands.run:RunConfig",
+        "scheduler_core.simulator.commands.capacity:CapacityConfig",
+        "training.evaluating.cli:EvaluateConfig",
+        "training.config:TrainConfig",
+    ],
+)
+def test_the_served_model_is_model_for_users(path: str, capsys: Capsys) -> None:
+    positionals = {"ProxyConfig": ("engine_url",), "EvaluateConfig": ("predictor",)}.get(
+        path.partition(":")[2], ()
+    )
+    with pytest.raises(SystemExit):
+        command("tool", path, print, positionals=positionals, extra="sim")(["--help"])
+    assert "--model SERVED_MODEL, --served_model SERVED_MODEL" in capsys.readouterr().out
+
+
 def test_hyphens_and_underscores_are_the_same_in_option_names() -> None:
     seen: list[Config] = []
     for words in (["--max-tokens", "5"], ["--max-tokens=5"], ["--max_tokens", "5"]):

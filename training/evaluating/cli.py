@@ -18,6 +18,7 @@ class EvaluateConfig:
 
     INPUTS = ("predictor", "data", "compare", "baselines_from")
     OUTPUTS = ("json", "html", "markdown", "predictions")
+    SPELLINGS = (("served_model", "model"),)
 
     predictor: str
     """Artifact folder of export-onnx, or checkpoint folder of train."""
