@@ -151,7 +151,17 @@ def test_ignoring_truncation_shortens_the_fit(tmp_path):
         (["{dir}/none.parquet"], "samples: got"),
         (["{dir}/broken.parquet"], "a whole Parquet file"),
         (["{dir}/empty.parquet"], "not empty"),
-        (["{dir}/good.parquet", "--group_by", "prompt_id,nope"], "also nope"),
+        (["{dir}/good.parquet", "--group_by", "prompt_id,nope"], "also nope; --group_by names other columns"),
+        (["{dir}/good.parquet", "--weights", "nope"], "also nope; --weights names another column"),
+        (["{dir}/log.csv"], "also prompt_id, model, output_tokens; --group_by names other columns"),
+        (
+            ["{dir}/log.csv", "--group_by", "prompt"],
+            "also output_tokens; import-lengths log log.csv --columns output_tok",
+        ),
+        (
+            ["{dir}/plain.csv", "--group_by", "prompt"],
+            "import-lengths log plain.csv --columns finish_reason=COLUMN",
+        ),
         (["{dir}/good.parquet", "--nu", "0"], "nu"),
         (["{dir}/good.parquet", "--processes", "0"], "processes"),
         (["{dir}/good.parquet", "--bootstrap", "5"], "bootstrap"),
@@ -162,6 +172,8 @@ def test_bad_input_is_one_line_and_writes_nothing(arguments, message, tmp_path, 
     good = write_sample_file(tmp_path / "good.parquet", num_prompts=3)
     (tmp_path / "broken.parquet").write_bytes(good.read_bytes()[:-300])
     (tmp_path / "empty.parquet").touch()
+    (tmp_path / "log.csv").write_text("prompt,tokens\na,5\n")
+    (tmp_path / "plain.csv").write_text("prompt,output_tokens\na,5\n")
     args = [argument.format(dir=tmp_path) for argument in arguments]
     assert_refused(main, [*args, "--out", tmp_path / "fits.parquet"], message, tmp_path, capsys)
 

@@ -105,8 +105,16 @@ def used_columns(names: Sequence[str], keys: Sequence[str], weights: str | None)
 def check_columns(names: Sequence[str], path: Path, keys: Sequence[str], weights: str | None) -> None:
     """Raises `InputError` unless a file with these columns can be grouped by `keys`."""
     missing = [name for name in (*keys, "output_tokens", weights) if name not in (*names, None)]
-    if missing:
-        raise InputError(f"{path.name}, columns", list(names), f"also {', '.join(map(str, missing))}")
+    if not missing:
+        return
+    advice = [f"also {', '.join(map(str, missing))}"]
+    if not {*keys} <= {*names}:
+        advice.append("--group_by names other columns that identify a group")
+    if "output_tokens" in missing:
+        advice.append(f"import-lengths log {path.name} --columns output_tokens=COLUMN takes another column")
+    if weights in missing:
+        advice.append("--weights names another column")
+    raise InputError(f"{path.name}, columns", list(names), "; ".join(advice))
 
 
 def check_enough(largest: int, path: Path, min_samples: int = MIN_SAMPLES) -> None:
@@ -302,7 +310,8 @@ def _samples(
     elif listed:
         censored = np.zeros(len(rows), dtype=bool) if max_tokens is None else lengths >= max_tokens
     else:
-        allowed = "also finish_reason or finished, or output_tokens as lists"
+        allowed = "also finish_reason or finished, or output_tokens as lists; import-lengths log "
+        allowed += f"{source.path.name} --columns finish_reason=COLUMN takes another column"
         raise InputError(f"{source.path.name}, columns", names, allowed)
     usable = ~failed
     lengths, rows, censored = lengths[usable], rows[usable], censored[usable]
