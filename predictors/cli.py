@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from predictors.edge import PortFile, on_signals, run, set_up_logs
+from predictors.edge import PortFile, ignore_hangups, on_signals, run, set_up_logs
 from scheduler_core.command import command
 from scheduler_core.errors import InputError
 from scheduler_core.ranges import INTEGERS, check_ranges
@@ -134,6 +134,7 @@ class ServeConfig:
 
 def serve(config: ServeConfig) -> int:
     """Loads the artifacts and serves them until SIGTERM or SIGINT; then finishes requests in flight."""
+    ignore_hangups()
     port_file = PortFile(config.port_file)
     set_up_logs(config.log_format)
     if config.workers > 1:
@@ -153,6 +154,7 @@ def serve_worker(config: ServeConfig, number: int) -> int:
         os.write(sys.stdout.fileno(), b"\n")
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
+    ignore_hangups()
     set_up_logs(config.log_format)
     if config.http_port is not None:
         count_as_worker(number)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import threading
 import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -40,6 +41,12 @@ def on_signals(stop: Callable[[], object], reload: Callable[[], object] | None =
             asyncio.get_running_loop().add_signal_handler(getattr(signal, name), action)
         except (AttributeError, NotImplementedError):  # Windows: Ctrl-C ends asyncio.run by itself
             return
+
+
+def ignore_hangups() -> None:
+    """Ignores SIGHUP, which would end a process that is still loading, until `on_signals`."""
+    if hasattr(signal, "SIGHUP") and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 class PortFile:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -26,12 +26,21 @@ RANGES: dict[str, tuple[float, float]] = {
     "default_max_tokens": (1, 2**31 - 1),
     "feedback_segment_mib": (1, 2**20),
 }
+#: Options that SIGHUP applies. The others need a restart: ports and files are open, the state of the policy and the
+#: priorities of requests in the engine depend on the policy's parameters.
+RELOADED = (
+    *("predictor", "shadow_predictor", "deadline_s", "warm_up_s", "prompt_text", "served_model"),
+    *("default_max_tokens", "max_num_seqs", "release", "max_waiting", "max_in_flight", "max_body_mib"),
+    *("max_held_mib", "connect_timeout_s", "idle_timeout_s", "tenant_header", "tier_header"),
+    *("most_urgent_tier", "client_priority", "slo_ttft_ms", "slo_tpot_ms", "objectives"),
+    *("feedback_prompts", "drain_delay_s", "access_log"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProxyConfig:
     """Run an OpenAI-compatible proxy that predicts output lengths, and sends priorities to the engine or
-    queues requests itself. On SIGTERM it finishes the requests in flight."""
+    queues requests itself. On SIGTERM it finishes the requests in flight; on SIGHUP it reads its options again."""
 
     INPUTS = ("predictor", "shadow_predictor")
     OUTPUTS = ("port_file", "feedback", "calibration_file")
@@ -127,6 +136,11 @@ class ProxyConfig:
     """Log one line per request."""
     log_format: Literal["text", "json"] = "text"
     """Format of log lines: text, or one JSON object per line."""
+
+    def changed(self, other: ProxyConfig) -> list[str]:
+        """Names of the options with another value in `other`."""
+        names = [option.name for option in fields(self)]
+        return [name for name in names if getattr(self, name) != getattr(other, name)]
 
     def __post_init__(self) -> None:
         check_http_url("engine_url", self.engine_url)

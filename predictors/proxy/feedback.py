@@ -117,6 +117,10 @@ class Recorder:
                 on_outcome=lambda outcome: metrics.records.labels(outcome).inc(),
             )
 
+    def reload(self, config: ProxyConfig, shadow: Forecaster) -> None:
+        """Applies new options (see `config.RELOADED`) and a new shadow predictor."""
+        self._config, self.shadow = config, shadow
+
     @property
     def is_on(self) -> bool:
         """Whether output lengths are used for calibration or the log."""

@@ -60,6 +60,10 @@ class EngineOrder:
         """Whether the policy needs calls of `on_output`."""
         return self.policy.progress != "unused" or self.policy.needs_queue
 
+    def resize(self, max_num_seqs: int) -> None:
+        """Changes the number of requests that run at a time; running ones stay."""
+        self.max_num_seqs = self._order.max_num_seqs = max_num_seqs
+
     def update(
         self, request_id: str, prediction: Prediction | None, prompt_tokens: int | None = None
     ) -> None:
@@ -140,6 +144,11 @@ class HoldQueue(EngineOrder):
     def num_waiting(self) -> int:
         """Number of queued requests."""
         return len(self._order.waiting)
+
+    def resize(self, max_num_seqs: int) -> None:
+        """As in `EngineOrder`, and admits requests for new slots."""
+        super().resize(max_num_seqs)
+        self._release()
 
     async def enter(self, request: Request) -> None:
         """Waits for admission of the request; cancellation removes it. Refusal (429) if the queue is full."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from predictors.client.messages import AsyncClient, predictions
@@ -13,6 +15,11 @@ from scheduler_core.predictions import Prediction
 from scheduler_core.predictor import PredictionRequest
 
 logger = logging.getLogger(__name__)
+#: A predictor is slow if `SLOW` of its last `WINDOW` predictions were late, but at least `MIN_LATE`; it is in time again at
+#: half of that.
+WINDOW, SLOW, MIN_LATE = 100, 0.1, 5
+#: Minimum seconds between two log lines that the predictor is gone, and that it refuses requests.
+GONE_S, REFUSED_S = 60.0, 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +36,51 @@ class Forecast:
     prompt_tokens: int | None = None
 
 
+class PredictorLog:
+    """Logs when a predictor is gone, back, slow, in time again, and when it refuses requests. `name` is the option that
+    sets the predictor; `clock` is monotonic, in seconds."""
+
+    def __init__(self, name: str, deadline_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name = f"the {name.replace('_', ' ')}"
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._late: deque[bool] = deque(maxlen=WINDOW)
+        self._is_down = self._is_slow = False
+        self._logged_s: dict[str, float] = {}
+
+    def observe(self, outcome: str, error: Exception | None = None) -> None:
+        """Observes the outcome of a query (see `Forecast`), and the error that caused it, if any."""
+        if outcome == "refused" and error is not None and self._is_due(outcome, REFUSED_S):
+            logger.warning("%s refuses requests, they continue without: %s", self._name, _public_text(error))
+        if outcome == "failed" and error is not None and not self._is_down and self._is_due(outcome, GONE_S):
+            logger.warning("%s is gone, requests continue without: %s", self._name, _public_text(error))
+            self._is_down = True
+        if outcome == "answered" and self._is_down:
+            logger.info("%s is back", self._name)
+            self._is_down = False
+        if outcome in ("answered", "late"):
+            self._observe_time(outcome == "late")
+
+    def _observe_time(self, is_late: bool) -> None:
+        self._late.append(is_late)
+        num_late, num = sum(self._late), len(self._late)
+        limit = max(MIN_LATE, SLOW * num)
+        if not self._is_slow and num_late >= limit:
+            text = "%s is slow: %d of its last %d predictions were later than %g s; their requests continue without"
+            logger.warning(text, self._name, num_late, num, self._deadline_s)
+            self._is_slow = True
+        elif self._is_slow and num_late < limit / 2:
+            logger.info("%s is in time again: %d of its last %d predictions were late", self._name, num_late, num)
+            self._is_slow = False
+
+    def _is_due(self, outcome: str, every_s: float) -> bool:
+        now, logged_s = self._clock(), self._logged_s.get(outcome)
+        if logged_s is not None and now - logged_s < every_s:
+            return False
+        self._logged_s[outcome] = now
+        return True
+
+
 class Forecaster:
     """Queries one predictor (see `open_client`; None: every forecast is absent) for single requests, and
     returns a `Forecast` within `deadline_s` seconds in any case."""
@@ -37,18 +89,36 @@ class Forecaster:
         from predictors.client import open_client
 
         self._predictor: AsyncClient | None = None if predictor is None else open_client(predictor, field)
-        self._deadline_s = deadline_s
-        self._is_down = False
+        self._name, self._field, self.deadline_s = predictor, field, deadline_s
+        self._log = PredictorLog(field, deadline_s)
+        self._num_running = 0
+        self._all_done = asyncio.Event()
+        #: Version of the artifact when it was loaded or the service was reached; None before.
+        self.version: str | None = None
 
-    async def warm_up(self, deadline_s: float) -> None:
+    async def warm_up(self, timeout_s: float) -> None:
         """Loads the artifact or connects to the service; a failure is only logged."""
-        if self._predictor is None:
-            return
         try:
-            async with asyncio.timeout(deadline_s):
-                await self._predictor.metadata()
-        except (TimeoutError, TailcastError) as error:
-            logger.warning("the predictor is not ready: %s", error or "no response in time")
+            await self._load(timeout_s)
+        except TailcastError as error:
+            logger.warning("the predictor is not ready: %s", error)
+
+    async def successor(self, predictor: str | None, deadline_s: float, timeout_s: float) -> Forecaster:
+        """The forecaster for new options, ready to use; this one if there is no change. A service is not queried again, a
+        folder is loaded again for its new version. TailcastError if it cannot be loaded or reached."""
+        is_same = (predictor, deadline_s) == (self._name, self.deadline_s)
+        if is_same and (predictor is None or predictor.startswith("grpc://")):
+            return self
+        successor = Forecaster(predictor, self._field, deadline_s)
+        try:
+            await successor._load(timeout_s)
+        except BaseException:
+            await successor.close()
+            raise
+        if is_same and successor.version == self.version:
+            await successor.close()
+            return self
+        return successor
 
     async def forecast(self, request: PredictionRequest) -> Forecast:
         """The prediction of a request, or the reason for its absence."""
@@ -59,27 +129,42 @@ class Forecaster:
         start = time.perf_counter()
         prediction: Prediction | None = None
         outcome, prompt_tokens = "answered", None
+        failure: Exception | None = None
+        self._num_running += 1
         try:
-            async with asyncio.timeout(self._deadline_s):
-                [response] = await self._predictor.responses([request], timeout_s=self._deadline_s)
+            async with asyncio.timeout(self.deadline_s):
+                [response] = await self._predictor.responses([request], timeout_s=self.deadline_s)
             [prediction] = predictions([response], self._predictor.address)
             prompt_tokens = None if response.truncated else response.prompt_tokens or None
         except TimeoutError:
             outcome = "late"
         except Exception as error:  # no failure of a predictor may fail a request
-            outcome = _outcome(error) if isinstance(error, TailcastError) else "failed"
-            if not self._is_down:  # log once per outage
-                logger.warning("no prediction, requests continue without: %s", _public_text(error))
-            self._is_down = True
-        if prediction is not None and self._is_down:
-            logger.info("the predictor responds again")
-            self._is_down = False
+            failure, outcome = error, _outcome(error) if isinstance(error, TailcastError) else "failed"
+        finally:
+            self._num_running -= 1
+            if not self._num_running:
+                self._all_done.set()
+        self._log.observe(outcome, failure)
         return Forecast(prediction, outcome, time.perf_counter() - start, prompt_tokens)
 
     async def close(self) -> None:
-        """Closes the client."""
+        """Closes the client when the running forecasts have ended, within their deadline."""
+        if self._num_running:
+            self._all_done.clear()
+            await self._all_done.wait()
         if self._predictor is not None:
             await self._predictor.close()
+
+    async def _load(self, timeout_s: float) -> None:
+        """Loads the artifact or reaches the service; TailcastError if it fails or takes longer."""
+        if self._predictor is None:
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                metadata = await self._predictor.metadata()
+        except TimeoutError as error:
+            raise TailcastError(f"no response from {self._field} in {timeout_s:g} s") from error
+        self.version = metadata.artifact_version
 
 
 def _public_text(error: Exception) -> str:

@@ -18,7 +18,7 @@ from prometheus_client import Gauge, generate_latest
 
 from predictors.http_edge import HttpRunner
 from predictors.proxy.body_rules import check_encoding, check_restricted, may_be_json
-from predictors.proxy.config import ProxyConfig
+from predictors.proxy.config import RELOADED, ProxyConfig
 from predictors.proxy.engines import CLIENT_HEADERS, ClientRules, Hint, make_engine
 from predictors.proxy.errors import EngineLostError, Refusal
 from predictors.proxy.feedback import Exchange, Recorder
@@ -100,6 +100,7 @@ class ProxyServer:
         self._num_in_flight = {True: 0, False: 0}
         self._mean_prompt_tokens = 0.0
         self._is_ready = False
+        self._reloading = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
         self.queue = queue = self._order if isinstance(self._order, HoldQueue) else None
         monitor = self._relay.monitor
@@ -161,6 +162,52 @@ class ProxyServer:
         await self._recorder.close()
         await self._forecaster.close()
         await self._relay.stop()
+
+    async def reload(self, config: ProxyConfig) -> None:
+        """Applies the options of `config` that can change while requests are in flight, loads new versions of the artifacts,
+        and logs what has changed and what needs a restart. TailcastError, without any change, if an artifact cannot be
+        loaded."""
+        async with self._reloading:
+            if not self._is_ready:
+                logger.warning("no reload: the proxy is starting or stopping")
+                return
+            changed = self._config.changed(config)
+            config = replace(self._config, **{name: getattr(config, name) for name in RELOADED})
+            old = (self._forecaster, self._recorder.shadow)
+            new = await self._successors(config)
+            self._config = self._relay.config = config
+            self._rules, self._engine = ClientRules(config), make_engine(config)
+            self._order.resize(config.max_num_seqs if self.queue is None else config.release)
+            if self.queue is not None:
+                self.queue.max_waiting = config.max_waiting
+            self._forecaster = new[0]
+            self._recorder.reload(config, new[1])
+        applied = [f"{name} = {getattr(config, name)!r}" for name in changed if name in RELOADED]
+        for field, before, after in zip(("predictor", "shadow_predictor"), old, new, strict=True):
+            if before is not after:
+                applied.append(f"{field}: version {after.version} replaces {before.version}")
+                await before.close()
+        restart = [name for name in changed if name not in RELOADED]
+        logger.info("reloaded: %s", "; ".join(applied) or "no change")
+        if restart:
+            logger.warning("these options need a restart: %s", ", ".join(restart))
+
+    async def _successors(self, config: ProxyConfig) -> list[Forecaster]:
+        """The forecasters of `config`, loaded. TailcastError if one of them cannot be loaded."""
+        predictor = None if config.predictor == "none" else config.predictor
+        shadow = self._recorder.shadow
+        loading = (
+            self._forecaster.successor(predictor, config.deadline_s, config.warm_up_s),
+            shadow.successor(config.shadow_predictor, shadow.deadline_s, config.warm_up_s),
+        )
+        loaded = await asyncio.gather(*loading, return_exceptions=True)
+        new = [forecaster for forecaster in loaded if isinstance(forecaster, Forecaster)]
+        for error in loaded:
+            if isinstance(error, BaseException):
+                for forecaster in set(new) - {self._forecaster, shadow}:
+                    await forecaster.close()
+                raise error
+        return new
 
     async def _bind(self, application: web.Application, port: int, field: str, shutdown_s: float) -> int:
         timeout_s = self._config.request_timeout_s

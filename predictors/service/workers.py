@@ -35,6 +35,7 @@ class _Worker:
     number: int
     process: asyncio.subprocess.Process | None = None
     is_ready: bool = False  # current process
+    misses_reload: bool = False  # a reload was requested before the current process was ready
     was_ready: asyncio.Event = field(default_factory=asyncio.Event)  # current or an earlier process
 
 
@@ -102,13 +103,20 @@ class Supervisor:
         self._stopping.set()
 
     def reload(self) -> None:
-        """Makes all workers reload their artifacts."""
-        self._signal(signal.SIGHUP)
+        """Makes all workers reload their artifacts; those that are starting do it when they are ready."""
+        for worker in self._workers:
+            worker.misses_reload = not worker.is_ready
+            if worker.is_ready:
+                self._send(worker, signal.SIGHUP)
 
     def _signal(self, number: int) -> None:
         for worker in self._workers:
-            if worker.process is not None and worker.process.returncode is None:
-                worker.process.send_signal(number)
+            self._send(worker, number)
+
+    @staticmethod
+    def _send(worker: _Worker, number: int) -> None:
+        if worker.process is not None and worker.process.returncode is None:
+            worker.process.send_signal(number)
 
     async def _keep(self, worker: _Worker) -> int:
         """Restarts a worker whenever it ends. Returns the exit code of its last process, or 0 if it was not
@@ -146,6 +154,9 @@ class Supervisor:
         if await worker.process.stdout.read(1):  # empty if the process ended before it was ready
             worker.is_ready = True
             worker.was_ready.set()
+            if worker.misses_reload:
+                worker.misses_reload = False
+                self._send(worker, signal.SIGHUP)
         return await worker.process.wait()
 
     def _is_hopeless(self, code: int) -> bool:

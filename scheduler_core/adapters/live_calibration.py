@@ -64,7 +64,9 @@ class CalibrationGauges:
                 gauge.remove(*labels)
         for served_model in served_models:
             metrics = calibration.metrics(served_model)
-            values = [(gauge, (served_model,), metrics[name]) for name, gauge in self._counts.items()]
+            values: list[tuple[Any, tuple[str, ...], Any]] = [
+                (gauge, (served_model,), metrics[name]) for name, gauge in self._counts.items()
+            ]
             for which, key in (("raw", "before"), ("corrected", "after")):
                 scores, labels = metrics[key], (served_model, which)
                 values += [(self._tau, labels, scores["tau"]), (self._crps, labels, scores["crps"])]

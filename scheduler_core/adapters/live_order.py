@@ -93,7 +93,7 @@ class LiveOrder:
         self._typical = TypicalLength()
         #: Requests whose prediction failed before there was a typical length.
         self._unknown: set[str] = set()
-        self._max_num_seqs = max_num_seqs
+        self.max_num_seqs = max_num_seqs
         self._num_arrived = 0
 
     def arrive(self, request: Request, now: float) -> RequestState:
@@ -134,7 +134,7 @@ class LiveOrder:
         """Updates the keys before the engine forms a step. Returns whether all were recomputed."""
         for state in self.policy.take_changed(now):
             self._rekey(state, now)
-        pressed = self.policy.on_pressure(len(self.waiting), self._max_num_seqs)
+        pressed = self.policy.on_pressure(len(self.waiting), self.max_num_seqs)
         if pressed or self.policy.key_changes == "with_time":
             self.waiting.rekey_all(now)
             return True
