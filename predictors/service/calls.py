@@ -61,6 +61,10 @@ class PredictorCalls:
             self.artifacts.default.metrics.request(method, status_code(error).name, 0.0, None)
             raise
 
+    def count_http(self, status: int) -> None:
+        """Counts a request that the HTTP port has refused, as one of the default artifact."""
+        self.artifacts.default.metrics.request("HTTP", f"HTTP_{status}", 0.0, None)
+
     async def predict(
         self,
         request: pb.PredictRequest,

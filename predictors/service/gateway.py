@@ -81,7 +81,8 @@ async def start_gateway(
 
     @routes.get("/metrics")
     async def expose_metrics(request: web.Request) -> web.Response:
-        return web.Response(body=metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+        text = await asyncio.to_thread(metrics.exposition)
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     @routes.get("/healthz")
     async def live(request: web.Request) -> web.Response:
@@ -92,24 +93,27 @@ async def start_gateway(
         is_ready = calls.artifacts.is_ready
         return web.Response(text="ready\n" if is_ready else "not ready\n", status=200 if is_ready else 503)
 
-    application = web.Application(client_max_size=config.max_message_bytes, middlewares=[_middleware(tokens)])
+    middlewares = [_middleware(calls, tokens)]
+    application = web.Application(client_max_size=config.max_message_bytes, middlewares=middlewares)
     application.add_routes([*routes, *_open_inference_routes(calls)])
-    runner = HttpRunner(application, shutdown_timeout=1)
+    runner = HttpRunner(application, shutdown_timeout=1, on_refused=calls.count_http)
     assert config.http_port is not None
     options: dict[str, Any] = {"ssl_context": http_context(config), "reuse_port": shares_port or None}
     await runner.bind("http_port", config.host, config.http_port, **options)
     return runner
 
 
-def _middleware(tokens: BearerTokens | None) -> Any:
+def _middleware(calls: PredictorCalls, tokens: BearerTokens | None) -> Any:
     @web.middleware
     async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
         """Checks the bearer token, and converts errors to responses."""
         try:
             if tokens is not None and request.path not in OPEN_PATHS:
-                tokens.check(request.headers.get("Authorization"))
+                with calls.counted("HTTP"):
+                    tokens.check(request.headers.get("Authorization"))
             return await handler(request)
-        except web.HTTPException:
+        except web.HTTPException as error:
+            calls.count_http(error.status)
             raise
         except Exception as error:
             status = ErrorStatus.of(error)

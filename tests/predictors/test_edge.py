@@ -467,3 +467,29 @@ def test_tokens_of_a_file(token_file: str) -> None:
     Path(token_file).write_text("\n")
     with pytest.raises(InputError, match="token_file"):
         BearerTokens(token_file)
+
+
+async def test_what_the_http_port_refuses_is_counted(artifact_folder: Path, tmp_path: Path) -> None:
+    token_file = tmp_path / "tokens"
+    token_file.write_text(TOKEN)
+    large = (
+        b"POST /v1/predict HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 99999999\r\n"
+        + AUTHORIZED
+        + b"\r\n\r\n"
+    )
+    sent = [
+        b"GET x y\r\n\r\n",
+        b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
+        HEAD + b"Expect: x\r\nConnection: close\r\n\r\n",
+    ]
+    sent += [HEAD + b"Connection: close\r\n\r\n", large + b"x" * 2**21]
+    async with fakes.running_server(
+        open_runtime(artifact_folder), token_file=str(token_file), http_port=0, max_message_mib=1
+    ) as (server, _):
+        assert server.http_port is not None
+        for data in sent:
+            with contextlib.suppress(ConnectionError):  # before all of the large body is sent
+                await asyncio.to_thread(send_http, server.http_port, data)
+        text = server.metrics.exposition().decode()
+    for code, count in (("HTTP_400", 2), ("HTTP_417", 1), ("HTTP_413", 1), ("UNAUTHENTICATED", 1)):
+        assert f'tailcast_requests_total{{artifact="tiny",code="{code}",method="HTTP"}} {count}.0' in text
