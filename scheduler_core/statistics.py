@@ -1,7 +1,7 @@
 """Statistics shared by all packages: rank correlation, confidence intervals over seeds."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -55,8 +55,17 @@ class Interval:
     num: int
 
 
-def interval(values: Sequence[float]) -> Interval:
-    """mean +- t s / sqrt(n) with 95 % confidence; infinitely wide with one value. `InputError` if there is no value."""
+#: Number of values below which the interval of their mean is too wide to be meaningful: with two, t / sqrt(n) is 9.
+MIN_VALUES = 3
+UNBOUNDED = (-math.inf, math.inf)
+
+
+def interval(values: Sequence[float], bounds: tuple[float, float] = UNBOUNDED) -> Interval:
+    """mean +- t s / sqrt(n) with 95 % confidence; infinitely wide with one value. `InputError` if there is no value.
+
+    `bounds` are those of the quantity itself, such as (0, inf) for a latency. The interval is intersected with them, which
+    does not change how often it contains the true mean.
+    """
     if not values:
         raise InputError("values", values, "at least one number")
     array = np.asarray(values, float)
@@ -64,13 +73,18 @@ def interval(values: Sequence[float]) -> Interval:
     if num == 1:
         return Interval(mean, -math.inf, math.inf, 1)
     half = student_t_quantile(0.975, num - 1) * float(array.std(ddof=1)) / math.sqrt(num)
-    return Interval(mean, mean - half, mean + half, num)
+    return Interval(mean, max(mean - half, bounds[0]), min(mean + half, bounds[1]), num)
 
 
-def over_seeds(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merges the metric trees of several runs: each number becomes {mean, low, high, num}.
+def over_seeds(
+    runs: Sequence[Mapping[str, Any]],
+    bounds: Callable[[str], tuple[float, float]] = lambda _: UNBOUNDED,
+    prefix: str = "",
+) -> dict[str, Any]:
+    """Merges the metric trees of several runs: each number becomes {mean, low, high, num}, see `interval`.
 
-    Runs in which a number is None or missing are ignored for it. With one run low and high are None.
+    Runs in which a number is None or missing are ignored for it. With one run low and high are None. `bounds` returns those
+    of a metric by its dotted name, which starts with `prefix`.
     """
     merged: dict[str, Any] = {}
     for name in dict.fromkeys(name for run in runs for name in run):
@@ -78,8 +92,8 @@ def over_seeds(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if not values:
             merged[name] = None
         elif isinstance(values[0], Mapping):
-            merged[name] = over_seeds(values)
+            merged[name] = over_seeds(values, bounds, f"{prefix}{name}.")
         else:
-            ends = asdict(interval([float(value) for value in values]))
+            ends = asdict(interval([float(value) for value in values], bounds(f"{prefix}{name}")))
             merged[name] = {key: None if math.isinf(value) else value for key, value in ends.items()}
     return merged

@@ -24,9 +24,9 @@ from scheduler_core.routing.llumnix import (
 )
 from scheduler_core.routing.snapshot import ReplicaRole
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
-from scheduler_core.simulator.step_time import make_step_time
+from scheduler_core.simulator.step_time import calibrated_step_time, make_step_time
 from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime
-from scheduler_core.simulator.trace import MAX_TIME_S, MAX_TOKENS
+from scheduler_core.simulator.trace import MAX_REQUESTS, MAX_TIME_S, MAX_TOKENS
 from scheduler_core.simulator.workloads.workload import Workload
 
 #: Reference policies: an order policy that always gets the true lengths.
@@ -143,6 +143,7 @@ class SimulationConfig:
     """Simulate a scheduling policy on a request trace."""
 
     INPUTS = ("trace", "workload", "step_time_parameters", "vary")
+    SPELLINGS = (("served_model", "model"),)
 
     policy: str
     """Order of the requests: fcfs (arrival), bounded_shortest (shortest first, with bounded delay relative to
@@ -153,6 +154,9 @@ class SimulationConfig:
     """Requests: JSON lines, CSV or Parquet with columns request_id, arrival_s, prompt_tokens, output_tokens (the true
     length), max_tokens; optional prompt, prompt_id, tier, priority, tenant, category, ttft_slo_s, tbt_slo_s, ttlt_slo_s,
     session_id, turn, think_time_s, prefix_tokens, and a predicted log-t length mu, sigma, nu. Alternative to workload."""
+    repeat: int = 1
+    """Number of times that the trace is simulated in a row, with new ids of requests and conversations, so that a short
+    trace reaches a steady state."""
     workload: Workload | None = None
     """Requests drawn from a description with the seed. Alternative to trace."""
     policy_parameters: dict[str, float] = field(default_factory=dict)
@@ -191,9 +195,9 @@ class SimulationConfig:
     step_time_model: str | None = None
     """Model of step times: quadratic (Semantic Scheduling), staircase (RAD, Eq. 7), roofline (data sheets),
     table (measured operators). Unset: linear, with the values of step_time."""
-    step_time_parameters: dict[str, Any] = field(default_factory=dict)
-    """Parameters of step_time_model, such as {model: llama-2-7b, gpu: a100-80gb} for roofline, or the result
-    of `simulate calibrate`."""
+    step_time_parameters: dict[str, Any] | str = field(default_factory=dict)
+    """Parameters of step_time_model, such as {model: llama-2-7b, gpu: a100-80gb} for roofline; or the path of a
+    result of `simulate calibrate` (JSON), which also has the model."""
     num_clients: int | None = None
     """Closed loop: number of clients, each of which sends its next request after its previous output. Unset:
     open loop, requests arrive at their arrival times."""
@@ -208,18 +212,21 @@ class SimulationConfig:
     def __post_init__(self) -> None:
         if (self.trace is None) == (self.workload is None):
             raise InputError("trace, workload", (self.trace, self.workload), "one of them")
+        if self.repeat != 1 and self.trace is None:
+            raise InputError("repeat", self.repeat, "1 with a workload; use more workload.num_requests")
         make_policy(self.order_policy, self.policy_parameters)
         check_ranges(self, predictor_noise=(0.0, FINITE), predictor_delay_s=(0, MAX_TIME_S))
         check_ranges(
             self, client_think_time_s=(0, MAX_TIME_S), rate=(POSITIVE, FINITE), load=(POSITIVE, FINITE)
         )
         check_ranges(self, default_max_tokens=(1, MAX_TOKENS), num_clients=(1, MAX_CLIENTS))
-        check_ranges(self, prefix_cache_tokens=(0, 2**62), seed=(0, 2**63 - 1))
+        check_ranges(self, prefix_cache_tokens=(0, 2**62), seed=(0, 2**63 - 1), repeat=(1, MAX_REQUESTS))
         if self.predictor_noise and self.prediction_source != "oracle":
             raise InputError("predictor_noise", self.predictor_noise, "0 for a predictor other than oracle")
         if self.rate is not None and self.load is not None:
             raise InputError("rate, load", (self.rate, self.load), "one of them")
-        if self.step_time_model is None and self.step_time_parameters:
+        is_file = isinstance(self.step_time_parameters, str)
+        if self.step_time_model is None and self.step_time_parameters and not is_file:
             raise InputError("step_time_model", None, "a model for step_time_parameters")
 
     def simulation(self, **changes: Any) -> SimulationConfig:
@@ -233,9 +240,12 @@ class SimulationConfig:
 
     def make_step_time(self) -> StepTime:
         """The model of step times; `InputError` if a name or parameter is unknown, or a file is invalid."""
+        parameters = self.step_time_parameters
+        if isinstance(parameters, str):
+            return calibrated_step_time(parameters, self.step_time_model)
         if self.step_time_model is None:
             return self.step_time
-        return make_step_time(self.step_time_model, self.step_time_parameters)
+        return make_step_time(self.step_time_model, parameters)
 
     @property
     def order_policy(self) -> str:

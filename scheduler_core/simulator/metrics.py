@@ -1,5 +1,6 @@
 """Metrics of a run; names that end in _s are in seconds. README.md explains them."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,9 +12,10 @@ from scheduler_core.scheduler import Scheduler
 from scheduler_core.simulator.loop import SimulationOutcome
 from scheduler_core.simulator.predictions import Predictions
 from scheduler_core.simulator.records import LATENCIES, has_slo, meets_slo, request_columns
+from scheduler_core.simulator.steady_state import steady_state
 from scheduler_core.simulator.tables import Columns
 from scheduler_core.simulator.watch import GAP_CLASS, QUANTILES, RunWatch, TokenGaps, named_statistics
-from scheduler_core.statistics import FloatArray, kendall_tau
+from scheduler_core.statistics import UNBOUNDED, FloatArray, kendall_tau
 
 #: Fraction of requests with the longest outputs, for the starvation slope.
 LONG_FRACTION = 0.1
@@ -21,6 +23,19 @@ LONG_FRACTION = 0.1
 MAX_GROUPS = 64
 #: Quantiles for coverage.
 LEVELS = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+_FRACTION = (0.0, 1.0)
+#: Bounds of metrics that are not only >= 0, by the last or the last but one part of their name.
+_BOUNDS = {
+    "slo_attainment": _FRACTION, "busy_fraction": _FRACTION, "peak_kv_usage": _FRACTION, "kv_usage": _FRACTION,
+    "fairness_requests": _FRACTION, "fairness_tenants": _FRACTION, "coverage": _FRACTION, "kendall_tau": (-1.0, 1.0),
+    "starvation_slope": UNBOUNDED, "accumulated_fraction": (-math.inf, 1.0), "relative_growth": UNBOUNDED,
+}  # fmt: skip
+
+
+def metric_bounds(name: str) -> tuple[float, float]:
+    """Smallest and largest possible value of a metric by its dotted name."""
+    *_, parent, last = ("", *name.split("."))
+    return _BOUNDS.get(last) or _BOUNDS.get(parent) or (0.0, math.inf)
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -126,6 +141,7 @@ def run_metrics(
         "fairness_requests": jain_index(speed),
         "fairness_tenants": jain_index(np.bincount(tenants, speed) / np.bincount(tenants)),
         "starvation_slope": starvation_slope(requests),
+        "steady_state": steady_state(requests),
         "littles_law_error": abs(in_system - expected_in_system) / in_system if in_system > 0 else 0.0,
         "groups": {
             name: _group_metrics(requests, name, per_s, watch.gaps) for name in ("tier", "tenant", "category")
@@ -169,7 +185,8 @@ def _group_metrics(requests: Columns, name: str, per_s: float, gaps: TokenGaps) 
 
 
 def predictor_statistics(predictions: Predictions, schedulers: Mapping[str, Scheduler]) -> dict[str, Any]:
-    """Source of predictions; numbers of successful, failed and late predictions; latency of the calls."""
+    """Source of predictions; numbers of successful, failed and late ones, and of requests without a prompt, for which
+    the predictor was not called; latency of the calls."""
     present = [prediction for prediction in predictions.by_id.values() if prediction is not None]
     lengths = [prediction.length for prediction in present if prediction.length is not None]
     artifacts = {f"{length.artifact_id} {length.artifact_version}".strip() for length in lengths}
@@ -177,6 +194,7 @@ def predictor_statistics(predictions: Predictions, schedulers: Mapping[str, Sche
         "source": predictions.source,
         "num_predicted": len(present),
         "num_failed": predictions.num_failed,
+        "num_without_prompt": predictions.num_without_prompt,
         "num_late": sum(core.counters.num_late_predictions for core in schedulers.values()),
         "latency_s": summary(predictions.latency_s.values()),
         "artifacts": sorted(artifacts - {""}),

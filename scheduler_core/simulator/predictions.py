@@ -33,13 +33,15 @@ class Predictions:
 
     `by_id` has the predictions of all heads by request id: None if the predictor failed, missing if it was not called.
     `latency_s` is the time of the call in seconds (missing: 0); `errors` has the reasons of failures.
-    `source` is "none", "trace", "oracle", or the URL or class of the predictor.
+    `source` is "none", "trace", "oracle", or the URL or class of the predictor. `num_without_prompt` is the number of
+    requests for which a live predictor was not called; their lengths are unknown.
     """
 
     source: str = "none"
     by_id: Mapping[str, Prediction | None] = field(default_factory=dict)
     latency_s: Mapping[str, float] = field(default_factory=dict)
     errors: Mapping[str, str] = field(default_factory=dict)
+    num_without_prompt: int = 0
 
     @property
     def num_failed(self) -> int:
@@ -79,26 +81,26 @@ def fetch_predictions(
     max_in_flight: int = 16,
     progress: Progress | None = None,
 ) -> Predictions:
-    """Queries a live predictor (or one opened by name, see `open_predictor`) with one call per request, and
-    closes it. `InputError` if the predictor is unknown, or a row has no prompt; `TailcastError` if all of the
+    """Queries a live predictor (or one opened by name, see `open_predictor`) with one call per request with a prompt, and
+    closes it. `InputError` if the predictor is unknown, or no row has a prompt; `TailcastError` if all of the
     first `max_in_flight` calls failed.
 
     Must not be called from a running event loop. If `served_model` is empty, `model` of each row is used.
     `progress` is called with 1 after each call.
     """
+    rows = [row for row in trace.requests if row.prompt is not None]
+    if not rows:
+        first = trace.requests[0].request_id
+        raise InputError(f"prompt of request {first}", None, "a trace with prompts for a live predictor")
     opened = open_predictor(predictor) if isinstance(predictor, str) else predictor
-    for row in trace.requests:
-        if row.prompt is None:
-            allowed = "a trace with prompts for a live predictor"
-            raise InputError(f"prompt of request {row.request_id}", None, allowed)
     name = predictor if isinstance(predictor, str) else type(predictor).__name__
-    num_probes = min(max_in_flight, len(trace))
+    num_probes = min(max_in_flight, len(rows))
 
     async def fetch() -> list[PredictionEvent]:
         collector = AsyncPredictor(opened, max_in_flight=max_in_flight, timeout_s=TIMEOUT_S)
         events: list[PredictionEvent] = []
         try:
-            for row in trace.requests:
+            for row in rows:
                 model = served_model or row.model
                 collector.submit(PredictionRequest(row.request_id, row.prompt or "", row.max_tokens, model))
             while collector.num_open:
@@ -118,4 +120,5 @@ def fetch_predictions(
         {event.request_id: event.prediction for event in events},
         {event.request_id: event.latency_s for event in events},
         {event.request_id: event.error for event in events if event.error is not None},
+        num_without_prompt=len(trace) - len(rows),
     )

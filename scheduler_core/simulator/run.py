@@ -1,7 +1,7 @@
 """One simulation, from its configuration to its result."""
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +25,7 @@ from scheduler_core.simulator.predictions import (
 )
 from scheduler_core.simulator.records import RequestRecord
 from scheduler_core.simulator.sources import ClosedLoop
+from scheduler_core.simulator.steady_state import unsteady
 from scheduler_core.simulator.step_time import isolated_latency_s, saturation_rate_rps
 from scheduler_core.simulator.trace import Trace, load_trace
 from scheduler_core.simulator.watch import RunWatch
@@ -45,6 +46,7 @@ class SimulationResult:
             `OnlineCalibration.metrics` by served model.
         records, refused: Requests in the order of their end; reasons of refused requests by id.
         watch: Gaps between tokens, KV cache usage, and every step if requested.
+        warnings: What may mislead in this result, as sentences by kind: see `result_warnings`.
     """
 
     config: dict[str, Any]
@@ -55,10 +57,11 @@ class SimulationResult:
     records: list[RequestRecord]
     refused: dict[str, str]
     watch: RunWatch
+    warnings: dict[str, str]
 
     def to_json(self) -> dict[str, Any]:
         """All fields except records and watch, as JSON content."""
-        names = ("config", "versions", "trace", "metrics", "predictor", "refused")
+        names = ("config", "versions", "trace", "metrics", "predictor", "refused", "warnings")
         return {"schema": SCHEMA, **{name: getattr(self, name) for name in names}}
 
 
@@ -69,8 +72,13 @@ def prepare_trace(config: SimulationConfig) -> Trace:
         assert config.trace is not None
         need_arrivals = rate is None and config.load is None
         trace = load_trace(
-            config.trace, need_arrivals=need_arrivals, default_max_tokens=config.default_max_tokens
+            config.trace,
+            need_arrivals=need_arrivals,
+            default_max_tokens=config.default_max_tokens,
+            warn=False,  # it is among the warnings of the result
         )
+        if config.repeat > 1:
+            trace = trace.repeated(config.repeat)
     elif rate is None:
         trace = workload.trace(config.seed)
     if config.load is not None:
@@ -183,6 +191,7 @@ def run_simulation(
             "num_scalings": len(outcome.scaling),
         }
     predictor = predictor_statistics(predictions, schedulers)
+    warnings = result_warnings(config, trace, metrics, predictor)
     if calibration is not None:
         predictor["online_calibration"] = {
             name: calibration.metrics(name) for name in calibration.served_models
@@ -206,4 +215,42 @@ def run_simulation(
         records=outcome.records,
         refused=outcome.refused,
         watch=watch,
+        warnings=warnings,
     )
+
+
+def result_warnings(
+    config: SimulationConfig, trace: Trace, metrics: Mapping[str, Any], predictor: Mapping[str, Any]
+) -> dict[str, str]:
+    """What may mislead in the result of a run, as sentences by kind.
+
+    - prefix_cache: there is nothing that it could store. hash_ids: see `Trace`.
+    - steady_state: see `unsteady_result`.
+    - predictions: requests without one although there is a predictor.
+    """
+    warnings: dict[str, str | None] = {"hash_ids": trace.hash_ids_problem}
+    shared = any(row.session_id is not None and row.prefix_tokens for row in trace.requests)
+    if config.prefix_cache_tokens and not shared:
+        warnings["prefix_cache"] = (
+            f"prefix_cache_tokens {config.prefix_cache_tokens} has no effect: no request is a turn of a conversation that "
+            "shares a prefix (columns session_id and prefix_tokens)"
+        )
+    warnings["steady_state"] = unsteady_result(config, [metrics["steady_state"]])
+    num, parts = len(trace), []
+    if predictor["num_without_prompt"]:
+        parts.append(
+            f"{predictor['num_without_prompt']} of {num} requests have no prompt and were simulated with an unknown length"
+        )
+    if predictor["num_failed"]:
+        reason = predictor["first_error"] or "no mu, sigma and nu in the trace"
+        parts.append(f"{predictor['num_failed']} of {num} predictions failed ({reason})")
+    warnings["predictions"] = "; ".join(parts)
+    return {kind: text for kind, text in warnings.items() if text}
+
+
+def unsteady_result(config: SimulationConfig, measures: Sequence[Mapping[str, float | None]]) -> str | None:
+    """`unsteady` of runs with this configuration and any seeds; None for a closed loop, which limits the number of
+    requests in the system itself."""
+    if config.num_clients is not None:
+        return None
+    return unsteady(measures, config.repeat if config.workload is None else None)

@@ -26,7 +26,7 @@ from scheduler_core.ray_cluster import LOCAL, fetch_result, ray_cluster
 from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.run import SimulationResult, run_simulation
 
-SCHEMA = "tailcast.cell/3"
+SCHEMA = "tailcast.cell/4"
 #: Names of settings that must be equal: workload and cluster both have K of the multi-tier paper.
 JOINT = {"num_tiers": ("workload.tiers.num_tiers", "cluster.num_tiers")}
 #: Maximum number of simulations of one sweep, because all are listed before the first starts.
@@ -68,10 +68,10 @@ def point_of(settings: Mapping[str, Any]) -> Point:
 
 
 def _files(tree: Any) -> Iterator[str]:
-    """Input files of a configuration: the trace, and files of lengths."""
+    """Input files of a configuration: the trace, a calibration, and files of lengths."""
     if isinstance(tree, Mapping):
         for name, value in tree.items():
-            if name in ("trace", "file") and isinstance(value, str):
+            if name in ("trace", "file", "step_time_parameters") and isinstance(value, str):
                 yield value
             else:
                 yield from _files(value)
@@ -172,7 +172,9 @@ class CellStore:
     def write(self, key: str, cell: Cell, result: SimulationResult) -> dict[str, Any]:
         """Writes a result atomically; returns the content, as `read` does."""
         content = {"schema": SCHEMA, "key": key, "settings": dict(cell.settings)}
-        content |= {name: getattr(result, name) for name in ("config", "versions", "trace", "metrics")}
+        content |= {
+            name: getattr(result, name) for name in ("config", "versions", "trace", "metrics", "warnings")
+        }
         write_json(self.path(key), content)
         return self.read(key) or {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -19,11 +20,15 @@ from scheduler_core.request import MAX_TIERS, Request
 from scheduler_core.simulator.tables import write_table
 from scheduler_core.table_files import file_rows
 
+logger = logging.getLogger(__name__)
+
 #: Latest arrival in seconds. The simulated clock, a float, has a resolution of 2 microseconds at this time. Times since
 #: 1970 are below it.
 MAX_TIME_S = 1e10
 #: Maximum number of tokens of a prompt or an output.
 MAX_TOKENS = 2**31 - 1
+#: Maximum number of requests of a trace; each takes about half a kilobyte.
+MAX_REQUESTS = 100_000_000
 SCHEMA = "trace/1"
 
 REQUIRED = ("request_id", "arrival_s", "prompt_tokens", "output_tokens", "max_tokens")
@@ -52,6 +57,8 @@ _OF_REQUEST = (
     "request_id", "arrival_s", "prompt_tokens", "max_tokens", "priority", "tier", "tenant", "ttft_slo_s", "tbt_slo_s",
     "ttlt_slo_s",
 )  # fmt: skip
+#: Column with the hashes of a prompt's blocks (Mooncake): a list of integers, in CSV its JSON text.
+HASH_IDS = "hash_ids"
 COLUMNS = (*REQUIRED, *_TEXTS, *_OPTIONAL_NUMBERS, *_PREDICTED)
 _request_values = attrgetter(*_OF_REQUEST)
 
@@ -103,14 +110,28 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in the order of their arrival; `sha256` is the hash of the file, empty without a file."""
+    """Requests in the order of their arrival; `sha256` is the hash of the file, empty without a file.
+
+    `num_hash_ids` is the number of rows with `hash_ids`, the blocks of a prompt that requests share, which are not simulated.
+    """
 
     requests: tuple[TraceRequest, ...]
     source: str = ""
     sha256: str = ""
+    num_hash_ids: int = 0
 
     def __len__(self) -> int:
         return len(self.requests)
+
+    @property
+    def hash_ids_problem(self) -> str | None:
+        """What is not simulated because of `hash_ids`, as a sentence; None without them."""
+        if not self.num_hash_ids:
+            return None
+        return (
+            f"{self.num_hash_ids} of {len(self)} rows have hash_ids, which are ignored: prefixes that requests share are not "
+            "simulated yet, only those of conversations (columns session_id and prefix_tokens)"
+        )
 
     @property
     def mean_rate_rps(self) -> float | None:
@@ -135,28 +156,63 @@ class Trace:
         rows = zip(self.requests, times, strict=True)
         return replace(self, requests=tuple(replace(row, arrival_s=float(time)) for row, time in rows))
 
+    def repeated(self, num: int) -> Trace:
+        """The trace `num` times in a row; a repetition starts after the last arrival and one mean gap. Its requests and
+        conversations get new ids, the old one with # and a number. `InputError` if there are too many requests, or they
+        arrive too late."""
+        if not 1 <= num <= MAX_REQUESTS // len(self):
+            raise InputError("repeat", num, f"integers from 1 to {MAX_REQUESTS // len(self)} for this trace")
+        rows, first_s, rate = self.requests, self.requests[0].arrival_s, self.mean_rate_rps
+        period_s = 0.0 if rate is None else len(self) / rate
+        if first_s + num * period_s > MAX_TIME_S:
+            raise InputError("repeat", num, f"fewer; arrivals until {MAX_TIME_S:g} s")
+        separator = "#"
+        while any(separator in name for row in rows for name in (row.request_id, row.session_id or "")):
+            separator += "#"
+        copies = list(rows)
+        for number in range(1, num):
+            suffix = f"{separator}{number + 1}"
+            copies += [
+                replace(
+                    row,
+                    request_id=row.request_id + suffix,
+                    arrival_s=row.arrival_s + number * period_s,
+                    session_id=None if row.session_id is None else row.session_id + suffix,
+                )
+                for row in rows
+            ]
+        return replace(self, requests=tuple(copies), num_hash_ids=num * self.num_hash_ids)
+
 
 def load_trace(
-    path: str | Path, *, need_arrivals: bool = True, default_max_tokens: int | None = None
+    path: str | Path,
+    *,
+    need_arrivals: bool = True,
+    default_max_tokens: int | None = None,
+    warn: bool = True,
 ) -> Trace:
     """Reads a trace from JSON lines (.jsonl), CSV (.csv) or Parquet (.parquet). `InputError` with row,
     column, value and allowed values if it is invalid.
 
     Columns are the fields of `TraceRequest`; request_id, arrival_s, prompt_tokens, output_tokens and
     max_tokens are required. A predicted log-t length is in mu, sigma, nu (all three or none). Other columns
-    are ignored; empty values are treated as missing. Rows are sorted by arrival.
+    are ignored (`hash_ids` with a warning); empty values are treated as missing. Rows are
+    sorted by arrival.
 
     Args:
         need_arrivals: False if arrival times will be drawn: arrival_s may then be missing or empty and is set to 0.
         default_max_tokens: max_tokens of requests without one, as in public traces; outputs must not be
             longer. None: every request must have max_tokens.
+        warn: Log a warning if there are `hash_ids`; False: only count them (`Trace.num_hash_ids`).
     """
     file = existing_file(path, "trace")
     defaults = {} if need_arrivals else {"arrival_s": 0.0}
     if default_max_tokens is not None:
         defaults["max_tokens"] = default_max_tokens
     requests: dict[str, TraceRequest] = {}
-    for number, row in file_rows(file, "trace", COLUMNS):
+    num_hash_ids = 0
+    for number, row in file_rows(file, "trace", (*COLUMNS, HASH_IDS)):
+        num_hash_ids += row.get(HASH_IDS) not in (None, "", "[]", [])
         request = _request(f"{file.name} row {number}", row, defaults)
         if request.request_id in requests:
             field = f"{file.name} row {number} column request_id"
@@ -165,7 +221,10 @@ def load_trace(
     if not requests:
         raise InputError("trace", str(path), "a file with at least one row")
     ordered = sorted(requests.values(), key=lambda request: request.arrival_s)
-    return Trace(tuple(ordered), source=str(path), sha256=sha256_file(file))
+    trace = Trace(tuple(ordered), str(path), sha256_file(file), num_hash_ids)
+    if warn and num_hash_ids:
+        logger.warning("%s: %s", file.name, trace.hash_ids_problem)
+    return trace
 
 
 def _request(location: str, row: Mapping[str, Any], defaults: Mapping[str, float]) -> TraceRequest:

@@ -2,6 +2,7 @@
 
 import logging
 import tempfile
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -9,10 +10,10 @@ from typing import Any, Literal
 from scheduler_core.errors import InputError
 from scheduler_core.files import writable_target, write_json
 from scheduler_core.ranges import check_choice, check_ranges
-from scheduler_core.simulator.commands import progress_bar
+from scheduler_core.simulator.commands import end_with_warnings, progress_bar, seed_warnings
 from scheduler_core.simulator.commands.sweep import BaseConfig
 from scheduler_core.simulator.config import MAX_SEEDS
-from scheduler_core.simulator.metrics import metric
+from scheduler_core.simulator.metrics import metric, metric_bounds
 from scheduler_core.simulator.sweep import Cell, CellStore, run_cells
 from scheduler_core.statistics import interval
 
@@ -23,11 +24,8 @@ Simulate = Callable[[Sequence[Cell]], Sequence[Mapping[str, Any]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CapacityConfig(BaseConfig):
-    """Find the highest load (or rate) that meets targets, by bisection.
-
-    At every load, seeds are added until the confidence intervals show whether the targets are met.
-    """
+class SearchConfig(BaseConfig):
+    """Targets, and the simulations that show whether a level (of load, rate or replicas) meets them."""
 
     OUTPUTS = ("json", "cells")
 
@@ -36,9 +34,32 @@ class CapacityConfig(BaseConfig):
     overwrite: bool = False
     """Replace existing output files."""
     at_most: dict[str, float] = field(default_factory=dict)
-    """Targets: metrics by dotted name and their upper bounds, such as {ttft_s.p50: 0.5}."""
+    """Targets: metrics by dotted name and their upper bounds, such as {ttft_s.p99: 2}."""
     at_least: dict[str, float] = field(default_factory=dict)
     """Targets: metrics and their lower bounds, such as {slo_attainment: 0.99}."""
+    max_seeds: int = 8
+    """Maximum number of seeds at every level, at least 2; if the intervals are inconclusive then, the means decide."""
+    cells: str | None = None
+    """Folder for results of simulations, to resume an interrupted search. Unset: a temporary folder."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.at_most and not self.at_least:
+            raise InputError("at_most, at_least", {}, "at least one target, such as {ttft_s.p50: 0.5}")
+        check_ranges(self, max_seeds=(2, MAX_SEEDS))
+
+    @abstractmethod
+    def cell(self, level: float, seed: int) -> Cell:
+        """The simulation of a level with a seed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapacityConfig(SearchConfig):
+    """Find the highest load (or rate) that meets targets, by bisection.
+
+    At every load, seeds are added until the confidence intervals show whether the targets are met.
+    """
+
     unit: Literal["load", "rate"] = "load"
     """load (fraction of the estimated capacity) or rate (requests per second)."""
     low: float = 0.1
@@ -47,40 +68,37 @@ class CapacityConfig(BaseConfig):
     """A load that does not meet the targets."""
     tolerance: float = 0.02
     """Stop when the relative difference of the two ends is less than this."""
-    max_seeds: int = 8
-    """Maximum number of seeds at every load, at least 2; if the intervals are inconclusive then, the means decide."""
-    cells: str | None = None
-    """Folder for results of simulations, to resume an interrupted search. Unset: a temporary folder."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.at_most and not self.at_least:
-            raise InputError("at_most, at_least", {}, "at least one target, such as {ttft_s.p50: 0.5}")
         if not 1e-9 <= self.low < self.high <= 1e9:
             allowed = "numbers with 1e-09 <= low < high <= 1e+09"
             raise InputError("low, high", (self.low, self.high), allowed)
         check_choice("unit", self.unit, ("load", "rate"))
-        check_ranges(self, tolerance=(1e-6, 0.999), max_seeds=(2, MAX_SEEDS))
+        check_ranges(self, tolerance=(1e-6, 0.999))
+
+    def cell(self, level: float, seed: int) -> Cell:
+        load, rate = (level, None) if self.unit == "load" else (None, level)
+        config = replace(self.simulation(), load=load, rate=rate, seed=seed)
+        return Cell(config, {self.unit: level, "seed": seed})
 
 
 def find_capacity(config: CapacityConfig, simulate: Simulate) -> dict[str, Any]:
     """Bisects between `low`, which must meet the targets, and `high`, which must not; otherwise `InputError`.
 
     The result has `level`, the highest level that meets the targets; `failing`, the lowest that does not; and
-    `probes`, all tested levels in order. A probe has `level`; `meets` (the targets); `clear` (whether the confidence
-    intervals were conclusive; otherwise the means decided); and `estimates`, the intervals over seeds by metric.
+    `probes`, all tested levels in order, see `probe_level`.
     """
     probes: list[dict[str, Any]] = []
     for name, level, should_meet in (("low", config.low, True), ("high", config.high, False)):
-        probes.append(_probe(config, level, simulate))
+        probes.append(probe_level(config, level, simulate))
         if probes[-1]["meets"] != should_meet:
-            means = {key: estimate["mean"] for key, estimate in probes[-1]["estimates"].items()}
-            values = ", ".join(f"{key} = {mean:.4g}" for key, mean in means.items())
             verb = "meets" if should_meet else "does not meet"
-            raise InputError(name, level, f"a {config.unit} that {verb} the targets: {values}")
+            allowed = f"a {config.unit} that {verb} the targets: {means_of(probes[-1])}"
+            raise InputError(name, level, allowed + advice_of(probes[-1]))
     good, bad = config.low, config.high
     while bad / good > 1 + config.tolerance:
-        probes.append(_probe(config, (good * bad) ** 0.5, simulate))
+        probes.append(probe_level(config, (good * bad) ** 0.5, simulate))
         if probes[-1]["meets"]:
             good = probes[-1]["level"]
         else:
@@ -88,23 +106,32 @@ def find_capacity(config: CapacityConfig, simulate: Simulate) -> dict[str, Any]:
     return {"level": good, "failing": bad, "probes": probes}
 
 
-def _probe(config: CapacityConfig, level: float, simulate: Simulate) -> dict[str, Any]:
+def means_of(probe: Mapping[str, Any]) -> str:
+    """The means of the metrics of a probe, for a message."""
+    return ", ".join(f"{name} = {estimate['mean']:.4g}" for name, estimate in probe["estimates"].items())
+
+
+def advice_of(probe: Mapping[str, Any]) -> str:
+    """Why a probe may mislead, as the end of a message."""
+    return f"; {probe['warnings']['steady_state']}" if "steady_state" in probe["warnings"] else ""
+
+
+def probe_level(config: SearchConfig, level: float, simulate: Simulate) -> dict[str, Any]:
     """Adds seeds, two at a time, until the confidence interval of each metric is on one side of its bound.
 
-    All levels use the same seeds, so that they only differ in load.
+    All levels use the same seeds, so that they only differ in load. The result has `level`; `meets` (the targets); `clear`
+    (whether the confidence intervals were conclusive; otherwise the means decided); `estimates`, the intervals over seeds
+    by metric; and `warnings` by kind, see `run.result_warnings`.
     """
-    base = config.simulation()
-    load, rate = (level, None) if config.unit == "load" else (None, level)
     targets = [(name, bound, 1) for name, bound in config.at_most.items()]
     targets = sorted([*targets, *((name, bound, -1) for name, bound in config.at_least.items())])
     num_seeds = 2
     while True:
-        seeds = range(base.seed, base.seed + num_seeds)
-        results = simulate([
-            Cell(replace(base, load=load, rate=rate, seed=seed), {config.unit: level, "seed": seed}) for seed in seeds
-        ])  # fmt: skip
+        seeds = range(config.seed, config.seed + num_seeds)
+        results = simulate([config.cell(level, seed) for seed in seeds])
         estimates = {
-            name: interval([metric(result["metrics"], name) for result in results]) for name, _, _ in targets
+            name: interval([metric(result["metrics"], name) for result in results], metric_bounds(name))
+            for name, _, _ in targets
         }
         met = {
             end: [sign * getattr(estimates[name], end) <= sign * bound for name, bound, sign in targets]
@@ -113,26 +140,57 @@ def _probe(config: CapacityConfig, level: float, simulate: Simulate) -> dict[str
         ends = list(zip(met["low"], met["high"], strict=True))
         fails, clear = (False, False) in ends, all(low == high for low, high in ends)
         if fails or clear or num_seeds >= config.max_seeds:
-            meets = not fails and all(met["mean"])
-            intervals = {name: asdict(estimate) for name, estimate in estimates.items()}
-            return {"level": level, "meets": meets, "clear": fails or clear, "estimates": intervals}
+            break
         num_seeds = min(num_seeds + 2, config.max_seeds)
+    return {
+        "level": level,
+        "meets": not fails and all(met["mean"]),
+        "clear": fails or clear,
+        "estimates": {name: asdict(estimate) for name, estimate in estimates.items()},
+        "warnings": seed_warnings(config, results),
+    }
 
 
-def run(config: CapacityConfig) -> None:
-    """Runs `simulate capacity`."""
+def run_search(
+    config: SearchConfig, schema: str, find: Callable[[Simulate], dict[str, Any]], answer: str, text: str
+) -> int:
+    """Runs a search and writes its result, with schema, config and warnings, those of the probe of the level at the key
+    `answer`. Logs `text`, formatted with the result, and the warnings; returns the exit code."""
     target = writable_target(config.json, "json")
     bar = progress_bar(None, "simulating", "run")
+    simulated: dict[float, Sequence[Mapping[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as scratch, bar, config.ready():
         store = CellStore(config.cells or scratch)
 
         def simulate(cells: Sequence[Cell]) -> Sequence[Mapping[str, Any]]:
-            level = cells[0].settings[config.unit]
-            bar.set_description_str(f"simulating {config.unit} {level:.4g}, {len(cells)} seeds")
-            return run_cells(cells, store, config, bar.update)
+            unit, level = next(iter(cells[0].settings.items()))
+            bar.set_description_str(f"simulating {unit} {level:.4g}, {len(cells)} seeds")
+            simulated[level] = run_cells(cells, store, config, bar.update)
+            return simulated[level]
 
-        capacity = find_capacity(config, simulate)
-    about = {"schema": "tailcast.capacity/2", "config": asdict(config), "unit": config.unit}
-    write_json(target, about | capacity)
-    text = "%s %.4g meets the targets, %.4g does not"
-    logger.info(text, config.unit, capacity["level"], capacity["failing"])
+        found = find(simulate)
+    level = found[answer]
+    probe = next(probe for probe in found["probes"] if probe["level"] == level)
+    warnings = dict(probe["warnings"])
+    if not probe["clear"]:
+        num = max(estimate["num"] for estimate in probe["estimates"].values())
+        unclear = (
+            f"the intervals over {num} seeds contain a target, so the means decided; use a higher --max_seeds"
+        )
+        warnings = {"not_clear": unclear} | warnings
+    if config.workload is None and config.rate is None and answer == "replicas":
+        same = "all seeds have the arrivals of the trace, so the intervals do not include other traffic; see --rate"
+        warnings = {"same_arrivals": same} | warnings
+    write_json(target, {"schema": schema, "config": asdict(config), **found, "warnings": warnings})
+    logger.info(text.format(means=means_of(probe), **found))
+    return end_with_warnings(warnings, [result["metrics"] for result in simulated[level]])
+
+
+def run(config: CapacityConfig) -> int:
+    """Runs `simulate capacity`."""
+
+    def find(simulate: Simulate) -> dict[str, Any]:
+        return {"unit": config.unit} | find_capacity(config, simulate)
+
+    text = "{unit} {level:.4g} meets the targets ({means}), {failing:.4g} does not"
+    return run_search(config, "tailcast.capacity/3", find, "level", text)

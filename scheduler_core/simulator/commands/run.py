@@ -16,9 +16,9 @@ from scheduler_core.files import writable_target, write_json
 from scheduler_core.ranges import check_ranges
 from scheduler_core.report.page import Page
 from scheduler_core.report.plotting import color, dash, mark_decades, new_figure, svg
-from scheduler_core.simulator.commands import progress_bar
+from scheduler_core.simulator.commands import end_with_warnings, few_seeds, progress_bar, seed_warnings
 from scheduler_core.simulator.config import MAX_SEEDS, SimulationConfig
-from scheduler_core.simulator.metrics import flat
+from scheduler_core.simulator.metrics import flat, metric_bounds
 from scheduler_core.simulator.records import LATENCIES, SCHEMA, request_columns
 from scheduler_core.simulator.run import SimulationResult, prepare_predictions, prepare_trace, run_simulation
 from scheduler_core.simulator.step_time import rad_bounds
@@ -78,12 +78,13 @@ class RunConfig(SimulationConfig):
                 raise InputError(name, "", "a path")
 
 
-def run(config: RunConfig) -> None:
+def run(config: RunConfig) -> int:
     """Runs `simulate run`."""
     for name in config.OUTPUTS:
         path = getattr(config, name)
         if path is not None:
             (check_table_path if name in ("requests", "steps") else writable_target)(path, name)
+    config.make_step_time()  # before the predictor is called for every prompt
     first: SimulationResult | None = None
     runs: list[dict[str, Any]] = []
     tables: dict[str, list[Columns]] = {"requests": [], "steps": []}
@@ -91,7 +92,8 @@ def run(config: RunConfig) -> None:
         simulation = config.simulation(seed=seed)
         trace = prepare_trace(simulation)
         result = _simulated(config, simulation, trace)
-        runs.append({"seed": seed, "trace": trace.fingerprint(), "metrics": result.metrics})
+        one = {"seed": seed, "trace": trace.fingerprint(), "metrics": result.metrics}
+        runs.append(one | {"warnings": result.warnings})
         if config.requests is not None:
             tables["requests"].append(request_columns(result.records, seed))
         if result.watch.steps is not None:
@@ -103,20 +105,22 @@ def run(config: RunConfig) -> None:
         if parts := tables[name]:
             columns = {column: np.concatenate([part[column] for part in parts]) for column in parts[0]}
             write_table(columns, getattr(config, name), schema, name)
+    warnings = seed_warnings(config, runs) | few_seeds(config.num_seeds)
     content = first.to_json() | {"num_seeds": config.num_seeds, "runs": runs, "requests": None}
+    content["warnings"] = warnings
     if (
         config.requests is not None
     ):  # relative to the folder of the result, so that both can be moved together
         content["requests"] = os.path.relpath(config.requests, Path(config.json).parent)
     if config.num_seeds > 1:
-        content["intervals"] = over_seeds([item["metrics"] for item in runs])
+        content["intervals"] = over_seeds([item["metrics"] for item in runs], metric_bounds)
     if config.scheduler.batching == "rad":
         bounds = rad_bounds(first_trace, config.scheduler, config.make_step_time())
         content["rad_bounds"] = asdict(bounds)
         text = "T_R %.4g s, T_max %.4g s; stable at loads up to 0.9 with n = %d"
         logger.info(text, bounds.expected_s, bounds.longest_s, bounds.num_per_cycle)
     if config.report is not None:
-        write_run_page(first, config.report, content.get("intervals"))
+        write_run_page(first, config.report, content.get("intervals"), warnings)
     write_json(config.json, content)
     ttft = first.metrics["ttft_s"]
     summary = (config.policy, first.metrics["num_finished"], ttft["mean"], ttft["p99"])
@@ -128,6 +132,8 @@ def run(config: RunConfig) -> None:
             "higher --load or --rate, or a smaller --scheduler.max_num_seqs"
         )
         logger.warning(text, first.metrics["mean_requests_in_system"], slots)
+    reason = next(iter(first.refused.values()), "with another seed")
+    return end_with_warnings(warnings, [item["metrics"] for item in runs], reason)
 
 
 def _simulated(config: RunConfig, simulation: SimulationConfig, trace: Trace) -> SimulationResult:
@@ -152,13 +158,19 @@ def _simulated(config: RunConfig, simulation: SimulationConfig, trace: Trace) ->
 
 
 def write_run_page(
-    result: SimulationResult, path: str | Path, intervals: Mapping[str, Any] | None = None
+    result: SimulationResult,
+    path: str | Path,
+    intervals: Mapping[str, Any] | None = None,
+    warnings: Mapping[str, str] | None = None,
 ) -> None:
     """Writes the HTML report of a run: latencies (also by group), a figure of their distributions, and all other metrics.
-    With several seeds it is that of the first one; `intervals` are those over all seeds (see `statistics.over_seeds`)."""
+    With several seeds it is that of the first one; `intervals` (see `statistics.over_seeds`) and `warnings` (None: those of
+    `result`) are those of all seeds."""
     metrics, seed = result.metrics, result.config["seed"]
     page = Page(f"Simulation: {result.config['policy']}, {result.trace['num_requests']} requests")
     page.note(_summary(result))
+    for warning in (result.warnings if warnings is None else warnings).values():
+        page.paragraph(f"Warning: {warning}.")
     page.heading("Latencies, seconds (slowdown: a ratio)")
     rows = [[name, *map(metrics[name].get, _STATISTICS)] for name in _LATENCIES if metrics[name]]
     page.table(["", *_STATISTICS.values()], rows)

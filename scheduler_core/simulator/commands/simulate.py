@@ -17,6 +17,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
         "simulate policies x loads x settings x seeds, in parallel, resumable",
     ),
     "capacity": ("CapacityConfig", (), "find the highest load that meets targets"),
+    "replicas": ("ReplicasConfig", (), "find the number of replicas that meets targets"),
     "calibrate": ("EngineCalibrationConfig", (), "measure a live engine and fit step times to it"),
 }
 

@@ -14,9 +14,9 @@ from scheduler_core.files import check_shared_folder, shared_folder, write_json
 from scheduler_core.ranges import check_ranges
 from scheduler_core.report.page import Page
 from scheduler_core.report.plotting import color, dash, mark_decades, new_figure, svg
-from scheduler_core.simulator.commands import progress_bar
+from scheduler_core.simulator.commands import end_with_warnings, few_seeds, merged_warnings, progress_bar
 from scheduler_core.simulator.config import MAX_SEEDS, SimulationConfig
-from scheduler_core.simulator.metrics import flat
+from scheduler_core.simulator.metrics import flat, metric_bounds
 from scheduler_core.simulator.sweep import Cell, CellStore, Point, SweepWorkers, grid, point_of, run_cells
 from scheduler_core.simulator.tables import columns_of, write_table
 from scheduler_core.statistics import Interval, interval
@@ -61,7 +61,7 @@ class SweepConfig(BaseConfig):
     95 % confidence intervals over seeds, and OUT/report.html the curves of latency over load.
     """
 
-    OUTPUTS = tuple(f"{{out}}/{name}" for name in _RESULTS)
+    OUTPUTS = ("{out}/cells", *(f"{{out}}/{name}" for name in _RESULTS))
 
     out: str
     """Folder of the results; other files in it are kept."""
@@ -91,7 +91,7 @@ class SweepConfig(BaseConfig):
         return grid(self.simulation(), vary, seeds)
 
 
-def run(config: SweepConfig) -> None:
+def run(config: SweepConfig) -> int:
     """Runs `simulate sweep`."""
     cells = config.cells()
     folder = check_shared_folder(config.out, "sweep", _RESULTS)
@@ -104,6 +104,8 @@ def run(config: SweepConfig) -> None:
     write_json(folder / "config.json", asdict(config))
     write_sweep_page(results, folder / "report.html")
     logger.info("%d simulations in %s", len(results), folder)
+    warnings = merged_warnings([result["warnings"] for result in results]) | few_seeds(config.num_seeds)
+    return end_with_warnings(warnings, [result["metrics"] for result in results])
 
 
 def cell_row(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,9 +115,9 @@ def cell_row(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def point_rows(results: Results) -> list[dict[str, Any]]:
-    """One row per point and metric: settings, metric, mean, low, high, num_seeds."""
+    """One row per point and metric: settings, metric, mean, low, high (None for one seed), num_seeds."""
     return [
-        {**dict(point), "metric": name, "mean": one.mean, "low": one.low, "high": one.high, "num_seeds": one.num}
+        {**dict(point), "metric": name, "mean": one.mean, "low": _finite(one.low), "high": _finite(one.high), "num_seeds": one.num}
         for point, metrics in over_points(results).items()
         for name, one in metrics.items()
     ]  # fmt: skip
@@ -128,7 +130,10 @@ def over_points(results: Results) -> dict[Point, dict[str, Interval]]:
         metrics = points.setdefault(point_of(result["settings"]), {})
         for name, value in flat(result["metrics"]):
             metrics.setdefault(name, []).append(value)
-    return {point: {name: interval(values) for name, values in one.items()} for point, one in points.items()}
+    return {
+        point: {name: interval(values, metric_bounds(name)) for name, values in one.items()}
+        for point, one in points.items()
+    }
 
 
 def write_sweep_page(results: Results, path: str | Path) -> None:
@@ -149,9 +154,7 @@ def write_sweep_page(results: Results, path: str | Path) -> None:
         caption = "Means over seeds; bars: 95 % confidence of the mean."
         page.figure(_load_latency(panels, _AXES[axis]), caption)
     page.heading("All points")
-    page.note(
-        "Mean over seeds, with several seeds ± half the width of its 95 % confidence interval. Names in _s: seconds."
-    )
+    page.note("Mean over seeds, with several seeds its 95 % confidence interval. Names in _s: seconds.")
     settings = list(dict.fromkeys(name for point in points for name, _ in point))
     rows = []
     for point, metrics in points.items():
@@ -184,8 +187,12 @@ def _load_latency(
     return svg(figure, axes[0])
 
 
+def _finite(value: float) -> float | None:
+    return None if math.isinf(value) else value
+
+
 def _text(one: Interval | None) -> str:
     if one is None:
         return "-"
-    half = "" if math.isinf(one.high) else f" ± {(one.high - one.low) / 2:.2g}"
-    return f"{one.mean:.4g}{half}"
+    ends = "" if math.isinf(one.high) else f" ({one.low:.3g} to {one.high:.3g})"
+    return f"{one.mean:.4g}{ends}"

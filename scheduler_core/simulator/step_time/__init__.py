@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from scheduler_core.batching.rad import Rad
 from scheduler_core.errors import InputError
+from scheduler_core.json_text import read_json_object
 from scheduler_core.plan import PrefillChunk
 from scheduler_core.ranges import check_choice
 from scheduler_core.scheduler import SchedulerConfig
@@ -40,6 +42,22 @@ def make_step_time(name: str, parameters: Mapping[str, Any] | None = None) -> St
         return STEP_TIMES[name](**(parameters or {}))
     except TypeError as error:  # an unknown or missing argument
         raise InputError(f"parameters of step time {name}: {str(error).rpartition('() ')[2]}") from error
+
+
+def calibrated_step_time(path: str, name: str | None = None) -> StepTime:
+    """The model in a result of `simulate calibrate`. `InputError`, naming step_time_parameters, if the file is not one, or
+    its model is not the expected `name` (None: any)."""
+    field = "step_time_parameters"
+    fitted = read_json_object(Path(path), field).get("step_time")
+    parameters = fitted.get("parameters") if isinstance(fitted, Mapping) else None
+    if not isinstance(fitted, Mapping) or not isinstance(parameters, Mapping):
+        raise InputError(
+            field, path, "parameters as a mapping, or the path of a result of simulate calibrate"
+        )
+    model = str(fitted.get("name"))
+    if name not in (None, model):
+        raise InputError("step_time_model", name, f"unset, or {model} as in {path}")
+    return make_step_time(model, parameters)
 
 
 def isolated_latency_s(row: TraceRequest, config: SchedulerConfig, step_time: StepTime) -> float:

@@ -129,6 +129,7 @@ class RooflineStepTime:
         check_ranges(self, tensor_parallel=(1, 2**31), overhead_s=(0, FINITE), collective_s=(0, FINITE))
         check_ranges(self, compute_efficiency=(POSITIVE, 1), memory_efficiency=(POSITIVE, 1))
         check_ranges(self, link_bytes_per_s=(POSITIVE, math.inf), host_bytes_per_s=(POSITIVE, math.inf))
+        self.num_kv_blocks()
 
     @property
     def size(self) -> ModelSize:
@@ -144,10 +145,14 @@ class RooflineStepTime:
 
     def num_kv_blocks(self) -> int:
         """Number of blocks of 16 tokens that fit into 90 % of the memory with the weights; InputError if none."""
-        memory = GPUS[self.gpu].memory_bytes * self.tensor_parallel * 0.9
-        blocks = int((memory - 2 * self.size.num_parameters) // (self.size.kv_bytes_per_token * 16))
+        usable, weights = GPUS[self.gpu].memory_bytes * 0.9, 2 * self.size.num_parameters
+        block = self.size.kv_bytes_per_token * 16
+        blocks = int((usable * self.tensor_parallel - weights) // block)
         if blocks <= 0:
-            allowed = f"enough {self.gpu} for the weights of {self.model}"
+            allowed = (
+                f"at least {math.ceil((weights + block) / usable)}: the 16-bit weights of {self.model} take "
+                f"{weights / 1e9:.0f} GB, and a {self.gpu} has {usable / 1e9:.0f} GB for weights and KV cache"
+            )
             raise InputError("tensor_parallel", self.tensor_parallel, allowed)
         return blocks
 

@@ -9,13 +9,10 @@ import numpy as np
 from scheduler_core.errors import InputError
 from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges
 from scheduler_core.request import MAX_TIERS
-from scheduler_core.simulator.trace import MAX_TIME_S, MAX_TOKENS, Trace, TraceRequest
+from scheduler_core.simulator.trace import MAX_REQUESTS, MAX_TIME_S, MAX_TOKENS, Trace, TraceRequest
 from scheduler_core.simulator.workloads.arrivals import Arrivals, at_rate, check_rate
 from scheduler_core.simulator.workloads.lengths import IntArray, Lengths, TokenDistribution, read_lengths
 from scheduler_core.statistics import FloatArray
-
-#: Maximum number of requests, each of which takes about half a kilobyte.
-MAX_REQUESTS = 100_000_000
 
 #: Fields of a class that are copied to its requests.
 _CLASS_FIELDS = ("tenant", "category", "priority", "ttft_slo_s", "tbt_slo_s", "ttlt_slo_s")
