@@ -18,7 +18,8 @@ from starlette.responses import JSONResponse
 from predictors.client import InProcessPredictor
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.service.errors import ErrorStatus
-from predictors.service.gateway import json_object, message_json, request_message
+from predictors.service.gateway import json_object, message_json
+from predictors.service.json_request import request_message
 
 LOAD_TARGET = 16
 """Requests in flight per replica that Ray Serve aims at."""
