@@ -104,7 +104,7 @@ def _parser(prog: str, config_class: type[Any], positionals: Sequence[str], extr
     parser.add_class_arguments(config_class, skip=set(positionals), fail_untyped=True)
     for name, spelling in getattr(config_class, "SPELLINGS", ()):
         action = parser._option_string_actions[f"--{name}"]
-        action.option_strings.insert(0, f"--{spelling}")
+        action.option_strings = [f"--{spelling}", *action.option_strings]
         parser._option_string_actions[f"--{spelling}"] = action
     helps = {field.arg_name: field.description or "" for field in parse_from_object(config_class).params}
     for name in positionals:
@@ -269,7 +269,7 @@ def _check_value(name: str, value: object) -> None:
 
 def check_command_paths(config: object, config_files: Sequence[str] = ()) -> None:
     """`check_outputs` for the options of a command and its --config files. If there is an option `overwrite`
-    and it is false, existing output files are an `InputError` as well.
+    and it is false, existing output files are an `InputError` as well, those of patterns too.
 
     The class attributes INPUTS and OUTPUTS of `config` are names of options, dotted for those of a group. An
     output may also be a pattern such as "{out}.run.json". Without them nothing is checked.
@@ -283,11 +283,13 @@ def check_command_paths(config: object, config_files: Sequence[str] = ()) -> Non
         options = re.findall(r"{(.+?)}", name) or [name]
         values = {option: getattr(config, option) for option in options}
         if None not in values.values():
-            outputs[name] = name.format(**values) if "{" in name else values[name]
+            paths = {option: Path(value) for option, value in values.items()}
+            outputs[name] = name.format(**paths) if "{" in name else values[name]
     check_outputs(inputs | {"config": config_files}, outputs)
     if not getattr(config, "overwrite", True):
         for name, path in outputs.items():
-            if "{" not in name and path and Path(path).is_file() and not is_stream(Path(path)):
+            # Files in a folder that is shared with other files are recorded there, see `files.shared_folder`.
+            if "}/" not in name and path and Path(path).is_file() and not is_stream(Path(path)):
                 raise InputError(name, str(path), "a new file; --overwrite true replaces this one")
 
 
