@@ -10,16 +10,18 @@ from scheduler_core.errors import InputError
 from scheduler_core.ranges import INTEGERS, check_ranges
 from scheduler_core.simulator.workloads.arrivals import Arrivals
 
+TimeUnit = Literal["s", "ms", "us", "ns"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ImportLengthsConfig:
     """Import a production log, a serving trace or a public set of output lengths."""
 
-    INPUTS = ("file", "tokenizer")
+    INPUTS = ("file", "inputs", "tokenizer")
     OUTPUTS = ("out", "{out}.run.json")
 
     kind: str
-    """Kind of the source: log (any table), openai-log, feedback, azure, burstgpt, mooncake, sharegpt or castillo; docs/importing.md has recipes for other sets."""
+    """Kind of the source: auto (detected), log (any table, or a detected format of a table), vllm-bench, guidellm, otel, langfuse, litellm, mooncake, agent-sessions, azure, burstgpt, vidur, openai-log, feedback, sharegpt or castillo; docs/importing.md has a command for each."""
     file: str
     """The file to import, in the format in which it is published."""
     out: str
@@ -39,7 +41,11 @@ class ImportLengthsConfig:
     on_error: Literal["skip", "stop"] = "skip"
     """Treatment of invalid rows: skip them and report their number and reasons, or stop at the first."""
     columns: str = ""
-    """For kind log: mapping to the columns of the log, NAME=COLUMN separated by commas, e.g. output_tokens=usage.completion_tokens,prompt=question,finish_reason=end; empty: the columns with canonical names."""
+    """For kind log: mapping to the columns of the log, NAME=COLUMN separated by commas, e.g. output_tokens=usage.completion_tokens,prompt=question,finish_reason=end; empty: those of the detected format, or the columns with canonical names."""
+    time_unit: TimeUnit | None = None
+    """Unit of times in a table that are numbers and whose column's name has no unit (_ms, _us, _ns): s, ms, us or ns; unset: that of the format, or s."""
+    inputs: str | None = None
+    """For kind openai-log: input file of a batch, whose requests are joined by custom_id."""
     tokens: str = ""
     """Unit of the lengths, if the kind does not determine it; stored as metadata only."""
     tokenizer: str = ""
@@ -61,7 +67,7 @@ class ImportLengthsConfig:
 main = command(
     "import-lengths",
     ImportLengthsConfig,
-    "data_gen.importers.import_lengths:import_lengths",
+    "data_gen.importers.import_lengths:run",
     positionals=("kind", "file"),
     extra="gen",
 )

@@ -62,7 +62,7 @@ class PredictedLength(Strict):
 
 
 class LoggedMessage(Strict):
-    """A message of the prompt."""
+    """A message of the prompt; the content of any message may be empty."""
 
     role: str
     content: str

@@ -66,8 +66,9 @@ TRACE_SCHEMA = pa.schema(
         pa.field("turn", pa.int32()),  # number of the turn in its conversation, from 0
         # Seconds between the end of the previous turn and this request; null: the request arrives at arrival_s.
         pa.field("think_time_s", pa.float64()),
-        pa.field("prefix_tokens", pa.int32()),  # leading prompt tokens that the previous turn left in the cache
-        pa.field("hash_ids", pa.list_(pa.int64())),  # ids of the prompt's blocks, equal for equal prefixes (Mooncake)
+        pa.field("prefix_tokens", pa.int32()),  # leading prompt tokens in the cache after the previous turn
+        # Ids of the prompt's blocks, equal for equal prefixes (Mooncake).
+        pa.field("hash_ids", pa.list_(pa.int64())),
         pa.field("ttft_s", pa.float64()),  # measured by the source, as is total_s; see samples/2
         pa.field("total_s", pa.float64()),
     ],
@@ -82,9 +83,7 @@ def prompt_sha256(prompt: Prompt) -> str:
     """
     sent = prompt.text
     if prompt.messages:
-        sent = json.dumps(
-            [[message.role, message.text] for message in prompt.messages], ensure_ascii=False
-        )
+        sent = json.dumps([[message.role, message.text] for message in prompt.messages], ensure_ascii=False)
     return hashlib.sha256(sent.encode(errors="surrogatepass")).hexdigest()
 
 

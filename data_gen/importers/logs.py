@@ -1,9 +1,8 @@
-"""Importers of request logs.
+"""Importers of requests with their responses, and of the proxy's feedback log.
 
-`log` imports any table by a mapping from canonical columns to those of the table (`output_tokens=usage.completion_tokens`;
-a dot selects a member of an object), by default the columns with canonical names. `openai-log` imports responses of the
-OpenAI API, one per line: alone, with the request (`{"request": ..., "response": ...}`), or in the format of the Batch API
-(`{"custom_id", "response": {"body"}}`).
+`openai-log` imports responses of the OpenAI, Anthropic and Ollama APIs, one per line: alone, with the request
+(`{"request": ..., "response": ...}`), or in the format of a Batch API (`{"custom_id", "response": {"body"}}`), whose requests
+are in another file.
 
 `feedback` imports the log of `tailcast-proxy --feedback FOLDER`, one output per request: a folder of segments
 (feedback-*.jsonl, in the order of their names) or a single segment. Lines that are not records (torn by a crash, damaged)
@@ -15,33 +14,39 @@ and copies of earlier records are skipped and counted.
 | the client disconnected ("abort") | an error row: the client determined that length, not the model |
 | counted by events ("deltas") | its length: the proxy converts events to tokens |
 | only the hash of the prompt | the hash is the prompt id; sufficient for a trace, or for prompts stored elsewhere |
+
+A trace keeps all records with an output.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from data_gen.feedback_record import FeedbackRecord, bounded_lines, parse_object, validated
+from data_gen.importers.source_row import SourceRow, from_json
 from data_gen.importers.values import (
     ERROR,
     FINISH_REASONS,
     LENGTH,
-    MAPPED,
     STOP,
     UNKNOWN,
     Row,
     SkippedRows,
-    checked_columns,
+    canonical_row,
+    conversation_columns,
+    failure,
     prompt_columns,
+    shared_count,
 )
 from data_gen.prompts import prompt_id_of
-from data_gen.sources.layouts import messages_of
 from data_gen.splits import digest64
+from scheduler_core.api_request import read_request
 from scheduler_core.errors import InputError
+from scheduler_core.prompt_text import messages_of
 from scheduler_core.table_files import file_rows
 
 log = logging.getLogger(__name__)
@@ -49,74 +54,115 @@ SEGMENTS = "feedback-*.jsonl"
 #: Longer lines are skipped.
 MAX_LINE_BYTES = 64 << 20
 _COLUMNS = {"request_id", "tier", "tenant", "temperature", "top_p", "prompt_tokens", "output_tokens", "ttft_s", "total_s"}  # fmt: skip
-_OF_REQUEST = {"temperature": "temperature", "top_p": "top_p", "tenant": "user", "model": "model"}
-_OF_RESPONSE = {
-    "model": "model",
-    "arrival_s": "created",
-    "prompt_tokens": "usage.prompt_tokens",
-    "output_tokens": "usage.completion_tokens",
+#: Locations of request and response in a line.
+_REQUESTS = ("request.body", "request", "body", "params")
+_RESPONSES = ("response.body", "response", "result.message")
+#: Canonical column -> paths in a response: of OpenAI chat and completions, Responses, Anthropic, and Ollama.
+_OF_RESPONSE: Mapping[str, Sequence[str]] = {
+    "model": ("model",),
+    "arrival_s": ("created", "created_at"),
+    "max_tokens": ("max_output_tokens",),
+    # Anthropic counts cached tokens beside the others.
+    "prompt_tokens": (
+        "usage.prompt_tokens",
+        "usage.input_tokens+usage.cache_creation_input_tokens+usage.cache_read_input_tokens",
+        "prompt_eval_count",
+    ),
+    "output_tokens": ("usage.completion_tokens", "usage.output_tokens", "eval_count"),
+    "finish_reason": (
+        "choices.0.finish_reason",
+        "incomplete_details.reason",
+        "status",
+        "stop_reason",
+        "done_reason",
+    ),
 }
+#: Canonical column -> paths in a line, beside request and response.
+_OF_LINE: Mapping[str, Sequence[str]] = {
+    "arrival_s": ("arrival_s", "timestamp", "created_at", "start_time", "startTime"),
+    "ttft_s": ("ttft_s",),
+    "total_s": ("total_s",),
+}
+_PROMPTS = ("prompt", "messages", "input", "inputs", "text", "input_ids", "token_ids", "prompt_token_ids")
 
 
-def parse_mapping(text: str) -> dict[str, str]:
-    """Parses a mapping such as `output_tokens=usage.completion_tokens,model=name`; empty for an empty text. InputError for
-    invalid syntax, or a name that is not in `MAPPED`."""
-    mapping: dict[str, str] = {}
-    for item in text.split(",") if text else ():
-        name, equals, source = (word.strip() for word in item.partition("="))
-        if not equals or not source or name not in MAPPED or name in mapping:
-            allowed = "NAME=COLUMN, each NAME once and one of " + ", ".join(MAPPED)
-            raise InputError("columns", item.strip(), allowed)
-        mapping[name] = source
-    if mapping and "output_tokens" not in mapping:
-        raise InputError("columns", text, "also output_tokens=COLUMN")
-    return mapping
-
-
-def openai_rows(path: Path, skipped: SkippedRows) -> Iterator[Row]:
-    """Yields OpenAI-style responses; a response with several choices, which share one token count, becomes an error row."""
-    for number, raw in file_rows(path, "file", on_bad_row=skipped.add_bad):
+def openai_rows(path: Path, inputs: str | None, skipped: SkippedRows) -> Iterator[Row]:
+    """Yields requests with their responses; a response with several choices, which share one token count, becomes an error
+    row. `inputs`: input file of a batch, whose requests are joined by custom_id."""
+    requests = {} if inputs is None else _inputs(Path(inputs))
+    for number, raw in file_rows(path, "file", objects=True, on_bad_row=skipped.add_bad):
         try:
-            row = _openai_row(raw, f"{path.name} row {number}")
+            row = _api_row(SourceRow(raw), requests, f"{path.name} row {number}")
         except InputError as error:
             skipped.add_bad(number, error)
             continue
         yield number, row
 
 
-def _openai_row(raw: Mapping[str, Any], location: str) -> dict[str, Any]:
-    response = raw.get("response", raw)
-    if isinstance(response, Mapping) and "body" in response:
-        response = response["body"]
-    request = raw.get("request", raw if "messages" in raw or "prompt" in raw else {})
-    if isinstance(request, Mapping) and "body" in request:
-        request = request["body"]
-    if not isinstance(request := request or {}, Mapping):
+def _inputs(path: Path) -> dict[str, Mapping[str, Any]]:
+    """The bodies of the requests of a batch, by custom_id."""
+    requests = {}
+    for number, raw in file_rows(path, "inputs", objects=True):
+        source = SourceRow(raw)
+        identifier, body = source.get("custom_id"), from_json(source.first(_REQUESTS)[1])
+        if identifier is None or not isinstance(body, Mapping):
+            raise InputError(f"{path.name} row {number}", sorted(raw), "custom_id and body")
+        requests[str(identifier)] = body
+    return requests
+
+
+def _api_row(source: SourceRow, inputs: Mapping[str, Mapping[str, Any]], location: str) -> dict[str, Any]:
+    line = source.columns
+    response = from_json(source.first(_RESPONSES)[1])
+    if response is None and not any(name in line for name in ("response", "result")):
+        response = line
+    custom_id = source.get("custom_id")
+    request = from_json(source.first(_REQUESTS)[1])
+    if request is None:
+        is_request = any(name in line for name in ("messages", "prompt", "input"))
+        request = inputs.get(str(custom_id), line if is_request else {})
+    if not isinstance(request, Mapping):
         raise InputError(f"{location} column request", request, "an object")
-    limit = "max_completion_tokens" if request.get("max_completion_tokens") else "max_tokens"
-    mapping = {**_OF_REQUEST, "max_tokens": limit}
-    if request.get("messages") is not None:
-        mapping["messages"] = "messages"
-    elif request.get("prompt") is not None:
-        mapping["prompt"] = "prompt"
-    row = checked_columns(request, mapping, location, optional=mapping)
+    body = read_request(request)
+    user, prompt = request.get("user"), {name: request[name] for name in _PROMPTS if request.get(name)}
     is_response = isinstance(response, Mapping)
-    identifier = raw.get("custom_id") or (response.get("id") if is_response else None)
-    row["request_id"] = None if identifier is None else str(identifier)
-    if not is_response or raw.get("error") or response.get("error"):
-        reason = raw.get("error") or (response.get("error") if is_response else response)
-        text = reason.get("message") if isinstance(reason, Mapping) else reason
-        return row | {"output_tokens": 0, "finish_reason": ERROR, "error": f"refused: {text}"}
-    optional = ("model", "arrival_s", "prompt_tokens")
-    received = checked_columns(response, _OF_RESPONSE, location, optional)
-    row |= received | {"model": received["model"] or row["model"]}
+    identifier = custom_id or (response.get("id") if is_response else None)
+    row: dict[str, Any] = {
+        "request_id": None if identifier is None else str(identifier),
+        "tenant": str(user) if isinstance(user, str | int) else None,
+        "model": body.model or None,
+        "max_tokens": body.max_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        **prompt_columns(body, prompt),
+    }
+    problem = (
+        line.get("error")
+        or source.get("result.error")
+        or (response.get("error") if is_response else response)
+    )
+    if problem or not is_response:
+        text = problem.get("message") if isinstance(problem, Mapping) else problem
+        return row | failure(f"refused: {text}")
+    return _with_response(row, source, SourceRow(response), location)
+
+
+def _with_response(
+    row: dict[str, Any], line: SourceRow, response: SourceRow, location: str
+) -> dict[str, Any]:
+    """The columns of a request, and those of its response."""
+    received = canonical_row(response, _OF_RESPONSE, location)
+    if received["output_tokens"] is None and not any(map(response.has, _OF_RESPONSE["output_tokens"])):
+        names = sorted(map(str, response.columns))
+        raise InputError(f"{location}: columns", names, "also usage.completion_tokens or usage.output_tokens")
+    if received["arrival_s"] is None and line.columns is not response.columns:
+        received |= canonical_row(line, _OF_LINE, location)
+    limit = received["max_tokens"] if row["max_tokens"] is None else row["max_tokens"]
+    row |= received | {"model": received["model"] or row["model"], "max_tokens": limit}
     choices = response.get("choices")
-    if not isinstance(choices, list) or not choices or not isinstance(choices[0], Mapping):
-        raise InputError(f"{location} column choices", choices, "a list of at least one choice")
-    if len(choices) > 1:
-        problem = f"shared_count: {len(choices)} choices share one token count"
-        return row | {"output_tokens": 0, "finish_reason": ERROR, "error": problem}
-    return row | checked_columns(choices[0], {"finish_reason": "finish_reason"}, f"{location} choices")
+    if isinstance(choices, list) and len(choices) > 1:
+        row |= shared_count(len(choices))
+    return row
 
 
 def segments_of(path: Path) -> list[Path]:
@@ -157,10 +203,7 @@ def feedback_records(
 def feedback_rows(path: Path, skipped: Counter[str]) -> Iterator[Row]:
     """Yields rows of a feedback log; `skipped` counts skipped lines by reason."""
     for number, record in feedback_records(path, skipped):
-        try:
-            yield number, _row(record)
-        except InputError as error:
-            skipped[_reason(error)] += 1
+        yield number, _row(record)
 
 
 def _lines(segments: list[Path]) -> Iterator[bytes]:
@@ -191,24 +234,21 @@ def _row(record: FeedbackRecord) -> dict[str, Any]:
         "model": record.served_model,
         "arrival_s": record.time,
         "max_tokens": record.max_output_tokens,
-        "finish_reason": FINISH_REASONS.get(record.finish_reason, UNKNOWN),
+        "finish_reason": FINISH_REASONS.get(record.finish_reason.lower(), UNKNOWN),
         **_prompt(record),
     }
     if row["finish_reason"] == UNKNOWN and record.finished is not None:
         row["finish_reason"] = STOP if record.finished else LENGTH
-    problem = None
     if record.finish_reason == "abort":
-        problem = "abort: the client disconnected"
+        row |= {"finish_reason": ERROR, "error": "abort: the client disconnected"}
     elif row["finish_reason"] == ERROR:
-        problem = f"{record.finish_reason}: as logged"
-    if problem is not None:
-        row |= {"output_tokens": 0, "finish_reason": ERROR, "error": problem}
+        row["error"] = f"{record.finish_reason}: as logged"
     return row
 
 
 def _prompt(record: FeedbackRecord) -> dict[str, Any]:
-    messages = [message.model_dump() for message in record.messages or ()]
-    columns = prompt_columns(messages_of(messages, "messages"))
+    messages = messages_of([message.model_dump() for message in record.messages or ()])
+    columns = conversation_columns(messages)
     if columns:
         return columns
     if record.prompt:

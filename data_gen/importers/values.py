@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
-from data_gen.prompts import Message, conversation_id_of, prompt_id_of
-from data_gen.sources.layouts import messages_of
+from data_gen.cli_import_lengths import TimeUnit
+from data_gen.importers.source_row import SourceRow, from_json
+from data_gen.prompts import conversation_id_of, prompt_id_of
+from scheduler_core.api_request import ApiRequest, read_request
 from scheduler_core.errors import InputError
-from scheduler_core.table_files import file_rows
+from scheduler_core.prompt_text import ASSISTANT, Message, user_text
 
 log = logging.getLogger(__name__)
 
@@ -29,18 +31,28 @@ MAX_TOKENS = 2**31 - 1
 MAX_BAD_ROWS = 100
 #: Limit of absolute times in seconds, 3,000 years; larger values have another unit.
 MAX_TIME_S = 1e11
-#: Finish reason of a server -> canonical finish reason.
+#: Finish reason of a server -> canonical finish reason. Others are unknown.
 FINISH_REASONS: Mapping[str, str] = {
-    **dict.fromkeys(("stop", "eos", "eos_token", "stop_sequence", "end_turn"), STOP),
-    **dict.fromkeys(("tool_calls", "tool_use", "function_call"), STOP),
-    **dict.fromkeys(("length", "max_tokens"), LENGTH),
-    **dict.fromkeys(("error", "abort", "content_filter"), ERROR),
+    **dict.fromkeys(("stop", "eos", "eos_token", "stop_sequence", "end_turn", "completed"), STOP),
+    **dict.fromkeys(("tool_calls", "tool_use", "function_call", "tool_call", "pause_turn"), STOP),
+    **dict.fromkeys(("length", "max_tokens", "max_output_tokens"), LENGTH),
+    **dict.fromkeys(("error", "abort", "content_filter", "failed", "cancelled"), ERROR),
+    **dict.fromkeys(("insufficient_system_resource", "safety", "recitation", "blocklist"), ERROR),
 }
-_TEXTS = ("request_id", "tenant", "prompt_id", "prompt", "category", "dataset", "model", "run_id")
-_INTEGERS = ("tier", "max_tokens", "prompt_tokens", "output_tokens")
-_NUMBERS = ("temperature", "top_p", "ttft_s", "total_s")
-#: Canonical columns that a mapping can have, in the order of conversion. Importers may also fill sample_index and error.
-MAPPED = (*_TEXTS, *_INTEGERS, *_NUMBERS, "arrival_s", "messages", "finish_reason")
+_TEXTS = ("request_id", "tenant", "prompt_id", "category", "dataset", "model", "run_id", "session_id")
+_INTEGERS = ("tier", "max_tokens", "prompt_tokens", "output_tokens", "turn", "prefix_tokens")
+_NUMBERS = ("temperature", "top_p")
+_DURATIONS = ("ttft_s", "total_s", "think_time_s")
+_INSTANTS = ("arrival_s", "first_token_s", "end_s")
+_PROMPTS = ("prompt", "messages", "system")
+#: Canonical columns that a mapping can have, in the order of conversion. Importers may also fill sample_index.
+MAPPED = (
+    *_TEXTS, *_PROMPTS, *_INTEGERS, *_NUMBERS, *_DURATIONS, *_INSTANTS, "hash_ids", "finish_reason", "error",
+)  # fmt: skip
+#: Units of time per second.
+_PER_SECOND: Mapping[str, int] = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+#: Ends of names that have a unit of their own.
+_UNIT_OF_NAME = re.compile(r"(?:_(ms|us|ns)|(nano)s?)$", re.IGNORECASE)
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -51,6 +63,7 @@ class SkippedRows:
         self._stop = stop
         self.counts = Counter[str]()  # by reason
         self.bad: list[dict[str, Any]] = []  # number and reason of the first MAX_BAD_ROWS bad rows
+        self.num_other = 0  # rows that are no requests, such as spans of tools; not skipped ones
 
     def add_bad(self, number: int, error: InputError) -> None:
         """Counts an invalid row; raises its error with `stop`."""
@@ -65,159 +78,221 @@ class SkippedRows:
             self.bad.append({"row": number, "reason": str(error)})
 
 
-def table_rows(
-    path: Path, mapping: Mapping[str, str], skipped: SkippedRows, optional: Collection[str] = ()
-) -> Iterator[Row]:
-    """Yields the rows of a table; a row whose output_tokens is a list becomes one row for each element.
+def canonical_row(
+    source: SourceRow,
+    columns: Mapping[str, Sequence[str]],
+    location: str,
+    time_unit: TimeUnit = "s",
+) -> dict[str, Any]:
+    """Converts a row to canonical columns; an absent value is null. An unmapped prompt_id is a hash of the prompt.
+
+    Instants are converted exactly, from numbers in `time_unit` or the unit of their name, or from a date and time (default
+    time zone: UTC). With them, ttft_s and total_s are computed where they have no column.
 
     Args:
-        path: The file.
-        mapping: Canonical column -> column of the table, or a dotted path into objects; empty: all columns with canonical
-            names.
-        skipped: Record of invalid rows.
-        optional: Canonical columns that the table may lack.
+        source: The row.
+        columns: Canonical column -> paths, of which the first with a value is used.
+        location: Name of the row in error messages.
+        time_unit: Unit of times whose name has none.
 
     Raises:
-        InputError: A value is invalid; the message names row, column and value.
-    """
-    for number, raw in file_rows(path, "file", on_bad_row=skipped.add_bad):
-        location = f"{path.name} row {number}"
-        if not mapping:
-            mapping = {name: name for name in MAPPED if name in raw or name == "output_tokens"}
-        try:
-            rows = [
-                checked_columns(each, mapping, location, optional)
-                for each in _elements(raw, mapping, location)
-            ]
-        except InputError as error:
-            skipped.add_bad(number, error)
-            continue
-        for row in rows:
-            yield number, row
-
-
-def _elements(
-    raw: Mapping[str, Any], mapping: Mapping[str, str], location: str
-) -> Iterator[Mapping[str, Any]]:
-    """Yields the row, or a row for each element of its list of lengths and, if present, of its list of finish reasons."""
-    tokens, reasons = mapping["output_tokens"], mapping.get("finish_reason", "")
-    lengths, ends = raw.get(tokens), raw.get(reasons)
-    if not isinstance(lengths, list):
-        yield raw
-        return
-    if isinstance(ends, list) and len(ends) != len(lengths):
-        raise InputError(f"{location} column {reasons}", ends, f"one for each of {len(lengths)} lengths")
-    for index, length in enumerate(lengths):
-        yield {**raw, tokens: length, **({reasons: ends[index]} if isinstance(ends, list) else {})}
-
-
-def checked_columns(
-    raw: Mapping[str, Any], mapping: Mapping[str, str], location: str, optional: Collection[str] = ()
-) -> dict[str, Any]:
-    """Converts a row to canonical columns; "" is null. An unmapped prompt_id is a hash of the prompt.
-
-    arrival_s is converted exactly, from seconds or from a date and time (default time zone: UTC).
-
-    Raises:
-        InputError: A column is missing, or its value has a wrong type or is out of range.
+        InputError: A value has a wrong type or is out of range.
     """
     row: dict[str, Any] = {}
-    for column, source in mapping.items():
-        value = _value(raw, source, location, required=column not in optional)
+    prompts: dict[str, Any] = {}
+    for column in MAPPED:
+        if column not in columns:
+            continue
+        path, value = source.first(columns[column])
         try:
-            row |= _checked(column, value, f"{location} column {source}")
+            if column in _PROMPTS:
+                prompts[column] = value
+            else:
+                row |= _checked(column, value, _unit_of(path, time_unit))
         except ValueError as error:
-            if isinstance(error, InputError):
-                raise
-            raise InputError(f"{location} column {source}", value, str(error)) from error
-    if "prompt_id" not in mapping and row.get("prompt"):
-        row.setdefault("prompt_id", prompt_id_of(row["prompt"]))
+            raise InputError(f"{location} column {path}", value, str(error)) from error
+    if prompts:
+        known = {name: value for name, value in row.items() if value is not None}
+        row = {**row, **_prompt_columns(**prompts), **known}
+    start = row.get("arrival_s")
+    for name, instant in (("ttft_s", "first_token_s"), ("total_s", "end_s")):
+        end = row.pop(instant, None)
+        if row.get(name) is None and None not in (start, end) and end >= start:
+            row[name] = float(end - start)
     return row
 
 
-def _value(raw: Mapping[str, Any], name: str, location: str, *, required: bool) -> Any:
-    value: Any = raw
-    for part in (name,) if name in raw else name.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            if required:
-                raise InputError(f"{location}: columns", sorted(map(str, raw)), f"also {name}")
-            return None
-        value = value[part]
-    return None if value == "" else value
+def _unit_of(path: str, default: TimeUnit) -> str:
+    match = _UNIT_OF_NAME.search(path)
+    return default if match is None else (match[1] or "ns").lower()
 
 
-def _checked(column: str, value: Any, location: str) -> dict[str, Any]:
+def _checked(column: str, value: Any, unit: str) -> dict[str, Any]:
     """Converts a value; raises ValueError with a description of the allowed values."""
     if column == "finish_reason":
         return ending(value)
-    if value is None and column != "messages":
+    if column == "error":
+        return failure(f"failed: {_brief(value)}") if value else {}
+    if value is None:
         return {column: None}
-    if column == "messages":
-        messages = messages_of(value, location)
-        columns = prompt_columns(messages)
-        if not columns:
-            raise InputError(location, f"{len(messages)} messages", "at least one user message")
-        return columns
     if column in _INTEGERS:
-        number = _number(value)
-        if number is None or number != int(number) or not 0 <= number <= MAX_TOKENS:
-            raise ValueError(f"an integer from 0 to {MAX_TOKENS}")
-        return {column: int(number)}
-    if column in _NUMBERS:
+        return {column: _integer(column, value)}
+    if column in _NUMBERS or column in _DURATIONS:
         number = _number(value)
         if number is None:
             raise ValueError("a finite number")
-        return {column: number}
-    if column == "arrival_s":
-        return {column: _time(value)}
+        return {column: number / _PER_SECOND[unit] if column in _DURATIONS else number}
+    if column in _INSTANTS:
+        return {column: _instant(value, unit)}
+    if column == "hash_ids":
+        return {column: _hash_ids(value)}
     if isinstance(value, Mapping | list):
         raise ValueError("a text or a number")
     return {column: str(value)}
 
 
-def _time(value: Any) -> Fraction:
+def _integer(column: str, value: Any) -> int | None:
+    number = _number(value)
+    if number is not None and column == "max_tokens" and number in (-1, 0):
+        return None  # no limit
+    if number is None or number != int(number) or not 0 <= number <= MAX_TOKENS:
+        raise ValueError(f"an integer from 0 to {MAX_TOKENS}")
+    return int(number)
+
+
+def _instant(value: Any, unit: str) -> Fraction:
     if isinstance(value, str) and _number(value) is None:
         with suppress(ValueError):
-            value = datetime.fromisoformat(value.strip())
+            value = datetime.fromisoformat(re.sub(r" UTC$", "+00:00", value.strip()))
     if isinstance(value, datetime):
         since_epoch = (value if value.tzinfo else value.replace(tzinfo=UTC)) - _EPOCH
         return Fraction(since_epoch // timedelta(microseconds=1), 1_000_000)
-    seconds = _number(value)
-    if seconds is None or abs(seconds) > MAX_TIME_S:
-        raise ValueError(f"seconds from -{MAX_TIME_S:g} to {MAX_TIME_S:g}, or an ISO 8601 date and time")
-    return Fraction(seconds)
+    number = _number(value)
+    if number is None or abs(number) > MAX_TIME_S * _PER_SECOND[unit]:
+        allowed = f"seconds from -{MAX_TIME_S:g} to {MAX_TIME_S:g} (--time_unit: another unit)"
+        raise ValueError(f"{allowed}, or an ISO 8601 date and time")
+    is_exact = isinstance(value, int) or (isinstance(value, str) and value.strip().isdecimal())
+    return Fraction(int(value) if is_exact else number) / _PER_SECOND[unit]
+
+
+def _hash_ids(value: Any) -> list[int]:
+    """Ids of blocks; unsigned ids above the range of int64 become negative, which keeps them distinct."""
+    ids = from_json(value)
+    if not isinstance(ids, list) or not all(type(each) is int and -(2**63) <= each < 2**64 for each in ids):
+        raise ValueError("a list of integers of 64 bits")
+    return [each - 2**64 if each >= 2**63 else each for each in ids]
 
 
 def ending(value: object) -> dict[str, Any]:
-    """Columns for a finish reason of a server, or for a boolean (whether the output finished); null is unknown.
-    ValueError for an unknown finish reason."""
+    """Columns for a finish reason of a server, or for a boolean (whether the output finished).
+
+    Null and reasons that are not in `FINISH_REASONS` are unknown; an error keeps its length. Several outputs of a request, which share one token count,
+    are an error without a length. ValueError for an object.
+    """
+    value = from_json(value)
+    if isinstance(value, list):
+        if len(value) > 1:
+            return shared_count(len(value))
+        value = value[0] if value else None
     if value is None or isinstance(value, bool):
-        return {"finish_reason": {None: UNKNOWN, True: STOP, False: LENGTH}[value]}
-    reason = FINISH_REASONS.get(str(value).lower())
-    if reason is None:
-        raise ValueError("null or one of " + ", ".join(FINISH_REASONS))
-    problem = {"output_tokens": 0, "error": f"{value}: as logged"} if reason == ERROR else {}
-    return {"finish_reason": reason, **problem}
+        return {"finish_reason": {None: None, True: STOP, False: LENGTH}[value]}
+    if isinstance(value, Mapping | list):
+        raise ValueError("null, a text, true or false")
+    reason = FINISH_REASONS.get(str(value).lower(), UNKNOWN if str(value) else None)
+    return {"finish_reason": reason, **({"error": f"{value}: as logged"} if reason == ERROR else {})}
+
+
+def failure(error: str) -> dict[str, Any]:
+    """Columns of a request without an output."""
+    return {"finish_reason": ERROR, "error": error, "output_tokens": 0}
+
+
+def shared_count(num_outputs: int) -> dict[str, Any]:
+    """Columns of a request with several outputs, whose lengths are not known."""
+    return failure(f"shared_count: {num_outputs} choices share one token count")
+
+
+def _brief(value: object) -> str:
+    if isinstance(value, Mapping):
+        value = value.get("message") or value.get("code") or json.dumps(value, default=str)
+    return str(value)[:200]
 
 
 def _number(value: object) -> float | None:
-    """Converts a number or text to a finite float; None if that is impossible."""
-    if isinstance(value, bool):
+    """Converts a number, or its text in ASCII digits, to a finite float; None if that is impossible."""
+    if isinstance(value, bool) or (isinstance(value, str) and (not value.isascii() or "_" in value)):
         return None
     with suppress(TypeError, ValueError, OverflowError):
         return number if math.isfinite(number := float(value)) else None  # type: ignore[arg-type]
     return None
 
 
-def prompt_columns(messages: Sequence[Message]) -> dict[str, Any]:
-    """prompt_id, prompt and messages of a conversation up to its last user message; empty without a user message."""
-    ends = [number for number, message in enumerate(messages, start=1) if message.role == "user"]
-    if not ends:
+def _prompt_columns(prompt: Any = None, messages: Any = None, system: Any = None) -> dict[str, Any]:
+    """Columns of the prompt of a table: of its messages, or else of its text."""
+    system = from_json(system)
+    columns = prompt_columns(read_prompt(messages, system), messages)
+    if "prompt_id" not in columns and prompt is not None:
+        is_text = isinstance(prompt, str | int | float)
+        request = read_prompt([{"role": "user", "content": str(prompt)}] if is_text else prompt, system)
+        columns = prompt_columns(request, prompt)
+    return {"prompt": None, **columns}
+
+
+def read_prompt(value: Any, system: Any = None) -> ApiRequest:
+    """Reads a prompt as logs store it: messages, a message, the body of a request, JSON text of one of them, or a text."""
+    value = from_json(value)
+    if isinstance(value, Mapping) and "role" in value:
+        value = [value]
+    if isinstance(value, list):
+        is_text = value and all(isinstance(item, int | str) for item in value)
+        value = {"prompt" if is_text else "messages": [_unwrapped(item) for item in value]}
+    elif not isinstance(value, Mapping):
+        value = {"input": value} if isinstance(value, str) else {}
+    return read_request(value if system is None else {**value, "system": system})
+
+
+def _unwrapped(item: Any) -> Any:
+    """A message of OpenInference, which wraps messages, parts and calls in objects of one member."""
+    if isinstance(item, list):
+        return [_unwrapped(each) for each in item]
+    if not isinstance(item, Mapping):
+        return item
+    if len(item) == 1:
+        [(name, inner)] = item.items()
+        if name in ("message", "message_content", "tool_call"):
+            return _unwrapped(inner)
+    return {
+        name: _unwrapped(inner) if name in ("contents", "tool_calls") else inner
+        for name, inner in item.items()
+    }
+
+
+def prompt_columns(request: ApiRequest, value: Any = None) -> dict[str, Any]:
+    """prompt_id, prompt and messages of a request; of a prompt without text, such as token ids, only an id, the hash of
+    `value`. Empty without a prompt."""
+    if request.messages:
+        return conversation_columns(request.messages)
+    if text := request.text():
+        return {"prompt_id": prompt_id_of(text), "prompt": text}
+    if request.has_prompt or (isinstance(value, Mapping) and value):
+        return {"prompt_id": prompt_id_of(json.dumps(value, ensure_ascii=False, default=str))}
+    return {}
+
+
+def conversation_columns(messages: Sequence[Message]) -> dict[str, Any]:
+    """prompt_id, prompt and messages of a conversation, without the assistant's messages at its end: an output, or the
+    beginning of one. Empty without a text."""
+    texts = [message for message in messages if message.text]
+    last = max(
+        (number for number, each in enumerate(texts, start=1) if each.role != ASSISTANT), default=len(texts)
+    )
+    history = texts[:last]
+    if not history:
         return {}
-    history = messages[: ends[-1]]
-    several = [{"role": message.role, "content": message.content} for message in history]
+    several = [{"role": role, "content": text} for role, text in history]
+    is_prompt = len(history) == 1 and history[0].role == "user"
     return {
         "prompt_id": conversation_id_of(history),
-        "prompt": history[-1].content,
-        "messages": several if len(several) > 1 else None,
+        "prompt": user_text(history),
+        "messages": None if is_prompt else several,
     }

@@ -373,13 +373,14 @@ def test_bad_rows_are_left_out_with_their_numbers_and_reasons(tmp_path: Path) ->
 
     parts = [{"type": "text", "text": "name "}, {"type": "text", "text": "rivers"}]
     image = [{"type": "image_url", "image_url": {"url": "http://x"}}]
-    lines = [chat("sea"), chat(parts), "{torn", chat(image), chat(image), chat("sea").replace(": 4", ": 40")]
+    none = chat("sea").replace("completion_tokens", "tokens")
+    lines = [chat("sea"), chat(parts), "{torn", chat(image), none, none, chat("sea").replace(": 4", ": 40")]
     source = write(tmp_path / "o.jsonl", "\n".join(lines) + "\n")
     report, rows = imported("openai-log", source, on_error="skip")
-    assert [row["prompt"] for row in rows] == ["sea", "name rivers"]
-    assert (report["num_written"], report["num_rows"]) == (2, 6)
+    assert [row["prompt"] for row in rows] == ["sea", "name rivers", "[image]"]
+    assert (report["num_written"], report["num_rows"]) == (3, 7)
     assert sorted(report["skipped"].values()) == [1, 1, 2]
-    assert [bad["row"] for bad in report["bad_rows"]] == [3, 4, 5, 6]
-    assert "row 4 column messages message 1: content" in report["bad_rows"][1]["reason"]
-    with pytest.raises(InputError, match="at least one usable row .skipped: .'bad column messages message"):
-        imported("openai-log", write(tmp_path / "o.jsonl", chat(image) + "\n"), on_error="skip")
+    assert [bad["row"] for bad in report["bad_rows"]] == [3, 5, 6, 7]
+    assert "row 5: columns" in report["bad_rows"][1]["reason"]
+    with pytest.raises(InputError, match="at least one usable row .skipped: .'bad columns"):
+        imported("openai-log", write(tmp_path / "o.jsonl", none + "\n"), on_error="skip")
