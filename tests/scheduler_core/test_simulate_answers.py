@@ -41,7 +41,7 @@ def short(tmp_path: Path) -> Path:
     """A log of 30 seconds."""
     rng = np.random.default_rng(0)
     rows = [
-        trace_row(f"r{at}", 0.5 * at, int(rng.integers(50, 1500)), int(rng.integers(20, 200)), 400)
+        trace_row(f"r{at}", 0.5 * at, int(rng.integers(50, 1500)), int(rng.integers(100, 600)), 1000)
         for at in range(60)
     ]
     write_trace(Trace(tuple(rows)), tmp_path / "short.jsonl")
@@ -52,8 +52,8 @@ def short(tmp_path: Path) -> Path:
 def test_a_capacity_of_a_short_log_says_so_and_names_the_repeats_that_are_enough(
     short: Path, caplog: Caplog
 ) -> None:
-    search = f"capacity --trace {short} --policy fcfs --high 60 --tolerance 0.5 --overwrite true"
-    search += f" --scheduler.max_num_seqs 32 --max_seeds 2 --json {short.parent}/c.json --at_most"
+    search = f"capacity --trace {short} --policy fcfs --high 30 --tolerance 0.5 --overwrite true"
+    search += f" --scheduler.max_num_seqs 58 --max_seeds 2 --json {short.parent}/c.json --at_most"
     assert typed(search, "{ttft_s.p99: 2}") == 0
     result = read(short.parent / "c.json")
     assert result["level"] > 1.5
