@@ -1,6 +1,7 @@
-"""Bodies that restricted clients may not send: those in which an engine may find hints that the proxy cannot remove.
+"""Bodies that clients may send.
 
-A body is a JSON object, whose hints are removed; a form without hints; or data that no parser reads as JSON.
+A body of a restricted client is a JSON object, whose hints are removed; a form without hints; or data that no parser
+reads as JSON. Others are refused, because an engine may find hints in them that the proxy cannot remove.
 """
 
 from __future__ import annotations
@@ -8,9 +9,14 @@ from __future__ import annotations
 import re
 from urllib.parse import parse_qsl
 
+from aiohttp import web
 from multidict import CIMultiDictProxy
 
+from predictors.proxy.engines import ClientRules
+from predictors.proxy.errors import Refusal
+from predictors.proxy.parsing import CHAT, TEXT, JsonBody, endpoint_of, json_body
 from scheduler_core.errors import InputError
+from scheduler_core.online_calibration import MAX_NAME_CHARS
 
 #: Names of form fields, or parts of them, that are hints.
 _HINTS = frozenset({"priority", "agent_hints", "nvext"})
@@ -22,6 +28,28 @@ _JSON_PART = re.compile(rb"[\r\n]content-type[ \t]*:[^\r\n]*json", re.IGNORECASE
 _PLAIN = re.compile(r"[\w.\[\] -]*", re.ASCII)
 # What lenient parsers skip (spaces of any encoding, byte order marks, NULs), then an object, a list or a comment.
 _JSON_START = re.compile(rb"[^0-9A-Za-z\"{\[/#]*[{\[/#]")
+
+
+def allowed_body(request: web.Request, data: bytes, rules: ClientRules) -> JsonBody | None:
+    """The body `data` with the hints that the client may send, or None to forward the data unchanged. Refusal for an
+    invalid body that must be parsed, InputError for a compressed one and for a long name of a model."""
+    is_completion = endpoint_of(request.path) in (CHAT, TEXT)
+    try:
+        check_encoding(request.headers)
+        if rules.restricts:
+            check_restricted(request.headers, data)
+        if not is_completion and not may_be_json(data):
+            return None
+        body = json_body(data)
+    except (InputError, Refusal):
+        if is_completion or rules.restricts:
+            raise
+        return None
+    model = body.content.get("model")
+    if isinstance(model, str) and len(model) > MAX_NAME_CHARS:
+        raise InputError("model", f"a name of {len(model)} characters", f"at most {MAX_NAME_CHARS}")
+    allowed = rules.allowed_content(body.content) if rules.restricts else body.content
+    return body if allowed is body.content else JsonBody(None, allowed)
 
 
 def may_be_json(data: bytes) -> bool:

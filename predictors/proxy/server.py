@@ -17,30 +17,21 @@ from aiohttp import web
 from prometheus_client import Gauge, generate_latest
 
 from predictors.http_edge import HttpRunner
-from predictors.proxy.body_rules import check_encoding, check_restricted, may_be_json
+from predictors.proxy.admin import admin_pages
+from predictors.proxy.body_rules import allowed_body
 from predictors.proxy.config import RELOADED, ProxyConfig
 from predictors.proxy.engines import CLIENT_HEADERS, ClientRules, Hint, make_engine
 from predictors.proxy.errors import EngineLostError, Refusal
 from predictors.proxy.feedback import Exchange, Recorder
 from predictors.proxy.metrics import ProxyMetrics
 from predictors.proxy.order import HoldQueue, SentOrder
-from predictors.proxy.parsing import (
-    CHAT,
-    TEXT,
-    JsonBody,
-    ParsedRequest,
-    endpoint_of,
-    json_body,
-    parse_request,
-)
+from predictors.proxy.parsing import JsonBody, ParsedRequest, endpoint_of, parse_request
 from predictors.proxy.prediction import Forecast, Forecaster
 from predictors.proxy.relay import Relay, origin_form
 from predictors.proxy.responses import EventStreamReader, JsonReader, Reader
-from predictors.service.metrics import CONTENT_TYPE
 from scheduler_core.adapters.live_order import order_policy
 from scheduler_core.api_request import MAX_TOKENS
 from scheduler_core.errors import InputError
-from scheduler_core.online_calibration import MAX_NAME_CHARS
 from scheduler_core.predictor import PredictionRequest
 from scheduler_core.request import Request, RequestState
 
@@ -128,15 +119,12 @@ class ProxyServer:
             return await self._handle(request)
 
         application = web.Application(middlewares=[handle])
-        probes = web.Application()
-        probes.router.add_get("/metrics", self._get_metrics)
-        probes.router.add_get("/healthz", self._get_health)
-        probes.router.add_get("/readyz", self._get_ready)
         try:
             port = await self._bind(application, config.port, "port", config.drain_timeout_s)
             admin = None
             if config.admin_port is not None:
-                admin = await self._bind(probes, config.admin_port, "admin_port", 1.0)
+                pages = admin_pages(self._exposition, lambda: self._is_ready, self._relay.monitor)
+                admin = await self._bind(pages, config.admin_port, "admin_port", 1.0)
         except BaseException:
             await self.stop()
             raise
@@ -255,6 +243,12 @@ class ProxyServer:
                 fields = {"path": path, "code": code, "seconds": seconds}
                 logger.info("%s %s", request.method, path, extra=fields)
 
+    def _exposition(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        if self._recorder.calibration is not None:
+            self._recorder.calibration.publish()
+        return generate_latest(self._metrics.registry)
+
     def _count_malformed(self, status: int) -> None:
         """Counts a request that was refused before it could be read."""
         self._metrics.requests.labels("malformed", str(status)).inc()
@@ -297,10 +291,10 @@ class ProxyServer:
                 self._recorder.finish(exchange)
 
     async def _read(self, request: web.Request, data: bytes) -> tuple[JsonBody | None, ParsedRequest]:
-        """The body (see `_body`) and its fields; Refusal if it is invalid. A large one is parsed in a thread."""
+        """The body (see `allowed_body`) and its fields; Refusal if it is invalid. A large one is parsed in a thread."""
 
         def parse() -> tuple[JsonBody | None, ParsedRequest]:
-            body = self._body(request, data)
+            body = allowed_body(request, data, self._rules)
             content = {} if body is None else body.content
             return body, parse_request(content, request.path, self._config.prompt_text)
 
@@ -308,28 +302,6 @@ class ProxyServer:
             return await asyncio.to_thread(parse) if len(data) > LARGE_BYTES else parse()
         except InputError as error:
             raise Refusal.of(error) from error
-
-    def _body(self, request: web.Request, data: bytes) -> JsonBody | None:
-        """The body with the hints that the client may send, or None to forward the data unchanged. Refusal for
-        an invalid body that must be parsed, InputError for a compressed one and for a long name of a model."""
-        is_completion = endpoint_of(request.path) in (CHAT, TEXT)
-        restricts = self._rules.restricts
-        try:
-            check_encoding(request.headers)
-            if restricts:
-                check_restricted(request.headers, data)
-            if not is_completion and not may_be_json(data):
-                return None
-            body = json_body(data)
-        except (InputError, Refusal):
-            if is_completion or restricts:
-                raise
-            return None
-        model = body.content.get("model")
-        if isinstance(model, str) and len(model) > MAX_NAME_CHARS:
-            raise InputError("model", f"a name of {len(model)} characters", f"at most {MAX_NAME_CHARS}")
-        allowed = self._rules.allowed_content(body.content) if restricts else body.content
-        return body if allowed is body.content else JsonBody(None, allowed)
 
     def _exchange(self, request: web.Request, parsed: ParsedRequest, start: float) -> Exchange:
         config = self._config
@@ -480,23 +452,3 @@ class ProxyServer:
         async with self._relay.body(request) as data:
             body = (await self._read(request, data))[0] if self._rules.restricts else None
             return await self._send(request, data if body is None else body.with_members({}))
-
-    async def _get_metrics(self, request: web.Request) -> web.Response:
-        text = await asyncio.to_thread(self._exposition)
-        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
-
-    def _exposition(self) -> bytes:
-        """All metrics in Prometheus' text format."""
-        if self._recorder.calibration is not None:
-            self._recorder.calibration.publish()
-        return generate_latest(self._metrics.registry)
-
-    async def _get_health(self, request: web.Request) -> web.Response:
-        return web.Response(text="live\n")
-
-    async def _get_ready(self, request: web.Request) -> web.Response:
-        if not self._is_ready:
-            return web.Response(text="not ready\n", status=503)
-        if not await self._relay.monitor.check():
-            return web.Response(text="the engine cannot be reached\n", status=503)
-        return web.Response(text="ready\n")

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from predictors.client import open_client
-from predictors.proxy import server
+from predictors.proxy import body_rules, server
 from predictors.proxy.config import ProxyConfig
 from predictors.proxy.parsing import MAX_VALUES, json_body
 from scheduler_core.errors import InputError
@@ -291,7 +291,7 @@ async def test_large_bodies_are_parsed_in_a_thread(monkeypatch: pytest.MonkeyPat
         threads[len(data) > server.LARGE_BYTES] = threading.current_thread()
         return json_body(data)
 
-    monkeypatch.setattr(server, "json_body", parsed)
+    monkeypatch.setattr(body_rules, "json_body", parsed)
     async with running_engine() as fake, running_proxy(fake.url, engine="vllm") as proxy:
         for text in ("x", "x" * server.LARGE_BYTES):
             assert (await proxy.post(chat(text)))[0] == 200
