@@ -70,7 +70,9 @@ class PredictorLog:
             logger.warning(text, self._name, num_late, num, self._deadline_s)
             self._is_slow = True
         elif self._is_slow and num_late < limit / 2:
-            logger.info("%s is in time again: %d of its last %d predictions were late", self._name, num_late, num)
+            logger.info(
+                "%s is in time again: %d of its last %d predictions were late", self._name, num_late, num
+            )
             self._is_slow = False
 
     def _is_due(self, outcome: str, every_s: float) -> bool:
@@ -173,7 +175,7 @@ def _public_text(error: Exception) -> str:
     if code in ("UNAVAILABLE", "UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"):
         return str(error)
     if _outcome(error) == "refused":
-        return "the service rejects the request; if the name of its model is unknown, set --served_model"
+        return "the service rejects the request; if the name of its model is unknown, set --model"
     return str(code or type(error).__name__)
 
 
