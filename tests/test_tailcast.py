@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import tailcast
+from predictors.manifest import Conditions
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.proxy.prediction import Forecaster
 from predictors.runtime import open_runtime
@@ -27,7 +28,7 @@ from predictors.service.json_request import request_message
 from predictors.service.messages import RequestReader
 from scheduler_core.errors import InputError, MissingExtraError
 from scheduler_core.predictions import DEFAULT_MAX_TOKENS, LengthPrediction
-from scheduler_core.predictor import open_predictor
+from scheduler_core.predictor import PredictionRequest, open_predictor
 from scheduler_core.prompt_text import messages_of, user_text
 from scheduler_core.simulator.commands.simulate import main as simulate
 from tailcast.cli import COMMANDS, main
@@ -158,6 +159,22 @@ def test_unknown_models_are_reported_once_with_similar_ones(
     [record] = caplog.records
     assert record.getMessage().startswith("model 'tiny_llm' is none of the 2 served models")
     assert record.getMessage().endswith("Did you mean tiny-llm?")
+
+
+async def test_the_log_of_the_proxy_lists_the_models_of_a_predictor_that_refuses_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    conditioning = Conditions(unknown_models=False, temperature=True)
+    folder = write_rich_artifact(tmp_path / "a", conditioning=conditioning)
+    async with running_server(open_runtime(folder)) as (_, address):
+        for source in (str(folder), f"grpc://{address}"):
+            forecaster = Forecaster(source, "predictor", 30.0)
+            forecast = await forecaster.forecast(PredictionRequest("r", PROMPT, 9, "big-llm"))
+            assert forecast.outcome == "refused"
+            await forecaster.close()
+            assert "allowed: one of tiny-llm, huge-llm. Did you mean tiny-llm" in caplog.text
+            assert "big-llm" not in caplog.text
+            caplog.clear()
 
 
 def test_the_version_is_that_of_the_package() -> None:

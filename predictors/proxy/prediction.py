@@ -175,6 +175,9 @@ def _public_text(error: Exception) -> str:
     if code in ("UNAVAILABLE", "UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"):
         return str(error)
     if _outcome(error) == "refused":
+        if "served_model: got " in str(error):  # what follows the client's name are those of the artifact
+            names = str(error).rpartition("; allowed: ")[2]
+            return f"the model of the request is none of the artifact's; set --model; allowed: {names}"
         return "the service rejects the request; if the name of its model is unknown, set --model"
     return str(code or type(error).__name__)
 
