@@ -44,6 +44,7 @@ class ProxyConfig:
 
     INPUTS = ("predictor", "shadow_predictor")
     OUTPUTS = ("port_file", "feedback", "calibration_file")
+    SPELLINGS = (("served_model", "model"),)
 
     engine_url: str
     """URL of the engine: http://HOST:PORT, optionally with a path in front of /v1."""
