@@ -62,6 +62,16 @@ def parse_json(
     return value
 
 
+def from_json(value: Any) -> Any:
+    """The object or list that a text is the JSON of; other values unchanged."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+        try:
+            return parse_json(value)
+        except ValueError:
+            return value
+    return value
+
+
 def num_separators(text: bytes) -> tuple[int, int]:
     """(commas, colons and opening brackets) outside the strings of a JSON text: bounds of its parsing time and memory,
     counted at 150 MB/s without blocking other threads. The C parser blocks them for up to 0.1 us for each value

@@ -28,8 +28,9 @@ class PredictConfig:
     temperature: float | None = None
     """Sampling temperature of the LLM; default: unknown. Rows of data can override it."""
     data: str | None = None
-    """File of prompts: JSON lines, CSV or Parquet with a column prompt or messages (OpenAI), also in body or
-    request; or one prompt per line. Optional columns: model, max_tokens, temperature, request_id."""
+    """File of prompts: JSON lines, CSV or Parquet with the columns of an API request (prompt, messages, input, ...),
+    also in body or request, and as JSON text; or one prompt per line. Optional columns: model, max_tokens, temperature,
+    request_id."""
     out: str | None = None
     """Table to write for data (.parquet, .csv or .jsonl), one row per valid row, with its line number."""
     on_error: Literal["skip", "stop"] = "skip"
@@ -48,8 +49,8 @@ class PredictConfig:
         check_ranges(self, max_tokens=(1, INTEGERS), temperature=(0.0, FINITE))
 
 
-def predict(config: PredictConfig) -> None:
-    """Prints the prediction of the prompt, or writes the predictions of the file."""
+def predict(config: PredictConfig) -> int:
+    """Prints the prediction of the prompt, or writes the predictions of the file; returns the exit code."""
     import sys
 
     from tailcast.prediction import open_length_predictor
@@ -58,8 +59,7 @@ def predict(config: PredictConfig) -> None:
         if config.data is not None:
             from tailcast.prompt_file import predict_file
 
-            predict_file(predictor, config)
-            return
+            return predict_file(predictor, config)
         assert config.prompt is not None
         length = predictor.predict(
             config.prompt, max_tokens=config.max_tokens, model=config.model, temperature=config.temperature
@@ -67,6 +67,7 @@ def predict(config: PredictConfig) -> None:
         text = f"{length}\n"
         encoding = sys.stdout.encoding or "utf-8"
         sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+    return 0
 
 
 main = command("tailcast predict", PredictConfig, predict, positionals=("prompt",), extra="predict")

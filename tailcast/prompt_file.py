@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,11 +10,12 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scheduler_core.api_request import MAX_TOKENS, integer, read_request
+from scheduler_core.command import report_left_out
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.files import existing_file
-from scheduler_core.json_text import parse_json
+from scheduler_core.json_text import from_json
 from scheduler_core.predictions import DEFAULT_MAX_TOKENS
-from scheduler_core.ranges import INTEGERS
 from scheduler_core.simulator.tables import check_table_path, columns_of, write_table
 from scheduler_core.table_files import file_rows
 from tailcast.output_length import OutputLength
@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SCHEMA = "predictions/1"
-#: Columns with a nested OpenAI API request, as in its Batch API and in logs.
-_NESTED = ("body", "request")
-_OF_REQUEST = ("prompt", "messages", "model", "max_tokens", "max_completion_tokens", "temperature")
+#: Columns with a nested API request, as in Batch APIs and in logs.
+_NESTED = ("body", "request", "params")
+#: Columns that may hold messages or sampling parameters as JSON text.
+_JSON = ("messages", "input", "system", "instructions", "options", "parameters", "sampling_params", "tools")
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens")
 _NAMES = ("request_id", "custom_id")
 _BATCH_ROWS = 256
 
@@ -69,8 +71,9 @@ class _BadRows:
         return ", ".join(f"{count} for {reason}" for reason, count in self.counts.items()) or "none"
 
 
-def predict_file(predictor: LengthPredictor, config: PredictConfig) -> None:
-    """Writes predictions to `config.out`, one row per valid row of `config.data`.
+def predict_file(predictor: LengthPredictor, config: PredictConfig) -> int:
+    """Writes predictions to `config.out`, one row per valid row of `config.data`; returns the exit code, see
+    `report_left_out`.
 
     Columns: row, request_id, model, mu, sigma, nu, max_tokens, median_tokens, p90_tokens, p99_tokens,
     expected_tokens (truncated at max_tokens), artifact_id, artifact_version. InputError if no row is valid.
@@ -89,14 +92,14 @@ def predict_file(predictor: LengthPredictor, config: PredictConfig) -> None:
         raise InputError("data", config.data, f"a file with valid rows (skipped: {bad})")
     write_table(columns_of(table), target, SCHEMA, "out")
     log.info("%s: %d predictions; rows skipped: %s", target, len(table), bad)
+    return report_left_out(bad.counts, len(table) + sum(bad.counts.values()))
 
 
 def _prompt_rows(
     file: Path, predictor: LengthPredictor, config: PredictConfig, bad: _BadRows
 ) -> Iterator[_PromptRow]:
-    columns = (*_OF_REQUEST, *_NAMES, *_NESTED)
     on_bad_row = partial(bad.add, reason="format")
-    for number, values in file_rows(file, "data", columns, on_bad_row=on_bad_row):
+    for number, values in file_rows(file, "data", on_bad_row=on_bad_row):
         try:
             yield _prompt_row(number, values, predictor, config)
         except InputError as error:
@@ -106,45 +109,45 @@ def _prompt_rows(
 def _prompt_row(
     number: int, values: Mapping[str, Any], predictor: LengthPredictor, config: PredictConfig
 ) -> _PromptRow:
-    inner = next((values[name] for name in _NESTED if isinstance(values.get(name), Mapping)), values)
-    request = {name: None if value == "" else value for name, value in inner.items()}  # empty cells
-    prompt: Any = request.get("prompt")
-    messages = request.get("messages")
-    if isinstance(messages, str):
-        try:
-            messages = parse_json(messages)
-        except ValueError as error:
-            raise InputError("messages", messages, f"a JSON list ({error})") from error
-    if prompt is None and messages is None:
-        raise InputError("prompt", None, "a text, unless there is a column messages")
-    max_tokens = _number(request, ("max_completion_tokens", "max_tokens"), 1)
-    temperature = _number(request, ("temperature",), 0)
+    request = _request(values)
+    body = read_request(request)
+    text = body.text(conversations=predictor.conversations)
+    if not text.strip():
+        allowed = "a text, unless there are messages or an input"
+        raise InputError("prompt", request.get("prompt"), allowed)
+    for name in _LIMITS:
+        if (limit := request.get(name)) is None:
+            continue
+        if (num_tokens := integer(limit)) is None or num_tokens > MAX_TOKENS:
+            raise InputError(name, limit, f"integers up to {MAX_TOKENS}; 0 or less is no limit")
+    if request.get("temperature") is not None and body.temperature is None:
+        raise InputError("temperature", request["temperature"], "numbers >= 0")
     request_id = next((values[name] for name in _NAMES if values.get(name) is not None), None)
     model = request.get("model")
-    if max_tokens is not None and (max_tokens != int(max_tokens) or max_tokens > INTEGERS):
-        raise InputError("max_tokens", max_tokens, "integers >= 1")
     return _PromptRow(
         number,
         None if request_id is None else str(request_id),
-        predictor.text(prompt if messages is None else messages),
+        text,
         config.model if model is None else str(model),
-        int(max_tokens or config.max_tokens or DEFAULT_MAX_TOKENS),
-        config.temperature if temperature is None else temperature,
+        body.max_tokens or config.max_tokens or DEFAULT_MAX_TOKENS,
+        config.temperature if body.temperature is None else body.temperature,
     )
 
 
-def _number(request: Mapping[str, Any], names: tuple[str, ...], low: float) -> float | None:
-    """Value of the first column that has one; InputError unless it is a finite number >= `low`."""
-    name, value = next(((name, request[name]) for name in names if request.get(name) is not None), ("", None))
-    if value is None:
-        return None
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not low <= number < math.inf:
-        raise InputError(name, value, f"numbers >= {low:g}")
-    return number
+def _request(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of the request in a row, without empty cells; JSON texts are parsed. InputError for invalid JSON."""
+    request: Any = values
+    while inner := next(
+        (each for name in _NESTED if isinstance(each := from_json(request.get(name)), Mapping)), None
+    ):
+        request = inner
+    body = {name: value for name, value in request.items() if value not in (None, "")}
+    if request is values:
+        body.pop("text", None)  # a prompt of SGLang's API, but an output in tables
+    body |= {name: from_json(body[name]) for name in _JSON if name in body}
+    if isinstance(body.get("messages"), str):
+        raise InputError("messages", body["messages"], "a JSON list")
+    return body
 
 
 def _predictions(

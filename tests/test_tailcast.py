@@ -373,7 +373,7 @@ def test_a_file_of_prompts(artifact: Path, tmp_path: Path, caplog: pytest.LogCap
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     words = ("--data", data, "--out", out, "--predictor", artifact)
     with caplog.at_level("INFO"):
-        assert predict(*words) == 0
+        assert predict(*words) == 3  # more than half of the rows are left out
     table = pq.read_table(out).to_pylist()
     rows = [(row["row"], row["request_id"], row["max_tokens"]) for row in table]
     assert rows == [(1, "a", 40), (2, None, 32768), (3, "7", 9)]
@@ -382,6 +382,42 @@ def test_a_file_of_prompts(artifact: Path, tmp_path: Path, caplog: pytest.LogCap
     skipped = "1 for format, 1 for prompt, 1 for temperature, 1 for model"
     assert f"3 predictions; rows skipped: {skipped}" in caplog.text
     assert "prompts.jsonl row 5 skipped: prompt: got None" in caplog.text
+    last = caplog.messages[-1]
+    assert last.startswith("left out 4 of 7 rows: 1 x format; 1 x prompt; ")
+
+
+def test_a_file_of_requests_of_any_api(artifact: Path, tmp_path: Path) -> None:
+    """Tools, images, JSON text in cells, Responses and Anthropic bodies, and -1 and 0 as no limit."""
+    call = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}],
+    }
+    ask = {"role": "user", "content": "the sea"}
+    image = {
+        "role": "user",
+        "content": [{"type": "text", "text": "the sea"}, {"type": "image_url", "image_url": {}}],
+    }
+    rows: list[dict[str, Any]] = [
+        {"messages": [ask, call, {"role": "tool", "content": "19"}], "max_tokens": -1},
+        {"messages": [image], "max_tokens": 0},
+        {"messages": json.dumps([{"role": "system", "content": ""}, ask])},
+        {"body": {"input": "the sea", "instructions": "Be brief.", "max_output_tokens": 9}},
+        {"request": json.dumps({"system": "Be brief.", "messages": [ask], "max_tokens": 8})},
+        {
+            "params": {
+                "messages": [{"role": "user", "content": [{"type": "text", "text": "the sea"}]}],
+                "max_tokens": 7,
+            }
+        },
+    ]
+    data, out = tmp_path / "requests.jsonl", tmp_path / "out.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert predict("--data", data, "--out", out, "--predictor", artifact) == 0
+    predictions = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["max_tokens"] for row in predictions] == [32768, 32768, 32768, 9, 8, 7]
+    assert {round(row["mu"], 5) for row in predictions} == {round(predictions[0]["mu"], 5)}
+    assert predictions[0]["mu"] == pytest.approx(expected("the sea")[0], rel=1e-5)
 
 
 def test_on_error_stop(artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

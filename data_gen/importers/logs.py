@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from data_gen.feedback_record import FeedbackRecord, bounded_lines, parse_object, validated
-from data_gen.importers.source_row import SourceRow, from_json
+from data_gen.importers.source_row import SourceRow
 from data_gen.importers.values import (
     ERROR,
     FINISH_REASONS,
@@ -46,6 +46,7 @@ from data_gen.prompts import prompt_id_of
 from data_gen.splits import digest64
 from scheduler_core.api_request import read_request
 from scheduler_core.errors import InputError
+from scheduler_core.json_text import from_json
 from scheduler_core.prompt_text import messages_of
 from scheduler_core.table_files import file_rows
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from scheduler_core.json_text import parse_json
+from scheduler_core.json_text import from_json
 
 #: Members of an OTLP value (AnyValue) that hold a plain value.
 _OTLP_VALUES = ("stringValue", "intValue", "doubleValue", "boolValue", "bytesValue")
@@ -89,16 +89,6 @@ class SourceRow:
             opened = from_json(source) if isinstance(source, str) else _attributes(source)
             self._opened[id(source)] = (source, opened)
         return self._opened[id(source)][1]
-
-
-def from_json(value: Any) -> Any:
-    """The object or list that a text is the JSON of; other values unchanged."""
-    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
-        try:
-            return parse_json(value)
-        except ValueError:
-            return value
-    return value
 
 
 def records_at(columns: Mapping[str, Any], path: str) -> Iterator[Mapping[str, Any]]:

@@ -14,10 +14,11 @@ from fractions import Fraction
 from typing import Any
 
 from data_gen.cli_import_lengths import TimeUnit
-from data_gen.importers.source_row import SourceRow, from_json
+from data_gen.importers.source_row import SourceRow
 from data_gen.prompts import conversation_id_of, prompt_id_of
 from scheduler_core.api_request import ApiRequest, read_request
 from scheduler_core.errors import InputError
+from scheduler_core.json_text import from_json
 from scheduler_core.prompt_text import ASSISTANT, Message, user_text
 
 log = logging.getLogger(__name__)
