@@ -43,7 +43,14 @@ class GenSamplesConfig:
     """Sample many outputs for each prompt from a real LLM and record their lengths."""
 
     INPUTS = ("prompts", "model", "openai.tokenizer", "filters.tokenizer")
-    OUTPUTS = ("out", "{out}.run.json", "{out}.partial", "{card}/card.json", "{card}/card.md")
+    OUTPUTS = (
+        "out",
+        "{out}.run.json",
+        "{out}.partial",
+        "{card}/card.json",
+        "{card}/card.md",
+        "{card}/survival.png",
+    )
 
     prompts: str
     """Source of the prompts: a .jsonl, .json, .csv, .parquet or .txt file, a folder of the datasets library, hf:NAME[:SPLIT] for a data set on the hub, or templates:COUNT[?seed=N] for the built-in templates."""

@@ -25,6 +25,7 @@ from predictors.proxy.config import ProxyConfig
 from predictors.proxy.parsing import CHAT, MESSAGES, RESPONSES, TEXT, ParsedRequest
 from scheduler_core.api_request import integer
 from scheduler_core.errors import InputError
+from scheduler_core.online_calibration import MAX_NAME_CHARS
 from scheduler_core.prompt_text import member
 from scheduler_core.request import RequestState
 from scheduler_core.urgency import LEVELS
@@ -206,14 +207,17 @@ class ClientRules:
         return int(text)
 
     def check_headers(self, headers: CIMultiDictProxy[str]) -> None:
-        """Raises InputError for a value that is not UTF-8, which cannot be forwarded unchanged, and for a
-        repeated tenant or tier header, which is ambiguous."""
+        """Raises InputError for a value that is not UTF-8, which cannot be forwarded unchanged, for a
+        repeated tenant or tier header, which is ambiguous, and for a long name of a tenant."""
         for name, value in headers.items():
             if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
                 raise InputError(name, "other bytes", "UTF-8")
         for name in (self._config.tenant_header, self._config.tier_header):
             if (count := len(headers.getall(name, ()))) > 1:
                 raise InputError(name, f"{count} times", "once")
+        tenant = self._config.tenant_header
+        if (length := len(headers.get(tenant, ""))) > MAX_NAME_CHARS:
+            raise InputError(tenant, f"a name of {length} characters", f"at most {MAX_NAME_CHARS}")
 
     def allowed_content(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
         """The body without the client's hints; `content` itself if it has none."""

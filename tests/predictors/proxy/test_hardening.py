@@ -63,6 +63,13 @@ async def test_the_name_of_a_model_is_bounded(path: str) -> None:
         assert await proxy.metric('tailcast_proxy_refused_total{code="invalid_value"}') == 2
 
 
+async def test_the_name_of_a_tenant_is_bounded() -> None:
+    async with running_engine() as fake, running_proxy(fake.url, engine="vllm") as proxy:
+        for name, expected in (("x" * 256, 200), ("x" * 257, 400)):
+            assert (await proxy.post(chat("x"), {"x-tailcast-tenant": name}))[0] == expected
+        assert len(fake.requests) == 1
+
+
 @pytest.mark.mend  # clients waited 14.5 s for a scrape
 async def test_metrics_are_rendered_outside_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
