@@ -15,6 +15,9 @@ import pytest
 from docstring_parser import parse_from_object
 
 from scheduler_core.simulator.commands.simulate import COMMANDS as SIMULATE
+from tailcast.cli import COMMANDS as SUBCOMMANDS
+from tests.hostile import write_good_files
+from tests.predictors.fakes import write_artifact
 from tests.test_fuzz_commands import COMMANDS as CONFIGURED
 from tests.test_fuzz_commands import options
 
@@ -22,6 +25,7 @@ CONTENT = "years of work"
 #: Command -> the words it cannot do without; {NAME} is the path of an option.
 COMMANDS = {
     "tailcast predict": "--data {data} --out {out}",
+    "adapt": "{log} --out {out}",
     "gen-samples": "{prompts} --out {out}",
     "import-lengths": "log {file} --out {out}",
     "import-urgency": "{out} --sources llm,labels={sources}",
@@ -59,11 +63,12 @@ NOT_POSSIBLE = {
     ("import-lengths", "tokenizer"),
     *((f"simulate {name}", "step_time_parameters") for name in ("run", "sweep", "capacity")),
 }
-#: Options whose help speaks of files, and which name none.
+#: Options whose help speaks of files, and which name none, or an artifact that may be replaced.
 NOT_PATHS = {"model", "dataset", "splits", "group_by", "artifact_id", "storage_uri"}
 #: Command -> module and function.
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
-SCRIPTS = {name: entry.split(":") for name, entry in PROJECT["scripts"].items()}
+ENTRIES = PROJECT["scripts"].items() | {(name, entry) for name, (entry, _) in SUBCOMMANDS.items()}
+SCRIPTS = {name: entry.split(":") for name, entry in ENTRIES if name not in ("serve", "proxy")}
 THREADS = {"threads", "num_workers", "threads_per_worker"}
 
 
@@ -80,16 +85,18 @@ def config_of(command: str) -> Any:
         for command in COMMANDS
         if "overwrite" in CONFIGURED[command].config_class.__dataclass_fields__
         for output in CONFIGURED[command].config_class.OUTPUTS
-        if "{" not in output
+        if "}/" not in output  # in a folder that records its files
     ],
 )
 def test_no_command_replaces_a_result_unless_it_is_told_to(
     command: str, output: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target = tmp_path / "output"
+    [option] = options_of((output,))
+    paths = {option: tmp_path / "output"}
+    target = Path(output.format(**paths) if "{" in output else paths[option])
     target.write_text(CONTENT)
     main = importlib.import_module(SCRIPTS[command.split()[0]][0])
-    assert main.main(words_of(command, {output: target}, tmp_path)) == 2
+    assert main.main(words_of(command, paths, tmp_path)) == 2
     message = f"error: {output}: got '{target}'; allowed: a new file; --overwrite true replaces this one"
     assert message in capsys.readouterr().err
     assert target.read_text() == CONTENT
@@ -160,8 +167,71 @@ def test_no_command_writes_over_its_input(
     assert sorted(tmp_path.rglob("*")) == listing
 
 
+# `adapt --out NEW` replaced NEW.html, whatever it was.
+@pytest.mark.mend
+def test_a_path_that_follows_from_another_one_is_an_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "new.html"
+    page.write_text(CONTENT)
+    main = importlib.import_module("training.cli_adapt").main
+    for log in (tmp_path / "log.jsonl", page):
+        for out in (tmp_path / "new", f"{tmp_path}/new/"):
+            assert main([str(log), "--out", str(out)]) == 2
+            assert "error: report: got " in capsys.readouterr().err
+    assert page.read_text() == CONTENT
+    artifact = write_artifact(tmp_path / "artifact")
+    words = [str(tmp_path / "log.jsonl"), "--artifact", str(artifact), "--overwrite", "true"]
+    assert main([*words, "--out", str(tmp_path / "new"), "--report", str(artifact / "model.onnx")]) == 2
+    assert "a path outside the folder of artifact, which is read" in capsys.readouterr().err
+
+
+_DRAWN = '{"num_requests": 4, "lengths": {"prompt": {"kind": "fixed", "low": 5}, "output": {"kind": "fixed", "low": 3}}}'
+_SIMULATED = f"--workload '{_DRAWN}' --policy fcfs"
+#: Command -> words with which it succeeds; OUT is a folder for all it writes, GOOD one of inputs.
+SUCCEEDS = {
+    "tailcast predict": "--data GOOD/prompts.jsonl --predictor tiny --out OUT/p.csv",
+    "gen-samples": "GOOD/prompts.jsonl --backend synthetic --num_samples 2 --out OUT/s.parquet --card OUT/card",
+    "import-lengths": "log GOOD/samples.parquet --out OUT/i.parquet",
+    "fit-dist": "GOOD/samples.parquet --alternatives false --out OUT/f.parquet --json OUT/f.json --figure OUT/f.svg --report OUT/f.html",
+    "evaluate-stream": "GOOD/stream.jsonl --out OUT/events.jsonl",
+    "package-artifact": "kserve GOOD/tiny --storage_uri s3://x --out OUT/k",
+    "simulate run": f"{_SIMULATED} --json OUT/r.json --requests OUT/r.csv --steps OUT/s.csv --decisions OUT/d.jsonl --report OUT/r.html",
+    "simulate workload": "--num_requests 4 --out OUT/w.csv",
+    "simulate sweep": f"OUT/sweep --workload '{_DRAWN}' --policies '[fcfs]' --num_seeds 1",
+}  # fmt: skip
+
+
+# Each file that a command writes is checked before its work starts, so each has to be declared.
+@pytest.mark.mend
+@pytest.mark.parametrize("command", SUCCEEDS)
+def test_every_path_that_is_written_is_a_declared_output(command: str, tmp_path: Path) -> None:
+    good, out = tmp_path / "good", tmp_path / "out"
+    write_good_files(good)
+    (good / "stream.jsonl").write_text('{"mu": 1.0, "sigma": 0.5, "output_tokens": 4}\n' * 2)
+    write_artifact(good / "tiny")
+    out.mkdir()
+    words = shlex.split(SUCCEEDS[command].replace("GOOD", str(good)).replace("OUT", str(out)))
+    main = importlib.import_module(SCRIPTS[command.split()[0]][0]).main
+    assert main([*command.split()[1:], *words]) in (0, 3)
+    options = {
+        word.removeprefix("--"): value for word, value in itertools.pairwise(words) if "--" in word[:2]
+    }
+    if command == "simulate sweep":
+        options["out"] = words[0]
+    declared = [
+        Path(name.format(**options) if "{" in name else options[name])
+        for name in config_of(command).OUTPUTS
+        if all(option in options for option in options_of((name,)))
+    ]
+    records = {path.parent / ".tailcast.json" for path in declared}
+    written = {path for path in out.rglob("*") if path.is_file()}
+    assert [path for path in declared if path.exists()]
+    assert not [path for path in written - records if not {path, *path.parents} & set(declared)]
+
+
 def test_every_command_is_here() -> None:
-    assert {command.split()[0] for command in COMMANDS} == set(SCRIPTS)
+    assert {command.split()[0] for command in COMMANDS} == set(SCRIPTS) - {"predict"}
     assert {command.split()[1] for command in COMMANDS if command.startswith("simulate ")} == set(SIMULATE)
 
 
@@ -174,7 +244,7 @@ def test_every_option_with_a_path_is_an_input_or_an_output(command: str) -> None
     undeclared = [
         parameter.arg_name
         for parameter in parse_from_object(config).params
-        if parameter.arg_name not in options | NOT_PATHS
+        if parameter.arg_name not in options | NOT_PATHS | ({"artifact"} if command == "adapt" else set())
         and "str" in (parameter.type_name or "")
         and re.search(r"\b(files?|folder|page|write)\b", parameter.description or "", re.IGNORECASE)
     ]

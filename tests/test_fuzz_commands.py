@@ -70,6 +70,7 @@ COMMANDS = {
     "simulate capacity": Command("scheduler_core.simulator.commands.simulate", "scheduler_core.simulator.commands.capacity:CapacityConfig", {"workload": _WORKLOAD, "at_most": "{ttft_s.mean: 0.018}", "json": "OUT/c.json", "tolerance": "0.5", "max_seeds": "2"}, ("capacity",)),
     "simulate calibrate": Command("scheduler_core.simulator.commands.simulate", "scheduler_core.simulator.commands.calibrate:EngineCalibrationConfig", {"url": "http://127.0.0.1:9", "num_requests": "2", "json": "OUT/c.json", "rate": "1000", "held_out_rate": "1000"}, ("calibrate",)),
     "tailcast predict": Command("tailcast.cli", "tailcast.cli_predict:PredictConfig", {"data": "GOOD/prompts.jsonl", "out": "OUT/p.csv", "predictor": "BAD/artifact"}, ("predict",)),
+    "adapt": Command("training.cli_adapt", "training.adapt:AdaptConfig", {"log": "BAD/list.jsonl", "out": "OUT/a", "artifact": "BAD/artifact"}, (), ("log",)),
     "gen-samples": Command("data_gen.cli_gen_samples", "data_gen.gen_samples:GenSamplesConfig", {"prompts": "GOOD/prompts.jsonl", "out": "OUT/s.parquet", "backend": "synthetic", "num_samples": "2"}, (), ("prompts",)),
     "import-lengths": Command("data_gen.cli_import_lengths", "data_gen.cli_import_lengths:ImportLengthsConfig", {"kind": "log", "file": "GOOD/samples.parquet", "out": "OUT/i.parquet"}, (), ("kind", "file")),
     "import-urgency": Command("data_gen.cli_import_urgency", "data_gen.cli_import_urgency:ImportUrgencyConfig", {"out": "OUT/u.parquet", "sources": "quiet"}, (), ("out",)),
@@ -302,6 +303,7 @@ def outcome(name: str, call: Call, inputs: Path) -> Outcome:
 @pytest.mark.usefixtures("no_servers")
 def test_a_command_ends_with_an_exit_code_and_one_line(name: str, folders: tuple[Path, list[str]]) -> None:
     inputs, files = folders
+    options(name)  # imports outside of the strategies, in which nothing random may be drawn
 
     # Without shrinking: the message names the arguments, and a smaller example would take minutes.
     @examples(4, phases=[Phase.explicit, Phase.reuse, Phase.generate])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -20,8 +21,10 @@ from data_gen.splits import family_of, unit_hash
 from predictors.artifact import KIND, Artifact, write_manifest
 from predictors.manifest import CONFORMAL, MODEL, Manifest
 from predictors.pretrained import PRETRAINED, artifact_folder
+from scheduler_core.command import CHECK_FAILED, report_left_out
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.files import atomic_directory, folder_target, writable_target, write_json
+from scheduler_core.options import check_outputs
 from scheduler_core.ranges import INTEGERS, check_ranges
 from scheduler_core.report.page import Page
 from scheduler_core.threads import check_threads
@@ -40,7 +43,7 @@ MIN_PROMPTS = 20
 #: Number of requests that select the base of a new served model; the artifact predicts them once per known model.
 _BASE_REQUESTS = 100
 _RESAMPLES = 400
-_COLUMNS = ("prompt_id", "prompt", "messages", "model", "temperature", "max_tokens", "output_tokens", "finish_reason")  # fmt: skip
+_COLUMNS = ("prompt_id", "prompt", "messages", "model", "temperature", "max_tokens", "output_tokens", "finish_reason", "error")  # fmt: skip
 #: Largest allowed difference between the graph's predictions and the fitted ones, in log tokens.
 _TOLERANCE = 1e-3
 #: Metrics of a comparison; the new artifact is written if the first one improves.
@@ -48,7 +51,7 @@ DECIDING = "CRPS, ln tokens"
 METRICS = (DECIDING, "CRPS, tokens", "tau", "P50", "P90", "P99")
 SIDES = ("old", "new", "new - old")
 #: Exit code of a command whose check did not pass.
-NOT_BETTER = 3
+NOT_BETTER = CHECK_FAILED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +68,10 @@ class AdaptConfig:
     artifact: str = PRETRAINED
     """Artifact folder to start from, or pretrained."""
     overwrite: bool = False
-    """Replace an earlier artifact at `out`, if it holds nothing else; anything else there is never replaced."""
+    """Replace an earlier artifact at `out`, if it holds nothing else, and the report; anything else there is never replaced."""
     report: str | None = None
     """HTML page to write, with the comparison; unset: OUT.html."""
-    kind: Literal["auto", "openai-log", "feedback", "log", "samples"] = "auto"
+    kind: str = "auto"
     """Kind of the log, as in import-lengths; samples: a file written by import-lengths; auto: detected from the content."""
     columns: str = ""
     """Column mapping for kind log, as in import-lengths."""
@@ -93,20 +96,25 @@ class AdaptConfig:
         check_ranges(self, max_tokens=(1, INTEGERS), max_requests=(50, INTEGERS), seed=(0, INTEGERS))
         check_ranges(self, held_back=(0.1, 0.9))
         check_threads("threads", self.threads)
+        if self.report is None:  # so that it is checked as any output
+            object.__setattr__(self, "report", f"{self.out.rstrip('/')}.html")
 
 
 def adapt(config: AdaptConfig) -> int:
-    """Runs the command; returns 3, and writes nothing, if the new artifact is not better on the held-back requests, else 0."""
+    """Runs the command; returns 3, and writes nothing, if the new artifact is not better on the held-back requests, else 0,
+    or 3 if more than half of the rows of the log were left out."""
     from predictors.runtime import open_runtime
     from training.corrected_graph import FeatureRuntime
 
     out = folder_target(config.out, KIND, overwrite=config.overwrite)
-    report = writable_target(config.report or f"{config.out.rstrip('/')}.html", "report")
+    assert config.report is not None
+    report = writable_target(config.report, "report")
+    check_outputs({"artifact": [config.artifact]}, {"report": report})  # only `out` may replace it
     old = open_runtime(artifact_folder(config.artifact), provider="cpu", threads_per_run=config.threads)
     manifest = old.artifact.manifest
     if "length" not in manifest.heads:
         raise InputError("artifact", config.artifact, "an artifact with a length head")
-    requests = _read_log(config, conversations=manifest.conversations)
+    requests, left_out, num_rows = _read_log(config, conversations=manifest.conversations)
     artifact = FeatureRuntime(old, config.threads)
     requests = artifact.predict(
         requests, _default_bases(manifest, requests.served_models), progress=config.progress
@@ -123,16 +131,20 @@ def adapt(config: AdaptConfig) -> int:
             log.info("%-18s%28s%28s%28s", name, *sides)
         if comparison[DECIDING][-1].estimate >= 0:
             log.error("not better than the old artifact on %d requests held back: not written", len(before))
+            report_left_out(left_out, num_rows)
             return NOT_BETTER
         with atomic_directory(out, KIND, overwrite=config.overwrite) as folder:
             shutil.copytree(temporary, folder, dirs_exist_ok=True)
     _page(config, comparison, fits, before, after, num_fitted=len(requests) - len(before)).write(report)
     log.info("wrote %s and %s", out, report)
-    return 0
+    return report_left_out(left_out, num_rows)
 
 
-def _read_log(config: AdaptConfig, *, conversations: bool) -> Requests:
-    """Reads the last requests of the log that have the text of a prompt and an output; predictions are left empty."""
+def _read_log(config: AdaptConfig, *, conversations: bool) -> tuple[Requests, Counter[str], int]:
+    """Reads the last requests of the log that have the text of a prompt and an output; predictions are left empty.
+
+    Also returns the numbers of rows of the log that were left out, by reason, and of all its rows.
+    """
     from data_gen.cli_import_lengths import ImportLengthsConfig
     from data_gen.importers.import_lengths import import_lengths
     from data_gen.samples import read_samples
@@ -140,45 +152,52 @@ def _read_log(config: AdaptConfig, *, conversations: bool) -> Requests:
     from training.fitting.samples import with_conversations
 
     path = Path(config.log)
-    kind = _kind_of(path) if config.kind == "auto" else config.kind
+    left_out = Counter[str]()
     with tempfile.TemporaryDirectory() as temporary:
-        if kind != "samples":
+        if config.kind != "samples" and not (config.kind == "auto" and _is_samples(path)):
             path = Path(temporary) / "samples.parquet"
-            same = {name: getattr(config, name) for name in ("columns", "model", "max_tokens", "on_error")}
-            import_lengths(
-                ImportLengthsConfig(kind=kind, file=config.log, out=str(path), unknown="stop", **same)
+            same = {
+                name: getattr(config, name) for name in ("kind", "columns", "model", "max_tokens", "on_error")
+            }
+            options = ImportLengthsConfig(
+                file=config.log, out=str(path), schema="samples", unknown="stop", **same
             )
+            left_out.update(import_lengths(options)["skipped"])
         table = read_samples(path, _COLUMNS)
+    num_rows = len(table) + left_out.total()
     if conversations:
         table = with_conversations(table, path)
-    is_output = pc.and_(pc.is_valid(table["prompt"]), pc.not_equal(table["finish_reason"], "error"))
-    table = table.filter(is_output)
+    is_error = pc.equal(table["finish_reason"], "error")
+    has_prompt = pc.is_valid(table["prompt"])
+    errors = table.filter(is_error)["error"].to_pylist()
+    left_out.update(f"failed ({(error or 'unknown').partition(':')[0]})" for error in errors)
+    if num_hashed := pc.sum(pc.and_not(pc.invert(has_prompt), is_error)).as_py():
+        left_out["no text of the prompt"] += num_hashed
+    table = table.filter(pc.and_not(has_prompt, is_error))
     table = table.slice(max(0, len(table) - config.max_requests))
     if not len(table):
-        allowed = "requests with outputs and the text of their prompts"
-        raise InputError("log", config.log, f"{allowed} (tailcast-proxy: --feedback_prompts stored)")
+        allowed = (
+            "requests with outputs and the text of their prompts (tailcast-proxy: --feedback_prompts stored)"
+        )
+        raise InputError("log", config.log, f"{allowed}; left out: {dict(left_out)}")
     prompts, prompt_ids, models = (table[name].to_numpy() for name in ("prompt", "prompt_id", "model"))
     lengths, limits, temperatures = (
         table[name].cast(pa.float64()).to_numpy() for name in ("output_tokens", "max_tokens", "temperature")
     )
     finished = table["finish_reason"].to_numpy() != "length"
     max_tokens = np.where(finished, np.where(np.isnan(limits), np.inf, limits), lengths)
-    return Requests(prompts, prompt_ids, models, temperatures, lengths, finished, max_tokens)
+    requests = Requests(prompts, prompt_ids, models, temperatures, lengths, finished, max_tokens)
+    return requests, left_out, num_rows
 
 
-def _kind_of(path: Path) -> str:
-    """Detects the kind of a log: feedback of the proxy, OpenAI-style requests and responses, samples, or any table."""
-    from data_gen.importers.logs import SEGMENTS
+def _is_samples(path: Path) -> bool:
+    """Whether a file has the columns of `samples/2`."""
     from scheduler_core.table_files import file_rows
 
-    if path.is_dir():
-        return "feedback" if next(path.glob(SEGMENTS), None) else "openai-log"
-    first = dict(next(file_rows(path, "log"), (0, {}))[1])
-    if str(first.get("format", "")).startswith("tailcast-feedback/"):
-        return "feedback"
-    if {"prompt_id", "sample_index", "finish_reason", "run_id"} <= set(first):
-        return "samples"
-    return "openai-log" if {"response", "choices", "custom_id"} & set(first) else "log"
+    if path.suffix != ".parquet":
+        return False
+    _, first = next(file_rows(path, "log"), (0, {}))
+    return {"prompt_id", "sample_index", "finish_reason", "run_id"} <= first.keys()
 
 
 def _default_bases(manifest: Manifest, served_models: NDArray[np.object_]) -> NDArray[np.object_]:
