@@ -188,13 +188,51 @@ def _report(prog: str, extra: str, error: BaseException) -> int:
     if _is_interrupt(error):
         _write(f"{prog}: interrupted\n")
         return INTERRUPTED
-    message = _user_message(error, extra)
+    message = None if isinstance(error, TailcastError) else user_code_message(error)
+    message = message or _user_message(error, extra)
     if message is not None:
         _write(f"{prog}: error: {_one_line(message)}\n")
         return USER_ERROR
     bug = _one_line(f"{type(error).__name__}: {error}")
     _write(f"{prog}: error: this is a bug in tailcast ({bug}); {TRACEBACK_VARIABLE}=1 prints the traceback\n")
     return FAILURE
+
+
+def user_code_message(error: BaseException) -> str | None:
+    """The message about an error in the code of a user, such as a policy, with its place there; None if there is none.
+
+    Code of a user is what tailcast calls and is neither in the standard library nor an installed package, unless that
+    provides an entry point of tailcast. What it calls itself belongs to it.
+    """
+    import site
+    import sysconfig
+    from importlib import metadata
+    from pathlib import Path
+    from traceback import walk_tb
+
+    root = Path(__file__).resolve().parents[1]
+    own = [
+        root / name for name in ("scheduler_core", "predictors", "data_gen", "training", "export", "tailcast")
+    ]
+    paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    installed = [
+        Path(path).resolve() for path in (*paths, *site.getsitepackages(), site.getusersitepackages())
+    ]
+    plugins = {
+        point.value.partition(":")[0].partition(".")[0]
+        for group in ("tailcast.policies", "tailcast.predictors")
+        for point in metadata.entry_points(group=group)
+    }
+    is_called, place = False, None
+    for frame, line in walk_tb(error.__traceback__):
+        file = Path(frame.f_code.co_filename).resolve()
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        is_installed = any(file.is_relative_to(folder) for folder in installed) and package not in plugins
+        if any(file.is_relative_to(folder) for folder in own):
+            is_called = is_called or file != Path(__file__).resolve()
+        elif is_called and not is_installed and file.is_file():
+            place = f"{file}, line {line}, in {frame.f_code.co_name}"
+    return None if place is None else f"{place}: {type(error).__name__}: {error}"
 
 
 def _user_message(error: BaseException, extra: str) -> str | None:

@@ -6,11 +6,25 @@ from collections.abc import Callable, Generator, Iterator
 from heapq import heapify, heappop, heappush
 from typing import Any
 
+from scheduler_core.errors import InputError
 from scheduler_core.policies.base import Policy
 from scheduler_core.request import RequestState
 
 #: Sort keys, then a unique running number, then the request.
 Entry = tuple[Any, ...]
+
+
+def _checked_key(key: Any, policy: Policy, method: str, state: RequestState) -> float:
+    """The key as a float; `InputError` if it is not a number, which only policies of users return."""
+    try:
+        number = float(key)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if math.isnan(number):
+        raise InputError(
+            f"{type(policy).__name__}.{method} of request {state.request_id}", key, "numbers, not NaN"
+        )
+    return number
 
 
 class LazyHeap(ABC):
@@ -111,7 +125,8 @@ class WaitingQueue(LazyHeap):
 
     def _entry(self, state: RequestState, now: float) -> Entry:
         key = self.policy.key(state, now)
-        assert key == key, f"{type(self.policy).__name__} gave NaN for {state.request_id}"
+        if type(key) is not float or key != key:
+            key = _checked_key(key, self.policy, "key", state)
         self._pushes = pushes = self._pushes + 1
         if self._group is None:
             return (key, state.request.arrival_s, state.order, pushes, state)
@@ -132,7 +147,8 @@ class EvictionQueue(LazyHeap):
 
     def _entry(self, state: RequestState, now: float) -> Entry:
         key = self.policy.eviction_key(state, now)
-        assert key == key, f"{type(self.policy).__name__} gave NaN for {state.request_id}"
+        if type(key) is not float or key != key:
+            key = _checked_key(key, self.policy, "eviction_key", state)
         self._pushes += 1
         return (-key, -state.request.arrival_s, -state.order, self._pushes, state)
 

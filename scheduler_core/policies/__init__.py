@@ -1,7 +1,10 @@
 """Scheduling policies and the registry of their names."""
 
 import inspect
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from importlib import import_module, metadata
 
@@ -53,7 +56,7 @@ ENTRY_POINT_GROUP = "tailcast.policies"
 
 def policy_class(name: str) -> type[Policy]:
     """The policy class for a name: a key of `POLICIES`, an entry point of "tailcast.policies", or
-    package.module:Class. `InputError` if it does not exist, or is not a policy."""
+    package.module:Class, also in the current folder. `InputError` if it does not exist, or is not a policy."""
     if name in POLICIES:
         return POLICIES[name]
     paths = {point.name: point.value for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}
@@ -61,12 +64,29 @@ def policy_class(name: str) -> type[Policy]:
     if not colon:
         raise unknown_name("policy", name, [*POLICIES, *paths, "package.module:Class"])
     try:
-        kind = getattr(import_module(module), attribute)
+        with _importable_current_folder():
+            kind = getattr(import_module(module), attribute)
     except (ImportError, AttributeError, TypeError, ValueError, SyntaxError) as error:
         raise InputError("policy", name, f"package.module:Class that can be imported ({error})") from error
     if not (inspect.isclass(kind) and issubclass(kind, Policy) and is_dataclass(kind)):
         raise InputError("policy", name, "a dataclass derived from scheduler_core.policies.Policy")
+    if inspect.isabstract(kind):
+        missing = ", ".join(sorted(kind.__abstractmethods__))
+        raise InputError("policy", name, f"a policy that implements {missing}")
     return kind
+
+
+@contextmanager
+def _importable_current_folder() -> Iterator[None]:
+    """Makes modules in the current folder importable, after all others; console scripts do not include it."""
+    folder = os.getcwd()
+    sys.path.append(folder)
+    try:
+        yield
+    finally:
+        sys.path.reverse()
+        sys.path.remove(folder)
+        sys.path.reverse()
 
 
 def make_policy(name: str, parameters: Mapping[str, float] | None = None) -> Policy:

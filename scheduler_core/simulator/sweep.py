@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from scheduler_core.command import user_code_message
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.files import sha256_file, writable_target, write_json
 from scheduler_core.processes import worker_processes
@@ -207,8 +208,15 @@ class SweepWorkers:
 
 
 def simulate_cell(cell: Cell) -> SimulationResult:
-    """Simulates one cell; drops the records of its requests."""
-    result = run_simulation(cell.config)
+    """Simulates one cell; drops the records of its requests. `TailcastError` for an error in the code of a user, whose place
+    is lost between processes."""
+    try:
+        result = run_simulation(cell.config)
+    except Exception as error:
+        message = None if isinstance(error, TailcastError) else user_code_message(error)
+        if message is None:
+            raise
+        raise TailcastError(message) from error
     result.records.clear()
     return result
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from scheduler_core.errors import InputError
+from scheduler_core.simulator.commands import calibrate
 from scheduler_core.simulator.commands.replicas import ReplicasConfig, find_replicas
 from scheduler_core.simulator.commands.simulate import main
 from scheduler_core.simulator.config import SimulationConfig
@@ -313,3 +315,139 @@ def test_a_prefix_cache_for_conversations_needs_no_warning() -> None:
     workload = Workload(num_requests=60, sessions=Sessions(mean_think_time_s=1.0))
     config = SimulationConfig(policy="fcfs", workload=workload, prefix_cache_tokens=10**6, load=0.5)
     assert "prefix_cache" not in run_simulation(config, trace=prepare_trace(config)).warnings
+
+
+def calibration(error: float, num_failed: int = 0) -> dict[str, Any]:
+    load = {"num_requests": 30 - num_failed, "num_failed": num_failed}
+    return {
+        "step_time": {"name": "linear", "parameters": {"base_s": 0.5}}, "fitted": load,
+        "held_out": load | {"error": {"ttlt_s": error}}, "first_failure": "HTTP 503" if num_failed else None,
+    }  # fmt: skip
+
+
+@pytest.mark.mend  # Step times that were off by +298 % ended with INFO and exit code 0.
+@pytest.mark.parametrize(
+    ("error", "num_failed", "options", "code"),
+    [(0.1, 0, "", 0), (2.98, 0, "", 3), (-0.6, 0, "", 3), (2.98, 0, "--max_error 4", 0), (0.1, 2, "", 0), (0.1, 20, "", 3), (math.nan, 0, "", 3)],
+)  # fmt: skip
+def test_a_calibration_that_does_not_describe_the_engine_fails(
+    error: float, num_failed: int, options: str, code: int, tmp_path: Path, caplog: Caplog, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    result = calibration(error if math.isfinite(error) else 0.0, num_failed)
+    if math.isnan(error):
+        result["held_out"] = result["held_out"] | {"error": {}}
+    monkeypatch.setattr(calibrate, "run_calibration", lambda *_, **__: result)
+    command = f"calibrate --url http://127.0.0.1:9/v1 --served_model m --json {tmp_path}/c.json {options}"
+    assert typed(command) == code
+    levels = [record.levelname for record in caplog.records if record.levelno > logging.INFO]
+    assert ("ERROR" in levels) == (code == 3)
+    assert bool(read(tmp_path / "c.json")["warnings"]) == (code == 3 and not num_failed)
+    if num_failed:
+        assert f"left out {2 * num_failed} of 60 requests: {2 * num_failed} x HTTP 503" in caplog.messages[-1]
+
+
+def test_a_calibration_is_used_by_its_path(short: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = short.parent
+    path = folder / "c.json"
+    path.write_text(json.dumps({"schema": calibrate.SCHEMA, **calibration(0.1)}))
+    options = (
+        f"run --trace {short} --policy fcfs --json {folder}/o.json --overwrite true --step_time_parameters"
+    )
+    assert typed(f"{options} {path}") == 0
+    by_path = read(folder / "o.json")["metrics"]["tbt_s"]
+    assert by_path["p50"] > 0.5
+    assert typed(f"{options} {path} --step_time_model linear") == 0
+    assert typed(f"{options} {path} --step_time_model staircase") == 2
+    assert "step_time_model: got 'staircase'; allowed: unset, or linear" in capsys.readouterr().err
+    for content in ("{}", "[]", '{"step_time": {"name": "linear"}}', "no"):
+        path.write_text(content)
+        assert typed(f"{options} {path}") == 2
+        assert "step_time_parameters: got" in capsys.readouterr().err
+    assert typed(f"{options} {folder}/none.json") == 2
+    config = SimulationConfig(policy="fcfs", trace=str(short), step_time_parameters=str(path))
+    path.write_text(json.dumps(calibration(0.1)))
+    before = Cell(config, {}).key()
+    path.write_text(json.dumps({**calibration(0.1), "later": 1}))
+    assert Cell(config, {}).key() != before, "the file is part of the key of a cell"
+
+
+POLICY = """
+from dataclasses import dataclass
+from scheduler_core.policies import Policy
+
+@dataclass(kw_only=True, slots=True)
+class Own(Policy):
+    weight: float = 1.0
+
+    def key(self, state, now):
+        return {}
+
+def helper(state):
+    return {{}}[state.request_id]
+"""
+
+
+def own_policy(folder: Path, result: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a policy in a new module in the current folder, which is not on sys.path."""
+    monkeypatch.chdir(folder)
+    name = f"own_policy_{abs(hash((str(folder), result)))}"
+    (folder / f"{name}.py").write_text(POLICY.format(result))
+    return f"{name}:Own"
+
+
+def test_a_policy_in_the_current_folder_is_found(
+    short: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = short.parent
+    name = own_policy(folder, "self.weight * state.request.prompt_tokens", monkeypatch)
+    before = list(sys.path)
+    options = f"--trace {short} --policy_parameters.weight 2"
+    assert typed(f"run {options} --policy {name} --json {folder}/o.json") == 0
+    assert typed(f"sweep {folder}/s {options} --policy {name} --num_seeds 2 --workers 2") == 0
+    assert sys.path == before
+    assert typed(f"run {options} --policy no_such_module:Own --json {folder}/p.json") == 2
+    assert "no_such_module" in capsys.readouterr().err
+
+
+@pytest.mark.mend  # An exception of a user's policy was called a bug in tailcast.
+@pytest.mark.parametrize(
+    ("result", "told"),
+    [
+        ("state.no_such_field", "line 10, in key: AttributeError: "),
+        ("helper(state)", "line 13, in helper: KeyError: "),
+        ("1 / 0", "line 10, in key: ZeroDivisionError: "),
+        ("open('/no/such/file')", "line 10, in key: FileNotFoundError: "),
+        ("__import__('json').loads('{{')", "line 10, in key: JSONDecodeError: "),
+        ("float('nan')", "Own.key of request r0: got nan; allowed: numbers"),
+        ("None", "Own.key of request r0: got None; allowed: numbers"),
+        ("'soon'", "Own.key of request r0: got 'soon'; allowed: numbers"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "sweep"])
+def test_an_error_in_a_users_policy_is_told_with_its_place(
+    command: str, result: str, told: str, short: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    folder = short.parent
+    name = own_policy(folder, result.replace("{{", "{"), monkeypatch)
+    out = f"run --json {folder}/o.json" if command == "run" else f"sweep {folder}/s --num_seeds 2 --workers 2"
+    assert typed(f"{out} --trace {short} --policy {name}") == 2
+    stderr = capsys.readouterr().err
+    assert told in stderr
+    assert "bug in tailcast" not in stderr
+    assert ("line" in told) == (str(folder / name.partition(":")[0]) in stderr)
+
+
+def test_errors_while_a_users_policy_is_loaded(
+    short: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = short.parent
+    monkeypatch.chdir(folder)
+    sources = {
+        "fails_at_import": ("1 / 0\n", "line 1, in <module>: ZeroDivisionError"),
+        "lacks_a_key": (POLICY.format(0).replace("def key", "def kee"), "a policy that implements key"),
+        "lacks_a_package": ("import no_such_package\n", "No module named 'no_such_package'"),
+    }
+    for name, (source, told) in sources.items():
+        (folder / f"{name}.py").write_text(source)
+        assert typed(f"run --trace {short} --policy {name}:Own --json {folder}/o.json") == 2
+        assert told in capsys.readouterr().err

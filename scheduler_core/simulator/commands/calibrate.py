@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from scheduler_core.command import CHECK_FAILED, report_left_out
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.files import writable_target, write_json
 from scheduler_core.plan import PrefillChunk
@@ -71,12 +72,14 @@ class EngineCalibrationConfig(Endpoint):
     """The fitted model: linear, staircase (RAD, Eq. 7)."""
     seed: int = 0
     """Seed of prompts and arrivals."""
+    max_error: float = 0.3
+    """Largest relative error of the mean TTLT of the held-out load; beyond it the command ends with an error and exit code 3."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     """Limits of the measured engine, as configured at its start."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive = dict.fromkeys(("rate", "held_out_rate", "timeout_s"), (POSITIVE, FINITE))
+        positive = dict.fromkeys(("rate", "held_out_rate", "timeout_s", "max_error"), (POSITIVE, FINITE))
         check_ranges(
             self, num_requests=(10, 1_000_000), rounds=(1, max(1, self.num_requests // 3)), **positive
         )
@@ -87,15 +90,30 @@ class EngineCalibrationConfig(Endpoint):
         check_choice("model", self.model, PARAMETERS)
 
 
-def run(config: EngineCalibrationConfig) -> None:
-    """Runs `simulate calibrate`."""
+def run(config: EngineCalibrationConfig) -> int:
+    """Runs `simulate calibrate`; the exit code is 3 if the held-out error is too large, or most requests failed."""
     target = writable_target(config.json, "json")
     with progress_bar(2 * config.num_requests, "measuring") as bar:
         api_key = os.environ.get("OPENAI_API_KEY")
         result = run_calibration(config, api_key=api_key, progress=bar.update)
-    write_json(target, {"schema": SCHEMA, **result})
-    error = result["held_out"]["error"]["ttlt_s"]
-    logger.info("%s: error of the mean ttlt of the held-out load %+.1f %%", config.model, 100 * error)
+    error = result["held_out"]["error"].get("ttlt_s", math.inf)
+    text = f"{config.model}: error of the mean ttlt of the held-out load {100 * error:+.1f} %"
+    warnings = {}
+    if not abs(error) <= config.max_error:
+        warnings["held_out_error"] = (
+            f"{text}, more than {100 * config.max_error:g} %: these step times do not describe the engine; check the limits "
+            "--scheduler.*, use more requests, another --model, or rates nearer to those to simulate"
+        )
+    write_json(target, {"schema": SCHEMA, **result, "warnings": warnings})
+    if warnings:
+        logger.error(warnings["held_out_error"])
+    else:
+        logger.info(text)
+    loads = [result["fitted"], result["held_out"]]
+    num_failed, num = (sum(load[name] for load in loads) for name in ("num_failed", "num_requests"))
+    reasons = {result["first_failure"] or "": num_failed} if num_failed else {}
+    code = report_left_out(reasons, num + num_failed, "requests")
+    return CHECK_FAILED if warnings else code
 
 
 def run_calibration(
@@ -108,7 +126,8 @@ def run_calibration(
 
     The result has `step_time` (name and parameters, for `make_step_time`), `num_steps` and `num_outliers`
     (measured steps, and those left out of the fit), `median_step_error` and `held_out_median_step_error`
-    (relative, for a step of each load), `fitted` and `held_out` (`latency_error` of each load), and `config`.
+    (relative, for a step of each load), `fitted` and `held_out` (`latency_error` of each load), `first_failure` (the reason
+    of the first failed request, None without one), and `config`.
     """
     generators = [np.random.default_rng([config.seed, number]) for number in range(2)]
     parts: list[list[list[Probe]]] = [[], []]
@@ -128,6 +147,7 @@ def run_calibration(
         "held_out_median_step_error": float(np.median(errors)),
         "fitted": latency_error(first, fit.step_time, config.scheduler),
         "held_out": latency_error(second, fit.step_time, config.scheduler),
+        "first_failure": next((probe.error for probe in (*first, *second) if probe.error is not None), None),
     }
 
 

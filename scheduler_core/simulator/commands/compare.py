@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from scheduler_core.command import report_left_out
 from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file, writable_target, write_json
 from scheduler_core.options import check_outputs
 from scheduler_core.report.page import Page, format_cell
+from scheduler_core.simulator.commands import few_seeds
 from scheduler_core.simulator.metrics import flat, leaves
 from scheduler_core.simulator.records import LATENCIES
 from scheduler_core.simulator.records import SCHEMA as REQUESTS_SCHEMA
@@ -272,8 +274,8 @@ def _metric_differences(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str,
     return differences
 
 
-def run(config: CompareConfig) -> None:
-    """Runs `simulate compare`; without an output file, prints the tables to stdout."""
+def run(config: CompareConfig) -> int:
+    """Runs `simulate compare`; without an output file, prints the tables to stdout. Returns the exit code."""
     for name in config.OUTPUTS:
         if getattr(config, name) is not None:
             writable_target(getattr(config, name), name)
@@ -294,6 +296,16 @@ def run(config: CompareConfig) -> None:
             widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
             lines = ["  ".join(map(str.rjust, row, widths)) for row in cells]
             sys.stdout.write("\n".join([heading, note, *lines, "", ""]))
+    for warning in few_seeds(comparison["num_seeds"]).values():
+        logger.warning(warning)
+    unpaired, num_requests = {}, 0
+    for name, one in comparison["runs"].items():
+        if (requests := one["requests"]) is not None:
+            num_only = requests["num_only_a"] + requests["num_only_b"]
+            num_requests += requests["num_pairs"] + num_only
+            if num_only:
+                unpaired[f"finished only in {comparison['baseline']} or only in {name}"] = num_only
+    return report_left_out(unpaired, num_requests, "requests")
 
 
 def _tables(comparison: Mapping[str, Any]) -> list[_Table]:
