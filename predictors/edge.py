@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import signal
 import threading
 import traceback
@@ -49,14 +50,23 @@ def ignore_hangups() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
+_MAX_PORTS_BYTES = 64
+
+
 class PortFile:
     """File with the ports of a ready service; does nothing if `path` is None. An existing file of a killed
-    service is removed first, because programs that wait for the file would read the old ports."""
+    service is removed first, because programs that wait for the file would read the old ports; `InputError` if
+    it holds anything but ports."""
 
     def __init__(self, path: str | None) -> None:
         self._path = None if path is None else writable_target(path, "port_file")
         if self._path is not None and self._path.is_dir():
             raise InputError("port_file", path, "the path of a file, not of a folder")
+        if self._path is not None and self._path.is_file():
+            with open(self._path, "rb") as file:
+                content = file.read(_MAX_PORTS_BYTES + 1)
+            if len(content) > _MAX_PORTS_BYTES or not re.fullmatch(rb"[0-9\n]*", content):
+                raise InputError("port_file", path, "a new file, or the port file of an earlier run")
         self.remove()
 
     def write(self, *ports: int | None) -> None:

@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from predictors.client import ClientSettings, GrpcPredictor, PredictorError, SyncPredictor, TlsSettings
-from predictors.edge import RequestDataFilter, redacted_traceback
+from predictors.edge import PortFile, RequestDataFilter, redacted_traceback
 from predictors.http_edge import HttpRunner, read_body
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.runtime import open_runtime
@@ -493,3 +493,18 @@ async def test_what_the_http_port_refuses_is_counted(artifact_folder: Path, tmp_
         text = server.metrics.exposition().decode()
     for code, count in (("HTTP_400", 2), ("HTTP_417", 1), ("HTTP_413", 1), ("UNAUTHENTICATED", 1)):
         assert f'tailcast_requests_total{{artifact="tiny",code="{code}",method="HTTP"}} {count}.0' in text
+
+
+# A file of the user at --port_file was removed at the start.
+@pytest.mark.mend
+@pytest.mark.parametrize("content", [b"years of work", b"1 2 3 x", b"50051\n" * 20, b"\xff"])
+def test_a_port_file_replaces_only_a_port_file(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "ports"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="port_file: got .*ports'; allowed: a new file, or the port file of"):
+        PortFile(str(path))
+    assert path.read_bytes() == content
+    for earlier in (b"", b"50051\n", b"8100\n9090\n"):
+        path.write_bytes(earlier)
+        PortFile(str(path)).write(1, None, 2)
+        assert path.read_text() == "1\n2\n"
