@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from predictors.client import InProcessPredictor
 from predictors.proxy.engines import CLIENT_HEADERS
-from predictors.proxy.server import READING, UNQUEUED, ProxyServer
+from predictors.proxy.server import ProxyServer
 from scheduler_core.errors import InputError
 from tests.predictors.proxy import fake_engine
 from tests.predictors.proxy.fake_engine import CHAT, chat, running_engine, running_proxy
@@ -36,17 +38,35 @@ OWN_HEADERS = {
     ("dynamo", "x-dynamo-request-priority"),
 }
 Check = Callable[[str, bytes], str]
+#: Encodings in which a body may be declared.
+CODECS = ("utf-8", "utf-16-le", "utf-16-be", "utf-7", "cp037", "latin-1")
+#: What lenient parsers skip before an object.
+SKIPPED = (
+    b" ",
+    b"\n",
+    b"\0",
+    b"\xa0",
+    b"\xc2\xa0",
+    b"\xef\xbb\xbf",
+    b"/* a */",
+    b"// a\n",
+    b"# a\n",
+    b"[",
+    b"(",
+    b",",
+    b"\xff",
+)
 BODY = json.dumps(chat("x"))
 
 
-def _check(method: str, path: str, headers: dict[str, str], body: bytes, rules: str) -> None:
+def _check(path: str, headers: dict[str, str], body: bytes, rules: str) -> None:
     """Reads the body as leniently as Python does, and takes any of two members with the same name."""
     for name, value in headers.items():
         if name.lower().replace("_", "-").startswith(CLIENT_HEADERS):
             assert (rules, name) in OWN_HEADERS
             assert value != str(MARK)
-    if method in READING or path in UNQUEUED:
-        return
+    for codec in CODECS:
+        assert str(MARK) not in body.decode(codec, "ignore")
     members: list[tuple[str, Any]] = []
 
     def collect(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -87,7 +107,7 @@ def check() -> Iterator[Check]:
         assert code[0] in "24" or code == "501", (code, data)
         assert len(engine.requests) <= 1
         for request in engine.requests:
-            _check(*request, rules)
+            _check(*request[1:], rules)
         return code
 
     proxies: dict[str, fake_engine.RunningProxy] = {}
@@ -110,6 +130,7 @@ def beside(member: str) -> bytes:
 
 
 HINT = f'"priority": {MARK}'
+URLENCODED = "application/x-www-form-urlencoded"
 KNOWN = [
     *(f'"priority": {value}' for value in (f"{MARK}e0", f"{MARK}.0", f'"{MARK}"', "true", f"[{MARK}]")),
     *(HINT, f'"prior\\u0069ty": {MARK}', HINT + ', "priority": null', '"priority": null, ' + HINT),
@@ -133,6 +154,30 @@ def test_known_ways_around_the_rules(check: Check, member: str) -> None:
     for rules in RULES:
         for path in PLACES:
             assert check(rules, message(path, beside(member), *HINT_HEADERS)) == "200"
+        for method in ("GET", "DELETE", "OPTIONS"):
+            assert check(rules, message("/tokenize", beside(member), *HINT_HEADERS, method=method)) == "200"
+
+
+# Hints passed in bodies of GET and DELETE, after comments and odd spaces, in forms and in other charsets.
+@pytest.mark.mend
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rules=st.sampled_from([*RULES]),
+    method=st.sampled_from(["POST", "PUT", "GET", "DELETE", "OPTIONS", "PATCH"]),
+    path=st.sampled_from([CHAT, "/v1/files", "/tokenize", "http://x/generate"]),
+    start=st.lists(st.sampled_from(SKIPPED), max_size=3),
+    codec=st.sampled_from(CODECS),
+    kind=st.sampled_from(["application/json", "text/plain", "multipart/form-data; boundary=b", URLENCODED]),
+)
+def test_no_body_hides_a_hint(
+    check: Check, rules: str, method: str, path: str, start: list[bytes], codec: str, kind: str
+) -> None:
+    bodies = {
+        "multipart": f'--b\r\nContent-Disposition: form-data; name="priority"\r\n\r\n{MARK}\r\n--b--\r\n'.encode()
+    }
+    bodies["application/x"] = f"a=1&priority={MARK}".encode()
+    body = bodies.get(kind[:13], bodies.get(kind[:9], b"".join(start) + beside(HINT).decode().encode(codec)))
+    check(rules, message(path, body, f"Content-Type: {kind}; charset={codec}".encode(), method=method))
 
 
 UNREADABLE = {
