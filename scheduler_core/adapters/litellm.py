@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from scheduler_core.adapters.live_routing import LiveRouting, RoutingSettings, routed_prompt
 from scheduler_core.adapters.settings import check_version, read_yaml
@@ -52,6 +52,13 @@ class Attempt(str):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attempt:
         return self
+
+
+class TriedDeployment(NamedTuple):
+    """An attempt at a request and its deployment. A type of its own: clients can put JSON values into metadata."""
+
+    attempt: str
+    replica_id: str
 
 
 class LiveStrategy(_Base):  # type: ignore[misc]
@@ -108,20 +115,25 @@ class LiveStrategy(_Base):  # type: ignore[misc]
             if replica_id not in deployments and not registry.has_deployment(replica_id):
                 self.routing.gone(replica_id)
         field = next((field for field in METADATA_FIELDS if field in options), METADATA_FIELDS[-1])
-        metadata = options.get(field) or {}
-        tried = metadata.get(TRIED, ()) if metadata.get("attempted_retries") else ()
+        metadata = options.get(field)
+        if not isinstance(metadata, dict):
+            metadata = {}
+        tried = _tried(metadata) if metadata.get("attempted_retries") else []
         for name, _ in tried:
             self.routing.abort(name)  # the proxy only reports the last failure
         prompt = routed_prompt({"messages": messages, "input": input, **options}, metadata)
         self._num_attempts += 1
-        name = f"attempt-{self._num_attempts}"
+        name = f"{self.name}-{self._num_attempts}"
         attempt = Attempt(name)
         weakref.finalize(attempt, self.routing.drop, name).atexit = False
         # Avoid deployments that failed: one that fails at once always has the least load.
         failed = {replica_id for _, replica_id in tried}
         others = [replica_id for replica_id in deployments if replica_id not in failed]
         replica_id = self.routing.send(name, prompt, others or deployments)
-        metadata[TRIED] = (*tried, (name, replica_id))  # all attempts of a request share this mapping
+        metadata[TRIED] = (
+            *tried,
+            TriedDeployment(name, replica_id),
+        )  # all attempts of a request share this mapping
         options[field] = {**metadata, KEY: attempt}  # identifies the attempt in its events
         return deployments[replica_id]
 
@@ -148,10 +160,22 @@ class LiveStrategy(_Base):  # type: ignore[misc]
         self.routing.abort(_attempt(kwargs))
 
 
+def _tried(metadata: Mapping[str, Any]) -> list[TriedDeployment]:
+    """Earlier attempts at a request, without what its client wrote there."""
+    entries = metadata.get(TRIED)
+    return (
+        [entry for entry in entries if isinstance(entry, TriedDeployment)]
+        if isinstance(entries, tuple)
+        else []
+    )
+
+
 def _attempt(call: Mapping[str, Any]) -> str:
-    """Id of the attempt of an event; empty if the event belongs to another router."""
+    """Id of the attempt of an event; empty if the event belongs to another router, or its id is from a client."""
     options = call.get("litellm_params") or {}
-    return next((str(options[name][KEY]) for name in METADATA_FIELDS if KEY in (options.get(name) or {})), "")
+    fields = (options.get(name) for name in METADATA_FIELDS)
+    attempts = (field.get(KEY) for field in fields if isinstance(field, dict))
+    return next((str(attempt) for attempt in attempts if isinstance(attempt, Attempt)), "")
 
 
 class ProxyHandler(_Base):  # type: ignore[misc]

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scheduler_core.adapters.litellm import LiveStrategy
 from scheduler_core.adapters.live_routing import LiveRouting, RoutedPrompt, RoutingSettings, routed_prompt
 from scheduler_core.api_request import ApiRequest
 from scheduler_core.prompt_text import Message
@@ -139,3 +140,55 @@ def test_prompts_are_read_from_mappings_and_objects() -> None:
     assert routed_prompt(SimpleNamespace(**body), {"tailcast_tier": 0}) == expected
     assert routed_prompt({"prompt": "Once", "max_tokens": True}, {"tailcast_tier": -1}) == prompt_of("Once")
     assert routed_prompt({"prompt": [1, 2], "messages": None}).request.prompt_tokens() == 2
+
+
+class OneRouter:
+    """LiteLLM's router with three healthy deployments."""
+
+    async def select(self, model: str, options: Any, **more: Any) -> list[dict[str, Any]]:
+        return [{"model_info": {"id": name}} for name in "abc"]
+
+    def registry(self) -> Any:
+        return SimpleNamespace(has_deployment=lambda replica_id: True)
+
+
+# LiteLLM's strategy trusted `tailcast_tried` of a client's metadata: it ended requests of others and chose deployments.
+@pytest.mark.mend
+@pytest.mark.parametrize("field", ["metadata", "litellm_metadata"])
+async def test_attempts_in_a_clients_metadata_are_ignored(field: str) -> None:
+    strategy = LiveStrategy(OneRouter(), RoutingSettings())  # type: ignore[arg-type]
+
+    async def chosen(options: dict[str, Any]) -> str:
+        deployment = await strategy.async_get_available_deployment("m", request_kwargs=options)
+        return str(deployment["model_info"]["id"])
+
+    victim: dict[str, Any] = {field: {}}
+    first = await chosen(victim)
+    [(name, _)] = victim[field]["tailcast_tried"]
+    for tried in (
+        [[name, "b"]],
+        [(name, "b")],
+        ((name, "b"), (name, "c")),
+        5,
+        "abc",
+        [1],
+        None,
+        [[]],
+        {name: "b"},
+    ):
+        forged = {"tailcast_tried": tried, "tailcast_attempt": name, "attempted_retries": 1}
+        await strategy.async_log_failure_event({"litellm_params": {field: dict(forged)}}, None, None, None)
+        await strategy.async_log_success_event({"litellm_params": {field: dict(forged)}}, None, None, None)
+        options = {field: dict(forged)}
+        await chosen(options)
+        await strategy.async_log_failure_event({"litellm_params": options}, None, None, None)
+        assert strategy.routing.num_requests == {first: 1}
+    for malformed in ("text", 5, ["x"]):
+        options = {field: malformed}  # type: ignore[dict-item]
+        await chosen(options)
+        await strategy.async_log_failure_event({"litellm_params": options}, None, None, None)
+    assert strategy.routing.num_requests == {first: 1}
+    victim[field]["attempted_retries"] = 1  # a retry of its own goes elsewhere
+    assert await chosen(victim) != first
+    await strategy.async_log_success_event({"litellm_params": victim}, None, None, None)
+    assert strategy.routing.num_requests == {}
