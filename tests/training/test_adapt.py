@@ -93,6 +93,32 @@ def test_a_known_model_is_corrected_and_all_others_stay_the_same_to_the_bit(tmp_
     assert "CRPS, ln tokens" in page and "tiny-llm" in page  # noqa: PT018
 
 
+@pytest.mark.mend
+def test_turns_of_an_agent_are_adapted_and_left_out_rows_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Requests that end with the result of a tool were left out (140 of 160), and the exit code was 0."""
+    call = {"id": "k", "type": "function", "function": {"name": "read", "arguments": "{}"}}
+    rng, log = np.random.default_rng(1), tmp_path / "log.jsonl"
+    lines = []
+    for number, text in enumerate(prompts(300)):
+        messages: list[dict[str, Any]] = [
+            {"role": "system", "content": ""},
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "k", "content": "a file"},
+        ]
+        lines.append(entry(number, "", shifted(text, rng), "tiny-llm", messages=messages, max_tokens=-1))
+    failed = {**lines[0], "response": {"error": {"message": "Bad Gateway"}}}
+    log.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *[failed] * 301]))
+    old = fakes.write_rich_artifact(tmp_path / "old")
+    assert adapted(log, old, tmp_path / "new") == 3
+    assert caplog.messages[-1] == "left out 301 of 601 rows: 301 x failed (refused)"
+    runtimes = [open_runtime(folder, provider="cpu") for folder in (old, tmp_path / "new")]
+    one, other = (runtime.predict(prompts(40), ["tiny-llm"] * 40) for runtime in runtimes)
+    assert other.mu - one.mu == pytest.approx(0.5, abs=0.15)
+
+
 #: Refuses imports of packages that the extra `adapt` does not install.
 WITHOUT_TORCH = """
 import sys
