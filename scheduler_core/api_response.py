@@ -91,7 +91,7 @@ def read_response(content: object) -> ApiResponse:
         _read_llama_cpp(response, content)
     else:
         _take_counts(response, content.get("usage"), "completion_tokens", "prompt_tokens")
-    if content.get("error"):
+    if content.get("error") or kind == "error":
         response.finish_reason = response.finish_reason or "error"
     if response.num_new_tokens or response.finish_reason:
         response.num_outputs = max(1, response.num_outputs)

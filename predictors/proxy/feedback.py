@@ -64,6 +64,7 @@ class Exchange:
     started_s: float  # arrival time, on `time.perf_counter`
     waited_s: float = 0.0  # time spent on the prediction or in the queue of the proxy
     forecast: Forecast | None = None  # before online calibration
+    forecasting: asyncio.Task[Forecast] | None = None
     prompt_tokens: int | None = None  # if the predictor counted them
     shadow: asyncio.Task[Forecast] | None = None
     stats: ResponseStats | None = None
@@ -104,7 +105,7 @@ class Recorder:
         self._tasks: set[asyncio.Task[None]] = set()
         self._shadows: set[asyncio.Task[Forecast]] = set()
         self.calibration: LiveCalibration | None = None
-        if config.online_calibration and config.predictor != "none":
+        if config.online_calibration:
             self.calibration = LiveCalibration(config.calibration_file, metrics.calibration)
         usage = config.feedback_usage
         self._may_request_usage = usage is True or (usage == "auto" and config.engine in USAGE_ENGINES)
@@ -124,7 +125,12 @@ class Recorder:
     @property
     def is_on(self) -> bool:
         """Whether output lengths are used for calibration or the log."""
-        return self._log is not None or self.calibration is not None
+        return self._log is not None or self._learner is not None
+
+    @property
+    def _learner(self) -> LiveCalibration | None:
+        """The calibration; None without a predictor."""
+        return None if self._config.predictor == "none" else self.calibration
 
     def requests_usage(self, parsed: ParsedRequest) -> bool:
         """Whether the proxy should request the token counts of a stream because the client did not."""
@@ -153,7 +159,7 @@ class Recorder:
         exchange.shadow.add_done_callback(self._shadows.discard)
 
     def finish(self, exchange: Exchange) -> None:
-        """Handles the end of a completion; its record is written when the shadow prediction is available."""
+        """Handles the end of a request; it is recorded when its predictions are available."""
         if not self.is_on:
             return
         stats, problem = exchange.stats, _problem(exchange)
@@ -161,21 +167,18 @@ class Recorder:
         if problem is not None or stats is None or length is None:
             problem = problem or ("client_gone" if exchange.end == "client_gone" else "no_tokens")
             self._metrics.unrecorded.labels(problem).inc()
-            if self.calibration is not None and problem not in _EXPECTED:
-                self.calibration.skip(problem, PROBLEMS[problem])
+            if self._learner is not None and problem not in _EXPECTED:
+                self._learner.skip(problem, PROBLEMS[problem])
             return
         output_tokens, counted_by = length
         if counted_by == "deltas":
             output_tokens = self._tokens_per_event.tokens(output_tokens)
         elif exchange.end == "complete":
             self._tokens_per_event.observe(stats)
-        if self.calibration is not None:
-            self._calibrate(self.calibration, exchange, stats, output_tokens)
-        if self._log is not None:
-            ended_s = time.perf_counter()
-            task = asyncio.create_task(self._write(exchange, stats, output_tokens, counted_by, ended_s))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        ended_s = time.perf_counter()
+        task = asyncio.create_task(self._record(exchange, stats, output_tokens, counted_by, ended_s))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
         """Writes pending records and closes the log, the calibration and the shadow predictor."""
@@ -213,7 +216,7 @@ class Recorder:
             max_tokens=body.max_tokens,
         )
 
-    async def _write(
+    async def _record(
         self,
         exchange: Exchange,
         stats: ResponseStats,
@@ -221,6 +224,12 @@ class Recorder:
         counted_by: Literal["usage", "deltas"],
         ended_s: float,
     ) -> None:
+        if exchange.forecasting is not None and not exchange.forecasting.done():
+            await asyncio.wait({exchange.forecasting})
+        if self._learner is not None:
+            self._calibrate(self._learner, exchange, stats, output_tokens)
+        if self._log is None:
+            return
         shadow = None if exchange.shadow is None else await exchange.shadow
         if shadow is not None:
             self._metrics.shadows.labels(shadow.outcome).inc()
@@ -256,7 +265,6 @@ class Recorder:
         record |= _length_fields(None if exchange.forecast is None else exchange.forecast.prediction)
         if shadow is not None:
             record["shadow"] = _length_fields(shadow.prediction) or None
-        assert self._log is not None
         self._log.put(record)
 
 

@@ -52,7 +52,7 @@ class JsonReader:
 
     shortens = False
 
-    def __init__(self, on_tokens: Callable[[int], None] = lambda num_tokens: None) -> None:
+    def __init__(self, on_tokens: Callable[[int], None] | None = None) -> None:
         self.stats = ResponseStats()
         self._on_tokens = on_tokens
         self._parts: list[bytes] = []
@@ -73,7 +73,8 @@ class JsonReader:
     def end(self) -> bytes:
         """Handles the end of the response; returns bytes that were held back."""
         self.stats.take(read_response(_json(self.text)))
-        self._on_tokens(self.stats.output_tokens or 0)
+        if self._on_tokens is not None:
+            self._on_tokens(self.stats.output_tokens or 0)
         return b""
 
 
@@ -87,7 +88,7 @@ class EventStreamReader:
     def __init__(
         self,
         hides_usage: bool,
-        on_tokens: Callable[[int], None] = lambda num_tokens: None,
+        on_tokens: Callable[[int], None] | None = None,
         *,
         is_lines: bool = False,
     ) -> None:
@@ -144,8 +145,10 @@ class EventStreamReader:
 
     def _count(self, num_tokens: int) -> None:
         self.stats.num_deltas += num_tokens
-        self.stats.first_s = self.stats.first_s or time.perf_counter()
-        self._on_tokens(num_tokens)
+        if self.stats.first_s is None:
+            self.stats.first_s = time.perf_counter()
+        if self._on_tokens is not None:
+            self._on_tokens(num_tokens)
 
     def _differs_in_text(self, event: bytes) -> bool:
         """Whether an event is the last parsed one with another text, which is quicker to find out than to parse it."""

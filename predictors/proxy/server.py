@@ -338,7 +338,7 @@ class ProxyServer:
     async def _ordered(self, exchange: Exchange) -> AsyncIterator[Hint]:
         """Waits for admission by the queue or, if there is no queue, for the prediction."""
         start = time.perf_counter()
-        forecasting = asyncio.create_task(self._forecast(exchange))
+        forecasting = exchange.forecasting = asyncio.create_task(self._forecast(exchange))
         try:
             if isinstance(self._order, HoldQueue):
                 await self._order.enter(exchange.request)
@@ -354,7 +354,10 @@ class ProxyServer:
             yield hint
         finally:
             self._order.leave(exchange.request.request_id)
-            forecasting.cancel()
+            if (
+                exchange.end != "complete"
+            ):  # the recorder waits for it: short outputs can be quicker than a prediction
+                forecasting.cancel()
 
     async def _forecast(self, exchange: Exchange) -> Forecast:
         forecast = exchange.forecast = await self._forecaster.forecast(exchange.query)
@@ -433,7 +436,8 @@ class ProxyServer:
             return None
         if upstream.status != 200:
             return JsonReader() if hides_usage and upstream.status in (400, 422) else None
-        on_tokens = partial(self._order.on_output, exchange.request.request_id)
+        on_output = partial(self._order.on_output, exchange.request.request_id)
+        on_tokens = on_output if self._order.uses_outputs else None
         match upstream.content_type:
             case "text/event-stream":
                 return EventStreamReader(hides_usage, on_tokens)

@@ -199,7 +199,7 @@ WRONG: dict[str, list[Any]] = {
     "finished": [1, "true"],
     "max_tokens": [0, 2**40, "5", False],
     "prompt": [3, {}],
-    "messages": ["x", [1], [{"role": "user"}], [{"role": "user", "content": None}]],
+    "messages": ["x", [1], [{"content": "x"}], [{"role": "user", "content": 5}]],
     "mu": ["1", 51, None],
     "quantiles": [[1.0], [2.0] * 22 + [1.0], ["1"] * 23, 1],
     "shadow": [1, {"mu": 1.0}, {"mu": "x", "sigma": 1.0, "nu": 3.5}],
