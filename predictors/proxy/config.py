@@ -88,7 +88,7 @@ class ProxyConfig:
     max_body_mib: int = 16
     """Maximum request body in MiB; larger bodies get 413."""
     max_held_mib: int = 512
-    """Maximum size in MiB of all request bodies in memory; further requests get 429."""
+    """Maximum size in MiB of all request bodies in memory, parsed; further requests get 429."""
     max_in_flight: int = 4096
     """Maximum number of generation requests in flight, and of all other requests; further ones get 429."""
     request_timeout_s: float = 30.0

@@ -11,7 +11,7 @@ from typing import Any
 from predictors.proxy.config import PromptText
 from predictors.proxy.errors import bad_body
 from scheduler_core.api_request import ApiRequest, read_request
-from scheduler_core.json_text import RepeatedKeyError, check_num_values, parse_json
+from scheduler_core.json_text import RepeatedKeyError, check_num_values, num_separators, parse_json
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -27,6 +27,8 @@ ENDPOINTS = (
 _OPEN = re.compile(rb"\s*\{\s*")
 #: Maximum number of values of a body; the parser blocks the event loop for about 0.1 s for that many.
 MAX_VALUES = 1_000_000
+#: Memory of a parsed body for each of its commas, colons and opening brackets, about.
+SEPARATOR_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,14 @@ def json_body(data: bytes) -> JsonBody:
     if not isinstance(content, dict):
         raise bad_body("not a JSON object")
     return JsonBody(sent, content)
+
+
+def parsed_bytes(data: bytes) -> int:
+    """Memory of a parsed JSON body in bytes, roughly, without its texts."""
+    num_separators_at_most = sum(map(data.count, (b",", b":", b"[", b"{")))
+    if num_separators_at_most * SEPARATOR_BYTES <= len(data):
+        return num_separators_at_most * SEPARATOR_BYTES
+    return sum(num_separators(data)) * SEPARATOR_BYTES  # slower, but texts may be full of them
 
 
 def _dump(content: dict[str, Any]) -> bytes:

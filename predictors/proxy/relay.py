@@ -8,6 +8,7 @@ import io
 import re
 import select
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -119,6 +120,14 @@ async def _send_once(request: aiohttp.ClientRequest, handler: ClientHandlerType)
         raise engine_failed("closed the connection without a response") from error
 
 
+@dataclass(slots=True)
+class HeldBody:
+    """The body of a request, and the memory that it counts for in bytes."""
+
+    data: bytes = b""
+    num_bytes: int = 0
+
+
 class Relay:
     """Connections to one engine. `config` may be replaced while requests are in flight; `monitor` observes them."""
 
@@ -147,16 +156,26 @@ class Relay:
             await self._session.close()
 
     @contextlib.asynccontextmanager
-    async def body(self, request: web.Request) -> AsyncIterator[bytes]:
+    async def body(self, request: web.Request) -> AsyncIterator[HeldBody]:
         """The body of a request, which counts as held in memory until the end of the block. Refusal if it is too large
         (413), late (408) or not valid HTTP (400), or if too many bodies are held (429)."""
-        held = [0]  # bytes; also of an incomplete body
+        held = HeldBody()
         try:
-            yield await self._read(request, held)
+            await self._read(request, held)
+            yield held
         finally:
-            self.num_held_bytes -= held[0]
+            self.num_held_bytes -= held.num_bytes
 
-    async def _read(self, request: web.Request, held: list[int]) -> bytes:
+    def hold(self, body: HeldBody, num_bytes: int) -> None:
+        """Adds to the memory of a body; Refusal (429) if too many bodies are held."""
+        body.num_bytes += num_bytes
+        self.num_held_bytes += num_bytes
+        if self.num_held_bytes > (limit := self.config.max_held_mib) * 2**20:
+            text = f"bodies in memory: got {self.num_held_bytes / 2**20:.0f} MiB; allowed: {limit} MiB"
+            raise Refusal(429, text, "bodies_full")
+
+    async def _read(self, request: web.Request, held: HeldBody) -> None:
+        """Reads the data of a body; raises as `body`."""
         limit, timeout_s = self.config.max_body_mib * 2**20, self.config.request_timeout_s
         if request.content_length is not None and request.content_length > limit:
             raise _too_large(f"{request.content_length} bytes", limit)
@@ -166,14 +185,10 @@ class Relay:
             async with asyncio.timeout(timeout_s):
                 while data := await request.content.readany():
                     parts.append(data)
-                    held[0] += len(data)
-                    self.num_held_bytes += len(data)
-                    if held[0] > limit:
+                    self.hold(held, len(data))
+                    if held.num_bytes > limit:
                         raise _too_large("more", limit)
-                    if self.num_held_bytes > self.config.max_held_mib * 2**20:
-                        text = f"bodies in memory: got more; allowed: {self.config.max_held_mib} MiB"
-                        raise Refusal(429, text, "bodies_full")
-            return b"".join(parts)
+            held.data = b"".join(parts)
         except TimeoutError as error:
             text = f"body: not complete after {timeout_s:g} s"
             raise Refusal(408, text, "body_late", "body") from error

@@ -25,9 +25,9 @@ from predictors.proxy.errors import EngineLostError, Refusal
 from predictors.proxy.feedback import Exchange, Recorder
 from predictors.proxy.metrics import ProxyMetrics
 from predictors.proxy.order import HoldQueue, SentOrder
-from predictors.proxy.parsing import JsonBody, ParsedRequest, endpoint_of, parse_request
+from predictors.proxy.parsing import JsonBody, ParsedRequest, endpoint_of, parse_request, parsed_bytes
 from predictors.proxy.prediction import Forecast, Forecaster
-from predictors.proxy.relay import Relay, origin_form
+from predictors.proxy.relay import HeldBody, Relay, origin_form
 from predictors.proxy.responses import EventStreamReader, JsonReader, Reader
 from scheduler_core.adapters.live_order import order_policy
 from scheduler_core.api_request import MAX_TOKENS
@@ -273,8 +273,8 @@ class ProxyServer:
         """The response to a completion, or to any other request that can generate output; raises as `_send`,
         or Refusal for an invalid request."""
         start = time.perf_counter()
-        async with self._relay.body(request) as data:
-            body, parsed = await self._read(request, data)
+        async with self._relay.body(request) as held:
+            body, parsed = await self._read(request, held)
             try:
                 exchange = self._exchange(request, parsed, start)
             except InputError as error:
@@ -283,25 +283,31 @@ class ProxyServer:
             try:
                 async with self._ordered(exchange) as hint:
                     hint = self._with_usage(exchange, hint)
-                    data = data if body is None else body.with_members(hint.members)
+                    data = held.data if body is None else body.with_members(hint.members)
                     self._metrics.overhead.observe(time.perf_counter() - start - exchange.waited_s)
                     return await self._send(request, data, hint, exchange)
             finally:
                 self._metrics.request.observe(time.perf_counter() - start)
                 self._recorder.finish(exchange)
 
-    async def _read(self, request: web.Request, data: bytes) -> tuple[JsonBody | None, ParsedRequest]:
-        """The body (see `allowed_body`) and its fields; Refusal if it is invalid. A large one is parsed in a thread."""
+    async def _read(self, request: web.Request, held: HeldBody) -> tuple[JsonBody | None, ParsedRequest]:
+        """The body (see `allowed_body`) and its fields, which count as held too; Refusal if it is invalid. A large one is
+        parsed in a thread."""
+        data = held.data
 
-        def parse() -> tuple[JsonBody | None, ParsedRequest]:
+        def parse() -> tuple[JsonBody | None, ParsedRequest, int]:
             body = allowed_body(request, data, self._rules)
-            content = {} if body is None else body.content
-            return body, parse_request(content, request.path, self._config.prompt_text)
+            if body is None:
+                return None, parse_request({}, request.path, self._config.prompt_text), 0
+            parsed = parse_request(body.content, request.path, self._config.prompt_text)
+            return body, parsed, parsed_bytes(data)
 
         try:
-            return await asyncio.to_thread(parse) if len(data) > LARGE_BYTES else parse()
+            body, parsed, num_bytes = await asyncio.to_thread(parse) if len(data) > LARGE_BYTES else parse()
         except InputError as error:
             raise Refusal.of(error) from error
+        self._relay.hold(held, num_bytes)
+        return body, parsed
 
     def _exchange(self, request: web.Request, parsed: ParsedRequest, start: float) -> Exchange:
         config = self._config
@@ -453,6 +459,6 @@ class ProxyServer:
             raise Refusal(501, text, "upgrade_not_supported", "Upgrade")
         if not request.can_read_body:
             return await self._send(request, None)
-        async with self._relay.body(request) as data:
-            body = (await self._read(request, data))[0] if self._rules.restricts else None
-            return await self._send(request, data if body is None else body.with_members({}))
+        async with self._relay.body(request) as held:
+            body = (await self._read(request, held))[0] if self._rules.restricts else None
+            return await self._send(request, held.data if body is None else body.with_members({}))

@@ -97,6 +97,8 @@ async def test_the_bytes_of_all_bodies_are_bounded() -> None:
         for method, path in (("POST", CHAT), ("POST", "/new"), ("DELETE", "/files"), ("POST", "/tokenize")):
             status, body = await proxy.send(method, path, json.dumps(chat("x" * size)).encode(), {})
             assert (status, json.loads(body)["error"]["code"]) == (429, "bodies_full")
+        values = b'{"messages": [' + b",".join([b"{}"] * 10_000) + b"]}"  # 30 kB, but 1 MB when it is parsed
+        assert (await proxy.post(values))[0] == 429
         assert await proxy.metric("tailcast_proxy_held_bytes") < 2**20
         go.set()
         assert [status for status, _ in await asyncio.gather(*posts)] == [200, 200]
