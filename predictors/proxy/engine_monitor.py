@@ -13,6 +13,8 @@ from scheduler_core.errors import TailcastError
 logger = logging.getLogger(__name__)
 #: Seconds for which an observation holds; until then nothing is probed.
 FRESH_S = 2.0
+#: Minimum seconds between two log lines that the engine is gone.
+GONE_S = 60.0
 
 
 class EngineMonitor:
@@ -29,6 +31,7 @@ class EngineMonitor:
         self._clock = clock
         self._observed_s: float | None = None
         self._gone_s: float | None = None
+        self._logged_s: float | None = None
         self._probing: asyncio.Task[None] | None = None
 
     @property
@@ -40,15 +43,20 @@ class EngineMonitor:
         """Observes a response."""
         self._observed_s = self._clock()
         if self._gone_s is not None:
-            seconds, self._gone_s = self._observed_s - self._gone_s, None
-            logger.info("the engine is back after %.0f s; /readyz is 200", seconds)
+            if self._logged_s == self._gone_s:
+                logger.info(
+                    "the engine is back after %.0f s; /readyz is 200", self._observed_s - self._gone_s
+                )
+            self._gone_s = None
 
     def failed(self, reason: str) -> None:
         """Observes that the engine cannot be reached."""
         self._observed_s = self._clock()
         if self._gone_s is None:
             self._gone_s = self._observed_s
-            logger.warning("the engine is gone: it %s; /readyz is 503 until it responds", reason)
+            if self._logged_s is None or self._gone_s - self._logged_s >= GONE_S:
+                self._logged_s = self._gone_s
+                logger.warning("the engine is gone: it %s; /readyz is 503 until it responds", reason)
 
     def doubt(self) -> None:
         """Makes the next `check` probe the engine, because a request has failed in a way that may be its own."""

@@ -15,9 +15,10 @@ import pytest
 
 from predictors.proxy import engine_monitor
 from predictors.proxy.config import RELOADED, ProxyConfig
-from predictors.proxy.engine_monitor import FRESH_S, EngineMonitor
+from predictors.proxy.engine_monitor import FRESH_S, GONE_S, EngineMonitor
 from predictors.proxy.errors import engine_failed
-from predictors.proxy.prediction import GONE_S, REFUSED_S, WINDOW, PredictorLog
+from predictors.proxy.prediction import GONE_S as PREDICTOR_GONE_S
+from predictors.proxy.prediction import REFUSED_S, WINDOW, PredictorLog
 from predictors.proxy.server import ProxyServer
 from predictors.service.workers import Supervisor
 from scheduler_core.errors import InputError, TailcastError
@@ -224,6 +225,20 @@ async def test_an_engine_is_gone_once_and_back_once(
     ]
 
 
+async def test_an_engine_that_comes_and_goes_does_not_flood_the_log(
+    monitored: tuple[EngineMonitor, Clock, list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    monitor, clock, _ = monitored
+    for _ in range(100):
+        monitor.failed("cannot be reached")
+        clock.now += 0.1
+        monitor.succeeded()
+    assert len(caplog.records) == 2
+    clock.now += GONE_S
+    monitor.failed("cannot be reached")
+    assert len(caplog.records) == 3
+
+
 async def test_readyz_follows_the_engine(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,7 +328,7 @@ def test_a_predictor_that_is_gone_and_back_is_logged_without_a_flood(
         "the predictor is gone, requests continue without: OSError",
         "the predictor is back",
     ]
-    clock.now += GONE_S
+    clock.now += PREDICTOR_GONE_S
     log.observe("failed", OSError("x"))
     assert len(caplog.messages) == 3
 
