@@ -125,7 +125,9 @@ def report_left_out(reasons: Mapping[str, int], num_rows: int, unit: str = "rows
     num_left_out = sum(reasons.values())
     if not num_left_out:
         return 0
-    ordered = sorted(reasons.items(), key=lambda item: -item[1])
+    ordered = sorted(
+        ((reason, count) for reason, count in reasons.items() if count), key=lambda item: -item[1]
+    )
     causes = "; ".join(f"{count} x {reason}" for reason, count in ordered)
     is_failure = 2 * num_left_out > num_rows
     log = logging.getLogger(__name__)

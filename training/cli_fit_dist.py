@@ -7,7 +7,7 @@ import os
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-from scheduler_core.command import command
+from scheduler_core.command import command, report_left_out
 from scheduler_core.errors import InputError
 from scheduler_core.ranges import INTEGERS, check_ranges
 
@@ -85,6 +85,13 @@ class FitDistConfig:
         return tuple(name.strip() for name in self.group_by.split(","))
 
 
+def run(config: FitDistConfig) -> int:
+    """Runs the command; returns its exit code, see `report_left_out`."""
+    summary = fit_dist(config)
+    num_errors = summary["num_errors_left_out"]
+    return report_left_out({"failed": num_errors}, summary["num_samples"] + num_errors, "samples")
+
+
 def fit_dist(config: FitDistConfig) -> dict[str, Any]:
     """Runs the command: writes the fits, `OUT.run.json` and the optional outputs; returns the summary."""
     from scheduler_core.files import writable_target, write_json
@@ -128,7 +135,7 @@ def fit_dist(config: FitDistConfig) -> dict[str, Any]:
     return summary
 
 
-main = command("fit-dist", FitDistConfig, fit_dist, positionals=("samples",), extra="train")
+main = command("fit-dist", FitDistConfig, run, positionals=("samples",), extra="train")
 
 
 if __name__ == "__main__":

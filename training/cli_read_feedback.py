@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TextIO
 
-from scheduler_core.command import command
+from scheduler_core.command import command, report_left_out
 from scheduler_core.files import atomic_file, writable_target, write_json
+
+if TYPE_CHECKING:
+    from data_gen.feedback_record import FeedbackRecord
+    from training.feedback import Side
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,25 +36,42 @@ class FeedbackConfig:
     """JSON file to also write the summary to."""
 
 
-def read(config: FeedbackConfig) -> None:
-    """Runs the command."""
+def read(config: FeedbackConfig) -> int:
+    """Runs the command; returns its exit code, see `report_left_out`."""
     from data_gen.importers.logs import feedback_records
-    from training.feedback import pair, summarize
+    from training.feedback import summarize
 
-    records = feedback_records(config.log)
+    left_out = Counter[str]()
+    records = feedback_records(config.log, left_out)
     if config.pairs is None:
         summary = summarize(records)
         if config.json is not None:
             write_json(writable_target(config.json, "json"), summary)
         sys.stdout.write(json.dumps(summary, indent=2) + "\n")
-        return
-    pairs = (pair(record, config.side) for _, record in records)
-    lines = (json.dumps(values) + "\n" for values in pairs if values is not None)
-    if config.pairs == "-":
-        sys.stdout.writelines(lines)
+        num_used = summary["num_records"]
+    elif config.pairs == "-":
+        num_used = _write_pairs(records, config.side, sys.stdout, left_out)
     else:
         with atomic_file(writable_target(config.pairs, "pairs")) as temporary, open(temporary, "w") as target:
-            target.writelines(lines)
+            num_used = _write_pairs(records, config.side, target, left_out)
+    return report_left_out(left_out, num_used + left_out.total(), "lines")
+
+
+def _write_pairs(
+    records: Iterable[tuple[int, FeedbackRecord]], side: Side, target: TextIO, left_out: Counter[str]
+) -> int:
+    """Writes the pairs of the records that have one, counts the others in `left_out`, and returns the number of pairs."""
+    from training.feedback import pair
+
+    num_pairs = 0
+    for _, record in records:
+        values = pair(record, side)
+        if values is None:
+            left_out[f"no prediction of {side}, or no output"] += 1
+        else:
+            target.write(json.dumps(values) + "\n")
+            num_pairs += 1
+    return num_pairs
 
 
 main = command("read-feedback", FeedbackConfig, read, positionals=("log",), extra="train")

@@ -6,7 +6,7 @@ from scheduler_core.command import command
 from training.progress import prepare_models
 
 main = command(
-    "train", "training.config:TrainConfig", "training.train:train", extra="train", prepare=prepare_models
+    "train", "training.config:TrainConfig", "training.train:run", extra="train", prepare=prepare_models
 )
 
 

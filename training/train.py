@@ -18,6 +18,7 @@ from data_gen.splits import smallest_hashes
 from predictors.modules.checkpoint import CONFIG, KIND, WEIGHTS, save_checkpoint
 from predictors.modules.encoder import resolve_encoder
 from predictors.modules.predictor import PromptPredictor
+from scheduler_core.command import report_left_out
 from scheduler_core.errors import InputError
 from scheduler_core.files import (
     existing_file,
@@ -46,6 +47,19 @@ PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "safetensors", "
 IDENTITY = "identity.json"
 # Options that are not compared when a run is resumed: they do not affect the result, or their files are hashed.
 NOT_IDENTITY = (*FILE_OPTIONS, "out", "overwrite", "resume", "progress", "threads", "tensorboard", "report")
+
+
+def run(config: TrainConfig) -> int:
+    """Runs the command; returns its exit code, see `report_left_out`."""
+    data = train(config).get("data")
+    if data is None:  # another process writes the checkpoint
+        return 0
+    reasons = {
+        "no usable fit, such as too few samples": data["num_excluded"],
+        "same text as a prompt of validation or test": data["num_shared_prompts"],
+    }
+    num_prompts = sum(data["num_prompts"].values()) + data["num_test_prompts"] + sum(reasons.values())
+    return report_left_out(reasons, num_prompts, "prompts")
 
 
 def train(config: TrainConfig) -> dict[str, Any]:

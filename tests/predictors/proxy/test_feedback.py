@@ -224,8 +224,9 @@ def test_bad_lines_are_skipped_and_counted_by_all_readers(
     assert "1 x shadow.mu (allowed: a valid number)" in caplog.text
     assert "1 x record (allowed: a record that is not a copy of an earlier one)" in caplog.text
 
-    assert cli.main([str(path)]) == 0
+    assert cli.main([str(path)]) == 3  # more than half of the lines are left out
     assert json.loads(capsys.readouterr().out)["num_compared"] == 2
+    assert caplog.messages[-1].startswith(f"left out {len(bad) + 1} of {len(bad) + 3} lines: ")
     for schema in ("samples", "trace"):
         report = imported(path, tmp_path / "s.parquet", schema=schema)
         assert (report["num_rows"], report["num_written"]) == (len(bad) + 3, 2)
