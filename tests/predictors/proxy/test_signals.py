@@ -342,4 +342,4 @@ def test_refused_requests_are_logged_once_per_hour(
         log.observe("refused", InputError("served_model", "x", "y"))
         log.observe("answered")
     assert len(caplog.messages) == 2
-    assert "if the name of its model is unknown" in caplog.messages[0]
+    assert "set --model" in caplog.messages[0]
