@@ -10,7 +10,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
 from typing import Annotated, Any, Literal, get_args
 
@@ -67,7 +67,8 @@ def _utc(value: str) -> str:
 
 
 # Types of JSON values with their ranges.
-Name = Annotated[str, Field(min_length=1, max_length=500, pattern=r"^[^\x00-\x1f\x7f]*$")]
+_NAME, _MAX_NAME_CHARS = r"^[^\x00-\x1f\x7f]*$", 500
+Name = Annotated[str, Field(min_length=1, max_length=_MAX_NAME_CHARS, pattern=_NAME)]
 Names = Annotated[
     tuple[Name, ...], AfterValidator(_different), Field(json_schema_extra={"uniqueItems": True})
 ]
@@ -288,6 +289,14 @@ def checked_temperature(value: float | None) -> float:
     if not 0 <= value < math.inf:
         raise InputError("temperature", value, "a finite number >= 0, or unset")
     return value
+
+
+def check_model_names(names: Iterable[str]) -> None:
+    """Raises InputError for the name of a served model that no manifest may have; to call before long work."""
+    for name in names:
+        if not 1 <= len(name) <= _MAX_NAME_CHARS or not re.fullmatch(_NAME, name):
+            allowed = f"names of 1 to {_MAX_NAME_CHARS} characters without control characters"
+            raise InputError("served_models", name, allowed)
 
 
 def content_version(content: Mapping[str, Any]) -> str:

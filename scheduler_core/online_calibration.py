@@ -380,6 +380,11 @@ class OnlineCalibration:
         self._candidates.clear()
 
 
+def is_model_name(name: str) -> bool:
+    """Whether a text of a log or request is the name of a served model: printable, 1 to `MAX_NAME_CHARS` characters."""
+    return 0 < len(name) <= MAX_NAME_CHARS and name.isprintable()
+
+
 def _check_tokens(name: str, value: int, low: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**53:
         raise InputError(name, value, f"integers from {low} to 2^53")

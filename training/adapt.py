@@ -24,6 +24,7 @@ from predictors.pretrained import PRETRAINED, artifact_folder
 from scheduler_core.command import CHECK_FAILED, report_left_out
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.files import atomic_directory, folder_target, writable_target, write_json
+from scheduler_core.online_calibration import is_model_name
 from scheduler_core.options import check_outputs
 from scheduler_core.ranges import INTEGERS, check_ranges
 from scheduler_core.report.page import Page
@@ -174,6 +175,10 @@ def _read_log(config: AdaptConfig, *, conversations: bool) -> tuple[Requests, Co
     if num_hashed := pc.sum(pc.and_not(pc.invert(has_prompt), is_error)).as_py():
         left_out["no text of the prompt"] += num_hashed
     table = table.filter(pc.and_not(has_prompt, is_error))
+    is_named = pa.array([is_model_name(name or "") for name in table["model"].to_pylist()], pa.bool_())
+    if num_strange := len(table) - pc.sum(is_named, min_count=0).as_py():
+        left_out["name of the served model is empty, too long or not printable"] += num_strange
+    table = table.filter(is_named)
     table = table.slice(max(0, len(table) - config.max_requests))
     if not len(table):
         allowed = (

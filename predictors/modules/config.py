@@ -9,7 +9,7 @@ from typing import ClassVar, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from predictors.manifest import TRUNCATION_SIDES
+from predictors.manifest import TRUNCATION_SIDES, check_model_names
 from predictors.modules.encoder import POOLINGS
 from predictors.modules.heads import Heads
 from scheduler_core.errors import InputError
@@ -38,6 +38,7 @@ class Conditioning:
         names = self.served_models
         if not names or len(set(names)) < len(names) or not all(names):
             raise InputError("served_models", names, "one or more distinct names")
+        check_model_names(names)
         check_ranges(self, width=(1, INTEGERS))
 
     def number_of(self, served_model: str | None) -> int:
@@ -76,6 +77,7 @@ class PredictorConfig:
             allowed = f"one or more of {', '.join(POOLINGS)}, each once"
             raise InputError("pooling", list(self.pooling), allowed)
         check_ranges(self, max_length=(3, INTEGERS))
+        check_model_names(self.served_models)
         check_choice("truncation_side", self.truncation_side, TRUNCATION_SIDES)
         if self.conditioning is not None and self.served_models:
             raise InputError("served_models", self.served_models, "unset, because conditioning has them")

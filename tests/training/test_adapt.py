@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from predictors.artifact import KIND, open_artifact
+from predictors.modules.config import Conditioning
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.runtime import open_runtime
 from predictors.service.artifacts import ArtifactSource
@@ -249,3 +250,29 @@ async def test_a_newcomer_with_400_gateway_logs(tmp_path: Path) -> None:
     assert adapted(feedback, folder, tmp_path / "second", report=str(tmp_path / "second.html")) == 0
     again = open_runtime(tmp_path / "second", provider="cpu").predict(["name three rivers"], ["my-llm"])
     assert again.rows()[0].mu == pytest.approx(known.mu - 2.0, abs=0.4)
+
+
+# One name with a line break among the served models ended a run of 164 s with nothing.
+@pytest.mark.mend
+def test_rows_with_strange_names_are_left_out_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old, log = fakes.write_rich_artifact(tmp_path / "old"), tmp_path / "log.jsonl"
+    lines = write_log(log, shifted, "tiny-llm", 300).read_text()
+    names = ("a\nb", "x" * 257, "tab\t", "\x7f", "\u2028")
+    entries = [entry(1000 + row, text, 9, names[row % 5]) for row, text in enumerate(prompts(150))]
+    log.write_text(lines + "".join(json.dumps(each) + "\n" for each in entries))
+    caplog.set_level("INFO")
+    assert adapted(log, old, tmp_path / "new") == 0
+    manifest = open_artifact(tmp_path / "new").manifest
+    assert list(manifest.metrics["adaptations"][-1]["corrections"]) == ["tiny-llm"]
+    assert "150 of 450" in caplog.text
+    assert "name of the served model" in caplog.text
+
+
+@pytest.mark.mend
+@pytest.mark.parametrize("name", ["a\nb", "x" * 501, "\x7f"])
+def test_names_that_no_artifact_may_have_are_refused_before_training(name: str) -> None:
+    """Training ended well, and the export of its checkpoint was refused."""
+    with pytest.raises(InputError, match="served_models: got .*; allowed: names of 1 to 500 characters"):
+        Conditioning(served_models=("m", name))
