@@ -207,6 +207,48 @@ def _check_groups(config_class: type[Any], values: Any, prefix: str) -> None:
             raise InputError(prefix + name, None, "a value; leave it out for the default")
 
 
+def from_mapping(kind: type[C], values: Mapping[str, Any], prefix: str = "") -> C:
+    """A configuration from values by name, where a group of options may be a mapping too. `InputError`, with the name after
+    `prefix`, if a name is unknown, a required one is missing, or a value has the wrong type or is outside its range."""
+    hints = {name: hint for name, hint in get_type_hints(kind).items() if name in kind.__dataclass_fields__}  # type: ignore[attr-defined]
+    for name in values:
+        if name not in hints:
+            raise unknown_name(f"option {prefix}{name}", name, hints)
+    for field in fields(kind):  # type: ignore[arg-type]
+        if field.name not in values and field.default is MISSING and field.default_factory is MISSING:
+            raise InputError(prefix + field.name, None, "a value")
+    return kind(**{name: _converted(prefix + name, value, hints[name]) for name, value in values.items()})
+
+
+def _converted(name: str, value: Any, hint: Any) -> Any:
+    """The value of an option with mappings converted to its dataclasses, and numpy numbers to those of Python."""
+    import numpy as np  # most commands do not need it
+
+    if isinstance(value, np.generic):
+        value = value.item()
+    members = get_args(hint) or (hint,)
+    group = next((member for member in members if isinstance(member, type) and is_dataclass(member)), None)
+    if group is None:
+        check_type(name, value, hint)
+    elif isinstance(value, Mapping):
+        return from_mapping(group, value, f"{name}.")
+    elif get_origin(hint) is tuple and isinstance(value, list | tuple):
+        return tuple(_converted(f"{name}[{index}]", item, group) for index, item in enumerate(value))
+    elif not isinstance(value, group) and not (value is None and type(None) in members):
+        raise InputError(name, value, f"a mapping of options, or a {group.__name__}")
+    return value
+
+
+def check_type(name: str, value: Any, hint: Any) -> None:
+    """Raises `InputError` if a value has not the type of its option, where that is a number, a text or a boolean."""
+    types = {get_origin(member) or member for member in get_args(hint) or (hint,)}
+    if float in types:
+        types.add(int)
+    if types <= {int, float, str, bool, type(None)} and type(value) not in types:
+        names = sorted("unset" if kind is type(None) else kind.__name__ for kind in types)
+        raise InputError(name, value, " or ".join(names))
+
+
 def _load_yaml(text: str) -> Any:
     """The value of a YAML text, as jsonargparse loads it. `YAMLError` if it is invalid, has an alias or a
     repeated key, or is nested too deeply."""

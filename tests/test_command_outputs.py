@@ -46,6 +46,7 @@ COMMANDS = {
     "simulate workload": "--out {out}",
     "simulate sweep": "{out} --trace {trace}",
     "simulate capacity": "--trace {trace} --json {json} --at_most.ttft_s 1",
+    "simulate replicas": "--trace {trace} --json {json} --at_most.ttft_s 1",
     "simulate calibrate": "--url http://127.0.0.1:9/v1 --served_model m --json {json}",
 }
 #: Options whose value is more than a path.
@@ -61,7 +62,6 @@ VALUES = {
 NOT_POSSIBLE = {
     ("gen-samples", "openai.tokenizer"),
     ("import-lengths", "tokenizer"),
-    *((f"simulate {name}", "step_time_parameters") for name in ("run", "sweep", "capacity")),
 }
 #: Options whose help speaks of files, and which name none, or an artifact that may be replaced.
 NOT_PATHS = {"model", "dataset", "splits", "group_by", "artifact_id", "storage_uri"}

@@ -15,6 +15,8 @@ INK, GRAY = "#1c2733", "#9aa5b1"
 #: Number of distinct combinations of color and dash; a figure with more curves has no legend.
 MAX_NAMED_CURVES = len(COLORS) * len(DASHES)
 _DPI = 130
+#: Maximum number of ticks of a logarithmic axis, so that their labels do not overlap.
+_MAX_TICKS = 6
 
 
 def new_figure(
@@ -74,6 +76,7 @@ def mark_decades(axis: Any, limits: tuple[float, float]) -> None:
 
     low, high = limits
     ticks = LogLocator(subs=(1, 2, 5) if high / low <= 150 else (1,)).tick_values(low, high)
-    axis.set_ticks([tick for tick in ticks if low <= tick <= high])
+    inside = [tick for tick in ticks if low <= tick <= high]
+    axis.set_ticks(inside[:: -(-len(inside) // _MAX_TICKS) or 1])
     axis.set_ticks([], minor=True)
     axis.set_major_formatter(lambda value, _: f"{value:g}")

@@ -3,6 +3,7 @@
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from html import escape
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from scheduler_core.decision_log import DecisionLog
 from scheduler_core.errors import InputError
 from scheduler_core.online_calibration import OnlineCalibration
 from scheduler_core.predictor import PREDICTORS, SHIPPED
+from scheduler_core.report.page import format_cell
 from scheduler_core.simulator.config import BOUNDS, SimulationConfig
+from scheduler_core.simulator.latencies import distribution_figure, group_field, latency_curves, latency_table
 from scheduler_core.simulator.loop import Simulation
 from scheduler_core.simulator.metrics import predictor_statistics, run_metrics
 from scheduler_core.simulator.predictions import (
@@ -63,6 +66,44 @@ class SimulationResult:
         """All fields except records and watch, as JSON content."""
         names = ("config", "versions", "trace", "metrics", "predictor", "refused", "warnings")
         return {"schema": SCHEMA, **{name: getattr(self, name) for name in names}}
+
+    def table(self) -> str:
+        """Latencies in seconds (slowdown: a ratio) as a text table, one row per latency."""
+        header, rows = latency_table(self.metrics)
+        cells = [[format_cell(cell) for cell in row] for row in (header, *rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        return "\n".join(
+            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+            for row in cells
+        )
+
+    def plot(self) -> Any:
+        """A `matplotlib.figure.Figure` of the distribution functions of TTFT, TBT and TTLT, by tier, tenant or category if
+        there are several; needs matplotlib. `InputError` if the requests of the result were dropped, as in a sweep."""
+        if not self.records:
+            raise InputError("records", 0, "at least one finished request")
+        field = group_field(self.metrics)
+        figure, axes = distribution_figure(latency_curves(self.records, self.watch.gaps, field))
+        if field is not None:
+            axes[0].legend(frameon=False, fontsize=8)
+        return figure
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [self._summary(), self.table(), *(f"Warning: {text}" for text in self.warnings.values())]
+        )
+
+    def _repr_html_(self) -> str:
+        header, rows = latency_table(self.metrics)
+        lines = [header, *([format_cell(cell) for cell in row] for row in rows)]
+        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>" for line in lines)
+        notes = "".join(f"<p>Warning: {escape(text)}</p>" for text in self.warnings.values())
+        return f"<div><p>{escape(self._summary())}</p><table>{body}</table>{notes}</div>"
+
+    def _summary(self) -> str:
+        num, refused = self.metrics["num_finished"], self.metrics["num_refused"]
+        source = f" of {self.trace['source']}" if self.trace["source"] else ""
+        return f"{self.config['policy']}: {num} requests{source} finished, {refused} refused; latencies in seconds"
 
 
 def prepare_trace(config: SimulationConfig) -> Trace:

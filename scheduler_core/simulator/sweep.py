@@ -16,11 +16,12 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 from scheduler_core.command import user_code_message
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.files import sha256_file, writable_target, write_json
+from scheduler_core.options import check_type
 from scheduler_core.processes import worker_processes
 from scheduler_core.ranges import check_ranges
 from scheduler_core.ray_cluster import LOCAL, fetch_result, ray_cluster
@@ -94,18 +95,8 @@ def with_setting(config: Any, name: str, value: Any) -> Any:
             raise InputError(f"setting {name}", head, "a group of settings that is not unset")
         value = with_setting(part, tail, value)
     elif not is_mapping:
-        _check_type(head, value, get_type_hints(type(config))[head])
+        check_type(head, value, get_type_hints(type(config))[head])
     return {**config, head: value} if is_mapping else replace(config, **{head: value})
-
-
-def _check_type(name: str, value: Any, hint: Any) -> None:
-    """Raises `InputError` if a value has not the type of its setting; the parser only checks options."""
-    types = {get_origin(member) or member for member in get_args(hint) or (hint,)}
-    if float in types:
-        types.add(int)
-    if types <= {int, float, str, bool, type(None)} and type(value) not in types:
-        names = sorted("unset" if kind is type(None) else kind.__name__ for kind in types)
-        raise InputError(name, value, " or ".join(names))
 
 
 def grid(base: SimulationConfig, vary: Mapping[str, Sequence[Any]], seeds: Sequence[int]) -> list[Cell]:

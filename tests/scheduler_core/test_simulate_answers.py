@@ -142,7 +142,7 @@ def test_replicas_of_queues_with_a_known_answer(arrivals: float, replicas: int) 
     """1 / (1 - rate / n) <= 5 from n = rate / 0.8 on."""
     config = ReplicasConfig(policy="fcfs", workload=Workload(), json="r.json", at_most={"ttlt_s.mean": 5.0})
     found = find_replicas(config, lambda cells: queues(cells, arrivals))
-    assert (found["replicas"], found["failing"]) == (replicas, replicas - 1 or None)
+    assert (found["num_replicas"], found["failing"]) == (replicas, replicas - 1 or None)
     assert found["clear"]
     assert found["estimates"]["ttlt_s.mean"]["mean"] <= 5.0
     levels = [probe["level"] for probe in found["probes"]]
@@ -165,10 +165,10 @@ def test_simulate_replicas_of_a_log(short: Path, caplog: Caplog) -> None:
     assert typed(command, "--at_most", "{ttft_s.p99: 2}", "--tolerance", "1") == 2, "no such option"
     assert typed(command, "--at_most", "{ttft_s.p99: 2}") == 0
     result = read(short.parent / "r.json")
-    assert result["failing"] == result["replicas"] - 1 > 0
+    assert result["failing"] == result["num_replicas"] - 1 > 0
     assert result["estimates"]["ttft_s.p99"]["mean"] <= 2
     assert any(
-        text.startswith(f"replicas: {result['replicas']}, with ttft_s.p99 = ") for text in caplog.messages
+        text.startswith(f"replicas: {result['num_replicas']}, with ttft_s.p99 = ") for text in caplog.messages
     )
     assert "same_arrivals" not in result["warnings"]
 

@@ -178,7 +178,7 @@ def run_search(
             f"the intervals over {num} seeds contain a target, so the means decided; use a higher --max_seeds"
         )
         warnings = {"not_clear": unclear} | warnings
-    if config.workload is None and config.rate is None and answer == "replicas":
+    if config.workload is None and config.rate is None and answer == "num_replicas":
         same = "all seeds have the arrivals of the trace, so the intervals do not include other traffic; see --rate"
         warnings = {"same_arrivals": same} | warnings
     write_json(target, {"schema": schema, "config": asdict(config), **found, "warnings": warnings})

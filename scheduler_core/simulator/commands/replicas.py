@@ -47,7 +47,7 @@ def find_replicas(config: ReplicasConfig, simulate: Simulate) -> dict[str, Any]:
     """Doubles the number of replicas until the targets are met, then bisects; assumes that more replicas are never worse.
     `InputError` if `max_replicas` do not meet them.
 
-    The result has `replicas`, the smallest number that meets the targets; `failing`, the number below it, None for one
+    The result has `num_replicas`, the smallest number that meets the targets; `failing`, the number below it, None for one
     replica; `estimates` and `clear` of its probe; and `probes`, see `capacity.probe_level`.
     """
     probes: list[dict[str, Any]] = []
@@ -65,17 +65,17 @@ def find_replicas(config: ReplicasConfig, simulate: Simulate) -> dict[str, Any]:
             best, good = probes[-1], probes[-1]["level"]
         else:
             bad = probes[-1]["level"]
-    answer = {"replicas": good, "failing": bad or None, "clear": best["clear"]}
+    answer = {"num_replicas": good, "failing": bad or None, "clear": best["clear"]}
     return answer | {"estimates": best["estimates"], "probes": probes}
 
 
 def run(config: ReplicasConfig) -> int:
     """Runs `simulate replicas`."""
-    text = "replicas: {replicas}, with {means}"
+    text = "replicas: {num_replicas}, with {means}"
     return run_search(
         config,
         "tailcast.replicas/1",
         lambda simulate: find_replicas(config, simulate),
-        "replicas",
+        "num_replicas",
         text,
     )

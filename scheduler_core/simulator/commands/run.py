@@ -15,28 +15,29 @@ from scheduler_core.errors import InputError
 from scheduler_core.files import writable_target, write_json
 from scheduler_core.ranges import check_ranges
 from scheduler_core.report.page import Page
-from scheduler_core.report.plotting import color, dash, mark_decades, new_figure, svg
+from scheduler_core.report.plotting import svg
 from scheduler_core.simulator.commands import end_with_warnings, few_seeds, progress_bar, seed_warnings
 from scheduler_core.simulator.config import MAX_SEEDS, SimulationConfig
+from scheduler_core.simulator.latencies import (
+    NAMES,
+    Curve,
+    distribution_figure,
+    group_field,
+    latency_curves,
+    latency_table,
+)
 from scheduler_core.simulator.metrics import flat, metric_bounds
-from scheduler_core.simulator.records import LATENCIES, SCHEMA, request_columns
+from scheduler_core.simulator.records import SCHEMA, request_columns
 from scheduler_core.simulator.run import SimulationResult, prepare_predictions, prepare_trace, run_simulation
 from scheduler_core.simulator.step_time import rad_bounds
 from scheduler_core.simulator.tables import Columns, check_table_path, write_table
 from scheduler_core.simulator.trace import Trace
-from scheduler_core.simulator.watch import GAP_CLASS, STEPS_SCHEMA, RunWatch, StepTable
-from scheduler_core.statistics import FloatArray, over_seeds
+from scheduler_core.simulator.watch import STEPS_SCHEMA, RunWatch, StepTable
+from scheduler_core.statistics import over_seeds
 
 logger = logging.getLogger(__name__)
-#: Distribution function: values, and the fraction of values up to each.
-Curve = tuple[FloatArray, FloatArray]
-#: Levels of the quantiles in the plot of a distribution function.
-_LEVELS = np.linspace(0.0, 1.0, 400)
 #: Mean number of waiting requests below which policies make no difference.
 HARDLY_ANY = 0.01
-_STATISTICS = {"mean": "mean", "p50": "P50", "p90": "P90", "p95": "P95", "p99": "P99", "p999": "P99.9", "max": "max",
-               "tail_ratio": "P99 / P50"}  # fmt: skip
-_LATENCIES = (*LATENCIES, "tbt_s", "slowdown")
 _GROUP_COLUMNS = {
     "requests": "num_finished", "TTFT mean": "ttft_s.mean", "TTFT P99": "ttft_s.p99", "TBT P99": "tbt_s.p99",
     "TTLT mean": "ttlt_s.mean", "TTLT P99": "ttlt_s.p99", "targets met": "slo_attainment",
@@ -172,13 +173,12 @@ def write_run_page(
     for warning in (result.warnings if warnings is None else warnings).values():
         page.paragraph(f"Warning: {warning}.")
     page.heading("Latencies, seconds (slowdown: a ratio)")
-    rows = [[name, *map(metrics[name].get, _STATISTICS)] for name in _LATENCIES if metrics[name]]
-    page.table(["", *_STATISTICS.values()], rows)
+    page.table(*latency_table(metrics))
     if intervals is not None:
         page.heading("Means over seeds, 95 % confidence")
         page.note(f"Student's t: wide with few seeds. Everything else on this page is for seed {seed} only.")
         rows = []
-        for name in _LATENCIES:
+        for name in NAMES:
             if latency := intervals.get(name):
                 keys = [(statistic, end) for statistic in ("mean", "p99") for end in ("mean", "low", "high")]
                 ends = [latency[statistic][end] for statistic, end in keys]
@@ -190,13 +190,13 @@ def write_run_page(
             numbers = {key or "(none)": dict(flat(group)) for key, group in groups.items()}
             rows = [[key, *map(group.get, _GROUP_COLUMNS.values())] for key, group in numbers.items()]
             page.table([name, *_GROUP_COLUMNS], rows)
-    field = next((name for name, groups in metrics["groups"].items() if groups), None)
+    field = group_field(metrics)
     page.heading("Distribution of latencies")
     caption = "TTFT, TBT and TTLT" + (f" by {field}." if field else ".")
-    page.figure(distribution_functions(_curves(result, field)), caption)
+    page.figure(distribution_functions(latency_curves(result.records, result.watch.gaps, field)), caption)
     page.heading("All other metrics")
     page.note("simulator/README.md explains them.")
-    others = {name: value for name, value in metrics.items() if name not in (*_LATENCIES, "groups")}
+    others = {name: value for name, value in metrics.items() if name not in (*NAMES, "groups")}
     page.table(["", "value"], [[name, value] for name, value in flat(others)])
     page.heading("Configuration")
     page.code(json.dumps(result.config, indent=1, sort_keys=True))
@@ -213,31 +213,7 @@ def _summary(result: SimulationResult) -> str:
     return f"{load}; {replicas}; predictor: {source}; tailcast {version}; seed {result.config['seed']}"
 
 
-def _curves(result: SimulationResult, field: str | None) -> dict[str, dict[str, Curve]]:
-    """Distribution functions by latency and by value of the field."""
-    columns, gaps = request_columns(result.records), result.watch.gaps
-    values = [None] if field is None else sorted(set(columns[field].tolist()))
-    curves: dict[str, dict[str, Curve]] = {"TTFT": {}, "TBT": {}, "TTLT": {}}
-    for value in values:
-        rows = slice(None) if field is None else np.asarray(columns[field] == value)
-        name = "all requests" if field is None else f"{field} {value}".strip()
-        for title, latency in (("TTFT", "ttft_s"), ("TTLT", "ttlt_s")):
-            curves[title][name] = (np.quantile(columns[latency][rows], _LEVELS), _LEVELS)
-        if field in (None, *GAP_CLASS) and (merged := gaps.merged(field, value)).counts.any():
-            curves["TBT"][name] = merged.curve()
-    return {title: groups for title, groups in curves.items() if groups}
-
-
 def distribution_functions(panels: Mapping[str, Mapping[str, Curve]]) -> str:
-    """Plots one panel per latency with one curve per group; the time axis is logarithmic."""
-    figure, axes = new_figure(3.6 * len(panels), 3.2, columns=len(panels))
-    for axis, (title, curves) in zip(axes, panels.items(), strict=True):
-        for index, (name, (x, y)) in enumerate(curves.items()):
-            style = {"color": color(index), "linestyle": dash(index), "linewidth": 1.4}
-            axis.step(np.maximum(x, 1e-6), y, where="post", label=name, **style)
-        axis.set_xscale("log")
-        mark_decades(axis.xaxis, axis.get_xlim())
-        axis.set_ylim(0, 1.01)
-        axis.set_xlabel(f"{title}, s")
-        axis.set_ylabel("fraction of gaps" if title == "TBT" else "fraction of requests")
+    """`distribution_figure` as SVG text with a legend."""
+    figure, axes = distribution_figure(panels)
     return svg(figure, axes[0])
