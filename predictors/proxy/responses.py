@@ -169,7 +169,8 @@ def _around_text(event: bytes) -> tuple[bytes, bytes] | None:
 
 
 def _has_only_usage(content: dict[str, Any]) -> bool:
-    return content.get("choices") == [] and isinstance(content.get("usage"), dict) and "error" not in content
+    has_usage = isinstance(content.get("usage"), dict) and "error" not in content
+    return has_usage and "choices" in content and not content["choices"]
 
 
 def _event_data(event: bytes) -> bytes:
