@@ -151,7 +151,12 @@ class RunningProxy:
 @asynccontextmanager
 async def running_proxy(engine_url: str, **options: Any) -> AsyncIterator[RunningProxy]:
     """A proxy on free ports with these options of `tailcast-proxy`."""
-    defaults: dict[str, Any] = {"deadline_s": 20.0, "served_model": "", "predictor": "none", "engine_probe_s": 0.0}
+    defaults: dict[str, Any] = {
+        "deadline_s": 20.0,
+        "served_model": "",
+        "predictor": "none",
+        "engine_probe_s": 0.0,
+    }
     config = ProxyConfig(engine_url=engine_url, port=0, admin_port=0, **(defaults | options))
     server = ProxyServer(config)
     port, admin = await server.start()
