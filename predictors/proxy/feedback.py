@@ -140,11 +140,11 @@ class Recorder:
         return is_needed and is_single_stream and isinstance(options, dict | None)
 
     def stop_requesting_usage(self) -> None:
-        """Handles an error that mentions `stream_options`; after a stream with counts it has another reason."""
-        if self._may_request_usage and not self._tokens_per_event.num_streams:
+        """Handles a request that the engine accepts only without `stream_options`."""
+        if self._may_request_usage:
             self._may_request_usage = False
             logger.warning(
-                "the engine refused stream_options: events of streams are counted instead of tokens"
+                "the engine refuses stream_options: events of streams are counted instead of tokens"
             )
 
     def start_shadow(self, exchange: Exchange) -> None:

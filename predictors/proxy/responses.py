@@ -58,11 +58,6 @@ class JsonReader:
         self._parts: list[bytes] = []
         self._size = 0
 
-    @property
-    def text(self) -> bytes:
-        """The bytes so far; empty if they are too many."""
-        return b"".join(self._parts) if self._size <= MAX_READ_BYTES else b""
-
     def feed(self, data: bytes) -> bytes:
         """Reads a chunk; returns the bytes to forward now."""
         self._size += len(data)
@@ -72,7 +67,8 @@ class JsonReader:
 
     def end(self) -> bytes:
         """Handles the end of the response; returns bytes that were held back."""
-        self.stats.take(read_response(_json(self.text)))
+        content = _json(b"".join(self._parts)) if self._size <= MAX_READ_BYTES else {}
+        self.stats.take(read_response(content))
         if self._on_tokens is not None:
             self._on_tokens(self.stats.output_tokens or 0)
         return b""

@@ -50,6 +50,8 @@ UNQUEUED = frozenset(
 #: Origin of arrival times (2026-01-01 UTC), common to all proxies, so that their keys are comparable.
 ORIGIN_S = 1_767_225_600.0
 NO_HINT = Hint()
+#: Status of a response to a request that the engine does not accept.
+REFUSED = (400, 422)
 #: Weight of a new prompt in the moving average of prompt lengths.
 PROMPT_WEIGHT = 1 / 64
 
@@ -282,10 +284,11 @@ class ProxyServer:
             self._recorder.start_shadow(exchange)
             try:
                 async with self._ordered(exchange) as hint:
-                    hint = self._with_usage(exchange, hint)
-                    data = held.data if body is None else body.with_members(hint.members)
+                    with_usage = self._with_usage(exchange, hint)
+                    data = held.data if body is None else body.with_members(with_usage.members)
                     self._metrics.overhead.observe(time.perf_counter() - start - exchange.waited_s)
-                    return await self._send(request, data, hint, exchange)
+                    own = None if with_usage is hint or body is None else body.with_members(hint.members)
+                    return await self._send(request, data, with_usage, exchange, own)
             finally:
                 self._metrics.request.observe(time.perf_counter() - start)
                 self._recorder.finish(exchange)
@@ -360,9 +363,7 @@ class ProxyServer:
             yield hint
         finally:
             self._order.leave(exchange.request.request_id)
-            if (
-                exchange.end != "complete"
-            ):  # the recorder waits for it: short outputs can be quicker than a prediction
+            if exchange.end != "complete":  # otherwise the recorder waits for it: an output can be quicker
                 forecasting.cancel()
 
     async def _forecast(self, exchange: Exchange) -> Forecast:
@@ -407,13 +408,27 @@ class ProxyServer:
         return replace(hint, members=members, headers={**hint.headers, "Accept-Encoding": "identity"})
 
     async def _send(
-        self, request: web.Request, body: bytes | None, hint: Hint = NO_HINT, exchange: Exchange | None = None
+        self,
+        request: web.Request,
+        body: bytes | None,
+        hint: Hint = NO_HINT,
+        exchange: Exchange | None = None,
+        without_usage: bytes | None = None,
     ) -> web.StreamResponse:
         """Sends a request to the engine and forwards the response; Refusal if the engine does not respond,
-        EngineLostError if it disconnects during the response."""
+        EngineLostError if it disconnects during the response.
+
+        `without_usage` is the body if the proxy has added a request for token counts. It is sent instead if the engine
+        refuses the first one, so that no request fails because of the proxy."""
         without = CLIENT_HEADERS if self._rules.restricts else ()
         head_s = self._config.request_timeout_s if request.method in READING else None
         upstream = await self._relay.send(request, body, hint.headers, without, head_s)
+        if without_usage is not None and upstream.status in REFUSED:
+            upstream.release()
+            hint = replace(hint, members={})
+            upstream = await self._relay.send(request, without_usage, hint.headers, without, head_s)
+            if upstream.status not in REFUSED:
+                self._recorder.stop_requesting_usage()
         hides_usage = "stream_options" in hint.members
         reader = None if exchange is None else self._reader(upstream, exchange, hides_usage)
         end = "client_gone"
@@ -428,8 +443,6 @@ class ProxyServer:
             if exchange is not None:
                 exchange.end, exchange.stats = end, None if reader is None else reader.stats
                 self._metrics.ends.labels(end).inc()
-                if end == "error" and isinstance(reader, JsonReader) and b"stream_options" in reader.text:
-                    self._recorder.stop_requesting_usage()
             # An unfinished response closes the connection, so that the engine detects the abort.
             upstream.close() if end in ("client_gone", "engine_lost") else upstream.release()
 
@@ -441,7 +454,7 @@ class ProxyServer:
         if not is_used or upstream.headers.get("Content-Encoding", "identity") != "identity":
             return None
         if upstream.status != 200:
-            return JsonReader() if hides_usage and upstream.status in (400, 422) else None
+            return None
         on_output = partial(self._order.on_output, exchange.request.request_id)
         on_tokens = on_output if self._order.uses_outputs else None
         match upstream.content_type:

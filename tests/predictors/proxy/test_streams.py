@@ -389,11 +389,28 @@ async def test_an_engine_that_refuses_stream_options_is_not_asked_again(
 
     async with running_engine(script) as fake:
         async with running_proxy(fake.url, engine="sglang", feedback=str(tmp_path)) as proxy:
-            assert await proxy.post(chat(SHORT, stream=True)) == (400, refusal)
+            for _ in range(2):
+                assert (await proxy.post(chat(SHORT, stream=True)))[0] == 200
+        assert ["stream_options" in body for body in fake.bodies] == [True, False, False]
+    assert "refuses stream_options" in caplog.text
+    assert [record.counted_by for _, record in feedback_records(tmp_path)] == ["deltas"] * 2
+
+
+async def test_a_request_that_is_wrong_by_itself_gets_the_engines_answer(tmp_path: Path) -> None:
+    """Token counts are requested further on."""
+
+    async def script(request: web.Request, body: bytes) -> web.StreamResponse:
+        if b'"temperature": -1' in body:
+            return web.json_response({"error": {"message": "temperature must be >= 0"}}, status=400)
+        return await fake_engine.plain(request, body)
+
+    async with running_engine(script) as fake:
+        async with running_proxy(fake.url, engine="vllm", feedback=str(tmp_path)) as proxy:
+            status, text = await proxy.post(chat(SHORT, stream=True, temperature=-1))
+            assert (status, b"temperature" in text) == (400, True)
             assert (await proxy.post(chat(SHORT, stream=True)))[0] == 200
-        assert len(fake.requests) == 2  # a request is never sent twice
-    assert "refused stream_options" in caplog.text
-    assert [record.counted_by for _, record in feedback_records(tmp_path)] == ["deltas"]
+        assert ["stream_options" in body for body in fake.bodies] == [True, False, True]
+    assert [record.counted_by for _, record in feedback_records(tmp_path)] == ["usage"]
 
 
 @pytest.mark.mend  # one length of 3,000 tokens was recorded for three outputs
