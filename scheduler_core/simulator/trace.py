@@ -16,6 +16,7 @@ import numpy as np
 from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file, sha256_file
 from scheduler_core.predictions import LengthPrediction
+from scheduler_core.ranges import parse_number
 from scheduler_core.request import MAX_TIERS, Request
 from scheduler_core.simulator.tables import write_table
 from scheduler_core.table_files import file_rows
@@ -245,7 +246,8 @@ def _request(location: str, row: Mapping[str, Any], defaults: Mapping[str, float
         high = largest if high is None else high
         value = values.get(name)
         try:
-            converted = math.nan if value is None or isinstance(value, bool) else float(value)
+            number = parse_number(value) if isinstance(value, str) else value
+            converted = math.nan if number is None or isinstance(number, bool) else float(number)
         except (TypeError, ValueError, OverflowError):
             converted = math.nan
         if not low <= converted <= high or math.isinf(converted) or (kind is int and converted % 1):

@@ -1,16 +1,7 @@
-"""Sub-commands of `simulate`, one module each, with their progress bar and the warnings on their last lines."""
+"""Sub-commands of `simulate`, one module each, and their progress bar."""
 
-import logging
 import sys
-from collections.abc import Mapping, Sequence
 from typing import Any
-
-from scheduler_core.command import report_left_out
-from scheduler_core.simulator.config import SimulationConfig
-from scheduler_core.simulator.run import unsteady_result
-from scheduler_core.statistics import MIN_VALUES
-
-logger = logging.getLogger(__name__)
 
 
 def progress_bar(total: int | None, description: str, unit: str = "req") -> Any:
@@ -18,50 +9,3 @@ def progress_bar(total: int | None, description: str, unit: str = "req") -> Any:
     from tqdm import tqdm
 
     return tqdm(total=total, desc=description, unit=unit, disable=None, file=sys.stderr)
-
-
-def merged_warnings(results: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """The warnings of several simulations by kind (see `run.result_warnings`): the first text of each kind, with the number
-    of simulations that have it unless all have the same."""
-    merged = {}
-    for kind in dict.fromkeys(kind for warnings in results for kind in warnings):
-        texts = [warnings[kind] for warnings in results if kind in warnings]
-        same = len(texts) == len(results) and len(set(texts)) == 1
-        merged[kind] = (
-            texts[0] if same else f"{len(texts)} of {len(results)} simulations, the first: {texts[0]}"
-        )
-    return merged
-
-
-def seed_warnings(config: SimulationConfig, results: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The warnings of runs that only differ in their seed, from their `metrics` and `warnings`; together they show whether
-    there is a steady state."""
-    merged = merged_warnings([result.get("warnings", {}) for result in results])
-    merged.pop("steady_state", None)
-    measures = [measure for result in results if (measure := result["metrics"].get("steady_state"))]
-    problem = unsteady_result(config, measures)
-    return {"steady_state": problem, **merged} if problem else merged
-
-
-def few_seeds(num: int) -> dict[str, str]:
-    """The warning that intervals over so few seeds are hardly meaningful; empty for one seed, which has none."""
-    if not 1 < num < MIN_VALUES:
-        return {}
-    text = f"{num} seeds: intervals over so few are hardly meaningful; use --num_seeds {MIN_VALUES} or more"
-    return {"few_seeds": text}
-
-
-def end_with_warnings(
-    warnings: Mapping[str, str],
-    metrics: Sequence[Mapping[str, Any]],
-    reason: str = "too large for the KV cache or a step",
-) -> int:
-    """Logs the last lines of a command: the warnings, then how many requests were refused, by the metrics of all its
-    simulations, and why. Returns the exit code, see `report_left_out`."""
-    for warning in warnings.values():
-        logger.warning(warning)
-    num_refused, num_finished = (
-        sum(one.get(name, 0) for one in metrics) for name in ("num_refused", "num_finished")
-    )
-    reasons = {reason: num_refused} if num_refused else {}
-    return report_left_out(reasons, num_refused + num_finished, "requests")

@@ -10,7 +10,8 @@ from typing import Any, Literal
 from scheduler_core.errors import InputError
 from scheduler_core.files import writable_target, write_json
 from scheduler_core.ranges import check_choice, check_ranges
-from scheduler_core.simulator.commands import end_with_warnings, progress_bar, seed_warnings
+from scheduler_core.simulator.commands import progress_bar
+from scheduler_core.simulator.commands.last_lines import end_with_warnings, seed_warnings
 from scheduler_core.simulator.commands.sweep import BaseConfig
 from scheduler_core.simulator.config import MAX_SEEDS
 from scheduler_core.simulator.metrics import metric, metric_bounds

@@ -17,7 +17,7 @@ from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file, writable_target, write_json
 from scheduler_core.options import check_outputs
 from scheduler_core.report.page import Page, format_cell
-from scheduler_core.simulator.commands import few_seeds
+from scheduler_core.simulator.commands.last_lines import few_seeds
 from scheduler_core.simulator.metrics import flat, leaves
 from scheduler_core.simulator.records import LATENCIES
 from scheduler_core.simulator.records import SCHEMA as REQUESTS_SCHEMA

@@ -16,7 +16,8 @@ from scheduler_core.files import writable_target, write_json
 from scheduler_core.ranges import check_ranges
 from scheduler_core.report.page import Page
 from scheduler_core.report.plotting import svg
-from scheduler_core.simulator.commands import end_with_warnings, few_seeds, progress_bar, seed_warnings
+from scheduler_core.simulator.commands import progress_bar
+from scheduler_core.simulator.commands.last_lines import end_with_warnings, few_seeds, seed_warnings
 from scheduler_core.simulator.config import MAX_SEEDS, SimulationConfig
 from scheduler_core.simulator.latencies import (
     NAMES,
@@ -123,18 +124,23 @@ def run(config: RunConfig) -> int:
     if config.report is not None:
         write_run_page(first, config.report, content.get("intervals"), warnings)
     write_json(config.json, content)
-    ttft = first.metrics["ttft_s"]
-    summary = (config.policy, first.metrics["num_finished"], ttft["mean"], ttft["p99"])
+    _log_summary(config, first)
+    reason = next(iter(first.refused.values()), "with another seed")
+    return end_with_warnings(warnings, [item["metrics"] for item in runs], reason)
+
+
+def _log_summary(config: RunConfig, result: SimulationResult) -> None:
+    """Logs the latencies of a run, and that no request waited."""
+    ttft = result.metrics["ttft_s"]
+    summary = (config.policy, result.metrics["num_finished"], ttft["mean"], ttft["p99"])
     logger.info("%s: %d requests, ttft mean %.3f s p99 %.3f s", *summary)
-    if first.metrics["mean_requests_waiting"] < HARDLY_ANY:
-        slots = config.scheduler.max_num_seqs * first.metrics["mean_replicas"]
+    if result.metrics["mean_requests_waiting"] < HARDLY_ANY:
+        slots = config.scheduler.max_num_seqs * result.metrics["mean_replicas"]
         text = (
             "no request waited: on average %.2f of %g slots were in use, so all policies have the same latencies; use a "
             "higher --load or --rate, or a smaller --scheduler.max_num_seqs"
         )
-        logger.warning(text, first.metrics["mean_requests_in_system"], slots)
-    reason = next(iter(first.refused.values()), "with another seed")
-    return end_with_warnings(warnings, [item["metrics"] for item in runs], reason)
+        logger.warning(text, result.metrics["mean_requests_in_system"], slots)
 
 
 def _simulated(config: RunConfig, simulation: SimulationConfig, trace: Trace) -> SimulationResult:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file
 from scheduler_core.predictions import LengthPrediction
-from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges
+from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges, parse_number
 from scheduler_core.simulator.trace import MAX_TIME_S, MAX_TOKENS
 from scheduler_core.statistics import FloatArray
 from scheduler_core.table_files import file_rows
@@ -212,7 +212,10 @@ def _read(file: Path, _modified_ns: int) -> LengthRows:
         for name in _COLUMNS:
             if rows and name in rows[0]:
                 cells = [row[name] for row in rows]
-                table[name] = np.array([math.nan if cell in (None, "") else float(cell) for cell in cells])
+                numbers = (parse_number(cell) if isinstance(cell, str) and cell else cell for cell in cells)
+                table[name] = np.array(
+                    [math.nan if number in (None, "") else float(number) for number in numbers]
+                )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise InputError("lengths.file", source, f"numbers in all rows ({error})") from error
     if not table:

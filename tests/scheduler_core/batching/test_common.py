@@ -9,6 +9,7 @@ import pytest
 from scheduler_core.batching import BATCH_FORMERS
 from scheduler_core.plan import StepResult
 from scheduler_core.policies import POLICIES
+from scheduler_core.policies.static import Fcfs
 from scheduler_core.request import Phase, Request
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.config import SimulationConfig
@@ -200,6 +201,18 @@ def test_memory_pressure_evicts_the_least_urgent(policy: str, former: str, first
     assert run.finished["high"].num_preemptions == 0
     waits = former == "stage_aware" and first == "high"  # low is not admitted while high decodes
     assert (run.finished["low"].num_preemptions == 0) == waits
+
+
+def test_a_preemptive_policy_evicts_by_key() -> None:
+    class Own(Fcfs):
+        preemptive = True
+
+    class Patient(Own):
+        preemptive = False
+
+    assert (Own.evicts_by_key, Patient.evicts_by_key, Fcfs.evicts_by_key) == (True, False, False)
+    with pytest.raises(TypeError, match="evicts by key"):
+        type("Wrong", (Own,), {"evicts_by_key": False})
 
 
 @pytest.mark.parametrize("former", ["chunked_prefill", "vllm"])
