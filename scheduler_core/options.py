@@ -26,6 +26,11 @@ _MAX_INTEGER = 2**63 - 1
 #: Maximum depth of nested collections in a configuration.
 _MAX_DEPTH = 50
 _YAML_MODE = "tailcast"
+#: Numbers that YAML and Python read differently, or users mean differently: 1_000, 017 (15), 0x10 (16), 1:30 (90).
+_ODD_NUMBER = re.compile(
+    r"[+-]?(?:0[0-9_]+|0x[0-9a-f_]+|0b[01_]+|[0-9][0-9_]*(?::[0-9]+)+|(?=.*_)[0-9.][0-9_.e+-]*)",
+    re.IGNORECASE,
+)
 #: Error messages of jsonargparse: missing required options, values not among the choices, unknown options.
 _REQUIRED = "the following arguments are required"
 _CHOICE = re.compile(r'Parser key "(.+?)":\s+Expected a typing.Literal\[(.+)\]. Got value: (.*)')
@@ -183,6 +188,14 @@ def _parse(parser: Any, args: Sequence[str]) -> Any:
         if name.startswith("--"):
             name = "--" + name[2:].replace("-", "_")
         words.append(name + equals + value)
+    for word, following in pairwise([*words, ""]):
+        name, equals, value = word.partition("=")
+        action = parser._option_string_actions.get(name)
+        hint = getattr(action, "_typehint", None)
+        types = {hint, *get_args(hint)}
+        value = value if equals else following
+        if {int, float} & types and str not in types and _is_odd_number(value.strip()):
+            raise InputError(name.removeprefix("--"), value, "decimal numbers in ASCII digits")
     try:
         return parser.parse_args(words)
     except (AttributeError, KeyError, IndexError, TypeError) as error:
@@ -262,6 +275,17 @@ def _load_yaml(text: str) -> Any:
         raise YAMLError(str(error)) from error
 
 
+def _is_odd_number(text: str) -> bool:
+    """Whether libraries read a text as a number although it is not a plain decimal number in ASCII digits."""
+    if text.isascii():
+        return _ODD_NUMBER.fullmatch(text) is not None
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def _check_yaml(text: str) -> None:
     """Rejects aliases (small texts may expand to huge values), repeated keys and deep nesting before loading."""
     import yaml
@@ -275,6 +299,9 @@ def _check_yaml(text: str) -> None:
             keys.pop()
             is_key.pop()
         elif isinstance(event, yaml.NodeEvent):
+            if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and _is_odd_number(event.value):
+                line = event.start_mark.line + 1
+                raise yaml.YAMLError(f"line {line}: {event.value!r} is no decimal number; quote a text")
             if keys and (names := keys[-1]) is not None:
                 if is_key[-1] and isinstance(event, yaml.ScalarEvent):
                     if event.value in names:

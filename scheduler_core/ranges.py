@@ -1,6 +1,7 @@
 """Validation of settings: ranges of numbers, choices of names, and parameters by name."""
 
 import math
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
@@ -15,7 +16,20 @@ BELOW_ONE = math.nextafter(1.0, 0.0)
 #: Upper bound of integers without a limit.
 INTEGERS = sys.maxsize
 
+_NUMBER = re.compile(
+    r"\s*[+-]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?|inf(?:inity)?|nan)\s*",
+    re.ASCII | re.IGNORECASE,
+)
+
 K = TypeVar("K")
+
+
+def parse_number(text: str) -> float:
+    """The decimal number in a text, also inf and nan. `ValueError` for other notations that `float` reads: "1_000", digits
+    of other scripts."""
+    if not _NUMBER.fullmatch(text):
+        raise ValueError(f"{text[:40]!r} is not a decimal number")
+    return float(text)
 
 
 def check_ranges(config: object, prefix: str = "", /, **ranges: tuple[float, float]) -> None:

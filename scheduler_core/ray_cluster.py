@@ -73,7 +73,7 @@ def _connect(ray: Any, address: str, field: str, num_cpus: int | None) -> None:
 def _check_reachable(address: str, field: str) -> None:
     """Tests the connection first, because Ray takes minutes to fail at an address without a server."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not (port.isascii() and port.isdigit()):
         return  # "auto", or an address that Ray validates
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()

@@ -33,6 +33,8 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".txt")
 _BATCH_ROWS = 1024
 _CHUNK_CHARACTERS = 1 << 20
 _SPACE = re.compile(r"\s*")
+#: Bytes that are not UTF-8, as `surrogateescape` decodes them; no valid text has these characters.
+_UNDECODED = re.compile("[\udc80-\udcff]")
 # Read-ahead of a streamed column, in bytes; without it Arrow loads a whole column of a row group.
 BUFFER_BYTES = 1 << 20
 #: Newest readable version of each schema. Files have the metadata `tailcast.schema` = `NAME/VERSION`.
@@ -108,7 +110,9 @@ def require_known_schema(schema: pa.Schema, where: str) -> None:
     label = (schema.metadata or {}).get(b"tailcast.schema", b"").decode(errors="replace")
     name, _, version = label.partition("/")
     newest = SCHEMA_VERSIONS.get(name)
-    if newest is not None and not (version.isdecimal() and 1 <= int(version[:9]) <= newest):
+    if newest is not None and not (
+        version.isascii() and version.isdecimal() and 1 <= int(version[:9]) <= newest
+    ):
         raise InputError(f"{where}: schema", label, f"{name}/{newest} or older; a newer tailcast wrote it")
 
 
@@ -160,7 +164,8 @@ def file_rows(
         ".txt": _text_rows,
     }
     kind = "gzip" if file.suffix == ".gz" else "text"
-    with readable(path, field, kind), _text(file) as stream:
+    errors = "strict" if on_bad_row is None else "surrogateescape"
+    with readable(path, field, kind), _text(file, errors) as stream:
         try:
             for number, row in readers.get(suffix, _json_lines)(stream, file.name):
                 if not isinstance(row, InputError):
@@ -173,15 +178,26 @@ def file_rows(
             raise InputError(field, f"{path} (byte {error.start})", "text in UTF-8") from error
 
 
-def _text(file: Path) -> TextIO:
+def _text(file: Path, errors: str) -> TextIO:
     if file.suffix == ".gz":
-        return io.TextIOWrapper(gzip.open(file), encoding="utf-8-sig", newline="")
-    return open(file, encoding="utf-8-sig", newline="")
+        return io.TextIOWrapper(gzip.open(file), encoding="utf-8-sig", errors=errors, newline="")
+    return open(file, encoding="utf-8-sig", errors=errors, newline="")
+
+
+def _not_utf8(name: str, number: int, text: str) -> InputError | None:
+    """The error of a row whose text has bytes that are not UTF-8."""
+    wrong = _UNDECODED.search(text)
+    if wrong is None:
+        return None
+    byte = ord(wrong[0]) - 0xDC00
+    return InputError(f"{name} row {number}", f"the byte 0x{byte:x}", "text in UTF-8")
 
 
 def _json_lines(stream: TextIO, name: str) -> Iterator[_MaybeRow]:
     for number, line in enumerate(stream, start=1):
-        if line.strip():
+        if (bad := _not_utf8(name, number, line)) is not None:
+            yield number, bad
+        elif line.strip():
             try:
                 row = parse_json(line)
                 problem = "" if isinstance(row, dict) else "one JSON object"
@@ -239,8 +255,12 @@ def _array_rows(stream: TextIO, name: str, *, objects: bool = False) -> Iterator
                     allowed = f"one JSON object ({_reason(error)})"
                     raise InputError(f"{name} row {number}", unparsed[:120], allowed) from error
                 text, position = unparsed + more, 0
+        bad = _not_utf8(name, number, text[position:end])
         value = replace_lone_surrogates(value, text[position:end])
         position = end
+        if bad is not None:
+            yield number, bad
+            continue
         if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
             value = {"messages": value}
         is_row = isinstance(value, dict)
@@ -252,24 +272,32 @@ def _array_rows(stream: TextIO, name: str, *, objects: bool = False) -> Iterator
 
 def _csv_rows(stream: TextIO, name: str) -> Iterator[_MaybeRow]:
     reader = csv.DictReader(stream, strict=True)
+    if (bad := _not_utf8(name, 1, "".join(reader.fieldnames or ()))) is not None:
+        raise bad
     require_unique(reader.fieldnames or (), name)
     while True:
         try:
             row = next(reader, None)
         except csv.Error as error:
-            raise InputError(f"{name} row {reader.line_num}", str(error), "a CSV row") from error
+            number = reader.line_num
+            yield number, InputError(f"{name} row {number}", str(error), "a CSV row")
+            continue
         if row is None:
             return
         number = reader.line_num
         if None in row or None in row.values():
             yield number, InputError(f"{name} row {number}", row, "as many values as headings")
+        elif (bad := _not_utf8(name, number, "".join(row.values()))) is not None:
+            yield number, bad
         else:
             yield number, row
 
 
-def _text_rows(stream: TextIO, name: str) -> Iterator[Row]:
+def _text_rows(stream: TextIO, name: str) -> Iterator[_MaybeRow]:
     for number, line in enumerate(stream, start=1):
-        if line.strip():
+        if (bad := _not_utf8(name, number, line)) is not None:
+            yield number, bad
+        elif line.strip():
             yield number, {"prompt": line.rstrip("\r\n")}
 
 

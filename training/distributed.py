@@ -23,7 +23,7 @@ TIMEOUT = timedelta(hours=4)
 def node_rank(config: TrainConfig) -> int:
     """Rank of this machine from the environment variable NODE_RANK; InputError if it is missing or out of range."""
     rank = os.environ.get("NODE_RANK", "") if config.num_nodes > 1 else "0"
-    if not (rank.isdigit() and int(rank) < config.num_nodes):
+    if not (rank.isascii() and rank.isdigit() and int(rank) < config.num_nodes):
         raise InputError("environment, NODE_RANK", rank, f"integers from 0 to {config.num_nodes - 1}")
     return int(rank)
 

@@ -144,7 +144,9 @@ def _nested(members: Mapping[str, Any]) -> Any:
 def _total(values: list[Any]) -> Any:
     """The sum of numbers, of their texts, and of lists of them; the first value if they cannot be added."""
     flat = [each for value in values for each in (value if isinstance(value, list) else (value,))]
-    numbers = [int(each) if isinstance(each, str) and each.isdecimal() else each for each in flat]
+    numbers = [
+        int(each) if isinstance(each, str) and each.isascii() and each.isdecimal() else each for each in flat
+    ]
     if all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers):
         return sum(numbers)
     return values[0]

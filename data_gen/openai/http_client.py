@@ -26,6 +26,7 @@ from data_gen.openai.responses import (
 )
 from scheduler_core.errors import InputError
 from scheduler_core.json_text import parse_json
+from scheduler_core.ranges import parse_number
 
 UNREACHABLE = "unreachable"
 DISCONNECTED = "disconnected"
@@ -179,7 +180,7 @@ def retry_after_s(headers: Mapping[str, str], now_unix_s: float) -> float | None
     """Requested wait in seconds, from Retry-After (seconds or HTTP date) or retry-after-ms; None if missing or invalid."""
     for name, unit_s in (("retry-after-ms", 1e-3), ("Retry-After", 1.0)):
         with contextlib.suppress(ValueError):
-            seconds = float(headers.get(name, "")) * unit_s
+            seconds = parse_number(headers.get(name, "")) * unit_s
             if math.isfinite(seconds):
                 return max(0.0, seconds)
     try:

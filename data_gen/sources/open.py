@@ -133,7 +133,7 @@ def _from_templates(source: str) -> Iterator[Prompt]:
     count_text, _, query = source.removeprefix(TEMPLATE_SCHEME).partition("?")
     options = parse_qs(query, keep_blank_values=True)
     seed_text = options.pop("seed", ["0"])[-1]
-    if not count_text.isdigit() or not seed_text.isdigit() or options:
+    if not re.fullmatch(r"[0-9]+", count_text) or not re.fullmatch(r"[0-9]+", seed_text) or options:
         raise InputError("prompts", source, "templates:COUNT or templates:COUNT?seed=N with integers")
     for category, text in compose(int(count_text), int(seed_text)):
         yield Prompt(prompt_id_of(text), text, category, dataset="templates")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,12 @@ import pyarrow.parquet as pq
 from data_gen.splits import SPLITS, Split, split_of
 from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_file, writable_target
+from scheduler_core.ranges import parse_number
 from scheduler_core.table_files import file_rows
 from scheduler_core.urgency import LEVELS
 
 SCHEMA_NAME = "urgency/1"
+_DIGITS = re.compile(r"\s*[0-9]+\s*")
 # Fixed, so that the split of a text depends only on the text.
 SPLIT_SEED = 0
 
@@ -58,7 +61,7 @@ def level_number(value: object, location: str, levels: Sequence[str] = LEVELS) -
     """Converts a number or a name in `levels` to a level; InputError with `location` for any other value."""
     if isinstance(value, str):
         value = (
-            (*levels,).index(value) if value in levels else int(value) if value.strip().isdigit() else value
+            (*levels,).index(value) if value in levels else int(value) if _DIGITS.fullmatch(value) else value
         )
     if isinstance(value, bool) or not isinstance(value, int | float) or value not in range(len(levels)):
         raise InputError(location, value, f"0 to {len(levels) - 1}, or {', '.join(levels)}")
@@ -122,6 +125,7 @@ def _labeled_text(
     if not isinstance(text, str) or not text.strip():
         raise InputError(f"{location} text", text, "text that is not empty")
     try:
+        weight = parse_number(weight) if isinstance(weight, str) else weight
         number = math.nan if isinstance(weight, bool) else float(weight)
     except (TypeError, ValueError):
         number = math.nan

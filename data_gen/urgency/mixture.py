@@ -16,6 +16,7 @@ from data_gen.urgency.labels import LabeledText, read_labels, write_labels
 from data_gen.urgency.seed_set import PARTS, Phrase, read_claims, read_openers, seed_labels
 from scheduler_core.errors import InputError
 from scheduler_core.files import sha256_file, write_json
+from scheduler_core.ranges import parse_number
 from scheduler_core.urgency import LEVELS
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def _weights(text: str) -> dict[str, float]:
         if kind not in (*PARTS, "labels"):
             raise InputError("weights", kind, ", ".join((*PARTS, "labels")))
         try:
-            weights[kind] = float(value)
+            weights[kind] = parse_number(value)
         except ValueError:
             weights[kind] = math.nan
         if not 0 < weights[kind] < math.inf:

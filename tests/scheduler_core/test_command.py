@@ -128,6 +128,21 @@ def error_of(arguments: list[str], capsys: Capsys) -> str:
     return line
 
 
+# Digits of other scripts and 1_000 were numbers; 017 was 17 on the command line and 15 in a file, 1:30 was 90.
+@pytest.mark.mend
+@pytest.mark.parametrize("text", ["1_000", "\u0663", "\uff11\uff12", "017", "0x10", "0b1", "1:30", "1_0.5", "1_0e1"])
+def test_options_take_decimal_numbers_in_ascii_digits(text: str, tmp_path: Path, capsys: Capsys) -> None:
+    for words in (["--count", text], [f"--count={text}"], [f"--inner.rate={text}"]):
+        assert "decimal numbers in ASCII digits" in error_of(["--out", "x", *words], capsys)
+    file = tmp_path / "c.yaml"
+    for content in (f"count: {text}\n", f"inner: {{rate: {text}}}\n"):
+        file.write_text(content)
+        assert "is no decimal number; quote a text" in error_of(["--out", "x", "--config", str(file)], capsys)
+    seen: list[Config] = []
+    assert call(["here", "--out", text, "--count", "+7"], seen) == 0
+    assert (seen[0].out, seen[0].count) == (text, 7)
+
+
 # YAML alias bombs and deep nesting took all memory or gave tracebacks.
 @pytest.mark.mend
 @pytest.mark.parametrize(

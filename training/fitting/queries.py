@@ -159,6 +159,8 @@ def query_text(path: Path, keys: tuple[str, ...], weights: str | None) -> tuple[
         kind = types[name]
         # A cast to BIGINT would round 7.5; with a comma instead of the point it fails.
         literal = f"replace({text}, '.', ',')" if kind == "BIGINT" else text
+        if not kind.startswith("BOOLEAN"):  # DuckDB also reads 1_000 and 0x10
+            literal = f"translate({literal}, '_xX', '???')"
         columns[name] = value = f"TRY_CAST({literal} AS {kind})"
         has_bad_entry = f" OR list_count({value}) < len({value})" if kind.endswith("[]") else ""
         bad.append(
