@@ -8,7 +8,7 @@ the same text. Reading never fails: a malformed message has an empty text, becau
 | a text, or a list of texts and text parts (OpenAI chat, Responses and Anthropic) | the texts, joined |
 | null, or nothing that is text | empty |
 | images, audio, video or files, without text | a placeholder, such as [image] |
-| calls of tools (`tool_calls`, `function_call`, `tool_use`) | NAME(ARGUMENTS), one per line |
+| calls of tools (`tool_calls`, `function_call`, `tool_use`, `tool_call`) | NAME(ARGUMENTS), one per line |
 | results of tools (role tool or function, `tool_result`, `function_call_output`) | the result |
 """
 
@@ -33,7 +33,7 @@ _MEDIA = {"image": "[image]", "audio": "[audio]", "video": "[video]", "file": "[
 PLACEHOLDERS = frozenset(_MEDIA.values())
 #: Types of items of the Responses API that are not messages -> role.
 _ITEM_ROLES = {"function_call_output": TOOL, "custom_tool_call_output": TOOL, "tool_result": TOOL}
-_CALLS = frozenset({"function_call", "custom_tool_call", "tool_use", "server_tool_use"})
+_CALLS = frozenset({"function_call", "custom_tool_call", "tool_call", "tool_use", "server_tool_use"})
 #: Maximum nesting of content that is read.
 _MAX_DEPTH = 8
 
@@ -118,7 +118,7 @@ def _message(item: object) -> Message | None:
         if role is None:
             return None
     role = ROLES.get(role.strip().lower(), role)
-    names = ("content", "value", "output", "parts", "text")
+    names = ("content", "value", "output", "parts", "contents", "text")
     content = next((value for name in names if (value := member(item, name)) is not None), None)
     if role == USER and _has_only_results(content):
         role = TOOL
@@ -173,7 +173,7 @@ def _read(content: object, texts: list[str], media: list[str], depth: int) -> No
         if kind in _CALLS:
             texts.append(_call(content))
             return
-        names = ("text", "refusal", "thinking", "content", "output", "value")
+        names = ("text", "refusal", "thinking", "content", "output", "value", "response", "result")
         inner = next((value for name in names if (value := member(content, name)) is not None), None)
         media += [placeholder for word, placeholder in _MEDIA.items() if word in kind][:1]
         _read(inner, texts, media, depth - 1)

@@ -310,18 +310,25 @@ def parse_mapping(text: str) -> dict[str, str]:
 
 def detect(path: Path) -> str | None:
     """The kind of a file: the first in whose format one of its rows is; None if there is none."""
-    marks = {name: each.marks for name, each in FORMATS.items()}
-    log_marks = marks.pop("log")
-    marks = {**marks, **OTHER_MARKS, "log": log_marks, "sharegpt ": [("messages",)]}
-    for _, columns in islice(
-        file_rows(path, "file", objects=True, on_bad_row=lambda *_: None), _DETECTION_ROWS
-    ):
+    tables = {name: each.marks for name, each in FORMATS.items() if name != "log"}
+    marks = [
+        *tables.items(),
+        *OTHER_MARKS.items(),
+        ("log", FORMATS["log"].marks),
+        ("sharegpt", [("messages",)]),
+    ]
+    rows = file_rows(path, "file", objects=True, on_bad_row=lambda *_: None)
+    for _, columns in islice(rows, _DETECTION_ROWS):
         source = SourceRow(columns)
         if str(source.get("format")).startswith("tailcast-feedback/"):
             return "feedback"
-        for name, alternatives in marks.items():
-            if any(all(source.has(mark) for mark in each) for each in alternatives):
-                return name.strip()
+        for name, alternatives in marks:
+            sources = [source]
+            if name in FORMATS:
+                records = islice(_records(columns, FORMATS[name]), _DETECTION_ROWS)
+                sources += [SourceRow(record) for record, _ in records if record is not columns]
+            if any(all(map(each.has, paths)) for each in sources for paths in alternatives):
+                return name
     return None
 
 

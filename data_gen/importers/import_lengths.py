@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BATCH_ROWS = 8192
+#: Tokens of a block of Mooncake, which `hash_ids` identify.
+HASH_BLOCK_TOKENS = 512
 
 #: A reader takes the file, the configuration and the skipped rows, which it updates.
 Reader = Callable[[Path, "ImportLengthsConfig", SkippedRows], Iterator[Row]]
@@ -286,8 +289,9 @@ class _SampleRows(_Rows):
 class _TraceRows(_Rows):
     """Rows of `trace/1`; requests without output or prompt tokens are skipped and counted.
 
-    Requests of a session without an arrival arrive at its start, which is 0 without any, and later turns without a think time
-    follow at once.
+    A turn of a session with a think time has the earliest possible arrival, as `TraceRequest` defines it: that of the
+    previous turn plus the think time. Sessions without arrivals start at 0, and their turns without a think time follow at
+    once.
     """
 
     schema = samples.TRACE_SCHEMA
@@ -298,7 +302,9 @@ class _TraceRows(_Rows):
         self._earliest = 0.0
         self._last_time = float("-inf")
         self._num_turns = Counter[str]()
-        self._session_starts: dict[str, float] = {}
+        # Of the sessions: arrival of the last turn, and its hash_ids and prompt_tokens.
+        self._last_arrivals: dict[str, float] = {}
+        self._last_blocks: dict[str, tuple[list[int], int]] = {}
         self.counts = {"num_out_of_order": 0, "num_without_max_tokens": 0, "num_without_arrival": 0}
 
     def _skip_reason(self, row: dict[str, Any]) -> str | None:
@@ -315,37 +321,48 @@ class _TraceRows(_Rows):
         element = f"-{row['element']}" if row.get("element") else ""
         row["request_id"] = f"r{number}{element}" if row.get("request_id") is None else row["request_id"]
         self.counts["num_without_max_tokens"] += row["max_tokens"] is None
-        session = row.get("session_id")
-        if session is not None:
+        if row.get("session_id") is not None:
             self._add_turn(row)
         if row.get("prefix_tokens") is not None and row.get("prompt_tokens"):
             # The last token of a prompt is always computed.
             row["prefix_tokens"] = min(row["prefix_tokens"], row["prompt_tokens"] - 1)
-        if row.get("arrival_s") is None:
-            if session is None:
-                self.counts["num_without_arrival"] += self._config.arrivals is None
-            else:
-                row["arrival_s"] = self._session_starts.setdefault(session, 0.0)
+        if (time := self._arrival(row)) is None:
+            self.counts["num_without_arrival"] += self._config.arrivals is None
             return row
-        # Subtracted before the conversion to float, for exactness. `rewrite_arrivals` makes times relative to the earliest.
-        self._start = row["arrival_s"] if self._start is None else self._start
-        time = row["arrival_s"] = float(row["arrival_s"] - self._start)
-        self.counts["num_out_of_order"] += time < self._last_time
+        self.counts["num_out_of_order"] += time < self._last_time and not row.get("turn")
         self._last_time, self._earliest = time, min(self._earliest, time)
-        if session is not None:
-            self._session_starts.setdefault(session, time)
-        return row
+        if row.get("session_id") is not None:
+            self._last_arrivals[row["session_id"]] = time
+        return row | {"arrival_s": time}
 
     def _add_turn(self, row: dict[str, Any]) -> None:
         """Numbers the turns of a session."""
-        session, has_arrival = row["session_id"], row.get("arrival_s") is not None
-        turn = self._num_turns[session]
-        self._num_turns[session] += 1
+        turn = self._num_turns[row["session_id"]]
+        self._num_turns[row["session_id"]] += 1
         row["turn"] = turn if row.get("turn") is None else row["turn"]
         if not turn:
             row["think_time_s"] = None
-        elif row.get("think_time_s") is None and not has_arrival:
+        elif row.get("think_time_s") is None and row.get("arrival_s") is None:
             row["think_time_s"] = 0.0
+        if row.get("hash_ids") is not None and row.get("prompt_tokens"):
+            last_ids, last_tokens = self._last_blocks.get(row["session_id"], ([], 0))
+            self._last_blocks[row["session_id"]] = (row["hash_ids"], row["prompt_tokens"])
+            pairs = zip(last_ids, row["hash_ids"], strict=False)
+            num_blocks = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            has_known_size = len(row["hash_ids"]) == math.ceil(row["prompt_tokens"] / HASH_BLOCK_TOKENS)
+            if turn and has_known_size and row.get("prefix_tokens") is None:
+                row["prefix_tokens"] = min(num_blocks * HASH_BLOCK_TOKENS, last_tokens)
+
+    def _arrival(self, row: dict[str, Any]) -> float | None:
+        """Seconds from the first time of the source; `rewrite_arrivals` makes them relative to the earliest one."""
+        session, arrival = row.get("session_id"), row.get("arrival_s")
+        if session is not None and row.get("think_time_s") is not None and session in self._last_arrivals:
+            return self._last_arrivals[session] + float(row["think_time_s"])
+        if arrival is None:
+            return None if session is None else self._last_arrivals.get(session, 0.0)
+        # Subtracted before the conversion to float, for exactness.
+        self._start = arrival if self._start is None else self._start
+        return float(arrival - self._start)
 
     def rewrite_arrivals(self, path: Path) -> None:
         """Makes the arrivals of a written file relative to the earliest one, or replaces them by drawn ones.

@@ -12,6 +12,7 @@ and copies of earlier records are skipped and counted.
 |---|---|
 | finish_reason stop, length, ... | mapped by `values.FINISH_REASONS` |
 | the client disconnected ("abort") | an error row: the client determined that length, not the model |
+| of a request with ignore_eos or min_tokens | an error row, for the same reason |
 | counted by events ("deltas") | its length: the proxy converts events to tokens |
 | only the hash of the prompt | the hash is the prompt id; sufficient for a trace, or for prompts stored elsewhere |
 
@@ -39,6 +40,7 @@ from data_gen.importers.values import (
     canonical_row,
     conversation_columns,
     failure,
+    forced_length,
     prompt_columns,
     shared_count,
 )
@@ -145,7 +147,8 @@ def _api_row(source: SourceRow, inputs: Mapping[str, Mapping[str, Any]], locatio
     if problem or not is_response:
         text = problem.get("message") if isinstance(problem, Mapping) else problem
         return row | failure(f"refused: {text}")
-    return _with_response(row, source, SourceRow(response), location)
+    row = _with_response(row, source, SourceRow(response), location)
+    return row | (forced_length() if body.forces_length else {})
 
 
 def _with_response(
@@ -244,6 +247,8 @@ def _row(record: FeedbackRecord) -> dict[str, Any]:
         row |= {"finish_reason": ERROR, "error": "abort: the client disconnected"}
     elif row["finish_reason"] == ERROR:
         row["error"] = f"{record.finish_reason}: as logged"
+    elif record.forced_length:
+        row |= forced_length()
     return row
 
 

@@ -208,6 +208,11 @@ def failure(error: str) -> dict[str, Any]:
     return {"finish_reason": ERROR, "error": error, "output_tokens": 0}
 
 
+def forced_length() -> dict[str, Any]:
+    """Columns of an output whose length the client determined. A trace keeps it; as a sample it would teach a wrong length."""
+    return {"finish_reason": ERROR, "error": "forced_length: ignore_eos or min_tokens"}
+
+
 def shared_count(num_outputs: int) -> dict[str, Any]:
     """Columns of a request with several outputs, whose lengths are not known."""
     return failure(f"shared_count: {num_outputs} choices share one token count")

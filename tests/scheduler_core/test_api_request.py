@@ -62,6 +62,14 @@ CONVERSATIONS: dict[str, tuple[dict[str, Any], str, str]] = {
         ]},
         "Find it.", "system user assistant tool",
     ),
+    "opentelemetry": (
+        {"messages": [
+            {"role": "user", "parts": [{"type": "text", "content": "Find it."}]},
+            {"role": "assistant", "parts": [{"type": "tool_call", "id": "t", "name": "look", "arguments": {"q": 1}}]},
+            {"role": "tool", "parts": [{"type": "tool_call_response", "id": "t", "response": "42"}]},
+        ]},
+        "Find it.", "user assistant tool",
+    ),
     "ollama": ({"prompt": "Why?", "system": "Be brief."}, "Why?", "system user"),
     "completion": ({"prompt": "Once"}, "Once", ""),
     "one text in a list": ({"prompt": ["Once"]}, "Once", ""),
@@ -81,7 +89,7 @@ def test_the_text_of_the_user_is_found(name: str) -> None:
 
 
 def test_calls_and_results_of_tools_are_text() -> None:
-    for name in ("tools", "anthropic"):
+    for name in ("tools", "anthropic", "opentelemetry"):
         texts = [message.text for message in read_request(CONVERSATIONS[name][0]).messages]
         assert texts[-2:] == ['look({"q": 1})', "42"]
 
