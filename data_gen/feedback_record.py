@@ -79,6 +79,7 @@ class FeedbackRecord(Strict):
     counted_by: Literal["usage", "tokenizer", "deltas"]
     finish_reason: str
     finished: bool | None = None
+    forced_length: bool = False
     num_events: Tokens | None = None
     request_id: str | None = None
     endpoint: str | None = None

@@ -99,6 +99,11 @@ class ApiRequest:
         return "\n".join((*(f"{role}: {text}" for role, text in self.messages), *self.texts))
 
     @property
+    def forces_length(self) -> bool:
+        """Whether the length of an output is not the model's alone, so that nothing can be learned from it."""
+        return self.ignores_eos or self.min_tokens > 1
+
+    @property
     def num_chars(self) -> int:
         """Characters of the prompt, without those given as token ids."""
         num_chars = self.num_other_chars + sum(map(len, self.texts))

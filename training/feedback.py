@@ -20,12 +20,13 @@ Z = 1.959964
 
 
 def pair(record: FeedbackRecord, side: Side) -> dict[str, Any] | None:
-    """Input line of `evaluate-stream`; None for a record without that prediction, or without a length.
+    """Input line of `evaluate-stream`; None for a record without that prediction, without a length, or with one
+    that the client determined (ignore_eos, min_tokens).
 
     An output whose client disconnected counts as truncated.
     """
     prediction = record.main if side == "main" else record.shadow
-    if prediction is None:
+    if prediction is None or record.forced_length:
         return None
     tokens, max_tokens = record.output_tokens, record.max_tokens
     if tokens < 1 or record.finish_reason in ("error", "content_filter"):

@@ -39,7 +39,7 @@ PROBLEMS = {
     "no_tokens": "the response has neither a number of tokens nor events with output",
     "unpredicted": "the request had no prediction",
     "finish_reason": "the finish reason is missing, or neither complete nor truncated",
-    "ignore_eos": "the length is that of the request (ignore_eos)",
+    "forced_length": "the length is that of the request (ignore_eos, min_tokens)",
 }
 _EXPECTED = frozenset({"error", "engine_lost", "no_response", "client_gone", "other_endpoint"})
 #: Maximum number of queries to the shadow predictor in flight; further queries are skipped.
@@ -198,8 +198,8 @@ class Recorder:
         body, finished = exchange.parsed.body, _is_finished(_finish_reason(exchange, stats))
         prediction = None if exchange.forecast is None else exchange.forecast.prediction
         problem = None
-        if body.ignores_eos:
-            problem = "ignore_eos"
+        if body.forces_length:
+            problem = "forced_length"
         elif prediction is None or prediction.length is None:
             problem = "unpredicted"
         elif finished is None:
@@ -252,6 +252,7 @@ class Recorder:
             "num_events": stats.num_deltas or None,
             "finish_reason": reason,
             "finished": _is_finished(reason),
+            "forced_length": body.forces_length,
             "prompt_tokens": stats.prompt_tokens,
             "waited_s": exchange.waited_s,
             "ttft_s": None if stats.first_s is None else stats.first_s - exchange.started_s,

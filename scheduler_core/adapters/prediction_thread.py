@@ -1,8 +1,8 @@
 """Background thread that requests and receives predictions for a scheduler that must not block."""
 
 import asyncio
+import itertools
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -66,8 +66,12 @@ def _user_frame(tokenizer: Any) -> tuple[str, str]:
         part, _, text = text.partition(mark)
         parts.append(part)
     first, to_model, to_user, end = *parts, text
-    reversed_head = os.path.commonprefix([first[::-1], to_user[::-1]])
-    return reversed_head[::-1], os.path.commonprefix([to_model, end])
+    return _common_start(first[::-1], to_user[::-1])[::-1], _common_start(to_model, end)
+
+
+def _common_start(first: str, second: str) -> str:
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    return "".join(char for char, _ in pairs)
 
 
 class PredictionThread:

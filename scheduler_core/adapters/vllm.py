@@ -301,17 +301,21 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
         """Updates online calibration with an ended request."""
         prediction = self._tailcast_predictions.pop(request.request_id, None)
         reason = str(request.get_finished_reason())
+        calibration = self._tailcast_calibration
+        if calibration is None or reason not in ("stop", "length", "abort"):
+            return
         min_tokens, ignores_eos = _forced_length(request)
-        is_free = not ignores_eos and min_tokens <= 1  # else the client determined the length, not the model
-        if self._tailcast_calibration is not None and is_free and reason in ("stop", "length", "abort"):
-            self._tailcast_calibration.observe(
-                self._tailcast_settings.served_model,
-                prediction,
-                int(request.num_prompt_tokens),
-                int(request.num_output_tokens),
-                finished=reason == "stop",
-                max_tokens=int(request.max_tokens),
-            )
+        if ignores_eos or min_tokens > 1:
+            calibration.skip("forced_length", "the length is that of the request (ignore_eos, min_tokens)")
+            return
+        calibration.observe(
+            self._tailcast_settings.served_model,
+            prediction,
+            int(request.num_prompt_tokens),
+            int(request.num_output_tokens),
+            finished=reason == "stop",
+            max_tokens=int(request.max_tokens),
+        )
 
     def _tailcast_sort_running(self, now: float) -> None:
         """Sorts the running requests by eviction key, because vLLM preempts the last one when memory runs out. Before

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from aiohttp import web
 from data_gen.cli_import_lengths import ImportLengthsConfig
 from data_gen.cli_import_lengths import main as import_command
 from data_gen.importers.import_lengths import import_lengths
-from data_gen.importers.logs import feedback_records
+from data_gen.importers.logs import feedback_records, feedback_rows, openai_rows
+from data_gen.importers.values import SkippedRows
 from predictors.proxy.feedback_log import FeedbackLog
 from scheduler_core.errors import InputError
 from scheduler_core.predictions import LengthPrediction
@@ -418,7 +420,12 @@ async def test_what_counts(artifact_folder: Path) -> None:
     unrecorded = 'tailcast_proxy_unrecorded_total{reason="%s"}'
     async with running_engine(script) as fake, running_proxy(fake.url, **options(artifact_folder)) as proxy:
         ignored = [("fail", {}), ("filtered", {}), (SHORT, {"n": 2}), (SHORT, {"n": "3", "stream": True})]
-        for text, more in [*ignored, (SHORT, {"n": "x"}), (SHORT, {"ignore_eos": True})]:
+        for text, more in [
+            *ignored,
+            (SHORT, {"n": "x"}),
+            (SHORT, {"ignore_eos": True}),
+            (SHORT, {"min_tokens": 5}),
+        ]:
             await proxy.post(chat(text, **more))
         assert await proxy.metric(OUTPUTS) == 0
         counts = [
@@ -451,3 +458,22 @@ async def test_counts_are_requested_for_streams(artifact_folder: Path) -> None:
         status, body = await proxy.post(chat(SHORT, stream=True))
         assert (status, body) == (200, b"".join(fake_engine.stream_events(["a", "b", "c"], None)))
         assert await proxy.metric(OUTPUTS) == 1
+
+
+@pytest.mark.mend  # lengths that clients had forced were learned as lower bounds of the model's own
+async def test_a_length_that_the_client_determined_is_kept_for_traces_alone(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    async with (
+        running_engine() as fake,
+        running_proxy(fake.url, engine="vllm", feedback=str(log), feedback_prompts="stored") as proxy,
+    ):
+        for more in ({}, {"ignore_eos": True}, {"min_tokens": 5}, {"min_tokens": 1}):
+            assert (await proxy.post(chat(SHORT, **more)))[0] == 200
+    rows = [row for _, row in feedback_rows(log, Counter())]
+    assert [row["finish_reason"] for row in rows] == ["stop", "error", "error", "stop"]
+    assert {row["output_tokens"] for row in rows} == {7}
+    request = chat(SHORT, ignore_eos=True)
+    entry = {"request": request, "response": fake_engine.completion(500, "length")}
+    (tmp_path / "log.jsonl").write_text(json.dumps(entry))
+    [(_, row)] = openai_rows(tmp_path / "log.jsonl", None, SkippedRows())
+    assert (row["finish_reason"], row["output_tokens"]) == ("error", 500)
