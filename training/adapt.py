@@ -73,7 +73,7 @@ class AdaptConfig:
     report: str | None = None
     """HTML page to write, with the comparison; unset: OUT.html."""
     kind: str = "auto"
-    """Kind of the log, as in import-lengths; samples: a file written by import-lengths; auto: detected from the content."""
+    """Kind of the log, as in import-lengths; samples: the output of import-lengths; auto: detected from the content."""
     columns: str = ""
     """Column mapping for kind log, as in import-lengths."""
     model: str = ""
