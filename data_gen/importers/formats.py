@@ -103,7 +103,7 @@ FORMATS: Mapping[str, Format] = {
             "request_id": "spanId | span_id | context.span_id",
             "tenant": _attribute("user.id", "enduser.id", "session.id", "gen_ai.conversation.id"),
             "model": _attribute("gen_ai.request.model", "gen_ai.response.model", "llm.request.model", "llm.model_name"),
-            "messages": _attribute("gen_ai.input.messages", "gen_ai.prompt", "llm.input_messages", "llm.prompts", "input.value"),
+            "messages": _attribute("gen_ai.input.messages", "gen_ai.prompt", "llm.input_messages", "llm.prompts", "input.value", "events.0.attributes.gen_ai.prompt"),
             "system": _attribute("gen_ai.system_instructions"),
             "arrival_s": "startTimeUnixNano | start_time_unix_nano | start_time | startTime",
             "end_s": "endTimeUnixNano | end_time_unix_nano | end_time | endTime",

@@ -265,7 +265,7 @@ class _SampleRows(_Rows):
     def _row(self, number: int, row: dict[str, Any]) -> dict[str, Any]:
         row |= {name: value for name, value in self._defaults.items() if row.get(name) is None}
         for name, allowed in (
-            ("prompt_id", "a prompt or its id; without them use --schema trace"),
+            ("prompt_id", "a prompt or its id (of a batch: --inputs); without them use --schema trace"),
             ("model", "the model's name; --model sets it"),
         ):
             if not row.get(name):

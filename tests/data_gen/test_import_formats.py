@@ -468,6 +468,50 @@ def test_times_have_a_unit(tmp_path: Path, unit: Any, scale: int) -> None:
     assert (row["total_s"], row["ttft_s"]) == (1.5, 2.0)
 
 
+@pytest.mark.mend
+@pytest.mark.parametrize("schema", ["samples", "trace"])
+def test_the_feedback_log_of_agents_is_imported_whole(tmp_path: Path, schema: Any) -> None:
+    """Records with roles of tools or with empty contents were left out (4 of 22)."""
+    record = {
+        "format": "tailcast-feedback/1",
+        "output_tokens": 5,
+        "counted_by": "usage",
+        "finish_reason": "stop",
+    }
+    record |= {"served_model": "m", "prompt_sha256": "0123"}
+
+    def chat(*messages: tuple[str, str]) -> list[dict[str, str]]:
+        return [{"role": role, "content": text} for role, text in messages]
+
+    conversations = [
+        chat(("user", "a"), ("assistant", ""), ("tool", "b")),
+        chat(("system", ""), ("user", "a")),
+        chat(("assistant", "c")),
+        chat(("user", "")),
+        chat(("critic", "d")),
+    ]
+    lines: list[dict[str, Any]] = [record | {"messages": each, "prompt": ""} for each in conversations]
+    lines += [record, record | {"finish_reason": "abort"}, record | {"counted_by": "deltas"}]
+    path = write_lines(
+        tmp_path / "feedback-1.jsonl", [line | {"time": float(n)} for n, line in enumerate(lines)]
+    )
+    report, rows = rows_of("auto", path, tmp_path, schema=schema)
+    assert (report["kind"], len(rows), report["skipped"]) == ("feedback", len(lines), {})
+    assert [row["prompt"] for row in rows[:6]] == ["a", "a", "c", None, "d", None]
+    assert {rows[number]["prompt_id"] for number in (3, 5)} == {"0123"}
+    if schema == "trace":
+        assert {row["output_tokens"] for row in rows} == {5}, "an aborted request has generated its tokens"
+
+
+def test_prompts_without_text_have_a_hash(tmp_path: Path) -> None:
+    """Token ids, and several prompts in a request."""
+    prompts: list[Any] = [[1, 2, 3], [1, 2, 4], ["a", "b"], ["c"]]
+    lines = [{"request": {"prompt": each}, "response": response(None, 4, "stop", 1)} for each in prompts]  # type: ignore[arg-type]
+    _, rows = imported("openai-log", write_lines(tmp_path / "o.jsonl", lines))
+    assert [row["prompt"] for row in rows] == [None, None, None, "c"]
+    assert len({row["prompt_id"] for row in rows}) == 4
+
+
 def test_a_command_says_last_what_it_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """More than half of the rows left out is exit code 3."""
     good, bad = json.dumps({"output_tokens": 3, "prompt_tokens": 2}), json.dumps({"output_tokens": -5})
