@@ -210,7 +210,9 @@ def token_counter(path: str) -> Callable[[list[str]], list[int]]:
     file = existing_file(folder / "tokenizer.json" if folder.is_dir() else folder, "tokenizer")
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises bare exceptions.
+    except BaseException as error:  # plain Exception, or pyo3's PanicException
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+            raise
         raise InputError("tokenizer", path, f"a tokenizer.json ({str(error)[:120]})") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()

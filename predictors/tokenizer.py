@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError, TailcastError
+from scheduler_core.files import existing_file
+from scheduler_core.json_text import parse_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -21,6 +25,11 @@ if TYPE_CHECKING:
 FIRST_CHARS_PER_TOKEN = 16
 # The limit is doubled while the text has too few tokens, up to this value; further characters are ignored.
 MAX_CHARS_PER_TOKEN = 64
+#: Maximum factor by which the replacements of a tokenizer may lengthen a text.
+MAX_EXPANSION = 256
+_MAX_REPEATS = 10
+_CHARACTER = re.compile(r"\\[pPx]\{[^}]*\}|\\.|[^\\]", re.DOTALL)
+_QUANTIFIER = re.compile(r"[*+?]|\{([0-9]*)(,?)([0-9]*)\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +56,15 @@ class PromptTokenizer:
     """Truncating tokenizer of one artifact; thread-safe, and releases the GIL.
 
     `path` is a tokenizer.json. Prompts of more than `max_length` tokens, including special ones, are
-    truncated on the left, right or in the middle. InputError if only special tokens remain.
+    truncated on the left, right or in the middle. InputError if only special tokens remain, if a regular
+    expression may take exponential time (see `is_ambiguous`), or if replacements lengthen a text more than
+    `MAX_EXPANSION` times. A regular expression of quadratic time is not noticed; prompts are clipped.
     """
 
     def __init__(self, path: Path, *, max_length: int, truncation_side: TruncationSide) -> None:
         from tokenizers import Tokenizer
 
+        _check_work(path)
         try:
             self._tokenizer: Tokenizer = Tokenizer.from_file(str(path))
         except BaseException as error:  # Exception for a malformed file, or pyo3's PanicException
@@ -79,7 +91,9 @@ class PromptTokenizer:
         encode = self._encode_ends if self.truncation_side == "middle" else self._encode
         try:
             return [encode(prompt) for prompt in prompts]
-        except Exception as error:  # the binding raises plain Exception
+        except BaseException as error:  # plain Exception, or pyo3's PanicException: too much backtracking
+            if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+                raise
             raise TailcastError(f"the tokenizer failed: {' '.join(str(error).split())}") from error
 
     def _encode(self, prompt: str) -> TokenizedPrompt:
@@ -126,3 +140,103 @@ def _clip(prompt: str, limit: int, dropped: TruncationSide) -> str:
     text = prompt[-limit:]
     gaps = [gap for gap in (text.find(" "), text.find("\n")) if gap >= 0]
     return text[min(gaps) :] if gaps and min(gaps) < limit // 2 else text
+
+
+def _check_work(path: Path) -> None:
+    """Raises InputError if the time or memory to tokenize a short text is not bounded, or there is no such file."""
+    field = f"artifact file {path.name}"
+    try:
+        content = parse_json(existing_file(path, field).read_bytes())
+    except InputError:
+        raise
+    except ValueError:  # the package tokenizers says what is wrong
+        return
+    parts = [content.get("normalizer"), content.get("pre_tokenizer")] if isinstance(content, dict) else []
+    expansion = 1
+    for step in _steps(parts):
+        pattern = step.get("Regex")
+        if isinstance(pattern, str) and is_ambiguous(pattern):
+            allowed = "regular expressions without repeated groups that match a text in several ways"
+            raise InputError(field, pattern, allowed)
+        expansion *= _expansion(step)
+        if expansion > MAX_EXPANSION:
+            allowed = f"replacements that lengthen a text at most {MAX_EXPANSION} times"
+            raise InputError(field, str(step.get("type")), allowed)
+
+
+def _steps(value: object) -> Iterator[dict[str, Any]]:
+    """All mappings in a part of a tokenizer.json."""
+    if isinstance(value, dict):
+        yield value
+        value = list(value.values())
+    for item in value if isinstance(value, list) else ():
+        yield from _steps(item)
+
+
+def _expansion(step: dict[str, Any]) -> int:
+    """Maximum factor by which a step lengthens a text. Normal forms and case mappings, which repeat without effect,
+    count as 1."""
+    match step:
+        case {"type": "Replace", "content": str(text)} | {"type": "Prepend", "prepend": str(text)}:
+            return max(1, len(text))
+        case {"type": "ByteLevel"}:
+            return 4
+        case {"type": "Precompiled", "precompiled_charsmap": str(encoded)}:
+            try:
+                data = base64.b64decode(encoded)
+            except ValueError:  # the package tokenizers says what is wrong
+                return 1
+            texts = data[4 + int.from_bytes(data[:4], "little") :]
+            return max(1, *map(len, texts.split(b"\0")))
+    return 1
+
+
+def is_ambiguous(pattern: str) -> bool:
+    """Whether a regular expression repeats a group that has an alternative or a repetition of varying length itself, as in
+    `(a+)+` and `(a|aa)*`, the usual cause of exponential backtracking."""
+    varies = [False]  # for each open group
+    position = 0
+    while position < len(pattern):
+        closed = False
+        character = _CHARACTER.match(pattern, position)
+        if character is None:  # a backslash at the end
+            return False
+        position = character.end()
+        match character[0]:
+            case "[":
+                position = _class_end(pattern, position)
+            case "(":
+                varies.append(False)
+                position += pattern.startswith("?", position)
+                continue
+            case ")" if len(varies) > 1:
+                closed = varies.pop()
+                varies[-1] |= closed
+            case "|":
+                varies[-1] = True
+                continue
+        quantifier = _QUANTIFIER.match(pattern, position)
+        if quantifier is None:
+            continue
+        position = quantifier.end()
+        low, comma, high = quantifier.groups()
+        most = {"?": 1, "*": None, "+": None}.get(quantifier[0], int(high or low or 0))
+        if comma and not high:
+            most = None
+        if closed and (most is None or most >= _MAX_REPEATS):
+            return True
+        varies[-1] |= low is None or bool(comma)
+    return False
+
+
+def _class_end(pattern: str, position: int) -> int:
+    """Position after a character class whose opening bracket is before `position`; classes may be nested."""
+    position += pattern.startswith("^", position)
+    position += pattern.startswith("]", position)
+    while (character := _CHARACTER.match(pattern, position)) is not None:
+        position = character.end()
+        if character[0] == "]":
+            break
+        if character[0] == "[":
+            position = _class_end(pattern, position)
+    return position

@@ -32,6 +32,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import distributed as dist
 
 from predictors.modules.predictor import PromptPredictor
+from scheduler_core.errors import InputError, first_line
 from scheduler_core.files import atomic_file
 from training.batches import Batching, EpochPlans, padded_widths
 from training.config import StageConfig, TrainConfig
@@ -127,8 +128,17 @@ def best_row(history: History) -> dict[str, Any]:
     return min(history, key=lambda row: row[MONITOR])
 
 
+def _load_state(checkpoint: Path) -> dict[str, Any]:
+    """The content of a checkpoint of Lightning; InputError if it is damaged."""
+    try:
+        return dict(torch.load(checkpoint, weights_only=True, map_location="cpu"))
+    except Exception as error:  # pickle, zipfile and torch share no base class
+        allowed = f"the whole state of an unfinished run ({first_line(error)}); --resume false starts over"
+        raise InputError("out", str(checkpoint), allowed) from error
+
+
 def _load_best(model: PromptPredictor, folder: Path) -> None:
-    weights = torch.load(folder / BEST, weights_only=True, map_location="cpu")["state_dict"]
+    weights = _load_state(folder / BEST)["state_dict"]
     model.load_state_dict(
         {name.removeprefix("network."): value for name, value in weights.items()}, strict=False
     )
@@ -210,7 +220,7 @@ def _fit(
 
 def read_history(checkpoint: Path) -> History:
     """Reads the metrics of the finished epochs from a checkpoint of a stage."""
-    content = torch.load(checkpoint, weights_only=True, map_location="cpu")
+    content = _load_state(checkpoint)
     return list(content["callbacks"]["EpochHistory"]["rows"])
 
 

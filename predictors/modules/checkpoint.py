@@ -114,13 +114,12 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def _load_weights(model: PromptPredictor, path: Path) -> None:
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     existing_file(path, "checkpoint")
     try:
         model.load_state_dict(load_file(str(path)), strict=True)
-    except (SafetensorError, RuntimeError) as error:
+    except Exception as error:  # safetensors and torch share no base class
         reason = str(error).splitlines()[:2][-1].strip()  # line 1 has only the class name
         allowed = f"a complete safetensors file with weights that match {CONFIG} ({reason})"
         raise InputError("checkpoint", str(path), allowed) from error

@@ -1,5 +1,6 @@
 """From prompts to predictions: the tokenizer and the runtime."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,85 @@ def test_bad_file_and_bad_length_are_named(artifact_folder: Path, tmp_path: Path
         PromptTokenizer(tmp_path / "tokenizer.json", max_length=8, truncation_side="right")
     with pytest.raises(InputError, match="max_length: got 2"):
         PromptTokenizer(artifact_folder / "tokenizer.json", max_length=2, truncation_side="right")
+
+
+def with_parts(source: Path, target: Path, **parts: Any) -> Path:
+    """A tokenizer.json with other parts."""
+    target.write_text(json.dumps(json.loads(source.read_text()) | parts))
+    return target
+
+
+def split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+AMBIGUOUS = [
+    r"(a+)+$",
+    r"(a|aa)*b",
+    r"((a+))+",
+    r"(?:a?)*c",
+    r"(a*){20}",
+    r"(\s*x)+",
+    r"(a|a){2,}",
+    r"(?i:(a{1,3}))+",
+    r"([)]+)+",
+    r"(\)+)+",
+]
+KNOWN = (
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"[\p{Lu}\p{Lt}]*[\p{Ll}\p{M}]+(?i:'s|'t|'re)?|(?=(\d{3})+(?!\d))| {2,}|[!#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][a-z]+",
+)
+
+
+# Such a tokenizer.json panicked or hung with the first prompt that its expression was made for.
+@pytest.mark.mend
+def test_regular_expressions_of_exponential_time_are_refused(artifact_folder: Path, tmp_path: Path) -> None:
+    source, target = artifact_folder / "tokenizer.json", tmp_path / "tokenizer.json"
+    for pattern in AMBIGUOUS:
+        replace = {"type": "Replace", "pattern": {"Regex": pattern}, "content": ""}
+        for parts in (
+            {"pre_tokenizer": split(pattern)},
+            {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split("a"), split(pattern)]}},
+            {"normalizer": {"type": "Sequence", "normalizers": [replace]}},
+        ):
+            with pytest.raises(InputError, match="regular expressions without repeated groups"):
+                PromptTokenizer(with_parts(source, target, **parts), max_length=8, truncation_side="right")
+    for pattern in KNOWN:
+        path = with_parts(source, target, pre_tokenizer=split(pattern))
+        PromptTokenizer(path, max_length=8, truncation_side="right")
+
+
+@pytest.mark.mend
+def test_too_much_backtracking_is_an_error_of_the_prompt(artifact_folder: Path, tmp_path: Path) -> None:
+    """A panic of the package tokenizers is no Exception: it ended whatever thread or task it came to."""
+    path = with_parts(
+        artifact_folder / "tokenizer.json", tmp_path / "t.json", pre_tokenizer=split("a*a*a*a*a*a*a*$")
+    )
+    tokenize = PromptTokenizer(path, max_length=100, truncation_side="right")
+    with pytest.raises(TailcastError, match="the tokenizer failed: .*retry-limit"):
+        tokenize(["a" * 500 + "b"])
+    assert tokenize(["sea"])[0].num_tokens > 2
+
+
+# A chain of replacements made gigabytes of one character, and ended the start.
+@pytest.mark.mend
+def test_replacements_that_lengthen_a_text_without_bound_are_refused(
+    artifact_folder: Path, tmp_path: Path
+) -> None:
+    tenfold = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
+    bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    chains: list[dict[str, Any]] = [
+        {"normalizer": {"type": "Sequence", "normalizers": [tenfold] * 9}},
+        {"normalizer": {"type": "Prepend", "prepend": "a" * 1000}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [bytewise] * 40}},
+    ]
+    for parts in chains:
+        path = with_parts(artifact_folder / "tokenizer.json", tmp_path / "tokenizer.json", **parts)
+        with pytest.raises(InputError, match="replacements that lengthen a text at most 256 times"):
+            PromptTokenizer(path, max_length=8, truncation_side="right")
+    path = with_parts(artifact_folder / "tokenizer.json", tmp_path / "tokenizer.json", normalizer=tenfold)
+    PromptTokenizer(path, max_length=8, truncation_side="right")
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 32])

@@ -1,6 +1,7 @@
 """Published files: the predictors that come with the package, the manifest's JSON Schema, the code of the .proto, examples of the pages."""
 
 import asyncio
+import contextlib
 import json
 import re
 import shutil
@@ -16,6 +17,8 @@ import jsonschema
 import numpy as np
 import onnx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import tailcast
 from predictors.artifact import open_artifact
@@ -295,3 +298,25 @@ def test_plain_onnxruntime_example(
     expected = open_runtime("artifact").predict(prompts, [None, None], [1.0, None])
     np.testing.assert_allclose(values["predictions"]["mu"], expected.mu, rtol=1e-6)
     np.testing.assert_allclose(values["predictions"]["sigma"], expected.sigma, rtol=1e-6)
+
+
+# A flipped bit in model.npz was "a bug in tailcast" (zlib.error, TokenError of numpy's header).
+@pytest.mark.mend
+@given(data=st.data())
+def test_damaged_weights_are_named(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    content = bytearray((shipped_folder("tiny") / WEIGHTS).read_bytes())
+    path = tmp_path_factory.mktemp("damaged") / WEIGHTS
+    part = data.draw(st.sampled_from(["head", "anywhere", "directory", "cut"]))
+    size = len(content)
+    low, high = {"head": (0, 400), "directory": (size - 2000, size)}.get(part, (0, size))
+    if part == "cut":
+        del content[data.draw(st.integers(0, size - 1)) :]
+    else:
+        for place in data.draw(st.lists(st.integers(low, high - 1), min_size=1, max_size=30)):
+            content[place] ^= 1 << data.draw(st.integers(0, 7))
+    path.write_bytes(content)
+    with contextlib.suppress(InputError):
+        TinyModel(path)
+    path.write_bytes(b"PK" + data.draw(st.binary(max_size=50)))
+    with pytest.raises(InputError, match=r"artifact file model\.npz: got .*complete weights file"):
+        TinyModel(path)
