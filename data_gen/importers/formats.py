@@ -33,7 +33,7 @@ class Format:
         time_unit: Unit of times whose name has none.
         records: Paths to the lists of records in a row; a row without them is a record itself.
         failed_records: Paths to lists of failed records.
-        requests: Path -> values of records that are requests; a record with another value is none. With
+        requests: Paths, as above -> values of records that are requests; a record with another value is none. With
             `requests`, a record with neither output_tokens, model nor error is none either.
         failures: Path -> values of failed requests.
     """
@@ -147,10 +147,10 @@ FORMATS: Mapping[str, Format] = {
             "resource_spans.scope_spans.spans",
         ),
         requests={
-            "attributes.gen_ai.operation.name": ("chat", "text_completion", "generate_content", "completion"),
-            "attributes.llm.request.type": ("chat", "completion"),
-            "attributes.openinference.span.kind": ("LLM",),
-            "attributes.traceloop.span.kind": (),
+            _attribute("gen_ai.operation.name"): ("chat", "text_completion", "generate_content", "completion"),
+            _attribute("llm.request.type"): ("chat", "completion"),
+            _attribute("openinference.span.kind") + " | span_kind": ("LLM",),
+            _attribute("traceloop.span.kind"): (),
         },
         failures={
             "status.code": ("2", "STATUS_CODE_ERROR", "ERROR"),
@@ -350,7 +350,7 @@ def format_rows(
         InputError: A value is invalid; the message names row, column and value. Or no row has a column of `mapping`.
     """
     if mapping:
-        source_format = replace(source_format, columns=mapping)
+        source_format = replace(source_format, columns=mapping, requests={}, failures={})
     columns = {name: tuple(paths.split(" | ")) for name, paths in source_format.columns.items()}
     unused = dict(mapping or {})
     location, number = path.name, 0
@@ -360,12 +360,10 @@ def format_rows(
         for record, is_failed in _records(raw, source_format):
             source = SourceRow(record)
             unused = {name: column for name, column in unused.items() if not source.has(column)}
-            if not mapping and not _is_request(source, source_format, columns):
+            if not _is_request(source, source_format, columns):
                 skipped.num_other += 1
                 continue
-            problem = "failed: not complete" if is_failed else None
-            if not mapping:
-                problem = _problem(source, source_format, problem)
+            problem = "failed: not complete" if is_failed else _problem(source, source_format)
             try:
                 rows = [
                     _row(each, columns, location, source_format.time_unit, problem)
@@ -398,20 +396,20 @@ def _records(raw: Mapping[str, Any], source_format: Format) -> Iterator[tuple[Ma
 def _is_request(source: SourceRow, source_format: Format, columns: Mapping[str, Sequence[str]]) -> bool:
     if not source_format.requests:
         return True
-    for path, values in source_format.requests.items():
-        value = source.get(path)
+    for paths, values in source_format.requests.items():
+        _, value = source.first(paths.split(" | "))
         if value is not None and str(value) not in values:
             return False
     evidence = ("output_tokens", "model", "error")
     return any(source.first(columns[name])[1] is not None for name in evidence if name in columns)
 
 
-def _problem(source: SourceRow, source_format: Format, problem: str | None) -> str | None:
+def _problem(source: SourceRow, source_format: Format) -> str | None:
     """Why a request failed; None if it did not."""
     for path, values in source_format.failures.items():
         if str(value := source.get(path)) in values:
             return f"failed: {path} is {value}"
-    return problem
+    return None
 
 
 def _elements(source: SourceRow, columns: Mapping[str, Sequence[str]], location: str) -> list[SourceRow]:

@@ -212,6 +212,23 @@ def test_spans_with_other_names(tmp_path: Path) -> None:
     assert rows[0]["total_s"] == pytest.approx(1, abs=1e-6)
 
 
+def test_spans_as_columns(tmp_path: Path) -> None:
+    """A data frame of Phoenix; its agent counts the tokens of its calls again."""
+    names = ("span_kind", "llm.model_name", "llm.token_count.prompt", "llm.token_count.completion")
+    spans = [("AGENT", None, 90, 60), ("LLM", "m", 9, 5), ("TOOL", None, None, None)]
+    rows = [
+        {f"attributes.{name}" if "." in name else name: value for name, value in zip(names, span, strict=True)}
+        | {"context.span_id": str(number), "start_time": "2026-09-01 10:00:00 UTC", "end_time": "2026-09-01 10:00:02 UTC"}
+        for number, span in enumerate(spans)
+    ]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "p.parquet")
+    report, requests = rows_of("auto", tmp_path / "p.parquet", tmp_path, schema="trace")
+    assert values_of(requests, "request_id", "model", "prompt_tokens", "output_tokens", "total_s") == [
+        ("1", "m", 9, 5, 2.0)
+    ]
+    assert report["num_other_rows"] == 2
+
+
 def test_batches_and_their_inputs(tmp_path: Path) -> None:
     want, trace = expected("10"), {"schema": "trace"}
     names = ("prompt_tokens", "output_tokens")
