@@ -57,6 +57,20 @@ def test_samples_become_groups_in_order_with_what_was_truncated(tmp_path):
     assert groups.num_errors == 1
 
 
+@pytest.mark.parametrize(("num_failed", "code"), [(0, 0), (4, 0), (5, 3)])
+def test_the_last_line_says_how_many_samples_failed(tmp_path, caplog, num_failed, code):
+    columns = {"prompt_id": "p", "model": "m", "output_tokens": 7, "finish_reason": "stop"}
+    rows = [columns | {"output_tokens": 7 + number} for number in range(4)]
+    rows += [columns | {"output_tokens": 0, "finish_reason": "error"}] * num_failed
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "s.parquet")
+    args = [str(tmp_path / "s.parquet"), "--out", str(tmp_path / "f.parquet"), "--progress", "false"]
+    with caplog.at_level("INFO"):
+        assert main([*args, "--alternatives", "false"]) == code
+    line = f"left out {num_failed} of {4 + num_failed} samples: {num_failed} x failed"
+    assert (caplog.messages[-1] == line) == (num_failed > 0)
+    assert (tmp_path / "f.parquet").exists()
+
+
 @pytest.mark.parametrize(
     ("rows", "columns", "max_tokens", "lengths", "finished", "limits"),
     [

@@ -91,7 +91,7 @@ class EvaluateConfig:
 main = command(
     "evaluate",
     EvaluateConfig,
-    "training.evaluating.run:evaluate",
+    "training.evaluating.run:run",
     positionals=("predictor",),
     extra="train,export",
     prepare=prepare_models,

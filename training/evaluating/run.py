@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from scheduler_core.command import report_left_out
 from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_file, existing_file, sha256_file, writable_target, write_json
 from training.evaluating.baselines import Baselines, baselines_of, boosted_trees
@@ -23,6 +24,13 @@ from training.fitting.fits import FitOptions, FittedGroups, read_fits_or_fit
 from training.versions import versions_of
 
 log = logging.getLogger(__name__)
+
+
+def run(config: EvaluateConfig) -> int:
+    """Runs the command; returns its exit code, see `report_left_out`."""
+    data = evaluate(config)["data"]
+    num_samples = data["num_samples"] + data["num_failed_samples"]
+    return report_left_out({"failed": data["num_failed_samples"]}, num_samples, "samples")
 
 
 def evaluate(config: EvaluateConfig) -> dict[str, Any]:
@@ -40,7 +48,8 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
         if other.conversations != predictor.conversations:
             allowed = "predictors with the same input: whole conversations, or the last user message"
             raise InputError("compare", name, allowed)
-    rows = _select(_read(config.data, config, predictor), predictor, config)
+    fits = _read(config.data, config, predictor)
+    rows = _select(fits, predictor, config)
     warn_of_training_prompts(predictor.data, rows.prompts, config.split)
     candidates = [_candidate(name, other, rows) for name, other in others.items()]
     training_fits = None
@@ -63,6 +72,8 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
             "sha256": sha256_file(config.data),
             "split": config.split,
             "max_tokens": config.max_tokens,
+            "num_samples": len(fits.groups.flat_lengths),
+            "num_failed_samples": fits.groups.num_errors,
         },
         "conformal": conformal_coverage(predictor, rows, scored.prediction),
         "config": asdict(config),
