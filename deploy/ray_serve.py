@@ -23,6 +23,8 @@ from predictors.service.json_request import request_message
 
 LOAD_TARGET = 16
 """Requests in flight per replica that Ray Serve aims at."""
+MAX_BODY_BYTES = 4 * 2**20
+"""Largest HTTP body, as `serve-predictor --max_message_mib`; Ray Serve itself has no limit."""
 
 
 @serve.deployment(
@@ -78,11 +80,25 @@ class PredictorReplica:
         """HTTP: one prompt as JSON, as at /v1/predict of serve-predictor."""
         calls = await self._service.calls()
         try:
-            message = request_message(await json_object(await request.body()))
+            body = await limited_body(request)
+            if body is None:
+                error_text = f"a body of more than {MAX_BODY_BYTES} bytes"
+                return JSONResponse({"error": error_text}, status_code=413)
+            message = request_message(await json_object(body))
             return JSONResponse(message_json(await calls.predict(message, None, method="HTTP Predict")))
         except Exception as error:
             status = ErrorStatus.of(error)
             return JSONResponse({"error": status.message}, status_code=status.http_status)
+
+
+async def limited_body(request: Request) -> bytes | None:
+    """The body of a request; None, without the rest, if it has more than `MAX_BODY_BYTES`."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            return None
+    return bytes(body)
 
 
 def _fail(grpc_context: Any, error: Exception) -> None:

@@ -6,12 +6,17 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from prometheus_client import CollectorRegistry, generate_latest
 
 from predictors.artifact import open_artifact
@@ -63,6 +68,58 @@ def test_kubernetes_accepts_every_manifest(path: Path) -> None:
 def test_kustomization_names_all_manifests() -> None:
     [kustomization] = documents(DEPLOY / "kubernetes" / "kustomization.yaml")
     assert set(kustomization["resources"]) == {path.name for path in MANIFESTS} - {"kustomization.yaml"}
+
+
+def test_the_network_policy_is_of_the_pods_and_their_ports() -> None:
+    policy = manifest("NetworkPolicy")["spec"]
+    labels = manifest("Deployment")["spec"]["template"]["metadata"]["labels"].items()
+    assert policy["podSelector"]["matchLabels"].items() <= labels
+    ports = {port["name"] for port in container()["ports"]}
+    assert {port["port"] for rule in policy["ingress"] for port in rule["ports"]} == ports
+    assert all(rule["from"] for rule in policy["ingress"])
+    assert (policy["policyTypes"], policy["egress"]) == (["Ingress", "Egress"], [])
+
+
+# Bodies of any size were read into the memory of a replica.
+@pytest.mark.mend
+async def test_bodies_of_ray_serve_are_limited() -> None:
+    pytest.importorskip("ray.serve")
+    from deploy.ray_serve import MAX_BODY_BYTES, limited_body
+
+    def request(num_parts: int) -> Any:
+        async def stream() -> AsyncIterator[bytes]:
+            for _ in range(num_parts):
+                nonlocal num_read
+                num_read += 1
+                yield bytes(2**20)
+
+        return SimpleNamespace(stream=stream)
+
+    num_read = 0
+    assert await limited_body(request(4)) == bytes(MAX_BODY_BYTES)
+    num_read = 0
+    assert await limited_body(request(1000)) is None
+    assert num_read == 5
+
+
+def test_every_dependency_is_pinned() -> None:
+    """The direct ones and theirs, of everything that `make test` installs."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = {canonicalize_name(line.partition("==")[0]) for line in lines if "==" in line}
+    seen: set[tuple[str, str]] = set()
+    pending = [("tailcast", "dev")]
+    while pending:
+        name, extra = pending.pop()
+        if (name, extra) in seen:
+            continue
+        seen.add((name, extra))
+        for text in metadata.requires(name) or ():
+            requirement = Requirement(text)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                other = canonicalize_name(requirement.name)
+                pending += [(other, part) for part in ("", *requirement.extras)]
+    assert len(seen) > 150
+    assert {name for name, _ in seen} - pinned <= {"tailcast", "setuptools"}
 
 
 def test_manifests_speak_of_the_same_pods_and_ports() -> None:
