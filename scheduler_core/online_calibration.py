@@ -225,7 +225,9 @@ class _ServedModel:
     def restore(self, content: Mapping[str, Any]) -> None:
         """Restores a `state`; raises an error if the content is invalid."""
         for name in _COUNTS:
-            setattr(self, name, int(content[name]))
+            if type(content[name]) is not int or not 0 <= content[name] < 2**53:
+                raise ValueError(name)
+            setattr(self, name, content[name])
         self.use = self.num_outputs
         self.gain_sum = float(content["gain_sum"])
         self.gains = deque([self.gain_sum])
