@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-#: User and password of a URL, which are not quoted.
-_CREDENTIALS = re.compile(r"://\S*@")
+_WORD = re.compile(r"\S+")
 
 
 class TailcastError(Exception):
@@ -59,8 +58,16 @@ def _repr(value: object) -> str:
         text = repr(value)
     except (RecursionError, ValueError):  # nested too deeply, or a number with too many digits
         text = f"a value of type {type(value).__name__}"
-    text = _CREDENTIALS.sub("://...@", text)
+    if "://" in text and "@" in text:
+        text = _WORD.sub(_without_credentials, text)
     return text if len(text) <= 160 else text[:157] + "..."
+
+
+def _without_credentials(word: re.Match[str]) -> str:
+    """A word without user and password of the URL in it, in linear time: values may be texts of clients."""
+    scheme, _, rest = word[0].partition("://")
+    host = rest.rpartition("@")
+    return f"{scheme}://...@{host[2]}" if host[1] else word[0]
 
 
 class MissingExtraError(TailcastError, ImportError):

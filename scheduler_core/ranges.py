@@ -17,7 +17,7 @@ BELOW_ONE = math.nextafter(1.0, 0.0)
 INTEGERS = sys.maxsize
 
 _NUMBER = re.compile(
-    r"\s*[+-]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?|inf(?:inity)?|nan)\s*",
+    r"\s*[+-]?(?:(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:e[+-]?[0-9]+)?|inf(?:inity)?|nan)\s*",
     re.ASCII | re.IGNORECASE,
 )
 
