@@ -140,7 +140,8 @@ def _kind_of(config: ImportLengthsConfig) -> str:
     if config.kind == "auto" or (config.kind == "log" and not config.columns and path.is_file()):
         kind = detect(path)
         if kind is not None and (config.kind == "auto" or kind in FORMATS):
-            log.info("%s: detected kind %s", path.name, kind)
+            unit = config.time_unit or (FORMATS[kind].time_unit if kind in FORMATS else "s")
+            log.info("%s: detected kind %s, times in %s", path.name, kind, unit)
             return kind
     return "log" if config.kind == "auto" else config.kind
 
