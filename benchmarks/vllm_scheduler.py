@@ -143,7 +143,7 @@ class Side:
 
     def _add(self) -> None:
         length = int(np.clip(self._rng.lognormal(5.5, 1.0), 2, MAX_TOKENS))
-        sampling = SamplingParams(max_tokens=length, ignore_eos=True, temperature=0.0)
+        sampling = SamplingParams(max_tokens=length, temperature=0.0)
         sampling.update_from_generation_config({}, 1)
         name = f"r{self._num_requests}"
         self._num_requests += 1

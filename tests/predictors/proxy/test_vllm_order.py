@@ -111,10 +111,44 @@ async def test_a_later_short_or_urgent_request_overtakes(
 
 
 async def test_first_come_first_served_does_not(engine: Engine, artifact_folder: Path) -> None:
-    """Neither the proxy's own fcfs, nor the engine where no hint is sent."""
-    for options in ({"predictor": str(artifact_folder), "policy": "fcfs"}, {"without_prediction": "nothing"}):
-        async with running_proxy(engine.url, engine="vllm", **options) as proxy:
-            assert num_overtaken(await finish_order(engine, proxy, SHORT, 0)) == 0
+    options = {"predictor": str(artifact_folder), "policy": "fcfs"}
+    async with running_proxy(engine.url, engine="vllm", **options) as proxy:
+        assert num_overtaken(await finish_order(engine, proxy, SHORT, None)) == 0
+
+
+@pytest.mark.parametrize(("tier", "num_expected"), [(0, NUM_LONG), (4, 0)])
+async def test_a_declared_tier_comes_before_the_default_policy(
+    engine: Engine, artifact_folder: Path, tier: int, num_expected: int
+) -> None:
+    """All but the first ones, which run already."""
+    async with running_proxy(engine.url, engine="vllm", predictor=str(artifact_folder)) as proxy:
+        num = num_overtaken(await finish_order(engine, proxy, SHORT, tier))
+    assert num >= NUM_LONG // 2 if num_expected else num == 0
+
+
+async def test_anthropics_endpoint_is_ordered_by_the_header(engine: Engine, artifact_folder: Path) -> None:
+    """vLLM reads no priority in its body: without the header it would have 0, and be first."""
+    urgent, batch = ({"x-tailcast-tier": tier} for tier in ("0", "4"))
+    finished: list[str] = []
+
+    async def send(name: str, path: str, body: dict[str, Any], headers: dict[str, str]) -> None:
+        status, data = await proxy.post(body, headers, path)
+        assert status == 200, data
+        finished.append(name)
+
+    message = {"model": "tiny-llm", "messages": [{"role": "user", "content": SHORT}], "max_tokens": 4}
+    async with running_proxy(engine.url, engine="vllm", predictor=str(artifact_folder)) as proxy:
+        with engine.stopped():
+            tasks = []
+            for number in range(NUM_LONG):
+                tasks.append(asyncio.create_task(send(f"long{number}", CHAT, asks(LONG, 80), {})))
+                await asyncio.sleep(0.005)
+            for name, headers in (("batch", batch), ("urgent", urgent)):
+                tasks.append(asyncio.create_task(send(name, "/v1/messages", message, headers)))
+            await asyncio.sleep(SENDING_S)
+        await asyncio.gather(*tasks)
+    assert finished.index("urgent") < NUM_LONG // 2
+    assert finished[-1] == "batch"
 
 
 async def test_counted_streams_look_the_same(engine: Engine, artifact_folder: Path, tmp_path: Path) -> None:

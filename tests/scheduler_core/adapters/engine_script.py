@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+#: Token of the test's model that ends an output.
+EOS = 1
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 96, "enable_prefix_caching": False}
 
 
@@ -49,7 +51,8 @@ def stepped(options: dict[str, Any], task: dict[str, Any]) -> dict[str, Any]:
     kept = True
 
     def add(number: int, length: int) -> None:
-        sampling = SamplingParams(max_tokens=length, ignore_eos=True, temperature=0.0)
+        # Without EOS; ignore_eos would tell the scheduler the length.
+        sampling = SamplingParams(max_tokens=length, logit_bias={EOS: -100.0}, temperature=0.0)
         word = 5 + task.get("predicted", task["lengths"])[number]
         engine.add_request(f"r{number}", {"prompt_token_ids": [word] * (3 + number % 5)}, sampling)
 
@@ -99,8 +102,8 @@ def pipelined(options: dict[str, Any], task: dict[str, Any]) -> dict[str, Any]:
     num_pipelined, num_steps, kept = 0, 0, True
 
     def add(number: int, length: int) -> None:
-        sampling = SamplingParams(max_tokens=length, ignore_eos=True, temperature=0.0)
-        sampling.update_from_generation_config({}, 1)
+        sampling = SamplingParams(max_tokens=length, temperature=0.0)
+        sampling.update_from_generation_config({}, EOS)
         requests.append(Request(f"r{number}", [5 + length] * (3 + number % 5), sampling, None))
         scheduler.add_request(requests[-1])
 
