@@ -21,7 +21,7 @@ from data_gen import samples
 from data_gen.importers.formats import FORMATS, detect, format_rows, parse_mapping
 from data_gen.importers.logs import feedback_rows, openai_rows, segments_of
 from data_gen.importers.public_sets import castillo_rows, sharegpt_rows
-from data_gen.importers.values import ERROR, LENGTH, STOP, UNKNOWN, Row, SkippedRows, failure
+from data_gen.importers.values import ERROR, LENGTH, STOP, UNKNOWN, Row, SkippedRows
 from data_gen.prompts import Message, Prompt
 from data_gen.splits import digest64
 from scheduler_core.command import report_left_out
@@ -177,7 +177,6 @@ class _Rows:
     """Converts the rows of a source to rows of a schema, and counts the results."""
 
     schema: pa.Schema
-    _skip_reason: Callable[[dict[str, Any]], str | None]
     _row: Callable[[int, dict[str, Any]], dict[str, Any]]
 
     def __init__(self, config: ImportLengthsConfig, kind: str, skipped: SkippedRows) -> None:
@@ -214,6 +213,13 @@ class _Rows:
             return None
         return self._row(number, row)
 
+    def _skip_reason(self, row: dict[str, Any]) -> str | None:
+        """The reason to leave out a request without an output; None for others."""
+        if row.get("finish_reason") == ERROR and not row["output_tokens"]:
+            kind, _, reason = (row.get("error") or "").partition(": ")
+            return reason if kind == "shared_count" else "failed"
+        return "no output: 0 output tokens" if row["output_tokens"] == 0 else None
+
     def _error(self, number: int, column: str, value: object, allowed: str) -> InputError:
         return InputError(f"{self._name} row {number} column {column}", value, allowed)
 
@@ -247,7 +253,8 @@ class _Rows:
 
 
 class _SampleRows(_Rows):
-    """Rows of `samples/2`: empty outputs become error rows; missing sample indices are assigned per prompt and model."""
+    """Rows of `samples/2`; outputs whose length was not the model's own become error rows, and requests without output are
+    skipped. Missing sample indices are assigned per prompt and model."""
 
     schema = samples.SCHEMA
 
@@ -255,13 +262,6 @@ class _SampleRows(_Rows):
         super().__init__(config, kind, skipped)
         self._defaults = {"model": config.model, "category": "", "dataset": config.dataset, "run_id": run_id}
         self._next_index = Counter[int]()
-
-    def _skip_reason(self, row: dict[str, Any]) -> str | None:
-        if row["output_tokens"] == 0 and row.get("finish_reason") != ERROR:
-            row |= failure("empty: the output has no tokens")
-        if row.get("finish_reason") == ERROR:
-            row["output_tokens"] = 0
-        return None
 
     def _row(self, number: int, row: dict[str, Any]) -> dict[str, Any]:
         row |= {name: value for name, value in self._defaults.items() if row.get(name) is None}
@@ -279,6 +279,8 @@ class _SampleRows(_Rows):
         elif not self._is_new(f"{key}\x00{row['sample_index']}"):
             value = key.replace("\x00", ", ")
             raise self._error(number, "prompt_id, model", value, "each prompt once for each model")
+        if row["finish_reason"] == ERROR:
+            row["output_tokens"] = 0
         # 0 prompt tokens: not counted by the source.
         row["prompt_tokens"] = row.get("prompt_tokens") or None
         if row.get("prompt") is not None:
@@ -309,13 +311,8 @@ class _TraceRows(_Rows):
         self.counts = {"num_out_of_order": 0, "num_without_max_tokens": 0, "num_without_arrival": 0}
 
     def _skip_reason(self, row: dict[str, Any]) -> str | None:
-        if row.get("finish_reason") == ERROR and not row["output_tokens"]:
-            kind, _, reason = (row.get("error") or "").partition(": ")
-            return reason if kind == "shared_count" else "failed"
-        for name in ("output", "prompt"):
-            if row.get(f"{name}_tokens") == 0:
-                return f"no {name}: 0 {name} tokens"
-        return None
+        reason = super()._skip_reason(row)
+        return "no prompt: 0 prompt tokens" if reason is None and row.get("prompt_tokens") == 0 else reason
 
     def _row(self, number: int, row: dict[str, Any]) -> dict[str, Any]:
         row["model"] = row.get("model") or self._config.model or None

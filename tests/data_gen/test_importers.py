@@ -195,15 +195,12 @@ def test_logs_by_mapping(tmp_path: Path) -> None:
     ]
     path = write_lines(tmp_path / "log.jsonl", lines)
     mapping = "prompt=q,output_tokens=usage.out,prompt_tokens=usage.in,finish_reason=end,arrival_s=t,model=llm,tenant=user"
-    _, rows = imported("log", path, columns=mapping)
+    report, rows = imported("log", path, columns=mapping)
     assert values_of(rows, "prompt_id", "sample_index", "output_tokens", "finish_reason") == [
         (prompt_id_of("Hi"), 0, 12, "stop"),
         (prompt_id_of("Hi"), 1, 50, "length"),
-        (prompt_id_of("Ho"), 0, 0, "error"),
-        (prompt_id_of("Ho"), 1, 0, "error"),
     ]
-    assert rows[2]["error"].startswith("empty: ")
-    assert rows[3]["error"].startswith("content_filter: ")
+    assert report["skipped"] == {"no output: 0 output tokens": 1, "failed": 1}
     report, rows = imported("log", path, columns=mapping, schema="trace")
     assert [(r["arrival_s"], r["tenant"]) for r in rows] == [(10.0, "7"), (0.0, "8")]
     assert report["skipped"] == {"no output: 0 output tokens": 1, "failed": 1}
@@ -248,13 +245,12 @@ def test_openai_logs_in_three_layouts(tmp_path: Path) -> None:
         {"custom_id": "b2", "request": refused, "response": None, "error": {"message": "expired"}},
     ]
     path = write_lines(tmp_path / "o.jsonl", lines)
-    _, rows = imported("openai-log", path)
-    ends = [(30, "length"), (4, "stop"), (5, "unknown"), (0, "error"), (0, "error")]
+    report, rows = imported("openai-log", path)
+    ends = [(30, "length"), (4, "stop"), (5, "unknown")]
     assert values_of(rows, "output_tokens", "finish_reason") == ends
     assert values_of(rows, "prompt", "temperature", "max_tokens")[0] == ("c", 0.5, 30)
     assert len(rows[0]["messages"]) == 3
-    shared_count = "shared_count: 2 choices share one token count"
-    assert [r["error"] for r in rows[3:]] == [shared_count, "refused: expired"]
+    assert report["skipped"] == {"2 choices share one token count": 1, "failed": 1}
     assert rows[1]["prompt_id"] == rows[2]["prompt_id"] == prompt_id_of("a")
     _, rows = imported("openai-log", path, schema="trace")
     requests = [("r1", 2.0, "u"), ("r2", 0.0, None), ("b1", 1.0, None)]

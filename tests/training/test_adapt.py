@@ -114,7 +114,7 @@ def test_turns_of_an_agent_are_adapted_and_left_out_rows_counted(
     log.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *[failed] * 301]))
     old = fakes.write_rich_artifact(tmp_path / "old")
     assert adapted(log, old, tmp_path / "new") == 3
-    assert caplog.messages[-1] == "left out 301 of 601 rows: 301 x failed (refused)"
+    assert caplog.messages[-1] == "left out 301 of 601 rows: 301 x failed"
     runtimes = [open_runtime(folder, provider="cpu") for folder in (old, tmp_path / "new")]
     one, other = (runtime.predict(prompts(40), ["tiny-llm"] * 40) for runtime in runtimes)
     assert other.mu - one.mu == pytest.approx(0.5, abs=0.15)
