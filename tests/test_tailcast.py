@@ -31,6 +31,7 @@ from scheduler_core.predictions import DEFAULT_MAX_TOKENS, LengthPrediction
 from scheduler_core.predictor import PredictionRequest, open_predictor
 from scheduler_core.prompt_text import messages_of, user_text
 from scheduler_core.simulator.commands.simulate import main as simulate
+from scheduler_core.simulator.trace import Trace, TraceRequest, write_trace
 from tailcast.cli import COMMANDS, main
 from tailcast.output_length import OutputLength
 from tests.predictors.fakes import expected, running_server, write_artifact, write_rich_artifact
@@ -273,10 +274,16 @@ def test_the_tutorial_runs(artifact: Path, tmp_path: Path, monkeypatch: pytest.M
     code = "\n".join(line[4:] for line in section.splitlines() if line.startswith("    "))
     monkeypatch.setattr("predictors.pretrained.shipped_folder", lambda _: artifact)
     monkeypatch.chdir(tmp_path)
+    rows = [
+        TraceRequest(request_id=f"r{at}", arrival_s=at, prompt_tokens=9, output_tokens=5, max_tokens=9)
+        for at in range(4)
+    ]
+    write_trace(Trace(tuple(rows)), "trace.parquet")
     names: dict[str, object] = {}
     exec(code, names)
     assert len(names["lengths"]) == 2  # type: ignore[arg-type]
-    assert (tmp_path / "length.png").stat().st_size > 0
+    for name in ("length.png", "latencies.png"):
+        assert (tmp_path / name).stat().st_size > 0
 
 
 def test_every_script_is_a_sub_command() -> None:
