@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from data_gen.cli_import_lengths import ImportLengthsConfig
+from data_gen.importers.import_lengths import import_lengths
 from scheduler_core.errors import InputError
 from scheduler_core.simulator.commands import calibrate
 from scheduler_core.simulator.commands.replicas import ReplicasConfig, find_replicas
@@ -451,3 +453,22 @@ def test_errors_while_a_users_policy_is_loaded(
         (folder / f"{name}.py").write_text(source)
         assert typed(f"run --trace {short} --policy {name}:Own --json {folder}/o.json") == 2
         assert told in capsys.readouterr().err
+
+
+def test_a_trace_whose_prefixes_are_shared_says_that_they_are_not_simulated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The report's trace: with its groups as sessions the cache is used; with hash_ids alone it is not, which is said."""
+    folder = Path(__file__).parents[1] / "data" / "reports" / "20-mooncake-prefix-cache"
+    want = json.loads((folder / "expected.json").read_text())
+    options = "--default_max_tokens 100 --policy fcfs --scheduler.num_kv_blocks 40000 --prefix_cache_tokens 10000000"
+    means = []
+    imported = tmp_path / "trace.parquet"
+    import_lengths(ImportLengthsConfig(kind="mooncake", file=str(folder / "trace.jsonl"), out=str(imported)))
+    for trace in (imported, folder / "by_hand_sessions.jsonl"):
+        caplog.clear()
+        assert typed(f"run --trace {trace} {options} --overwrite true --json {tmp_path}/out.json") == 0
+        assert any("hash_ids" in text for text in caplog.messages) is (trace == imported)
+        means.append(read(tmp_path / "out.json")["metrics"]["ttft_s"]["mean"])
+    assert means[0] == pytest.approx(want["ttft_mean_s_without"], abs=want["tolerance"])
+    assert means[1] == pytest.approx(want["ttft_mean_s_with_cache"], abs=want["tolerance"])
