@@ -5,6 +5,7 @@
 | OpenAI chat, Anthropic messages, Ollama chat | `messages`, `system` | `max_completion_tokens`, `max_tokens`, `options.num_predict` |
 | OpenAI Responses | `input`, `instructions` | `max_output_tokens` |
 | OpenAI completions, Ollama generate, llama.cpp | `prompt`: texts or token ids, one or several; `system` | `max_tokens`, `options.num_predict`, `n_predict` |
+| Gemini | `contents`, `systemInstruction` | `maxOutputTokens` in `generationConfig` |
 | SGLang, TGI and vLLM generate | `text`, `inputs`, `input_ids`, `token_ids` | `max_new_tokens`, `max_tokens` in `sampling_params` or `parameters` |
 
 Reading never fails. A missing or malformed field has its default, because the engine reports it. Numbers may be texts, and
@@ -35,7 +36,7 @@ from scheduler_core.prompt_text import (
 CHARS_PER_TOKEN = 4
 MAX_TOKENS = 2**31 - 1
 #: Objects in a body that can have sampling parameters.
-_NESTED = ("options", "sampling_params", "parameters")
+_NESTED = ("options", "sampling_params", "parameters", "generationConfig")
 _LIMITS = (
     "max_completion_tokens",
     "max_tokens",
@@ -43,6 +44,7 @@ _LIMITS = (
     "max_new_tokens",
     "n_predict",
     "num_predict",
+    "maxOutputTokens",
 )
 _MINIMUMS = ("min_tokens", "min_new_tokens")
 _PROMPTS = ("prompt", "text", "inputs", "input_ids", "token_ids", "prompt_token_ids")
@@ -128,7 +130,7 @@ def read_request(body: object) -> ApiRequest:
     """Reads the body of a request, a mapping or an object with attributes; see the table above."""
     options = [body, *(inner for name in _NESTED if (inner := member(body, name)) is not None)]
     prompt: dict[str, Any] = {}
-    messages, given = member(body, "messages"), member(body, "input")
+    messages, given = _messages(body), member(body, "input")
     num_prompts = 1
     if is_list(messages):
         items = [*messages]
@@ -207,9 +209,18 @@ def _number(options: Iterable[object], name: str) -> float | None:
     return None
 
 
+def _messages(body: object) -> Any:
+    """The list of messages of a body; None if it has another kind of prompt."""
+    lists = (member(body, name) for name in ("messages", "contents"))
+    return next((value for value in lists if is_list(value)), None)
+
+
 def _system(body: object) -> tuple[Message, ...]:
     """The system prompt of a body, if it is not one of the messages."""
-    texts = (content_text(member(body, name)) for name in ("system", "instructions"))
+    texts = (
+        content_text(member(body, name))
+        for name in ("system", "instructions", "systemInstruction", "system_instruction")
+    )
     return tuple(Message(SYSTEM, text) for text in texts if text)
 
 

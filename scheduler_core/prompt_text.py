@@ -8,8 +8,8 @@ the same text. Reading never fails: a malformed message has an empty text, becau
 | a text, or a list of texts and text parts (OpenAI chat, Responses and Anthropic) | the texts, joined |
 | null, or nothing that is text | empty |
 | images, audio, video or files, without text | a placeholder, such as [image] |
-| calls of tools (`tool_calls`, `function_call`, `tool_use`, `tool_call`) | NAME(ARGUMENTS), one per line |
-| results of tools (role tool or function, `tool_result`, `function_call_output`) | the result |
+| calls of tools (`tool_calls`, `function_call`, `tool_use`, `tool_call`, `functionCall`) | NAME(ARGUMENTS), one per line |
+| results of tools (role tool or function, `tool_result`, `function_call_output`, `functionResponse`) | the result |
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _call(call: object) -> str:
     function = member(call, "function")
     source = call if function is None or isinstance(function, str) else function
     name = function if isinstance(function, str) else member(source, "name")
-    given = (member(source, key) for key in ("arguments", "input"))
+    given = (member(source, key) for key in ("arguments", "input", "args"))
     arguments = next((value for value in given if value is not None), "")
     if not isinstance(arguments, str):
         arguments = _json(arguments)
@@ -173,7 +173,21 @@ def _read(content: object, texts: list[str], media: list[str], depth: int) -> No
         if kind in _CALLS:
             texts.append(_call(content))
             return
-        names = ("text", "refusal", "thinking", "content", "output", "value", "response", "result")
+        if (call := member(content, "functionCall")) is not None:
+            texts.append(_call(call))
+            return
+        names = (
+            "text",
+            "refusal",
+            "thinking",
+            "content",
+            "output",
+            "value",
+            "response",
+            "result",
+            "parts",
+            "functionResponse",
+        )
         inner = next((value for name in names if (value := member(content, name)) is not None), None)
         media += [placeholder for word, placeholder in _MEDIA.items() if word in kind][:1]
         _read(inner, texts, media, depth - 1)

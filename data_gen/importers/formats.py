@@ -6,6 +6,7 @@ paths). A new format is an entry in `FORMATS`; only formats whose rows need a ru
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -17,6 +18,8 @@ from data_gen.importers.source_row import SourceRow, records_at
 from data_gen.importers.values import MAPPED, Row, SkippedRows, canonical_row, failure
 from scheduler_core.errors import InputError
 from scheduler_core.table_files import file_rows
+
+log = logging.getLogger(__name__)
 
 #: Maximum number of rows in which a format is looked for: traces begin with spans that are no requests.
 _DETECTION_ROWS = 1000
@@ -90,6 +93,37 @@ FORMATS: Mapping[str, Format] = {
         records=("benchmarks.requests.successful",),
         failed_records=("benchmarks.requests.errored", "benchmarks.requests.incomplete"),
     ),
+    "aiperf": Format(
+        marks=[("metadata.request_start_ns", "metrics")],
+        columns={
+            "request_id": "metadata.x_request_id",
+            "arrival_s": "metadata.request_start_ns",
+            "end_s": "metadata.request_end_ns",
+            "ttft_s": "metrics.time_to_first_token.value",
+            "prompt_tokens": "metrics.input_sequence_length.value",
+            "output_tokens": "metrics.output_sequence_length.value"
+            " | metrics.output_token_count.value+metrics.reasoning_token_count.value",
+            "error": "error",
+        },
+        time_unit="ms",
+        schemas=_TRACE,
+    ),
+    "inference-perf": Format(
+        marks=[("info.input_tokens", "info.output_tokens")],
+        columns={
+            "messages": "request",
+            "model": "request.model",
+            "max_tokens": "request.max_completion_tokens | request.max_tokens",
+            "arrival_s": "start_time",
+            "first_token_s": "info.output_token_times.0",
+            "end_s": "end_time",
+            "prompt_tokens": "info.input_tokens",
+            "output_tokens": "info.output_tokens",
+            "finish_reason": "response.choices.0.finish_reason",
+            "error": "error",
+        },
+        schemas=("trace", "samples"),
+    ),
     "otel": Format(
         marks=[
             ("resourceSpans",),
@@ -103,10 +137,10 @@ FORMATS: Mapping[str, Format] = {
             "request_id": "spanId | span_id | context.span_id",
             "tenant": _attribute("user.id", "enduser.id", "session.id", "gen_ai.conversation.id"),
             "model": _attribute("gen_ai.request.model", "gen_ai.response.model", "llm.request.model", "llm.model_name"),
-            "messages": _attribute("gen_ai.input.messages", "gen_ai.prompt", "llm.input_messages", "llm.prompts", "input.value", "events.0.attributes.gen_ai.prompt"),
+            "messages": _attribute("gen_ai.input.messages", "gen_ai.prompt", "llm.input_messages", "llm.prompts", "input.value", "events.0.attributes.gen_ai.prompt", "ai.prompt.messages", "request_data"),
             "system": _attribute("gen_ai.system_instructions"),
-            "arrival_s": "startTimeUnixNano | start_time_unix_nano | start_time | startTime",
-            "end_s": "endTimeUnixNano | end_time_unix_nano | end_time | endTime",
+            "arrival_s": "startTimeUnixNano | start_time_unix_nano | start_time | startTime | start_timestamp",
+            "end_s": "endTimeUnixNano | end_time_unix_nano | end_time | endTime | end_timestamp",
             "ttft_s": _attribute("gen_ai.latency.time_to_first_token"),
             "temperature": _attribute("gen_ai.request.temperature", "llm.invocation_parameters.temperature"),
             "top_p": _attribute("gen_ai.request.top_p", "llm.invocation_parameters.top_p"),
@@ -161,7 +195,7 @@ FORMATS: Mapping[str, Format] = {
     "litellm": Format(
         marks=[("call_type", "completion_tokens"), ("spend", "completion_tokens")],
         columns={
-            "request_id": "request_id",
+            "request_id": "request_id | id",
             "tenant": "end_user | user | team_id",
             "model": "model_group | model",
             "messages": "messages | proxy_server_request",
@@ -170,9 +204,16 @@ FORMATS: Mapping[str, Format] = {
             "end_s": "endTime",
             "prompt_tokens": "prompt_tokens",
             "output_tokens": "completion_tokens",
-            "max_tokens": "proxy_server_request.max_completion_tokens | proxy_server_request.max_tokens",
-            "finish_reason": "response.choices.0.finish_reason",
+            "max_tokens": " | ".join(
+                f"{parent}.{name}"
+                for parent in ("proxy_server_request", "model_parameters")
+                for name in ("max_completion_tokens", "max_tokens", "max_output_tokens")
+            ),
+            "temperature": "proxy_server_request.temperature | model_parameters.temperature",
+            "top_p": "proxy_server_request.top_p | model_parameters.top_p",
+            "finish_reason": "response.choices.0.finish_reason | response.incomplete_details.reason | response.status",
         },
+        records=("data",),
         failures={"status": ("failure",)},
     ),
     "langfuse": Format(
@@ -211,9 +252,21 @@ FORMATS: Mapping[str, Format] = {
             " | completionTokens | outputUsage",
             "finish_reason": "output.choices.0.finish_reason | output.finish_reason | metadata.finish_reason",
         },
-        records=("data",),
+        records=("data", "observations"),
         requests={"type": ("GENERATION",)},
         failures={"level": ("ERROR",)},
+    ),
+    "bailian": Format(
+        marks=[("chat_id", "parent_chat_id", "input_length", "output_length")],
+        columns={
+            "request_id": "chat_id",
+            "category": "type",
+            "arrival_s": "timestamp",
+            "prompt_tokens": "input_length",
+            "output_tokens": "output_length",
+            "hash_ids": "hash_ids",
+        },
+        schemas=_TRACE,
     ),
     "mooncake": Format(
         marks=[("input_length", "output_length")],
@@ -260,6 +313,7 @@ FORMATS: Mapping[str, Format] = {
             "model": "Model",
             "category": "Log Type",
             "tenant": "Session ID",
+            "total_s": "Elapsed time",
         },
         schemas=_TRACE,
     ),
@@ -272,7 +326,11 @@ FORMATS: Mapping[str, Format] = {
         },
         schemas=_TRACE,
     ),
-    "log": Format(marks=[("output_tokens",)], columns={name: name for name in MAPPED}),
+    "log": Format(
+        marks=[("output_tokens",), ("completion_tokens",)],
+        columns={name: name for name in MAPPED}
+        | {"prompt_tokens": "prompt_tokens | input_tokens", "output_tokens": "output_tokens | completion_tokens"},
+    ),
 }  # fmt: skip
 
 #: Kinds with a reader of their own -> marks. They are looked for before `log`.
@@ -282,6 +340,7 @@ OTHER_MARKS: Mapping[str, Sequence[tuple[str, ...]]] = {
         ("request", "response"),
         ("response.body",),
         ("response.usage",),
+        ("request_body", "response_body"),
         ("custom_id", "response"),
         ("custom_id", "result"),
         ("choices",),
@@ -353,9 +412,17 @@ def format_rows(
         source_format = replace(source_format, columns=mapping, requests={}, failures={})
     columns = {name: tuple(paths.split(" | ")) for name, paths in source_format.columns.items()}
     unused = dict(mapping or {})
+    is_table = source_format.columns == FORMATS["log"].columns
     location, number = path.name, 0
     for number, raw in file_rows(path, "file", objects=True, on_bad_row=skipped.add_bad):
         location = f"{path.name} row {number}"
+        if is_table:
+            is_table = False  # the first row speaks for the others
+            known = {path for paths in columns.values() for path in paths}
+            if ignored := sorted(str(name) for name in raw if name not in known):
+                log.info(
+                    "%s: columns that are not used (see --columns): %s", path.name, ", ".join(ignored)[:300]
+                )
         element = 0
         for record, is_failed in _records(raw, source_format):
             source = SourceRow(record)
@@ -451,5 +518,6 @@ def _row(
         and row.get("finish_reason") != "error"
         and not any(map(source.has, paths))
     ):
-        raise InputError(f"{location}: columns", sorted(map(str, source.columns)), f"also {paths[0]}")
+        allowed = f"also {' or '.join(paths)} (--columns output_tokens=COLUMN names another one)"
+        raise InputError(f"{location}: columns", sorted(map(str, source.columns)), allowed)
     return row

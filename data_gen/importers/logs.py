@@ -1,6 +1,6 @@
 """Importers of requests with their responses, and of the proxy's feedback log.
 
-`openai-log` imports responses of the OpenAI, Anthropic and Ollama APIs, one per line: alone, with the request
+`openai-log` imports responses of the OpenAI, Anthropic, Ollama and Gemini APIs, one per line: alone, with the request
 (`{"request": ..., "response": ...}`), or in the format of a Batch API (`{"custom_id", "response": {"body"}}`), whose requests
 are in another file.
 
@@ -42,6 +42,7 @@ from data_gen.importers.values import (
     failure,
     forced_length,
     prompt_columns,
+    read_prompt,
     shared_count,
 )
 from data_gen.prompts import prompt_id_of
@@ -58,35 +59,55 @@ SEGMENTS = "feedback-*.jsonl"
 MAX_LINE_BYTES = 64 << 20
 _COLUMNS = {"request_id", "tier", "tenant", "temperature", "top_p", "prompt_tokens", "output_tokens", "ttft_s", "total_s"}  # fmt: skip
 #: Locations of request and response in a line.
-_REQUESTS = ("request.body", "request", "body", "params")
-_RESPONSES = ("response.body", "response", "result.message")
-#: Canonical column -> paths in a response: of OpenAI chat and completions, Responses, Anthropic, and Ollama.
+_REQUESTS = ("request.body", "request", "body", "params", "request_body")
+_RESPONSES = ("response.body", "response", "result.message", "response_body")
+_RESPONSE_MEMBERS = ("response", "result", "response_body")
+#: Canonical column -> paths in a response: of OpenAI chat and completions, Responses, Anthropic, Ollama, and Gemini.
 _OF_RESPONSE: Mapping[str, Sequence[str]] = {
-    "model": ("model",),
-    "arrival_s": ("created", "created_at"),
+    "model": ("model", "modelVersion"),
+    "arrival_s": ("created", "created_at", "createTime"),
     "max_tokens": ("max_output_tokens",),
     # Anthropic counts cached tokens beside the others.
     "prompt_tokens": (
         "usage.prompt_tokens",
         "usage.input_tokens+usage.cache_creation_input_tokens+usage.cache_read_input_tokens",
         "prompt_eval_count",
+        "usageMetadata.promptTokenCount",
+        "prompt_tokens",
     ),
-    "output_tokens": ("usage.completion_tokens", "usage.output_tokens", "eval_count"),
+    "output_tokens": (
+        "usage.completion_tokens",
+        "usage.output_tokens",
+        "eval_count",
+        "usageMetadata.candidatesTokenCount+usageMetadata.thoughtsTokenCount",
+        "completion_tokens",
+    ),
     "finish_reason": (
         "choices.0.finish_reason",
         "incomplete_details.reason",
         "status",
         "stop_reason",
         "done_reason",
+        "candidates.0.finishReason",
     ),
 }
 #: Canonical column -> paths in a line, beside request and response.
 _OF_LINE: Mapping[str, Sequence[str]] = {
-    "arrival_s": ("arrival_s", "timestamp", "created_at", "start_time", "startTime"),
+    "arrival_s": ("arrival_s", "timestamp", "created_at", "start_time", "startTime", "request_created_at"),
     "ttft_s": ("ttft_s",),
     "total_s": ("total_s",),
 }
-_PROMPTS = ("prompt", "messages", "input", "inputs", "text", "input_ids", "token_ids", "prompt_token_ids")
+_PROMPTS = (
+    "prompt",
+    "messages",
+    "contents",
+    "input",
+    "inputs",
+    "text",
+    "input_ids",
+    "token_ids",
+    "prompt_token_ids",
+)
 
 
 def openai_rows(path: Path, inputs: str | None, skipped: SkippedRows) -> Iterator[Row]:
@@ -117,17 +138,21 @@ def _inputs(path: Path) -> dict[str, Mapping[str, Any]]:
 def _api_row(source: SourceRow, inputs: Mapping[str, Mapping[str, Any]], location: str) -> dict[str, Any]:
     line = source.columns
     response = from_json(source.first(_RESPONSES)[1])
-    if response is None and not any(name in line for name in ("response", "result")):
-        response = line
+    has_lengths = any(map(source.has, _OF_RESPONSE["output_tokens"]))
+    if not isinstance(response, Mapping) and (
+        has_lengths or not any(name in line for name in _RESPONSE_MEMBERS)
+    ):
+        response = line  # beside the text of the output, as in Ollama's responses
     custom_id = source.get("custom_id")
     request = from_json(source.first(_REQUESTS)[1])
     if request is None:
-        is_request = any(name in line for name in ("messages", "prompt", "input"))
+        is_request = any(name in line for name in _PROMPTS)
         request = inputs.get(str(custom_id), line if is_request else {})
-    if not isinstance(request, Mapping):
-        raise InputError(f"{location} column request", request, "an object")
-    body = read_request(request)
-    user, prompt = request.get("user"), {name: request[name] for name in _PROMPTS if request.get(name)}
+    if isinstance(request, Mapping):
+        body, user = read_request(request), request.get("user")
+        prompt = {name: request[name] for name in _PROMPTS if request.get(name)}
+    else:
+        body, user, prompt = read_prompt(request), None, {"prompt": request}
     is_response = isinstance(response, Mapping)
     identifier = custom_id or (response.get("id") if is_response else None)
     row: dict[str, Any] = {
@@ -140,13 +165,13 @@ def _api_row(source: SourceRow, inputs: Mapping[str, Mapping[str, Any]], locatio
         **prompt_columns(body, prompt),
     }
     problem = (
-        line.get("error")
-        or source.get("result.error")
-        or (response.get("error") if is_response else response)
+        source.get("error") or source.get("result.error") or (response.get("error") if is_response else None)
     )
-    if problem or not is_response:
+    if problem or response is None:
         text = problem.get("message") if isinstance(problem, Mapping) else problem
         return row | failure(f"refused: {text}")
+    if not is_response:
+        raise InputError(f"{location} column response", response, "an object with token counts")
     row = _with_response(row, source, SourceRow(response), location)
     return row | (forced_length() if body.forces_length else {})
 

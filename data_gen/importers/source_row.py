@@ -14,6 +14,7 @@ attributes of OpenTelemetry: the longest name that matches is used. A number sel
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from scheduler_core.json_text import from_json
 
 #: Members of an OTLP value (AnyValue) that hold a plain value.
 _OTLP_VALUES = ("stringValue", "intValue", "doubleValue", "boolValue", "bytesValue")
+#: Objects and lists without content, also as JSON texts: what logs write if they do not store prompts.
+_EMPTY: tuple[Any, ...] = ({}, [], "{}", "[]")
 
 
 class SourceRow:
@@ -31,17 +34,22 @@ class SourceRow:
         self._opened: dict[int, tuple[Any, Any]] = {}
 
     def first(self, paths: Sequence[str]) -> tuple[str, Any]:
-        """The first path with a value, and its value; the first path and None without one."""
+        """The first path with a value that is not an empty object or list, else the first with a value, and its value; the
+        first path and None without one."""
+        empty: tuple[str, Any] = (paths[0], None)
         for path in paths:
             value = self.get(path)
-            if value is not None:
+            if value is not None and value not in _EMPTY:
                 return path, value
-        return paths[0], None
+            if empty[1] is None:
+                empty = (path, value)
+        return empty if empty[1] is not None else (paths[0], None)
 
     def get(self, path: str) -> Any:
-        """The value at a path; None if it is missing, null or an empty text."""
+        """The value at a path; None if it is missing, null, an empty text, or NaN, which data frames write for null."""
         values = self._find(path)
-        return values[0] if values and values[0] != "" else None
+        is_missing = not values or values[0] == "" or (isinstance(values[0], float) and math.isnan(values[0]))
+        return None if is_missing else values[0]
 
     def has(self, path: str) -> bool:
         """Whether the row has a value at this path, which may be null."""

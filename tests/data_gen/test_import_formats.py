@@ -557,3 +557,132 @@ def test_lengths_are_in_ascii_digits(tmp_path: Path, value: str) -> None:
     path = write_lines(tmp_path / "l.jsonl", [{"output_tokens": value}])
     with pytest.raises(ValueError, match="row 1 column output_tokens"):
         imported("log", path, schema="trace")
+
+
+@pytest.mark.mend
+def test_missing_values_of_data_frames_are_no_values(tmp_path: Path) -> None:
+    """NaN as an error made all rows failures, and as an id all rows repetitions."""
+    names = ("request_id", "finish_reason", "error", "max_tokens", "ttft_s", "tenant")
+    row = {"prompt": "x", "output_tokens": 5.0, "prompt_tokens": 4.0} | dict.fromkeys(names, float("nan"))
+    pair = {"request": {"prompt": "x"}, "response": response(None, 5, "stop", 1), "error": float("nan")}
+    for kind, line in (("log", row), ("openai-log", pair)):
+        path = write_lines(tmp_path / "l.jsonl", [line, line])
+        report, rows = rows_of(kind, path, tmp_path, schema="trace")
+        assert (report["skipped"], [each["output_tokens"] for each in rows]) == ({}, [5, 5])
+
+
+@pytest.mark.mend
+def test_prompts_that_litellm_stores_beside_empty_messages(tmp_path: Path) -> None:
+    """The prompts of proxy_server_request were not read, because `messages` is "{}" in current versions."""
+    asked = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
+    row = {"call_type": "acompletion", "completion_tokens": 5, "model": "m", "messages": "{}", "response": {}}
+    rows = [row | {"proxy_server_request": asked}, row | {"messages": asked["messages"], "model_parameters": {"max_tokens": 9}}]  # fmt: skip
+    path = write(tmp_path / "s.json", json.dumps({"data": rows, "total": 2}))
+    report, samples = rows_of("auto", path, tmp_path)
+    assert report["kind"] == "litellm"
+    assert values_of(samples, "prompt", "max_tokens") == [("Hi", 9), ("Hi", 9)]
+
+
+@pytest.mark.mend
+def test_requests_and_responses_as_texts_beside_their_counts(tmp_path: Path) -> None:
+    """Ollama's outputs were counted as failures, because their member `response` is no object."""
+    counts = {"usage": {"prompt_tokens": 3, "completion_tokens": 4}}
+    rows: list[dict[str, Any]] = [
+        {"model": "m", "prompt": "Hi", "response": "a", "done_reason": "stop", "prompt_eval_count": 3, "eval_count": 4},
+        {"model": "m", "prompt": "Hi", "response": "a", **counts},
+        {"request": "Hi", "response": {"model": "m", **counts}},
+        {"request": [{"role": "user", "content": "Hi"}], "response": {"model": "m", **counts}},
+        {"request": "Hi", "response": "a", "model": "m", "prompt_tokens": 3, "completion_tokens": 4},
+        {"request_body": {"prompt": "Hi"}, "response_body": {"model": "m", **counts}, "request_created_at": "2026-09-01T10:00:00Z"},
+        {"request": {"prompt": "Hi"}, "response": [{"choices": []}]},
+    ]  # fmt: skip
+    report, samples = rows_of("openai-log", write_lines(tmp_path / "o.jsonl", rows), tmp_path)
+    names = ("prompt", "prompt_tokens", "output_tokens")
+    assert values_of(samples, *names) == [("Hi", 3, 4)] * 6
+    assert report["skipped"] == {"bad column response (allowed: an object with token counts)": 1}
+
+
+def test_logs_of_gemini(tmp_path: Path) -> None:
+    """Contents with parts; thoughts are tokens of the output."""
+    call = {"functionCall": {"name": "f", "args": {"a": 1}}}
+    contents = [
+        {"role": "user", "parts": [{"text": "Hi"}]},
+        {"role": "model", "parts": [call]},
+        {"role": "user", "parts": [{"functionResponse": {"name": "f", "response": {"output": "19"}}}]},
+    ]
+    config = {"maxOutputTokens": 10, "temperature": 0.5}
+    asked = {
+        "contents": contents,
+        "generationConfig": config,
+        "systemInstruction": {"parts": [{"text": "Be short."}]},
+    }
+    counts = {"promptTokenCount": 5, "candidatesTokenCount": 6, "thoughtsTokenCount": 4}
+    answer = {"candidates": [{"finishReason": "MAX_TOKENS"}], "usageMetadata": counts, "modelVersion": "m"}
+    path = write_lines(tmp_path / "g.jsonl", [{"request": asked, "response": answer}])
+    report, rows = rows_of("auto", path, tmp_path)
+    names = ("model", "prompt_tokens", "output_tokens", "finish_reason", "max_tokens", "temperature")
+    assert values_of(rows, *names) == [("m", 5, 10, "length", 10, 0.5)]
+    assert [message["content"] for message in rows[0]["messages"]] == ["Be short.", "Hi", 'f({"a": 1})', "19"]
+    assert report["kind"] == "openai-log"
+
+
+def test_requests_of_other_benchmarks_and_traces(tmp_path: Path) -> None:
+    """AIPerf, inference-perf, and the traces of Bailian, which look like Mooncake's, but are in seconds."""
+    metrics = {"input_sequence_length": {"value": 9}, "output_sequence_length": {"value": 5}, "time_to_first_token": {"value": 250.0}}  # fmt: skip
+    asked, streamed = json.dumps({"model": "m", "prompt": "Hi", "max_tokens": 5}), "data: [DONE]"
+    files: dict[str, list[dict[str, Any]]] = {
+        "aiperf": [
+            {"metadata": {"request_start_ns": 10**18, "request_end_ns": 10**18 + 10**9}, "metrics": metrics},
+            {"metadata": {"request_start_ns": 10**18 + 10**9}, "metrics": {}, "error": {"message": "timeout"}},
+            {"metadata": {"request_start_ns": 10**18 + 2 * 10**9}, "metrics": metrics},
+        ],
+        "inference-perf": [
+            {"start_time": 1.0, "end_time": 2.0, "request": asked, "response": streamed, "error": None, "info": {"input_tokens": 9, "output_tokens": 5, "output_token_times": [1.25]}},
+            {"start_time": 3.0, "end_time": 4.0, "request": asked, "response": streamed, "error": None, "info": {"input_tokens": 9, "output_tokens": 5, "output_token_times": [3.25]}},
+        ],
+        "bailian": [
+            {"chat_id": 7, "parent_chat_id": -1, "timestamp": 1.0, "input_length": 9, "output_length": 5},
+            {"chat_id": 8, "parent_chat_id": 7, "timestamp": 3.0, "input_length": 9, "output_length": 5},
+        ],
+    }  # fmt: skip
+    for kind, lines in files.items():
+        report, rows = rows_of("auto", write_lines(tmp_path / "r.jsonl", lines), tmp_path, schema="trace")
+        assert report["kind"] == kind
+        assert lengths(rows) == [[0.0, 9, 5], [2.0, 9, 5]]
+        if kind != "bailian":
+            assert [row["ttft_s"] for row in rows] == [0.25, 0.25]
+
+
+def test_columns_of_a_table_that_are_not_used_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Names of the APIs' token counts are known."""
+    caplog.set_level("INFO")
+    rows = [{"prompt": "x", "input_tokens": 4, "completion_tokens": 5, "when": 1}]
+    path = write_lines(tmp_path / "l.jsonl", rows)
+    assert main(["auto", str(path), "--schema", "trace", "--out", str(tmp_path / "o.parquet")]) == 0
+    assert "l.jsonl: columns that are not used (see --columns): when" in caplog.messages
+    assert values_of(pq.read_table(tmp_path / "o.parquet").to_pylist(), "prompt_tokens", "output_tokens") == [(4, 5)]  # fmt: skip
+
+
+def test_spans_of_logfire_vercel_and_traces_of_langfuse(tmp_path: Path) -> None:
+    used = {"gen_ai.request.model": "m", "gen_ai.usage.input_tokens": 9, "gen_ai.usage.output_tokens": 5}
+    spans = [
+        {"start_timestamp": "2026-09-01T10:00:00Z", "attributes": used | {"request_data": {"messages": [{"role": "user", "content": "Hi"}]}}},
+        {"start_timestamp": "2026-09-01T10:00:02Z", "attributes": used | {"ai.prompt.messages": '[{"role": "user", "content": "Hi"}]'}},
+    ]  # fmt: skip
+    path = write_lines(tmp_path / "s.jsonl", spans)
+    _, rows = rows_of("auto", path, tmp_path, schema="trace")
+    assert lengths(rows) == [[0.0, 9, 5], [2.0, 9, 5]]
+    _, rows = rows_of("auto", path, tmp_path)
+    assert [row["prompt"] for row in rows] == ["Hi", "Hi"]
+    seen = {
+        "id": "o",
+        "type": "GENERATION",
+        "model": "m",
+        "input": "Hi",
+        "usageDetails": {"input": 9, "output": 5},
+    }
+    trace = {"id": "t", "input": {}, "observations": [seen, {"id": "p", "type": "SPAN", "input": {}}]}
+    report, rows = rows_of("auto", write(tmp_path / "t.json", json.dumps(trace)), tmp_path)
+    assert (report["kind"], values_of(rows, "prompt", "output_tokens")) == ("langfuse", [("Hi", 5)])
