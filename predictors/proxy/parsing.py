@@ -24,6 +24,8 @@ ENDPOINTS = (
     *(CHAT, TEXT, RESPONSES, MESSAGES, OLLAMA_CHAT, OLLAMA_GENERATE),
     *("/v1/chat/completions/batch", "/inference/v1/generate", "/generate", "/completion"),
 )
+#: Ends of paths without `/v1`, as gateways and Azure have them -> endpoint.
+_SHORT_PATHS = {"/chat/completions": CHAT, "/completions": TEXT, "/responses": RESPONSES}
 _OPEN = re.compile(rb"\s*\{\s*")
 #: Maximum number of values of a body; the parser blocks the event loop for about 0.1 s for that many.
 MAX_VALUES = 1_000_000
@@ -132,6 +134,7 @@ def parse_request(content: Mapping[str, Any], path: str, prompt_text: PromptText
 
 
 def endpoint_of(path: str) -> str:
-    """The endpoint of a path, also behind the prefix of a gateway; "other" if it is unknown."""
+    """The endpoint of a path, also behind the prefix of a gateway or without `/v1`; "other" if it is unknown."""
     path = path.rstrip("/")
-    return next((endpoint for endpoint in ENDPOINTS if path == endpoint or path.endswith(endpoint)), "other")
+    endpoint = next((each for each in ENDPOINTS if path.endswith(each)), None)
+    return endpoint or next((each for end, each in _SHORT_PATHS.items() if path.endswith(end)), "other")

@@ -33,6 +33,12 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "/openai" + CHAT,
         {"messages": [{"role": "user", "content": SHORT}], "max_tokens": 16.0},
     ),
+    "without v1": ("/chat/completions", {"messages": [{"role": "user", "content": SHORT}], "max_tokens": 16}),
+    "of Azure": (
+        "/openai/deployments/m-1/chat/completions?api-version=2026-01-01",
+        {"messages": [{"role": "user", "content": SHORT}], "max_tokens": 16},
+    ),
+    "responses without v1": ("/openai/responses", {"input": SHORT, "max_output_tokens": 16}),
 }
 
 
@@ -60,6 +66,7 @@ async def test_a_short_answer_comes_before_an_essay_in_every_api(shape: str, pol
     ):
         long, short, same = await priorities(proxy, fake, [essay, SHAPES[shape], SHAPES["chat"]])
         assert short < long
+        assert not await proxy.metric('tailcast_proxy_hints_total{outcome="other_endpoint"}')
         assert short == pytest.approx(same, abs=200 if policy == "tie" else 0)
         assert await proxy.metric('tailcast_proxy_predictions_total{outcome="answered"}') == 3
 
