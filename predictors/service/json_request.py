@@ -2,7 +2,7 @@
 
 | member | meaning |
 |---|---|
-| prompt, messages, input, inputs, text | the prompt, as in `scheduler_core.api_request`; token_ids: a list of ids of the artifact's tokenizer |
+| prompt, messages, input, inputs, text, contents | the prompt, as in `scheduler_core.api_request`; token_ids: a list of ids of the artifact's tokenizer |
 | model, served_model | name of the served model |
 | max_tokens, max_completion_tokens, max_output_tokens, ... | limit of the output; 0 or below: no limit |
 | other fields of PredictRequest | as in protobuf's JSON mapping: numbers may be texts |
@@ -28,14 +28,14 @@ from scheduler_core.errors import InputError, suggestion
 FIELDS: Mapping[str, FieldDescriptor] = {
     name: field for field in pb.PredictRequest.DESCRIPTOR.fields for name in (field.name, field.json_name)
 }
-INPUTS = ("prompt", "messages", "token_ids", "tokenIds", "input", "inputs", "text")
+INPUTS = ("prompt", "messages", "token_ids", "tokenIds", "input", "inputs", "text", "contents")
 MODELS = ("model", "served_model", "servedModel")
 #: Limits of the output; the first one >= 1 applies.
 LIMITS = (
     *("max_completion_tokens", "max_tokens", "maxTokens", "max_output_tokens"),
     *("max_new_tokens", "n_predict", "num_predict"),
 )
-#: Members of bodies of OpenAI, Anthropic, Ollama, vLLM, SGLang, TGI, llama.cpp and OpenRouter that do not matter here.
+#: Members of bodies of OpenAI, Anthropic, Ollama, Gemini, vLLM, SGLang, TGI, llama.cpp and OpenRouter that do not matter here.
 _IGNORED = """
     add_generation_prompt add_special_tokens allowed_token_ids anthropic_version audio background
     bad_words best_of bootstrap_host bootstrap_port bootstrap_room cache_control cache_prompt cache_salt
@@ -58,6 +58,7 @@ _IGNORED = """
     tfs_z think thinking thinking_budget tool_choice tools top_a top_k top_logprobs top_p transforms
     truncate_prompt_tokens truncation typical_p usage use_beam_search user verbosity vllm_xargs
     web_search_options xtc_probability xtc_threshold
+    cachedContent generationConfig labels safetySettings systemInstruction system_instruction toolConfig
 """
 IGNORED = frozenset(_IGNORED.split())
 _READ = frozenset({"request_id", *INPUTS, *MODELS, *LIMITS})

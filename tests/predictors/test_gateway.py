@@ -292,7 +292,8 @@ BODIES: list[tuple[dict[str, Any], str]] = [
     ({"system": "name", "messages": [SEA], "max_tokens": 9, "thinking": {"type": "enabled"}}, "sea"),
     ({"system": [{"type": "text", "text": "name"}], "prompt": "sea", "options": {"num_predict": -1}}, "sea"),
     ({"prompt": ["sea"], "echo": False, "logprobs": None, "suffix": None}, "sea"),
-]
+    ({"contents": [{"role": "user", "parts": [{"text": "sea"}]}], "generationConfig": {"maxOutputTokens": 9}, "systemInstruction": {"parts": [{"text": "name"}]}}, "sea"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("body", "text"), BODIES)
