@@ -73,7 +73,23 @@ def policy_class(name: str) -> type[Policy]:
     if inspect.isabstract(kind):
         missing = ", ".join(sorted(kind.__abstractmethods__))
         raise InputError("policy", name, f"a policy that implements {missing}")
+    for method, signature in _signatures(kind):
+        raise InputError(
+            "policy", name, f"a policy whose method {method} can be called as {method}{signature}"
+        )
     return kind
+
+
+def _signatures(kind: type[Policy]) -> Iterator[tuple[str, inspect.Signature]]:
+    """Methods that cannot be called like those of `Policy` that they replace, and the signatures of those."""
+    for name, base in vars(Policy).items():
+        own = inspect.getattr_static(kind, name)
+        if inspect.isfunction(base) and inspect.isfunction(own) and own is not base:
+            signature = inspect.signature(base)
+            try:
+                inspect.signature(own).bind(*signature.parameters)
+            except TypeError:
+                yield name, signature
 
 
 @contextmanager

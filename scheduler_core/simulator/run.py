@@ -30,6 +30,7 @@ from scheduler_core.simulator.records import RequestRecord
 from scheduler_core.simulator.sources import ClosedLoop
 from scheduler_core.simulator.steady_state import unsteady
 from scheduler_core.simulator.step_time import isolated_latency_s, saturation_rate_rps
+from scheduler_core.simulator.step_time.roofline import KV_BLOCK_TOKENS, RooflineStepTime
 from scheduler_core.simulator.trace import Trace, load_trace
 from scheduler_core.simulator.watch import RunWatch
 from scheduler_core.simulator.workloads.arrivals import check_rate
@@ -266,6 +267,7 @@ def result_warnings(
     """What may mislead in the result of a run, as sentences by kind.
 
     - prefix_cache: there is nothing that it could store. hash_ids: see `Trace`.
+    - kv_cache: it is larger than the memory of the device of a roofline.
     - steady_state: see `unsteady_result`.
     - predictions: requests without one although there is a predictor.
     """
@@ -276,6 +278,7 @@ def result_warnings(
             f"prefix_cache_tokens {config.prefix_cache_tokens} has no effect: no request is a turn of a conversation that "
             "shares a prefix (columns session_id and prefix_tokens)"
         )
+    warnings["kv_cache"] = _kv_cache_problem(config)
     warnings["steady_state"] = unsteady_result(config, [metrics["steady_state"]])
     num, parts = len(trace), []
     if predictor["num_without_prompt"]:
@@ -287,6 +290,22 @@ def result_warnings(
         parts.append(f"{predictor['num_failed']} of {num} predictions failed ({reason})")
     warnings["predictions"] = "; ".join(parts)
     return {kind: text for kind, text in warnings.items() if text}
+
+
+def _kv_cache_problem(config: SimulationConfig) -> str | None:
+    """Says that the KV cache does not fit into the memory of the simulated device, whose step times are used."""
+    step_time, scheduler = config.make_step_time(), config.scheduler
+    if not isinstance(step_time, RooflineStepTime):
+        return None
+    num_tokens = scheduler.num_kv_blocks * scheduler.kv_block_tokens
+    fitting = step_time.num_kv_blocks() * KV_BLOCK_TOKENS
+    if num_tokens <= fitting:
+        return None
+    devices = f"{step_time.tensor_parallel} x {step_time.gpu} with the weights of {step_time.model}"
+    return (
+        f"the KV cache of {num_tokens} tokens does not fit: {devices} have memory for {fitting}; "
+        f"use --scheduler.num_kv_blocks {fitting // scheduler.kv_block_tokens}"
+    )
 
 
 def unsteady_result(config: SimulationConfig, measures: Sequence[Mapping[str, float | None]]) -> str | None:

@@ -223,6 +223,24 @@ def test_a_model_that_does_not_fit_ends_the_command(short: Path, capsys: pytest.
     assert "at least 2: the 16-bit weights of llama-3-70b take 141 GB" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("model", "fits"), [("llama-3-70b", False), ("llama-3-8b", True)])
+def test_a_kv_cache_that_does_not_fit_beside_the_weights_is_told(
+    model: str, fits: bool, short: Path, caplog: Caplog
+) -> None:
+    """Two cards hold the weights of a 70B model and 9,000 tokens, not the 131,072 of the default."""
+    options = f"run --trace {short} --policy fcfs --json {short.parent}/o.json --step_time_model roofline"
+    assert typed(options, "--step_time_parameters", f"{{model: {model}, tensor_parallel: 2}}") == 0
+    told = [line for line in caplog.messages if "the KV cache of 131072 tokens does not fit" in line]
+    assert len(told) == (not fits)
+    if told:
+        num_blocks = RooflineStepTime(model=model, tensor_parallel=2).num_kv_blocks()
+        assert told[0].endswith(f"use --scheduler.num_kv_blocks {num_blocks}")
+        options += f" --overwrite true --scheduler.num_kv_blocks {num_blocks}"
+        caplog.clear()
+        assert typed(options, "--step_time_parameters", f"{{model: {model}, tensor_parallel: 2}}") == 0
+        assert not [line for line in caplog.messages if "does not fit" in line]
+
+
 class Reader:
     """Predicts the number in the prompt."""
 
@@ -447,6 +465,10 @@ def test_errors_while_a_users_policy_is_loaded(
     sources = {
         "fails_at_import": ("1 / 0\n", "line 1, in <module>: ZeroDivisionError"),
         "lacks_a_key": (POLICY.format(0).replace("def key", "def kee"), "a policy that implements key"),
+        "lacks_an_argument": (
+            POLICY.format(0).replace("state, now", "state"),
+            "a policy whose method key can be called as key(self, state",
+        ),
         "lacks_a_package": ("import no_such_package\n", "No module named 'no_such_package'"),
     }
     for name, (source, told) in sources.items():

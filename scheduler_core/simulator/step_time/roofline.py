@@ -8,6 +8,9 @@ from scheduler_core.errors import InputError
 from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges
 from scheduler_core.simulator.step_time.base import DecodeRun, PolynomialRun, StepWork, total_of
 
+#: Tokens of a block of the KV cache in `RooflineStepTime.num_kv_blocks`.
+KV_BLOCK_TOKENS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
@@ -144,14 +147,14 @@ class RooflineStepTime:
         return GPUS[self.gpu].bytes_per_s * self.memory_efficiency * self.tensor_parallel
 
     def num_kv_blocks(self) -> int:
-        """Number of blocks of 16 tokens that fit into 90 % of the memory with the weights; InputError if none."""
+        """Number of blocks of `KV_BLOCK_TOKENS` that fit into 90 % of the memory with the weights; InputError if none."""
         usable, weights = GPUS[self.gpu].memory_bytes * 0.9, 2 * self.size.num_parameters
-        block = self.size.kv_bytes_per_token * 16
+        block = self.size.kv_bytes_per_token * KV_BLOCK_TOKENS
         blocks = int((usable * self.tensor_parallel - weights) // block)
         if blocks <= 0:
             allowed = (
                 f"at least {math.ceil((weights + block) / usable)}: the 16-bit weights of {self.model} take "
-                f"{weights / 1e9:.0f} GB, and a {self.gpu} has {usable / 1e9:.0f} GB for weights and KV cache"
+                f"{weights / 1e9:.0f} GB, and one {self.gpu} has {usable / 1e9:.0f} GB for weights and KV cache"
             )
             raise InputError("tensor_parallel", self.tensor_parallel, allowed)
         return blocks
