@@ -53,6 +53,8 @@ class Endpoint:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise InputError("url", self.url, "http://HOST:PORT/v1 or https://...")
+        if parts.username is not None or parts.password is not None:  # the log and the result have the URL
+            raise InputError("url", self.url, "an address without user or password")
 
 
 def random_prompt(num_words: int, rng: np.random.Generator) -> str:
