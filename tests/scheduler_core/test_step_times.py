@@ -334,6 +334,11 @@ def test_a_live_engine_is_asked_in_time_and_all_tokens_are_noted() -> None:
 def test_nobody_there_and_wrong_values_are_told() -> None:
     with pytest.raises(TailcastError, match="all requests failed"):
         send(Endpoint(url="http://127.0.0.1:9/v1", served_model="m"), probes("x"))
+    wrong: list[tuple[str, Any]] = [("url", "ftp://x"), ("rounds", 21), ("prompt_words", (9, 3))]
+    for name, value in wrong:
+        values: dict[str, Any] = {"json": "", "url": "http://x/v1", "served_model": "m", name: value}
+        with pytest.raises(InputError, match=name):
+            EngineCalibrationConfig(**values)
 
 
 @pytest.mark.mend
@@ -343,11 +348,6 @@ def test_a_password_in_the_address_of_the_engine_is_refused(user: str) -> None:
     with pytest.raises(InputError, match="url: got .*without user or password") as caught:
         Endpoint(url=f"http://{user}@127.0.0.1:9/v1", served_model="m")
     assert "secret" not in str(caught.value)
-    wrong: list[tuple[str, Any]] = [("url", "ftp://x"), ("rounds", 21), ("prompt_words", (9, 3))]
-    for name, value in wrong:
-        values: dict[str, Any] = {"json": "", "url": "http://x/v1", "served_model": "m", name: value}
-        with pytest.raises(InputError, match=name):
-            EngineCalibrationConfig(**values)
 
 
 @pytest.mark.slow
