@@ -295,14 +295,18 @@ def _flat(values: Any) -> list[Any]:
 
 
 def _listed(content: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    members = content.get(name, [])
+    members = content.get(name)
+    if members is None:  # null is what clients write for members that are not set
+        return []
     if not isinstance(members, list) or not all(isinstance(member, dict) for member in members):
         raise UnparsableError("inference request", f"{name} is not a list of objects")
     return members
 
 
 def _parameters(content: dict[str, Any]) -> dict[str, Any]:
-    parameters = content.get("parameters", {})
+    parameters = content.get("parameters")
+    if parameters is None:
+        return {}
     if not isinstance(parameters, dict):
         raise UnparsableError("inference request", "parameters is not an object")
     return parameters

@@ -160,6 +160,18 @@ async def test_inference_over_http_as_json_and_as_binary(http: aiohttp.ClientSes
     assert "data" in described[1]
 
 
+async def test_members_that_are_null_are_not_set(http: aiohttp.ClientSession) -> None:
+    """As pydantic models of clients write them."""
+    prompt = {"name": "prompt", "datatype": "BYTES", "shape": [1], "data": ["sea"], "parameters": None}
+    body = {"id": None, "parameters": None, "inputs": [prompt], "outputs": None}
+    for outputs in (None, [{"name": "mu", "parameters": None}]):
+        async with http.post("/v2/models/tiny/infer", json=body | {"outputs": outputs}) as response:
+            content = await response.json()
+        assert response.status == 200, content
+        tensors = {one["name"]: one for one in content["outputs"]}
+        np.testing.assert_allclose(tensors["mu"]["data"], [expected_rich("sea")["mu"]], rtol=1e-5)
+
+
 PROMPT = '{"name": "prompt", "datatype": "BYTES", "shape": [1], "data": ["sea"]}'
 BAD_INPUTS = [
     '{"name": "prompt"}',
