@@ -1,11 +1,15 @@
 """VTC (virtual token counters): fair sharing of tokens among tenants (Sheng et al. 2024, "Fairness in Serving
 Large Language Models", OSDI, algorithm 2)."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from scheduler_core.policies.base import Policy
 from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 from scheduler_core.request import RequestState
+
+#: Number of tenants with counters: their names may be invented by clients.
+MAX_TENANTS = 10_000
 
 
 @dataclass(kw_only=True, slots=True)
@@ -25,7 +29,8 @@ class Vtc(Policy):
     thus differ by at most 2 max(w_p L_input, w_q M) (paper, theorem 4.4).
 
     Differs from the paper: the second term of the key anticipates the counter at the admission of the request, so that
-    several admissions in one step are fair; a request that is admitted again after a preemption is not charged again.
+    several admissions in one step are fair; a request that is admitted again after a preemption is not charged again; of
+    more than 10,000 tenants those without requests and with the least service are forgotten.
     """
 
     key_changes = "with_time"
@@ -38,7 +43,9 @@ class Vtc(Policy):
     _joined: dict[str, float] = field(default_factory=dict, init=False, repr=False)
     _admitted: dict[str, float] = field(default_factory=dict, init=False, repr=False)
     _before: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+    #: Waiting requests of the tenants that have any; number of requests of the tenants that have any.
     _queued: dict[str, set[str]] = field(default_factory=dict, init=False, repr=False)
+    _num_requests: Counter[str] = field(default_factory=Counter, init=False, repr=False)
     _last_left: str = field(default="", init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -50,12 +57,12 @@ class Vtc(Policy):
 
     def on_arrival(self, state: RequestState, now: float) -> None:
         tenant = state.request.tenant
-        queued = self._queued.setdefault(tenant, set())
-        if not queued:
-            others = [self.counter(name) for name, ids in self._queued.items() if ids]
+        if tenant not in self._queued:
+            others = [self.counter(name) for name in self._queued]
             least = min(others) if others else self.counter(self._last_left)
             self._counter[tenant] = max(self.counter(tenant), least)
-        queued.add(state.request_id)
+        self._queued.setdefault(tenant, set()).add(state.request_id)
+        self._num_requests[tenant] += 1
         self._before[state.request_id] = self._joined.get(tenant, 0.0)
         self._joined[tenant] = self._joined.get(tenant, 0.0) + self._charge(state)
 
@@ -70,10 +77,18 @@ class Vtc(Policy):
             self._counter[state.request.tenant] += self.output_weight
 
     def on_preempt(self, state: RequestState, now: float) -> None:
-        self._queued[state.request.tenant].add(state.request_id)
+        self._queued.setdefault(state.request.tenant, set()).add(state.request_id)
 
     def on_finish(self, state: RequestState) -> None:
         self._leave_queue(state)
+        tenant = state.request.tenant
+        self._num_requests[tenant] -= 1
+        if not self._num_requests[tenant]:
+            # All of its requests have been admitted or have left, so both sums are equal.
+            for totals in (self._num_requests, self._joined, self._admitted):
+                totals.pop(tenant, None)
+            if len(self._counter) > 2 * MAX_TENANTS:
+                self._forget()
 
     def key(self, state: RequestState, now: float) -> float:
         tenant = state.request.tenant
@@ -87,9 +102,19 @@ class Vtc(Policy):
     def _leave_queue(self, state: RequestState) -> bool:
         """Removes a request from the queue; returns whether it had not been admitted before."""
         tenant = state.request.tenant
-        self._queued[tenant].discard(state.request_id)
+        if queued := self._queued.get(tenant):
+            queued.discard(state.request_id)
+            if not queued:
+                del self._queued[tenant]
         self._last_left = tenant
         if self._before.pop(state.request_id, None) is None:
             return False
         self._admitted[tenant] = self._admitted.get(tenant, 0.0) + self._charge(state)
         return True
+
+    def _forget(self) -> None:
+        """Drops counters of tenants without requests, the smallest first; the last tenant that left is kept."""
+        kept = {*self._num_requests, self._last_left}
+        idle = sorted((name for name in self._counter if name not in kept), key=self.counter)
+        for name in idle[: len(self._counter) - MAX_TENANTS]:
+            del self._counter[name]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from scheduler_core.lengths import LogT
-from scheduler_core.policies import make_policy
+from scheduler_core.policies import make_policy, vtc
 from scheduler_core.policies.base import Policy
 from scheduler_core.policies.deadlines import SloTie
 from scheduler_core.policies.s3 import EDGES
@@ -102,6 +102,24 @@ def test_vtc_charges_prompts_once_and_outputs_double() -> None:
     late = state("c", prompt=5, tenant="v")
     enter(policy, late)
     assert policy.key(late, 0.0) == 16.0 == policy.key(second, 0.0)
+
+
+@pytest.mark.mend  # every name of a tenant that a client invented was kept and scanned for ever
+def test_vtc_forgets_the_least_served_of_many_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vtc, "MAX_TENANTS", 5)
+    policy = vtc.Vtc()
+    served = state("s", prompt=1000, tenant="served")
+    enter(policy, served)
+    policy.on_admit(served, 0.0)
+    for number in range(100):
+        item = state(f"r{number}", prompt=1, tenant=f"invented {number}")
+        enter(policy, item)
+        policy.on_admit(item, 0.0)
+        policy.on_finish(item)
+        assert len(policy._counter) <= 2 * 5 + 1
+    policy.on_finish(served)
+    assert policy.counter("served") == 1000.0
+    assert policy._queued == policy._joined == policy._admitted == policy._before == policy._num_requests == {}
 
 
 def test_ltr_promotes_after_200_idle_steps_for_10() -> None:
