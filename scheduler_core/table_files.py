@@ -148,8 +148,8 @@ def file_rows(
 
     Numbers start at 1: lines of JSONL, CSV (the header is 1) and text, elements of an array, rows of Parquet. Text
     formats may be gzipped (`.gz`). `columns` limits the columns of a Parquet file; None: all. `objects`: a `.json` file may
-    also hold objects that are in no array, such as a single one. `on_bad_row` is called with the number and error of an invalid row of JSON or CSV; None: the error is
-    raised.
+    also hold objects that are in no array, such as a single one. A `.jsonl` file with JSON over several lines is read like a
+    `.json` file. `on_bad_row` is called with the number and error of an invalid row of JSON or CSV; None: the error is raised.
     """
     file = existing_file(path, field)
     suffix = file_suffix(file)
@@ -158,16 +158,19 @@ def file_rows(
     if suffix == ".parquet":
         yield from _parquet_rows(file, field, columns)
         return
+    read_objects = partial(_array_rows, objects=objects)
     readers: dict[str, Callable[[TextIO, str], Iterator[_MaybeRow]]] = {
         ".csv": _csv_rows,
-        ".json": partial(_array_rows, objects=objects),
+        ".json": read_objects,
         ".txt": _text_rows,
     }
     kind = "gzip" if file.suffix == ".gz" else "text"
     errors = "strict" if on_bad_row is None else "surrogateescape"
     with readable(path, field, kind), _text(file, errors) as stream:
         try:
-            for number, row in readers.get(suffix, _json_lines)(stream, file.name):
+            if suffix not in readers:
+                readers[suffix] = read_objects if _is_indented(stream) else _json_lines
+            for number, row in readers[suffix](stream, file.name):
                 if not isinstance(row, InputError):
                     yield number, row
                 elif on_bad_row is None:
@@ -193,6 +196,14 @@ def _not_utf8(name: str, number: int, text: str) -> InputError | None:
     return InputError(f"{name} row {number}", f"the byte 0x{byte:x}", "text in UTF-8")
 
 
+def _is_indented(stream: TextIO) -> bool:
+    """Whether a stream begins with JSON over several lines, such as the spans of OpenTelemetry's console exporter."""
+    lines = (line for each in stream if (line := each.strip()))
+    first, second = next(lines, ""), next(lines, "")
+    stream.seek(0)
+    return (first == "{" and second.startswith('"')) or (first == "[" and second.startswith(("{", "[")))
+
+
 def _json_lines(stream: TextIO, name: str) -> Iterator[_MaybeRow]:
     for number, line in enumerate(stream, start=1):
         if (bad := _not_utf8(name, number, line)) is not None:
@@ -200,7 +211,8 @@ def _json_lines(stream: TextIO, name: str) -> Iterator[_MaybeRow]:
         elif line.strip():
             try:
                 row = parse_json(line)
-                problem = "" if isinstance(row, dict) else "one JSON object"
+                hint = " (an array belongs in a .json file)" if isinstance(row, list) else ""
+                problem = "" if isinstance(row, dict) else f"one JSON object{hint}"
             except ValueError as error:
                 problem = f"one JSON object ({_reason(error)})"
             yield number, InputError(f"{name} row {number}", line.strip(), problem) if problem else row

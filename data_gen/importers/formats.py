@@ -268,6 +268,24 @@ FORMATS: Mapping[str, Format] = {
         },
         schemas=_TRACE,
     ),
+    "langsmith": Format(
+        marks=[("run_type", "start_time", "inputs")],
+        columns={
+            "request_id": "id",
+            "model": "extra.invocation_params.model | extra.invocation_params.model_name | extra.metadata.ls_model_name",
+            "messages": "inputs.messages | inputs",
+            "arrival_s": "start_time",
+            "first_token_s": "first_token_time",
+            "end_s": "end_time",
+            "max_tokens": "extra.invocation_params.max_completion_tokens | extra.invocation_params.max_tokens",
+            "temperature": "extra.invocation_params.temperature",
+            "prompt_tokens": "prompt_tokens",
+            "output_tokens": "completion_tokens",
+            "finish_reason": "outputs.choices.0.finish_reason | outputs.generations.0.0.generation_info.finish_reason",
+            "error": "error",
+        },
+        requests={"run_type": ("llm",)},  # chains count the tokens of their calls again
+    ),
     "mooncake": Format(
         marks=[("input_length", "output_length")],
         columns={
@@ -344,8 +362,9 @@ OTHER_MARKS: Mapping[str, Sequence[tuple[str, ...]]] = {
         ("custom_id", "response"),
         ("custom_id", "result"),
         ("choices",),
-        ("usage", "stop_reason"),
-        ("usage", "object", "output"),
+        ("usage.completion_tokens",),
+        ("usage.output_tokens",),
+        ("usageMetadata",),
         ("done_reason", "eval_count"),
     ],
     "sharegpt": [("conversations",), ("conversation",), ("items",)],

@@ -89,6 +89,7 @@ _OF_RESPONSE: Mapping[str, Sequence[str]] = {
         "stop_reason",
         "done_reason",
         "candidates.0.finishReason",
+        "finish_reason",
     ),
 }
 #: Canonical column -> paths in a line, beside request and response.

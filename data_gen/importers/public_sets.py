@@ -20,6 +20,7 @@ from data_gen.importers.formats import Format, format_rows
 from data_gen.importers.values import LENGTH, STOP, Row, SkippedRows
 from data_gen.sources.layouts import Layout, layout_of
 from data_gen.splits import digest64, turn_id
+from scheduler_core.json_text import from_json
 from scheduler_core.prompt_text import ASSISTANT, SYSTEM, TOOL, USER, Message, content_text, messages_of
 from scheduler_core.table_files import file_rows, file_suffix
 
@@ -93,7 +94,7 @@ _IDS = ("prompt_id", "conversation_id", "conversation_hash", "id")
 
 def _conversation(raw: Mapping[str, Any], layout: Layout) -> Sequence[Message] | None:
     """The messages of a row, with a system prompt beside them; None if a message is missing or has no text."""
-    value = raw.get(layout.columns[0])
+    value = from_json(raw.get(layout.columns[0]))
     if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
         return None
     messages = messages_of(value)

@@ -17,6 +17,7 @@ from data_gen.cli_import_lengths import TimeUnit
 from data_gen.importers.source_row import SourceRow
 from data_gen.prompts import conversation_id_of, prompt_id_of
 from scheduler_core.api_request import ApiRequest, read_request
+from scheduler_core.api_response import COMPLETE, TRUNCATED
 from scheduler_core.errors import InputError
 from scheduler_core.json_text import from_json
 from scheduler_core.prompt_text import ASSISTANT, Message, user_text
@@ -34,9 +35,8 @@ MAX_BAD_ROWS = 100
 MAX_TIME_S = 1e11
 #: Finish reason of a server -> canonical finish reason. Others are unknown.
 FINISH_REASONS: Mapping[str, str] = {
-    **dict.fromkeys(("stop", "eos", "eos_token", "stop_sequence", "end_turn", "completed"), STOP),
-    **dict.fromkeys(("tool_calls", "tool_use", "function_call", "tool_call", "pause_turn"), STOP),
-    **dict.fromkeys(("length", "max_tokens", "max_output_tokens"), LENGTH),
+    **dict.fromkeys((*COMPLETE, "tool_call"), STOP),
+    **dict.fromkeys(TRUNCATED, LENGTH),
     **dict.fromkeys(("error", "abort", "content_filter", "failed", "cancelled"), ERROR),
     **dict.fromkeys(("insufficient_system_resource", "safety", "recitation", "blocklist"), ERROR),
 }

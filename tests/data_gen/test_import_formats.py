@@ -686,3 +686,57 @@ def test_spans_of_logfire_vercel_and_traces_of_langfuse(tmp_path: Path) -> None:
     trace = {"id": "t", "input": {}, "observations": [seen, {"id": "p", "type": "SPAN", "input": {}}]}
     report, rows = rows_of("auto", write(tmp_path / "t.json", json.dumps(trace)), tmp_path)
     assert (report["kind"], values_of(rows, "prompt", "output_tokens")) == ("langfuse", [("Hi", 5)])
+
+
+@pytest.mark.mend
+def test_spans_over_several_lines_are_read_whatever_the_file_is_called(tmp_path: Path) -> None:
+    """OpenTelemetry's console exporter indents its JSON: all lines of a .jsonl file were left out."""
+    used = {"gen_ai.request.model": "m", "gen_ai.usage.input_tokens": 9, "gen_ai.usage.output_tokens": 5}
+    spans = [
+        {"name": "chat", "start_time": f"2026-09-01T10:00:0{second}Z", "attributes": used}
+        for second in (0, 2)
+    ]
+    for text in ("\n".join(json.dumps(span, indent=4) for span in spans), json.dumps(spans, indent=1)):
+        path = write(tmp_path / "spans.jsonl", "\n" + text.replace("\n", "\r\n"))
+        _, rows = rows_of("auto", path, tmp_path, schema="trace")
+        assert lengths(rows) == [[0.0, 9, 5], [2.0, 9, 5]]
+    path = write(tmp_path / "array.jsonl", json.dumps(spans))
+    with pytest.raises(ValueError, match="an array belongs in a .json file"):
+        run("otel", path, tmp_path / "o.parquet", on_error="stop")
+
+
+def test_counts_beside_messages_and_every_finish_reason_of_the_proxy(tmp_path: Path) -> None:
+    """Requests with a usage beside their messages were taken for conversations to tokenize."""
+    reasons = ["stop", "model_context_window_exceeded", "stop_token", "limit"]
+    rows = [
+        {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "completion": "a", "finish_reason": reason,
+         "usage": {"prompt_tokens": 9, "completion_tokens": 5}}
+        for reason in reasons
+    ]  # fmt: skip
+    report, samples = rows_of("auto", write_lines(tmp_path / "u.jsonl", rows), tmp_path)
+    assert report["kind"] == "openai-log"
+    names = ("prompt", "prompt_tokens", "output_tokens", "finish_reason")
+    expect = [("Hi", 9, 5, reason) for reason in ("stop", "length", "stop", "length")]
+    assert values_of(samples, *names) == expect
+
+
+def test_chains_of_langsmith_do_not_count_the_tokens_of_their_calls_again(tmp_path: Path) -> None:
+    run_of = {
+        "start_time": "2026-09-01T10:00:00.1",
+        "inputs": {"messages": [{"role": "user", "content": "Hi"}]},
+    }
+    run_of |= {"prompt_tokens": 9, "completion_tokens": 5, "extra": {"invocation_params": {"model": "m"}}}
+    kinds = ("chain", "llm", "tool", "llm")
+    rows = [run_of | {"id": str(number), "run_type": kind} for number, kind in enumerate(kinds)]
+    report, samples = rows_of("auto", write_lines(tmp_path / "l.jsonl", rows), tmp_path)
+    assert (report["kind"], report["num_other_rows"]) == ("langsmith", 2)
+    assert values_of(samples, "prompt", "model", "output_tokens") == [("Hi", "m", 5)] * 2
+
+
+def test_conversations_as_json_text(tmp_path: Path, word_tokenizer: Path) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "a b"}]
+    path = write(
+        tmp_path / "m.json", json.dumps([{"messages": json.dumps(messages)}, {"messages": messages}])
+    )
+    _, rows = rows_of("sharegpt", path, tmp_path, tokenizer=str(word_tokenizer))
+    assert values_of(rows, "prompt", "output_tokens") == [("Hi", 3), ("Hi", 3)]
