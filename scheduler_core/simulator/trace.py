@@ -234,12 +234,14 @@ def _request(location: str, row: Mapping[str, Any], defaults: Mapping[str, float
     def error(name: str, value: object, allowed: str) -> InputError:
         if name == "max_tokens":
             allowed += "; or default_max_tokens for requests without max_tokens"
+        if name == "arrival_s" and values.get(name) is None:
+            allowed += "; or a rate or load, with which arrivals are drawn"
         return InputError(f"{location} column {name}", value, allowed)
 
+    values = {**defaults, **{name: value for name, value in row.items() if value is not None and value != ""}}
     for name in REQUIRED:
         if name not in row and name not in defaults:
             raise error(name, ", ".join(map(str, row)), "a trace with columns " + ", ".join(REQUIRED))
-    values = {**defaults, **{name: value for name, value in row.items() if value is not None and value != ""}}
 
     def number(name: str, high: float | None = None, allowed: str = "") -> float:
         kind, low, largest = _NUMBERS[name]

@@ -109,7 +109,7 @@ def test_requests_without_max_tokens_get_the_default_and_only_they(suffix: str, 
 def test_arrivals_may_be_missing_if_they_are_drawn(tmp_path: Path) -> None:
     rows = [{name: value for name, value in row.items() if name != "arrival_s"} for row in GOOD]
     path = write(tmp_path / "trace.jsonl", rows)
-    with pytest.raises(InputError, match="arrival_s"):
+    with pytest.raises(InputError, match="arrival_s: .*; or a rate or load, with which arrivals are drawn"):
         load_trace(path)
     assert [row.request_id for row in load_trace(path, need_arrivals=False).requests] == ["b", "a"]
 
