@@ -13,6 +13,8 @@ from scheduler_core.api_response import ApiResponse, read_response
 
 #: Larger responses and events are forwarded without parsing.
 MAX_READ_BYTES = 8 * 2**20
+#: Bytes of responses and events that are held at the same time.
+MAX_HELD_BYTES = 256 * 2**20
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\r?\n|\r\r")
 _LINE_END = re.compile(rb"\n")
 #: The beginning of a text in an event. Texts cannot contain it, because quotation marks in them are escaped.
@@ -47,31 +49,57 @@ class ResponseStats:
 _ONE_TOKEN = ApiResponse(num_new_tokens=1, num_outputs=1)
 
 
+class ReadBudget:
+    """Bytes that all readers of a proxy hold together; a reader that gets no more forwards its response unread."""
+
+    def __init__(self, limit: int = MAX_HELD_BYTES) -> None:
+        self._limit = limit
+        self.num_bytes = 0
+
+    def resize(self, before: int, after: int) -> bool:
+        """Changes what a reader holds from `before` to `after` bytes; False, without a change, if that is too much."""
+        if after > before and (after > MAX_READ_BYTES or self.num_bytes + after - before > self._limit):
+            return False
+        self.num_bytes += after - before
+        return True
+
+
 class JsonReader:
     """Reads a response of one JSON object, unchanged; calls `on_tokens` with its tokens at the end."""
 
     shortens = False
 
-    def __init__(self, on_tokens: Callable[[int], None] | None = None) -> None:
+    def __init__(self, budget: ReadBudget, on_tokens: Callable[[int], None] | None = None) -> None:
         self.stats = ResponseStats()
+        self._budget = budget
         self._on_tokens = on_tokens
         self._parts: list[bytes] = []
         self._size = 0
+        self._is_reading = True
 
     def feed(self, data: bytes) -> bytes:
         """Reads a chunk; returns the bytes to forward now."""
-        self._size += len(data)
-        if self._size <= MAX_READ_BYTES:
-            self._parts.append(data)
+        if self._is_reading:
+            self._is_reading = self._budget.resize(self._size, self._size + len(data))
+            if self._is_reading:
+                self._parts.append(data)
+                self._size += len(data)
+            else:
+                self.close()
         return data
 
     def end(self) -> bytes:
         """Handles the end of the response; returns bytes that were held back."""
-        content = _json(b"".join(self._parts)) if self._size <= MAX_READ_BYTES else {}
-        self.stats.take(read_response(content))
+        self.stats.take(read_response(_json(b"".join(self._parts))))
         if self._on_tokens is not None:
             self._on_tokens(self.stats.output_tokens or 0)
         return b""
+
+    def close(self) -> None:
+        """Drops what is held, also of a response that does not end."""
+        self._budget.resize(self._size, 0)
+        self._parts.clear()
+        self._size = 0
 
 
 class EventStreamReader:
@@ -84,11 +112,13 @@ class EventStreamReader:
     def __init__(
         self,
         hides_usage: bool,
+        budget: ReadBudget,
         on_tokens: Callable[[int], None] | None = None,
         *,
         is_lines: bool = False,
     ) -> None:
         self.stats = ResponseStats()
+        self._budget = budget
         self._on_tokens = on_tokens
         self.shortens = hides_usage
         self._is_lines = is_lines
@@ -110,17 +140,23 @@ class EventStreamReader:
         for match in self._event_end.finditer(buffer, searched):
             forwarded.append(self._read_event(buffer[start : match.end()]))
             start = match.end()
-        self._buffer = buffer[start:]
-        if len(self._buffer) > MAX_READ_BYTES:
+        if self._budget.resize(len(self._buffer), len(buffer) - start):
+            self._buffer = buffer[start:]
+        else:
             self._is_reading = False
-            forwarded.append(self._buffer)
-            self._buffer = b""
+            forwarded.append(buffer[start:])
+            self.close()
         return b"".join(forwarded) if self.shortens else data
 
     def end(self) -> bytes:
         """Handles the end of the response; returns bytes that were held back."""
         remaining = self._read_event(self._buffer)
         return remaining if self.shortens else b""
+
+    def close(self) -> None:
+        """Drops what is held, also of a response that does not end."""
+        self._budget.resize(len(self._buffer), 0)
+        self._buffer = b""
 
     def _read_event(self, event: bytes) -> bytes:
         """Reads a complete event; returns its bytes to forward."""

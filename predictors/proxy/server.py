@@ -28,7 +28,7 @@ from predictors.proxy.order import HoldQueue, SentOrder
 from predictors.proxy.parsing import JsonBody, ParsedRequest, endpoint_of, parse_request, parsed_bytes
 from predictors.proxy.prediction import Forecast, Forecaster
 from predictors.proxy.relay import HeldBody, Relay, origin_form
-from predictors.proxy.responses import EventStreamReader, JsonReader, Reader
+from predictors.proxy.responses import EventStreamReader, JsonReader, ReadBudget, Reader
 from scheduler_core.adapters.live_order import order_policy
 from scheduler_core.api_request import MAX_TOKENS
 from scheduler_core.errors import InputError
@@ -91,6 +91,7 @@ class ProxyServer:
         self._runners: list[web.AppRunner] = []
         #: Requests in flight that may generate (True), and others.
         self._num_in_flight = {True: 0, False: 0}
+        self._budget = ReadBudget()
         self._mean_prompt_tokens = 0.0
         self._is_ready = False
         self._reloading = asyncio.Lock()
@@ -440,6 +441,8 @@ class ProxyServer:
             end = "engine_lost"
             raise
         finally:
+            if reader is not None:
+                reader.close()
             if exchange is not None:
                 exchange.end, exchange.stats = end, None if reader is None else reader.stats
                 self._metrics.ends.labels(end).inc()
@@ -459,11 +462,11 @@ class ProxyServer:
         on_tokens = on_output if self._order.uses_outputs else None
         match upstream.content_type:
             case "text/event-stream":
-                return EventStreamReader(hides_usage, on_tokens)
+                return EventStreamReader(hides_usage, self._budget, on_tokens)
             case "application/x-ndjson" | "application/jsonl":
-                return EventStreamReader(False, on_tokens, is_lines=True)
+                return EventStreamReader(False, self._budget, on_tokens, is_lines=True)
             case "application/json" if exchange.parsed.endpoint != "other":
-                return JsonReader(on_tokens)
+                return JsonReader(self._budget, on_tokens)
         return None
 
     async def _pass(self, request: web.Request) -> web.StreamResponse:

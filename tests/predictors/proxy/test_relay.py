@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from yarl import URL
 
 from predictors.proxy.relay import LiveConnector
-from predictors.proxy.responses import EventStreamReader, JsonReader
+from predictors.proxy.responses import EventStreamReader, JsonReader, ReadBudget
 from tests.predictors.fakes import running_server
 from tests.predictors.proxy import fake_engine
 from tests.predictors.proxy.fake_engine import CHAT, chat, event, running_engine, running_proxy, until
@@ -270,7 +270,7 @@ def passed(reader: EventStreamReader, pieces: list[bytes]) -> bytes:
 
 @given(st.binary(max_size=300), st.lists(st.integers(0, 300), max_size=12))
 def test_any_bytes_pass_in_any_pieces(data: bytes, places: list[int]) -> None:
-    assert passed(EventStreamReader(True), cut(data, places)) == data
+    assert passed(EventStreamReader(True, ReadBudget()), cut(data, places)) == data
 
 
 @settings(max_examples=30)
@@ -280,7 +280,7 @@ def test_counts_that_the_client_has_not_asked_for_leave_no_trace(
 ) -> None:
     wanted = b"".join(fake_engine.stream_events(words, None, null_usage=null_usage)).replace(b"\n\n", ends)
     told = b"".join(fake_engine.stream_events(words, usage, null_usage=null_usage)).replace(b"\n\n", ends)
-    reader = EventStreamReader(True)
+    reader = EventStreamReader(True, ReadBudget())
     assert passed(reader, cut(told, places)) == wanted
     stats = reader.stats
     assert (stats.output_tokens, stats.prompt_tokens, stats.finish_reason) == (usage, 3, "stop")
@@ -290,12 +290,12 @@ def test_counts_that_the_client_has_not_asked_for_leave_no_trace(
 
 def test_an_error_with_counts_stays() -> None:
     told = event({"choices": [], "usage": {"completion_tokens": 1}, "error": {"message": "x"}})
-    assert passed(EventStreamReader(True), [told]) == told
+    assert passed(EventStreamReader(True, ReadBudget()), [told]) == told
 
 
 def test_odd_completions_have_no_length() -> None:
     for odd in (b"", b"[]", b'{"choices": 3}', b'{"choices":[{}],"usage":{"completion_tokens":true}}'):
-        reader = JsonReader()
+        reader = JsonReader(ReadBudget())
         reader.feed(odd)
         assert reader.end() == b""
         assert reader.stats.output_tokens is None

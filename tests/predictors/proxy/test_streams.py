@@ -20,11 +20,11 @@ from data_gen.importers.logs import feedback_records
 from predictors.proxy import feedback_log
 from predictors.proxy.feedback import MIN_STREAMS
 from predictors.proxy.feedback_log import FeedbackLog
-from predictors.proxy.responses import EventStreamReader, JsonReader, ResponseStats
+from predictors.proxy.responses import EventStreamReader, JsonReader, ReadBudget, ResponseStats
 from scheduler_core.api_response import read_response
 from tests.fake_openai import event
 from tests.predictors.proxy import fake_engine
-from tests.predictors.proxy.fake_engine import chat, running_engine, running_proxy
+from tests.predictors.proxy.fake_engine import chat, running_engine, running_proxy, until
 
 Json = dict[str, Any]
 SHORT = "name three rivers"
@@ -212,7 +212,7 @@ def fields(stats: ResponseStats) -> tuple[Any, ...]:
 @pytest.mark.parametrize("name", STREAMS)
 def test_the_first_output_of_any_kind_ends_the_time_to_first_token(name: str) -> None:
     stream = STREAMS[name]
-    reader = EventStreamReader(False, is_lines=is_lines(stream))
+    reader = EventStreamReader(False, ReadBudget(), is_lines=is_lines(stream))
     have_output = []
     for data in encoded(stream):
         assert reader.feed(data) == data
@@ -239,7 +239,7 @@ def test_statistics_do_not_depend_on_the_pieces_of_a_stream(
 ) -> None:
     stream = STREAMS[name]
     data = b": ping\n\n".join(encoded(stream)).replace(b"\n", end)
-    at_once, in_pieces = [EventStreamReader(hides, is_lines=is_lines(stream)) for _ in range(2)]
+    at_once, in_pieces = [EventStreamReader(hides, ReadBudget(), is_lines=is_lines(stream)) for _ in range(2)]
     assert at_once.feed(data) + at_once.end() == data
     cuts = [0, *sorted(place for place in places if place < len(data)), len(data)]
     pieces = [data[start:stop] for start, stop in pairwise(cuts)]
@@ -250,7 +250,7 @@ def test_statistics_do_not_depend_on_the_pieces_of_a_stream(
 @pytest.mark.parametrize("choices", [{"choices": []}, {"choices": None}])
 def test_only_the_event_with_nothing_but_counts_is_removed(choices: Json) -> None:
     reader, others = (
-        EventStreamReader(True),
+        EventStreamReader(True, ReadBudget()),
         [ROLE, chunk({"content": "a"}, usage=USAGE), {"choices": []}, STOP],
     )
     data = b"".join(map(event, others))
@@ -258,7 +258,10 @@ def test_only_the_event_with_nothing_but_counts_is_removed(choices: Json) -> Non
 
 
 def test_a_stream_without_its_last_line_end_is_read() -> None:
-    lines, events = EventStreamReader(False, is_lines=True), EventStreamReader(True)
+    lines, events = (
+        EventStreamReader(False, ReadBudget(), is_lines=True),
+        EventStreamReader(True, ReadBudget()),
+    )
     lines.feed(json.dumps(STREAMS["ollama chat"].events[-1]).encode())
     rest = encoded(STREAMS["text"])[-1].rstrip(b"\n")
     assert (lines.end(), events.feed(rest) + events.end()) == (b"", rest)
@@ -518,7 +521,7 @@ def test_records_in_memory_are_bounded_by_bytes(
 
 
 def test_events_after_one_that_is_too_large_are_forwarded() -> None:
-    reader = EventStreamReader(False)
+    reader = EventStreamReader(False, ReadBudget())
     large = b"data: " + b"x" * (9 * 2**20)
     for data in (*encoded(STREAMS["text"])[:3], large, b"\n\n"):
         assert reader.feed(data) == data
@@ -529,7 +532,7 @@ def test_events_after_one_that_is_too_large_are_forwarded() -> None:
 def test_odd_responses_have_no_output(content: Any) -> None:
     response = read_response(content)
     assert (response.num_new_tokens, response.output_tokens, response.finish_reason) == (0, None, "")
-    reader = JsonReader()
+    reader = JsonReader(ReadBudget())
     reader.feed(json.dumps(content).encode())
     assert reader.end() == b""
 
@@ -595,3 +598,47 @@ async def test_reasoning_models_of_the_report(tmp_path: Path) -> None:
     for row, limit_s in zip(rows, latest_s, strict=True):
         assert row.ttft_s is not None
         assert row.ttft_s < limit_s
+
+
+@pytest.mark.mend  # each response in flight could hold 8 MiB, without a bound on all of them
+async def test_responses_that_are_read_share_a_budget() -> None:
+    """What exceeds it passes unread, and what ended or was given up is given back."""
+    budget = ReadBudget(1000)
+    first, second = JsonReader(budget), JsonReader(budget)
+    stream = EventStreamReader(True, budget)
+    body = json.dumps(fake_engine.completion(7)).encode()
+    text = b" " * 600 + body
+    assert (first.feed(text), second.feed(text)) == (text, text)
+    assert budget.num_bytes == len(text)
+    second.end()
+    assert second.stats.output_tokens is None
+    assert stream.feed(b"data: " + b"x" * 900) == b"data: " + b"x" * 900
+    first.end()
+    assert first.stats.output_tokens == 7
+    for reader in (first, second, stream):
+        reader.close()
+    assert budget.num_bytes == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_nothing_is_held_after_a_client_has_gone(stream: bool) -> None:
+    go = asyncio.Event()
+    events = [b'{"id": "c", ', b"}"] if not stream else [b"data: {", b"}"]
+    kind = "text/event-stream" if stream else "application/json"
+
+    async def script(request: web.Request, body: bytes) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": kind})
+        await response.prepare(request)
+        await response.write(events[0])
+        await go.wait()
+        return response
+
+    async with (
+        running_engine(script) as fake,
+        running_proxy(fake.url, engine="vllm", predictor="tiny") as proxy,
+    ):
+        task = asyncio.create_task(proxy.post(chat(SHORT, stream=stream)))
+        await until(lambda: proxy.server._budget.num_bytes)
+        task.cancel()
+        await until(lambda: not proxy.server._budget.num_bytes)
+        go.set()
