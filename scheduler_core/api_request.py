@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from scheduler_core.predictions import Prediction, requested_prediction
@@ -47,6 +48,8 @@ _LIMITS = (
     "maxOutputTokens",
 )
 _MINIMUMS = ("min_tokens", "min_new_tokens")
+#: Returns a member of a body by name; None if it is missing.
+Read = Callable[[str], Any]
 _PROMPTS = ("prompt", "text", "inputs", "input_ids", "token_ids", "prompt_token_ids")
 
 
@@ -128,40 +131,41 @@ class ApiRequest:
 
 def read_request(body: object) -> ApiRequest:
     """Reads the body of a request, a mapping or an object with attributes; see the table above."""
-    options = [body, *(inner for name in _NESTED if (inner := member(body, name)) is not None)]
+    read = _reader(body)
+    readers = [read, *(_reader(inner) for name in _NESTED if (inner := read(name)) is not None)]
     prompt: dict[str, Any] = {}
-    messages, given = _messages(body), member(body, "input")
+    messages, given = read("messages"), read("input")
     num_prompts = 1
     if is_list(messages):
         items = [*messages]
         if items and all(is_list(item) for item in items):  # several conversations
             num_prompts = len(items)
             items = [message for item in items for message in item]
-        prompt["messages"] = (*_system(body), *messages_of(items))
+        prompt["messages"] = (*_system(read), *messages_of(items))
     elif isinstance(given, str):
-        prompt["messages"] = (*_system(body), Message(USER, given))
+        prompt["messages"] = (*_system(read), Message(USER, given))
     elif is_list(given) and any(isinstance(item, dict | Mapping) for item in given):
-        prompt["messages"] = (*_system(body), *messages_of(given))
+        prompt["messages"] = (*_system(read), *messages_of(given))
     else:
-        source = next((value for name in _PROMPTS if (value := member(body, name)) is not None), given)
+        source = next((value for name in _PROMPTS if (value := read(name)) is not None), given)
         texts, num_ids, num_prompts = _prompts(source)
-        if texts and (system := _system(body)):
+        if texts and (system := _system(read)):
             prompt["messages"] = (*system, *(Message(USER, text) for text in texts))
         else:
             prompt |= {"texts": texts, "num_prompt_ids": num_ids}
-    model, priority = member(body, "model"), integer(member(body, "priority"))
-    stream_options = member(body, "stream_options")
+    model, priority = read("model"), integer(read("priority"))
+    stream_options = read("stream_options")
     return ApiRequest(
         **prompt,
-        num_other_chars=_num_chars(body),
+        num_other_chars=_num_chars(read),
         model=model if isinstance(model, str) else "",
-        max_tokens=_first(options, _LIMITS),
-        min_tokens=_first(options, _MINIMUMS) or 0,
-        ignores_eos=any(member(each, "ignore_eos") is True for each in options),
-        num_outputs=_num_outputs(options, num_prompts),
-        temperature=_number(options, "temperature"),
-        top_p=_number(options, "top_p"),
-        is_stream=member(body, "stream") is True,
+        max_tokens=_first(readers, _LIMITS),
+        min_tokens=_first(readers, _MINIMUMS) or 0,
+        ignores_eos=any(each("ignore_eos") is True for each in readers),
+        num_outputs=_num_outputs(readers, num_prompts),
+        temperature=_number(readers, "temperature"),
+        top_p=_number(readers, "top_p"),
+        is_stream=read("stream") is True,
         include_usage=member(stream_options, "include_usage") is True,
         priority=priority if priority is not None and -(2**63) <= priority < 2**63 else None,
     )
@@ -178,16 +182,24 @@ def integer(value: object) -> int | None:
     return value if type(value) is int else None
 
 
-def _first(options: Iterable[object], names: Iterable[str]) -> int | None:
+def _reader(source: object) -> Read:
+    return source.get if isinstance(source, dict) else partial(member, source)
+
+
+def _first(readers: list[Read], names: Iterable[str]) -> int | None:
     """The first of these members that is a number of tokens."""
-    values = (integer(member(source, name)) for source in options for name in names)
-    return next((value for value in values if value is not None and 1 <= value <= MAX_TOKENS), None)
+    for read in readers:
+        for name in names:
+            value = read(name)
+            if value is not None and (number := integer(value)) is not None and 1 <= number <= MAX_TOKENS:
+                return number
+    return None
 
 
-def _num_outputs(options: list[object], num_prompts: int) -> int | None:
+def _num_outputs(readers: list[Read], num_prompts: int) -> int | None:
     """Outputs of a request: the larger of `n` and `best_of` for each prompt; None if one of them is malformed."""
     largest = 1
-    for value in (member(source, name) for source in options for name in ("n", "best_of")):
+    for value in (read(name) for read in readers for name in ("n", "best_of")):
         if value is None or value is True:
             continue
         number = integer(value)
@@ -197,11 +209,13 @@ def _num_outputs(options: list[object], num_prompts: int) -> int | None:
     return largest * num_prompts
 
 
-def _number(options: Iterable[object], name: str) -> float | None:
+def _number(readers: list[Read], name: str) -> float | None:
     """The first member of that name that is a finite number >= 0."""
-    for value in (member(source, name) for source in options):
+    for value in (read(name) for read in readers):
+        if value is None:
+            continue
         try:
-            number = math.nan if isinstance(value, bool) or value is None else float(value)
+            number = math.nan if isinstance(value, bool) else float(value)
         except (TypeError, ValueError, OverflowError):
             continue
         if 0 <= number < math.inf:
@@ -215,10 +229,10 @@ def _messages(body: object) -> Any:
     return next((value for value in lists if is_list(value)), None)
 
 
-def _system(body: object) -> tuple[Message, ...]:
+def _system(read: Read) -> tuple[Message, ...]:
     """The system prompt of a body, if it is not one of the messages."""
     texts = (
-        content_text(member(body, name))
+        content_text(read(name))
         for name in ("system", "instructions", "systemInstruction", "system_instruction")
     )
     return tuple(Message(SYSTEM, text) for text in texts if text)
@@ -238,10 +252,10 @@ def _prompts(value: object) -> tuple[tuple[str, ...], int, int]:
     return texts, num_ids, max(1, len(items))
 
 
-def _num_chars(body: object) -> int:
+def _num_chars(read: Read) -> int:
     """Characters of definitions that are inserted into the prompt."""
     names = ("tools", "functions", "response_format", "format")
-    values = [value for name in names if isinstance(value := member(body, name), list | dict)]
+    values = [value for name in names if isinstance(value := read(name), list | dict)]
     try:
         return sum(len(json.dumps(value, ensure_ascii=False)) for value in values)
     except (ValueError, TypeError, RecursionError):

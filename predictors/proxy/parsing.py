@@ -31,6 +31,8 @@ _OPEN = re.compile(rb"\s*\{\s*")
 MAX_VALUES = 1_000_000
 #: Memory of a parsed body for each of its commas, colons and opening brackets, about.
 SEPARATOR_BYTES = 64
+#: Memory that need not be estimated better than by a bound.
+SMALL_BYTES = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +77,9 @@ def json_body(data: bytes) -> JsonBody:
 
 def parsed_bytes(data: bytes) -> int:
     """Memory of a parsed JSON body in bytes, roughly, without its texts."""
-    num_separators_at_most = sum(map(data.count, (b",", b":", b"[", b"{")))
-    if num_separators_at_most * SEPARATOR_BYTES <= len(data):
-        return num_separators_at_most * SEPARATOR_BYTES
+    bound = SEPARATOR_BYTES * sum(map(data.count, (b",", b":", b"[", b"{")))
+    if bound <= max(len(data), SMALL_BYTES):
+        return bound
     return sum(num_separators(data)) * SEPARATOR_BYTES  # slower, but texts may be full of them
 
 

@@ -122,6 +122,7 @@ class ProxyServer:
             return await self._handle(request)
 
         application = web.Application(middlewares=[handle])
+        application.router.add_route("*", "/{path:.*}", self._handle)  # so that it need not fail to find one
         try:
             port = await self._bind(application, config.port, "port", config.drain_timeout_s)
             admin = None
@@ -288,7 +289,9 @@ class ProxyServer:
                     with_usage = self._with_usage(exchange, hint)
                     data = held.data if body is None else body.with_members(with_usage.members)
                     self._metrics.overhead.observe(time.perf_counter() - start - exchange.waited_s)
-                    own = None if with_usage is hint or body is None else body.with_members(hint.members)
+                    own = None
+                    if with_usage is not hint and body is not None:
+                        own = partial(body.with_members, hint.members)
                     return await self._send(request, data, with_usage, exchange, own)
             finally:
                 self._metrics.request.observe(time.perf_counter() - start)
@@ -414,12 +417,12 @@ class ProxyServer:
         body: bytes | None,
         hint: Hint = NO_HINT,
         exchange: Exchange | None = None,
-        without_usage: bytes | None = None,
+        without_usage: Callable[[], bytes] | None = None,
     ) -> web.StreamResponse:
         """Sends a request to the engine and forwards the response; Refusal if the engine does not respond,
         EngineLostError if it disconnects during the response.
 
-        `without_usage` is the body if the proxy has added a request for token counts. It is sent instead if the engine
+        `without_usage` returns the body without a request for token counts that the proxy has added. It is sent instead if the engine
         refuses the first one, so that no request fails because of the proxy."""
         without = CLIENT_HEADERS if self._rules.restricts else ()
         head_s = self._config.request_timeout_s if request.method in READING else None
@@ -427,7 +430,7 @@ class ProxyServer:
         if without_usage is not None and upstream.status in REFUSED:
             upstream.release()
             hint = replace(hint, members={})
-            upstream = await self._relay.send(request, without_usage, hint.headers, without, head_s)
+            upstream = await self._relay.send(request, without_usage(), hint.headers, without, head_s)
             if upstream.status not in REFUSED:
                 self._recorder.stop_requesting_usage()
         hides_usage = "stream_options" in hint.members
