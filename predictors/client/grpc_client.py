@@ -169,6 +169,11 @@ class GrpcPredictor(AsyncClient):
         self._channels: list[grpc.aio.Channel] = []
         self._stubs: Iterator[Any] = iter(())
 
+    @property
+    def is_connected(self) -> bool:
+        states = [channel.get_state() for channel in self._channels]
+        return not states or grpc.ChannelConnectivity.READY in states
+
     async def send(self, messages: Sequence[pb.PredictRequest], timeout_s: float) -> list[pb.PredictResponse]:
         responses = await gathered([self._call(self._stub(), batch, timeout_s) for batch in chunks(messages)])
         return list(itertools.chain.from_iterable(responses))

@@ -78,6 +78,11 @@ class AsyncClient(ABC):
         messages = [request_message(request, truncated_length) for request in requests]
         return await self.send(messages, self.timeout_s if timeout_s is None else checked_timeout(timeout_s))
 
+    @property
+    def is_connected(self) -> bool:
+        """False if the service has no open connection, so that a late response is due to its absence."""
+        return True
+
     @abstractmethod
     async def send(self, messages: Sequence[pb.PredictRequest], timeout_s: float) -> list[pb.PredictResponse]:
         """Responses of the service to any number of messages, in their order; raises as `predict`."""

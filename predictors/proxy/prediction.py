@@ -146,6 +146,11 @@ class Forecaster:
             self._num_running -= 1
             if not self._num_running:
                 self._all_done.set()
+        if outcome == "late" and not self._predictor.is_connected:
+            failure, outcome = (
+                ConnectionError("not connected"),
+                "failed",
+            )  # the client retries until the deadline
         self._log.observe(outcome, failure)
         return Forecast(prediction, outcome, time.perf_counter() - start, prompt_tokens)
 

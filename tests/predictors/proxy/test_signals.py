@@ -18,13 +18,15 @@ from predictors.proxy.config import RELOADED, ProxyConfig
 from predictors.proxy.engine_monitor import FRESH_S, GONE_S, EngineMonitor
 from predictors.proxy.errors import engine_failed
 from predictors.proxy.prediction import GONE_S as PREDICTOR_GONE_S
-from predictors.proxy.prediction import REFUSED_S, WINDOW, PredictorLog
+from predictors.proxy.prediction import REFUSED_S, WINDOW, Forecaster, PredictorLog
 from predictors.proxy.server import ProxyServer
 from predictors.service.workers import Supervisor
 from scheduler_core.errors import InputError, TailcastError
+from scheduler_core.predictor import PredictionRequest
 from tests.predictors.fakes import replace_artifact
 from tests.predictors.proxy import fake_engine
 from tests.predictors.proxy.fake_engine import CHAT, chat, running_engine, running_proxy, until
+from tests.predictors.test_client import Scripted, serving
 from tests.scheduler_core.helpers import Clock
 
 ROOT = Path(__file__).parents[3]
@@ -331,6 +333,28 @@ def test_a_predictor_that_is_gone_and_back_is_logged_without_a_flood(
     clock.now += PREDICTOR_GONE_S
     log.observe("failed", OSError("x"))
     assert len(caplog.messages) == 3
+
+
+@pytest.mark.mend
+async def test_a_service_that_has_ended_is_gone_and_not_slow(caplog: pytest.LogCaptureFixture) -> None:
+    """The client retries until the deadline, so that the log said "slow", after five requests."""
+    caplog.set_level(logging.INFO)
+    request = PredictionRequest("r", "sea", 100)
+    async with serving(Scripted()) as address:
+        forecaster = Forecaster(f"grpc://{address}", "predictor", 20.0)
+        assert (await forecaster.forecast(request)).outcome == "answered"
+    forecaster.deadline_s = 0.05
+    outcomes = [(await forecaster.forecast(request)).outcome for _ in range(6)]
+    assert outcomes == ["failed"] * 6
+    assert [line for line in caplog.messages if "the predictor is" in line] == [
+        "the predictor is gone, requests continue without: ConnectionError"
+    ]
+    forecaster.deadline_s = 20.0
+    async with serving(Scripted(), int(address.rpartition(":")[2])):
+        while (await forecaster.forecast(request)).outcome != "answered":
+            pass
+    assert caplog.messages[-1] == "the predictor is back"
+    await forecaster.close()
 
 
 def test_refused_requests_are_logged_once_per_hour(
