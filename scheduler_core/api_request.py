@@ -135,6 +135,8 @@ def read_request(body: object) -> ApiRequest:
     readers = [read, *(_reader(inner) for name in _NESTED if (inner := read(name)) is not None)]
     prompt: dict[str, Any] = {}
     messages, given = read("messages"), read("input")
+    if not is_list(messages):
+        messages = read("contents")
     num_prompts = 1
     if is_list(messages):
         items = [*messages]
@@ -221,12 +223,6 @@ def _number(readers: list[Read], name: str) -> float | None:
         if 0 <= number < math.inf:
             return number
     return None
-
-
-def _messages(body: object) -> Any:
-    """The list of messages of a body; None if it has another kind of prompt."""
-    lists = (member(body, name) for name in ("messages", "contents"))
-    return next((value for value in lists if is_list(value)), None)
 
 
 def _system(read: Read) -> tuple[Message, ...]:

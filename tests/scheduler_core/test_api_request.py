@@ -46,6 +46,11 @@ CONVERSATIONS: dict[str, tuple[dict[str, Any], str, str]] = {
     "empty system": ({"messages": [{"role": "system", "content": ""}, {"role": "user", "content": "Hi"}]}, "Hi", "system user"),
     "no user": ({"messages": [{"role": "system", "content": "Write a poem."}]}, "Write a poem.", "system"),
     "responses": ({"input": "Say yes.", "instructions": "Be brief."}, "Say yes.", "system user"),
+    "gemini": (
+        {"contents": [{"role": "user", "parts": [{"text": "Say yes."}]}, {"role": "model", "parts": [{"functionCall": {"name": "f"}}]}],
+         "systemInstruction": {"parts": [{"text": "Be brief."}]}},
+        "Say yes.", "system user assistant",
+    ),
     "responses items": (
         {"input": [
             {"role": "user", "content": [{"type": "input_text", "text": "Find"}, {"type": "input_image", "image_url": "x"}]},
