@@ -130,7 +130,9 @@ def error_of(arguments: list[str], capsys: Capsys) -> str:
 
 # Digits of other scripts and 1_000 were numbers; 017 was 17 on the command line and 15 in a file, 1:30 was 90.
 @pytest.mark.mend
-@pytest.mark.parametrize("text", ["1_000", "\u0663", "\uff11\uff12", "017", "0x10", "0b1", "1:30", "1_0.5", "1_0e1"])
+@pytest.mark.parametrize(
+    "text", ["1_000", "\u0663", "\uff11\uff12", "017", "0x10", "0b1", "1:30", "1_0.5", "1_0e1"]
+)
 def test_options_take_decimal_numbers_in_ascii_digits(text: str, tmp_path: Path, capsys: Capsys) -> None:
     for words in (["--count", text], [f"--count={text}"], [f"--inner.rate={text}"]):
         assert "decimal numbers in ASCII digits" in error_of(["--out", "x", *words], capsys)

@@ -119,7 +119,9 @@ def test_vtc_forgets_the_least_served_of_many_tenants(monkeypatch: pytest.Monkey
         assert len(policy._counter) <= 2 * 5 + 1
     policy.on_finish(served)
     assert policy.counter("served") == 1000.0
-    assert policy._queued == policy._joined == policy._admitted == policy._before == policy._num_requests == {}
+    assert (
+        policy._queued == policy._joined == policy._admitted == policy._before == policy._num_requests == {}
+    )
 
 
 def test_ltr_promotes_after_200_idle_steps_for_10() -> None:
