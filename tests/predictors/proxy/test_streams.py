@@ -641,4 +641,5 @@ async def test_nothing_is_held_after_a_client_has_gone(stream: bool) -> None:
         await until(lambda: proxy.server._budget.num_bytes)
         task.cancel()
         await until(lambda: not proxy.server._budget.num_bytes)
+        assert proxy.server.num_in_flight == 0
         go.set()
