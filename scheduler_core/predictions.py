@@ -196,7 +196,10 @@ def requested_prediction(
     heads = Prediction() if prediction is None else prediction
     length, point = heads.length, heads.point
     if ignores_eos:
-        length, point = LengthPrediction(math.log(max_tokens), EXACT_SIGMA, 1e9), None
+        exact = LengthPrediction(math.log(max_tokens), EXACT_SIGMA, 1e9)
+        if length is not None:
+            exact = replace(exact, artifact_id=length.artifact_id, artifact_version=length.artifact_version)
+        length, point = exact, None
     if length is not None:
         length = length.at_least(min(min_tokens, max_tokens))
         if num_outputs > 1:

@@ -15,7 +15,7 @@ from scheduler_core.command import report_left_out
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.files import existing_file
 from scheduler_core.json_text import from_json
-from scheduler_core.predictions import DEFAULT_MAX_TOKENS
+from scheduler_core.predictions import DEFAULT_MAX_TOKENS, Prediction, requested_prediction
 from scheduler_core.simulator.tables import check_table_path, columns_of, write_table
 from scheduler_core.table_files import file_rows
 from tailcast.output_length import OutputLength
@@ -46,6 +46,8 @@ class _PromptRow:
     text: str
     model: str | None
     max_tokens: int
+    min_tokens: int
+    ignores_eos: bool
     temperature: float | None
 
 
@@ -130,6 +132,8 @@ def _prompt_row(
         text,
         config.model if model is None else str(model),
         body.max_tokens or config.max_tokens or DEFAULT_MAX_TOKENS,
+        body.min_tokens,
+        body.ignores_eos,
         config.temperature if body.temperature is None else body.temperature,
     )
 
@@ -167,7 +171,15 @@ def _predictions(
             bad.add(rows[0].number, error)
         return
     for row, length in zip(rows, lengths, strict=True):
-        yield row, OutputLength(length, row.max_tokens)
+        requested = requested_prediction(
+            Prediction(length=length),
+            max_tokens=row.max_tokens,
+            min_tokens=row.min_tokens,
+            ignores_eos=row.ignores_eos,
+        )
+        assert requested is not None
+        assert requested.length is not None
+        yield row, OutputLength(requested.length, row.max_tokens)
 
 
 def _columns(row: _PromptRow, length: OutputLength) -> dict[str, Any]:

@@ -411,6 +411,8 @@ def test_a_file_of_requests_of_any_api(artifact: Path, tmp_path: Path) -> None:
         {"messages": json.dumps([{"role": "system", "content": ""}, ask])},
         {"body": {"input": "the sea", "instructions": "Be brief.", "max_output_tokens": 9}},
         {"request": json.dumps({"system": "Be brief.", "messages": [ask], "max_tokens": 8})},
+        {"messages": [ask], "max_tokens": 900, "ignore_eos": True},
+        {"messages": [ask], "max_tokens": 900, "min_tokens": 800},
         {
             "params": {
                 "messages": [{"role": "user", "content": [{"type": "text", "text": "the sea"}]}],
@@ -422,7 +424,12 @@ def test_a_file_of_requests_of_any_api(artifact: Path, tmp_path: Path) -> None:
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert predict("--data", data, "--out", out, "--predictor", artifact) == 0
     predictions = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["max_tokens"] for row in predictions] == [32768, 32768, 32768, 9, 8, 7]
+    assert [row["max_tokens"] for row in predictions] == [32768, 32768, 32768, 9, 8, 900, 900, 7]
+    forced, at_least = predictions[5], predictions.pop(6)
+    assert predictions.pop(5) is forced
+    assert forced["expected_tokens"] == pytest.approx(900, rel=0.01)
+    assert forced["artifact_id"] == predictions[0]["artifact_id"]
+    assert 799.99 < at_least["median_tokens"] <= at_least["expected_tokens"] <= 900
     assert {round(row["mu"], 5) for row in predictions} == {round(predictions[0]["mu"], 5)}
     assert predictions[0]["mu"] == pytest.approx(expected("the sea")[0], rel=1e-5)
 
