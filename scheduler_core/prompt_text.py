@@ -44,11 +44,6 @@ class Message(NamedTuple):
     role: str
     text: str
 
-    @property
-    def content(self) -> str:
-        """The text, by the name that it has in chat APIs."""
-        return self.text
-
 
 def member(source: object, name: str) -> Any:
     """A member of a mapping, or an attribute of another object; None if it is missing."""

@@ -108,8 +108,8 @@ class Vllm(PriorityEngine):
 
     def hint(self, parsed: ParsedRequest, level: int, key: float, state: RequestState) -> Hint:
         number = self.priority(level, key)
-        has_member = parsed.content and parsed.endpoint in self.endpoints - {MESSAGES}
-        return Hint(members={"priority": number} if has_member else {}, headers={self.header: str(number)})
+        members = {} if parsed.endpoint == MESSAGES else {"priority": number}
+        return Hint(members=members, headers={self.header: str(number)})
 
 
 class Dynamo(PriorityEngine):

@@ -16,7 +16,7 @@ from predictors.proxy.metrics import ProxyMetrics
 from predictors.proxy.parsing import ParsedRequest
 from predictors.proxy.prediction import Forecast, Forecaster
 from predictors.proxy.responses import ResponseStats, output_length
-from scheduler_core.adapters.live_calibration import LiveCalibration
+from scheduler_core.adapters.live_calibration import FORCED_LENGTH, LiveCalibration
 from scheduler_core.api_response import COMPLETE, TRUNCATED
 from scheduler_core.predictions import Prediction
 from scheduler_core.predictor import PredictionRequest
@@ -39,7 +39,7 @@ PROBLEMS = {
     "no_tokens": "the response has neither a number of tokens nor events with output",
     "unpredicted": "the request had no prediction",
     "finish_reason": "the finish reason is missing, or neither complete nor truncated",
-    "forced_length": "the length is that of the request (ignore_eos, min_tokens)",
+    "forced_length": FORCED_LENGTH,
 }
 _EXPECTED = frozenset({"error", "engine_lost", "no_response", "client_gone", "other_endpoint"})
 #: Maximum number of queries to the shadow predictor in flight; further queries are skipped.

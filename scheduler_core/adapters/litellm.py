@@ -130,10 +130,8 @@ class LiveStrategy(_Base):  # type: ignore[misc]
         failed = {replica_id for _, replica_id in tried}
         others = [replica_id for replica_id in deployments if replica_id not in failed]
         replica_id = self.routing.send(name, prompt, others or deployments)
-        metadata[TRIED] = (
-            *tried,
-            TriedDeployment(name, replica_id),
-        )  # all attempts of a request share this mapping
+        # All attempts of a request share this mapping.
+        metadata[TRIED] = (*tried, TriedDeployment(name, replica_id))
         options[field] = {**metadata, KEY: attempt}  # identifies the attempt in its events
         return deployments[replica_id]
 
@@ -163,11 +161,9 @@ class LiveStrategy(_Base):  # type: ignore[misc]
 def _tried(metadata: Mapping[str, Any]) -> list[TriedDeployment]:
     """Earlier attempts at a request, without what its client wrote there."""
     entries = metadata.get(TRIED)
-    return (
-        [entry for entry in entries if isinstance(entry, TriedDeployment)]
-        if isinstance(entries, tuple)
-        else []
-    )
+    if not isinstance(entries, tuple):
+        return []
+    return [entry for entry in entries if isinstance(entry, TriedDeployment)]
 
 
 def _attempt(call: Mapping[str, Any]) -> str:

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 SAVE_S, PUBLISH_S = 60.0, 10.0
 #: Seconds between two log lines with the same reason for not learning.
 REMINDER_S = 3600.0
+#: Why an output with ignore_eos or min_tokens is skipped, for reason "forced_length".
+FORCED_LENGTH = "the length is that of the request (ignore_eos, min_tokens)"
 #: Maximum number of ended requests in the queue, for example while the disk stalls; further ones are dropped.
 MAX_PENDING = 10_000
 

@@ -19,7 +19,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from scheduler_core.adapters.engine_metrics import process_metrics
-from scheduler_core.adapters.live_calibration import LiveCalibration
+from scheduler_core.adapters.live_calibration import FORCED_LENGTH, LiveCalibration
 from scheduler_core.adapters.live_order import LiveOrder, declared_level
 from scheduler_core.adapters.prediction_thread import PredictionThread, PromptDecoder
 from scheduler_core.adapters.settings import EngineSettings, check_version, read_settings
@@ -306,7 +306,7 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
             return
         min_tokens, ignores_eos = _forced_length(request)
         if ignores_eos or min_tokens > 1:
-            calibration.skip("forced_length", "the length is that of the request (ignore_eos, min_tokens)")
+            calibration.skip("forced_length", FORCED_LENGTH)
             return
         calibration.observe(
             self._tailcast_settings.served_model,

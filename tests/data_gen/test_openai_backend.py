@@ -123,7 +123,7 @@ def test_conversations_keep_their_messages() -> None:
     talk = Work(Prompt("talk", "c", messages=turns), (0,))
     with running() as (engine,), backend(engine) as client:
         list(client.sample([talk], SETTINGS))
-        assert engine.bodies[0]["messages"] == [{"role": m.role, "content": m.content} for m in turns]
+        assert engine.bodies[0]["messages"] == [{"role": m.role, "content": m.text} for m in turns]
     with pytest.raises(InputError, match="talk"):
         sampled(Completions(), [talk], api="completions")
 

@@ -377,9 +377,9 @@ def test_texts_are_kept_only_when_asked_for(out: Path, keep_text: bool) -> None:
 def test_conversations_and_any_text_are_recorded_complete(out: Path) -> None:
     chat = (Message("system", 'be\n"brief"'), Message("user", "Größe?\u2028\x00"))
     half = Prompt("half", "half \ud83d of an emoji")
-    run(out, prompts=[Prompt("chat", chat[1].content, "", chat, "a-set"), half], keep_text=True)
+    run(out, prompts=[Prompt("chat", chat[1].text, "", chat, "a-set"), half], keep_text=True)
     rows = read_samples(out).to_pylist()
-    assert rows[0]["messages"] == [{"role": m.role, "content": m.content} for m in chat]
+    assert rows[0]["messages"] == [{"role": m.role, "content": m.text} for m in chat]
     assert (rows[0]["prompt"], rows[0]["dataset"]) == ("Größe?\u2028\x00", "a-set")
     assert rows[0]["text"] == "answer 0 to Größe?\u2028\x00"
     assert (rows[4]["prompt"], rows[4]["messages"]) == ("half \ufffd of an emoji", None)
