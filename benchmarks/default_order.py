@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from data_gen.splits import split_of
 from examples.pretrained.prepare import FRACTIONS, SPLIT_SEED, prompt_hash
 from predictors.pretrained import artifact_folder
-from scheduler_core.predictions import LengthPrediction, Prediction
+from scheduler_core.prediction.predictions import LengthPrediction, Prediction
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.predictions import Predictions, oracle_predictions

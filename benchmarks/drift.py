@@ -31,10 +31,10 @@ from benchmarks.answers.files import implied_max_tokens
 from benchmarks.pages import put_section
 from scheduler_core.errors import InputError
 from scheduler_core.lengths.student_t import student_t_cdf
-from scheduler_core.online_calibration import COVERAGE_LEVELS
-from scheduler_core.predictions import LengthPrediction
+from scheduler_core.prediction.online_calibration import COVERAGE_LEVELS
+from scheduler_core.prediction.predictions import LengthPrediction
 from scheduler_core.report.page import markdown_table
-from training.drift import ModelMonitor, ObservedOutput
+from training.commands.evaluate_stream import ModelMonitor, ObservedOutput
 from training.evaluating.predictors import InferenceOptions, open_predictor
 from training.evaluating.rows import EvaluationRows
 from training.fitting.fits import FitOptions, read_fits_or_fit

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from scipy import optimize, stats
 from threadpoolctl import threadpool_limits
 
-from scheduler_core.files import existing_file
+from scheduler_core.shell.files import existing_file
 from training.fitting.estimate import SortedLengths, compared_families, estimate, family_of
 
 NU = 3.5

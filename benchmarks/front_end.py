@@ -83,7 +83,7 @@ async def _echo(*, by_thread: bool) -> int:
 async def _service(artifact: str) -> int:
     import numpy as np
 
-    from predictors.cli import ServeConfig
+    from predictors.commands.serve_predictor import ServeConfig
     from predictors.runtime import Predicted, open_runtime
     from predictors.service.batcher import BatchingSettings
     from predictors.service.server import PredictionServer

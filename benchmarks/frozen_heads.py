@@ -21,8 +21,8 @@ from benchmarks.pooled import pooled
 from predictors.modules.config import Conditioning
 from predictors.modules.predictor import ConditionFeatures
 from predictors.modules.towers import ConditionedTower, Tower
-from training.data import SampleLengths
-from training.student_t import log_density, log_survival
+from training.network.data import SampleLengths
+from training.network.student_t import log_density, log_survival
 
 log = logging.getLogger(__name__)
 

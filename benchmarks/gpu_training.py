@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.parts import write_parts
 from examples.pretrained.card import scores_table
 from examples.pretrained.prepare import SET_ASIDE, SOURCES
-from scheduler_core.files import atomic_file, shared_folder
+from scheduler_core.shell.files import atomic_file, shared_folder
 
 #: Step -> options of `train` in addition to those of the recipe.
 TRAIN_OPTIONS = {

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from training.data import SampleLengths
+from training.network.data import SampleLengths
 
 Array = NDArray[np.float64]
 #: Lengths are truncated to this value before scoring.

@@ -231,7 +231,7 @@ class LoopProbe:
 
 def serve(artifact: str) -> None:
     """Serves until stdin is closed; prints the measurements since the last line for each line on stdin."""
-    from predictors.cli import ServeConfig
+    from predictors.commands.serve_predictor import ServeConfig
     from predictors.edge import run
     from predictors.runtime import open_runtime
     from predictors.service.batcher import BatchingSettings

@@ -41,7 +41,7 @@ from benchmarks.pooled import ENCODER, MAX_TOKENS
 from data_gen.transformers_backend import TransformersBackend
 from examples.pretrained.prepare import prepare
 from scheduler_core.report.page import markdown_table
-from training.prediction import has_bfloat16
+from training.network.prediction import has_bfloat16
 
 log = logging.getLogger(__name__)
 

@@ -49,8 +49,8 @@ from examples.pretrained.prepare import prepare
 from predictors.tokenizer import PromptTokenizer
 from scheduler_core.report.page import markdown_table
 from scheduler_core.statistics import interval
-from training.data import SampleLengths
 from training.evaluating.scores import kendall_tau
+from training.network.data import SampleLengths
 
 log = logging.getLogger(__name__)
 KIND, NU, LAYER = LogTMixture(), 3.5, 18

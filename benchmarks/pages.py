@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from scheduler_core.errors import InputError
-from scheduler_core.files import atomic_file, writable_target
+from scheduler_core.shell.files import atomic_file, writable_target
 
 
 def put_section(path: str | Path, name: str, text: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.files import sha256_file
+from scheduler_core.shell.files import sha256_file
 
 #: File name of the sums, in the format of sha256sum, next to the parts.
 SUMS = "SHA256SUMS"

@@ -24,9 +24,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler_core.plan import StepResult
+from scheduler_core.engine.plan import StepResult
 from scheduler_core.policies import make_policy
-from scheduler_core.predictions import LengthPrediction, Prediction
+from scheduler_core.prediction.predictions import LengthPrediction, Prediction
 from scheduler_core.request import Request
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 

@@ -209,7 +209,7 @@ def main() -> None:
                 words = [word.replace("FOLDER", f"{folder}/feedback") for word in flags]
                 command = [
                     "-m",
-                    "predictors.cli_proxy",
+                    "predictors.commands.tailcast_proxy",
                     target,
                     "--predictor",
                     "none",

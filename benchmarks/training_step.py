@@ -44,8 +44,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from training.config import LengthTask, StageConfig, TrainConfig
-from training.train import train
+from training.network.config import LengthTask, StageConfig, TrainConfig
+from training.network.train import train
 
 Precision = Literal["32-true", "bf16-mixed"]
 NUM_WORDS = 5000

@@ -45,8 +45,8 @@ from data_gen.urgency.mixture import with_phrases
 from data_gen.urgency.seed_set import ClaimPair, read_claims, read_openers, read_pairs, seed_labels
 from predictors.modules.heads import UrgencyHead, level_probabilities
 from predictors.modules.towers import Tower
-from scheduler_core.urgency import LEVELS, expected_cost_levels
-from training.losses import ordinal_cross_entropy
+from scheduler_core.prediction.urgency import LEVELS, expected_cost_levels
+from training.network.losses import ordinal_cross_entropy
 from training.urgency.abstention import ClaimRows, choose_threshold
 
 WIDTH, DROPOUT, EPOCHS, BATCH, RATE, DECAY = 256, 0.5, 12, 64, 1e-3, 0.05

@@ -57,7 +57,7 @@ from benchmarks.vllm_runs.results import calibrated, measured_capacity, run_metr
 from benchmarks.vllm_runs.server import MODEL, EngineServer, StepTail, engine_server
 from data_gen.sources.open import open_prompts
 from scheduler_core.errors import InputError
-from scheduler_core.predictions import LengthPrediction
+from scheduler_core.prediction.predictions import LengthPrediction
 from scheduler_core.simulator.predictions import ORACLE_NU, ORACLE_SIGMA, fetch_predictions
 from scheduler_core.simulator.trace import Trace, TraceRequest
 
@@ -151,7 +151,7 @@ class Bench:
         """Runs `tailcast-proxy` with its defaults; yields its address."""
         port_file = self.options.out / "proxy.port"
         port_file.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "predictors.cli_proxy", engine_url, "--engine", "vllm"]
+        command = [sys.executable, "-m", "predictors.commands.tailcast_proxy", engine_url, "--engine", "vllm"]
         command += ["--predictor", f"grpc://{self.address}", "--max_num_seqs", str(self.options.max_num_seqs)]
         command += ["--served_model", "", "--deadline_s", "1", "--port", "0", "--port_file", str(port_file)]
         with running(command, port_file.exists, environment={}):
@@ -301,7 +301,7 @@ def _service(options: argparse.Namespace) -> Iterator[str]:
     """Runs the prediction service; yields its address."""
     port_file = options.out / "port"
     port_file.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "predictors.cli", str(options.artifact)]
+    command = [sys.executable, "-m", "predictors.commands.serve_predictor", str(options.artifact)]
     command += ["--port", "0", "--port_file", str(port_file)]
     with running(command, port_file.exists, environment={}, timeout_s=300.0):
         yield f"127.0.0.1:{port_file.read_text(encoding='utf-8').strip()}"

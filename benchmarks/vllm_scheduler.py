@@ -42,8 +42,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from benchmarks.vllm_runs.model import NAME, packaged_model
 from scheduler_core.adapters.vllm import scheduler_class
-from scheduler_core.predictions import LengthPrediction, Prediction
-from scheduler_core.predictor import PredictionEvent, PredictionStatus
+from scheduler_core.prediction.predictions import LengthPrediction, Prediction
+from scheduler_core.prediction.predictor import PredictionEvent, PredictionStatus
 from scheduler_core.report.page import markdown_table
 
 BLOCK_TOKENS, PROMPT_TOKENS, MAX_TOKENS, SIGMA, NU = 16, 100, 1500, 0.5, 3.5

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from data_gen.samples import read_samples
 from scheduler_core.errors import InputError
-from scheduler_core.files import atomic_file, sha256_file, shared_folder, write_json
 from scheduler_core.report import plotting
-from scheduler_core.table_files import open_parquet
+from scheduler_core.shell.files import atomic_file, sha256_file, shared_folder, write_json
+from scheduler_core.shell.table_files import open_parquet
 
 FILES = ("card.json", "card.md", "survival.png")
 #: Minimum number of outputs of a prompt to compute its dispersion.

@@ -16,8 +16,8 @@ from pydantic import (
 )
 
 from scheduler_core.errors import InputError
-from scheduler_core.json_text import parse_json
 from scheduler_core.lengths.quantiles import LEVELS
+from scheduler_core.shell.json_text import parse_json
 
 FORMAT = "tailcast-feedback/1"
 MAX_TOKENS = 2**31 - 1
@@ -26,7 +26,7 @@ Tokens = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 MaxTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 Seconds = Annotated[FiniteFloat, Field(ge=0, le=1e11)]
 NonNegative = Annotated[FiniteFloat, Field(ge=0)]
-# The ranges of `scheduler_core.predictions.LengthPrediction`.
+# The ranges of `scheduler_core.prediction.predictions.LengthPrediction`.
 Mu = Annotated[float, Field(ge=-50, le=50)]
 Sigma = Annotated[float, Field(ge=1e-9, le=50)]
 Nu = Annotated[float, Field(ge=0.1, le=1e9)]

@@ -15,8 +15,8 @@ from typing import Any, Literal
 from data_gen.prompts import Prompt
 from data_gen.splits import Split, digest64, split_of, unit_hash
 from scheduler_core.errors import InputError
-from scheduler_core.files import existing_file
 from scheduler_core.ranges import INTEGERS, check_ranges
+from scheduler_core.shell.files import existing_file
 
 #: Shingle length in characters: short enough for one-line prompts, long enough that unrelated texts share few shingles.
 PIECE = 5

@@ -18,9 +18,9 @@ from data_gen.synthetic_backend import SyntheticOptions
 from data_gen.transformers_backend import TransformersOptions
 from data_gen.vllm_backend import VllmOptions
 from scheduler_core.errors import InputError
-from scheduler_core.files import check_shared_folder
 from scheduler_core.ranges import INTEGERS, POSITIVE, check_ranges
-from scheduler_core.threads import wait_without_spinning
+from scheduler_core.shell.files import check_shared_folder
+from scheduler_core.shell.threads import wait_without_spinning
 
 if TYPE_CHECKING:
     from data_gen.backend import Backend

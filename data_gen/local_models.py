@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from data_gen.backend import SampleFailure, SamplingSettings, Work, WorkResult
-from scheduler_core.files import PACKAGE_SCHEME, inside_package
+from scheduler_core.shell.files import PACKAGE_SCHEME, inside_package
 
 
 def resolve_model(model: str) -> str:

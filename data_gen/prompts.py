@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scheduler_core.prompt_text import USER, Message
+from scheduler_core.prediction.prompt_text import USER, Message
 
 __all__ = ["Message", "Prompt", "conversation_id_of", "prompt_id_of"]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from data_gen.backend import Backend, SamplingSettings, Work, WorkResult
 from data_gen.store import RunStoppedError
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.ray_cluster import ray_cluster
+from scheduler_core.shell.ray_cluster import ray_cluster
 
 if TYPE_CHECKING:
     from data_gen.gen_samples import GenSamplesConfig

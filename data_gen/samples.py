@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 
 from data_gen.prompts import Prompt
 from scheduler_core.errors import InputError
-from scheduler_core.files import atomic_file
-from scheduler_core.table_files import open_parquet, readable, require_columns
+from scheduler_core.shell.files import atomic_file
+from scheduler_core.shell.table_files import open_parquet, readable, require_columns
 
 SCHEMA_NAME = "samples/2"
 MESSAGES = pa.list_(pa.struct([pa.field("role", pa.string()), pa.field("content", pa.string())]))

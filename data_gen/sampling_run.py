@@ -25,7 +25,7 @@ from data_gen.prompts import Prompt
 from data_gen.samples import SCHEMA_NAME
 from data_gen.store import FAILED, RunStoppedError, SampleStore, disk_errors
 from scheduler_core.errors import InputError
-from scheduler_core.files import locked_folder, writable_target, write_json
+from scheduler_core.shell.files import locked_folder, writable_target, write_json
 
 log = logging.getLogger(__name__)
 

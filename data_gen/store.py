@@ -21,8 +21,8 @@ from data_gen.backend import SampledOutput, SampleFailure
 from data_gen.prompts import Prompt
 from data_gen.samples import SCHEMA, prompt_sha256
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.files import atomic_file, sync_path
-from scheduler_core.json_text import valid_unicode
+from scheduler_core.shell.files import atomic_file, sync_path
+from scheduler_core.shell.json_text import valid_unicode
 
 EXPORT_ROWS = 8192
 _TABLES = """

@@ -17,7 +17,7 @@ from data_gen.local_models import model_name, resolve_model, tokenize_within
 from data_gen.prompts import Prompt
 from scheduler_core.errors import InputError
 from scheduler_core.ranges import INTEGERS, check_ranges
-from scheduler_core.threads import check_threads
+from scheduler_core.shell.threads import check_threads
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,9 +25,9 @@ from predictors.manifest import (
     Manifest,
 )
 from scheduler_core.errors import InputError
-from scheduler_core.files import atomic_directory, folder_target, write_json
 from scheduler_core.lengths.quantiles import LEVELS
 from scheduler_core.ranges import INTEGERS, check_ranges
+from scheduler_core.shell.files import atomic_directory, folder_target, write_json
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

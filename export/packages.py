@@ -20,9 +20,9 @@ from predictors.artifact import Artifact, open_artifact
 from predictors.manifest import TOKENIZER, TensorSpec
 from predictors.tokenizer import MAX_CHARS_PER_TOKEN
 from scheduler_core.errors import InputError
-from scheduler_core.files import atomic_directory, folder_target
 from scheduler_core.ranges import INTEGERS, check_choice, check_ranges
-from scheduler_core.threads import check_threads
+from scheduler_core.shell.files import atomic_directory, folder_target
+from scheduler_core.shell.threads import check_threads
 
 logger = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ from predictors.manifest import MANIFEST, MODEL, SIGNATURE, Manifest, content_ve
 from predictors.pretrained import artifact_folder
 from predictors.tiny import WEIGHTS
 from scheduler_core.errors import InputError, MissingExtraError
-from scheduler_core.files import RECORD, existing_file, sha256_file, write_json
-from scheduler_core.json_text import read_json_object
+from scheduler_core.shell.files import RECORD, existing_file, sha256_file, write_json
+from scheduler_core.shell.json_text import read_json_object
 
 # Unlisted files: the manifest, its signature, and the record of the command that wrote the folder.
 _UNLISTED = frozenset({MANIFEST, SIGNATURE, RECORD})
-#: Kind of the output folder, see `scheduler_core.files.atomic_directory`.
+#: Kind of the output folder, see `scheduler_core.shell.files.atomic_directory`.
 KIND = "artifact"
 
 

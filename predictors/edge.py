@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.files import atomic_file, remove_output, writable_target
+from scheduler_core.shell.files import atomic_file, remove_output, writable_target
 
 R = TypeVar("R")
 

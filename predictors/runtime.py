@@ -16,7 +16,7 @@ from predictors.manifest import MANIFEST, MODEL, TOKENIZER, TensorSpec, checked_
 from predictors.tiny import WEIGHTS, TinySession
 from predictors.tokenizer import PromptTokenizer
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.predictions import LengthPrediction
+from scheduler_core.prediction.predictions import LengthPrediction
 
 if TYPE_CHECKING:
     import onnxruntime as ort

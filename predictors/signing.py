@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from scheduler_core.errors import InputError, MissingExtraError
-from scheduler_core.files import atomic_file, existing_file
+from scheduler_core.shell.files import atomic_file, existing_file
 
 try:
     from cryptography.exceptions import InvalidSignature

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from predictors.pretrained import TINY, shipped_folder
 from predictors.tokenizer import PromptTokenizer
 from scheduler_core.errors import InputError, MissingExtraError
-from scheduler_core.files import existing_file, sha256_file
-from scheduler_core.json_text import read_json_object, valid_unicode
-from scheduler_core.predictions import LengthPrediction, Prediction
-from scheduler_core.predictor import PredictionRequest
+from scheduler_core.prediction.predictions import LengthPrediction, Prediction
+from scheduler_core.prediction.predictor import PredictionRequest
+from scheduler_core.shell.files import existing_file, sha256_file
+from scheduler_core.shell.json_text import read_json_object, valid_unicode
 
 #: File of the weights in an artifact folder, instead of model.onnx.
 WEIGHTS = "model.npz"
@@ -121,7 +121,7 @@ class TinySession:
 
 
 class TinyPredictor:
-    """A `scheduler_core.predictor.Predictor` in the calling thread; `length` is its blocking method.
+    """A `scheduler_core.prediction.predictor.Predictor` in the calling thread; `length` is its blocking method.
 
     InputError if a file of the artifact folder is missing or differs from its SHA-256 in the manifest.
     """

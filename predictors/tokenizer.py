@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.files import existing_file
-from scheduler_core.json_text import parse_json
+from scheduler_core.shell.files import existing_file
+from scheduler_core.shell.json_text import parse_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

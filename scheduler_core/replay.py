@@ -5,14 +5,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from scheduler_core.decision_log import SCHEMA, DecisionLog, Entry
+from scheduler_core.engine.decision_log import SCHEMA, DecisionLog, Entry
+from scheduler_core.engine.plan import StepResult
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.files import existing_file
-from scheduler_core.plan import StepResult
 from scheduler_core.policies import make_policy
-from scheduler_core.predictions import HEADS, Prediction
+from scheduler_core.prediction.predictions import HEADS, Prediction
 from scheduler_core.request import Request, RequestState
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
+from scheduler_core.shell.files import existing_file
 
 #: Recorded arguments of each call, in order; the last argument of each call is the time.
 _ARGUMENTS = {

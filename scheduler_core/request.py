@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from scheduler_core.errors import InputError
-from scheduler_core.predictions import (
+from scheduler_core.prediction.predictions import (
     BucketPrediction,
     LengthPrediction,
     PointPrediction,
@@ -44,7 +44,7 @@ class Request:
         max_tokens: Maximum number of output tokens, > 0.
         priority: Declared by the client, smaller first (as in vLLM).
         tier: Declared service tier, 0 (most urgent) to MAX_TIERS - 1; tiers 0 to 4 are also the levels of
-            urgency, `scheduler_core.urgency.LEVELS`.
+            urgency, `scheduler_core.prediction.urgency.LEVELS`.
         tenant: Owner of the request; the empty name is also a tenant.
         ttft_slo_s: Target of the time from arrival to the first token, in seconds > 0.
         tbt_slo_s: Target of the time between two tokens, in seconds > 0.

@@ -12,15 +12,15 @@ from itertools import pairwise
 
 from scheduler_core.batching import BATCH_FORMERS, make_former
 from scheduler_core.batching.batch import Batch
-from scheduler_core.decision_log import SCHEMA, DecisionLog
+from scheduler_core.engine.decision_log import SCHEMA, DecisionLog
+from scheduler_core.engine.kv_cache import Limits
+from scheduler_core.engine.lockstep import LockstepGroup
+from scheduler_core.engine.plan import Counters, Finished, PrefillChunk, StepPlan, StepResult
+from scheduler_core.engine.pool import Pool
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.kv_cache import Limits
-from scheduler_core.lockstep import LockstepGroup
-from scheduler_core.plan import Counters, Finished, PrefillChunk, StepPlan, StepResult
 from scheduler_core.policies import policy_name, policy_parameters
 from scheduler_core.policies.base import Policy
-from scheduler_core.pool import Pool
-from scheduler_core.predictions import Prediction
+from scheduler_core.prediction.predictions import Prediction
 from scheduler_core.request import Request, RequestState, Status
 
 

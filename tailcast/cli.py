@@ -5,28 +5,43 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from scheduler_core.command import chosen_command, entry_point, imported
+from scheduler_core.shell.command import chosen_command, entry_point, imported
 
 #: Name -> (module and function, description); [project.scripts] has the same functions.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "predict": ("tailcast.cli_predict:main", "predict output lengths of a prompt or a file of prompts"),
-    "serve": ("predictors.cli:main", "serve predictions over gRPC and HTTP (serve-predictor)"),
-    "proxy": ("predictors.cli_proxy:main", "run a proxy in front of an engine (tailcast-proxy)"),
-    "adapt": ("training.cli_adapt:main", "adapt an artifact to the logs of your requests"),
+    "predict": ("tailcast.commands.predict:main", "predict output lengths of a prompt or a file of prompts"),
+    "serve": (
+        "predictors.commands.serve_predictor:main",
+        "serve predictions over gRPC and HTTP (serve-predictor)",
+    ),
+    "proxy": (
+        "predictors.commands.tailcast_proxy:main",
+        "run a proxy in front of an engine (tailcast-proxy)",
+    ),
+    "adapt": ("training.commands.adapt:main", "adapt an artifact to the logs of your requests"),
     "simulate": ("scheduler_core.simulator.commands.simulate:main", "simulate policies: run, sweep, ..."),
-    "gen-samples": ("data_gen.cli_gen_samples:main", "sample outputs of an LLM for prompts"),
-    "import-lengths": ("data_gen.cli_import_lengths:main", "import lengths from logs, traces, public data"),
-    "import-urgency": ("data_gen.cli_import_urgency:main", "import texts with urgency from public data"),
-    "fit-dist": ("training.cli_fit_dist:main", "fit a length distribution per prompt"),
-    "train": ("training.cli_train:main", "train a predictor of lengths or urgency"),
-    "evaluate": ("training.evaluating.cli:main", "evaluate a predictor on held-out lengths"),
-    "evaluate-urgency": ("training.urgency.cli:main", "evaluate an urgency predictor on labels"),
-    "evaluate-stream": ("training.drift:main", "detect drift in finished requests"),
-    "calibrate": ("training.calibrating.cli:main", "calibrate a checkpoint on held-out data"),
-    "export-onnx": ("export.cli:main", "export a checkpoint as an artifact"),
-    "export-variants": ("tailcast.cli_variants:main", "build and compare faster variants of an artifact"),
-    "package-artifact": ("export.cli_package:main", "package an artifact for Triton or KServe"),
-    "read-feedback": ("training.cli_read_feedback:main", "read the feedback log of the proxy"),
+    "gen-samples": ("data_gen.commands.gen_samples:main", "sample outputs of an LLM for prompts"),
+    "import-lengths": (
+        "data_gen.commands.import_lengths:main",
+        "import lengths from logs, traces, public data",
+    ),
+    "import-urgency": ("data_gen.commands.import_urgency:main", "import texts with urgency from public data"),
+    "fit-dist": ("training.commands.fit_dist:main", "fit a length distribution per prompt"),
+    "train": ("training.commands.train:main", "train a predictor of lengths or urgency"),
+    "evaluate": ("training.commands.evaluate:main", "evaluate a predictor on held-out lengths"),
+    "evaluate-urgency": (
+        "training.commands.evaluate_urgency:main",
+        "evaluate an urgency predictor on labels",
+    ),
+    "evaluate-stream": ("training.commands.evaluate_stream:main", "detect drift in finished requests"),
+    "calibrate": ("training.commands.calibrate:main", "calibrate a checkpoint on held-out data"),
+    "export-onnx": ("export.commands.export_onnx:main", "export a checkpoint as an artifact"),
+    "export-variants": (
+        "tailcast.commands.export_variants:main",
+        "build and compare faster variants of an artifact",
+    ),
+    "package-artifact": ("export.commands.package_artifact:main", "package an artifact for Triton or KServe"),
+    "read-feedback": ("training.commands.read_feedback:main", "read the feedback log of the proxy"),
 }
 
 

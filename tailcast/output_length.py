@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from scheduler_core.errors import InputError
-from scheduler_core.predictions import DEFAULT_MAX_TOKENS, LengthPrediction
+from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS, LengthPrediction
 
 _NUM_BARS = 8
 _BAR_CHARS = 32

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from scheduler_core.errors import InputError, MissingExtraError, suggestion
-from scheduler_core.predictions import DEFAULT_MAX_TOKENS, LengthPrediction
+from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS, LengthPrediction
 from tailcast.output_length import OutputLength
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class LengthPredictor(ABC):
 
     def text(self, prompt: Prompt) -> str:
         """The text of a prompt to predict from, see `prompt_text.predictor_text`; InputError if it is empty or invalid."""
-        from scheduler_core.prompt_text import messages_of, predictor_text
+        from scheduler_core.prediction.prompt_text import messages_of, predictor_text
 
         if isinstance(prompt, str):
             field, text = "prompt", prompt
@@ -136,7 +136,7 @@ class _ServicePredictor(LengthPredictor):
     def predictions(
         self, texts: Sequence[str], models: Sequence[str | None], temperatures: Sequence[float | None]
     ) -> list[LengthPrediction]:
-        from scheduler_core.predictor import PredictionRequest
+        from scheduler_core.prediction.predictor import PredictionRequest
 
         rows = zip(texts, models, temperatures, strict=True)
         requests = [
@@ -208,7 +208,7 @@ def predict(
         prompt: Prompt text, or a list of messages as in a request of any chat API: of any roles, with tool calls, images and
             null contents. Of a conversation, the last text of the user is read, or all messages if the predictor reads
             conversations.
-        max_tokens: Maximum number of output tokens; None: `scheduler_core.predictions.DEFAULT_MAX_TOKENS`.
+        max_tokens: Maximum number of output tokens; None: `scheduler_core.prediction.predictions.DEFAULT_MAX_TOKENS`.
         model: Name of the LLM; None: unknown.
         temperature: Sampling temperature of the LLM, >= 0; None: unknown.
         predictor: "pretrained", "tiny", an artifact folder, or grpc://HOST:PORT; stays open for later calls.

@@ -10,19 +10,19 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scheduler_core.api_request import MAX_TOKENS, integer, read_request
-from scheduler_core.command import report_left_out
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.files import existing_file
-from scheduler_core.json_text import from_json
-from scheduler_core.predictions import DEFAULT_MAX_TOKENS, Prediction, requested_prediction
+from scheduler_core.prediction.api_request import MAX_TOKENS, integer, read_request
+from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS, Prediction, requested_prediction
+from scheduler_core.shell.command import report_left_out
+from scheduler_core.shell.files import existing_file
+from scheduler_core.shell.json_text import from_json
+from scheduler_core.shell.table_files import file_rows
 from scheduler_core.simulator.tables import check_table_path, columns_of, write_table
-from scheduler_core.table_files import file_rows
 from tailcast.output_length import OutputLength
 from training.progress import tracked
 
 if TYPE_CHECKING:
-    from tailcast.cli_predict import PredictConfig
+    from tailcast.commands.predict import PredictConfig
     from tailcast.prediction import LengthPredictor
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from scheduler_core.errors import InputError, unknown_name
-from scheduler_core.options import from_mapping
+from scheduler_core.shell.options import from_mapping
 from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.run import SimulationResult, run_simulation
 from scheduler_core.simulator.trace import Trace

@@ -174,7 +174,7 @@ def test_a_path_that_follows_from_another_one_is_an_output(
 ) -> None:
     page = tmp_path / "new.html"
     page.write_text(CONTENT)
-    main = importlib.import_module("training.cli_adapt").main
+    main = importlib.import_module("training.commands.adapt").main
     for log in (tmp_path / "log.jsonl", page):
         for out in (tmp_path / "new", f"{tmp_path}/new/"):
             assert main([str(log), "--out", str(out)]) == 2
@@ -273,9 +273,11 @@ def test_commands_with_unfinished_runs_write_through_links(tmp_path: Path) -> No
         (tmp_path / name).symlink_to(f"disk/{name}")
     out = ["--progress", "false", "--out"]
     data = [str(tmp_path / "lists.parquet"), "--max_tokens", "10"]
-    assert importlib.import_module("training.cli_fit_dist").main([*data, *out, str(tmp_path / "fits")]) == 0
+    assert (
+        importlib.import_module("training.commands.fit_dist").main([*data, *out, str(tmp_path / "fits")]) == 0
+    )
     source = ["templates:2", "--backend", "synthetic"]
-    gen_samples = importlib.import_module("data_gen.cli_gen_samples").main
+    gen_samples = importlib.import_module("data_gen.commands.gen_samples").main
     assert gen_samples([*source, *out, str(tmp_path / "samples")]) == 0
     assert pq.read_table(tmp_path / "disk" / "fits").num_rows == 2
     assert pq.read_table(tmp_path / "disk" / "samples").num_rows == 40

@@ -32,7 +32,7 @@ sys.meta_path.insert(0, Interrupt())
 """
 _SLEEPER = """
 import sys, threading
-from scheduler_core.command import entry_point
+from scheduler_core.shell.command import entry_point
 
 @entry_point("tool", extra="sim")
 def main(args=None):
@@ -75,11 +75,11 @@ def interrupted(
     [
         ("scheduler_core.simulator.commands.simulate", "simulate", "numpy", ("run",)),
         ("scheduler_core.simulator.commands.simulate", "simulate run", "jsonargparse", ("run",)),
-        ("data_gen.cli_gen_samples", "gen-samples", "numpy", ()),
-        ("training.cli_fit_dist", "fit-dist", "docstring_parser", ()),
-        ("training.cli_train", "train", "training.config", ()),
-        ("export.cli_package", "package-artifact", "export.packages", ()),
-        ("predictors.cli", "serve-predictor", "jsonargparse", ()),
+        ("data_gen.commands.gen_samples", "gen-samples", "numpy", ()),
+        ("training.commands.fit_dist", "fit-dist", "docstring_parser", ()),
+        ("training.commands.train", "train", "training.network.config", ()),
+        ("export.commands.package_artifact", "package-artifact", "export.packages", ()),
+        ("predictors.commands.serve_predictor", "serve-predictor", "jsonargparse", ()),
     ],
 )
 def test_interrupted_imports(site: Path, module: str, prog: str, moment: str, args: tuple[str, ...]) -> None:
@@ -91,7 +91,9 @@ def test_interrupted_imports(site: Path, module: str, prog: str, moment: str, ar
 def test_an_interrupt_in_the_middle_of_the_work(site: Path, tmp_path: Path) -> None:
     samples = write_good_files(tmp_path / "good")["samples.parquet"]
     out = tmp_path / "out"
-    done = interrupted(site, "scipy", "training.cli_fit_dist", str(samples), "--out", f"{out}/fits.parquet")
+    done = interrupted(
+        site, "scipy", "training.commands.fit_dist", str(samples), "--out", f"{out}/fits.parquet"
+    )
     assert (done.returncode, done.stderr) == (130, "fit-dist: interrupted\n")
     assert [path for path in out.rglob("*") if path.is_file()] == []
 

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from aiohttp import web
 from openai import AsyncOpenAI
 
-from scheduler_core.api_request import read_request
+from scheduler_core.prediction.api_request import read_request
 from tests.fake_openai import event
 from tests.predictors.proxy.fake_engine import running_engine
 from tests.training.test_adapt import prompts, replaceable_artifact, shifted
@@ -35,7 +35,7 @@ TOOLS: Any = [
 async def command(line: str) -> str:
     """Runs a command of this checkout; returns all that it wrote."""
     name, *arguments = shlex.split(line)
-    modules = {"import-lengths": "data_gen.cli_import_lengths", "adapt": "training.cli_adapt"}
+    modules = {"import-lengths": "data_gen.commands.import_lengths", "adapt": "training.commands.adapt"}
     words = ["-m", modules.get(name, "scheduler_core.simulator.commands.simulate"), *arguments]
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
@@ -146,7 +146,16 @@ class Proxy:
 
 @asynccontextmanager
 async def running(engine_url: str, ports: Path, *options: str) -> AsyncIterator[Proxy]:
-    words = [sys.executable, "-m", "predictors.cli_proxy", engine_url, "--engine", "vllm", "--port", "0"]
+    words = [
+        sys.executable,
+        "-m",
+        "predictors.commands.tailcast_proxy",
+        engine_url,
+        "--engine",
+        "vllm",
+        "--port",
+        "0",
+    ]
     process = await asyncio.create_subprocess_exec(
         *words, "--port_file", str(ports), *options, cwd=ROOT, stderr=asyncio.subprocess.PIPE
     )

@@ -21,7 +21,7 @@ from predictors.proxy.server import ProxyServer
 from scheduler_core.adapters import vllm as adapter
 from scheduler_core.errors import InputError
 from scheduler_core.policies import POLICIES
-from scheduler_core.predictions import Prediction
+from scheduler_core.prediction.predictions import Prediction
 from scheduler_core.request import DEFAULT_TIER, Request
 from tests.scheduler_core.adapters.length_reader import LengthReader, of_length, settle
 from tests.scheduler_core.adapters.stand_in import FakeRequest, modules, run_step, vllm_config

@@ -27,9 +27,9 @@ from predictors.runtime import open_runtime
 from predictors.service.json_request import request_message
 from predictors.service.messages import RequestReader
 from scheduler_core.errors import InputError, MissingExtraError
-from scheduler_core.predictions import DEFAULT_MAX_TOKENS, LengthPrediction
-from scheduler_core.predictor import PredictionRequest, open_predictor
-from scheduler_core.prompt_text import messages_of, user_text
+from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS, LengthPrediction
+from scheduler_core.prediction.predictor import PredictionRequest, open_predictor
+from scheduler_core.prediction.prompt_text import messages_of, user_text
 from scheduler_core.simulator.commands.simulate import main as simulate
 from scheduler_core.simulator.trace import Trace, TraceRequest, write_trace
 from tailcast.cli import COMMANDS, main

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from typing import TypeVar, cast
 
-from scheduler_core.threads import wait_without_spinning
+from scheduler_core.shell.threads import wait_without_spinning
 
 T = TypeVar("T")
 

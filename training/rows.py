@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from data_gen.splits import SPLITS, split_of
 from scheduler_core.errors import InputError
-from scheduler_core.table_files import convertible, read_parquet
-from training.config import TrainConfig
+from scheduler_core.shell.table_files import convertible, read_parquet
 from training.fitting.fits import NOT_FITTED, FitOptions, filtered, fit_groups, read_fits_or_fit
 from training.fitting.samples import GroupedLengths, group_table, with_conversations
+from training.network.config import TrainConfig
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.reproduce.coverage import COVERAGE
 from benchmarks.reproduce.study import Claim, Findings, Row, Study
-from scheduler_core.files import write_json
+from scheduler_core.shell.files import write_json
 
 #: Smaller differences are rounding errors of sums.
 ROUNDING = 1e-9

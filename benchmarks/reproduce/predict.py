@@ -43,10 +43,10 @@ from examples.pretrained.prepare import prepare
 from predictors.manifest import MANIFEST
 from predictors.pretrained import PRETRAINED, shipped_folder
 from scheduler_core.errors import TailcastError
-from scheduler_core.files import atomic_file
-from training.data import SampleLengths
+from scheduler_core.shell.files import atomic_file
 from training.evaluating.predictors import InferenceOptions, PredictedRows, open_predictor
-from training.losses import list_mle
+from training.network.data import SampleLengths
+from training.network.losses import list_mle
 
 #: Lengths within a group of this many tokens are equal for LTR.
 GROUP_TOKENS = 10.0

@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.reproduce.simulate import Outcome, System, over_seeds, simulate
 from benchmarks.reproduce.study import Claim, Effort, Findings, Row, Study
-from scheduler_core.predictions import BucketPrediction, LengthPrediction, Prediction
+from scheduler_core.prediction.predictions import BucketPrediction, LengthPrediction, Prediction
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.predictions import Predictions
 from scheduler_core.simulator.step_time.quadratic import PRESETS

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from scheduler_core.plan import Finished, StepPlan, StepResult
+from scheduler_core.engine.plan import Finished, StepPlan, StepResult
 from scheduler_core.policies import make_policy
 from scheduler_core.routing.base import Router
 from scheduler_core.scheduler import Scheduler, SchedulerConfig

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from benchmarks.reproduce.study import Effort
 from scheduler_core.errors import InputError
-from scheduler_core.predictions import LengthPrediction, Prediction, RankPrediction
+from scheduler_core.prediction.predictions import LengthPrediction, Prediction, RankPrediction
 from scheduler_core.simulator.predictions import Predictions, oracle_predictions
 from scheduler_core.simulator.trace import Trace, TraceRequest
 

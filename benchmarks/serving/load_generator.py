@@ -211,7 +211,7 @@ async def connected(load: Load) -> AsyncIterator[Ask]:
 async def _grpc(load: Load, address: str) -> AsyncIterator[Ask]:
     """Uses our client without its retries; every prompt is a separate request."""
     from predictors.client import ClientSettings, GrpcPredictor, PredictorError
-    from scheduler_core.predictor import PredictionRequest
+    from scheduler_core.prediction.predictor import PredictionRequest
 
     settings = ClientSettings(timeout_s=load.timeout_s, max_attempts=1, num_connections=load.connections)
     truncated_length = load.max_tokens is not None

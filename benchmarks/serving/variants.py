@@ -81,9 +81,16 @@ class Variant:
         self, artifact: Path, port: int, http_port: int | None
     ) -> contextlib.AbstractContextManager[Process]:
         from predictors.client import ClientSettings, PredictorError, SyncPredictor
-        from scheduler_core.predictor import PredictionRequest
+        from scheduler_core.prediction.predictor import PredictionRequest
 
-        command = [sys.executable, "-m", "predictors.cli", str(artifact), f"--port={port}", "--provider=cpu"]
+        command = [
+            sys.executable,
+            "-m",
+            "predictors.commands.serve_predictor",
+            str(artifact),
+            f"--port={port}",
+            "--provider=cpu",
+        ]
         if http_port is not None:
             command.append(f"--http_port={http_port}")
         settings = ClientSettings(timeout_s=5.0, max_attempts=1)

@@ -22,7 +22,7 @@ from benchmarks.vllm_runs.results import (
     slowness,
     window_throughput,
 )
-from scheduler_core.predictions import LengthPrediction
+from scheduler_core.prediction.predictions import LengthPrediction
 from scheduler_core.report.page import markdown_table
 
 #: Metric -> heading of the first table, in engine time: seconds for fcfs, ratios to fcfs for the others.

@@ -10,7 +10,7 @@ import numpy as np
 from scipy.stats import t as student
 
 from benchmarks.vllm_runs.step_work import step_work
-from scheduler_core.predictions import LengthPrediction, Prediction
+from scheduler_core.prediction.predictions import LengthPrediction, Prediction
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.commands.calibrate import StepSample, StepTimeFit, fit_step_time
 from scheduler_core.simulator.config import SimulationConfig

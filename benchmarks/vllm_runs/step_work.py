@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scheduler_core.plan import PrefillChunk
+from scheduler_core.engine.plan import PrefillChunk
 from scheduler_core.simulator.step_time.base import StepWork
 
 

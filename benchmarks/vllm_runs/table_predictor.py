@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from scheduler_core.predictions import LengthPrediction, Prediction
-from scheduler_core.predictor import PredictionRequest
+from scheduler_core.prediction.predictions import LengthPrediction, Prediction
+from scheduler_core.prediction.predictor import PredictionRequest
 
 
 class TablePredictor:

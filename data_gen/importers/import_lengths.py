@@ -24,13 +24,13 @@ from data_gen.importers.public_sets import castillo_rows, sharegpt_rows
 from data_gen.importers.values import ERROR, LENGTH, STOP, UNKNOWN, Row, SkippedRows
 from data_gen.prompts import Message, Prompt
 from data_gen.splits import digest64
-from scheduler_core.command import report_left_out
 from scheduler_core.errors import InputError, unknown_name
-from scheduler_core.files import atomic_file, existing_file, sha256_file, writable_target, write_json
-from scheduler_core.table_files import convertible
+from scheduler_core.shell.command import report_left_out
+from scheduler_core.shell.files import atomic_file, existing_file, sha256_file, writable_target, write_json
+from scheduler_core.shell.table_files import convertible
 
 if TYPE_CHECKING:
-    from data_gen.cli_import_lengths import ImportLengthsConfig
+    from data_gen.commands.import_lengths import ImportLengthsConfig
 
 log = logging.getLogger(__name__)
 

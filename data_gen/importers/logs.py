@@ -47,11 +47,11 @@ from data_gen.importers.values import (
 )
 from data_gen.prompts import prompt_id_of
 from data_gen.splits import digest64
-from scheduler_core.api_request import read_request
 from scheduler_core.errors import InputError
-from scheduler_core.json_text import from_json
-from scheduler_core.prompt_text import messages_of
-from scheduler_core.table_files import file_rows
+from scheduler_core.prediction.api_request import read_request
+from scheduler_core.prediction.prompt_text import messages_of
+from scheduler_core.shell.json_text import from_json
+from scheduler_core.shell.table_files import file_rows
 
 log = logging.getLogger(__name__)
 SEGMENTS = "feedback-*.jsonl"

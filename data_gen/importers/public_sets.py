@@ -20,9 +20,17 @@ from data_gen.importers.formats import Format, format_rows
 from data_gen.importers.values import LENGTH, STOP, Row, SkippedRows
 from data_gen.sources.layouts import Layout, layout_of
 from data_gen.splits import digest64, turn_id
-from scheduler_core.json_text import from_json
-from scheduler_core.prompt_text import ASSISTANT, SYSTEM, TOOL, USER, Message, content_text, messages_of
-from scheduler_core.table_files import file_rows, file_suffix
+from scheduler_core.prediction.prompt_text import (
+    ASSISTANT,
+    SYSTEM,
+    TOOL,
+    USER,
+    Message,
+    content_text,
+    messages_of,
+)
+from scheduler_core.shell.json_text import from_json
+from scheduler_core.shell.table_files import file_rows, file_suffix
 
 #: max_tokens of CASTILLO: an output of at least this length was truncated (some files count one token more).
 CASTILLO_MAX_TOKENS = 15_000

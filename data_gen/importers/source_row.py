@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from scheduler_core.json_text import from_json
+from scheduler_core.shell.json_text import from_json
 
 #: Members of an OTLP value (AnyValue) that hold a plain value.
 _OTLP_VALUES = ("stringValue", "intValue", "doubleValue", "boolValue", "bytesValue")

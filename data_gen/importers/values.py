@@ -13,14 +13,14 @@ from datetime import UTC, datetime, timedelta
 from fractions import Fraction
 from typing import Any
 
-from data_gen.cli_import_lengths import TimeUnit
+from data_gen.commands.import_lengths import TimeUnit
 from data_gen.importers.source_row import SourceRow
 from data_gen.prompts import conversation_id_of, prompt_id_of
-from scheduler_core.api_request import ApiRequest, read_request
-from scheduler_core.api_response import COMPLETE, TRUNCATED
 from scheduler_core.errors import InputError
-from scheduler_core.json_text import from_json
-from scheduler_core.prompt_text import ASSISTANT, Message, user_text
+from scheduler_core.prediction.api_request import ApiRequest, read_request
+from scheduler_core.prediction.api_response import COMPLETE, TRUNCATED
+from scheduler_core.prediction.prompt_text import ASSISTANT, Message, user_text
+from scheduler_core.shell.json_text import from_json
 
 log = logging.getLogger(__name__)
 

@@ -25,8 +25,8 @@ from data_gen.openai.responses import (
     read_response,
 )
 from scheduler_core.errors import InputError
-from scheduler_core.json_text import parse_json
 from scheduler_core.ranges import parse_number
+from scheduler_core.shell.json_text import parse_json
 
 UNREACHABLE = "unreachable"
 DISCONNECTED = "disconnected"

@@ -10,9 +10,9 @@ from typing import Any
 from data_gen.backend import SamplingSettings, sample_seed
 from data_gen.openai.options import OpenAIOptions
 from data_gen.prompts import Prompt
-from scheduler_core.api_response import has_output
-from scheduler_core.json_text import valid_unicode
-from scheduler_core.prompt_text import content_text
+from scheduler_core.prediction.api_response import has_output
+from scheduler_core.prediction.prompt_text import content_text
+from scheduler_core.shell.json_text import valid_unicode
 
 _STOPPED = {"stop": "stop", "eos_token": "stop", "stop_sequence": "stop", "length": "length"}
 # Exceptions raised for unexpected JSON values, including an infinite index and deep nesting.

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from data_gen.prompts import Prompt, conversation_id_of
 from data_gen.splits import turn_id
 from scheduler_core.errors import InputError
-from scheduler_core.prompt_text import ASSISTANT, ROLES, SYSTEM, USER, Message, content_text
+from scheduler_core.prediction.prompt_text import ASSISTANT, ROLES, SYSTEM, USER, Message, content_text
 
 # Roles of a prompt that can be sampled; calls and results of tools cannot.
 _ROLES = (SYSTEM, USER, ASSISTANT)

@@ -19,7 +19,7 @@ from data_gen.prompts import Prompt, prompt_id_of
 from data_gen.sources.layouts import LAYOUTS, Layout, SourceOptions, layout_of, prompts_of
 from data_gen.splits import digest64
 from scheduler_core.errors import InputError, first_line
-from scheduler_core.table_files import SUFFIXES, Row, file_rows, file_suffix
+from scheduler_core.shell.table_files import SUFFIXES, Row, file_rows, file_suffix
 
 log = logging.getLogger(__name__)
 

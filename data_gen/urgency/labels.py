@@ -14,10 +14,10 @@ import pyarrow.parquet as pq
 
 from data_gen.splits import SPLITS, Split, split_of
 from scheduler_core.errors import InputError
-from scheduler_core.files import atomic_file, writable_target
+from scheduler_core.prediction.urgency import LEVELS
 from scheduler_core.ranges import parse_number
-from scheduler_core.table_files import file_rows
-from scheduler_core.urgency import LEVELS
+from scheduler_core.shell.files import atomic_file, writable_target
+from scheduler_core.shell.table_files import file_rows
 
 SCHEMA_NAME = "urgency/1"
 _DIGITS = re.compile(r"\s*[0-9]+\s*")
@@ -43,7 +43,7 @@ class LabeledText:
     """A text and its urgency level."""
 
     text: str  # the input of the model
-    level: int  # 0 (most urgent) to 4, an index of `scheduler_core.urgency.LEVELS`
+    level: int  # 0 (most urgent) to 4, an index of `scheduler_core.prediction.urgency.LEVELS`
     source: str  # origin of the label
     split: Split  # train, validation or test
     weight: float = 1.0  # weight in a loss, above 0; below 1 for labels that do not follow the rubric

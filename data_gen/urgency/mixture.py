@@ -15,12 +15,12 @@ from data_gen.splits import SPLITS, unit_hash
 from data_gen.urgency.labels import LabeledText, read_labels, write_labels
 from data_gen.urgency.seed_set import PARTS, Phrase, read_claims, read_openers, seed_labels
 from scheduler_core.errors import InputError
-from scheduler_core.files import sha256_file, write_json
+from scheduler_core.prediction.urgency import LEVELS
 from scheduler_core.ranges import parse_number
-from scheduler_core.urgency import LEVELS
+from scheduler_core.shell.files import sha256_file, write_json
 
 if TYPE_CHECKING:
-    from data_gen.cli_import_urgency import ImportUrgencyConfig
+    from data_gen.commands.import_urgency import ImportUrgencyConfig
 
 
 def write_mixture(config: ImportUrgencyConfig) -> list[LabeledText]:

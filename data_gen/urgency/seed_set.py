@@ -21,7 +21,7 @@ from typing import Any
 
 from data_gen.splits import Split
 from data_gen.urgency.labels import LabeledText
-from scheduler_core.urgency import LEVELS
+from scheduler_core.prediction.urgency import LEVELS
 
 # Part of the seed set -> its files.
 PARTS: dict[str, tuple[str, ...]] = {"llm": LEVELS, "quiet": ("quiet",), "triage": ("triage",)}

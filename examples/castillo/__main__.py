@@ -8,9 +8,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from scheduler_core.command import command
 from scheduler_core.errors import InputError
-from scheduler_core.files import shared_folder
+from scheduler_core.shell.command import command
+from scheduler_core.shell.files import shared_folder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,11 +17,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from data_gen.cli_import_lengths import ImportLengthsConfig
+from data_gen.commands.import_lengths import ImportLengthsConfig
 from data_gen.importers.import_lengths import import_lengths
 from data_gen.splits import split_of, unit_hash
-from scheduler_core.files import atomic_file
-from scheduler_core.table_files import read_parquet
+from scheduler_core.shell.files import atomic_file
+from scheduler_core.shell.table_files import read_parquet
 
 log = logging.getLogger(__name__)
 

@@ -28,8 +28,8 @@ from examples.pretrained.unseen import score_sources
 from examples.shell import Shell
 from predictors.pretrained import FOLDERS, PRETRAINED, pin
 from predictors.runtime import ArtifactRuntime, open_runtime
-from scheduler_core.command import command
-from scheduler_core.files import sha256_file, shared_folder
+from scheduler_core.shell.command import command
+from scheduler_core.shell.files import sha256_file, shared_folder
 
 RECIPES = Path(__file__).parent
 #: Number of training prompts to normalize the hidden states of a language model.

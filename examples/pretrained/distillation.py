@@ -16,10 +16,10 @@ from examples.pretrained.prepare import COLUMNS, Prepared, prompt_hash
 from predictors.modules.checkpoint import load_checkpoint
 from predictors.runtime import ArtifactRuntime
 from scheduler_core.errors import InputError
-from scheduler_core.files import atomic_file
-from training.prediction import has_bfloat16, predict_prompts
+from scheduler_core.shell.files import atomic_file
+from training.correcting.split_runtime import SplitRuntime
+from training.network.prediction import has_bfloat16, predict_prompts
 from training.progress import tracked
-from training.split_runtime import SplitRuntime
 
 #: Sampling weight of prompts of other sources than CASTILLO, as parts of synthetic prompts.
 OTHER_SOURCES = 0.35

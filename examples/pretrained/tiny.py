@@ -39,9 +39,9 @@ from predictors.pretrained import FOLDERS, TINY, pin
 from predictors.runtime import ArtifactRuntime, open_runtime
 from predictors.tiny import OPSET, WEIGHTS, TinyModel
 from predictors.tokenizer import PromptTokenizer
-from scheduler_core.command import command
-from scheduler_core.files import atomic_file, shared_folder
-from training.losses import log_t_nll
+from scheduler_core.shell.command import command
+from scheduler_core.shell.files import atomic_file, shared_folder
+from training.network.losses import log_t_nll
 from training.versions import versions_of
 
 NAME = "tailcast-tiny"

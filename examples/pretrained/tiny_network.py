@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from predictors.tiny import LAYERS, TABLES, hashed_pairs, hashed_starts, length_features
 from predictors.tokenizer import PromptTokenizer
-from training.data import SampleLengths
-from training.losses import log_t_nll
+from training.network.data import SampleLengths
+from training.network.losses import log_t_nll
 from training.progress import tracked
 
 #: Rows of the tables of pairs and of starts; widths of the tables of tokens, pairs and starts; width of the hidden layers.

@@ -11,8 +11,8 @@ from pathlib import Path
 from data_gen.urgency.labels import read_labels
 from examples.pretrained.language_model import write_encoder
 from examples.shell import Shell
-from scheduler_core.command import command
-from scheduler_core.files import shared_folder
+from scheduler_core.shell.command import command
+from scheduler_core.shell.files import shared_folder
 from training.urgency.evaluation import cell_of
 
 NAME = "tailcast-urgency"

@@ -8,8 +8,8 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-from scheduler_core.command import command
-from scheduler_core.files import shared_folder
+from scheduler_core.shell.command import command
+from scheduler_core.shell.files import shared_folder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from scheduler_core.files import atomic_file
 from scheduler_core.lengths import LogT
 from scheduler_core.report.plotting import GRAY, INK, new_figure, svg, write_png
+from scheduler_core.shell.files import atomic_file
 
 ACCENT, WARM = "#2a7f9e", "#d97b29"
 POLICY_COLORS = (GRAY, WARM, ACCENT, INK)

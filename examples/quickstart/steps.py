@@ -22,8 +22,8 @@ from examples.quickstart.sizes import SHIPPED_LIMIT, SHIPPED_PROMPTS, Size
 from examples.quickstart.tables import join_samples, trace_of, write_trace
 from examples.shell import Shell, StepFailedError
 from predictors.client import connect
-from scheduler_core.files import write_json
-from scheduler_core.predictor import PredictionRequest
+from scheduler_core.prediction.predictor import PredictionRequest
+from scheduler_core.shell.files import write_json
 from scheduler_core.simulator.workloads.arrivals import Arrivals
 
 SHIPPED_SAMPLES = Path(__file__).parent / "data" / "smollm2_135m.parquet"

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from data_gen.samples import TRACE_SCHEMA, read_samples
 from scheduler_core.errors import InputError
-from scheduler_core.files import atomic_file
+from scheduler_core.shell.files import atomic_file
 from scheduler_core.simulator.workloads.arrivals import Arrivals
 
 

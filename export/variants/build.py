@@ -21,7 +21,7 @@ from export.passes.int8 import find_products, measure_ranges, quantize, quantize
 from predictors.artifact import Artifact, write_manifest
 from predictors.manifest import MODEL, Precision
 from scheduler_core.errors import TailcastError
-from scheduler_core.files import write_json
+from scheduler_core.shell.files import write_json
 
 #: Outputs in ln tokens. Rounding shifts their mean; the shift is measured on the calibration prompts, and removed.
 LOCATIONS = ("mu", "quantiles")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from scheduler_core.errors import InputError
 from scheduler_core.ranges import INTEGERS, check_ranges
-from scheduler_core.threads import check_threads
+from scheduler_core.shell.threads import check_threads
 
 KINDS = ("fused", "int8", "fp16", "fp16-fused")
 

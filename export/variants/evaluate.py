@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from export.variants.config import AcceptanceLimits
 from predictors.runtime import ArtifactRuntime
 from scheduler_core.errors import InputError
-from scheduler_core.table_files import open_parquet, readable
+from scheduler_core.shell.table_files import open_parquet, readable
 
 #: Name of the artifact itself in the results of the variants.
 PLAIN = "fp32"

@@ -38,11 +38,11 @@ from predictors.artifact import open_artifact, write_manifest
 from predictors.manifest import MANIFEST, MODEL
 from predictors.runtime import ArtifactRuntime, ProviderChoice, open_runtime
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.files import atomic_directory, existing_file, folder_target, sha256_file, write_json
+from scheduler_core.shell.files import atomic_directory, existing_file, folder_target, sha256_file, write_json
 
 logger = logging.getLogger(__name__)
 
-#: Kind of the output folder, see `scheduler_core.files.atomic_directory`.
+#: Kind of the output folder, see `scheduler_core.shell.files.atomic_directory`.
 KIND = "variants"
 #: Number of prompts whose outputs are compared.
 NUM_COMPARED = 64

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from predictors.pretrained import artifact_folder
 from scheduler_core.errors import InputError, MissingExtraError
-from scheduler_core.predictor import PREDICTORS
+from scheduler_core.prediction.predictor import PREDICTORS
 
 try:
     import grpc

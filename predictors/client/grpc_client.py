@@ -27,10 +27,10 @@ from predictors.client.messages import (
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.proto.predictor_v1_pb2_grpc import PredictorStub
 from scheduler_core.errors import InputError
-from scheduler_core.files import existing_file
-from scheduler_core.predictions import Prediction
-from scheduler_core.predictor import PredictionRequest
+from scheduler_core.prediction.predictions import Prediction
+from scheduler_core.prediction.predictor import PredictionRequest
 from scheduler_core.ranges import INTEGERS, check_ranges
+from scheduler_core.shell.files import existing_file
 
 # Maximum message size of a call, far above the default limit of the service.
 MAX_MESSAGE_BYTES = 16 * 2**20

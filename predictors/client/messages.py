@@ -12,7 +12,7 @@ import grpc
 
 from predictors.proto import predictor_v1_pb2 as pb
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.predictions import (
+from scheduler_core.prediction.predictions import (
     BucketPrediction,
     LengthPrediction,
     PointPrediction,
@@ -20,7 +20,7 @@ from scheduler_core.predictions import (
     RankPrediction,
     UrgencyPrediction,
 )
-from scheduler_core.predictor import PredictionRequest
+from scheduler_core.prediction.predictor import PredictionRequest
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ class PredictorError(TailcastError):
 
 
 class AsyncClient(ABC):
-    """Base class of the asynchronous clients; implements `scheduler_core.predictor.Predictor`."""
+    """Base class of the asynchronous clients; implements `scheduler_core.prediction.predictor.Predictor`."""
 
     address: str
     timeout_s: float

@@ -26,14 +26,14 @@ from predictors.modules.encoder import build_encoder, config_of, load_tokenizer
 from predictors.modules.normalization import Normalization
 from predictors.modules.predictor import PromptPredictor
 from scheduler_core.errors import InputError
-from scheduler_core.files import atomic_directory, atomic_file, existing_file, write_json
-from scheduler_core.json_text import read_json_object
+from scheduler_core.shell.files import atomic_directory, atomic_file, existing_file, write_json
+from scheduler_core.shell.json_text import read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FORMAT_VERSION = 5
-#: Kind of the output folder, see `scheduler_core.files.atomic_directory`.
+#: Kind of the output folder, see `scheduler_core.shell.files.atomic_directory`.
 KIND = "checkpoint"
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"

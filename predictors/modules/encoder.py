@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from predictors.tokenizer import keep_ends
 from scheduler_core.errors import InputError, first_line
-from scheduler_core.files import PACKAGE_SCHEME, inside_package
+from scheduler_core.shell.files import PACKAGE_SCHEME, inside_package
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

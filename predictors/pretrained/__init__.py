@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from scheduler_core.errors import InputError
-from scheduler_core.files import sha256_file
-from scheduler_core.predictor import SHIPPED
+from scheduler_core.prediction.predictor import SHIPPED
+from scheduler_core.shell.files import sha256_file
 
 #: Names of these artifacts, accepted wherever an artifact folder is.
 PRETRAINED, TINY = SHIPPED

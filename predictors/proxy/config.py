@@ -7,8 +7,8 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from scheduler_core.errors import InputError
+from scheduler_core.prediction.urgency import LEVELS
 from scheduler_core.ranges import FINITE, INTEGERS, POSITIVE, check_ranges
-from scheduler_core.urgency import LEVELS
 
 PromptText = Literal["last", "conversation"]
 #: Minimum and maximum value of options.

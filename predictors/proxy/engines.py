@@ -23,12 +23,12 @@ from multidict import CIMultiDictProxy
 
 from predictors.proxy.config import ProxyConfig
 from predictors.proxy.parsing import CHAT, MESSAGES, RESPONSES, TEXT, ParsedRequest
-from scheduler_core.api_request import integer
 from scheduler_core.errors import InputError
-from scheduler_core.online_calibration import MAX_NAME_CHARS
-from scheduler_core.prompt_text import member
+from scheduler_core.prediction.api_request import integer
+from scheduler_core.prediction.online_calibration import MAX_NAME_CHARS
+from scheduler_core.prediction.prompt_text import member
+from scheduler_core.prediction.urgency import LEVELS
 from scheduler_core.request import RequestState
-from scheduler_core.urgency import LEVELS
 
 #: Hints that let a client set its own priority, for all engines, because a gateway can forward to other
 #: engines: paths of body members, and prefixes of header names in lower case.

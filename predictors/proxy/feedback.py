@@ -17,9 +17,9 @@ from predictors.proxy.parsing import ParsedRequest
 from predictors.proxy.prediction import Forecast, Forecaster
 from predictors.proxy.responses import ResponseStats, output_length
 from scheduler_core.adapters.live_calibration import FORCED_LENGTH, LiveCalibration
-from scheduler_core.api_response import COMPLETE, TRUNCATED
-from scheduler_core.predictions import Prediction
-from scheduler_core.predictor import PredictionRequest
+from scheduler_core.prediction.api_response import COMPLETE, TRUNCATED
+from scheduler_core.prediction.predictions import Prediction
+from scheduler_core.prediction.predictor import PredictionRequest
 from scheduler_core.request import Request
 
 FORMAT = "tailcast-feedback/1"

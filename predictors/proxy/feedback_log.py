@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from scheduler_core.errors import InputError
-from scheduler_core.json_text import valid_unicode
+from scheduler_core.shell.json_text import valid_unicode
 
 logger = logging.getLogger(__name__)
 #: Maximum number of records and of bytes in memory; further records are dropped, so that requests do not wait.

@@ -10,7 +10,7 @@ from typing import Any, cast
 from predictors.proxy.errors import Refusal
 from scheduler_core.adapters.live_order import LiveOrder, declared_level
 from scheduler_core.policies.base import Policy
-from scheduler_core.predictions import Prediction
+from scheduler_core.prediction.predictions import Prediction
 from scheduler_core.request import DEFAULT_TIER, Request, RequestState
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from predictors.proxy.config import PromptText
 from predictors.proxy.errors import bad_body
-from scheduler_core.api_request import ApiRequest, read_request
-from scheduler_core.json_text import RepeatedKeyError, check_num_values, num_separators, parse_json
+from scheduler_core.prediction.api_request import ApiRequest, read_request
+from scheduler_core.shell.json_text import RepeatedKeyError, check_num_values, num_separators, parse_json
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

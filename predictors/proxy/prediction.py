@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from predictors.client.messages import AsyncClient, predictions
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.predictions import Prediction
-from scheduler_core.predictor import PredictionRequest
+from scheduler_core.prediction.predictions import Prediction
+from scheduler_core.prediction.predictor import PredictionRequest
 
 logger = logging.getLogger(__name__)
 #: A predictor is slow if `SLOW` of its last `WINDOW` predictions were late, but at least `MIN_LATE`; it is in time again at

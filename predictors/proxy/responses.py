@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from scheduler_core.api_response import ApiResponse, read_response
+from scheduler_core.prediction.api_response import ApiResponse, read_response
 
 #: Larger responses and events are forwarded without parsing.
 MAX_READ_BYTES = 8 * 2**20

@@ -30,9 +30,9 @@ from predictors.proxy.prediction import Forecast, Forecaster
 from predictors.proxy.relay import HeldBody, Relay, origin_form
 from predictors.proxy.responses import EventStreamReader, JsonReader, ReadBudget, Reader
 from scheduler_core.adapters.live_order import order_policy
-from scheduler_core.api_request import MAX_TOKENS
 from scheduler_core.errors import InputError
-from scheduler_core.predictor import PredictionRequest
+from scheduler_core.prediction.api_request import MAX_TOKENS
+from scheduler_core.prediction.predictor import PredictionRequest
 from scheduler_core.request import Request, RequestState
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from predictors.service.pipeline import ServedArtifact, ServiceThreads
 from scheduler_core.errors import InputError
 
 if TYPE_CHECKING:
-    from predictors.cli import ServeConfig
+    from predictors.commands.serve_predictor import ServeConfig
 
 logger = logging.getLogger(__name__)
 

@@ -23,10 +23,10 @@ from predictors.service.pipeline import ServedArtifact
 from predictors.service.security import BearerTokens, http_context
 from predictors.service.tracing import TRACE_KEYS
 from scheduler_core.errors import InputError
-from scheduler_core.json_text import num_separators
+from scheduler_core.shell.json_text import num_separators
 
 if TYPE_CHECKING:
-    from predictors.cli import ServeConfig
+    from predictors.commands.serve_predictor import ServeConfig
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

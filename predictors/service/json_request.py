@@ -2,7 +2,7 @@
 
 | member | meaning |
 |---|---|
-| prompt, messages, input, inputs, text, contents | the prompt, as in `scheduler_core.api_request`; token_ids: a list of ids of the artifact's tokenizer |
+| prompt, messages, input, inputs, text, contents | the prompt, as in `scheduler_core.prediction.api_request`; token_ids: a list of ids of the artifact's tokenizer |
 | model, served_model | name of the served model |
 | max_tokens, max_completion_tokens, max_output_tokens, ... | limit of the output; 0 or below: no limit |
 | other fields of PredictRequest | as in protobuf's JSON mapping: numbers may be texts |
@@ -21,8 +21,8 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.service.messages import MAX_ELEMENTS, MAX_MESSAGES
-from scheduler_core.api_request import ApiRequest, integer, read_request
 from scheduler_core.errors import InputError, suggestion
+from scheduler_core.prediction.api_request import ApiRequest, integer, read_request
 
 #: Name in JSON -> field of PredictRequest.
 FIELDS: Mapping[str, FieldDescriptor] = {

@@ -19,8 +19,8 @@ from predictors.service.errors import UnparsableError
 from predictors.tokenizer import TokenizedPrompt
 from scheduler_core.errors import InputError, suggestion
 from scheduler_core.lengths import LogT
-from scheduler_core.predictions import DEFAULT_MAX_TOKENS, LengthPrediction, UrgencyPrediction
-from scheduler_core.prompt_text import messages_of, predictor_text
+from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS, LengthPrediction, UrgencyPrediction
+from scheduler_core.prediction.prompt_text import messages_of, predictor_text
 
 if TYPE_CHECKING:
     from predictors.service.pipeline import PipelineResult

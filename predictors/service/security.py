@@ -14,10 +14,10 @@ import grpc
 from predictors.service.errors import UnauthenticatedError
 from predictors.service.grpc_methods import abort
 from scheduler_core.errors import InputError
-from scheduler_core.files import existing_file
+from scheduler_core.shell.files import existing_file
 
 if TYPE_CHECKING:
-    from predictors.cli import ServeConfig
+    from predictors.commands.serve_predictor import ServeConfig
 
 # Probes need no token.
 OPEN_METHODS = frozenset(

@@ -29,7 +29,7 @@ from scheduler_core.errors import InputError
 if TYPE_CHECKING:
     from aiohttp.web import AppRunner
 
-    from predictors.cli import ServeConfig
+    from predictors.commands.serve_predictor import ServeConfig
 
 logger = logging.getLogger(__name__)
 

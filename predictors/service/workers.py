@@ -171,7 +171,7 @@ class Supervisor:
 def main(arguments: Sequence[str]) -> int:
     """Runs a worker until SIGTERM or the exit of its supervisor; returns the exit code. The arguments are the
     JSON of a ServeConfig and the number of the worker."""
-    from predictors.cli import ServeConfig, serve_worker
+    from predictors.commands.serve_predictor import ServeConfig, serve_worker
 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     config, number = arguments

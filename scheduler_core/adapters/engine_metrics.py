@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from scheduler_core.adapters.live_calibration import CalibrationGauges
-from scheduler_core.predictor import PredictionEvent, PredictionStatus
+from scheduler_core.prediction.predictor import PredictionEvent, PredictionStatus
 from scheduler_core.request import RequestState
 
 LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)

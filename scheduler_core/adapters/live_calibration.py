@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.files import writable_target, write_json
-from scheduler_core.online_calibration import DriftAlarm, OnlineCalibration
-from scheduler_core.predictions import Prediction
+from scheduler_core.prediction.online_calibration import DriftAlarm, OnlineCalibration
+from scheduler_core.prediction.predictions import Prediction
+from scheduler_core.shell.files import writable_target, write_json
 
 logger = logging.getLogger(__name__)
 #: Seconds between two writes of the file, and between two updates of the metrics by `publish_if_due`.

@@ -4,11 +4,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from scheduler_core.batching import BATCH_FORMERS
+from scheduler_core.engine.queues import WaitingQueue
 from scheduler_core.errors import InputError
 from scheduler_core.policies import POLICIES, make_policy
 from scheduler_core.policies.base import Policy
-from scheduler_core.predictions import LengthPrediction, Prediction
-from scheduler_core.queues import WaitingQueue
+from scheduler_core.prediction.predictions import LengthPrediction, Prediction
 from scheduler_core.request import DEFAULT_TIER, Request, RequestState, Status
 
 #: Number of predictions in the moving average of lengths.

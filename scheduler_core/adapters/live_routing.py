@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from scheduler_core.adapters.settings import PredictorSettings
-from scheduler_core.api_request import CHARS_PER_TOKEN, MAX_TOKENS, ApiRequest, read_request
 from scheduler_core.errors import InputError
-from scheduler_core.predictor import PredictionRequest, Predictor, open_predictor
-from scheduler_core.prompt_text import member
+from scheduler_core.prediction.api_request import CHARS_PER_TOKEN, MAX_TOKENS, ApiRequest, read_request
+from scheduler_core.prediction.predictor import PredictionRequest, Predictor, open_predictor
+from scheduler_core.prediction.prompt_text import member
 from scheduler_core.ranges import FINITE, INTEGERS, POSITIVE, check_ranges
 from scheduler_core.request import DEFAULT_TIER, MAX_TIERS, Request, RequestState
 from scheduler_core.routing import ROUTERS, make_router

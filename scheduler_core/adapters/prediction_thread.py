@@ -10,7 +10,12 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from scheduler_core.predictor import AsyncPredictor, PredictionEvent, PredictionRequest, PredictionStatus
+from scheduler_core.prediction.predictor import (
+    AsyncPredictor,
+    PredictionEvent,
+    PredictionRequest,
+    PredictionStatus,
+)
 
 logger = logging.getLogger("vllm.tailcast")  # below vLLM's logger, so that its handlers show it
 

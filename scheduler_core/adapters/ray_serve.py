@@ -24,9 +24,9 @@ from scheduler_core.adapters.live_routing import (
     routed_prompt,
 )
 from scheduler_core.adapters.settings import check_version
-from scheduler_core.api_request import ApiRequest
 from scheduler_core.errors import InputError, MissingExtraError
-from scheduler_core.prompt_text import member
+from scheduler_core.prediction.api_request import ApiRequest
+from scheduler_core.prediction.prompt_text import member
 
 if TYPE_CHECKING:
     from ray.serve.request_router import (

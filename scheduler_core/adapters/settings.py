@@ -12,7 +12,7 @@ from scheduler_core.adapters.prediction_thread import PredictionThread
 from scheduler_core.errors import InputError, unknown_name
 from scheduler_core.policies import POLICIES
 from scheduler_core.policies.base import Policy
-from scheduler_core.predictor import PREDICTORS, AsyncPredictor, Predictor
+from scheduler_core.prediction.predictor import PREDICTORS, AsyncPredictor, Predictor
 from scheduler_core.ranges import FINITE, INTEGERS, POSITIVE, check_choice, check_ranges
 
 #: Environment variable that names the YAML file.

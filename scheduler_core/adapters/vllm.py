@@ -24,8 +24,8 @@ from scheduler_core.adapters.live_order import LiveOrder, declared_level
 from scheduler_core.adapters.prediction_thread import PredictionThread, PromptDecoder
 from scheduler_core.adapters.settings import EngineSettings, check_version, read_settings
 from scheduler_core.errors import InputError, MissingExtraError
-from scheduler_core.predictions import Prediction, requested_prediction
-from scheduler_core.predictor import PredictionRequest, PredictionStatus, open_predictor
+from scheduler_core.prediction.predictions import Prediction, requested_prediction
+from scheduler_core.prediction.predictor import PredictionRequest, PredictionStatus, open_predictor
 from scheduler_core.request import Request, RequestState
 
 if TYPE_CHECKING:

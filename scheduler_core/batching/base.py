@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from scheduler_core.batching.batch import Batch
+from scheduler_core.engine.kv_cache import Limits
+from scheduler_core.engine.pool import Pool
 from scheduler_core.errors import InputError
-from scheduler_core.kv_cache import Limits
 from scheduler_core.policies.base import Policy
-from scheduler_core.pool import Pool
 from scheduler_core.request import Request, RequestState
 
 

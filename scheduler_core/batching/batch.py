@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from scheduler_core.lockstep import LockstepGroup
-from scheduler_core.plan import KVTransfer, PrefillChunk, StepPlan
-from scheduler_core.pool import Pool
+from scheduler_core.engine.lockstep import LockstepGroup
+from scheduler_core.engine.plan import KVTransfer, PrefillChunk, StepPlan
+from scheduler_core.engine.pool import Pool
 from scheduler_core.request import RequestState, Status
 
 

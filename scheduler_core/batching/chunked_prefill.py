@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from scheduler_core.batching.base import BatchFormer, steady_decodes
 from scheduler_core.batching.batch import Batch, still_running
-from scheduler_core.pool import Pool
+from scheduler_core.engine.pool import Pool
 from scheduler_core.ranges import INTEGERS, check_ranges
 from scheduler_core.request import RequestState
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from scheduler_core.batching.base import BatchFormer, steps_that_fit
 from scheduler_core.batching.batch import Batch
+from scheduler_core.engine.kv_cache import Limits
+from scheduler_core.engine.pool import Pool
 from scheduler_core.errors import InputError
-from scheduler_core.kv_cache import Limits
-from scheduler_core.pool import Pool
 from scheduler_core.ranges import INTEGERS, check_ranges
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from scheduler_core.batching.base import BatchFormer
 from scheduler_core.batching.batch import Batch, still_running
-from scheduler_core.pool import Pool
+from scheduler_core.engine.pool import Pool
 from scheduler_core.ranges import FINITE, INTEGERS, check_ranges
 from scheduler_core.request import RequestState, Status
 

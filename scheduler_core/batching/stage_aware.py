@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from scheduler_core.batching.base import BatchFormer, steps_that_fit
 from scheduler_core.batching.batch import Batch, prefill_tokens_ahead
-from scheduler_core.kv_cache import Limits
+from scheduler_core.engine.kv_cache import Limits
+from scheduler_core.engine.pool import Pool
 from scheduler_core.kv_cost import Form, KVCost
-from scheduler_core.pool import Pool
 from scheduler_core.ranges import check_choice
 from scheduler_core.request import RequestState, Status
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from scheduler_core.batching.base import BatchFormer, steps_that_fit
 from scheduler_core.batching.batch import Batch, prefill_tokens_ahead
-from scheduler_core.kv_cache import Limits
+from scheduler_core.engine.kv_cache import Limits
+from scheduler_core.engine.pool import Pool
 from scheduler_core.policies.base import Policy
-from scheduler_core.pool import Pool
 from scheduler_core.ranges import FINITE, check_ranges
 from scheduler_core.request import RequestState, Status
 

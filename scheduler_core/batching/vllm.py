@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from scheduler_core.batching.base import BatchFormer, steady_decodes, whole_prompts_refusal
 from scheduler_core.batching.batch import Batch, prefill_tokens_ahead
+from scheduler_core.engine.kv_cache import Limits
+from scheduler_core.engine.pool import Pool
 from scheduler_core.errors import InputError
-from scheduler_core.kv_cache import Limits
-from scheduler_core.pool import Pool
 from scheduler_core.request import Request
 
 

@@ -3,7 +3,7 @@
 import math
 from functools import lru_cache
 
-from scheduler_core.predictions import LengthPrediction
+from scheduler_core.prediction.predictions import LengthPrediction
 from scheduler_core.request import RequestState
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from scheduler_core.errors import MissingExtraError
-from scheduler_core.files import atomic_file
+from scheduler_core.shell.files import atomic_file
 
 
 def format_cell(value: object) -> str:

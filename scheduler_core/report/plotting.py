@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from scheduler_core.errors import MissingExtraError
-from scheduler_core.files import atomic_file
+from scheduler_core.shell.files import atomic_file
 
 #: The color-blind safe palette of Okabe and Ito.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")

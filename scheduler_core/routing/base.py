@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from scheduler_core.predictions import Prediction
+from scheduler_core.prediction.predictions import Prediction
 from scheduler_core.request import Request
 from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot
 

@@ -9,11 +9,11 @@ from heapq import heapify, heappop
 from typing import ClassVar, Literal
 
 from scheduler_core.errors import InputError
+from scheduler_core.prediction.urgency import LEVELS
 from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 from scheduler_core.routing.base import Router, RoutingRequest
 from scheduler_core.routing.migration import Move
 from scheduler_core.routing.snapshot import Capacity, ReplicaSnapshot, ReplicaStatus, RequestView
-from scheduler_core.urgency import LEVELS
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from scheduler_core.lengths import LogQuantiles, LogT
-from scheduler_core.predictions import LengthPrediction
+from scheduler_core.prediction.predictions import LengthPrediction
 from scheduler_core.ranges import FINITE, INTEGERS, check_ranges
 from scheduler_core.routing.base import Router, RoutingRequest
 from scheduler_core.routing.snapshot import ReplicaSnapshot, RequestView

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
-from scheduler_core.kv_cache import KVCache
-from scheduler_core.pool import Pool
-from scheduler_core.predictions import LengthPrediction
+from scheduler_core.engine.kv_cache import KVCache
+from scheduler_core.engine.pool import Pool
+from scheduler_core.prediction.predictions import LengthPrediction
 from scheduler_core.request import Phase, Request, RequestState, Status
 from scheduler_core.scheduler import Scheduler
 

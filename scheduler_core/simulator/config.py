@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from scheduler_core.decision_log import DecisionLog
+from scheduler_core.engine.decision_log import DecisionLog
 from scheduler_core.errors import InputError
 from scheduler_core.policies import make_policy, policy_class
 from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges

@@ -12,10 +12,10 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from scheduler_core.engine.plan import Finished
 from scheduler_core.errors import InputError
-from scheduler_core.online_calibration import OnlineCalibration
-from scheduler_core.plan import Finished
-from scheduler_core.predictions import Prediction
+from scheduler_core.prediction.online_calibration import OnlineCalibration
+from scheduler_core.prediction.predictions import Prediction
 from scheduler_core.routing.base import Router, RoutingRequest
 from scheduler_core.routing.disaggregated import Disaggregated
 from scheduler_core.routing.dispatcher import Dispatcher

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.predictions import LengthPrediction, Prediction
-from scheduler_core.predictor import (
+from scheduler_core.prediction.predictions import LengthPrediction, Prediction
+from scheduler_core.prediction.predictor import (
     AsyncPredictor,
     PredictionEvent,
     PredictionRequest,

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler_core.plan import Finished
-from scheduler_core.predictions import Prediction
+from scheduler_core.engine.plan import Finished
+from scheduler_core.prediction.predictions import Prediction
 from scheduler_core.simulator.tables import Columns
 from scheduler_core.simulator.trace import TraceRequest
 

@@ -9,7 +9,7 @@ from hashlib import sha256
 from heapq import heappop, heappush
 from itertools import pairwise
 
-from scheduler_core.plan import Finished, PrefillChunk, StepPlan, StepResult
+from scheduler_core.engine.plan import Finished, PrefillChunk, StepPlan, StepResult
 from scheduler_core.request import Phase, Status
 from scheduler_core.scheduler import Scheduler
 from scheduler_core.simulator.step_time.base import DecodeContexts, DecodeRun, StepGroup, StepTime, StepWork

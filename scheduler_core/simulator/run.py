@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from scheduler_core.decision_log import DecisionLog
+from scheduler_core.engine.decision_log import DecisionLog
 from scheduler_core.errors import InputError
-from scheduler_core.online_calibration import OnlineCalibration
-from scheduler_core.predictor import PREDICTORS, SHIPPED
+from scheduler_core.prediction.online_calibration import OnlineCalibration
+from scheduler_core.prediction.predictor import PREDICTORS, SHIPPED
 from scheduler_core.report.page import format_cell
 from scheduler_core.simulator.config import BOUNDS, SimulationConfig
 from scheduler_core.simulator.latencies import distribution_figure, group_field, latency_curves, latency_table

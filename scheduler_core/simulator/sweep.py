@@ -18,13 +18,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from scheduler_core.command import user_code_message
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.files import sha256_file, writable_target, write_json
-from scheduler_core.options import check_type
-from scheduler_core.processes import worker_processes
 from scheduler_core.ranges import check_ranges
-from scheduler_core.ray_cluster import LOCAL, fetch_result, ray_cluster
+from scheduler_core.shell.command import user_code_message
+from scheduler_core.shell.files import sha256_file, writable_target, write_json
+from scheduler_core.shell.options import check_type
+from scheduler_core.shell.processes import worker_processes
+from scheduler_core.shell.ray_cluster import LOCAL, fetch_result, ray_cluster
 from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.run import SimulationResult, run_simulation
 

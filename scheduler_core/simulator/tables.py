@@ -8,8 +8,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
-from scheduler_core.files import atomic_file, writable_target
-from scheduler_core.table_files import import_pyarrow, open_parquet, readable
+from scheduler_core.shell.files import atomic_file, writable_target
+from scheduler_core.shell.table_files import import_pyarrow, open_parquet, readable
 
 TABLE_SUFFIXES = (".parquet", ".csv", ".jsonl")
 #: Columns [n] by name: integers, numbers (NaN: empty) or text (objects; None: empty).

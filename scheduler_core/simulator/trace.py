@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from scheduler_core.errors import InputError
-from scheduler_core.files import existing_file, sha256_file
-from scheduler_core.predictions import LengthPrediction
+from scheduler_core.prediction.predictions import LengthPrediction
 from scheduler_core.ranges import parse_number
 from scheduler_core.request import MAX_TIERS, Request
+from scheduler_core.shell.files import existing_file, sha256_file
+from scheduler_core.shell.table_files import file_rows
 from scheduler_core.simulator.tables import write_table
-from scheduler_core.table_files import file_rows
 
 logger = logging.getLogger(__name__)
 

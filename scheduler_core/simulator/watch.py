@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from scheduler_core.plan import Finished, StepPlan
+from scheduler_core.engine.plan import Finished, StepPlan
 from scheduler_core.request import Phase, RequestState, Status
 from scheduler_core.scheduler import Scheduler
 from scheduler_core.simulator.step_time.base import StepGroups

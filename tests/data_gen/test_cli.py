@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from data_gen.backend import WorkResult
-from data_gen.cli_gen_samples import main
+from data_gen.commands.gen_samples import main
 from data_gen.ray_backend import RayBackend
 from data_gen.samples import read_samples
 from data_gen.synthetic_backend import SyntheticBackend

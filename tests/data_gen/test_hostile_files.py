@@ -17,15 +17,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_gen.cli_import_lengths import main as import_lengths
+from data_gen.commands.import_lengths import main as import_lengths
 from scheduler_core.errors import InputError
 from scheduler_core.simulator.trace import load_trace
 from scheduler_core.simulator.workloads.lengths import read_lengths
 from tests.data_gen.conftest import save_word_tokenizer
 from tests.data_gen.fake_backend import largest_file
-from training.cli_fit_dist import main as fit_dist
-from training.cli_read_feedback import main as read_feedback
-from training.drift import main as evaluate_stream
+from training.commands.evaluate_stream import main as evaluate_stream
+from training.commands.fit_dist import main as fit_dist
+from training.commands.read_feedback import main as read_feedback
 
 CHAT = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
 PREDICTION = {"mu": 1.0, "sigma": 0.5, "nu": 3.5}

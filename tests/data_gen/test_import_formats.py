@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_gen.cli_import_lengths import main
+from data_gen.commands.import_lengths import main
 from data_gen.prompts import prompt_id_of
 from scheduler_core.simulator.trace import load_trace
 from scheduler_core.simulator.workloads.arrivals import Arrivals

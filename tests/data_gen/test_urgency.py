@@ -11,14 +11,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_gen.cli_import_urgency import main
+from data_gen.commands.import_urgency import main
 from data_gen.filters import NearDuplicates, normalized
 from data_gen.urgency import seed_set
 from data_gen.urgency.labels import read_labels, text_split
 from data_gen.urgency.mixture import with_phrases
 from predictors.modules.heads import URGENCY_LEVELS
 from scheduler_core.errors import InputError
-from scheduler_core.urgency import LEVELS
+from scheduler_core.prediction.urgency import LEVELS
 
 MAPPING = "critical=interactive,high=interactive,medium=standard,low=batch,very_low=background"
 ALL = {part: seed_set.seed_rows(part) for part in seed_set.PARTS}

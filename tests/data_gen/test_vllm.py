@@ -177,7 +177,7 @@ def test_a_real_engine_answers_and_repeats_itself(vllm_python: Path, tmp_path: P
     prompts = tmp_path / "prompts.jsonl"
     rows = [{"prompt_id": f"p{i}", "prompt": f"w{i} w2 w3"} for i in range(5)]
     prompts.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
-    command = [str(vllm_python), "-m", "data_gen.cli_gen_samples", str(prompts), "--model", str(model)]
+    command = [str(vllm_python), "-m", "data_gen.commands.gen_samples", str(prompts), "--model", str(model)]
     command += ["--backend", "vllm", "--num-samples", "4", "--max-tokens", "20", "--seed", "4"]
     command += ["--progress", "false", "--keep-text", "true"]
     command += ["--vllm.dtype", "float32", "--vllm.max-num-seqs", "16", "--vllm.enforce-eager", "true"]
@@ -259,7 +259,7 @@ def test_a_run_outlives_command_and_server(vllm_python: Path, tmp_path: Path) ->
     # Converted once and kept in vLLM's environment.
     model_folder = packaged_model(vllm_python.parents[1] / "models" / MODEL)
     server = VllmServer(vllm_python, model_folder, tmp_path / "server.log")
-    command = [sys.executable, "-m", "data_gen.cli_gen_samples", "templates:4?seed=1", "--out", str(out)]
+    command = [sys.executable, "-m", "data_gen.commands.gen_samples", "templates:4?seed=1", "--out", str(out)]
     command += f"--backend openai --num_samples 4 --max_tokens {MAX_TOKENS} --seed 5 --keep_text true".split()
     command += f"--openai.base_urls [http://127.0.0.1:{server.port}/v1] --openai.concurrency 2".split()
     command += ["--progress", "false", "--openai.stream", "true"]

@@ -20,13 +20,13 @@ from packaging.utils import canonicalize_name
 from prometheus_client import CollectorRegistry, generate_latest
 
 from predictors.artifact import open_artifact
-from predictors.cli import ServeConfig
 from predictors.client import ClientSettings, PredictorError, SyncPredictor
+from predictors.commands.serve_predictor import ServeConfig
 from predictors.runtime import open_runtime
 from predictors.service.metrics import ArtifactMetrics, ServiceMetrics
 from scheduler_core.adapters.engine_metrics import EngineMetrics
-from scheduler_core.command import command as make_command
-from scheduler_core.predictor import PredictionRequest
+from scheduler_core.prediction.predictor import PredictionRequest
+from scheduler_core.shell.command import command as make_command
 from tests.predictors.fakes import expected, running_server
 from tests.predictors.proxy.fake_engine import chat, plain, running_engine, running_proxy
 

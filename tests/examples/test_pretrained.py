@@ -27,11 +27,11 @@ from predictors.tiny import WEIGHTS, TinyModel
 from predictors.tokenizer import PromptTokenizer
 from scheduler_core.errors import InputError
 from tests.training.tiny import tiny_bert
-from training.corrected_graph import FeatureRuntime
-from training.corrections import Requests
-from training.data import SampleLengths
-from training.losses import log_t_crps
-from training.prediction import predict_prompts
+from training.correcting.corrected_graph import FeatureRuntime
+from training.correcting.corrections import Requests
+from training.network.data import SampleLengths
+from training.network.losses import log_t_crps
+from training.network.prediction import predict_prompts
 
 NUM_PROMPTS = 30
 

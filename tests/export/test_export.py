@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from export.cli import main
+from export.commands.export_onnx import main
 from export.exporter import ExportConfig, export_onnx
 from export.parity import check_tokenizer, measure_padding, measure_parity
 from export.variants.config import AcceptanceLimits, VariantsConfig
@@ -28,8 +28,8 @@ from predictors.modules.heads import URGENCY_LEVELS, BucketHead, Heads, Regressi
 from predictors.runtime import open_runtime
 from predictors.tokenizer import PromptTokenizer
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.files import sha256_file
-from tailcast.cli_variants import main as export_variants
+from scheduler_core.shell.files import sha256_file
+from tailcast.commands.export_variants import main as export_variants
 from tests.export import conftest
 from tests.export.conftest import EXPORTS, Folders, export
 from tests.predictors.fakes import read_manifest

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from tritonclient.grpc import model_config_pb2
 
 from benchmarks.serving.processes import free_port, running
-from export.cli_package import main
+from export.commands.package_artifact import main
 from predictors.artifact import open_artifact
 from predictors.runtime import open_runtime
-from scheduler_core.files import RECORD
+from scheduler_core.shell.files import RECORD
 from tests.predictors.fakes import write_rich_artifact
 from tests.predictors.test_artifact import public_key_file
 

@@ -20,7 +20,7 @@ from onnx import numpy_helper
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from predictors.artifact import open_artifact, write_manifest
-from predictors.cli import ServeConfig
+from predictors.commands.serve_predictor import ServeConfig
 from predictors.manifest import Conditions, EncoderCard, Manifest
 from predictors.proto.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from predictors.proto.predictor_v1_pb2_grpc import PredictorStub

@@ -19,8 +19,8 @@ from grpc_health.v1 import health_pb2
 
 from predictors import manifest as manifests
 from predictors.artifact import hash_files, open_artifact, write_manifest
-from predictors.cli import main
 from predictors.client import InProcessPredictor
+from predictors.commands.serve_predictor import main
 from predictors.manifest import MANIFEST, Manifest, content_version, parse_manifest
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.runtime import open_runtime
@@ -29,7 +29,7 @@ from predictors.service.batcher import BatchingSettings
 from predictors.service.errors import ReloadError
 from predictors.signing import read_private_key, read_public_key, sign_file
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.predictor import PredictionRequest
+from scheduler_core.prediction.predictor import PredictionRequest
 from tests.predictors import fakes
 from tests.predictors.fakes import GatedRuntime, expected, read_manifest, server_and_stub, write_artifact
 

@@ -26,9 +26,9 @@ import grpc
 import psutil
 import pytest
 
-from predictors.cli import main
-from predictors.cli_proxy import main as proxy_main
 from predictors.client import ClientSettings, SyncPredictor
+from predictors.commands.serve_predictor import main
+from predictors.commands.tailcast_proxy import main as proxy_main
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.proto.predictor_v1_pb2_grpc import PredictorStub
 from predictors.proxy.config import ProxyConfig
@@ -36,9 +36,9 @@ from predictors.proxy.server import ProxyServer
 from predictors.service import tracing
 from predictors.service import workers as module
 from predictors.service.workers import Supervisor
-from scheduler_core.command import command
 from scheduler_core.errors import InputError, MissingExtraError
-from scheduler_core.predictor import PredictionRequest
+from scheduler_core.prediction.predictor import PredictionRequest
+from scheduler_core.shell.command import command
 from tests.predictors.fakes import expected, replace_artifact, version_prefix, without_numbers, write_artifact
 from tests.predictors.proxy.fake_engine import CHAT, chat, paused, running_engine, stream_events, until
 
@@ -54,7 +54,15 @@ class Process:
     def __init__(self, folder: Path, artifact: Path, *arguments: str) -> None:
         self.port_file = folder / "port"
         self._log = folder / "log"
-        command = [sys.executable, "-W", "error", "-m", "predictors.cli", str(artifact), "--port=0"]
+        command = [
+            sys.executable,
+            "-W",
+            "error",
+            "-m",
+            "predictors.commands.serve_predictor",
+            str(artifact),
+            "--port=0",
+        ]
         with self._log.open("wb") as stream:
             options = ["--http_port=0", f"--port_file={self.port_file}", *arguments]
             self.process = subprocess.Popen([*command, *options], stderr=stream)
@@ -488,7 +496,12 @@ async def test_sigterm_lets_the_proxy_finish_and_end_with_0(artifact_folder: Pat
         options += f" --feedback {log} --feedback_usage true --log_format json --access_log true"
         words = [fake.url, *options.split()]
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "predictors.cli_proxy", *words, cwd=ROOT, stderr=asyncio.subprocess.PIPE
+            sys.executable,
+            "-m",
+            "predictors.commands.tailcast_proxy",
+            *words,
+            cwd=ROOT,
+            stderr=asyncio.subprocess.PIPE,
         )
         async with asyncio.timeout(120):
             while not ports.exists():

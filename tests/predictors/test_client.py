@@ -22,7 +22,7 @@ from predictors.proto import predictor_v1_pb2_grpc
 from predictors.runtime import open_runtime
 from predictors.service.batcher import BatchingSettings
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.predictor import PredictionRequest
+from scheduler_core.prediction.predictor import PredictionRequest
 from tests.predictors import fakes
 
 PROMPTS = ["name three rivers", "sea", "write a long essay about the sea", "a a a"]

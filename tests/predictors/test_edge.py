@@ -26,7 +26,7 @@ from predictors.runtime import open_runtime
 from predictors.service.errors import UnauthenticatedError
 from predictors.service.security import BearerTokens, grpc_credentials
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.predictor import PredictionRequest
+from scheduler_core.prediction.predictor import PredictionRequest
 from tests.predictors import fakes
 from tests.predictors.test_cli import PATIENCE_S, running
 

@@ -23,8 +23,8 @@ from predictors.runtime import Predicted
 from scheduler_core.errors import InputError
 from tests.training.checkpoints import ALL_HEADS, CONDITIONING, NORMALIZATION, TOWER, predictor
 from tests.training.tiny import ENCODERS, tiny_bert
-from training.config import TrainConfig
-from training.losses import head_loss
+from training.network.config import TrainConfig
+from training.network.losses import head_loss
 
 RANK = Heads(rank=RankHead())
 PROMPTS = ["write a long story of 12 rivers", "name 3", "the list of the short essay code a b c d e f g h"]

@@ -22,7 +22,7 @@ from predictors.runtime import PredictedRow, check_range, open_runtime
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.lengths import LogQuantiles, LogT
 from scheduler_core.lengths.quantiles import LEVELS
-from scheduler_core.predictor import PredictionRequest
+from scheduler_core.prediction.predictor import PredictionRequest
 from scheduler_core.simulator.predictions import fetch_predictions
 from tests.export.conftest import export, write_checkpoint
 from tests.predictors.fakes import read_manifest, running_server, server_and_stub
@@ -30,12 +30,12 @@ from tests.predictors.test_recipes_served import TRACE, Order, simulated
 from tests.training.checkpoints import CONDITIONING, NORMALIZATION, TOWER, predictor
 from tests.training.data import SERVED_MODELS, write_rows
 from tests.training.tiny import tiny_bert
-from training.cli_train import main as train
-from training.config import LengthTask
-from training.corrected_graph import FeatureRuntime, with_corrections
-from training.corrections import Correction, Requests
-from training.evaluating.cli import EvaluateConfig
+from training.commands.evaluate import EvaluateConfig
+from training.commands.train import main as train
+from training.correcting.corrected_graph import FeatureRuntime, with_corrections
+from training.correcting.corrections import Correction, Requests
 from training.evaluating.run import evaluate
+from training.network.config import LengthTask
 
 K = len(LEVELS)
 HEAD = LengthHead(TOWER, within=True, quantiles=True)

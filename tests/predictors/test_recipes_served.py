@@ -21,7 +21,7 @@ from tests.predictors.fakes import running_server
 from tests.predictors.proxy.fake_engine import chat, gated, running_engine, running_proxy, until
 from tests.training.data import prompts
 from tests.training.test_train_configs import CONFIGS, architecture, arguments, encoders, files  # noqa: F401
-from training.cli_train import main as train
+from training.commands.train import main as train
 
 
 class Order(NamedTuple):

@@ -31,8 +31,8 @@ from predictors.service.server import OIP_SERVICE, SERVICE, PredictionServer
 from predictors.tokenizer import TokenizedPrompt
 from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogT
-from scheduler_core.predictions import DEFAULT_MAX_TOKENS, LengthPrediction
-from scheduler_core.predictor import PredictionRequest
+from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS, LengthPrediction
+from scheduler_core.prediction.predictor import PredictionRequest
 from tests.predictors import fakes
 
 ONE_BY_ONE = BatchingSettings(max_batch=1, max_wait_s=0.0, max_queue=2)

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 
 import tailcast
 from predictors.artifact import open_artifact
-from predictors.cli import ServeConfig, build_server
-from predictors.cli import main as serve
 from predictors.client import SyncPredictor, open_client
+from predictors.commands.serve_predictor import ServeConfig, build_server
+from predictors.commands.serve_predictor import main as serve
 from predictors.manifest import FORMAT_VERSION, manifest_schema
 from predictors.pretrained import FOLDERS, PRETRAINED, TINY, pin, shipped_folder
 from predictors.proto.generate import generate
@@ -34,7 +34,7 @@ from predictors.runtime import open_runtime
 from predictors.tiny import WEIGHTS, TinyModel, TinyPredictor, load
 from scheduler_core.adapters.settings import read_settings
 from scheduler_core.errors import InputError
-from scheduler_core.predictor import PredictionRequest, open_predictor
+from scheduler_core.prediction.predictor import PredictionRequest, open_predictor
 from scheduler_core.simulator.commands.simulate import main as simulate
 from tests.predictors import fakes
 from tests.predictors.fakes import expected, read_manifest
@@ -185,7 +185,7 @@ async def test_every_spelling_gives_the_same_prediction() -> None:
 
 def test_it_needs_numpy_and_tokenizers_alone() -> None:
     code = (
-        "import sys; from scheduler_core.predictor import open_predictor; open_predictor('tiny').length('Say yes.')\n"
+        "import sys; from scheduler_core.prediction.predictor import open_predictor; open_predictor('tiny').length('Say yes.')\n"
         "print({'onnxruntime', 'grpc', 'pydantic', 'torch', 'aiohttp'} & sys.modules.keys())"
     )
     output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout

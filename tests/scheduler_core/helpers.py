@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from scheduler_core import predictions as heads
-from scheduler_core.decision_log import DecisionLog
+from scheduler_core.engine.decision_log import DecisionLog
+from scheduler_core.engine.plan import Finished, StepPlan, StepResult
 from scheduler_core.errors import InputError
-from scheduler_core.plan import Finished, StepPlan, StepResult
 from scheduler_core.policies import make_policy
 from scheduler_core.policies.base import Policy
-from scheduler_core.predictions import LengthPrediction, Prediction
+from scheduler_core.prediction import predictions as heads
+from scheduler_core.prediction.predictions import LengthPrediction, Prediction
 from scheduler_core.request import Request
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.config import SimulationConfig

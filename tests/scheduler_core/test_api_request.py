@@ -7,9 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_core.api_request import ApiRequest, integer, read_request
-from scheduler_core.predictions import LengthPrediction, PointPrediction, Prediction
-from scheduler_core.prompt_text import Message, content_text, conversation_text, messages_of, user_text
+from scheduler_core.prediction.api_request import ApiRequest, integer, read_request
+from scheduler_core.prediction.predictions import LengthPrediction, PointPrediction, Prediction
+from scheduler_core.prediction.prompt_text import (
+    Message,
+    content_text,
+    conversation_text,
+    messages_of,
+    user_text,
+)
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"q": 1}'}}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_core.command import command, entry_point
 from scheduler_core.errors import InputError
+from scheduler_core.shell.command import command, entry_point
 from tests.hostile import bomb
 
 Capsys = pytest.CaptureFixture[str]
@@ -85,8 +85,8 @@ def test_a_field_has_a_second_spelling_in_options_and_files(tmp_path: Path, caps
         "predictors.proxy.config:ProxyConfig",
         "scheduler_core.simulator.commands.run:RunConfig",
         "scheduler_core.simulator.commands.capacity:CapacityConfig",
-        "training.evaluating.cli:EvaluateConfig",
-        "training.config:TrainConfig",
+        "training.commands.evaluate:EvaluateConfig",
+        "training.network.config:TrainConfig",
     ],
 )
 def test_the_served_model_is_model_for_users(path: str, capsys: Capsys) -> None:
@@ -265,7 +265,7 @@ def test_a_runtime_error_without_an_interrupt_is_a_bug(capsys: Capsys) -> None:
 
 _WRITER = """
 import sys
-from scheduler_core.command import entry_point
+from scheduler_core.shell.command import entry_point
 @entry_point("tool", extra="sim")
 def main(args=None):
     for _ in range(10_000):
@@ -305,7 +305,7 @@ for module in pkgutil.walk_packages(scheduler_core.__path__, "scheduler_core."):
     importlib.import_module(module.name)
 
 from pathlib import Path
-from scheduler_core.files import write_json
+from scheduler_core.shell.files import write_json
 from scheduler_core.simulator.commands.simulate import main
 from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.run import run_simulation

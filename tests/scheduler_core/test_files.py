@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_core import files
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.options import check_outputs
+from scheduler_core.shell import files
+from scheduler_core.shell.options import check_outputs
 
 
 def test_a_finished_file_takes_the_name_and_leaves_nothing_else(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_standard_output_in_a_file_is_appended_to(tmp_path: Path, path: str) -> 
     log.write_text("before\n")
     if path == "link":
         (tmp_path / "link").symlink_to("/dev/stdout")
-    code = f"from scheduler_core.files import *; write_json(writable_target({path!r}, 'json'), 1); print('after')"
+    code = f"from scheduler_core.shell.files import *; write_json(writable_target({path!r}, 'json'), 1); print('after')"
     with open(log, "a") as stream:
         subprocess.run([sys.executable, "-c", code], stdout=stream, check=True, cwd=tmp_path)
     assert log.read_text() == "before\n1\nafter\n"
@@ -264,7 +264,7 @@ import numpy as np, pyarrow as pa, pyarrow.parquet as pq
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from scheduler_core.files import atomic_directory, atomic_file, write_json
+from scheduler_core.shell.files import atomic_directory, atomic_file, write_json
 
 noise = np.random.default_rng(0).random(100_000)
 writers = {

@@ -18,7 +18,7 @@ from scipy import stats
 from scheduler_core.lengths import LogT, expected_and_cvar
 from scheduler_core.lengths.student_t import student_t_cdf, student_t_hazard, student_t_quantile
 from scheduler_core.lengths.table import LengthTable
-from scheduler_core.predictions import LengthPrediction
+from scheduler_core.prediction.predictions import LengthPrediction
 from tests.properties import examples
 
 ALPHA = 0.9

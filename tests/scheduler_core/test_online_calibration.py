@@ -13,13 +13,13 @@ from scipy import integrate, stats
 
 from scheduler_core.errors import InputError
 from scheduler_core.lengths.student_t import student_t_cdf
-from scheduler_core.online_calibration import (
+from scheduler_core.prediction.online_calibration import (
     ADMITTED_OUTPUTS,
     DriftAlarm,
     OnlineCalibration,
     OnlineCalibrationConfig,
 )
-from scheduler_core.predictions import LengthPrediction
+from scheduler_core.prediction.predictions import LengthPrediction
 
 NU = 3.5
 TYPICAL = LengthPrediction(6.0, 0.4, NU)

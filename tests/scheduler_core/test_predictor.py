@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_core import predictor as predictors
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.predictions import LengthPrediction, Prediction
-from scheduler_core.predictor import AsyncPredictor, PredictionRequest, Predictor, open_predictor
+from scheduler_core.prediction import predictor as predictors
+from scheduler_core.prediction.predictions import LengthPrediction, Prediction
+from scheduler_core.prediction.predictor import AsyncPredictor, PredictionRequest, Predictor, open_predictor
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.predictions import Predictions
 from scheduler_core.simulator.records import RequestRecord

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from scheduler_core.decision_log import DecisionLog
+from scheduler_core.engine.decision_log import DecisionLog
 from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogQuantiles, LogT
 from scheduler_core.lengths import quantiles as by_quantiles
 from scheduler_core.lengths.quantiles import LEVELS
 from scheduler_core.lengths.standard import FloatArray
-from scheduler_core.online_calibration import OnlineCalibration
 from scheduler_core.policies import make_policy
-from scheduler_core.predictions import LengthPrediction, Prediction
+from scheduler_core.prediction.online_calibration import OnlineCalibration
+from scheduler_core.prediction.predictions import LengthPrediction, Prediction
 from scheduler_core.replay import replay
 from scheduler_core.request import RequestState
 from scheduler_core.routing.predicted_work import PredictedWork

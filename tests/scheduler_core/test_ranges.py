@@ -11,15 +11,20 @@ from scheduler_core.adapters.live_routing import RoutingSettings
 from scheduler_core.errors import InputError
 from scheduler_core.kv_cost import KVCost
 from scheduler_core.lengths import LogT, expected_and_cvar
-from scheduler_core.online_calibration import OnlineCalibrationConfig
 from scheduler_core.policies import make_policy
-from scheduler_core.predictions import BucketPrediction, LengthPrediction, RankPrediction, UrgencyPrediction
-from scheduler_core.predictor import AsyncPredictor
+from scheduler_core.prediction.online_calibration import OnlineCalibrationConfig
+from scheduler_core.prediction.predictions import (
+    BucketPrediction,
+    LengthPrediction,
+    RankPrediction,
+    UrgencyPrediction,
+)
+from scheduler_core.prediction.predictor import AsyncPredictor
+from scheduler_core.prediction.urgency import effective_level
 from scheduler_core.request import MAX_TIERS, Request
 from scheduler_core.routing import make_router
 from scheduler_core.routing.llumnix import AutoScaler, Headroom, MigrationPlanner, exponential_headroom
 from scheduler_core.scheduler import SchedulerConfig
-from scheduler_core.urgency import effective_level
 
 
 def former(name: str, **parameters: Any) -> SchedulerConfig:

@@ -20,11 +20,11 @@ from benchmarks.reproduce.tie import ABLATIONS
 from benchmarks.reproduce.tie_requests import ABOUT as TRAINED
 from benchmarks.reproduce.tie_requests import COLUMNS, FAMILIES, LENGTHS, requests, told
 from benchmarks.reproduce.tie_systems import LMSYS_8B, PAPER_SYSTEMS, SYSTEMS, run
-from scheduler_core.predictions import LengthPrediction, Prediction
+from scheduler_core.prediction.predictions import LengthPrediction, Prediction
 from scheduler_core.simulator.step_time.base import StepWork
 from scheduler_core.simulator.workloads.workload import Workload
-from training.data import SampleLengths
 from training.evaluating.predictors import PredictedRows
+from training.network.data import SampleLengths
 
 ABOUT = {
     "command": "python -m benchmarks.reproduce x", "version": "0", "date": "2026-01-01", "cpu_s": 1.0,

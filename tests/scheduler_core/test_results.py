@@ -14,7 +14,7 @@ import pytest
 from scipy import stats
 
 from scheduler_core.errors import InputError
-from scheduler_core.predictions import LengthPrediction
+from scheduler_core.prediction.predictions import LengthPrediction
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.commands.compare import bootstrap_interval, latency_differences, paired
 from scheduler_core.simulator.commands.run import distribution_functions

@@ -6,11 +6,11 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
+from scheduler_core.engine.plan import PrefillChunk, StepPlan, StepResult
 from scheduler_core.errors import InputError
-from scheduler_core.plan import PrefillChunk, StepPlan, StepResult
 from scheduler_core.policies import POLICIES
 from scheduler_core.policies.base import KeyChanges, Policy
-from scheduler_core.predictions import Prediction, RankPrediction
+from scheduler_core.prediction.predictions import Prediction, RankPrediction
 from scheduler_core.request import Request, RequestState
 from scheduler_core.scheduler import Scheduler, SchedulerStateError
 from tests.scheduler_core.helpers import line, predicted, prediction, request, run_step, scheduler

@@ -11,12 +11,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from scheduler_core.batching import BATCH_FORMERS
-from scheduler_core.decision_log import DecisionLog
+from scheduler_core.engine.decision_log import DecisionLog
+from scheduler_core.engine.plan import StepPlan, StepResult
 from scheduler_core.errors import InputError
-from scheduler_core.plan import StepPlan, StepResult
 from scheduler_core.policies import POLICIES
 from scheduler_core.policies.base import KeyChanges, Policy, Progress
-from scheduler_core.predictions import BucketPrediction, Prediction, RankPrediction, UrgencyPrediction
+from scheduler_core.prediction.predictions import (
+    BucketPrediction,
+    Prediction,
+    RankPrediction,
+    UrgencyPrediction,
+)
 from scheduler_core.replay import replay
 from scheduler_core.request import Request, RequestState
 from scheduler_core.scheduler import Scheduler

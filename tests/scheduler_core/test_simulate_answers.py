@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_gen.cli_import_lengths import ImportLengthsConfig
+from data_gen.commands.import_lengths import ImportLengthsConfig
 from data_gen.importers.import_lengths import import_lengths
 from scheduler_core.errors import InputError
 from scheduler_core.simulator.commands import calibrate

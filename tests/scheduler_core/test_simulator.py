@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_core import predictions as heads
 from scheduler_core.batching.uniboost import OneOrder
-from scheduler_core.decision_log import DecisionLog
+from scheduler_core.engine.decision_log import DecisionLog
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.policies import POLICIES, make_policy
-from scheduler_core.predictions import LengthPrediction, Prediction
-from scheduler_core.predictor import PredictionRequest
+from scheduler_core.prediction import predictions as heads
+from scheduler_core.prediction.predictions import LengthPrediction, Prediction
+from scheduler_core.prediction.predictor import PredictionRequest
 from scheduler_core.replay import replay
 from scheduler_core.request import Request, RequestState
 from scheduler_core.scheduler import Scheduler, SchedulerConfig

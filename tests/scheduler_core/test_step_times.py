@@ -20,9 +20,9 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_core.decision_log import DecisionLog
+from scheduler_core.engine.decision_log import DecisionLog
+from scheduler_core.engine.plan import PrefillChunk, StepResult
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.plan import PrefillChunk, StepResult
 from scheduler_core.policies import make_policy
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.commands import calibrate

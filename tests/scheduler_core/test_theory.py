@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from scheduler_core.errors import InputError
 from scheduler_core.policies import make_policy
 from scheduler_core.policies.base import Policy
-from scheduler_core.predictions import LengthPrediction
+from scheduler_core.prediction.predictions import LengthPrediction
 from scheduler_core.request import RequestState
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.records import request_columns

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from scheduler_core.errors import InputError
-from scheduler_core.predictions import LengthPrediction
+from scheduler_core.prediction.predictions import LengthPrediction
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.step_time import saturation_rate_rps
 from scheduler_core.simulator.step_time.base import LinearStepTime

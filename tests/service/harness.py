@@ -20,7 +20,7 @@ from benchmarks.serving.processes import ROOT, Process, free_port, running
 from predictors.artifact import open_artifact, write_manifest
 from predictors.client import ClientSettings, PredictorError, SyncPredictor
 from predictors.manifest import MODEL
-from scheduler_core.predictor import PredictionRequest
+from scheduler_core.prediction.predictor import PredictionRequest
 from tests.predictors.fakes import write_artifact
 
 
@@ -91,7 +91,7 @@ def one_answer(address: str) -> bool:
 def served(artifact: Path, *options: str) -> Iterator[Served]:
     """`serve-predictor` as a process of its own, answering."""
     port, http_port = free_port(), free_port()
-    command = [sys.executable, "-m", "predictors.cli", str(artifact), "--provider=cpu"]
+    command = [sys.executable, "-m", "predictors.commands.serve_predictor", str(artifact), "--provider=cpu"]
     command += [f"--port={port}", f"--http_port={http_port}", *options]
     environment = {"PYTHONPATH": str(ROOT)}
     with running(command, lambda: one_answer(f"127.0.0.1:{port}"), environment=environment) as process:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from predictors.client import ClientSettings, GrpcPredictor
-from scheduler_core.predictor import PredictionRequest
+from scheduler_core.prediction.predictor import PredictionRequest
 from tests.predictors.fakes import expected
 from tests.service.harness import Served, eventually, load, served, start_load, write_costly_artifact
 

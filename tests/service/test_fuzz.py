@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from predictors.proto import open_inference_pb2 as oip
 from predictors.proto import predictor_v1_pb2 as pb
 from scheduler_core.errors import InputError
-from scheduler_core.json_text import RepeatedKeyError, check_num_values, num_separators, parse_json
 from scheduler_core.ranges import parse_number
+from scheduler_core.shell.json_text import RepeatedKeyError, check_num_values, num_separators, parse_json
 from tests.service.harness import Served, served
 
 SERVICE = "/tailcast.predictor.v1.Predictor/"

@@ -16,7 +16,7 @@ from predictors.modules.predictor import PromptPredictor
 from predictors.modules.towers import Tower
 from tests.training.data import TOPICS, write_lists
 from tests.training.tiny import tiny_bert
-from training.prediction import predict_prompts
+from training.network.prediction import predict_prompts
 
 NORMALIZATION = Normalization(5.0, 1.2, 0.3, 0.1, 1.0, 0.1, 4.5, 1.5)
 TOWER = Tower((16, 16, 8), (0.2, 0.2, 0.1))

@@ -16,12 +16,12 @@ from predictors.proto import predictor_v1_pb2 as pb
 from predictors.runtime import open_runtime
 from predictors.service.artifacts import ArtifactSource
 from scheduler_core.errors import InputError
-from scheduler_core.files import atomic_directory
+from scheduler_core.shell.files import atomic_directory
 from tests.export.conftest import export, write_checkpoint
 from tests.predictors import fakes
 from tests.predictors.proxy.fake_engine import chat, completion, running_engine, running_proxy
-from training.adapt import NOT_BETTER, AdaptConfig, adapt
-from training.cli_adapt import main
+from training.commands.adapt import main
+from training.correcting.adapt import NOT_BETTER, AdaptConfig, adapt
 
 #: Words that the tiny model knows, without those that break it.
 TEXT = fakes.WORDS[: fakes.WORDS.index("nan")]

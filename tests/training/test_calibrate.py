@@ -21,9 +21,9 @@ from scheduler_core.lengths import LogQuantiles
 from scheduler_core.lengths.quantiles import LEVELS
 from tests.training.checkpoints import MODELS, SMALL_TOWER, prompts, random_checkpoint, write_drawn_answers
 from tests.training.data import assert_refused
-from training.calibrating import estimation
-from training.calibrating.cli import main
-from training.evaluating.cli import main as evaluate
+from training.commands.calibrate import main
+from training.commands.evaluate import main as evaluate
+from training.correcting import estimation
 
 ESTIMATORS = [name for name in estimation.METHODS if name != "identity"]
 

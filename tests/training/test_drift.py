@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from scheduler_core.drift_detector import DriftDetector
-from training.drift import OTHERS, DriftStream, StreamConfig, main, parse_output
+from scheduler_core.prediction.drift import DriftDetector
+from training.commands.evaluate_stream import OTHERS, DriftStream, StreamConfig, main, parse_output
 
 
 def run_length(rng, arl, limit, interval):

@@ -30,17 +30,17 @@ from tests.training.checkpoints import (
     write_drawn_answers,
 )
 from tests.training.data import assert_refused, write_lists, write_rows, write_sample_file
-from training.cli_fit_dist import main as fit_dist
+from training.commands.evaluate import main
+from training.commands.fit_dist import main as fit_dist
+from training.correcting.split_runtime import SplitRuntime
 from training.evaluating import scores as scoring
 from training.evaluating.baselines import baselines_of
-from training.evaluating.cli import main
 from training.evaluating.evaluation import CONFORMAL_SCHEMA, Candidate, ScoredPredictor, ceilings, compare
 from training.evaluating.predictors import InferenceOptions, PredictedRows, open_predictor
 from training.evaluating.report import COLUMNS, report_lines, table_rows
 from training.evaluating.rows import EvaluationRows
 from training.evaluating.scores import OutputLengths, kendall_tau, ranking, regression, score_outputs
 from training.fitting.fits import FitOptions, read_fits_or_fit
-from training.split_runtime import SplitRuntime
 
 SPLIT = {"seed": 3, "fractions": [0.5, 0.25, 0.25]}
 
@@ -346,7 +346,7 @@ def test_splits_of_fits_make_up_the_whole_of_the_samples(folder, tmp_path):
 
 
 def test_an_artifact_says_the_same_as_its_checkpoint(folder, tmp_path):
-    from export.cli import main as export_onnx
+    from export.commands.export_onnx import main as export_onnx
 
     artifact = tmp_path / "artifact"
     checkpoint = folder / "known/checkpoint"
@@ -363,7 +363,7 @@ def test_an_artifact_says_the_same_as_its_checkpoint(folder, tmp_path):
 
 
 def test_one_run_of_the_encoder_per_prompt_gives_the_predictions_of_the_whole_graph(tmp_path, monkeypatch):
-    from export.cli import main as export_onnx
+    from export.commands.export_onnx import main as export_onnx
 
     checkpoint = random_checkpoint(tmp_path / "bare", heads=ALL_HEADS)
     assert export_onnx([str(checkpoint), "--out", str(tmp_path / "all"), "--legacy_exporter", "true"]) == 0

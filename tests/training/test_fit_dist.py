@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from scheduler_core.errors import InputError
-from scheduler_core.table_files import read_parquet
+from scheduler_core.shell.table_files import read_parquet
 from tests.training.data import assert_refused, finished_of, lengths_of, write_lists, write_sample_file
-from training.cli_fit_dist import main
+from training.commands.fit_dist import main
 from training.evaluating.rows import EvaluationRows
 from training.fitting import fit_job
 from training.fitting.fits import FitOptions, fit_groups, fits_table, read_fits_or_fit

@@ -19,19 +19,19 @@ from predictors.modules.checkpoint import load_checkpoint
 from predictors.modules.encoder import load_encoder
 from predictors.modules.predictor import PromptPredictor
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.files import locked_folder
+from scheduler_core.shell.files import locked_folder
 from tests.training.data import SERVED_MODELS, assert_refused, write_labels, write_rows, write_sample_file
 from tests.training.tiny import ENCODERS, tiny_bert
-from training import config as tasks
-from training.cli_train import main
-from training.config import ConditioningOptions, LengthTask, StageConfig, TowerOptions, TrainConfig
-from training.evaluating.cli import EvaluateConfig
+from training.commands.evaluate import EvaluateConfig
+from training.commands.train import main
 from training.evaluating.run import evaluate
 from training.fitting.samples import with_conversations
-from training.initial_model import set_dropout
-from training.module import StageModule
-from training.prediction import predict_prompts
-from training.train import train
+from training.network import config as tasks
+from training.network.config import ConditioningOptions, LengthTask, StageConfig, TowerOptions, TrainConfig
+from training.network.initial_model import set_dropout
+from training.network.module import StageModule
+from training.network.prediction import predict_prompts
+from training.network.train import train
 
 NO_STAGE = StageConfig(epochs=0, learning_rate=1e-3)
 MSE = LengthTask(objective="mse")
@@ -278,7 +278,9 @@ def test_a_run_stops_early_and_is_then_not_resumed(bert, samples, tmp_path, monk
     options = {"stage1": NO_STAGE, "stage2": stage(200, 0.3, patience=2)}
     config = tiny(bert, samples, tmp_path / "out", **options)
     with monkeypatch.context() as patch:
-        patch.setattr("training.trainer.read_history", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(
+            "training.network.trainer.read_history", lambda path: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         with pytest.raises(KeyboardInterrupt):
             train(config)
     train(config)
@@ -335,7 +337,7 @@ def test_a_failure_names_its_batch(fault, message, bert, several, tmp_path, monk
 
 
 def test_fits_and_samples_train_the_same_model(bert, samples, tmp_path):
-    from training.cli_fit_dist import main as fit_dist
+    from training.commands.fit_dist import main as fit_dist
 
     assert fit_dist([str(samples), "--out", str(tmp_path / "fits.parquet"), "--alternatives", "false"]) == 0
     for name, task in (("mse", MSE), ("nll", LengthTask())):
@@ -477,7 +479,12 @@ def test_processes_of_one_and_of_several_machines_share_both_stages(num_nodes, b
     words = ["--devices", str(3 - num_nodes), "--num_nodes", str(num_nodes)]
     nodes = [
         subprocess.Popen(
-            [sys.executable, "-m", "training.cli_train", *command(bert, several, tmp_path / "out", *words)],
+            [
+                sys.executable,
+                "-m",
+                "training.commands.train",
+                *command(bert, several, tmp_path / "out", *words),
+            ],
             env=os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,

@@ -14,10 +14,10 @@ from predictors.modules.encoder import load_encoder
 from scheduler_core.errors import InputError
 from tests.training.data import write_labels, write_rows
 from tests.training.tiny import ENCODERS, tiny_bert
-from training.cli_train import main
-from training.config import ConditioningOptions, LoraOptions, StageConfig, TowerOptions, TrainConfig
-from training.module import StageModule
-from training.train import train
+from training.commands.train import main
+from training.network.config import ConditioningOptions, LoraOptions, StageConfig, TowerOptions, TrainConfig
+from training.network.module import StageModule
+from training.network.train import train
 
 FOLDER = Path(training.__file__).parent / "configs"
 CONFIGS = sorted(FOLDER.glob("*.yaml"))

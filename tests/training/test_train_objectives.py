@@ -10,10 +10,10 @@ from scipy import integrate, stats
 from predictors.modules.normalization import Normalization
 from scheduler_core.lengths import LogT
 from scheduler_core.lengths.quantiles import LEVELS
-from training import losses
-from training.config import LengthTask, RegressionTask
-from training.data import SampleLengths
-from training.student_t import log_survival
+from training.network import losses
+from training.network.config import LengthTask, RegressionTask
+from training.network.data import SampleLengths
+from training.network.student_t import log_survival
 
 
 def samples(rows, censored=(), max_tokens=None):

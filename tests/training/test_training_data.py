@@ -15,11 +15,18 @@ from predictors.modules.normalization import Normalization
 from scheduler_core.errors import InputError
 from tests.training.data import SERVED_MODELS, write_labels, write_lists, write_rows, write_sample_file
 from tests.training.tiny import tiny_bert
-from training.batches import Batching, EpochPlans, batch_ends
-from training.config import BucketTask, ConditioningOptions, LengthTask, StageConfig, TrainConfig, UrgencyTask
-from training.data import Examples, SplitData, loader, pad, prompt_weights, read_split_labels
-from training.initial_model import length_statistics, quantile_edges
-from training.module import rate_factor
+from training.network.batches import Batching, EpochPlans, batch_ends
+from training.network.config import (
+    BucketTask,
+    ConditioningOptions,
+    LengthTask,
+    StageConfig,
+    TrainConfig,
+    UrgencyTask,
+)
+from training.network.data import Examples, SplitData, loader, pad, prompt_weights, read_split_labels
+from training.network.initial_model import length_statistics, quantile_edges
+from training.network.module import rate_factor
 from training.rows import join, read_split_rows
 
 READING = PredictorConfig(encoder="tiny", heads=Heads(length=LengthHead()), max_length=24)

@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 from scipy.stats import binom
 
 from benchmarks.urgency_table import main as urgency_table
-from data_gen.cli_import_urgency import main as import_urgency
+from data_gen.commands.import_urgency import main as import_urgency
 from data_gen.urgency.labels import LabeledText, read_labels
 from data_gen.urgency.seed_set import read_pairs, seed_labels
 from predictors.modules.checkpoint import load_checkpoint, save_checkpoint
 from predictors.modules.encoder import load_tokenizer
 from predictors.modules.heads import Heads, LengthHead, UrgencyHead
 from scheduler_core.errors import InputError
-from scheduler_core.urgency import LEVELS
+from scheduler_core.prediction.urgency import LEVELS
 from tests.training.checkpoints import TOWER, predictor
 from tests.training.data import assert_refused
 from tests.training.tiny import tiny_bert
+from training.commands.evaluate_urgency import EvaluateUrgencyConfig, main
 from training.urgency.abstention import ClaimRows, choose_threshold, failures
-from training.urgency.cli import EvaluateUrgencyConfig, main
 from training.urgency.evaluation import check_claims, evaluate_urgency
 from training.urgency.metrics import reliability, upper_bound, urgency_metrics
 from training.urgency.predictors import bag_of_words_baseline, constant_baseline, open_urgency, save_threshold

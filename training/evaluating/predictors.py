@@ -18,7 +18,7 @@ from training.progress import tracked
 
 if TYPE_CHECKING:
     from predictors.modules.checkpoint import Checkpoint
-    from training.split_runtime import SplitRuntime
+    from training.correcting.split_runtime import SplitRuntime
 
 Accelerator = Literal["auto", "cpu", "cuda"]
 FloatArray = NDArray[np.float64]
@@ -117,7 +117,7 @@ def _open_artifact(folder: Path, options: InferenceOptions) -> OpenedPredictor:
     conditioned = manifest.conditioning is not None
     split: SplitRuntime | None = None
     if conditioned and MODEL in manifest.files:
-        from training.split_runtime import SplitRuntime
+        from training.correcting.split_runtime import SplitRuntime
 
         split = SplitRuntime(runtime, options.threads or 1)
 
@@ -162,7 +162,7 @@ def _open_checkpoint(folder: Path, options: InferenceOptions) -> OpenedPredictor
     import torch
 
     from predictors.modules.checkpoint import load_checkpoint
-    from training.prediction import pick_device
+    from training.network.prediction import pick_device
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -193,7 +193,7 @@ def predict_rows(
     options: InferenceOptions,
 ) -> PredictedRows:
     """Predicts G rows with a checkpoint, on the device of its model."""
-    from training.prediction import predict_prompts
+    from training.network.prediction import predict_prompts
 
     outputs = predict_prompts(
         checkpoint.model,

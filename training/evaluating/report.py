@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scheduler_core.files import atomic_file
 from scheduler_core.report.page import Page, markdown_table
 from scheduler_core.report.plotting import COLORS, GRAY, new_figure, svg
+from scheduler_core.shell.files import atomic_file
 from training.evaluating.evaluation import MIN_COMPARED, ScoredPredictor
 
 #: Key of a baseline or bound -> its name in tables.

@@ -11,11 +11,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from scheduler_core.command import report_left_out
 from scheduler_core.errors import InputError
-from scheduler_core.files import atomic_file, existing_file, sha256_file, writable_target, write_json
+from scheduler_core.shell.command import report_left_out
+from scheduler_core.shell.files import atomic_file, existing_file, sha256_file, writable_target, write_json
+from training.commands.evaluate import EvaluateConfig
 from training.evaluating.baselines import Baselines, baselines_of, boosted_trees
-from training.evaluating.cli import EvaluateConfig
 from training.evaluating.evaluation import Candidate, compare, conformal_coverage
 from training.evaluating.predictors import InferenceOptions, OpenedPredictor, PredictedRows, open_predictor
 from training.evaluating.report import report_lines, write_html, write_markdown

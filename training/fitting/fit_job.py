@@ -36,10 +36,10 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.files import atomic_file, locked_folder, write_json
-from scheduler_core.json_text import parse_json
-from scheduler_core.processes import worker_processes
-from scheduler_core.ray_cluster import fetch_result, ray_cluster
+from scheduler_core.shell.files import atomic_file, locked_folder, write_json
+from scheduler_core.shell.json_text import parse_json
+from scheduler_core.shell.processes import worker_processes
+from scheduler_core.shell.ray_cluster import fetch_result, ray_cluster
 from training.fitting.fits import NUM_ERRORS, FitOptions, fit_groups, fits_table
 from training.fitting.sample_files import SampleFile, open_samples
 from training.fitting.samples import GROUP, ROW, GroupedLengths, check_enough, group_table

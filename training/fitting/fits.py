@@ -37,7 +37,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
-from scheduler_core.table_files import convertible, read_parquet
+from scheduler_core.shell.table_files import convertible, read_parquet
 from training.fitting.estimate import (
     MIN_SAMPLES,
     Estimates,

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.json_text import parse_json
-from scheduler_core.table_files import readable, require_unique
+from scheduler_core.shell.json_text import parse_json
+from scheduler_core.shell.table_files import readable, require_unique
 from training.fitting.samples import GROUP, ROW, candidate_columns, check_columns, used_columns
 
 MEMORY_LIMIT, THREADS = "1GB", 2

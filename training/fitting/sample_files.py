@@ -25,8 +25,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from scheduler_core.errors import InputError
-from scheduler_core.files import existing_file, sha256_file
-from scheduler_core.table_files import open_parquet
+from scheduler_core.shell.files import existing_file, sha256_file
+from scheduler_core.shell.table_files import open_parquet
 from training.fitting.queries import GroupingQuery, connect, path_literal, query_text, quoted
 from training.fitting.samples import GROUP, check_columns, is_list, used_columns
 

@@ -26,8 +26,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
-from scheduler_core.prompt_text import conversation_text, messages_of
-from scheduler_core.table_files import convertible
+from scheduler_core.prediction.prompt_text import conversation_text, messages_of
+from scheduler_core.shell.table_files import convertible
 from training.fitting.estimate import MIN_SAMPLES
 
 #: Additional columns of a block: number of the row in the input, and number of the first row of its group.

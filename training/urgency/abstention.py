@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from data_gen.urgency.seed_set import ClaimPair
 from scheduler_core.errors import InputError
-from scheduler_core.urgency import UNDER_TRIAGE_COST, effective_level, expected_cost_levels
+from scheduler_core.prediction.urgency import UNDER_TRIAGE_COST, effective_level, expected_cost_levels
 from training.urgency.metrics import upper_bound
 
 #: N texts -> probabilities [N, K], the most urgent level first.
@@ -53,7 +53,7 @@ class ClaimRows:
         )
 
     def scheduled(self, threshold: float | None) -> list[NDArray[np.int64]]:
-        """Scheduled levels [P] without and with the claim; see `scheduler_core.urgency.effective_level`."""
+        """Scheduled levels [P] without and with the claim; see `scheduler_core.prediction.urgency.effective_level`."""
         cost = self.under_triage_cost
         return [
             effective_level(rows, self.tiers, threshold, self.max_promotion, under_triage_cost=cost)

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from data_gen.urgency.labels import LabeledText, read_labels
 from data_gen.urgency.seed_set import ClaimPair, neutral_texts, read_pairs
 from scheduler_core.errors import InputError
-from scheduler_core.files import sha256_file, writable_target, write_json
-from scheduler_core.urgency import LEVELS, effective_level, expected_cost_levels
+from scheduler_core.prediction.urgency import LEVELS, effective_level, expected_cost_levels
+from scheduler_core.shell.files import sha256_file, writable_target, write_json
+from training.commands.evaluate_urgency import BASELINES, EvaluateUrgencyConfig
 from training.urgency.abstention import ClaimRows, Predict, choose_threshold, failures
-from training.urgency.cli import BASELINES, EvaluateUrgencyConfig
 from training.urgency.metrics import rate, reliability_of_levels, urgency_metrics
 from training.urgency.predictors import (
     bag_of_words_baseline,

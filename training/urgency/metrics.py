@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.stats import beta
 from sklearn.metrics import cohen_kappa_score, confusion_matrix, f1_score
 
-from scheduler_core.urgency import LEVELS
+from scheduler_core.prediction.urgency import LEVELS
 
 CONFIDENCE = 0.95
 # Levels 0 and 1 are critical: a person is in danger, or is waiting for the response.

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from data_gen.urgency.labels import LabeledText
 from predictors.manifest import MANIFEST
 from scheduler_core.errors import InputError
-from scheduler_core.files import existing_file, write_json
-from scheduler_core.urgency import LEVELS
+from scheduler_core.prediction.urgency import LEVELS
+from scheduler_core.shell.files import existing_file, write_json
 from training.evaluating.predictors import TRAINING, Accelerator, InferenceOptions, open_predictor
 from training.urgency.abstention import Predict
 
@@ -85,7 +85,7 @@ def frozen_encoder_baseline(train: Sequence[LabeledText], encoder: str, batch_si
     from predictors.modules.heads import Heads, RankHead
     from predictors.modules.normalization import Normalization
     from predictors.modules.predictor import PromptPredictor
-    from training.prediction import pooled_features
+    from training.network.prediction import pooled_features
 
     network, tokenizer = load_encoder(encoder), load_tokenizer(encoder)
     max_tokens = min(MAX_TOKENS, num_positions(network) or MAX_TOKENS)

@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from scheduler_core.command import CHECK_FAILED, report_left_out
+from scheduler_core.engine.plan import PrefillChunk
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.files import writable_target, write_json
-from scheduler_core.plan import PrefillChunk
 from scheduler_core.policies import make_policy
 from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
+from scheduler_core.shell.command import CHECK_FAILED, report_left_out
+from scheduler_core.shell.files import writable_target, write_json
 from scheduler_core.simulator.commands import progress_bar
 from scheduler_core.simulator.engine_probe import Endpoint, Probe, random_prompt, send
 from scheduler_core.simulator.loop import Simulation

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from scheduler_core.errors import InputError
-from scheduler_core.files import writable_target, write_json
 from scheduler_core.ranges import check_choice, check_ranges
+from scheduler_core.shell.files import writable_target, write_json
 from scheduler_core.simulator.commands import progress_bar
 from scheduler_core.simulator.commands.last_lines import end_with_warnings, seed_warnings
 from scheduler_core.simulator.commands.sweep import BaseConfig

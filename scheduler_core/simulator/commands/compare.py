@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler_core.command import report_left_out
 from scheduler_core.errors import InputError
-from scheduler_core.files import existing_file, writable_target, write_json
-from scheduler_core.options import check_outputs
 from scheduler_core.report.page import Page, format_cell
+from scheduler_core.shell.command import report_left_out
+from scheduler_core.shell.files import existing_file, writable_target, write_json
+from scheduler_core.shell.options import check_outputs
 from scheduler_core.simulator.commands.last_lines import few_seeds
 from scheduler_core.simulator.metrics import flat, leaves
 from scheduler_core.simulator.records import LATENCIES

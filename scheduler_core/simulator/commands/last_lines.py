@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scheduler_core.command import report_left_out
+from scheduler_core.shell.command import report_left_out
 from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.run import unsteady_result
 from scheduler_core.statistics import MIN_VALUES

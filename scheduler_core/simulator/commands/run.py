@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from scheduler_core.decision_log import DecisionLog
+from scheduler_core.engine.decision_log import DecisionLog
 from scheduler_core.errors import InputError
-from scheduler_core.files import writable_target, write_json
 from scheduler_core.ranges import check_ranges
 from scheduler_core.report.page import Page
 from scheduler_core.report.plotting import svg
+from scheduler_core.shell.files import writable_target, write_json
 from scheduler_core.simulator.commands import progress_bar
 from scheduler_core.simulator.commands.last_lines import end_with_warnings, few_seeds, seed_warnings
 from scheduler_core.simulator.config import MAX_SEEDS, SimulationConfig

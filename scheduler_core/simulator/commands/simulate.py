@@ -4,7 +4,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from scheduler_core.command import chosen_command, command, entry_point
+from scheduler_core.shell.command import chosen_command, command, entry_point
 
 #: Name -> (configuration class in the module of that name, positional fields, description).
 COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from scheduler_core.errors import InputError
-from scheduler_core.files import check_shared_folder, shared_folder, write_json
 from scheduler_core.ranges import check_ranges
 from scheduler_core.report.page import Page
 from scheduler_core.report.plotting import color, dash, mark_decades, new_figure, svg
+from scheduler_core.shell.files import check_shared_folder, shared_folder, write_json
 from scheduler_core.simulator.commands import progress_bar
 from scheduler_core.simulator.commands.last_lines import end_with_warnings, few_seeds, merged_warnings
 from scheduler_core.simulator.config import MAX_SEEDS, SimulationConfig

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from scheduler_core.batching.rad import Rad
+from scheduler_core.engine.plan import PrefillChunk
 from scheduler_core.errors import InputError
-from scheduler_core.json_text import read_json_object
-from scheduler_core.plan import PrefillChunk
 from scheduler_core.ranges import check_choice
 from scheduler_core.scheduler import SchedulerConfig
+from scheduler_core.shell.json_text import read_json_object
 from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime, StepWork
 from scheduler_core.simulator.step_time.operator_table import read_operator_table
 from scheduler_core.simulator.step_time.quadratic import quadratic_step_time

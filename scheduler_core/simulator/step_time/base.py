@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol
 
+from scheduler_core.engine.plan import PrefillChunk
 from scheduler_core.errors import InputError
-from scheduler_core.plan import PrefillChunk
 from scheduler_core.ranges import check_ranges
 
 #: Minimum duration of a step in seconds, because of the resolution of the simulated clock, a float.

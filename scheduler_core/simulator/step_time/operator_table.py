@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
 from scheduler_core.ranges import FINITE, check_ranges
+from scheduler_core.shell.table_files import import_pyarrow
 from scheduler_core.simulator.step_time.base import DecodeRun, PiecewiseRun, StepWork, total_of
-from scheduler_core.table_files import import_pyarrow
 
 #: Required operators whose time depends on the number of tokens, rounded up to a multiple of 8.
 TOKEN_OPERATORS = (

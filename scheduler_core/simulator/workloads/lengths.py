@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
-from scheduler_core.files import existing_file
-from scheduler_core.predictions import LengthPrediction
+from scheduler_core.prediction.predictions import LengthPrediction
 from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges, parse_number
+from scheduler_core.shell.files import existing_file
+from scheduler_core.shell.table_files import file_rows
 from scheduler_core.simulator.trace import MAX_TIME_S, MAX_TOKENS
 from scheduler_core.statistics import FloatArray
-from scheduler_core.table_files import file_rows
 
 IntArray = NDArray[np.int64]
 

@@ -16,19 +16,19 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from data_gen.cli_import_lengths import ImportLengthsConfig
-from data_gen.cli_import_lengths import main as import_command
+from data_gen.commands.import_lengths import ImportLengthsConfig
+from data_gen.commands.import_lengths import main as import_command
 from data_gen.importers.import_lengths import import_lengths
 from data_gen.importers.logs import feedback_records, feedback_rows, openai_rows
 from data_gen.importers.values import SkippedRows
 from predictors.proxy.feedback_log import FeedbackLog
 from scheduler_core.errors import InputError
-from scheduler_core.predictions import LengthPrediction
+from scheduler_core.prediction.predictions import LengthPrediction
 from tests.predictors.fakes import expected, write_artifact
 from tests.predictors.proxy import fake_engine
 from tests.predictors.proxy.fake_engine import chat, running_engine, running_proxy
-from training import cli_read_feedback as cli
-from training.drift import parse_output
+from training.commands import read_feedback as cli
+from training.commands.evaluate_stream import parse_output
 
 SHORT = "name three rivers"
 OUTPUTS = 'tailcast_proxy_calibration_outputs{served_model="tiny-llm"}'
@@ -45,7 +45,7 @@ def imported(log: Path, out: Path, **options: Any) -> dict[str, Any]:
 
 def evaluated(stream: Path) -> dict[str, Any]:
     """The last event of the drift command."""
-    from training.drift import main
+    from training.commands.evaluate_stream import main
 
     events = stream.with_suffix(".events")
     assert main([str(stream), "--out", str(events)]) == 0

@@ -14,7 +14,7 @@ from predictors.proxy.engines import ClientRules
 from predictors.proxy.order import HoldQueue
 from scheduler_core.lengths import LogT
 from scheduler_core.policies import make_policy
-from scheduler_core.predictions import LengthPrediction, Prediction
+from scheduler_core.prediction.predictions import LengthPrediction, Prediction
 from scheduler_core.request import Request
 from tests.predictors.fakes import NU, expected, write_rich_artifact
 from tests.predictors.proxy.fake_engine import chat, gated, running_engine, running_proxy, until

@@ -22,7 +22,7 @@ from predictors.proxy.prediction import REFUSED_S, WINDOW, Forecaster, Predictor
 from predictors.proxy.server import ProxyServer
 from predictors.service.workers import Supervisor
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.predictor import PredictionRequest
+from scheduler_core.prediction.predictor import PredictionRequest
 from tests.predictors.fakes import replace_artifact
 from tests.predictors.proxy import fake_engine
 from tests.predictors.proxy.fake_engine import CHAT, chat, running_engine, running_proxy, until
@@ -45,7 +45,14 @@ async def test_sighup_reloads_and_loses_nothing(tmp_path: Path) -> None:
     content |= {"port": 0, "port_file": str(ports), "feedback": str(log), "deadline_s": 20.0}
     options.write_text(json.dumps(content))
     async with running_engine(fake_engine.paused(fake_engine.stream_events(["a", "b"], 2), go)) as fake:
-        words = [sys.executable, "-m", "predictors.cli_proxy", fake.url, "--config", str(options)]
+        words = [
+            sys.executable,
+            "-m",
+            "predictors.commands.tailcast_proxy",
+            fake.url,
+            "--config",
+            str(options),
+        ]
         process = await asyncio.create_subprocess_exec(*words, cwd=ROOT, stderr=asyncio.subprocess.PIPE)
         assert process.stderr is not None
         lines: list[str] = []

@@ -21,7 +21,7 @@ from predictors.proxy import feedback_log
 from predictors.proxy.feedback import MIN_STREAMS
 from predictors.proxy.feedback_log import FeedbackLog
 from predictors.proxy.responses import EventStreamReader, JsonReader, ReadBudget, ResponseStats
-from scheduler_core.api_response import read_response
+from scheduler_core.prediction.api_response import read_response
 from tests.fake_openai import event
 from tests.predictors.proxy import fake_engine
 from tests.predictors.proxy.fake_engine import chat, running_engine, running_proxy, until
@@ -355,7 +355,7 @@ async def test_streams_calibrate_and_can_be_trained_on_with_default_options(
         for _ in range(60):
             assert await proxy.post(chat(SHORT, stream=True)) == (200, expected)
         await proxy.reaches(OUTPUTS, 60)  # the last outputs may be quicker than their predictions
-    from data_gen.cli_import_lengths import ImportLengthsConfig
+    from data_gen.commands.import_lengths import ImportLengthsConfig
     from data_gen.importers.import_lengths import import_lengths
 
     report = import_lengths(ImportLengthsConfig(kind="feedback", file=str(log), out=str(out)))
@@ -467,7 +467,7 @@ AGENT: list[Json] = [
 
 
 async def test_records_of_agents_are_imported(tmp_path: Path) -> None:
-    from data_gen.cli_import_lengths import ImportLengthsConfig
+    from data_gen.commands.import_lengths import ImportLengthsConfig
     from data_gen.importers.import_lengths import import_lengths
 
     log = tmp_path / "log"

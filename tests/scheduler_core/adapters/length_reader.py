@@ -8,8 +8,8 @@ import asyncio
 from collections.abc import Sequence
 
 from scheduler_core.adapters.prediction_thread import PredictionThread
-from scheduler_core.predictions import Prediction
-from scheduler_core.predictor import PredictionRequest
+from scheduler_core.prediction.predictions import Prediction
+from scheduler_core.prediction.predictor import PredictionRequest
 from tests.scheduler_core.helpers import full_prediction
 
 #: Six requests, of which each is predicted shorter and more urgent than those before, and their order in one slot.

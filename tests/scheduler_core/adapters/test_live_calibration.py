@@ -18,8 +18,8 @@ from scheduler_core.adapters.live_calibration import (
     LiveCalibration,
 )
 from scheduler_core.errors import InputError
-from scheduler_core.online_calibration import OnlineCalibration, OnlineCalibrationConfig
-from scheduler_core.predictions import LengthPrediction, PointPrediction, Prediction
+from scheduler_core.prediction.online_calibration import OnlineCalibration, OnlineCalibrationConfig
+from scheduler_core.prediction.predictions import LengthPrediction, PointPrediction, Prediction
 from tests.scheduler_core.helpers import Clock
 
 PREDICTION = Prediction(length=LengthPrediction(4.0, 0.5, 3.5), point=PointPrediction(60.0))

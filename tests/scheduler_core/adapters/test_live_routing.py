@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from scheduler_core.adapters.litellm import LiveStrategy
 from scheduler_core.adapters.live_routing import LiveRouting, RoutedPrompt, RoutingSettings, routed_prompt
-from scheduler_core.api_request import ApiRequest
-from scheduler_core.prompt_text import Message
+from scheduler_core.prediction.api_request import ApiRequest
+from scheduler_core.prediction.prompt_text import Message
 from scheduler_core.routing import ROUTERS
 from tests.scheduler_core.adapters.length_reader import LengthReader, settle
 

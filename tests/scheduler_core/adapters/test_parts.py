@@ -19,7 +19,12 @@ from scheduler_core.adapters.settings import EngineSettings
 from scheduler_core.adapters.vllm import PolicyQueue
 from scheduler_core.lengths.quantiles import LEVELS
 from scheduler_core.policies import make_policy
-from scheduler_core.predictor import AsyncPredictor, PredictionEvent, PredictionRequest, PredictionStatus
+from scheduler_core.prediction.predictor import (
+    AsyncPredictor,
+    PredictionEvent,
+    PredictionRequest,
+    PredictionStatus,
+)
 from scheduler_core.request import Phase, Request
 from tests.scheduler_core.adapters.length_reader import LengthReader, of_length, settle
 from tests.scheduler_core.adapters.stand_in import QUEUE_METHODS, FakeRequest

@@ -12,9 +12,9 @@ import pytest
 
 from scheduler_core.adapters.live_routing import RoutedPrompt
 from scheduler_core.adapters.ray_serve import DIRECT_STREAMING, request_prompt
-from scheduler_core.api_request import ApiRequest
 from scheduler_core.errors import InputError
-from scheduler_core.ray_cluster import LOCAL, ray_cluster
+from scheduler_core.prediction.api_request import ApiRequest
+from scheduler_core.shell.ray_cluster import LOCAL, ray_cluster
 from tests.properties import RAY_WARNINGS
 
 serve = pytest.importorskip("ray.serve", exc_type=ImportError)

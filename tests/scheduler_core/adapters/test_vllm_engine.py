@@ -178,7 +178,7 @@ def test_a_served_engine_shows_its_metrics_and_outlives_the_predictor(
 
     port_file, artifact = tmp_path / "port", write_artifact(tmp_path / "artifact")
     service = Server(
-        [sys.executable, "-m", "predictors.cli", str(artifact), "--port", "0", "--port_file", str(port_file)],
+        [sys.executable, "-m", "predictors.commands.serve_predictor", str(artifact), "--port", "0", "--port_file", str(port_file)],
         dict(os.environ), tmp_path / "service.log",
     )  # fmt: skip
     engine = None

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from scheduler_core.batching import BATCH_FORMERS
-from scheduler_core.plan import StepResult
+from scheduler_core.engine.plan import StepResult
 from scheduler_core.policies import POLICIES
 from scheduler_core.policies.static import Fcfs
 from scheduler_core.request import Phase, Request

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from scheduler_core.batching import BATCH_FORMERS
-from scheduler_core.decision_log import DecisionLog
+from scheduler_core.engine.decision_log import DecisionLog
 from scheduler_core.errors import InputError
-from scheduler_core.predictions import LengthPrediction, Prediction, UrgencyPrediction
+from scheduler_core.prediction.predictions import LengthPrediction, Prediction, UrgencyPrediction
 from scheduler_core.replay import ReplayError, read_log, replay
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from tests.scheduler_core.helpers import SMALL_PARAMETERS, Drive, random_trace, request, scheduler, simulate

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 import scheduler_core.policies as package
 from scheduler_core.errors import InputError
 from scheduler_core.policies import POLICIES, make_policy, policy_class, policy_name, policy_parameters
-from scheduler_core.predictions import HEADS, UrgencyPrediction
+from scheduler_core.prediction.predictions import HEADS, UrgencyPrediction
+from scheduler_core.prediction.urgency import LEVELS, effective_level, expected_cost_levels
 from scheduler_core.request import RequestState
-from scheduler_core.urgency import LEVELS, effective_level, expected_cost_levels
 from tests.scheduler_core.helpers import Drive, full_prediction, request, run_step, scheduler
 
 STEP_S = 0.05

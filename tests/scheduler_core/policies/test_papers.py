@@ -17,7 +17,12 @@ from scheduler_core.policies.s3 import EDGES
 from scheduler_core.policies.shortest_first import Sept, Ssjf
 from scheduler_core.policies.tie import Tie
 from scheduler_core.policies.uniboost import TailRate, UniBoost, boost_s
-from scheduler_core.predictions import BucketPrediction, LengthPrediction, RankPrediction, UrgencyPrediction
+from scheduler_core.prediction.predictions import (
+    BucketPrediction,
+    LengthPrediction,
+    RankPrediction,
+    UrgencyPrediction,
+)
 from scheduler_core.request import RequestState, Status
 from tests.scheduler_core.helpers import prediction, request
 

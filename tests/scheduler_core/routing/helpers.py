@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from scheduler_core.predictions import LengthPrediction
+from scheduler_core.prediction.predictions import LengthPrediction
 from scheduler_core.request import Request
 from scheduler_core.routing import ROUTERS, make_router
 from scheduler_core.routing.base import Router, RoutingRequest

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from scheduler_core.batching import BATCH_FORMERS
-from scheduler_core.decision_log import DecisionLog
+from scheduler_core.engine.decision_log import DecisionLog
+from scheduler_core.engine.plan import StepPlan, StepResult
 from scheduler_core.errors import InputError
-from scheduler_core.plan import StepPlan, StepResult
 from scheduler_core.policies import make_policy
 from scheduler_core.replay import replay
 from scheduler_core.request import Phase, Status

@@ -1,0 +1,1 @@
+"""State of one engine: waiting and running requests, KV blocks, step plans, the decision log."""

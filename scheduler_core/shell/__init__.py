@@ -1,0 +1,1 @@
+"""Commands, options, files, tables, JSON text, processes: what surrounds the decisions."""

@@ -1,1 +1,0 @@
-"""Post-hoc calibration: shift and scale of predicted distributions, and conformal quantiles."""

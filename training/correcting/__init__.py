@@ -1,0 +1,1 @@
+"""Corrections of predictors after training, from recorded lengths."""

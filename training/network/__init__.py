@@ -1,0 +1,1 @@
+"""Training of the predictor's network: data, losses, loops."""
