@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import platform
 import sys
 import time
 import uuid
@@ -14,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from data_gen.samples import SCHEMA_NAME
 from data_gen.store import FAILED, RunStoppedError, SampleStore, disk_errors
 from scheduler_core.errors import InputError
 from scheduler_core.shell.files import locked_folder, writable_target, write_json
+from scheduler_core.shell.versions import versions_of
 
 log = logging.getLogger(__name__)
 
@@ -164,8 +163,7 @@ def _manifest_of(
         "engine_version": backend.version,
         "seeded": backend.seeded,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version()}
-        | {name: metadata.version(name) for name in ("tailcast", "pyarrow")},
+        "versions": versions_of(("pyarrow",)),
     }
     stored = store.manifest
     different = [key for key in identity if stored is not None and stored.get(key) != manifest[key]]

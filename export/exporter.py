@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import platform
 import shutil
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +26,7 @@ from scheduler_core.errors import InputError
 from scheduler_core.lengths.quantiles import LEVELS
 from scheduler_core.ranges import INTEGERS, check_ranges
 from scheduler_core.shell.files import atomic_directory, folder_target, write_json
+from scheduler_core.shell.versions import versions_of
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -38,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 # Environment variable that holds the password of the signing key.
 PASSWORD = "TAILCAST_SIGNING_PASSWORD"
+#: Packages whose versions an artifact records.
+TOOLCHAIN = ("torch", "transformers", "tokenizers", "onnx", "onnxscript", "onnxruntime", "numpy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,12 +187,6 @@ def _manifest(config: ExportConfig, checkpoint: Checkpoint) -> Manifest:
         calibration={} if calibration.is_identity else dataclasses.asdict(calibration),
         training_data=training.get("data", {}),
         metrics=training.get("metrics", {}),
-        versions=toolchain_versions(),
+        versions=versions_of(TOOLCHAIN),
         license=config.license,
     )
-
-
-def toolchain_versions() -> dict[str, str]:
-    """Versions of Python and of the packages used for the export."""
-    names = ("tailcast", "torch", "transformers", "tokenizers", "onnx", "onnxscript", "onnxruntime", "numpy")
-    return {"python": platform.python_version()} | {name: metadata.version(name) for name in names}

@@ -41,8 +41,8 @@ from predictors.tiny import OPSET, WEIGHTS, TinyModel
 from predictors.tokenizer import PromptTokenizer
 from scheduler_core.shell.command import command
 from scheduler_core.shell.files import atomic_file, shared_folder
+from scheduler_core.shell.versions import versions_of
 from training.network.losses import log_t_nll
-from training.versions import versions_of
 
 NAME = "tailcast-tiny"
 #: Tokens: words without digits, numbers, line breaks, and every other sign or CJK character by itself.

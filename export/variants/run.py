@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from export.exporter import signing_key, toolchain_versions
+from export.exporter import TOOLCHAIN, signing_key
 from export.variants.build import PRECISION, build_variant, write_variant
 from export.variants.config import VariantsConfig
 from export.variants.evaluate import (
@@ -39,6 +39,7 @@ from predictors.manifest import MANIFEST, MODEL
 from predictors.runtime import ArtifactRuntime, ProviderChoice, open_runtime
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.shell.files import atomic_directory, existing_file, folder_target, sha256_file, write_json
+from scheduler_core.shell.versions import versions_of
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ def export_variants(config: VariantsConfig, evaluate: Evaluate) -> dict[str, Any
             "latency_ms": latency,
             "best": {provider: fastest(results, shapes) for provider, shapes in latency.items()},
             "config": dataclasses.asdict(config),
-            "versions": toolchain_versions(),
+            "versions": versions_of(TOOLCHAIN),
         }
         write_json(folder / "report.json", content)
         (folder / "report.md").write_text(_page(content), encoding="utf-8")

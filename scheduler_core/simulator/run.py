@@ -1,10 +1,8 @@
 """One simulation, from its configuration to its result."""
 
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from html import escape
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,9 @@ import numpy as np
 from scheduler_core.engine.decision_log import DecisionLog
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.online_calibration import OnlineCalibration
-from scheduler_core.prediction.predictor import PREDICTORS, SHIPPED
+from scheduler_core.prediction.predictor import PredictorAddress
 from scheduler_core.report.page import format_cell
+from scheduler_core.shell.versions import versions_of
 from scheduler_core.simulator.config import BOUNDS, SimulationConfig
 from scheduler_core.simulator.latencies import distribution_figure, group_field, latency_curves, latency_table
 from scheduler_core.simulator.loop import Simulation
@@ -152,8 +151,7 @@ def prepare_predictions(
         return trace_predictions(trace)
     if source == "oracle":
         return oracle_predictions(trace, config.predictor_noise, np.random.default_rng([config.seed, 2]))
-    if "://" not in source and source not in SHIPPED and not Path(source).is_dir():
-        raise InputError("predictor", source, f"none, trace, oracle, {PREDICTORS}")
+    PredictorAddress.of(source, others="none, trace, oracle, ")
     return fetch_predictions(trace, source, served_model=config.served_model, progress=progress)
 
 
@@ -240,11 +238,7 @@ def run_simulation(
         }
     return SimulationResult(
         config=asdict(config) | {"predictor": predictions.source},
-        versions={
-            "tailcast": metadata.version("tailcast"),
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-        },
+        versions=versions_of(("numpy",)),
         trace={
             "source": trace.source,
             "sha256": trace.sha256,

@@ -95,10 +95,10 @@ def run(config: FitDistConfig) -> int:
 def fit_dist(config: FitDistConfig) -> dict[str, Any]:
     """Runs the command: writes the fits, `OUT.run.json` and the optional outputs; returns the summary."""
     from scheduler_core.shell.files import writable_target, write_json
+    from scheduler_core.shell.versions import versions_of
     from training.fitting.fit_job import fit_file
     from training.fitting.fits import FitOptions
     from training.fitting.report import families_rows, summarize_file, write_figure, write_report
-    from training.versions import versions_of
 
     out = writable_target(config.out, "out")
     others = {

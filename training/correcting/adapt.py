@@ -29,8 +29,8 @@ from scheduler_core.shell.command import CHECK_FAILED, report_left_out
 from scheduler_core.shell.files import atomic_directory, folder_target, writable_target, write_json
 from scheduler_core.shell.options import check_outputs
 from scheduler_core.shell.threads import check_threads
+from scheduler_core.shell.versions import versions_of
 from training.evaluating.scores import COVERAGE_LEVELS, OutputScores, kendall_tau
-from training.versions import versions_of
 
 if TYPE_CHECKING:
     from predictors.runtime import ArtifactRuntime, Predicted

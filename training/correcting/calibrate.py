@@ -19,6 +19,7 @@ from predictors.modules.checkpoint import KIND, Checkpoint, load_checkpoint, sav
 from scheduler_core.errors import InputError
 from scheduler_core.report.page import Page
 from scheduler_core.shell.files import existing_file, folder_target, sha256_file, writable_target, write_json
+from scheduler_core.shell.versions import versions_of
 from training.commands.calibrate import CalibrateConfig
 from training.correcting.estimation import METHODS, Residuals, fit_conformal, select_calibration
 from training.evaluating.predictors import DEFAULT_NU, InferenceOptions, distinct, predict_rows
@@ -26,7 +27,6 @@ from training.evaluating.rows import EvaluationRows, of_split, warn_of_training_
 from training.evaluating.scores import COVERAGE_LEVELS, percent
 from training.fitting.fits import FitOptions, read_fits_or_fit
 from training.network.prediction import pick_device
-from training.versions import versions_of
 
 log = logging.getLogger(__name__)
 #: Folds of the prompts, by hash of the text, for the cross-validation.

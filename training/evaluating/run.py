@@ -10,20 +10,34 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from scipy.special import stdtrit
+from sklearn.ensemble import HistGradientBoostingRegressor
+from sklearn.feature_extraction.text import CountVectorizer
+from sklearn.model_selection import GroupKFold, cross_val_predict
+from sklearn.preprocessing import OrdinalEncoder
 
 from scheduler_core.errors import InputError
 from scheduler_core.shell.command import report_left_out
 from scheduler_core.shell.files import atomic_file, existing_file, sha256_file, writable_target, write_json
-from training.commands.evaluate import EvaluateConfig
-from training.evaluating.baselines import Baselines, baselines_of, boosted_trees
+from scheduler_core.shell.versions import versions_of
+from training.evaluating.config import EvaluateConfig
 from training.evaluating.evaluation import Candidate, compare, conformal_coverage
-from training.evaluating.predictors import InferenceOptions, OpenedPredictor, PredictedRows, open_predictor
+from training.evaluating.predictors import (
+    InferenceOptions,
+    OpenedPredictor,
+    PredictedRows,
+    distinct,
+    open_predictor,
+)
 from training.evaluating.report import report_lines, write_html, write_markdown
 from training.evaluating.rows import EvaluationRows, of_split, warn_of_training_prompts
+from training.fitting.baselines import Baselines, baselines_of
 from training.fitting.fits import FitOptions, FittedGroups, read_fits_or_fit
-from training.versions import versions_of
 
 log = logging.getLogger(__name__)
+#: Settings of the boosted trees: word features, trees, cross-validation folds.
+_NUM_WORDS, _NUM_TREES, _FOLDS = 200, 200, 3
 
 
 def run(config: EvaluateConfig) -> int:
@@ -134,6 +148,39 @@ def _baselines(training_fits: FittedGroups | None, predictor: OpenedPredictor) -
         return Baselines(**stored)
     except TypeError as error:
         raise InputError("baselines", str(error), "the numbers that train stores") from error
+
+
+def boosted_trees(train: EvaluationRows, rows: EvaluationRows, *, seed: int = 0) -> PredictedRows:
+    """Predicts mu of `rows` with gradient-boosted trees, trained on at least three distinct prompts. The constant sigma
+    is the scale of the training outputs around the cross-validated mu."""
+    words = CountVectorizer(binary=True, max_features=_NUM_WORDS, token_pattern=r"(?u)\w+").fit(train.prompts)
+    models = OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=np.nan)
+    models.fit(_as_column(train.served_models))
+    inputs = _inputs(train, words, models)
+    trees = HistGradientBoostingRegressor(
+        max_iter=_NUM_TREES, min_samples_leaf=20, categorical_features=[0], random_state=seed
+    )
+    _, prompt = distinct(train.prompts)
+    unseen = cross_val_predict(trees, inputs, train.fits.mu, groups=prompt, cv=GroupKFold(_FOLDS))
+    distance = np.abs(np.log(train.outputs.lengths) - unseen[train.outputs.owner])
+    nu = float(train.fits.nu)
+    sigma = float(np.median(distance) / stdtrit(nu, 0.75))
+    mu = trees.fit(inputs, train.fits.mu).predict(_inputs(rows, words, models))
+    return PredictedRows(mu=np.asarray(mu), sigma=np.full(len(rows), max(sigma, 1e-6)), nu=nu)
+
+
+def _as_column(values: Any) -> NDArray[np.object_]:
+    return np.array([[value or ""] for value in values], dtype=object)
+
+
+def _inputs(rows: EvaluationRows, words: Any, models: Any) -> NDArray[np.float64]:
+    """Features [G, 4 + words]: served model, temperature, ln of the number of characters and of lines, and words."""
+    numbers = [
+        [np.nan if temperature is None else temperature, np.log1p(len(prompt)), np.log1p(prompt.count("\n"))]
+        for prompt, temperature in zip(rows.prompts, rows.temperatures, strict=True)
+    ]
+    present = words.transform(rows.prompts).toarray()
+    return np.hstack([models.transform(_as_column(rows.served_models)), np.array(numbers), present])
 
 
 def _write_predictions(path: Path, rows: EvaluationRows, prediction: PredictedRows) -> None:

@@ -30,16 +30,17 @@ from scheduler_core.shell.files import (
     writable_target,
     write_json,
 )
-from training.evaluating.baselines import Baselines
+from scheduler_core.shell.versions import versions_of
+from training.fitting.baselines import Baselines
+from training.fitting.rows import SCHEMA, Rows
 from training.network.config import FILE_OPTIONS, TrainConfig
-from training.network.data import SplitData, UrgencyLabels, read_split_labels
+from training.network.data import SplitData
 from training.network.distributed import node_rank
 from training.network.failures import NoProgressError
 from training.network.initial_model import InitialModel, initial_model, with_architecture_of_init
 from training.network.prediction import has_bfloat16, pick_device
+from training.network.splits import SplitRows, UrgencyLabels, read_split_labels, read_split_rows
 from training.network.trainer import COUNTS, LAST, History, best_row, train_stages, write_history
-from training.rows import SCHEMA, Rows, SplitRows, read_split_rows
-from training.versions import versions_of
 
 log = logging.getLogger(__name__)
 
