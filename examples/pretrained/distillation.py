@@ -17,7 +17,7 @@ from predictors.modules.checkpoint import load_checkpoint
 from predictors.runtime import ArtifactRuntime
 from scheduler_core.errors import InputError
 from scheduler_core.shell.files import atomic_file
-from training.correcting.split_runtime import SplitRuntime
+from training.evaluating.split_runtime import SplitRuntime
 from training.network.prediction import has_bfloat16, predict_prompts
 from training.progress import tracked
 

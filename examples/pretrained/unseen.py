@@ -16,8 +16,8 @@ from examples.pretrained.prepare import served_model
 from predictors.manifest import MODEL
 from predictors.runtime import open_runtime
 from scheduler_core.lengths.distribution import LogT
-from training.correcting.split_runtime import SplitRuntime
 from training.evaluating.scores import kendall_tau
+from training.evaluating.split_runtime import SplitRuntime
 
 #: Minimum number of prompts of a served model for a ranking.
 MIN_PROMPTS = 20

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def _export_variants(config: VariantsConfig) -> None:
     from export.variants.run import export_variants
-    from training.commands.evaluate import EvaluateConfig
+    from training.evaluating.config import EvaluateConfig
     from training.evaluating.run import evaluate
 
     def compare(variants: Mapping[str, Path], data: Path) -> Mapping[str, Any]:

@@ -30,10 +30,10 @@ from tests.predictors.test_recipes_served import TRACE, Order, simulated
 from tests.training.checkpoints import CONDITIONING, NORMALIZATION, TOWER, predictor
 from tests.training.data import SERVED_MODELS, write_rows
 from tests.training.tiny import tiny_bert
-from training.commands.evaluate import EvaluateConfig
 from training.commands.train import main as train
 from training.correcting.corrected_graph import FeatureRuntime, with_corrections
 from training.correcting.corrections import Correction, Requests
+from training.evaluating.config import EvaluateConfig
 from training.evaluating.run import evaluate
 from training.network.config import LengthTask
 

@@ -32,14 +32,14 @@ from tests.training.checkpoints import (
 from tests.training.data import assert_refused, write_lists, write_rows, write_sample_file
 from training.commands.evaluate import main
 from training.commands.fit_dist import main as fit_dist
-from training.correcting.split_runtime import SplitRuntime
 from training.evaluating import scores as scoring
-from training.evaluating.baselines import baselines_of
 from training.evaluating.evaluation import CONFORMAL_SCHEMA, Candidate, ScoredPredictor, ceilings, compare
 from training.evaluating.predictors import InferenceOptions, PredictedRows, open_predictor
 from training.evaluating.report import COLUMNS, report_lines, table_rows
 from training.evaluating.rows import EvaluationRows
 from training.evaluating.scores import OutputLengths, kendall_tau, ranking, regression, score_outputs
+from training.evaluating.split_runtime import SplitRuntime
+from training.fitting.baselines import baselines_of
 from training.fitting.fits import FitOptions, read_fits_or_fit
 
 SPLIT = {"seed": 3, "fractions": [0.5, 0.25, 0.25]}

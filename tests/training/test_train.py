@@ -22,8 +22,8 @@ from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.shell.files import locked_folder
 from tests.training.data import SERVED_MODELS, assert_refused, write_labels, write_rows, write_sample_file
 from tests.training.tiny import ENCODERS, tiny_bert
-from training.commands.evaluate import EvaluateConfig
 from training.commands.train import main
+from training.evaluating.config import EvaluateConfig
 from training.evaluating.run import evaluate
 from training.fitting.samples import with_conversations
 from training.network import config as tasks

@@ -15,6 +15,7 @@ from predictors.modules.normalization import Normalization
 from scheduler_core.errors import InputError
 from tests.training.data import SERVED_MODELS, write_labels, write_lists, write_rows, write_sample_file
 from tests.training.tiny import tiny_bert
+from training.fitting.rows import join
 from training.network.batches import Batching, EpochPlans, batch_ends
 from training.network.config import (
     BucketTask,
@@ -24,10 +25,10 @@ from training.network.config import (
     TrainConfig,
     UrgencyTask,
 )
-from training.network.data import Examples, SplitData, loader, pad, prompt_weights, read_split_labels
+from training.network.data import Examples, SplitData, loader, pad, prompt_weights
 from training.network.initial_model import length_statistics, quantile_edges
 from training.network.module import rate_factor
-from training.rows import join, read_split_rows
+from training.network.splits import read_split_labels, read_split_rows
 
 READING = PredictorConfig(encoder="tiny", heads=Heads(length=LengthHead()), max_length=24)
 NO_STAGES = {name: StageConfig(epochs=0, learning_rate=1.0) for name in ("stage1", "stage2")}

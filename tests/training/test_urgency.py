@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom
 
-from benchmarks.urgency_table import main as urgency_table
+from benchmarks.urgency.table import main as urgency_table
 from data_gen.commands.import_urgency import main as import_urgency
 from data_gen.urgency.labels import LabeledText, read_labels
 from data_gen.urgency.seed_set import read_pairs, seed_labels
@@ -23,8 +23,9 @@ from scheduler_core.prediction.urgency import LEVELS
 from tests.training.checkpoints import TOWER, predictor
 from tests.training.data import assert_refused
 from tests.training.tiny import tiny_bert
-from training.commands.evaluate_urgency import EvaluateUrgencyConfig, main
+from training.commands.evaluate_urgency import main
 from training.urgency.abstention import ClaimRows, choose_threshold, failures
+from training.urgency.config import EvaluateUrgencyConfig
 from training.urgency.evaluation import check_claims, evaluate_urgency
 from training.urgency.metrics import reliability, upper_bound, urgency_metrics
 from training.urgency.predictors import bag_of_words_baseline, constant_baseline, open_urgency, save_threshold

@@ -243,7 +243,7 @@ def _corrections(
 ) -> tuple[dict[str, Correction], dict[str, Any]]:
     """Fits a correction for each served model with enough prompts; also returns how each was selected."""
     from training.correcting.corrections import select_correction
-    from training.correcting.split_runtime import SplitRuntime
+    from training.evaluating.split_runtime import SplitRuntime
 
     manifest = runtime.artifact.manifest
     split = None if manifest.conditioning is None else SplitRuntime(runtime, config.threads)

@@ -16,7 +16,7 @@ from onnx import numpy_helper
 from predictors.manifest import Conditions, Manifest
 from predictors.runtime import ArtifactRuntime
 from training.correcting.corrections import Correction, Requests
-from training.correcting.split_runtime import Arrays, load_graph, session_of
+from training.evaluating.split_runtime import Arrays, load_graph, session_of
 from training.progress import tracked
 
 #: Operators that multiply by weights, or quantize the input of an int8 product.

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from predictors.manifest import CONFORMAL
 from scheduler_core.errors import InputError
-from training.evaluating.baselines import Baselines
 from training.evaluating.predictors import OpenedPredictor, PredictedRows
 from training.evaluating.rows import EvaluationRows
 from training.evaluating.scores import (
@@ -24,6 +23,7 @@ from training.evaluating.scores import (
     regression,
     score_outputs,
 )
+from training.fitting.baselines import Baselines
 from training.fitting.estimate import MIN_SAMPLES
 from training.fitting.fits import NOT_FITTED, FitOptions, FittedGroups, fit_groups
 from training.fitting.samples import GroupedLengths

@@ -18,7 +18,7 @@ from training.progress import tracked
 
 if TYPE_CHECKING:
     from predictors.modules.checkpoint import Checkpoint
-    from training.correcting.split_runtime import SplitRuntime
+    from training.evaluating.split_runtime import SplitRuntime
 
 Accelerator = Literal["auto", "cpu", "cuda"]
 FloatArray = NDArray[np.float64]
@@ -117,7 +117,7 @@ def _open_artifact(folder: Path, options: InferenceOptions) -> OpenedPredictor:
     conditioned = manifest.conditioning is not None
     split: SplitRuntime | None = None
     if conditioned and MODEL in manifest.files:
-        from training.correcting.split_runtime import SplitRuntime
+        from training.evaluating.split_runtime import SplitRuntime
 
         split = SplitRuntime(runtime, options.threads or 1)
 

@@ -15,7 +15,7 @@ from data_gen.splits import overlap, split_of
 from scheduler_core.errors import InputError
 from training.evaluating.scores import OutputLengths
 from training.fitting.fits import NOT_FITTED, FittedGroups
-from training.rows import shortest_limits, texts
+from training.fitting.rows import shortest_limits, texts
 
 log = logging.getLogger(__name__)
 

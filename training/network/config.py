@@ -185,7 +185,7 @@ class TrainConfig:
     INPUTS = ("data", "validation", "urgency_data", "urgency_validation", "encoder", "init")
     OUTPUTS = ("out", "{out}.partial", "tensorboard", "report")
     SPELLINGS = (("served_model", "model"),)
-    RECIPES = Path(__file__).parent / "configs"
+    RECIPES = Path(__file__).parents[1] / "configs"
 
     out: str
     """Checkpoint folder to write. The state of an unfinished run is kept in OUT.partial."""

@@ -12,47 +12,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from data_gen.splits import split_of
-from data_gen.urgency.labels import read_labels
 from predictors.modules.config import PredictorConfig
 from predictors.modules.encoder import tokenize
 from predictors.modules.predictor import PromptPredictor
-from scheduler_core.errors import InputError
+from training.fitting.rows import Rows
 from training.network.batches import BatchPlan, EpochPlans, padded_widths
-from training.network.config import TrainConfig
-from training.rows import Rows
+from training.network.splits import UrgencyLabels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-#: Text -> (level, weight): level 0 is the most urgent; the weight in the loss is above 0.
-UrgencyLabels = dict[str, tuple[int, float]]
-
-
-def read_split_labels(config: TrainConfig) -> tuple[UrgencyLabels, UrgencyLabels]:
-    """Labels of the training and of the validation split; both empty without an urgency head."""
-    if config.urgency is None:
-        return {}, {}
-    labels: dict[str, UrgencyLabels] = {"urgency_data": {}, "urgency_validation": {}}
-    for field, joined in labels.items():
-        for path in config.files[field]:
-            texts = read_labels(path, field, levels=config.urgency.levels)
-            # The first label of a text takes precedence.
-            joined |= {text.text: (text.level, text.weight) for text in reversed(texts)} | joined
-    train, validation = labels.values()
-    if config.files["urgency_validation"]:
-        train = {text: label for text, label in train.items() if text not in validation}
-    else:
-        split = {text: split_of(text, config.split_seed, config.fractions) for text in train}
-        train, validation = (
-            {text: label for text, label in train.items() if split[text] == name}
-            for name in ("train", "validation")
-        )
-    for name, part in (("train", train), ("validation", validation)):
-        if not part:
-            allowed = "at least one; other fractions or split_seed may help"
-            raise InputError(f"labelled texts in the {name} split", 0, allowed)
-    return train, validation
 
 
 class SampleLengths(NamedTuple):

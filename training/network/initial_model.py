@@ -20,9 +20,9 @@ from predictors.modules.normalization import Normalization
 from predictors.modules.predictor import PromptPredictor
 from predictors.modules.towers import Tower
 from scheduler_core.errors import InputError
+from training.fitting.rows import Rows
 from training.network.config import ConditioningOptions, LoraOptions, StageConfig, TrainConfig
-from training.network.data import UrgencyLabels
-from training.rows import Rows
+from training.network.splits import UrgencyLabels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

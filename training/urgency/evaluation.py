@@ -18,8 +18,8 @@ from data_gen.urgency.seed_set import ClaimPair, neutral_texts, read_pairs
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.urgency import LEVELS, effective_level, expected_cost_levels
 from scheduler_core.shell.files import sha256_file, writable_target, write_json
-from training.commands.evaluate_urgency import BASELINES, EvaluateUrgencyConfig
 from training.urgency.abstention import ClaimRows, Predict, choose_threshold, failures
+from training.urgency.config import BASELINES, EvaluateUrgencyConfig
 from training.urgency.metrics import rate, reliability_of_levels, urgency_metrics
 from training.urgency.predictors import (
     bag_of_words_baseline,
@@ -160,7 +160,7 @@ def evaluate_urgency(
     )
     rows, true = predict([text.text for text in texts]), _levels(texts)
     predicted, decided = rows.argmax(axis=1), expected_cost_levels(rows, cost)
-    scheduled = effective_level(rows, DECLARED_TIER, chosen.threshold, **limits)
+    scheduled = effective_level(rows, DECLARED_TIER, chosen.abstain_threshold, **limits)
     answered = rows.max(axis=1) >= (np.inf if chosen.threshold is None else chosen.threshold)
     right = predicted == true
     failed = failures(rows, true, "under-triage", cost)
@@ -182,7 +182,7 @@ def evaluate_urgency(
         "accuracy_by_language": _by([text.language or "unknown" for text in texts], right),
         "accuracy_by_source": _by([text.source for text in texts], right),
         "adversarial": check_claims(
-            predict, pairs, threshold=chosen.threshold, allowed_rate=config.jump_rate, **limits
+            predict, pairs, threshold=chosen.abstain_threshold, allowed_rate=config.jump_rate, **limits
         ),
     }
 
@@ -191,7 +191,7 @@ def check_claims(
     predict: Predict,
     pairs: Sequence[ClaimPair],
     *,
-    threshold: float | None = None,
+    threshold: float = 1.0,
     allowed_rate: float = 0.05,
     **limits: Any,
 ) -> dict[str, Any]:

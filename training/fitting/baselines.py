@@ -1,5 +1,5 @@
-"""Baselines fitted to the training split: constant and linear predictions, whose parameters are stored with the
-predictor (`training.json`, the manifest), and boosted trees."""
+"""Baselines: constant and linear predictions, fitted to the training split and stored with the predictor
+(`training.json`, the manifest)."""
 
 from __future__ import annotations
 
@@ -9,25 +9,17 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.ensemble import HistGradientBoostingRegressor
-from sklearn.feature_extraction.text import CountVectorizer
-from sklearn.model_selection import GroupKFold, cross_val_predict
-from sklearn.preprocessing import OrdinalEncoder
+from scipy.special import stdtrit
 
 from scheduler_core.errors import InputError
-from training.evaluating.predictors import PredictedRows, distinct
-from training.evaluating.rows import EvaluationRows
-from training.evaluating.scores import standard_quantiles
 from training.fitting.estimate import SortedLengths, estimate, family_of
 from training.fitting.fits import NOT_FITTED, FittedGroups
-from training.rows import Rows, rows_of
+from training.fitting.rows import Rows, rows_of
 
 FloatArray = NDArray[np.float64]
 SIGMA_FLOOR = 1e-6
 #: Minimum number of outputs of a served model for a separate distribution.
 MIN_OUTPUTS = 10
-#: Settings of the boosted trees: word features, trees, cross-validation folds.
-_NUM_WORDS, _NUM_TREES, _FOLDS = 200, 200, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +59,7 @@ class Baselines:
         residuals = logs - np.repeat(intercept + slope * size, rows.counts)
         center = float(np.median(residuals))
         distance = float(np.median(np.abs(residuals - center)))
-        quartile = float(standard_quantiles(np.array([0.75]), nu)[0, 0])
+        quartile = float(stdtrit(nu, 0.75))
         return cls(
             constant_mu=float(centers.mean()),
             constant_sigma=float(np.expm1(np.log1p(scales).mean())),
@@ -140,36 +132,3 @@ def _line(x: FloatArray, y: FloatArray) -> tuple[float, float]:
     total = float((centered**2).sum())
     slope = float((centered * y).sum()) / total if total > 1e-12 else 0.0
     return slope, float(y.mean()) - slope * float(x.mean())
-
-
-def boosted_trees(train: EvaluationRows, rows: EvaluationRows, *, seed: int = 0) -> PredictedRows:
-    """Predicts mu of `rows` with gradient-boosted trees, trained on at least three distinct prompts. The constant sigma
-    is the scale of the training outputs around the cross-validated mu."""
-    words = CountVectorizer(binary=True, max_features=_NUM_WORDS, token_pattern=r"(?u)\w+").fit(train.prompts)
-    models = OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=np.nan)
-    models.fit(_as_column(train.served_models))
-    inputs = _inputs(train, words, models)
-    trees = HistGradientBoostingRegressor(
-        max_iter=_NUM_TREES, min_samples_leaf=20, categorical_features=[0], random_state=seed
-    )
-    _, prompt = distinct(train.prompts)
-    unseen = cross_val_predict(trees, inputs, train.fits.mu, groups=prompt, cv=GroupKFold(_FOLDS))
-    distance = np.abs(np.log(train.outputs.lengths) - unseen[train.outputs.owner])
-    nu = float(train.fits.nu)
-    sigma = float(np.median(distance) / standard_quantiles(np.array([0.75]), nu)[0, 0])
-    mu = trees.fit(inputs, train.fits.mu).predict(_inputs(rows, words, models))
-    return PredictedRows(mu=np.asarray(mu), sigma=np.full(len(rows), max(sigma, 1e-6)), nu=nu)
-
-
-def _as_column(values: Any) -> NDArray[np.object_]:
-    return np.array([[value or ""] for value in values], dtype=object)
-
-
-def _inputs(rows: EvaluationRows, words: Any, models: Any) -> NDArray[np.float64]:
-    """Features [G, 4 + words]: served model, temperature, ln of the number of characters and of lines, and words."""
-    numbers = [
-        [np.nan if temperature is None else temperature, np.log1p(len(prompt)), np.log1p(prompt.count("\n"))]
-        for prompt, temperature in zip(rows.prompts, rows.temperatures, strict=True)
-    ]
-    present = words.transform(rows.prompts).toarray()
-    return np.hstack([models.transform(_as_column(rows.served_models)), np.array(numbers), present])
