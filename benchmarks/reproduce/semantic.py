@@ -382,6 +382,7 @@ STUDIES = (
         ),
         cost_s=(8, 150),
         run=spike_response,
+        columns=("all levels",),
     ),
     Study(
         name="semantic-engines",
@@ -407,6 +408,7 @@ STUDIES = (
         ),
         cost_s=(6, 90),
         run=predictor_errors,
+        columns=("s per token at 0.1", "s per token at 0.9"),
     ),
     Study(
         name="semantic-predictor",

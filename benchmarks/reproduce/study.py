@@ -153,9 +153,11 @@ class Study:
         name: Short name, for the command line.
         paper: Short name of the paper.
         title: Heading.
-        why: Reasons for differences from the paper, a paragraph.
+        why: Reasons for differences from the paper, in paragraphs.
         cost_s: Expected CPU seconds, quick and at scale 1 with 3 seeds.
         run: Runs the study.
+        measures: Parts of the names of the measures that the page shows; all are in the data. Empty: all.
+        columns: Names of the other columns (`Row.more`) that the page shows.
     """
 
     name: str
@@ -164,3 +166,5 @@ class Study:
     why: str
     cost_s: tuple[float, float]
     run: Callable[[Effort], Findings]
+    measures: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()

@@ -170,7 +170,7 @@ def table_3(effort: Effort) -> Findings:
         findings.rows += _rows(f"table 3, {setting.where}", got, printed)
         time = {name: got[f"{name} time"] for name in PAPER_SYSTEMS}
         findings.claims.append(
-            Claim("table 3", f"{setting.where}: TIE is first to have 3 of 10 samples", min(time, key=lambda name: time[name]) == "TIE",
+            Claim(f"table 3, {setting.where}", "TIE is first to have 3 of 10 samples", min(time, key=lambda name: time[name]) == "TIE",
                   ", ".join(f"{name} {value:.4g} s" for name, value in time.items()))
         )  # fmt: skip
     return findings
@@ -234,13 +234,13 @@ _WHY = (
     "The paper's prompts, trained predictors and generations are not public. Here all of CASTILLO's prompts "
     "replace LMSYS, and its prompts from ShareGPT and Alpaca replace these sets. Times are from data sheets "
     "for as many A6000 as in the paper. The load is the ratio of the paper's rates to the capacity of its "
-    "engine, 19 requests per second (see `tie_systems`), so our seconds differ from the paper's. TIE is "
-    "better than FCFS as in the paper, but mostly not better than SSJF and LTR. Predictors: the paper's SSJF "
+    "engine, 19 requests per second (see `tie_systems`), so our seconds differ from the paper's.\n\n"
+    "Predictors: the paper's SSJF "
     "and LTR learn from single outputs, TIE from twenty per prompt. Here all learn from ten, on the same "
     "encoder, and order prompts about equally well (see the note on the requests); the rows `sensitivity` of "
     "table 4 show the loss of SSJF with a worse regressor. The families of table 4 are compared with a log-t "
     "head with the same training, on an encoder that was trained on none of the prompts, and not with TIE's "
-    "own predictor. Order: `SSJF, TIE's median` gets the same predictor, so the remaining difference is due "
+    "own predictor.\n\nOrder: `SSJF, TIE's median` gets the same predictor, so the remaining difference is due "
     "to the score. Output lengths of CASTILLO vary within a prompt a fifth as much as the paper's, so the "
     "tail has little information. TIE's sigma includes the predictor's error in mu, which is largest for "
     "short outputs and delays them (`TIE, sigma within a prompt` gets only the sigma of the outputs, as the "
@@ -251,8 +251,10 @@ _WHY = (
     "remains for useful work."
 )
 STUDIES = (
-    Study(name="tie-table2", paper="TIE", title="Table 2, figure 4 and section 6.2: online", why=_WHY, cost_s=(30, 400), run=table_2),
+    Study(name="tie-table2", paper="TIE", title="Table 2, figure 4 and section 6.2: online", why=_WHY, cost_s=(30, 400), run=table_2,
+          measures=("mean per-token latency", "mean TTFT")),
     Study(name="tie-table3", paper="TIE", title="Table 3: offline", why=_WHY, cost_s=(15, 200), run=table_3),
-    Study(name="tie-table4", paper="TIE", title="Table 4: ablations", why=_WHY, cost_s=(20, 100), run=table_4),
+    Study(name="tie-table4", paper="TIE", title="Table 4: ablations", why=_WHY, cost_s=(20, 100), run=table_4,
+          measures=("mean per-token latency", "time for 3 of 10")),
     Study(name="tie-table5", paper="TIE", title="Tables 5 and 6: Mistral-7B", why=_WHY, cost_s=(20, 250), run=table_5),
 )  # fmt: skip

@@ -206,7 +206,8 @@ STUDIES = (
               + WHY
           ),
           cost_s=(35, 200), run=table_2),
-    Study(name="uniboost-figure6", paper="UniBoost", title="Figure 6: slowdown by percentile", why=WHY, cost_s=(10, 85), run=figure_6),
+    Study(name="uniboost-figure6", paper="UniBoost", title="Figure 6: slowdown by percentile", why=WHY, cost_s=(10, 85), run=figure_6,
+          measures=("E2E", "TTFT")),
     Study(name="uniboost-figure8", paper="UniBoost", title="Figure 8: how tight a target may be", why=WHY, cost_s=(20, 45), run=figure_8),
     Study(name="uniboost-ablation", paper="UniBoost", title="Figure 7: the four phases", why=WHY, cost_s=(15, 300), run=ablation),
 )  # fmt: skip

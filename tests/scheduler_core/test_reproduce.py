@@ -1,5 +1,6 @@
 """The reproduction suite: verdicts, the page, the parts that are not the simulator's, and heads on frozen features."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from benchmarks.frozen_heads import HEADS, Rows
+from benchmarks.predictors.frozen_heads import HEADS, Rows
 from benchmarks.reproduce import multitier_systems, rad
 from benchmarks.reproduce.__main__ import STUDIES, _is_kept
 from benchmarks.reproduce.coverage import COVERAGE
-from benchmarks.reproduce.page import coverage, load, pages, save
+from benchmarks.reproduce.page import MAX_ROWS, coverage, load, pages, save
 from benchmarks.reproduce.predict import BASELINES, head_columns, prediction_table
 from benchmarks.reproduce.study import Claim, Effort, Findings, Row
 from benchmarks.reproduce.tie import ABLATIONS
@@ -48,12 +49,20 @@ def test_verdicts(paper: float | None, ours: float | None, neutral: float | None
 def test_findings_read_back_and_the_page_counts_them(tmp_path: Path) -> None:
     findings = Findings(
         [
-            Row(where="table 1", what="a", paper=2.0, ours=3.0, neutral=1.0, more={"as released": 2.1}),
+            Row(
+                where="table 1",
+                what="a",
+                paper=2.0,
+                ours=3.0,
+                neutral=1.0,
+                more={"as-released accounting": 2.1},
+            ),
             Row(where="table 1", what="b", paper=2.0, ours=0.5, neutral=1.0, note="because"),
         ],
         [
             Claim("section 1", "it holds", True, "1 < 2"),
-            Claim("section 2", "it does not", False, "2 < 1"),
+            Claim("section 2, case 1", "it does not always", True, "1 < 2"),
+            Claim("section 2, case 2", "it does not always", False, "2 < 1"),
             Claim("section 2", "our variant does", True, "2 > 1", own_variant=True),
         ],
         ["A note."],
@@ -62,13 +71,14 @@ def test_findings_read_back_and_the_page_counts_them(tmp_path: Path) -> None:
     read, about = load(tmp_path / "x.json")
     assert read == findings
     texts = pages([(STUDIES[0], read, about)])
-    assert "| [Multi-tier Llumnix](multi-tier-llumnix.md) | 1 of 2 | 1 of 2 | 1 of 1 |" in texts["index.md"]
-    assert "| it does not | section 2 | 2 < 1 |" in texts["index.md"]
-    assert "it holds" not in texts["index.md"]
-    assert "our variant does" not in texts["index.md"]
+    assert "| [Multi-tier Llumnix](multi-tier-llumnix.md) | 1 of 2 | 1 of 1 | 1 of 2 |" in texts["index.md"]
     text = texts["multi-tier-llumnix.md"]
-    assert "| table 1 | a | 2 | 3 | 2.1 | 1.5 | same |" in text
-    assert "opposite; because" in text
+    assert "| it does not always | 2 < 1 | holds in 1 of 2 cases | section 2, case 2 |" in text
+    assert "| it holds | 1 < 2 | holds |  |" in text
+    assert "| our variant does (our variant) | 2 > 1 | holds |  |" in text
+    assert "| a | table 1 | 2 | 3 | 2.1 | - | 1 of 1 |  |" in text
+    assert "| b | table 1 | 2 | 0.5 | - | - | 0 of 1 | table 1 |" in text
+    assert "1 of 2 values have the paper's direction. [All 2 values]" in text
 
 
 def test_the_page_says_the_scale_of_every_study(tmp_path: Path) -> None:
@@ -95,6 +105,10 @@ def test_the_pages_in_docs_are_those_of_the_findings() -> None:
     expected = pages([(study, *load(path)) for study, path in paths if path.exists()])
     folder = root / "docs/reproduction"
     assert {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()} == expected
+    tables = re.findall(
+        r"(?:^\|.*\n)+", "\n".join(text for name, text in expected.items() if name != "coverage.md"), re.M
+    )
+    assert max(table.count("\n") - 2 for table in tables) <= MAX_ROWS + 1
 
 
 def test_coverage_names_every_table_and_figure_once_and_only_studies_that_there_are() -> None:
@@ -109,7 +123,7 @@ def test_coverage_names_every_table_and_figure_once_and_only_studies_that_there_
         wanted = {f"table {n + 1}" for n in range(tables[paper])}
         wanted |= {f"figure {n + 1}" for n in range(figures[paper])}
         assert wanted <= {where for name, where in named if name == paper}
-    assert "| TIE | table 7 | OpenPangu" in coverage([])
+    assert "| tables 7, 8 | OpenPangu" in coverage([])
 
 
 def test_the_released_cost_charges_the_attention_of_32_of_the_batch() -> None:
