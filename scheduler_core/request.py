@@ -125,6 +125,10 @@ class RequestState:
     last_token_s: float | None = None
     last_scheduled_s: float | None = None
     request_id: str = field(init=False)
+    #: Prediction, alpha and result of the latest `expected_and_cvar`.
+    _risk: tuple[LengthPrediction, float, tuple[float, float]] | None = field(
+        default=None, init=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         self.request_id = self.request.request_id
@@ -157,6 +161,17 @@ class RequestState:
         """Whether the request has a prediction of any head."""
         heads = (self.prediction, self.urgency, self.bucket, self.rank, self.point)
         return any(head is not None for head in heads)
+
+    def expected_and_cvar(self, alpha: float = 0.9) -> tuple[float, float] | None:
+        """(E[X~], CVaR_alpha(X~)) of the predicted X~ = min(X, max_tokens) in tokens, computed once for each prediction;
+        None without a predicted length."""
+        length, risk = self.prediction, self._risk
+        if length is None:
+            return None
+        if risk is None or risk[0] is not length or risk[1] != alpha:
+            pair = length.expected_and_cvar(self.request.max_tokens, alpha)
+            risk = self._risk = (length, alpha, pair)
+        return risk[2]
 
     def effective_level(self, max_promotion: float = 1) -> int:
         """The level at which the request is scheduled, 0 = most urgent; the declared tier without a predicted urgency.

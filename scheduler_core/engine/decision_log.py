@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from scheduler_core.engine.plan import StepResult
+from scheduler_core.prediction.predictions import HEADS, Prediction
 from scheduler_core.request import RequestState
 from scheduler_core.shell.files import atomic_file
 
@@ -38,8 +39,10 @@ def _plain(value: Any) -> Any:
     """Dataclasses as mappings and tuples as lists, so that recorded and read entries compare equal."""
     if is_dataclass(value) and not isinstance(value, type):
         content = asdict(value)
-        if isinstance(value, RequestState):  # fields that are only valid in the source scheduler
-            del content["status"], content["order"], content["kv_tokens"]
+        if isinstance(value, RequestState):  # valid in the source scheduler only, or a cache
+            del content["status"], content["order"], content["kv_tokens"], content["_risk"]
+        if isinstance(value, Prediction):
+            content = {name: content[name] for name in HEADS}
         if isinstance(value, StepResult) and not value.ends_s:
             del content["ends_s"]
         return _plain(content)

@@ -52,7 +52,6 @@ class Tie(Policy):
     tau_s: float = 30.0
     _beta: float = field(default=0.0, init=False, repr=False)
     _aging_per_s: float = field(default=0.0, init=False, repr=False)
-    _risks: dict[str, tuple[float, float]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_ranges(self, alpha=(0.5, 1 - 1e-9), gamma=(POSITIVE, 1.0), pressure_gain=(0, FINITE))
@@ -72,18 +71,9 @@ class Tie(Policy):
         before, self._beta = self._beta, self.beta(num_waiting, max_num_seqs)
         return self._beta != before
 
-    def on_prediction(self, state: RequestState) -> None:
-        length = state.prediction
-        if length is not None:
-            risk = length.expected_and_cvar(state.request.max_tokens, self.alpha)
-            self._risks[state.request_id] = risk
-
-    def on_finish(self, state: RequestState) -> None:
-        self._risks.pop(state.request_id, None)
-
     def score(self, state: RequestState) -> float:
         """Tail inflated expectation of the output length (Eq. 11), in tokens."""
-        risk = self._risks.get(state.request_id)
+        risk = state.expected_and_cvar(self.alpha)
         if risk is None:
             return (1.0 + self.beta_max) * state.request.max_tokens
         mean, tail_mean = risk
