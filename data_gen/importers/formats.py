@@ -17,6 +17,7 @@ from data_gen.commands.import_lengths import TimeUnit
 from data_gen.importers.source_row import SourceRow, records_at
 from data_gen.importers.values import MAPPED, Row, SkippedRows, canonical_row, failure
 from scheduler_core.errors import InputError
+from scheduler_core.prediction.outcome import FORMAT as FEEDBACK_FORMAT
 from scheduler_core.shell.table_files import file_rows
 
 log = logging.getLogger(__name__)
@@ -398,7 +399,7 @@ def detect(path: Path) -> str | None:
     rows = file_rows(path, "file", objects=True, on_bad_row=lambda *_: None)
     for _, columns in islice(rows, _DETECTION_ROWS):
         source = SourceRow(columns)
-        if str(source.get("format")).startswith("tailcast-feedback/"):
+        if str(source.get("format")).startswith(FEEDBACK_FORMAT.partition("/")[0]):
             return "feedback"
         for name, alternatives in marks:
             sources = [source]

@@ -19,12 +19,13 @@ import pyarrow.parquet as pq
 
 from data_gen import samples
 from data_gen.importers.formats import FORMATS, detect, format_rows, parse_mapping
-from data_gen.importers.logs import feedback_rows, openai_rows, segments_of
+from data_gen.importers.logs import feedback_rows, openai_rows
 from data_gen.importers.public_sets import castillo_rows, sharegpt_rows
 from data_gen.importers.values import ERROR, LENGTH, STOP, UNKNOWN, Row, SkippedRows
 from data_gen.prompts import Message, Prompt
 from data_gen.splits import digest64
 from scheduler_core.errors import InputError, unknown_name
+from scheduler_core.prediction.outcome import segments_of
 from scheduler_core.shell.command import report_left_out
 from scheduler_core.shell.files import atomic_file, existing_file, sha256_file, writable_target, write_json
 from scheduler_core.shell.table_files import convertible

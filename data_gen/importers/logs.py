@@ -21,13 +21,11 @@ A trace keeps all records with an output.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_gen.feedback_record import FeedbackRecord, bounded_lines, parse_object, validated
 from data_gen.importers.source_row import SourceRow
 from data_gen.importers.values import (
     ERROR,
@@ -46,17 +44,12 @@ from data_gen.importers.values import (
     shared_count,
 )
 from data_gen.prompts import prompt_id_of
-from data_gen.splits import digest64
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.api_request import read_request
-from scheduler_core.prediction.prompt_text import messages_of
+from scheduler_core.prediction.outcome import Outcome, read_log
 from scheduler_core.shell.json_text import from_json
 from scheduler_core.shell.table_files import file_rows
 
-log = logging.getLogger(__name__)
-SEGMENTS = "feedback-*.jsonl"
-#: Longer lines are skipped.
-MAX_LINE_BYTES = 64 << 20
 _COLUMNS = {"request_id", "tier", "tenant", "temperature", "top_p", "prompt_tokens", "output_tokens", "ttft_s", "total_s"}  # fmt: skip
 #: Locations of request and response in a line.
 _REQUESTS = ("request.body", "request", "body", "params", "request_body")
@@ -195,94 +188,35 @@ def _with_response(
     return row
 
 
-def segments_of(path: Path) -> list[Path]:
-    """The segments of a log in order, or the path itself if it is not a folder; InputError if there is none."""
-    segments = sorted(path.glob(SEGMENTS)) if path.is_dir() else [path]
-    if not segments or not segments[0].is_file():
-        raise InputError("feedback log", str(path), f"a file, or a folder with {SEGMENTS}")
-    return segments
-
-
-def feedback_records(
-    path: str | Path, skipped: Counter[str] | None = None
-) -> Iterator[tuple[int, FeedbackRecord]]:
-    """Yields the line number, counted over all segments, and the content of each record in a folder or a single segment.
-
-    `skipped` counts skipped lines by reason; if it is None, a log message reports the counts. InputError if there is no
-    segment or no record.
-    """
-    reasons = Counter[str]() if skipped is None else skipped
-    digests: set[int] = set()
-    number = 0
-    for number, line in enumerate(_lines(segments_of(Path(path))), start=1):
-        try:
-            record = _record(line, digests)
-        except InputError as error:
-            reasons[_reason(error)] += 1
-            continue
-        yield number, record
-    counts = f"skipped {reasons.total()} of {number} lines: " + ", ".join(
-        f"{count} x {reason}" for reason, count in reasons.most_common()
-    )
-    if number and not digests:
-        raise InputError("feedback log", str(path), f"at least one record ({counts})")
-    if skipped is None and reasons:
-        log.warning("%s: %s", Path(path).name, counts)
-
-
 def feedback_rows(path: Path, skipped: Counter[str]) -> Iterator[Row]:
     """Yields rows of a feedback log; `skipped` counts skipped lines by reason."""
-    for number, record in feedback_records(path, skipped):
-        yield number, _row(record)
+    for number, outcome in read_log(path, skipped):
+        yield number, _row(outcome)
 
 
-def _lines(segments: list[Path]) -> Iterator[bytes]:
-    """Non-empty lines; a line above the limit is truncated."""
-    for segment in segments:
-        with open(segment, "rb") as stream:
-            yield from filter(None, map(bytes.strip, bounded_lines(stream, MAX_LINE_BYTES)))
-
-
-def _record(line: bytes, digests: set[int]) -> FeedbackRecord:
-    if len(line) > MAX_LINE_BYTES:
-        raise InputError("line", line[:40], f"at most {MAX_LINE_BYTES} bytes")
-    record = validated(FeedbackRecord, parse_object(line))
-    digest = digest64(record.request_id or line.decode())
-    if digest in digests:
-        raise InputError("record", line[:40], "a record that is not a copy of an earlier one")
-    digests.add(digest)
-    return record
-
-
-def _reason(error: InputError) -> str:
-    key = error.field.partition(" ")[0]  # without the message number, to limit the number of reasons
-    return f"{key} (allowed: {error.allowed})"
-
-
-def _row(record: FeedbackRecord) -> dict[str, Any]:
-    row = record.model_dump(include=_COLUMNS) | {
-        "model": record.served_model,
-        "arrival_s": record.time,
-        "max_tokens": record.max_output_tokens,
-        "finish_reason": FINISH_REASONS.get(record.finish_reason.lower(), UNKNOWN),
-        **_prompt(record),
+def _row(outcome: Outcome) -> dict[str, Any]:
+    row = {name: getattr(outcome, name) for name in _COLUMNS} | {
+        "model": outcome.served_model,
+        "arrival_s": outcome.time,
+        "max_tokens": outcome.limit,
+        "finish_reason": FINISH_REASONS.get(outcome.finish_reason.lower(), UNKNOWN),
+        **_prompt(outcome),
     }
-    if row["finish_reason"] == UNKNOWN and record.finished is not None:
-        row["finish_reason"] = STOP if record.finished else LENGTH
-    if record.finish_reason == "abort":
+    if row["finish_reason"] == UNKNOWN and outcome.finished is not None:
+        row["finish_reason"] = STOP if outcome.finished else LENGTH
+    if outcome.finish_reason == "abort":
         row |= {"finish_reason": ERROR, "error": "abort: the client disconnected"}
     elif row["finish_reason"] == ERROR:
-        row["error"] = f"{record.finish_reason}: as logged"
-    elif record.forced_length:
+        row["error"] = f"{outcome.finish_reason}: as logged"
+    elif outcome.forced_length:
         row |= forced_length()
     return row
 
 
-def _prompt(record: FeedbackRecord) -> dict[str, Any]:
-    messages = messages_of([message.model_dump() for message in record.messages or ()])
-    columns = conversation_columns(messages)
+def _prompt(outcome: Outcome) -> dict[str, Any]:
+    columns = conversation_columns(outcome.messages)
     if columns:
         return columns
-    if record.prompt:
-        return {"prompt_id": prompt_id_of(record.prompt), "prompt": record.prompt}
-    return {"prompt_id": record.prompt_sha256}
+    if outcome.prompt:
+        return {"prompt_id": prompt_id_of(outcome.prompt), "prompt": outcome.prompt}
+    return {"prompt_id": outcome.prompt_sha256}

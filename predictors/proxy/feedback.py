@@ -7,8 +7,8 @@ import hashlib
 import json
 import logging
 import time
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from predictors.proxy.config import ProxyConfig
 from predictors.proxy.feedback_log import FeedbackLog
@@ -17,13 +17,11 @@ from predictors.proxy.parsing import ParsedRequest
 from predictors.proxy.prediction import Forecast, Forecaster
 from predictors.proxy.responses import ResponseStats, output_length
 from scheduler_core.adapters.live_calibration import FORCED_LENGTH, LiveCalibration
-from scheduler_core.prediction.api_response import COMPLETE, TRUNCATED
-from scheduler_core.prediction.predictions import Prediction
+from scheduler_core.prediction.outcome import Outcome, is_finished
+from scheduler_core.prediction.predictions import LengthPrediction, Prediction
 from scheduler_core.prediction.predictor import PredictionRequest
 from scheduler_core.request import Request
 
-FORMAT = "tailcast-feedback/1"
-CENSORED = TRUNCATED | {"abort", "cancelled"}
 #: Kinds of engines whose streams have token counts if `stream_options` requests them.
 USAGE_ENGINES = frozenset({"vllm", "sglang", "dynamo", "llm-d"})
 #: Reasons why an ended request is not recorded -> explanation; the last ones only concern online calibration.
@@ -191,29 +189,25 @@ class Recorder:
             await asyncio.to_thread(self.calibration.close)
         await self.shadow.close()
 
-    def _calibrate(
-        self, calibration: LiveCalibration, exchange: Exchange, stats: ResponseStats, output_tokens: int
-    ) -> None:
+    def _calibrate(self, calibration: LiveCalibration, exchange: Exchange, outcome: Outcome) -> None:
         """Updates the calibration with an output length."""
-        body, finished = exchange.parsed.body, _is_finished(_finish_reason(exchange, stats))
-        prediction = None if exchange.forecast is None else exchange.forecast.prediction
         problem = None
-        if body.forces_length:
+        if outcome.forced_length:
             problem = "forced_length"
-        elif prediction is None or prediction.length is None:
+        elif outcome.prediction is None:
             problem = "unpredicted"
-        elif finished is None:
+        elif outcome.finished is None:
             problem = "finish_reason"
         if problem is not None:
             calibration.skip(problem, PROBLEMS[problem])
             return
         calibration.observe(
-            body.model,
-            prediction,
+            outcome.served_model or "",
+            Prediction(length=outcome.prediction),
             exchange.prompt_tokens,
-            output_tokens,
-            finished=bool(finished),
-            max_tokens=body.max_tokens,
+            outcome.output_tokens,
+            finished=bool(outcome.finished),
+            max_tokens=outcome.max_tokens,
         )
 
     async def _record(
@@ -226,47 +220,54 @@ class Recorder:
     ) -> None:
         if exchange.forecasting is not None and not exchange.forecasting.done():
             await asyncio.wait({exchange.forecasting})
+        outcome = self._outcome(exchange, stats, output_tokens, counted_by, ended_s)
         if self._learner is not None:
-            self._calibrate(self._learner, exchange, stats, output_tokens)
+            self._calibrate(self._learner, exchange, outcome)
         if self._log is None:
             return
-        shadow = None if exchange.shadow is None else await exchange.shadow
-        if shadow is not None:
+        if exchange.shadow is not None:
+            shadow = await exchange.shadow
             self._metrics.shadows.labels(shadow.outcome).inc()
+            outcome = replace(outcome, shadow=_length(shadow))
         self._metrics.counts.labels(counted_by).inc()
-        parsed, request, text = exchange.parsed, exchange.request, exchange.parsed.prompt
-        body, reason = parsed.body, _finish_reason(exchange, stats)
-        record: dict[str, Any] = {
-            "format": FORMAT,
-            "time": time.time() - (time.perf_counter() - exchange.started_s),
-            "request_id": request.request_id,
-            "tenant": request.tenant,
-            "tier": request.tier,
-            "endpoint": parsed.endpoint,
-            "served_model": body.model or None,
-            "max_tokens": body.max_tokens,
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "output_tokens": output_tokens,
-            "counted_by": counted_by,
-            "num_events": stats.num_deltas or None,
-            "finish_reason": reason,
-            "finished": _is_finished(reason),
-            "forced_length": body.forces_length,
-            "prompt_tokens": stats.prompt_tokens,
-            "waited_s": exchange.waited_s,
-            "ttft_s": None if stats.first_s is None else stats.first_s - exchange.started_s,
-            "total_s": ended_s - exchange.started_s,
-            "prompt_sha256": hashlib.sha256(_prompt_bytes(parsed)).hexdigest(),
-        }
-        if self._config.feedback_prompts == "stored":
-            record["prompt"] = text
-            if body.messages:
-                record["messages"] = [{"role": role, "content": text} for role, text in body.messages if text]
-        record |= _length_fields(None if exchange.forecast is None else exchange.forecast.prediction)
-        if shadow is not None:
-            record["shadow"] = _length_fields(shadow.prediction) or None
-        self._log.put(record)
+        self._log.put(outcome.to_json())
+
+    def _outcome(
+        self,
+        exchange: Exchange,
+        stats: ResponseStats,
+        output_tokens: int,
+        counted_by: Literal["usage", "deltas"],
+        ended_s: float,
+    ) -> Outcome:
+        parsed, request, body = exchange.parsed, exchange.request, exchange.parsed.body
+        reason = _finish_reason(exchange, stats)
+        is_stored = self._config.feedback_prompts == "stored"
+        return Outcome(
+            time=time.time() - (time.perf_counter() - exchange.started_s),
+            request_id=request.request_id,
+            tenant=request.tenant,
+            tier=request.tier,
+            endpoint=parsed.endpoint,
+            served_model=body.model or None,
+            max_tokens=body.max_tokens,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            output_tokens=output_tokens,
+            counted_by=counted_by,
+            num_events=stats.num_deltas or None,
+            finish_reason=reason,
+            finished=is_finished(reason),
+            forced_length=body.forces_length,
+            prompt_tokens=stats.prompt_tokens,
+            waited_s=exchange.waited_s,
+            ttft_s=None if stats.first_s is None else stats.first_s - exchange.started_s,
+            total_s=ended_s - exchange.started_s,
+            prompt_sha256=hashlib.sha256(_prompt_bytes(parsed)).hexdigest(),
+            prompt=parsed.prompt if is_stored else None,
+            messages=tuple(message for message in body.messages if message.text) if is_stored else (),
+            prediction=_length(exchange.forecast),
+        )
 
 
 def _problem(exchange: Exchange) -> str | None:
@@ -286,12 +287,6 @@ def _finish_reason(exchange: Exchange, stats: ResponseStats) -> str:
     return stats.finish_reason or ("abort" if exchange.end == "client_gone" else "")
 
 
-def _is_finished(reason: str) -> bool | None:
-    """Whether an output with this finish reason is complete, false if it is censored; None if neither is known."""
-    reason = reason.lower()
-    return True if reason in COMPLETE else False if reason in CENSORED else None
-
-
 def _prompt_bytes(parsed: ParsedRequest) -> bytes:
     """What identifies a prompt: its text, or its token ids."""
     if parsed.prompt:
@@ -299,9 +294,5 @@ def _prompt_bytes(parsed: ParsedRequest) -> bytes:
     return json.dumps([parsed.content.get(name) for name in _TOKEN_IDS]).encode()
 
 
-def _length_fields(prediction: Prediction | None) -> dict[str, Any]:
-    """Fields of the predicted length, the input of `evaluate-stream`; empty without a length."""
-    if prediction is None or prediction.length is None:
-        return {}
-    # Empty quantiles are left out, so that records of log-t predictions keep their format.
-    return {name: value for name, value in asdict(prediction.length).items() if name != "quantiles" or value}
+def _length(forecast: Forecast | None) -> LengthPrediction | None:
+    return None if forecast is None or forecast.prediction is None else forecast.prediction.length

@@ -212,7 +212,7 @@ def user_code_message(error: BaseException) -> str | None:
     from pathlib import Path
     from traceback import walk_tb
 
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     own = [
         root / name for name in ("scheduler_core", "predictors", "data_gen", "training", "export", "tailcast")
     ]

@@ -80,7 +80,13 @@ FIT = {
 }  # fmt: skip
 WRONG = [("fit-dist jsonl", "max_tokens", 2**31), ("fit-dist parquet", "max_tokens", 2**31)]
 WRONG += [("lists", "p", []), ("lists", "tokens", True), ("lengths", "arrival_s", 1e308)]
-SIZES = [("azure", 500), ("castillo", 500), ("pairs", 50), ("fit-dist jsonl", 500), ("fit-dist jsonl", 3000)]
+SIZES = [
+    ("azure", 500),
+    ("castillo", 500),
+    ("read-feedback", 50),
+    ("fit-dist jsonl", 500),
+    ("fit-dist jsonl", 3000),
+]
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,6 @@ SOURCES = {
     "feedback": imports("feedback", [RECORD | {"time": float(n)} for n in range(3)], ".jsonl"),
     "feedback trace": imports("feedback", [RECORD, RECORD | {"time": 2.0}], ".jsonl", "--schema", "trace"),
     "read-feedback": Source([RECORD, RECORD | {"time": 2.0}], ".jsonl", read_feedback, ("FILE", "--json", "OUT")),
-    "pairs": Source([RECORD], ".jsonl", read_feedback, ("FILE", "--pairs", "OUT")),
     "stream": Source([PREDICTION | {"output_tokens": 4}] * 2, ".jsonl", evaluate_stream, ("FILE", "--out", "OUT")),
     "openai-log": imports("openai-log", [OPENAI], ".jsonl"),
     "openai-log gzip": imports("openai-log", [OPENAI], ".jsonl.gz", "--schema", "trace"),

@@ -10,7 +10,8 @@ import pytest
 from scipy import stats
 
 from scheduler_core.prediction.drift import DriftDetector
-from training.commands.evaluate_stream import OTHERS, DriftStream, StreamConfig, main, parse_output
+from scheduler_core.prediction.outcome import parse_outcome
+from training.commands.evaluate_stream import OTHERS, DriftStream, StreamConfig, main
 
 
 def run_length(rng, arl, limit, interval):
@@ -115,8 +116,8 @@ BAD = [
     ('{"mu": 5, "sigma": 1}', "output_tokens"),
     ('{"mu": NaN, "sigma": 1, "output_tokens": 5}', "mu"),
     ('{"mu": 5, "sigma": 0, "output_tokens": 5}', "sigma"),
-    ('{"mu": 5, "sigma": 1, "output_tokens": 0}', "output_tokens"),
-    ('{"mu": 5, "sigma": 1, "output_tokens": 5, "max_tokens": 4}', "max_tokens"),
+    ('{"mu": 5, "sigma": 1, "output_tokens": 0}', "record"),
+    ('{"mu": 5, "sigma": 1, "output_tokens": 5, "max_tokens": 0}', "max_tokens"),
     ('{"mu": 5, "sigma": 1, "output_tokens": 5, "finished": 1}', "finished"),
     ('{"mu": %s, "sigma": 1, "output_tokens": 5}' % ("9" * 400), "mu"),
     (b"\xff\xfe", "line"),
@@ -127,8 +128,8 @@ BAD = [
 
 def test_bad_lines_are_counted_and_named_and_never_fatal():
     good = '{"mu": 5, "sigma": 1, "output_tokens": 5}'
-    assert (parse_output(good).is_finished, parse_output(good).nu) == (True, 3.5)
-    assert not parse_output(good.replace("}", ', "max_tokens": 5}')).is_finished
+    assert (parse_outcome(good).is_finished, parse_outcome(good).prediction.nu) == (True, 3.5)
+    assert not parse_outcome(good.replace("}", ', "max_tokens": 5}')).is_finished
     stream = stream_of()
     events = list(stream.feed(line for bad, _ in BAD for line in (bad, "", good)))
     assert [event["field"] for event in events] == [field for _, field in BAD]

@@ -19,22 +19,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import IO, Annotated, Any
+from typing import IO, Any
 
-from pydantic import Field, ValidationInfo, field_validator
-
-from data_gen.feedback_record import (
-    FORMAT,
-    FeedbackRecord,
-    Mu,
-    Nu,
-    Quantiles,
-    Sigma,
-    Strict,
-    bounded_lines,
-    parse_object,
-    validated,
-)
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.drift import DriftDetector
 from scheduler_core.prediction.online_calibration import (
@@ -43,16 +29,14 @@ from scheduler_core.prediction.online_calibration import (
     OnlineCalibration,
     OnlineCalibrationConfig,
 )
+from scheduler_core.prediction.outcome import Outcome, bounded_lines, parse_outcome
 from scheduler_core.prediction.predictions import LengthPrediction
 from scheduler_core.ranges import FINITE, INTEGERS, check_ranges
 from scheduler_core.shell.command import command
 from scheduler_core.shell.files import existing_file, writable_target
-from training.correcting.feedback import pair
 
 #: Name of the monitor that served models beyond `max_models` share.
 OTHERS = "(others)"
-#: Longer lines are not parsed.
-MAX_LINE = 1_000_000
 UNNAMED = "(unnamed)"
 
 
@@ -64,7 +48,7 @@ class StreamConfig:
     OUTPUTS = ("out",)
 
     stream: str
-    """File of JSON lines, or - for standard input. Keys: mu, sigma, output_tokens; optional nu, finished, served_model, prompt_tokens, max_tokens, time."""
+    """File of outcomes as JSON lines (a segment of the proxy's feedback log, or lines with mu, sigma and output_tokens), or - for standard input."""
     out: str = "-"
     """File of JSON lines to write, or - for standard output."""
     overwrite: bool = False
@@ -81,47 +65,6 @@ class StreamConfig:
     def __post_init__(self) -> None:
         integers = {"window": (MIN_OUTPUTS, MAX_WINDOW), "every": (1, INTEGERS), "max_models": (1, INTEGERS)}
         check_ranges(self, arl=(10.0, FINITE), **integers)
-
-
-Length = Annotated[int, Field(ge=1, lt=2**53)]
-
-
-class ObservedOutput(Strict):
-    """A prediction and the observed output length."""
-
-    # mu, sigma, nu: predicted parameters of the log-t distribution, log tokens.
-    mu: Mu
-    sigma: Sigma
-    nu: Nu = 3.5
-    quantiles: Quantiles = ()  # predicted quantiles of ln tokens, see `LengthPrediction`; empty: log-t
-    output_tokens: Length  # length of the output; the truncated length if it was truncated
-    max_tokens: Length | None = None  # limit of the output, at least output_tokens; None if unlimited
-    # Length of the prompt; None if unknown.
-    prompt_tokens: Annotated[int, Field(ge=0, lt=2**53)] | None = None
-    # False if the output was truncated; None: derived from output_tokens < max_tokens.
-    finished: bool | None = None
-    served_model: Annotated[str, Field(min_length=1)] | None = None  # None if unnamed
-    time: Any = None  # copied to the events; any unit
-
-    @field_validator("max_tokens")
-    @classmethod
-    def _not_exceeded(cls, value: int | None, info: ValidationInfo) -> int | None:
-        tokens = info.data.get("output_tokens", 0)
-        if value is not None and value < tokens:
-            raise ValueError(f"at least output_tokens = {tokens}")
-        return value
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the output was not truncated."""
-        if self.finished is None:
-            return self.max_tokens is None or self.output_tokens < self.max_tokens
-        return self.finished
-
-    @property
-    def prediction(self) -> LengthPrediction:
-        """The predicted distribution."""
-        return LengthPrediction(self.mu, self.sigma, self.nu, quantiles=self.quantiles)
 
 
 class ModelMonitor:
@@ -142,18 +85,18 @@ class ModelMonitor:
         self.running = OnlineCalibration(self._config)
         self.in_use = OnlineCalibration(self._config)
 
-    def update(self, output: ObservedOutput) -> dict[str, Any] | None:
+    def update(self, output: Outcome, prediction: LengthPrediction) -> dict[str, Any] | None:
         """Updates the monitor with an output; returns the content of an alarm if the detector fires, else None."""
         self.num_outcomes += 1
-        in_use = self.in_use.correct("", output.prediction, output.prompt_tokens)
+        in_use = self.in_use.correct("", prediction, output.prompt_tokens)
         low, high = (in_use.cdf(output.output_tokens + half) for half in (-0.5, 0.5))
         self.running.observe(
             "",
-            output.prediction,
+            prediction,
             output.prompt_tokens,
             output.output_tokens,
             finished=output.is_finished,
-            max_tokens=output.max_tokens,
+            max_tokens=output.limit,
         )
         if not self.detector.update(low, high if output.is_finished else 1.0):
             return None
@@ -180,17 +123,6 @@ class ModelMonitor:
         }
 
 
-def parse_output(line: str | bytes) -> ObservedOutput:
-    """Parses an object with the attributes of `ObservedOutput`, or a record of the feedback log; InputError names the key."""
-    content = parse_object(line)
-    if content.get("format") == FORMAT:
-        values = pair(validated(FeedbackRecord, content), "main")
-        if values is None:
-            raise InputError("record", line[:80], "a record with a prediction and a true length")
-        content = values
-    return validated(ObservedOutput, content)
-
-
 class DriftStream:
     """Monitors of all served models; memory is bounded by the number of models times the window."""
 
@@ -205,11 +137,13 @@ class DriftStream:
         for line in lines:
             self._num_lines += 1
             try:
-                if len(line) > MAX_LINE:
-                    raise InputError("line", f"{len(line)} characters", f"at most {MAX_LINE}")
                 if not line.strip():
                     continue
-                output = parse_output(line)
+                output = parse_outcome(line)
+                if output.prediction is None or not output.has_length:
+                    raise InputError(
+                        "record", line[:80], "a record with a prediction and a length by the model"
+                    )
             except InputError as error:
                 self._bad[error.field] += 1
                 yield {
@@ -220,7 +154,7 @@ class DriftStream:
                     "allowed": error.allowed,
                 }
                 continue
-            yield from self._update(output)
+            yield from self._update(output, output.prediction)
 
     def finish(self) -> Iterator[dict[str, Any]]:
         """Yields the final states and the totals."""
@@ -242,14 +176,14 @@ class DriftStream:
             "num_alarms": sum(monitor.num_alarms for monitor in monitors),
         }
 
-    def _update(self, output: ObservedOutput) -> Iterator[dict[str, Any]]:
+    def _update(self, output: Outcome, prediction: LengthPrediction) -> Iterator[dict[str, Any]]:
         name = output.served_model or UNNAMED
         if name not in self._monitors and len(self._monitors) >= self._config.max_models:
             name = OTHERS
         if name not in self._monitors:
             self._monitors[name] = ModelMonitor(self._config.window, self._config.arl)
         monitor = self._monitors[name]
-        alarm = monitor.update(output)
+        alarm = monitor.update(output, prediction)
         head = {"line": self._num_lines, "served_model": name, "time": output.time}
         if alarm is not None:
             yield {"event": "alarm", **head, **alarm}
@@ -264,7 +198,7 @@ def watch(config: StreamConfig) -> None:
         source: IO[bytes] = sys.stdin.buffer
         if config.stream != "-":
             source = stack.enter_context(open(existing_file(config.stream, "stream"), "rb"))
-        events = chain(stream.feed(bounded_lines(source, MAX_LINE)), stream.finish())
+        events = chain(stream.feed(bounded_lines(source)), stream.finish())
         # Read before the target is created, so that an unreadable stream leaves no file.
         first = next(events)
         target: IO[Any] = sys.stdout

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,12 +17,12 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_gen.importers.logs import feedback_records
 from predictors.proxy import feedback_log
 from predictors.proxy.feedback import MIN_STREAMS
 from predictors.proxy.feedback_log import FeedbackLog
 from predictors.proxy.responses import EventStreamReader, JsonReader, ReadBudget, ResponseStats
 from scheduler_core.prediction.api_response import read_response
+from scheduler_core.prediction.outcome import Outcome, read_log
 from tests.fake_openai import event
 from tests.predictors.proxy import fake_engine
 from tests.predictors.proxy.fake_engine import chat, running_engine, running_proxy, until
@@ -31,6 +32,14 @@ SHORT = "name three rivers"
 OUTPUTS = 'tailcast_proxy_calibration_outputs{served_model="tiny-llm"}'
 UNRECORDED = 'tailcast_proxy_unrecorded_total{reason="%s"}'
 USAGE: Json = {"prompt_tokens": 9, "completion_tokens": 12}
+
+
+def outcomes(log: Path) -> list[Outcome]:
+    """The outcomes of a feedback log, which has nothing else."""
+    left_out = Counter[str]()
+    rows = [outcome for _, outcome in read_log(log, left_out)]
+    assert not left_out
+    return rows
 
 
 def chunk(delta: Json, reason: str | None = None, **more: Any) -> Json:
@@ -322,7 +331,7 @@ async def test_each_stream_and_response_has_a_record(artifact_folder: Path, tmp_
             _, data = await proxy.post(of_path(path), {"x-name": name}, path)
             assert json.loads(data) == content
         used = await proxy.metric(OUTPUTS)
-    rows = [record.model_dump() for _, record in feedback_records(tmp_path)]
+    rows = [outcome.to_json() for outcome in outcomes(tmp_path)]
     assert len(rows) == len(STREAMS) + len(RESPONSES)
     assert used == sum(row["finished"] is not None and row["served_model"] == "tiny-llm" for row in rows)
     finished = {"length": False, "max_tokens": False, "max_output_tokens": False, "error": None}
@@ -360,7 +369,7 @@ async def test_streams_calibrate_and_can_be_trained_on_with_default_options(
 
     report = import_lengths(ImportLengthsConfig(kind="feedback", file=str(log), out=str(out)))
     assert (report["num_written"], report["finish_reasons"]) == (60, {"stop": 60})
-    row = next(feedback_records(log))[1]
+    row = outcomes(log)[0]
     assert (row.counted_by, row.output_tokens) == (("usage", 7) if engine == "vllm" else ("deltas", 3))
 
 
@@ -375,7 +384,7 @@ async def test_events_are_converted_to_tokens_by_streams_with_both_numbers(tmp_p
         for _ in range(MIN_STREAMS):
             await proxy.post(chat(SHORT, stream=True, stream_options={"include_usage": True}))
         await proxy.post(chat(SHORT, stream=True))
-    rows = [record for _, record in feedback_records(tmp_path)]
+    rows = outcomes(tmp_path)
     assert [(row.output_tokens, row.num_events) for row in (rows[0], rows[-1])] == [(3, 3), (6, 3)]
     assert {row.counted_by for row in (rows[0], rows[-1])} == {"deltas"}
 
@@ -396,7 +405,7 @@ async def test_an_engine_that_refuses_stream_options_is_not_asked_again(
                 assert (await proxy.post(chat(SHORT, stream=True)))[0] == 200
         assert ["stream_options" in body for body in fake.bodies] == [True, False, False]
     assert "refuses stream_options" in caplog.text
-    assert [record.counted_by for _, record in feedback_records(tmp_path)] == ["deltas"] * 2
+    assert [outcome.counted_by for outcome in outcomes(tmp_path)] == ["deltas"] * 2
 
 
 async def test_a_request_that_is_wrong_by_itself_gets_the_engines_answer(tmp_path: Path) -> None:
@@ -413,7 +422,7 @@ async def test_a_request_that_is_wrong_by_itself_gets_the_engines_answer(tmp_pat
             assert (status, b"temperature" in text) == (400, True)
             assert (await proxy.post(chat(SHORT, stream=True)))[0] == 200
         assert ["stream_options" in body for body in fake.bodies] == [True, False, True]
-    assert [record.counted_by for _, record in feedback_records(tmp_path)] == ["usage"]
+    assert [outcome.counted_by for outcome in outcomes(tmp_path)] == ["usage"]
 
 
 @pytest.mark.mend  # one length of 3,000 tokens was recorded for three outputs
@@ -487,9 +496,9 @@ async def test_records_of_agents_are_imported(tmp_path: Path) -> None:
     async with running_engine(script) as fake, running_proxy(fake.url, **options) as proxy:
         for path, body in bodies:
             await proxy.post({"model": "m"} | body, path=path)
-    rows = [record for _, record in feedback_records(log)]
+    rows = outcomes(log)
     assert [row.endpoint for row in rows] == [path for path, _ in bodies]
-    assert [message.content for message in rows[0].messages or ()] == [
+    assert [message.text for message in rows[0].messages] == [
         "Be brief.",
         "Weather?",
         "weather({})",
@@ -563,7 +572,7 @@ async def test_the_openai_client_streams_tools_and_responses(artifact_folder: Pa
         kinds = [item.type async for item in responses]
         assert kinds == [item["type"] for item in STREAMS["responses"].events]
         await client.close()
-    rows = [record for _, record in feedback_records(tmp_path)]
+    rows = outcomes(tmp_path)
     assert [(row.endpoint, row.output_tokens, row.counted_by) for row in rows] == [
         (fake_engine.CHAT, 12, "usage"),
         ("/v1/responses", 12, "usage"),
@@ -593,7 +602,7 @@ async def test_reasoning_models_of_the_report(tmp_path: Path) -> None:
                 latest_s.append(time.perf_counter() - start_s)
                 go.set()
                 await response.read()
-    rows = [record for _, record in feedback_records(tmp_path)]
+    rows = outcomes(tmp_path)
     assert [row.output_tokens for row in rows] == [12, 12, 12]
     for row, limit_s in zip(rows, latest_s, strict=True):
         assert row.ttft_s is not None
