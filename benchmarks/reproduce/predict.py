@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from benchmarks.frozen_heads import (
+from benchmarks.predictors.frozen_heads import (
     HEADS,
     LogTMixture,
     Rows,
@@ -36,9 +36,9 @@ from benchmarks.frozen_heads import (
     read_rows,
     train,
 )
-from benchmarks.pooled import ENCODER
 from benchmarks.reproduce.tie_requests import ABOUT, COLUMNS, FAMILIES
 from benchmarks.reproduce.tie_systems import LMSYS_8B, LMSYS_70B, LMSYS_MISTRAL
+from benchmarks.shared.pooled import ENCODER
 from examples.pretrained.prepare import prepare
 from predictors.manifest import MANIFEST
 from predictors.pretrained import PRETRAINED, shipped_folder

@@ -1,1 +1,0 @@
-"""Helpers shared by the studies of output lengths: input files and result tables."""

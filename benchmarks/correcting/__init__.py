@@ -1,0 +1,1 @@
+"""Benchmarks of corrections of predictions."""

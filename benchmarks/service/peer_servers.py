@@ -1,0 +1,168 @@
+"""Command lines of the other servers, with the same model and settings."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.shared.processes import free_port
+
+PEERS = Path(__file__).resolve().parent / "peers"
+CORES = len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Batching and workers, the same for every peer."""
+
+    max_batch: int
+    max_wait_s: float
+    workers: int
+    threads: int
+
+    def environment(self) -> dict[str, str]:
+        """Environment variables for the apps in peers/."""
+        return {
+            "MAX_BATCH": str(self.max_batch),
+            "MAX_WAIT_S": str(self.max_wait_s),
+            "WORKERS": str(self.workers),
+            "THREADS": str(self.threads),
+        }
+
+
+NAIVE = Settings(max_batch=32, max_wait_s=0.003, workers=1, threads=CORES)
+SINGLE = Settings(max_batch=1, max_wait_s=0.0, workers=CORES, threads=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """One of the other servers: its package, the files a user writes for it, and its request format."""
+
+    label: str
+    package: str
+    app: tuple[str, ...]
+    path: str = "/predict"
+    body: str = "prompt"
+
+
+PEER_KINDS = (
+    Peer(label="LitServe", package="litserve", app=("litserve_app.py",)),
+    Peer(label="Mosec", package="mosec", app=("mosec_app.py",), path="/inference"),
+    Peer(label="BentoML", package="bentoml", app=("bentoml_app.py",), body="prompts"),
+    Peer(label="Ray Serve", package="ray", app=("ray_serve_app.py",)),
+    Peer(
+        label="MLServer",
+        package="mlserver",
+        app=("mlserver_app.py",),
+        path="/v2/models/predict/infer",
+        body="tensors",
+    ),
+    Peer(
+        label="Triton",
+        package="triton",
+        app=("triton_app.py", "triton_config.pbtxt"),
+        path="/v2/models/predict/infer",
+        body="tensors",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environments:
+    """Locations of the other servers.
+
+    Attributes:
+        python: Python with LitServe, Mosec, BentoML, Ray Serve.
+        mlserver: Python with MLServer, which pins other packages.
+        triton: Folder created by `make triton-env`.
+    """
+
+    python: str
+    mlserver: str
+    triton: Path
+
+    def has(self, package: str | None) -> bool:
+        """Whether a package is installed in its environment; None is our server."""
+        if package is None:
+            return True
+        if package == "triton":
+            return (self.triton / "pytriton/tritonserver/bin/tritonserver").is_file()
+        probe = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+        python = self.mlserver if package == "mlserver" else self.python
+        return subprocess.run([python, "-c", probe], check=False, capture_output=True).returncode == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A command line and its environment."""
+
+    command: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def start_of(package: str, settings: Settings, places: Environments, folder: Path, port: int) -> Start:
+    """Command line and environment of a peer.
+
+    Args:
+        package: Key of `PEER_KINDS`.
+        settings: Batching and workers.
+        places: Locations of the peers.
+        folder: An empty folder for its files.
+        port: HTTP port.
+    """
+    environment = settings.environment()
+    if package == "triton":
+        return _triton(settings, places.triton, folder, port)
+    if package == "mlserver":
+        return _mlserver(settings, places.mlserver, folder, port)
+    if package == "bentoml":
+        options = ["--host", "127.0.0.1", "--port", str(port), "--working-dir", str(PEERS)]
+        return Start([places.python, "-m", "bentoml", "serve", "bentoml_app:Predict", *options], environment)
+    if package == "ray":
+        return Start([places.python, str(PEERS / "ray_serve_app.py")], environment)
+    command = [places.python, str(PEERS / f"{package}_app.py")]
+    if package == "mosec":
+        command += ["--address", "127.0.0.1", "--port", str(port), "--timeout", "300000"]
+    return Start(command, environment)
+
+
+def _mlserver(settings: Settings, python: str, folder: Path, port: int) -> Start:
+    values = {
+        "HOST": "127.0.0.1",
+        "HTTP_PORT": port,
+        "GRPC_PORT": free_port(),
+        "METRICS_PORT": free_port(),
+        "PARALLEL_WORKERS": 0 if settings.workers == 1 else settings.workers,
+        "MODEL_NAME": "predict",
+        "MODEL_IMPLEMENTATION": "mlserver_app.Predict",
+        "MODEL_MAX_BATCH_SIZE": settings.max_batch,
+        "MODEL_MAX_BATCH_TIME": settings.max_wait_s,
+    }
+    environment = {f"MLSERVER_{name}": str(value) for name, value in values.items()}
+    command = [python, "-c", "from mlserver.cli import main; main()", "start", str(folder)]
+    return Start(command, settings.environment() | environment)
+
+
+def _triton(settings: Settings, place: Path, folder: Path, port: int) -> Start:
+    model = folder / "predict" / "1" / "model.py"
+    model.parent.mkdir(parents=True)
+    model.write_text((PEERS / "triton_app.py").read_text())
+    # Its Python ignores PYTHONPATH and finds modules only next to the model.
+    (model.parent / "shared_model.py").write_text((PEERS / "shared_model.py").read_text())
+    config = (PEERS / "triton_config.pbtxt").read_text()
+    values = {
+        "MAX_BATCH": settings.max_batch,
+        "WORKERS": settings.workers,
+        "MAX_WAIT_US": round(settings.max_wait_s * 1e6),
+    }
+    for name, value in values.items():
+        config = config.replace(name, str(value))
+    (folder / "predict" / "config.pbtxt").write_text(config)
+    triton = place / "pytriton" / "tritonserver"
+    command = [str(triton / "bin" / "tritonserver"), "--model-repository", str(folder)]
+    command += ["--backend-directory", str(triton / "backends"), "--http-port", str(port)]
+    command += ["--http-address", "127.0.0.1", "--allow-metrics", "false", "--allow-grpc", "false"]
+    libraries = {"LD_LIBRARY_PATH": str(place / "nvidia_pytriton.libs")}
+    return Start(command, settings.environment() | libraries)

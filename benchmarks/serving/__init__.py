@@ -1,1 +1,0 @@
-"""Parts of benchmarks/service.py: load generator, servers, upper limit, tables."""

@@ -1,0 +1,1 @@
+"""Benchmarks of the simulator, and its validation against Vidur."""

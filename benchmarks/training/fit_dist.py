@@ -1,0 +1,237 @@
+"""Time and memory of fitting one log-t per prompt; all methods are interleaved in one process.
+
+    python -m benchmarks.training.fit_dist [--prompts 45000] [--samples 20] [--subset 150] [--repeats 5] [--castillo FILE] [--largest 1000000]
+
+1. One fit per prompt with fixed nu = 3.5 and no censoring. scipy.stats.t.fit of the log lengths, and SciPy's
+   L-BFGS-B with numeric and with analytic gradient, fit one prompt after another on a subset of the prompts.
+   `training.fitting.estimate` fits all prompts on one core, from integer lengths to standard errors. The
+   largest differences of mu and ln sigma from L-BFGS-B show that both find the same optimum. The lengths are
+   synthetic, and resampled with replacement from CASTILLO if its file exists.
+2. Cost of censoring (one limit per prompt, or one per sample), of distances, and of other families.
+3. Scaling: prompts in blocks of 65,536, as in the command; peak memory of each run in its own process.
+
+Times are the minimum CPU time of the repeats; compiled kernels are loaded before timing starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import optimize, stats
+from threadpoolctl import threadpool_limits
+
+from scheduler_core.shell.files import existing_file
+from training.fitting.estimate import SortedLengths, compared_families, estimate, family_of
+
+NU = 3.5
+BLOCK = 65_536
+Lengths = NDArray[np.int64]
+
+
+def synthetic(prompts: int, samples: int, seed: int) -> Lengths:
+    """[prompts, samples] integer lengths; mu ~ N(5, 1), ln sigma ~ N(-1, 0.5)."""
+    rng = np.random.default_rng(seed)
+    mu, sigma = rng.normal(5.0, 1.0, (prompts, 1)), np.exp(rng.normal(-1.0, 0.5, (prompts, 1)))
+    x = np.exp(np.minimum(mu + sigma * rng.standard_t(NU, (prompts, samples)), 16.0))
+    return np.maximum(np.rint(x), 1.0).astype(np.int64)
+
+
+def resampled(path: str, prompts: int, samples: int, seed: int) -> Lengths:
+    """[prompts, samples] lengths drawn with replacement from the samples of `prompts` rows of CASTILLO."""
+    import pyarrow.parquet as pq
+
+    column = (
+        pq.read_table(existing_file(path, "castillo"), columns=["output_tokens"]).column(0).combine_chunks()
+    )
+    real = column.values.to_numpy().reshape(len(column), -1).astype(np.int64)
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(0, len(real), (prompts, 1))
+    drawn: Lengths = np.maximum(real[rows, rng.integers(0, real.shape[1], (prompts, samples))], 1)
+    return drawn
+
+
+def objective(theta: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+    """Negative log-likelihood of (mu, ln sigma), and its gradient."""
+    sigma = math.exp(theta[1])
+    z = (y - theta[0]) / sigma
+    square = z * z
+    slope = (NU + 1.0) * z / (NU + square)
+    value = 0.5 * (NU + 1.0) * np.log1p(square / NU).sum() + len(y) * theta[1]
+    return float(value), np.array([-slope.sum() / sigma, len(y) - (slope * z).sum()])
+
+
+def by_lbfgsb(rows: Lengths, *, analytic: bool) -> NDArray[np.float64]:
+    """(mu, ln sigma) of each row, fitted one after another."""
+    solutions = []
+    for row in rows:
+        y = np.log(row)
+        first = np.array([np.median(y), math.log(max(y.std(), 1e-2))])
+        fun = objective if analytic else lambda theta, y: objective(theta, y)[0]
+        result = optimize.minimize(
+            fun,
+            first,
+            args=(y,),
+            jac=analytic or None,
+            method="L-BFGS-B",
+            bounds=[(None, None), (math.log(1e-3), None)],
+            options={"ftol": 1e-13, "gtol": 1e-8},
+        )
+        solutions.append(result.x)
+    return np.array(solutions)
+
+
+def by_scipy_fit(rows: Lengths) -> NDArray[np.float64]:
+    """scipy.stats.t.fit with fixed degrees of freedom."""
+    fits = [stats.t.fit(np.log(row), fdf=NU) for row in rows]
+    return np.array([(fit[1], math.log(max(fit[2], 1e-3))) for fit in fits])
+
+
+def ours(rows: Lengths, limit: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
+    """(mu, ln sigma) of all rows at once; lengths above `limit` (broadcast) are censored."""
+    observed = rows if limit is None else np.minimum(rows, limit)
+    sample = SortedLengths.of(
+        observed.ravel(), (observed == rows).ravel(), np.arange(len(rows) + 1) * rows.shape[1]
+    )
+    at = estimate(sample, family_of("log-t", NU)).solution
+    return np.column_stack([at.m, at.s])
+
+
+def cpu(action: Callable[[], object]) -> float:
+    """CPU seconds of one call."""
+    since = time.process_time()
+    action()
+    return time.process_time() - since
+
+
+def compare(name: str, rows: Lengths, subset: int, repeats: int) -> None:
+    """Prints table 1 for one set of lengths."""
+    distinct = np.array([len(np.unique(row)) for row in rows[: 4 * subset]])
+    few = rows[: 4 * subset][distinct > 4][:subset]  # all methods have a maximum of the likelihood there
+    sides: dict[str, tuple[Callable[[], object], int]] = {
+        "scipy.stats.t.fit, fixed nu": (
+            lambda: by_scipy_fit(few[: max(subset // 5, 1)]),
+            max(subset // 5, 1),
+        ),
+        "L-BFGS-B, numeric gradient": (lambda: by_lbfgsb(few, analytic=False), len(few)),
+        "L-BFGS-B, analytic gradient": (lambda: by_lbfgsb(few, analytic=True), len(few)),
+        "tailcast, one core": (lambda: ours(rows), len(rows)),
+    }
+    ours(rows[:100])
+    best = dict.fromkeys(sides, math.inf)
+    for _ in range(repeats):
+        for side, (action, count) in sides.items():
+            best[side] = min(best[side], cpu(action) / count)
+    mine = best["tailcast, one core"]
+    print(f"\n{name}: {len(rows)} prompts x {rows.shape[1]} samples")
+    print(f"{'one fit':<30} {'us / prompt':>12} {'all prompts, s':>15} {'tailcast is':>12}")
+    for side, seconds in best.items():
+        print(f"{side:<30} {1e6 * seconds:>12.2f} {seconds * len(rows):>15.3f} {seconds / mine:>10.0f} x")
+    gap = np.abs(ours(few) - by_lbfgsb(few, analytic=True)).max(axis=0)
+    print(f"largest difference from L-BFGS-B: mu {gap[0]:.1e}, ln sigma {gap[1]:.1e}")
+
+
+def extras(rows: Lengths, repeats: int, seed: int) -> None:
+    """Prints table 2."""
+    rng = np.random.default_rng(seed)
+    typical = np.median(rows, axis=1, keepdims=True)
+    one_limit = np.maximum(np.rint(typical * 1.35), 2).astype(np.int64)
+    own_limits = np.maximum(np.rint(typical * np.exp(rng.normal(0.35, 0.3, rows.shape))), 2).astype(np.int64)
+    ends = np.arange(len(rows) + 1) * rows.shape[1]
+    sample = SortedLengths.of(rows.ravel(), np.ones(rows.size, dtype=bool), ends)
+    fits = estimate(sample, family_of("log-t", NU))
+    actions: dict[str, Callable[[], object]] = {
+        "uncensored": lambda: ours(rows),
+        f"one limit per prompt ({100 * (rows > one_limit).mean():.0f} % censored)": lambda: ours(
+            rows, one_limit
+        ),
+        f"limits of their own ({100 * (rows > own_limits).mean():.0f} % censored)": lambda: ours(
+            rows, own_limits
+        ),
+        "KS and AD distances": lambda: fits.distances(sample),
+    }
+    for label, family in compared_families(NU).items():
+        if label != "log_t":
+            actions[label] = lambda family=family: estimate(sample, family)  # type: ignore[misc]
+    for action in actions.values():
+        action()
+    best = dict.fromkeys(actions, math.inf)
+    for _ in range(repeats):
+        for name, action in actions.items():
+            best[name] = min(best[name], cpu(action))
+    print(f"\n{'cost of':<36} {'s':>8} {'of uncensored':>9}")
+    for name, seconds in best.items():
+        print(f"{name:<36} {seconds:>8.3f} {seconds / best['uncensored']:>7.1f} x")
+
+
+def peak_megabytes() -> float:
+    """Peak resident memory of this process. (ru_maxrss would include that of the parent.)"""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(float(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+def _grow(
+    prompts: int, samples: int, seed: int, results: multiprocessing.queues.Queue[tuple[float, float, float]]
+) -> None:
+    ours(synthetic(100, samples, seed))
+    before = peak_megabytes()
+    spent = 0.0
+    for first in range(0, prompts, BLOCK):
+        rows = synthetic(min(BLOCK, prompts - first), samples, seed + first)
+        spent += cpu(lambda rows=rows: ours(rows))  # type: ignore[misc]
+    results.put((spent, peak_megabytes(), before))
+
+
+def growth(largest: int, samples: int, seed: int) -> None:
+    """Prints table 3."""
+    print(f"\n{'prompts':>10} {'fit, s':>8} {'us / prompt':>12} {'peak MB':>8} {'of which libraries':>19}")
+    sizes = [size for size in (10_000, 45_000, 100_000, 1_000_000, 10_000_000) if size <= largest]
+    context = multiprocessing.get_context("spawn")
+    for size in sizes:
+        results: multiprocessing.queues.Queue[tuple[float, float, float]] = context.Queue()
+        process = context.Process(target=_grow, args=(size, samples, seed, results))
+        process.start()
+        seconds, peak, before = results.get()
+        process.join()
+        print(f"{size:>10} {seconds:>8.3f} {1e6 * seconds / size:>12.2f} {peak:>8.0f} {before:>19.0f}")
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prompts", type=int, default=45_000)
+    parser.add_argument("--samples", type=int, default=20)
+    parser.add_argument("--subset", type=int, default=150, help="prompts of the methods that loop")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--castillo", default="../shared/data/castillo_train.parquet", help="optional")
+    parser.add_argument("--largest", type=int, default=1_000_000, help="maximum number of prompts of table 3")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    print(
+        f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}"
+    )
+    with threadpool_limits(limits=1, user_api="blas"):
+        rows = synthetic(args.prompts, args.samples, args.seed)
+        compare("synthetic log-t", rows, args.subset, args.repeats)
+        if Path(args.castillo).exists():
+            compare(
+                "CASTILLO, resampled",
+                resampled(args.castillo, args.prompts, args.samples, args.seed),
+                args.subset,
+                args.repeats,
+            )
+        else:
+            print("\nCASTILLO file not found: only synthetic lengths")
+        extras(rows, args.repeats, args.seed)
+        growth(args.largest, args.samples, args.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Process of vLLM's OpenAI server, with a step log."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.shared.processes import Process, free_port, running
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Served model name.
+MODEL = "engine"
+
+#: Entry points for vLLM's environment, in which tailcast is not installed.
+ENTRY_POINTS = """[tailcast.predictors]
+grpc = predictors.client:GrpcPredictor
+table = benchmarks.vllm.table_predictor:connect
+"""
+
+
+class StepTail:
+    """Reads the rows that were added to a step log since the last call."""
+
+    def __init__(self, path: Path) -> None:
+        """Args:
+        path: The log; its current content is skipped.
+        """
+        self._path = path
+        self._offset = path.stat().st_size if path.exists() else 0
+
+    def read(self) -> list[list[float]]:
+        """Complete rows in order; a partially written row is returned by the next call."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            whole = file.read().rpartition(b"\n")[0]
+        self._offset += len(whole) + bool(whole)
+        return [json.loads(line) for line in whole.splitlines()]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineServer:
+    """A running vLLM server.
+
+    Attributes:
+        url: Base address.
+        steps: File of its step log, see `step_log.py`.
+        process: Its main process.
+    """
+
+    url: str
+    steps: Path
+    process: Process
+
+
+@contextmanager
+def engine_server(
+    python: Path,
+    model: Path,
+    folder: Path,
+    name: str,
+    *,
+    options: Mapping[str, str | None],
+    settings: Mapping[str, Any] | None,
+) -> Iterator[EngineServer]:
+    """Starts a server and stops it afterwards.
+
+    Args:
+        python: Python of vLLM's environment.
+        model: Folder of the model.
+        folder: Folder for its files.
+        name: Prefix of the files: `NAME.steps`, `NAME.json`.
+        options: Additional options of vLLM's command line; the value is None for flags.
+        settings: Settings of our scheduler; None: vLLM's own scheduler.
+
+    Raises:
+        RuntimeError: It did not start; the message has the end of its log.
+    """
+    plugins = folder / "plugins" / "tailcast_benchmark-0.dist-info"
+    plugins.mkdir(parents=True, exist_ok=True)
+    (plugins / "METADATA").write_text("Metadata-Version: 2.1\nName: tailcast-benchmark\nVersion: 0\n")
+    (plugins / "entry_points.txt").write_text(ENTRY_POINTS)
+    steps, port = folder / f"{name}.steps", free_port()
+    environment = {
+        "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
+        "PYTHONPATH": f"{ROOT}:{plugins.parent}", "TAILCAST_STEP_LOG": str(steps.resolve()),
+    }  # fmt: skip
+    if settings is not None:
+        path = folder / f"{name}.json"  # JSON is YAML
+        path.write_text(json.dumps(settings), encoding="utf-8")
+        environment["TAILCAST_CONFIG"] = str(path.resolve())
+    words: dict[str, str | None] = {
+        "--model": str(model), "--served-model-name": MODEL, "--host": "127.0.0.1", "--port": str(port),
+        "--dtype": "float32", "--max-model-len": "1024", "--enforce-eager": None, "--no-enable-prefix-caching": None,
+        "--disable-log-stats": None, "--disable-uvicorn-access-log": None,
+        "--scheduler-cls": f"benchmarks.vllm.step_log.Logged{'Stock' if settings is None else 'Tailcast'}Scheduler",
+        **options,
+    }  # fmt: skip
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
+    for option, value in words.items():
+        command += [option] if value is None else [option, value]
+    url = f"http://127.0.0.1:{port}"
+    with running(command, lambda: _healthy(url), environment=environment, timeout_s=900.0) as process:
+        yield EngineServer(url, steps, process)
+
+
+def _healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
+            return bool(response.status == 200)
+    except OSError:
+        time.sleep(0.3)
+        return False

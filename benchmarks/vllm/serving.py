@@ -1,0 +1,379 @@
+"""vLLM on this machine: our policies and vLLM's own on the same requests, and the simulator's prediction.
+
+    make quickstart vllm-env
+    python -m benchmarks.vllm.serving --exclude out/quickstart/samples.parquet [--markdown docs/vllm.md] [--quick]
+
+vLLM's OpenAI server gets chats over HTTP in an open loop (Poisson) at fractions of its measured capacity. All
+sides get the same requests at the same times; order and times differ between repetitions. Each request has
+its own sampling seed, so that its output is the same in every run (except for rounding; the fraction that
+differs is reported) and ends where the model ends it. `max_tokens`, which policies may use, stays at the same
+limit: fixing the lengths by `max_tokens` would reveal them to the policies.
+
+| side | what |
+| --- | --- |
+| fcfs | vLLM without changes |
+| bounded_shortest, tie, ssjf | our scheduler in vLLM, with predictions from a running prediction service |
+| priority | vLLM's `--scheduling-policy priority` behind `tailcast-proxy`, which sets `priority` |
+| oracle | our scheduler with ssjf and the output lengths of the first run |
+| fcfs_again | fcfs again after all other runs; the difference from fcfs is due to the machine |
+
+In the first run all requests are present from the start. It yields the capacity and the output lengths: the
+oracle uses them, and short and long outputs are distributed evenly over the arrivals. Only this run is used
+to fit the simulator's step times. Later runs use the engine clock, which counts seconds of a machine as fast
+as in the first run, from the fitted and the actual duration of each step. Arrivals follow it, and latencies
+are reported in engine time and in wall-clock time: the speed of a shared machine changes by a tenth within
+minutes, and at 1.2 times the capacity 1 % more time per step means about 4 % more latency. The engine clock
+also hides the cost of a scheduler or predictor, so the table also has the throughput in wall-clock time and
+the seconds of scheduling.
+
+All sides run at the first load, repetition by repetition, then those of --low-sides at the others. Every run
+is a file, and the table is written after each (OUT/table.md), so that an interrupted benchmark has complete
+pairs and can be resumed. A second call with more repetitions, or with fewer sides, adds to the same table.
+Each engine starts once; idle engines are paused with SIGSTOP, because five idle vLLMs make the sixth up to a
+fifth slower. --table prints the table of the existing runs and runs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.shared.pages import put_section
+from benchmarks.shared.processes import running
+from benchmarks.vllm.client import Ask, send_all
+from benchmarks.vllm.clock import EngineClock
+from benchmarks.vllm.model import NAME, packaged_model
+from benchmarks.vllm.page import Setting, report
+from benchmarks.vllm.plan import CAPACITY, ENGINES, SIDES, Cell, arrival_settings, asks, cells
+from benchmarks.vllm.results import calibrated, measured_capacity, run_metrics
+from benchmarks.vllm.server import MODEL, EngineServer, StepTail, engine_server
+from data_gen.sources.open import open_prompts
+from scheduler_core.errors import InputError
+from scheduler_core.prediction.predictions import LengthPrediction
+from scheduler_core.simulator.predictions import ORACLE_NU, ORACLE_SIGMA, fetch_predictions
+from scheduler_core.simulator.trace import Trace, TraceRequest
+
+SECTION = "vllm cpu"
+#: Policies of our scheduler; the other sides use vLLM's own.
+OURS = ("bounded_shortest", "tie", "ssjf", "oracle")
+
+
+@dataclass(slots=True)
+class Bench:
+    """Runs the missing cells of the plan.
+
+    Attributes:
+        options: Parsed options.
+        prompts: Prompts of all runs.
+        address: Address of the prediction service.
+        stack: Closes what has been started.
+        engines: Running engines by name, with the address for requests.
+    """
+
+    options: argparse.Namespace
+    prompts: list[str]
+    address: str
+    stack: ExitStack
+    engines: dict[str, tuple[EngineServer, str]] = field(default_factory=dict)
+
+    def run(self, cell: Cell) -> None:
+        """Runs one cell and writes its file."""
+        options = self.options
+        rate, lengths, clock = None, None, EngineClock()
+        if cell.load is not None:
+            measured = self._capacity_run()
+            rate = cell.load * measured_capacity(measured["requests"], options.max_num_seqs)
+            lengths, clock = self.lengths(), EngineClock(calibrated(measured["steps"]).step_time)
+        engine, url = self._engine(ENGINES.get(cell.side, cell.side))
+        rows = asks(
+            self.prompts, cell.repetition, rate, options.max_tokens, options.seed, lengths, cell.bursts
+        )
+        run = send_all(url, MODEL, rows, options.temperature, clock, StepTail(engine.steps))
+        write_json(cell.file(options.out), run)
+        metrics = run_metrics(run["requests"])
+        name = cell.file(options.out).stem
+        print(f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in metrics.items()), flush=True)
+
+    def lengths(self) -> list[int]:
+        """Output tokens by prompt in the capacity run."""
+        lengths_by_id = {row["request_id"]: row["output_tokens"] for row in self._capacity_run()["requests"]}
+        return [int(lengths_by_id[f"q{number}"]) for number in range(len(self.prompts))]
+
+    def _capacity_run(self) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads(CAPACITY.file(self.options.out).read_text(encoding="utf-8"))
+        return content
+
+    def _engine(self, name: str) -> tuple[EngineServer, str]:
+        for other, (engine, _) in self.engines.items():
+            if other != name:
+                engine.process.pause()
+        if name in self.engines:
+            self.engines[name][0].process.resume()
+        else:
+            options = self.options
+            flags: dict[str, str | None] = {"--max-num-seqs": str(options.max_num_seqs)}
+            if name == "priority":
+                flags["--scheduling-policy"] = "priority"
+            settings = self._settings(name) if name in OURS else None
+            engine = self.stack.enter_context(
+                engine_server(
+                    options.vllm_python, options.model, options.out, name, options=flags, settings=settings
+                )
+            )
+            url = engine.url
+            if name == "priority":
+                url = self.stack.enter_context(self._proxy(url))
+            self.engines[name] = engine, url
+            rows, tail = warm_up(3 * options.max_num_seqs), StepTail(engine.steps)
+            send_all(url, MODEL, rows, options.temperature, EngineClock(), tail)
+        return self.engines[name]
+
+    def _settings(self, name: str) -> dict[str, Any]:
+        if name != "oracle":
+            return {"policy": name, "predictor": f"grpc://{self.address}"}
+        table = self.options.out / "oracle.table.json"
+        lengths_by_id = zip(self.prompts, self.lengths(), strict=True)
+        write_json(
+            table, {prompt: [math.log(length), ORACLE_SIGMA, ORACLE_NU] for prompt, length in lengths_by_id}
+        )
+        return {"policy": "ssjf", "predictor": f"table://{table.resolve()}"}
+
+    @contextmanager
+    def _proxy(self, engine_url: str) -> Iterator[str]:
+        """Runs `tailcast-proxy` with its defaults; yields its address."""
+        port_file = self.options.out / "proxy.port"
+        port_file.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "predictors.commands.tailcast_proxy", engine_url, "--engine", "vllm"]
+        command += ["--predictor", f"grpc://{self.address}", "--max_num_seqs", str(self.options.max_num_seqs)]
+        command += ["--served_model", "", "--deadline_s", "1", "--port", "0", "--port_file", str(port_file)]
+        with running(command, port_file.exists, environment={}):
+            yield f"http://127.0.0.1:{port_file.read_text(encoding='utf-8').split()[0]}"
+
+
+def warm_up(count: int) -> list[Ask]:
+    """Short simultaneous requests of different lengths, so that every number of running requests occurs."""
+    return [
+        Ask(f"w{number}", f"Name {number + 30} rivers.", 0.0, number, 4 + 2 * (number % 16))
+        for number in range(count)
+    ]
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes JSON atomically."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content), encoding="utf-8")
+    partial.replace(path)
+
+
+def predict(options: argparse.Namespace, prompts: Sequence[str], address: str) -> None:
+    """Requests predictions for all prompts once, for the simulator."""
+    path = options.out / "predictions.json"
+    if path.exists():
+        return
+    rows = tuple(
+        TraceRequest(
+            request_id=f"q{number}", arrival_s=0.0, prompt_tokens=1, output_tokens=1,
+            max_tokens=options.max_tokens, prompt=prompt,
+        )
+        for number, prompt in enumerate(prompts)
+    )  # fmt: skip
+    content = fetch_predictions(Trace(rows), f"grpc://{address}")
+    lengths_by_id = {}
+    for name, prediction in content.by_id.items():
+        if prediction is not None and prediction.length is not None:
+            length = prediction.length
+            lengths_by_id[name] = [length.mu, length.sigma, length.nu]
+    if len(lengths_by_id) < len(rows):
+        raise InputError(
+            "artifact", str(options.artifact), f"an artifact that predicts every prompt ({content.errors})"
+        )
+    write_json(path, lengths_by_id)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs the missing cells and prints the table; returns 2 if a requirement is missing."""
+    options = _parser().parse_args(args)
+    if options.quick:
+        options.num_prompts, options.repetitions, options.max_tokens, options.controls = 20, 1, 32, 0
+        options.max_num_seqs, options.loads, options.sides = (
+            4,
+            [1.2],
+            ["fcfs", "bounded_shortest", "priority"],
+        )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # also stops the engines
+    try:
+        return _run(options)
+    except (InputError, RuntimeError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.model is None:
+        options.model = options.vllm_python.parents[1] / "models" / NAME
+        if options.vllm_python.exists() and not options.table:
+            packaged_model(options.model)
+    for name in () if options.table else ("artifact", "vllm_python", "model"):
+        path = getattr(options, name)
+        if not path.exists():
+            raise InputError(name, str(path), "an existing path; see --help")
+    if options.sides[0] != "fcfs" or options.low_sides[0] != "fcfs":
+        raise InputError("sides", options.sides, "fcfs first, because the others are compared with it")
+    if options.num_prompts <= 2 * options.max_num_seqs:
+        raise InputError("num_prompts", options.num_prompts, "more than twice max_num_seqs")
+    prompts = _prompts(options)
+    options.out.mkdir(parents=True, exist_ok=True)
+    _same_as_before(options, prompts)
+    if not options.table:
+        plan = cells(
+            options.loads,
+            options.burst_loads,
+            options.repetitions,
+            options.sides,
+            options.low_sides,
+            options.controls,
+        )
+        missing = [cell for cell in plan if not cell.file(options.out).exists()]
+        with ExitStack() as stack:
+            address = stack.enter_context(_service(options))
+            predict(options, prompts, address)
+            bench = Bench(options, prompts, address, stack)
+            for cell in missing:
+                bench.run(cell)
+                (options.out / "table.md").write_text(_table(options), encoding="utf-8")
+    print(_table(options))
+    if options.markdown:
+        put_section(options.markdown, SECTION, _table(options))
+    return 0
+
+
+def _prompts(options: argparse.Namespace) -> list[str]:
+    texts = [prompt.text for prompt in open_prompts(options.prompts)]
+    excluded = {text for path in options.exclude for text in _texts(path)}
+    content = [text for text in dict.fromkeys(texts) if text not in excluded][: options.num_prompts]
+    if len(content) < options.num_prompts:
+        raise InputError(
+            "prompts", options.prompts, f"at least {options.num_prompts} prompts that are not in --exclude"
+        )
+    return content
+
+
+def _table(options: argparse.Namespace) -> str:
+    path = options.out / "predictions.json"
+    lengths_by_id = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    predictions = {name: LengthPrediction(*values) for name, values in lengths_by_id.items()}
+    return report(
+        Setting(
+            options.out,
+            options.num_prompts,
+            options.max_tokens,
+            options.max_num_seqs,
+            arrival_settings(options.loads, options.burst_loads),
+            predictions,
+        )
+    )
+
+
+def _same_as_before(options: argparse.Namespace, prompts: Sequence[str]) -> None:
+    """Checks that the folder has runs of the same benchmark; other requests would not be comparable."""
+    names = ("max_tokens", "max_num_seqs", "temperature", "seed")
+    now = {name: getattr(options, name) for name in names} | {"prompts": list(prompts)}
+    path = options.out / "requests.json"
+    if not path.exists():
+        path.write_text(json.dumps(now, indent=1), encoding="utf-8")
+        return
+    before = json.loads(path.read_text(encoding="utf-8"))
+    for name, value in now.items():
+        if before.get(name) != value:
+            raise InputError(name, value, f"the value of the runs in {options.out}, or another --out")
+
+
+@contextmanager
+def _service(options: argparse.Namespace) -> Iterator[str]:
+    """Runs the prediction service; yields its address."""
+    port_file = options.out / "port"
+    port_file.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "predictors.commands.serve_predictor", str(options.artifact)]
+    command += ["--port", "0", "--port_file", str(port_file)]
+    with running(command, port_file.exists, environment={}, timeout_s=300.0):
+        yield f"127.0.0.1:{port_file.read_text(encoding='utf-8').strip()}"
+
+
+def _texts(path: Path) -> list[str]:
+    import pyarrow.parquet as pq
+
+    content: list[str] = pq.read_table(path, columns=["prompt"])["prompt"].to_pylist()
+    return content
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add(
+        "--artifact",
+        type=Path,
+        default=Path("out/quickstart/artifact"),
+        help="artifact for the predictions of tie, ssjf, priority",
+    )
+    add("--vllm-python", type=Path, default=Path(".venv-vllm/bin/python"), help="see make vllm-env")
+    add(
+        "--model",
+        type=Path,
+        help="model folder for vLLM; default: the packaged SmolLM2, saved next to vLLM's environment",
+    )
+    add(
+        "--out",
+        type=Path,
+        default=Path("out/vllm_cpu"),
+        help="folder of the runs; a second call resumes there",
+    )
+    add("--prompts", default="templates:2000?seed=77", help="see gen-samples")
+    add(
+        "--exclude",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="training samples of the artifact: their prompts are not used",
+    )
+    add("--num-prompts", type=int, default=300)
+    add("--max-tokens", type=int, default=80)
+    add("--max-num-seqs", type=int, default=20)
+    add("--temperature", type=float, default=1.0)
+    add("--repetitions", type=int, default=3)
+    add(
+        "--loads",
+        type=float,
+        nargs="+",
+        default=[1.2, 0.9],
+        help="mean loads as fractions of the capacity, the main load first",
+    )
+    add("--burst-loads", type=float, nargs="*", default=[0.8], help="mean loads with half of it in bursts")
+    sides = [side for side in SIDES if side != "fcfs_again"]
+    add("--sides", nargs="+", choices=sides, default=sides, help="sides at the first load; fcfs first")
+    add(
+        "--low-sides",
+        nargs="+",
+        choices=sides,
+        default=["fcfs", "bounded_shortest"],
+        help="sides at the other loads",
+    )
+    add("--controls", type=int, default=1, help="repetitions of fcfs_again, at the first load")
+    add("--seed", type=int, default=0)
+    add("--markdown", help="Markdown page for the table")
+    add("--table", action="store_true", help="only print the table of the existing runs")
+    add("--quick", action="store_true", help="few short requests and three sides, to check that it works")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

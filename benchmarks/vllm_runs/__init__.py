@@ -1,1 +1,0 @@
-"""Parts of benchmarks/vllm_cpu.py: engine process, plan of the runs, client, results."""
