@@ -298,7 +298,7 @@ class RankHead(Head):
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Registry of heads; at least one must be set. Losses: `training.network.losses.head_loss`."""
+    """Registry of heads; at least one must be set. Losses: `training.network.tasks`."""
 
     length: LengthHead | None = None
     urgency: UrgencyHead | None = None

@@ -26,11 +26,12 @@ from training.commands.train import main
 from training.evaluating.config import EvaluateConfig
 from training.evaluating.run import evaluate
 from training.fitting.samples import with_conversations
-from training.network import config as tasks
-from training.network.config import ConditioningOptions, LengthTask, StageConfig, TowerOptions, TrainConfig
+from training.network import tasks
+from training.network.config import ConditioningOptions, StageConfig, TrainConfig
 from training.network.initial_model import set_dropout
 from training.network.module import StageModule
 from training.network.prediction import predict_prompts
+from training.network.tasks import LengthTask, TowerOptions
 from training.network.train import train
 
 NO_STAGE = StageConfig(epochs=0, learning_rate=1e-3)

@@ -15,8 +15,9 @@ from scheduler_core.errors import InputError
 from tests.training.data import write_labels, write_rows
 from tests.training.tiny import ENCODERS, tiny_bert
 from training.commands.train import main
-from training.network.config import ConditioningOptions, LoraOptions, StageConfig, TowerOptions, TrainConfig
+from training.network.config import ConditioningOptions, LoraOptions, StageConfig, TrainConfig
 from training.network.module import StageModule
+from training.network.tasks import TowerOptions
 from training.network.train import train
 
 FOLDER = Path(training.__file__).parent / "configs"

@@ -11,9 +11,9 @@ from predictors.modules.normalization import Normalization
 from scheduler_core.lengths import LogT
 from scheduler_core.lengths.quantiles import LEVELS
 from training.network import losses
-from training.network.config import LengthTask, RegressionTask
 from training.network.data import SampleLengths
 from training.network.student_t import log_survival
+from training.network.tasks import LengthTask, RegressionTask
 
 
 def samples(rows, censored=(), max_tokens=None):
@@ -123,7 +123,7 @@ def test_mse_is_of_the_z_scores_and_its_weight_rises_linearly():
     scores = torch.tensor([[1.0, 2.0, 9.0], [0.0, -1.0, 9.0]])
     batch = SimpleNamespace(fits=torch.tensor([[0.0, 0.5], [0.0, 1.0]]), weight=torch.ones(2))
     inputs = losses.LossInputs(SimpleNamespace(), batch, sigma_weight=2.0)
-    loss = losses.head_loss(LengthTask(objective="mse"), scores, inputs)
+    loss = losses.HeadLoss(*LengthTask(objective="mse").loss(scores, inputs))
     assert loss.values.tolist() == [1.0 + 2 * 2.25, 2 * 4.0]
 
 
@@ -149,7 +149,7 @@ def test_regression_compares_z_scores_of_each_answer():
     model = SimpleNamespace(normalization=Normalization(regression_mean=2.0, regression_std=0.5))
     inputs = losses.LossInputs(model, SimpleNamespace(samples=samples([[9, 19]]), weight=torch.ones(1)))
     for objective, expected in (("l1", np.abs(1 - target).mean()), ("mse", ((1 - target) ** 2).mean())):
-        loss = losses.head_loss(RegressionTask(objective=objective), torch.tensor([1.0]), inputs)
+        loss = losses.HeadLoss(*RegressionTask(objective=objective).loss(torch.tensor([1.0]), inputs))
         assert float(loss.values) == pytest.approx(expected)
 
 

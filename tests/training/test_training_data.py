@@ -17,18 +17,12 @@ from tests.training.data import SERVED_MODELS, write_labels, write_lists, write_
 from tests.training.tiny import tiny_bert
 from training.fitting.rows import join
 from training.network.batches import Batching, EpochPlans, batch_ends
-from training.network.config import (
-    BucketTask,
-    ConditioningOptions,
-    LengthTask,
-    StageConfig,
-    TrainConfig,
-    UrgencyTask,
-)
+from training.network.config import ConditioningOptions, StageConfig, TrainConfig
 from training.network.data import Examples, SplitData, loader, pad, prompt_weights
 from training.network.initial_model import length_statistics, quantile_edges
 from training.network.module import rate_factor
 from training.network.splits import read_split_labels, read_split_rows
+from training.network.tasks import BucketTask, LengthTask, UrgencyTask
 
 READING = PredictorConfig(encoder="tiny", heads=Heads(length=LengthHead()), max_length=24)
 NO_STAGES = {name: StageConfig(epochs=0, learning_rate=1.0) for name in ("stage1", "stage2")}

@@ -1,123 +1,17 @@
-"""Options of `train`: the run, its two stages, and the objective, weight and layers of each head."""
+"""Options of `train`: the data, the run and its two stages; those of the heads are in `tasks`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
-from predictors.manifest import Head
 from scheduler_core.errors import InputError
-from scheduler_core.prediction.urgency import LEVELS
 from scheduler_core.ranges import BELOW_ONE, FINITE, INTEGERS, POSITIVE, check_ranges
 from scheduler_core.shell.threads import check_threads
+from training.network.tasks import Tasks, TowerOptions
 
-HEADS: tuple[str, ...] = get_args(Head)
 FILE_OPTIONS = ("data", "validation", "urgency_data", "urgency_validation")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TowerOptions:
-    """Layers of a head."""
-
-    hidden_sizes: tuple[int, ...] = (256, 256, 128)
-    """Widths of the hidden layers; empty: a single linear layer."""
-    dropouts: tuple[float, ...] = (0.2, 0.2, 0.1)
-    """Dropout rate after each hidden layer."""
-    activation: Literal["gelu", "relu"] = "gelu"
-    """Activation function between the layers."""
-    layer_norm: bool = True
-    """Apply LayerNorm after every hidden layer except the last."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadTask:
-    """Options common to all heads."""
-
-    weight: float = 1.0
-    """Weight of the head in the loss."""
-    tower: TowerOptions | None = None
-    """Layers of this head; unset: the option `tower`."""
-
-    def __post_init__(self) -> None:
-        head = type(self).__name__.removesuffix("Task").lower()
-        check_ranges(self, f"{head}.", weight=(POSITIVE, FINITE))
-
-
-@dataclass(frozen=True, kw_only=True)
-class LengthTask(HeadTask):
-    """The distribution of the output length."""
-
-    objective: Literal["nll", "crps", "mse"] = "nll"
-    """nll: censored negative log-likelihood of the raw samples; crps: quantile losses of the raw samples in log tokens; mse: squared errors of fitted parameters, as in the TIE paper (at least 3 samples per prompt)."""
-    nu: float = 3.5
-    """Degrees of freedom; with learn_nu, their initial value."""
-    learn_nu: bool = False
-    """Also predict nu (objective nll)."""
-    within: bool = False
-    """Also predict sigma_within, the scale of the samples of one prompt without the predictor's error in mu. It is trained on rows with at least 3 samples, by the squared error of its z-score (objectives nll and crps)."""
-    quantiles: bool = False
-    """Predict 23 quantiles instead of a parametric distribution, together with the closest log-t (objective crps)."""
-    sigma_weight_start: float = 3.0
-    """Weight of sigma in the loss MSE(mu) + weight * MSE(sigma) in the first epoch (objective mse)."""
-    sigma_weight_end: float = 4.0
-    """Weight of sigma in the last epoch of the last stage; interpolated linearly in between."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        weight = (0.0, FINITE)
-        check_ranges(self, nu=(POSITIVE, FINITE), sigma_weight_start=weight, sigma_weight_end=weight)
-        if self.within and self.objective == "mse":
-            allowed = "false with objective mse, whose sigma is already the scale within a prompt"
-            raise InputError("length.within", True, allowed)
-        if self.objective != "nll" and self.learn_nu:
-            raise InputError("length.objective", self.objective, "nll, with learn_nu")
-        if self.objective != "crps" and self.quantiles:
-            raise InputError("length.objective", self.objective, "crps, with quantiles")
-
-
-@dataclass(frozen=True, kw_only=True)
-class UrgencyTask(HeadTask):
-    """Ordered urgency level of a request, trained on `urgency_data`."""
-
-    levels: tuple[str, ...] = LEVELS
-    """Names of the levels, the most urgent first."""
-    odds: Literal["proportional", "free"] = "proportional"
-    """proportional: one score compared with ascending thresholds; free: a separate score for each level, for levels that differ in kind of text."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BucketTask(HeadTask):
-    """Bucket (interval) of the output length."""
-
-    edges: tuple[float, ...] | None = None
-    """Bounds of the buckets in tokens, ascending; unset: quantiles of the training samples."""
-    num_buckets: int = 10
-    """Number of buckets if edges is unset."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_ranges(self, "bucket.", num_buckets=(2, INTEGERS))
-
-
-@dataclass(frozen=True, kw_only=True)
-class RegressionTask(HeadTask):
-    """Output length as a single number of tokens."""
-
-    objective: Literal["l1", "mse"] = "l1"
-    """Absolute (l1) or squared (mse) error of the z-score of ln(1 + tokens)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankTask(HeadTask):
-    """Score that orders requests by length, trained with ListMLE over the rows of a batch."""
-
-    group_tokens: float = 10.0
-    """Width in tokens of the intervals within which lengths count as equal."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_ranges(self, "rank.", group_tokens=(POSITIVE, FINITE))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +73,7 @@ class StageConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(Tasks):
     """Train a predictor of output lengths or urgency: first all parameters, then the heads on a frozen encoder."""
 
     INPUTS = ("data", "validation", "urgency_data", "urgency_validation", "encoder", "init")
@@ -221,16 +115,6 @@ class TrainConfig:
     """Encode the whole conversation, including system prompt and earlier turns, for rows with `messages`; false: only the last user message."""
     tower: TowerOptions = field(default_factory=TowerOptions)
     """Layers of each head."""
-    length: LengthTask | None = field(default_factory=LengthTask)
-    """Head that predicts the distribution of the length."""
-    urgency: UrgencyTask | None = None
-    """Head that predicts the urgency level."""
-    bucket: BucketTask | None = None
-    """Head that predicts the length bucket."""
-    regression: RegressionTask | None = None
-    """Head that predicts the length as a single number."""
-    rank: RankTask | None = None
-    """Head that ranks requests by length."""
     conditioning: ConditioningOptions | None = None
     """Inputs of the heads in addition to the prompt; unset: the prompt only."""
     stage1: StageConfig = StageConfig(epochs=12, learning_rate=2e-5, warmup_fraction=0.1)
@@ -345,21 +229,6 @@ class TrainConfig:
     def keys(self) -> tuple[str, ...]:
         """Columns that identify a row."""
         return tuple(name.strip() for name in self.group_by.split(","))
-
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        """Names of the heads, in a fixed order."""
-        return tuple(name for name in HEADS if getattr(self, name) is not None)
-
-    @property
-    def needs_rows(self) -> bool:
-        """Whether a head is trained on output lengths."""
-        return self.tasks != ("urgency",)
-
-    @property
-    def needs_fits(self) -> bool:
-        """Whether an objective needs fitted parameters."""
-        return self.length is not None and self.length.objective == "mse"
 
     @property
     def files(self) -> dict[str, tuple[str, ...]]:

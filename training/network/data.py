@@ -17,10 +17,13 @@ from predictors.modules.encoder import tokenize
 from predictors.modules.predictor import PromptPredictor
 from training.fitting.rows import Rows
 from training.network.batches import BatchPlan, EpochPlans, padded_widths
-from training.network.splits import UrgencyLabels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+#: Text -> (level, weight): level 0 is the most urgent; the weight in the loss is above 0.
+UrgencyLabels = dict[str, tuple[int, float]]
 
 
 class SampleLengths(NamedTuple):

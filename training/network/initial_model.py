@@ -22,7 +22,7 @@ from predictors.modules.towers import Tower
 from scheduler_core.errors import InputError
 from training.fitting.rows import Rows
 from training.network.config import ConditioningOptions, LoraOptions, StageConfig, TrainConfig
-from training.network.splits import UrgencyLabels
+from training.network.data import UrgencyLabels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,11 +1,10 @@
-"""Losses of all heads on raw output lengths, fitted parameters and labels; `head_loss` dispatches on the head's options.
+"""Losses of heads on raw output lengths, fitted parameters and labels.
 
 Censored samples (truncated at max_tokens) enter likelihoods as lower bounds.
 """
 
 from __future__ import annotations
 
-from functools import singledispatch
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +13,6 @@ from scipy.special import stdtrit
 from torch import Tensor, nn
 
 from predictors.modules.predictor import PromptPredictor
-from scheduler_core.lengths.quantiles import LEVELS
-from training.network.config import BucketTask, HeadTask, LengthTask, RankTask, RegressionTask, UrgencyTask
 from training.network.data import SampleLengths, TrainingBatch
 from training.network.student_t import log_density, log_survival
 
@@ -146,61 +143,3 @@ class LossInputs(NamedTuple):
     model: PromptPredictor
     batch: TrainingBatch
     sigma_weight: float = 1.0
-
-
-@singledispatch
-def head_loss(task: HeadTask, score: Tensor, inputs: LossInputs) -> HeadLoss:
-    """Loss of a head's scores; an implementation is registered for each class of options."""
-    raise NotImplementedError(type(task).__name__)
-
-
-@head_loss.register
-def _(task: LengthTask, score: Tensor, inputs: LossInputs) -> HeadLoss:
-    """Negative log-likelihood, CRPS, or squared errors of the z-scores of fitted mu and sigma (TIE)."""
-    batch, model = inputs.batch, inputs.model
-    if task.objective == "mse":
-        errors = (score[:, :2] - batch.fits[:, :2]) ** 2
-        return HeadLoss(errors[:, 0] + inputs.sigma_weight * errors[:, 1], batch.weight)
-    parameters = model.length_parameters(score)
-    mu, sigma = parameters["mu"], parameters["sigma"]
-    if task.quantiles:
-        quantiles = parameters["quantiles"]
-        loss = pinball_loss(quantiles, quantiles.new_tensor(LEVELS), batch.samples)
-    elif task.objective == "crps":
-        loss = log_t_crps(mu, sigma, task.nu, batch.samples)
-    else:
-        loss = log_t_nll(mu, sigma, parameters.get("nu", mu.new_tensor(task.nu)), batch.samples)
-    if task.within:
-        loss = loss + WITHIN_WEIGHT * within_mse(score[:, -1], batch.fits[:, 2])
-    return HeadLoss(loss, batch.weight)
-
-
-@head_loss.register
-def _(task: UrgencyTask, score: Tensor, inputs: LossInputs) -> HeadLoss:
-    """Ordinal cross entropy over the prompts with a label."""
-    return HeadLoss(ordinal_cross_entropy(score, inputs.batch.level), inputs.batch.level_weight)
-
-
-@head_loss.register
-def _(task: BucketTask, score: Tensor, inputs: LossInputs) -> HeadLoss:
-    head, batch = inputs.model.config.heads.bucket, inputs.batch
-    assert head is not None
-    return HeadLoss(bucket_cross_entropy(score, torch.tensor(head.edges), batch.samples), batch.weight)
-
-
-@head_loss.register
-def _(task: RegressionTask, score: Tensor, inputs: LossInputs) -> HeadLoss:
-    """L1 or squared error of the z-score of ln(1 + tokens), with censored samples at their truncated length (SSJF)."""
-    statistics, samples = inputs.model.normalization, inputs.batch.samples
-    target = (torch.log1p(samples.tokens) - statistics.regression_mean) / statistics.regression_std
-    error = score.unsqueeze(-1) - target
-    loss = samples.mean(error.abs() if task.objective == "l1" else error**2)
-    return HeadLoss(loss, inputs.batch.weight)
-
-
-@head_loss.register
-def _(task: RankTask, score: Tensor, inputs: LossInputs) -> HeadLoss:
-    """ListMLE over the rows of the batch, by mean length."""
-    samples = inputs.batch.samples
-    loss = list_mle(score, samples.mean(samples.tokens), group_tokens=task.group_tokens)
-    return HeadLoss(loss, inputs.batch.weight)

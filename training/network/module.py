@@ -16,7 +16,7 @@ from predictors.modules.predictor import PromptPredictor
 from training.network.config import StageConfig, TrainConfig
 from training.network.data import SplitData, TrainingBatch
 from training.network.failures import DivergedError
-from training.network.losses import HeadLoss, LossInputs, head_loss
+from training.network.losses import HeadLoss, LossInputs
 
 # Number of urgency levels, from the most urgent, whose under-triage counts in the validation score.
 CRITICAL_LEVELS = 2
@@ -170,7 +170,7 @@ class StageModule(L.LightningModule):
         scores = self.network.scores(features, batch.served_model, batch.temperature, batch.row_prompt)
         inputs = LossInputs(self.network, batch, sigma_weight)
         losses = {
-            name: head_loss(getattr(self._config, name), scores[name].float(), inputs)
+            name: HeadLoss(*getattr(self._config, name).loss(scores[name].float(), inputs))
             for name in self._config.tasks
         }
         return scores, losses

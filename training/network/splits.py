@@ -19,11 +19,9 @@ from training.fitting.fits import NOT_FITTED, FitOptions, filtered, fit_groups, 
 from training.fitting.rows import FloatArray, Rows, join, rows_of
 from training.fitting.samples import GroupedLengths, group_table, with_conversations
 from training.network.config import TrainConfig
+from training.network.data import UrgencyLabels
 
 log = logging.getLogger(__name__)
-
-#: Text -> (level, weight): level 0 is the most urgent; the weight in the loss is above 0.
-UrgencyLabels = dict[str, tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)

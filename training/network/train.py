@@ -34,12 +34,12 @@ from scheduler_core.shell.versions import versions_of
 from training.fitting.baselines import Baselines
 from training.fitting.rows import SCHEMA, Rows
 from training.network.config import FILE_OPTIONS, TrainConfig
-from training.network.data import SplitData
+from training.network.data import SplitData, UrgencyLabels
 from training.network.distributed import node_rank
 from training.network.failures import NoProgressError
 from training.network.initial_model import InitialModel, initial_model, with_architecture_of_init
 from training.network.prediction import has_bfloat16, pick_device
-from training.network.splits import SplitRows, UrgencyLabels, read_split_labels, read_split_rows
+from training.network.splits import SplitRows, read_split_labels, read_split_rows
 from training.network.trainer import COUNTS, LAST, History, best_row, train_stages, write_history
 
 log = logging.getLogger(__name__)
