@@ -1,6 +1,6 @@
 """Continuous-batch decoding with a transformers causal model, optimized for many samples of each prompt.
 
-Differences from `generate` (both are measured by `benchmarks/sampling.py`): a prompt is prefilled once, and its KV cache
+Differences from `generate` (both are measured by `benchmarks/sampling/throughput.py`): a prompt is prefilled once, and its KV cache
 is shared by all samples; finished rows leave the batch immediately and are replaced by samples of the next prompt;
 attention of one new token uses grouped heads without copying the cache.
 """

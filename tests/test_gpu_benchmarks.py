@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks import gpu
-from benchmarks.gpu import main
-from benchmarks.gpu_training import TEACHER, WEIGHTS, halve, training_table, training_words, write_weights
-from benchmarks.parts import SUMS, join_parts, write_parts
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.parts import SUMS, join_parts, write_parts
+from benchmarks.gpu.training import TEACHER, WEIGHTS, halve, training_table, training_words, write_weights
 from scheduler_core.errors import InputError, TailcastError
 
 PART_MIB = 0.01

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.serving.processes import free_port
-from benchmarks.vllm_runs.model import NAME as MODEL
-from benchmarks.vllm_runs.model import packaged_model
+from benchmarks.shared.processes import free_port
+from benchmarks.vllm.model import NAME as MODEL
+from benchmarks.vllm.model import packaged_model
 from data_gen.backend import SamplingSettings, Work, sample_seed
 from data_gen.prompts import Prompt
 from data_gen.samples import read_samples

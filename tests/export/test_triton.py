@@ -18,7 +18,7 @@ from google.protobuf import json_format, text_format
 from numpy.typing import NDArray
 from tritonclient.grpc import model_config_pb2
 
-from benchmarks.serving.processes import free_port, running
+from benchmarks.shared.processes import free_port, running
 from export.commands.package_artifact import main
 from predictors.artifact import open_artifact
 from predictors.runtime import open_runtime

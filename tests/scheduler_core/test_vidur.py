@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import plain_vidur_loop, vidur_validation
-from benchmarks.vidur_validation import SARATHI, Case, limits_of, simulate
+from benchmarks.simulator import plain_loop, vidur
+from benchmarks.simulator.vidur import SARATHI, Case, limits_of, simulate
 from scheduler_core.simulator.step_time.operator_table import OperatorTable, read_operator_table
 
 CUT = Path(__file__).parent / "vidur_cut"
@@ -27,7 +27,7 @@ def cut_case(num_blocks: int = 30_208) -> tuple[Case, OperatorTable]:
         rows = list(csv.DictReader(stream))
     limits = limits_of(SARATHI, num_blocks)
     table = read_operator_table(CUT, num_layers=32, batching_overhead=0.1)
-    return Case("cut", vidur_validation.trace_of(rows[:-1]), limits, 1, "", 1, "", list(rows), 0), table
+    return Case("cut", vidur.trace_of(rows[:-1]), limits, 1, "", 1, "", list(rows), 0), table
 
 
 @pytest.mark.parametrize("exact_steps", [False, True])
@@ -58,7 +58,7 @@ def test_memory_and_restarts_are_those_of_an_independent_loop(given: dict[str, s
     requests = [(row.arrival_s, row.prompt_tokens, row.output_tokens) for row in case.trace.requests]
     kind = given["replica_scheduler_config_type"]
     options = {"budget": 512 if kind == "sarathi" else 4096, "num_blocks": num_blocks}
-    expected = plain_vidur_loop.simulate(requests, table, scheduler=kind, **options)
+    expected = plain_loop.simulate(requests, table, scheduler=kind, **options)
     out = simulate(case, table)
     for record in out.records:
         times = expected[int(record.request_id)]
@@ -73,8 +73,8 @@ def test_every_request_of_every_run_has_vidurs_times() -> None:
     folders = sorted(path.parent for path in Path(RUNS or "").glob("*/summary.json"))
     assert folders
     for folder in folders:
-        case = vidur_validation.read_case(folder)
-        table = vidur_validation.table_of(case, folder.parent / "cost_tables")
-        found = vidur_validation.errors(case, simulate(case, table))
+        case = vidur.read_case(folder)
+        table = vidur.table_of(case, folder.parent / "cost_tables")
+        found = vidur.errors(case, simulate(case, table))
         assert max(found.first_token_s, found.finish_s) < 1e-9, (folder.name, found)
         assert (found.num_iterations, found.num_restarts) == (0, 0), (folder.name, found)

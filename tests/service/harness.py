@@ -16,7 +16,7 @@ import onnx
 import onnx.parser
 from onnx import numpy_helper
 
-from benchmarks.serving.processes import ROOT, Process, free_port, running
+from benchmarks.shared.processes import ROOT, Process, free_port, running
 from predictors.artifact import open_artifact, write_manifest
 from predictors.client import ClientSettings, PredictorError, SyncPredictor
 from predictors.manifest import MODEL
@@ -100,7 +100,7 @@ def served(artifact: Path, *options: str) -> Iterator[Served]:
 
 def start_load(url: str, *options: str) -> subprocess.Popen[bytes]:
     """The load generator in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.serving.load_generator", url, *options]
+    command = [sys.executable, "-m", "benchmarks.service.load_generator", url, *options]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
 
 

@@ -40,7 +40,7 @@ class Engine(NamedTuple):
 @pytest.fixture(scope="module")
 def engine(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """With one place, by priority."""
-    from benchmarks.serving.processes import free_port
+    from benchmarks.shared.processes import free_port
 
     folder = tmp_path_factory.mktemp("vllm")
     model = save_tiny_llama(folder / "tiny", hidden_size=128, heads=4, kv_heads=2)

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.routing import Chat, rounds, table
-from benchmarks.vllm_runs.plan import BURSTS, Cell, asks, cells
-from benchmarks.vllm_runs.results import CLOCK, interval, measured_capacity, run_metrics, window_throughput
+from benchmarks.scheduling.routing import Chat, rounds, table
+from benchmarks.vllm.plan import BURSTS, Cell, asks, cells
+from benchmarks.vllm.results import CLOCK, interval, measured_capacity, run_metrics, window_throughput
 from scheduler_core.errors import InputError
 
 

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from benchmarks.serving.processes import free_port, listens, running
+from benchmarks.shared.processes import free_port, listens, running
 from scheduler_core.adapters.live_routing import RoutingSettings
 from scheduler_core.errors import TailcastError
 from tests.fake_openai import GOOD, Completions, FakeEngine, error, running_engine
