@@ -1,4 +1,4 @@
-"""`python -m examples.castillo`: train and evaluate the predictors of docs/evaluation.md on public output lengths."""
+"""`python -m examples.castillo`: train and evaluate larger predictors on public output lengths."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CastilloConfig:
     """Fraction of the 52,000 Alpaca prompts to train on, selected by a hash of the prompt; they take most of the training time."""
     epochs: int | None = None
     """Number of epochs of stage 1 in the first run of MiniLM; unset: as in the YAML file of minilm-cpu."""
-    markdown: str = "docs/evaluation.md"
+    markdown: str = "out/castillo/evaluation.md"
     """Markdown file to write the table to."""
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Reports of an evaluation: a table for the log, a Markdown page (`docs/evaluation.md`), and an HTML page with figures."""
+"""Reports of an evaluation: a table for the log, a Markdown page, and an HTML page with figures."""
 
 from __future__ import annotations
 
