@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, computed_field
 
 from predictors.tiny import WEIGHTS
+from predictors.tokenizer import TruncationSide
 from scheduler_core.errors import InputError, suggestion
 from scheduler_core.lengths.quantiles import LEVELS
 
@@ -38,10 +39,8 @@ _CALIBRATION = ("sigma_scale", "mu_shift")
 #: Maximum number of served models that an error lists.
 _MAX_LISTED = 20
 
-TruncationSide = Literal["left", "right", "middle"]
 Precision = Literal["fp32", "fp16", "int8"]
 Head = Literal["length", "urgency", "bucket", "regression", "rank"]
-TRUNCATION_SIDES: tuple[str, ...] = get_args(TruncationSide)
 
 
 def _different(values: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +19,8 @@ from scheduler_core.shell.json_text import parse_json
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from predictors.manifest import TruncationSide
-
+TruncationSide = Literal["left", "right", "middle"]
+TRUNCATION_SIDES: tuple[str, ...] = get_args(TruncationSide)
 # A prompt is first clipped to this many characters per token of max_length; English has about 4.
 FIRST_CHARS_PER_TOKEN = 16
 # The limit is doubled while the text has too few tokens, up to this value; further characters are ignored.

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from predictors.edge import PortFile, ignore_hangups, on_signals, run, set_up_logs
 from predictors.proxy.config import ProxyConfig
 from scheduler_core.errors import TailcastError
 from scheduler_core.shell.command import command
@@ -23,40 +22,19 @@ logger = logging.getLogger(__name__)
 def serve(config: ProxyConfig, read_again: Callable[[], ProxyConfig]) -> int:
     """Serves until SIGTERM or SIGINT, then finishes the requests in flight. On SIGHUP applies the options that
     `read_again` returns."""
+    from predictors.hosting.logs import set_up_logs
+    from predictors.hosting.process import PortFile, ignore_hangups, run, run_until_stopped
+
     ignore_hangups()
     from predictors.proxy.server import ProxyServer
 
     port_file = PortFile(config.port_file)
     set_up_logs(config.log_format)
-    run(_serve(config, ProxyServer(config), port_file, read_again))
+    server = ProxyServer(config)
+    reload = functools.partial(_reload, server, read_again)
+    run(run_until_stopped(server, reload, lambda ports: port_file.write(*ports), port_file.remove))
     logger.info("stopped")
     return 0
-
-
-async def _serve(
-    config: ProxyConfig, server: ProxyServer, port_file: PortFile, read_again: Callable[[], ProxyConfig]
-) -> None:
-    stop = asyncio.Event()
-    tasks: set[asyncio.Task[None]] = set()
-
-    def reload() -> None:
-        task = asyncio.create_task(_reload(server, read_again))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-
-    on_signals(stop.set, reload)
-    try:
-        port, admin = await server.start()
-        port_file.write(port, admin)
-        probes = "" if admin is None else f", probes and metrics on {config.host}:{admin}"
-        logger.info("ready on %s:%d in front of %s%s", config.host, port, config.engine_url, probes)
-        await stop.wait()
-        logger.info("draining %d requests", server.num_in_flight)
-    finally:
-        for task in tasks:
-            task.cancel()
-        port_file.remove()
-        await server.stop()
 
 
 async def _reload(server: ProxyServer, read_again: Callable[[], ProxyConfig]) -> None:

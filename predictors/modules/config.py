@@ -9,9 +9,10 @@ from typing import ClassVar, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from predictors.manifest import TRUNCATION_SIDES, check_model_names
+from predictors.manifest import check_model_names
 from predictors.modules.encoder import POOLINGS
 from predictors.modules.heads import Heads
+from predictors.tokenizer import TRUNCATION_SIDES
 from scheduler_core.errors import InputError
 from scheduler_core.ranges import INTEGERS, check_choice, check_ranges
 

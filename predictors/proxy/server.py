@@ -16,7 +16,7 @@ import aiohttp
 from aiohttp import web
 from prometheus_client import Gauge, generate_latest
 
-from predictors.http_edge import HttpRunner
+from predictors.hosting.http import HttpRunner
 from predictors.proxy.admin import admin_pages
 from predictors.proxy.body_rules import allowed_body
 from predictors.proxy.config import RELOADED, ProxyConfig
@@ -94,6 +94,7 @@ class ProxyServer:
         self._budget = ReadBudget()
         self._mean_prompt_tokens = 0.0
         self._is_ready = False
+        self.address = ""
         self._reloading = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
         self.queue = queue = self._order if isinstance(self._order, HoldQueue) else None
@@ -137,6 +138,8 @@ class ProxyServer:
         if config.engine_probe_s:
             self._watching = asyncio.create_task(self._relay.monitor.watch(config.engine_probe_s))
         self._is_ready = True
+        probes = "" if admin is None else f", probes and metrics on {config.host}:{admin}"
+        self.address = f"{config.host}:{port} in front of {config.engine_url}{probes}"
         return port, admin
 
     async def stop(self) -> None:

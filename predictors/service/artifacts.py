@@ -8,19 +8,16 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from predictors.manifest import MANIFEST, SIGNATURE, Manifest
 from predictors.pretrained import artifact_folder
 from predictors.runtime import ArtifactRuntime, open_runtime
 from predictors.service.batcher import BatchingSettings
+from predictors.service.config import ServeConfig
 from predictors.service.errors import ClosedError, ReloadError, UnknownArtifactError
 from predictors.service.metrics import ArtifactMetrics, ServiceMetrics
 from predictors.service.pipeline import ServedArtifact, ServiceThreads
 from scheduler_core.errors import InputError
-
-if TYPE_CHECKING:
-    from predictors.commands.serve_predictor import ServeConfig
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import grpc
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
-from predictors.edge import RequestDataFilter
+from predictors.hosting.logs import RequestDataFilter
 from predictors.proto import predictor_v1_pb2 as pb
 from scheduler_core.errors import InputError, TailcastError
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from aiohttp import web
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from predictors.http_edge import HttpRunner, read_body
+from predictors.hosting.http import HttpRunner, read_body
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.service.calls import PredictorCalls, check_batch
+from predictors.service.config import ServeConfig
 from predictors.service.errors import ErrorStatus, UnparsableError, renamed
 from predictors.service.json_request import request_message
 from predictors.service.messages import UNCOUNTED_BYTES
@@ -24,9 +25,6 @@ from predictors.service.security import BearerTokens, http_context
 from predictors.service.tracing import TRACE_KEYS
 from scheduler_core.errors import InputError
 from scheduler_core.shell.json_text import num_separators
-
-if TYPE_CHECKING:
-    from predictors.commands.serve_predictor import ServeConfig
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

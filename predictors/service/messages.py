@@ -7,11 +7,10 @@ import itertools
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
-
 from predictors.manifest import Manifest, checked_temperature
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.runtime import ArtifactRuntime, PredictedRow
@@ -21,9 +20,6 @@ from scheduler_core.errors import InputError, suggestion
 from scheduler_core.lengths import LogT
 from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS, LengthPrediction, UrgencyPrediction
 from scheduler_core.prediction.prompt_text import messages_of, predictor_text
-
-if TYPE_CHECKING:
-    from predictors.service.pipeline import PipelineResult
 
 M = TypeVar("M")
 logger = logging.getLogger(__name__)
@@ -113,6 +109,20 @@ class CheckedRequest(NamedTuple):
     served_model: str | None = None
     temperature: float | None = None
     is_trained_model: bool = False
+
+
+class PipelineResult(NamedTuple):
+    """Prediction for one prompt and its cost, 0 if cached. A tuple, like all types created per request,
+    because creating a frozen dataclass takes three times as long."""
+
+    prediction: PredictedRow
+    prompt_tokens: int
+    truncated: bool
+    tokenize_s: float
+    queue_s: float
+    inference_s: float
+    batch_size: int
+    cached: bool = False
 
 
 class RequestReader:

@@ -11,18 +11,17 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from scheduler_core.errors import MissingExtraError, TailcastError
+
+from predictors.service.messages import PipelineResult
 
 try:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, values
     from prometheus_client.multiprocess import MultiProcessCollector
 except ImportError as error:
     raise MissingExtraError("prometheus-client", "serve") from error
-
-if TYPE_CHECKING:
-    from predictors.service.pipeline import PipelineResult
 
 logger = logging.getLogger(__name__)
 

@@ -12,17 +12,17 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from cachetools import LRUCache
-
 from predictors.runtime import ArtifactRuntime, PredictedRow, check_range
 from predictors.service.batcher import Batcher, BatchingSettings, Callback
 from predictors.service.errors import BatchError, ClosedError, QueueFullError
-from predictors.service.messages import CheckedRequest, RequestReader
-from predictors.service.metrics import ArtifactMetrics
 from predictors.tokenizer import TokenizedPrompt
 from scheduler_core.errors import InputError
+
+from predictors.service.messages import CheckedRequest, PipelineResult, RequestReader
+from predictors.service.metrics import ArtifactMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -32,20 +32,6 @@ _Row = tuple[TokenizedPrompt, CheckedRequest]
 # Prompts up to this length are tokenized in the event loop, in less than 0.25 ms. Switching to a thread takes
 # longer on a busy machine.
 MAX_INLINE_CHARS = 1000
-
-
-class PipelineResult(NamedTuple):
-    """Prediction for one prompt and its cost, 0 if cached. A tuple, like all types created per request,
-    because creating a frozen dataclass takes three times as long."""
-
-    prediction: PredictedRow
-    prompt_tokens: int
-    truncated: bool
-    tokenize_s: float
-    queue_s: float
-    inference_s: float
-    batch_size: int
-    cached: bool = False
 
 
 class ServiceThreads:

@@ -7,17 +7,15 @@ import hmac
 import ssl
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 
+from predictors.service.config import ServeConfig
 from predictors.service.errors import UnauthenticatedError
 from predictors.service.grpc_methods import abort
 from scheduler_core.errors import InputError
 from scheduler_core.shell.files import existing_file
-
-if TYPE_CHECKING:
-    from predictors.commands.serve_predictor import ServeConfig
 
 # Probes need no token.
 OPEN_METHODS = frozenset(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import grpc
@@ -13,11 +13,13 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from predictors.hosting.process import bound_socket
 from predictors.proto import open_inference_pb2, predictor_v1_pb2
 from predictors.runtime import ArtifactRuntime
 from predictors.service.artifacts import ArtifactTable, Reopen
 from predictors.service.batcher import BatchingSettings
 from predictors.service.calls import PredictorCalls
+from predictors.service.config import ServeConfig
 from predictors.service.errors import ReloadError
 from predictors.service.grpc_methods import SERVICE, PredictorMethods
 from predictors.service.metrics import ServiceMetrics
@@ -28,8 +30,6 @@ from scheduler_core.errors import InputError
 
 if TYPE_CHECKING:
     from aiohttp.web import AppRunner
-
-    from predictors.commands.serve_predictor import ServeConfig
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +45,11 @@ class PredictionServer:
         batching: Batching settings.
         config: Addresses, limits and access; `artifact`, `workers` and batching options are ignored.
         reopen, worker_cores: As in `ArtifactTable` and `ServiceThreads`.
+        source_state: A value that changes when the files of an artifact do; read every `config.reload_poll_s`.
         shares_ports: Whether other processes listen on the same ports and share their connections.
         num_listeners: Number of gRPC servers on the port, which share its connections. A single server
             accepts calls one by one with two thread switches each, so that on a busy machine calls wait
-            before they can be rejected (`benchmarks/refusals.py`). Without SO_REUSEPORT (Windows) it is 1.
+            before they can be rejected (`benchmarks/service/refusals.py`). Without SO_REUSEPORT (Windows) it is 1.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class PredictionServer:
         config: ServeConfig,
         *,
         reopen: Reopen | None = None,
+        source_state: Callable[[], object] = lambda: None,
         shares_ports: bool = False,
         worker_cores: Sequence[int] = (),
         num_listeners: int = 4,
@@ -65,6 +67,7 @@ class PredictionServer:
         self.config = config
         self.batching = batching
         self.http_port: int | None = None
+        self.address = ""
         self.metrics = ServiceMetrics()
         self.artifacts = ArtifactTable(
             runtimes,
@@ -79,6 +82,8 @@ class PredictionServer:
         self._calls = PredictorCalls(self.artifacts, config.max_message_bytes, tracing)
         self._methods = PredictorMethods(self._calls)
         self._tokens = None if config.token_file is None else BearerTokens(config.token_file)
+        self._source_state = source_state
+        self._watching: asyncio.Task[None] | None = None
         self._shares_ports = shares_ports
         self._num_listeners = num_listeners if hasattr(socket, "SO_REUSEPORT") else 1
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
@@ -108,7 +113,26 @@ class PredictionServer:
         self._servers = servers
         await self.artifacts.start()
         await self._report(health_pb2.HealthCheckResponse.SERVING)
+        if self.config.reload_poll_s:
+            self._watching = asyncio.create_task(self._watch())
+        http = "" if self.http_port is None else f", http on {self.config.host}:{self.http_port}"
+        self.address = f"{self.config.host}:{port}{http} with {self.batching}"
         return port
+
+    @property
+    def num_in_flight(self) -> int:
+        """Number of predictions in flight."""
+        return self.artifacts.num_in_flight
+
+    async def _watch(self) -> None:
+        """Reloads the artifacts whenever their files have changed."""
+        previous = self._source_state()
+        while True:
+            await asyncio.sleep(self.config.reload_poll_s)
+            state = self._source_state()
+            if state != previous:
+                previous = state
+                await self.reload()
 
     async def reload(self) -> None:
         """Replaces every artifact whose files have changed; on failure, logs it and keeps the old one."""
@@ -121,6 +145,8 @@ class PredictionServer:
 
     async def stop(self) -> None:
         """Rejects new requests, finishes those in flight (up to `drain_timeout_s`), then closes."""
+        if self._watching is not None:
+            self._watching.cancel()
         if not self._servers:
             if self._gateway is not None:
                 await self._gateway.cleanup()
@@ -178,20 +204,3 @@ def _descriptions() -> DescriptorPool:
     for file in (predictor_v1_pb2, open_inference_pb2, health_pb2, reflection_pb2):
         pool.AddSerializedFile(file.DESCRIPTOR.serialized_pb)
     return pool
-
-
-def bound_socket(host: str, port: int, field: str, option: int) -> socket.socket:
-    """A bound socket that does not listen; InputError with the reason of a failure, unlike gRPC."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        result = socket.socket(family, kind, protocol)
-        try:
-            result.setsockopt(socket.SOL_SOCKET, option, 1)
-            result.bind(address)
-        except OSError:
-            result.close()
-            raise
-    except OSError as error:
-        reason = f"an address that can be bound ({error.strerror})"
-        raise InputError(field, f"{host}:{port}", reason) from error
-    return result

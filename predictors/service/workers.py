@@ -1,31 +1,38 @@
 """Several worker processes that share ports: started together, restarted when they die, drained together.
 
 The kernel distributes new connections over the workers (SO_REUSEPORT). A worker stops when its supervisor
-exits. `python -m predictors.service.workers CONFIG NUMBER` is a worker of `serve-predictor --workers N`.
+exits. `python -m predictors.service.process CONFIG NUMBER` is a worker of `serve-predictor --workers N`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from predictors.service.server import bound_socket
-from scheduler_core.errors import TailcastError
+from predictors.hosting.process import PortFile, bound_socket, on_signals
+from predictors.service.config import ServeConfig
+from predictors.service.metrics import WorkerMetricFiles
+from predictors.service.server import STREAM_GRACE_S
 
 logger = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
 STEADY_S = 30.0  # a worker that ran this long is restarted with the initial backoff
+# For a worker to close its ports and exit, in addition to its other timeouts.
+STOP_GRACE_S = 2.0
 # Maximum number of workers killed before any worker was ready.
 MAX_EARLY_ENDS = 5
 
@@ -39,7 +46,46 @@ class _Worker:
     was_ready: asyncio.Event = field(default_factory=asyncio.Event)  # current or an earlier process
 
 
-def reserved_port(stack: contextlib.ExitStack, host: str, port: int, name: str) -> int:
+def run_workers(config: ServeConfig, port_file: PortFile) -> int:
+    """Serves with several workers until SIGTERM or SIGINT; returns the exit code."""
+    return asyncio.run(_supervise(config, port_file))
+
+
+async def _supervise(config: ServeConfig, port_file: PortFile) -> int:
+    with contextlib.ExitStack() as stack:
+        port = _reserved_port(stack, config.host, config.port, "port")
+        http_port = config.http_port
+        counting: dict[str, Any] = {}
+        if http_port is not None:
+            http_port = _reserved_port(stack, config.host, http_port, "http_port")
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailcast-metrics-")))
+            files = WorkerMetricFiles(folder, config.workers, 1 + len(config.more_artifacts))
+            counting = {"environment": files.environment, "on_end": files.reset_live}
+        shared = dataclasses.replace(config, port=port, http_port=http_port, port_file=None)
+        supervisor = Supervisor(
+            [sys.executable, "-m", "predictors.service.process", json.dumps(dataclasses.asdict(shared))],
+            config.workers,
+            stop_timeout_s=config.drain_delay_s + config.drain_timeout_s + STREAM_GRACE_S + STOP_GRACE_S,
+            **counting,
+        )
+
+        def stop() -> None:
+            port_file.remove()  # before the workers drain, so that programs that watch it stop sending
+            supervisor.stop()
+
+        def on_ready() -> None:
+            port_file.write(port)
+            http = "" if http_port is None else f", http on {config.host}:{http_port}"
+            logger.info("ready on %s:%d%s with %d workers", config.host, port, http, config.workers)
+
+        on_signals(stop, supervisor.reload)
+        try:
+            return await supervisor.run(on_ready)
+        finally:
+            port_file.remove()
+
+
+def _reserved_port(stack: contextlib.ExitStack, host: str, port: int, name: str) -> int:
     """Reserves a port for the workers, 0: a free one, without listening on it. InputError on failure."""
     bound_socket(host, port, name, socket.SO_REUSEADDR).close()  # fails if another process listens on it
     holder = stack.enter_context(bound_socket(host, port, name, socket.SO_REUSEPORT))
@@ -166,21 +212,3 @@ class Supervisor:
             return False
         self._num_early_ends += 1
         return code >= 0 or self._num_early_ends >= MAX_EARLY_ENDS
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Runs a worker until SIGTERM or the exit of its supervisor; returns the exit code. The arguments are the
-    JSON of a ServeConfig and the number of the worker."""
-    from predictors.commands.serve_predictor import ServeConfig, serve_worker
-
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
-    config, number = arguments
-    try:
-        return serve_worker(ServeConfig(**json.loads(config)), int(number))
-    except (TailcastError, OSError) as error:
-        sys.stderr.write(f"serve-predictor: error: {error}\n")
-        return 2
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

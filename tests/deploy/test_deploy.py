@@ -17,18 +17,18 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from prometheus_client import CollectorRegistry, generate_latest
-
 from predictors.artifact import open_artifact
 from predictors.client import ClientSettings, PredictorError, SyncPredictor
-from predictors.commands.serve_predictor import ServeConfig
 from predictors.runtime import open_runtime
-from predictors.service.metrics import ArtifactMetrics, ServiceMetrics
+from predictors.service.config import ServeConfig
+from prometheus_client import CollectorRegistry, generate_latest
 from scheduler_core.adapters.engine_metrics import EngineMetrics
 from scheduler_core.prediction.predictor import PredictionRequest
 from scheduler_core.shell.command import command as make_command
-from tests.predictors.fakes import expected, running_server
 from tests.predictors.proxy.fake_engine import chat, plain, running_engine, running_proxy
+
+from predictors.service.metrics import ArtifactMetrics, ServiceMetrics
+from tests.predictors.fakes import expected, running_server
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"

@@ -17,19 +17,18 @@ import pytest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from numpy.typing import NDArray
 from onnx import numpy_helper
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-
 from predictors.artifact import open_artifact, write_manifest
-from predictors.commands.serve_predictor import ServeConfig
 from predictors.manifest import Conditions, EncoderCard, Manifest
 from predictors.proto.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from predictors.proto.predictor_v1_pb2_grpc import PredictorStub
 from predictors.runtime import Predicted, open_runtime
 from predictors.service.artifacts import Reopen
 from predictors.service.batcher import BatchingSettings
+from predictors.service.config import ServeConfig
 from predictors.service.grpc_methods import SERVICE
 from predictors.service.server import PredictionServer
 from tests.scheduler_core.helpers import settle
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 WORDS = "name three rivers write a long essay about the sea nan crash last".split()  # noqa: SIM905
 VOCAB = {token: number for number, token in enumerate(("[PAD]", "[CLS]", "[SEP]", "[UNK]", *WORDS))}

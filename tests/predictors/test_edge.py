@@ -17,18 +17,19 @@ import pytest
 from aiohttp import web
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-
 from predictors.client import ClientSettings, GrpcPredictor, PredictorError, SyncPredictor, TlsSettings
-from predictors.edge import PortFile, RequestDataFilter, redacted_traceback
-from predictors.http_edge import HttpRunner, read_body
+from predictors.hosting.http import HttpRunner, read_body
+from predictors.hosting.logs import RequestDataFilter, redacted_traceback
+from predictors.hosting.process import PortFile
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.runtime import open_runtime
 from predictors.service.errors import UnauthenticatedError
 from predictors.service.security import BearerTokens, grpc_credentials
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.prediction.predictor import PredictionRequest
-from tests.predictors import fakes
 from tests.predictors.test_cli import PATIENCE_S, running
+
+from tests.predictors import fakes
 
 CANARY = "canary-4711"
 SECRET = CANARY.encode()

@@ -17,13 +17,11 @@ import jsonschema
 import numpy as np
 import onnx
 import pytest
+import tailcast
 from hypothesis import given
 from hypothesis import strategies as st
-
-import tailcast
 from predictors.artifact import open_artifact
 from predictors.client import SyncPredictor, open_client
-from predictors.commands.serve_predictor import ServeConfig, build_server
 from predictors.commands.serve_predictor import main as serve
 from predictors.manifest import FORMAT_VERSION, manifest_schema
 from predictors.pretrained import FOLDERS, PRETRAINED, TINY, pin, shipped_folder
@@ -31,11 +29,14 @@ from predictors.proto.generate import generate
 from predictors.proxy.config import ProxyConfig
 from predictors.proxy.server import ProxyServer
 from predictors.runtime import open_runtime
+from predictors.service.config import ServeConfig
+from predictors.service.process import open_server
 from predictors.tiny import WEIGHTS, TinyModel, TinyPredictor, load
 from scheduler_core.adapters.settings import read_settings
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.predictor import PredictionRequest, open_predictor
 from scheduler_core.simulator.commands.simulate import main as simulate
+
 from tests.predictors import fakes
 from tests.predictors.fakes import expected, read_manifest
 
@@ -80,8 +81,7 @@ def test_the_commands_take_them_and_pretrained_by_default(shipped: Path, empty_c
     tiny = ServeConfig(artifact="tiny"), ProxyConfig(engine_url="http://engine", predictor="tiny")
     defaults = ServeConfig(), ProxyConfig(engine_url="http://engine")
     for (serving, proxy), folder in ((defaults, shipped), (tiny, FOLDERS[TINY])):
-        _, sources = build_server(serving)
-        assert [source.path for source in sources.values()] == [str(folder)]
+        assert open_server(serving).artifacts.default.runtime.artifact.path == folder.resolve()
         assert ProxyServer(proxy)._forecaster._predictor.address == str(folder)  # type: ignore[union-attr]
     for predictor in ("pretrained", "tiny"):
         settings = read_settings({"tailcast": {"policy": "tie", "predictor": predictor}}, {})

@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from scheduler_core.errors import TailcastError
 
 from predictors.service.metrics import WorkerMetricFiles
-from scheduler_core.errors import TailcastError
 
 WORKER = """
 import sys, grpc
 from predictors.service.metrics import ArtifactMetrics, ServiceMetrics, count_as_worker
-from predictors.service.pipeline import PipelineResult
+from predictors.service.messages import PipelineResult
 count_as_worker(int(sys.argv[1]))
 server = ServiceMetrics()
 for name in sys.argv[2:]:

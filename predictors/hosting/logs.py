@@ -1,4 +1,4 @@
-"""Common parts of the servers: event loop, signals, port file, and logs without request data.
+"""Logs without request data.
 
 The type and stack of an exception are logged without its text, which can quote request data: aiohttp quotes a
 malformed line, which can be the Authorization header; a tokenizer or a model can quote the prompt.
@@ -6,80 +6,13 @@ malformed line, which can be the Authorization header; a tokenizer or a model ca
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import re
-import signal
-import threading
 import traceback
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
 
-from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.shell.files import atomic_file, remove_output, writable_target
-
-R = TypeVar("R")
+from scheduler_core.errors import TailcastError
 
 # Errors of the model runtime contain nodes, shapes and devices, which operators need, and never a prompt.
 SAFE_MODULES = ("onnxruntime.",)
-
-
-def run(main: Coroutine[Any, Any, R]) -> R:
-    """Runs `main` with uvloop if it is installed (10 % less CPU time per request), otherwise with asyncio."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(main)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(main)
-
-
-def on_signals(stop: Callable[[], object], reload: Callable[[], object] | None = None) -> None:
-    """Calls `stop` on SIGTERM and SIGINT, and `reload` on SIGHUP, in the running event loop."""
-    actions = {"SIGTERM": stop, "SIGINT": stop} | ({} if reload is None else {"SIGHUP": reload})
-    for name, action in actions.items():
-        try:
-            asyncio.get_running_loop().add_signal_handler(getattr(signal, name), action)
-        except (AttributeError, NotImplementedError):  # Windows: Ctrl-C ends asyncio.run by itself
-            return
-
-
-def ignore_hangups() -> None:
-    """Ignores SIGHUP, which would end a process that is still loading, until `on_signals`."""
-    if hasattr(signal, "SIGHUP") and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
-
-_MAX_PORTS_BYTES = 64
-
-
-class PortFile:
-    """File with the ports of a ready service; does nothing if `path` is None. An existing file of a killed
-    service is removed first, because programs that wait for the file would read the old ports; `InputError` if
-    it holds anything but ports."""
-
-    def __init__(self, path: str | None) -> None:
-        self._path = None if path is None else writable_target(path, "port_file")
-        if self._path is not None and self._path.is_dir():
-            raise InputError("port_file", path, "the path of a file, not of a folder")
-        if self._path is not None and self._path.is_file():
-            with open(self._path, "rb") as file:
-                content = file.read(_MAX_PORTS_BYTES + 1)
-            if len(content) > _MAX_PORTS_BYTES or not re.fullmatch(rb"[0-9\n]*", content):
-                raise InputError("port_file", path, "a new file, or the port file of an earlier run")
-        self.remove()
-
-    def write(self, *ports: int | None) -> None:
-        """Writes the ports that are not None, one per line, atomically."""
-        if self._path is not None:
-            lines = [f"{port}\n" for port in ports if port is not None]
-            with atomic_file(self._path) as temporary:
-                temporary.write_text("".join(lines), encoding="ascii")
-
-    def remove(self) -> None:
-        """Removes the file if it exists."""
-        if self._path is not None:
-            remove_output(self._path)
 
 
 class RequestDataFilter(logging.Filter):

@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from predictors.edge import RequestDataFilter, redacted
+from predictors.hosting.logs import RequestDataFilter, redacted
 from scheduler_core.errors import InputError
 
 # A body of several MiB over a slow connection takes seconds.

@@ -1,0 +1,1 @@
+"""Parts of both servers, the prediction service and the proxy: process, logs, HTTP port."""
