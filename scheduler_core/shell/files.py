@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import errno
-import fcntl
 import hashlib
 import importlib.util
 import json
@@ -193,34 +192,29 @@ def shared_folder(
 
 @contextlib.contextmanager
 def locked_folder(folder: Path, field: str) -> Iterator[None]:
-    """Creates `folder` if missing and locks it against other processes if the file system supports locks.
-    Removes an empty folder at exit. `InputError` if it cannot be created, or another process has locked it."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    while True:
-        try:
-            folder.mkdir(exist_ok=True)
-            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:
-            continue  # removed by the process that held the lock
-        except OSError as error:
-            allowed = f"a folder that can be created ({error.strerror})"
-            raise InputError(field, str(folder), allowed) from error
-        with contextlib.ExitStack() as stack:
-            stack.callback(os.close, handle)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise InputError(field, str(folder), "a folder that no other process has locked") from error
-            except OSError:
-                pass  # a file system without locks
-            if not folder.exists() or not os.path.samestat(os.stat(folder), os.fstat(handle)):
-                continue
-            try:
-                yield
-            finally:
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
-            return
+    """Creates `folder` if missing and locks it against other processes with the file FOLDER.lock beside it.
+    Removes that file, and an empty folder, at exit; those of a process that was killed lock nothing. `InputError` if
+    the folder cannot be created, or another process has locked it. Needs filelock."""
+    from filelock import FileLock, Timeout
+
+    path = folder.with_name(folder.name + ".lock")
+    lock = FileLock(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise InputError(field, str(folder), "a folder that no other process has locked") from error
+    except OSError as error:
+        allowed = f"a folder that can be created and locked ({error.strerror})"
+        raise InputError(field, str(folder), allowed) from error
+    try:
+        folder.mkdir(exist_ok=True)  # the process that held the lock may have removed it
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # a process that waits for the removed file does not get the lock
+        lock.release()
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def write_json(path: str | Path, content: object) -> None:
