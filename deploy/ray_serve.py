@@ -15,10 +15,10 @@ from ray import serve
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from predictors.client import InProcessPredictor
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.service.errors import ErrorStatus
 from predictors.service.gateway import json_object, message_json
+from predictors.service.in_process import InProcessPredictor
 from predictors.service.json_request import request_message
 
 LOAD_TARGET = 16

@@ -16,7 +16,14 @@ from predictors.manifest import MANIFEST, MODEL, TOKENIZER, TensorSpec, checked_
 from predictors.tiny import WEIGHTS, TinySession
 from predictors.tokenizer import PromptTokenizer
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.prediction.predictions import LengthPrediction
+from scheduler_core.prediction.predictions import (
+    BucketPrediction,
+    LengthPrediction,
+    PointPrediction,
+    Prediction,
+    RankPrediction,
+    UrgencyPrediction,
+)
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -66,11 +73,10 @@ class Predicted:
         arrays = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: values for name, values in arrays.items() if values is not None}
 
-    def rows(self) -> list[PredictedRow]:
-        """One prediction per prompt, as Python numbers."""
-        columns: dict[str, list[Any]] = {name: values.tolist() for name, values in self.arrays().items()}
-        rows = zip(*columns.values(), strict=True)
-        return [PredictedRow(**dict(zip(columns, numbers, strict=True))) for numbers in rows]
+    def rows(self) -> list[dict[str, Any]]:
+        """The numbers of each prompt by name, for `ArtifactRuntime.prediction`."""
+        columns = {name: values.tolist() for name, values in self.arrays().items()}
+        return [dict(zip(columns, numbers, strict=True)) for numbers in zip(*columns.values(), strict=True)]
 
     @classmethod
     def of(cls, arrays: Mapping[str, Array], *, nu: float | None) -> Predicted:
@@ -78,46 +84,6 @@ class Predicted:
         if nu is not None and "mu" in arrays:
             return cls(**arrays, nu=np.full(len(arrays["mu"]), nu))
         return cls(**arrays)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PredictedRow:
-    """The prediction for one prompt; fields as in `Predicted`."""
-
-    mu: float | None = None
-    sigma: float | None = None
-    nu: float | None = None
-    sigma_within: float | None = None
-    quantiles: Sequence[float] | None = None
-    urgency: Sequence[float] | None = None
-    bucket: Sequence[float] | None = None
-    regression_tokens: float | None = None
-    rank: float | None = None
-
-    def length(self, artifact_id: str = "", artifact_version: str = "") -> LengthPrediction | None:
-        """The predicted length; None without a length head, InputError for values out of range."""
-        if self.mu is None or self.sigma is None or self.nu is None:
-            return None
-        artifact = (artifact_id, artifact_version)
-        return LengthPrediction(self.mu, self.sigma, self.nu, *artifact, tuple(self.quantiles or ()))
-
-
-def check_range(rows: Iterable[PredictedRow]) -> None:
-    """Raises TailcastError for outputs of a model that are out of range."""
-    for row in rows:
-        try:
-            row.length()
-        except InputError as error:
-            numbers = f"mu = {row.mu}, sigma = {row.sigma}, nu = {row.nu}"
-            raise TailcastError(f"the model returned {numbers}: {error}") from error
-        for name in ("sigma_within", "regression_tokens", "rank"):
-            value = getattr(row, name)
-            if value is not None and not math.isfinite(value):
-                raise TailcastError(f"the model returned {name} = {value}")
-        for name in ("urgency", "bucket"):
-            values = getattr(row, name)
-            if values is not None and not (min(values) >= 0 and abs(math.fsum(values) - 1) <= 1e-3):
-                raise TailcastError(f"the model returned {name} = {values}")
 
 
 class ArtifactRuntime:
@@ -132,6 +98,7 @@ class ArtifactRuntime:
         self._session = session
         # The manifest recomputes them at every access.
         self._inputs = [tensor.name for tensor in artifact.manifest.inputs]
+        self._identity = (artifact.manifest.artifact_id, artifact.manifest.artifact_version)
         self._outputs = artifact.manifest.outputs
 
     def run(
@@ -202,6 +169,32 @@ class ArtifactRuntime:
         order = np.argsort(by_length)
         return Predicted(**{name: np.concatenate([part[name] for part in parts])[order] for name in parts[0]})
 
+    def prediction(self, row: Mapping[str, Any]) -> Prediction:
+        """The prediction of one prompt from its numbers (see `Predicted.rows`); TailcastError if one is out of range."""
+        manifest = self.artifact.manifest
+        heads: dict[str, Any] = {}
+        try:
+            if "mu" in row:
+                parameters = (row["mu"], row["sigma"], row["nu"])
+                quantiles = tuple(row.get("quantiles", ()))
+                heads["length"] = LengthPrediction(*parameters, *self._identity, quantiles)
+            if "urgency" in row:
+                probabilities = _distribution("urgency", row["urgency"])
+                heads["urgency"] = UrgencyPrediction(probabilities, manifest.abstain_threshold)
+            if "bucket" in row:
+                heads["bucket"] = BucketPrediction(
+                    _distribution("bucket", row["bucket"]), manifest.bucket_edges
+                )
+            if "regression_tokens" in row:
+                # An output has at least one token.
+                heads["point"] = PointPrediction(max(row["regression_tokens"], 1.0))
+            if "rank" in row:
+                heads["rank"] = RankPrediction(row["rank"])
+        except InputError as error:
+            numbers = ", ".join(f"{name} = {value}" for name, value in row.items())
+            raise TailcastError(f"the model returned {numbers}: {error}") from error
+        return Prediction(**heads)
+
     def warm_up(self) -> None:
         """Warms up and verifies the model: small batches, one prompt of max_length (up to 2048) tokens with
         the highest token id, and texts for every served model, with and without a temperature. TailcastError
@@ -215,7 +208,7 @@ class ArtifactRuntime:
         for batch, tokens in ((1, 16), (4, 32), (1, LONGEST_PROBE)):
             prompt = np.zeros(min(tokens, manifest.max_length), dtype=np.int64)
             prompt[-1] = self.tokenizer.vocabulary_size - 1
-            check_range(self.run([prompt] * batch, names[:1] * batch).rows())
+            self._check(self.run([prompt] * batch, names[:1] * batch))
         rows = [
             (probe.ids, name, temperature)
             for probe, temperature in zip(self.tokenizer(PROBES), (None, 1.0), strict=True)
@@ -223,7 +216,11 @@ class ArtifactRuntime:
             if len(probe.ids) > 0
         ]
         for start in range(0, len(rows), PROBE_BATCH):
-            check_range(self.run(*zip(*rows[start : start + PROBE_BATCH], strict=True)).rows())
+            self._check(self.run(*zip(*rows[start : start + PROBE_BATCH], strict=True)))
+
+    def _check(self, predicted: Predicted) -> None:
+        for row in predicted.rows():
+            self.prediction(row)
 
     def feed(
         self,
@@ -251,6 +248,14 @@ class ArtifactRuntime:
         feed["served_model"] = np.array(numbers, dtype=np.int64)
         feed["temperature"] = np.array(values, dtype=np.float32)
         return {name: feed[name] for name in self._inputs}
+
+
+def _distribution(name: str, probabilities: Sequence[float]) -> tuple[float, ...]:
+    """Probabilities normalized to a sum of 1, which half precision only approximates."""
+    total = math.fsum(probabilities)
+    if not (min(probabilities) >= 0 and abs(total - 1) <= 1e-3):
+        raise InputError(name, probabilities, "numbers >= 0 of sum 1")
+    return tuple(probability / total for probability in probabilities)
 
 
 def open_runtime(

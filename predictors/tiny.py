@@ -1,7 +1,7 @@
 """The predictor `tiny`: output lengths in the thread of the scheduler; needs only numpy and tokenizers.
 
 A prompt of 400 characters takes less than 0.1 ms if the tables are in the CPU caches, otherwise about 0.4 ms
-(benchmarks/tiny_predictor.py). Tables have a vector for each token, each (hashed) pair of neighbors and each
+(benchmarks/predictors/tiny.py). Tables have a vector for each token, each (hashed) pair of neighbors and each
 (hashed) combination of the first three tokens. Their sums over the prompt, divided by the square root of
 their number, and features of the number of tokens are the input of a network with two hidden layers and the
 outputs mu and ln sigma for every served model. Hashed n-grams are from Joulin et al. (2016,
@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from predictors.pretrained import TINY, shipped_folder
+from predictors.pretrained import TINY, predictor_folder
 from predictors.tokenizer import PromptTokenizer
 from scheduler_core.errors import InputError, MissingExtraError
 from scheduler_core.prediction.predictions import LengthPrediction, Prediction
-from scheduler_core.prediction.predictor import PredictionRequest
+from scheduler_core.prediction.predictor import PredictionRequest, Predictor
 from scheduler_core.shell.files import existing_file, sha256_file
 from scheduler_core.shell.json_text import read_json_object, valid_unicode
 
@@ -120,13 +120,15 @@ class TinySession:
         return [columns[name] for name in names]
 
 
-class TinyPredictor:
-    """A `scheduler_core.prediction.predictor.Predictor` in the calling thread; `length` is its blocking method.
+class TinyPredictor(Predictor):
+    """Runs the tiny artifact in the calling thread; `length` is its blocking method.
 
-    InputError if a file of the artifact folder is missing or differs from its SHA-256 in the manifest.
+    `artifact` is "tiny", shipped with tailcast, or the folder of such an artifact. InputError if a file of the
+    folder is missing or differs from its SHA-256 in the manifest.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, artifact: str | Path = TINY) -> None:
+        folder = predictor_folder(artifact)
         manifest = read_json_object(folder / "manifest.json", "artifact manifest")
         for name in (WEIGHTS, "tokenizer.json"):
             digest = sha256_file(existing_file(folder / name, "artifact"))
@@ -144,24 +146,27 @@ class TinyPredictor:
             raise MissingExtraError("tokenizers", "predict") from error
         self._numbers = {name: number for number, name in enumerate(manifest["served_models"], 1)}
         self._nu: float = manifest["nu"]
-        self._artifact = (manifest["artifact_id"], manifest["artifact_version"])
+        self._artifact: tuple[str, str] = (manifest["artifact_id"], manifest["artifact_version"])
 
     def length(self, prompt: str, served_model: str = "") -> LengthPrediction:
         """The predicted output length; a served model that is not in the manifest counts as unknown.
         TailcastError if the prompt is not valid text or the prediction is out of range."""
+        prediction = self._prediction(prompt, served_model)
+        assert prediction.length is not None
+        return prediction.length
+
+    async def predict(
+        self, requests: Sequence[PredictionRequest], *, timeout_s: float | None = None
+    ) -> list[Prediction]:
+        """One prediction per request, in order; raises as `length`."""
+        return [self._prediction(valid_unicode(each.prompt), each.served_model) for each in requests]
+
+    async def load(self) -> str:
+        """The artifact's version."""
+        return self._artifact[1]
+
+    def _prediction(self, prompt: str, served_model: str) -> Prediction:
         [tokens] = self._tokenizer([prompt])
         mu, sigma = self._model(tokens.ids, self._numbers.get(served_model, 0))
-        return LengthPrediction(mu, sigma, self._nu, *self._artifact)
-
-    async def predict(self, requests: Sequence[PredictionRequest]) -> list[Prediction]:
-        """One prediction per request, in order; raises as `length`."""
-        texts = [(valid_unicode(request.prompt), request.served_model) for request in requests]
-        return [Prediction(length=self.length(*text)) for text in texts]
-
-    async def close(self) -> None:
-        """Does nothing; part of the `Predictor` protocol."""
-
-
-def load(predictor: str = TINY) -> TinyPredictor:
-    """The tiny predictor shipped with tailcast; raises as `TinyPredictor` and `shipped_folder`."""
-    return TinyPredictor(shipped_folder(predictor))
+        length = LengthPrediction(mu, sigma, self._nu, *self._artifact)
+        return Prediction(length=length, prompt_tokens=None if tokens.truncated else tokens.num_tokens)

@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from scheduler_core.scheduler import Scheduler
     from scheduler_core.simulator.trace import load_trace as read_trace
     from tailcast.fitting import fit
+    from tailcast.length_predictor import LengthPredictor, connect, load, predict
     from tailcast.output_length import OutputLength
-    from tailcast.prediction import LengthPredictor, connect, load, predict
     from tailcast.simulation import simulate
 
 #: Name -> module and attribute.
 _LOCATIONS = {
-    "LengthPredictor": "tailcast.prediction:LengthPredictor",
+    "LengthPredictor": "tailcast.length_predictor:LengthPredictor",
     "LogT": "scheduler_core.lengths:LogT",
     "OutputLength": "tailcast.output_length:OutputLength",
     "Scheduler": "scheduler_core.scheduler:Scheduler",
-    "connect": "tailcast.prediction:connect",
+    "connect": "tailcast.length_predictor:connect",
     "fit": "tailcast.fitting:fit",
-    "load": "tailcast.prediction:load",
-    "predict": "tailcast.prediction:predict",
+    "load": "tailcast.length_predictor:load",
+    "predict": "tailcast.length_predictor:predict",
     "read_trace": "scheduler_core.simulator.trace:load_trace",
     "simulate": "tailcast.simulation:simulate",
 }

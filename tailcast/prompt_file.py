@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.prediction.api_request import MAX_TOKENS, integer, read_request
-from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS, Prediction, requested_prediction
+from scheduler_core.prediction.api_request import MAX_TOKENS, ApiRequest, integer, read_request
+from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS, Prediction
 from scheduler_core.shell.command import report_left_out
 from scheduler_core.shell.files import existing_file
 from scheduler_core.shell.json_text import from_json
 from scheduler_core.shell.table_files import file_rows
 from scheduler_core.simulator.tables import check_table_path, columns_of, write_table
+from tailcast.length_predictor import LengthPredictor
 from tailcast.output_length import OutputLength
 from training.progress import tracked
-
-if TYPE_CHECKING:
-    from tailcast.commands.predict import PredictConfig
-    from tailcast.prediction import LengthPredictor
 
 log = logging.getLogger(__name__)
 
@@ -37,18 +34,14 @@ _NAMES = ("request_id", "custom_id")
 _BATCH_ROWS = 256
 
 
-@dataclass(frozen=True, slots=True)
-class _PromptRow:
-    """One valid row: its row number (line number in text files) and the arguments of the prediction."""
+class _PromptRow(NamedTuple):
+    """One valid row: its row number (line number in text files), the text to predict from, and its request, with the limit
+    of the output and the defaults of the file."""
 
     number: int
     request_id: str | None
     text: str
-    model: str | None
-    max_tokens: int
-    min_tokens: int
-    ignores_eos: bool
-    temperature: float | None
+    request: ApiRequest
 
 
 @dataclass(slots=True)
@@ -73,47 +66,57 @@ class _BadRows:
         return ", ".join(f"{count} for {reason}" for reason, count in self.counts.items()) or "none"
 
 
-def predict_file(predictor: LengthPredictor, config: PredictConfig) -> int:
-    """Writes predictions to `config.out`, one row per valid row of `config.data`; returns the exit code, see
+def predict_file(
+    predictor: LengthPredictor,
+    data: str,
+    out: str,
+    defaults: ApiRequest,
+    *,
+    stop: bool = False,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> int:
+    """Writes predictions to the table `out`, one row per valid row of the file `data`; returns the exit code, see
     `report_left_out`.
 
     Columns: row, request_id, model, mu, sigma, nu, max_tokens, median_tokens, p90_tokens, p99_tokens,
     expected_tokens (truncated at max_tokens), artifact_id, artifact_version. InputError if no row is valid.
+
+    Args:
+        defaults: Model, max_tokens and temperature of rows without their own.
+        stop: Whether an invalid row raises TailcastError; otherwise it is counted.
     """
-    assert config.data is not None
-    assert config.out is not None
-    file, target = existing_file(config.data, "data"), check_table_path(config.out, "out")
-    if target.is_file() and not config.overwrite:
-        raise InputError("out", config.out, "a new file; --overwrite true replaces this one")
-    bad = _BadRows(config.on_error == "stop", file.name)
-    rows = iter(tracked(_prompt_rows(file, predictor, config, bad), "predict", config.progress))
+    file, target = existing_file(data, "data"), check_table_path(out, "out")
+    if target.is_file() and not overwrite:
+        raise InputError("out", out, "a new file; --overwrite true replaces this one")
+    bad = _BadRows(stop, file.name)
+    rows = iter(tracked(_prompt_rows(file, predictor.conversations, defaults, bad), "predict", progress))
     table: list[dict[str, Any]] = []
     while batch := list(islice(rows, _BATCH_ROWS)):
         table += [_columns(row, length) for row, length in _predictions(predictor, batch, bad)]
     if not table:
-        raise InputError("data", config.data, f"a file with valid rows (skipped: {bad})")
+        raise InputError("data", data, f"a file with valid rows (skipped: {bad})")
     write_table(columns_of(table), target, SCHEMA, "out")
     log.info("%s: %d predictions; rows skipped: %s", target, len(table), bad)
     return report_left_out(bad.counts, len(table) + sum(bad.counts.values()))
 
 
 def _prompt_rows(
-    file: Path, predictor: LengthPredictor, config: PredictConfig, bad: _BadRows
+    file: Path, conversations: bool, defaults: ApiRequest, bad: _BadRows
 ) -> Iterator[_PromptRow]:
-    on_bad_row = partial(bad.add, reason="format")
-    for number, values in file_rows(file, "data", on_bad_row=on_bad_row):
+    for number, values in file_rows(file, "data", on_bad_row=partial(bad.add, reason="format")):
         try:
-            yield _prompt_row(number, values, predictor, config)
+            yield _prompt_row(number, values, conversations, defaults)
         except InputError as error:
             bad.add(number, error)
 
 
 def _prompt_row(
-    number: int, values: Mapping[str, Any], predictor: LengthPredictor, config: PredictConfig
+    number: int, values: Mapping[str, Any], conversations: bool, defaults: ApiRequest
 ) -> _PromptRow:
     request = _request(values)
     body = read_request(request)
-    text = body.text(conversations=predictor.conversations)
+    text = body.text(conversations=conversations)
     if not text.strip():
         allowed = "a text, unless there are messages or an input"
         raise InputError("prompt", request.get("prompt"), allowed)
@@ -125,17 +128,14 @@ def _prompt_row(
     if request.get("temperature") is not None and body.temperature is None:
         raise InputError("temperature", request["temperature"], "numbers >= 0")
     request_id = next((values[name] for name in _NAMES if values.get(name) is not None), None)
-    model = request.get("model")
-    return _PromptRow(
-        number,
-        None if request_id is None else str(request_id),
-        text,
-        config.model if model is None else str(model),
-        body.max_tokens or config.max_tokens or DEFAULT_MAX_TOKENS,
-        body.min_tokens,
-        body.ignores_eos,
-        config.temperature if body.temperature is None else body.temperature,
+    body = replace(
+        body,
+        model=str(request.get("model") or defaults.model),
+        max_tokens=body.max_tokens or defaults.max_tokens or DEFAULT_MAX_TOKENS,
+        temperature=defaults.temperature if body.temperature is None else body.temperature,
+        num_outputs=1,  # predictions are those of one output
     )
+    return _PromptRow(number, None if request_id is None else str(request_id), text, body)
 
 
 def _request(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,8 +159,8 @@ def _predictions(
 ) -> Iterator[tuple[_PromptRow, OutputLength]]:
     """Predictions of the valid rows; if the predictor rejects a batch, predicts its rows one by one."""
     try:
-        texts, models = [row.text for row in rows], [row.model for row in rows]
-        lengths = predictor.predictions(texts, models, [row.temperature for row in rows])
+        texts, models = [row.text for row in rows], [row.request.model or None for row in rows]
+        lengths = predictor.predictions(texts, models, [row.request.temperature for row in rows])
     except TailcastError as error:
         if getattr(error, "code", None) not in (None, "INVALID_ARGUMENT"):
             raise  # a failure of the service, not of a row
@@ -171,15 +171,11 @@ def _predictions(
             bad.add(rows[0].number, error)
         return
     for row, length in zip(rows, lengths, strict=True):
-        requested = requested_prediction(
-            Prediction(length=length),
-            max_tokens=row.max_tokens,
-            min_tokens=row.min_tokens,
-            ignores_eos=row.ignores_eos,
-        )
+        max_tokens = row.request.max_tokens or DEFAULT_MAX_TOKENS
+        requested = row.request.prediction(Prediction(length=length), max_tokens)
         assert requested is not None
         assert requested.length is not None
-        yield row, OutputLength(requested.length, row.max_tokens)
+        yield row, OutputLength(requested.length, max_tokens)
 
 
 def _columns(row: _PromptRow, length: OutputLength) -> dict[str, Any]:
@@ -187,11 +183,11 @@ def _columns(row: _PromptRow, length: OutputLength) -> dict[str, Any]:
     return {
         "row": row.number,
         "request_id": row.request_id,
-        "model": row.model,
+        "model": row.request.model or None,
         "mu": prediction.mu,
         "sigma": prediction.sigma,
         "nu": prediction.nu,
-        "max_tokens": row.max_tokens,
+        "max_tokens": length.max_tokens,
         "median_tokens": length.median,
         "p90_tokens": length.quantile(0.9),
         "p99_tokens": length.quantile(0.99),

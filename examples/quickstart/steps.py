@@ -21,7 +21,7 @@ from data_gen.splits import split_of
 from examples.quickstart.sizes import SHIPPED_LIMIT, SHIPPED_PROMPTS, Size
 from examples.quickstart.tables import join_samples, trace_of, write_trace
 from examples.shell import Shell, StepFailedError
-from predictors.client import connect
+from predictors.client import GrpcPredictor
 from scheduler_core.prediction.predictor import PredictionRequest
 from scheduler_core.shell.files import write_json
 from scheduler_core.simulator.workloads.arrivals import Arrivals
@@ -202,7 +202,7 @@ class Quickstart:
         start = time.monotonic()
 
         async def healthy_and_predicted() -> Any:
-            predictor = connect(address)
+            predictor = GrpcPredictor(address)
             try:
                 await _check_health(address)
                 return [prediction.length for prediction in await predictor.predict(requests)]

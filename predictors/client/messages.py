@@ -1,26 +1,20 @@
-"""Conversion between the types of the scheduler and protobuf messages, used by all clients."""
+"""Messages of a call and their outcomes, used by all clients, and the base class of the asynchronous ones."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, Self, TypeVar
 
 import grpc
 
 from predictors.proto import predictor_v1_pb2 as pb
+from predictors.wire import prediction_of
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.prediction.predictions import (
-    BucketPrediction,
-    LengthPrediction,
-    PointPrediction,
-    Prediction,
-    RankPrediction,
-    UrgencyPrediction,
-)
-from scheduler_core.prediction.predictor import PredictionRequest
+from scheduler_core.prediction.predictions import Prediction
+from scheduler_core.prediction.predictor import PredictionRequest, Predictor
 
 T = TypeVar("T")
 
@@ -49,8 +43,8 @@ class PredictorError(TailcastError):
         return cls(f"predictor {address}: {request}{code}: {details}", code, request_id)
 
 
-class AsyncClient(ABC):
-    """Base class of the asynchronous clients; implements `scheduler_core.prediction.predictor.Predictor`."""
+class AsyncClient(Predictor):
+    """Base class of the asynchronous clients."""
 
     address: str
     timeout_s: float
@@ -78,10 +72,8 @@ class AsyncClient(ABC):
         messages = [request_message(request, truncated_length) for request in requests]
         return await self.send(messages, self.timeout_s if timeout_s is None else checked_timeout(timeout_s))
 
-    @property
-    def is_connected(self) -> bool:
-        """False if the service has no open connection, so that a late response is due to its absence."""
-        return True
+    async def load(self) -> str:
+        return (await self.metadata()).artifact_version
 
     @abstractmethod
     async def send(self, messages: Sequence[pb.PredictRequest], timeout_s: float) -> list[pb.PredictResponse]:
@@ -90,10 +82,6 @@ class AsyncClient(ABC):
     @abstractmethod
     async def metadata(self) -> pb.GetMetadataResponse:
         """Artifact, limits and provider of the service."""
-
-    @abstractmethod
-    async def close(self) -> None:
-        """Closes connections or stops threads; the client can be used again."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -166,32 +154,10 @@ def predictions(responses: Sequence[pb.PredictResponse], address: str) -> list[P
     result = []
     for message in responses:
         try:
-            result.append(prediction(message))
+            result.append(prediction_of(message))
         except InputError as error:
             raise PredictorError(f"predictor {address}: {error}", "INTERNAL", message.request_id) from error
     return result
-
-
-def prediction(response: pb.PredictResponse) -> Prediction:
-    """Converts a response to a prediction with all of its heads; InputError for values out of range."""
-    length = urgency = bucket = rank = point = None
-    if response.HasField("mu"):
-        artifact = (response.artifact_id, response.artifact_version)
-        parameters = (response.mu, response.sigma, response.nu)
-        length = LengthPrediction(*parameters, *artifact, tuple(response.quantiles))
-    if response.HasField("urgency"):
-        threshold = response.urgency.abstain_threshold
-        urgency = UrgencyPrediction(
-            tuple(response.urgency.probabilities),
-            threshold if response.urgency.HasField("abstain_threshold") else None,
-        )
-    if response.bucket_probabilities:
-        bucket = BucketPrediction(tuple(response.bucket_probabilities), tuple(response.bucket_edges))
-    if response.HasField("rank"):
-        rank = RankPrediction(response.rank)
-    if response.HasField("regression_tokens"):
-        point = PointPrediction(max(response.regression_tokens, 1.0))  # an output has at least one token
-    return Prediction(length=length, urgency=urgency, bucket=bucket, rank=rank, point=point)
 
 
 def checked_timeout(timeout_s: float) -> float:

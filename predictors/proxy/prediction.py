@@ -9,10 +9,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from predictors.client.messages import AsyncClient, predictions
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.prediction.predictions import Prediction
-from scheduler_core.prediction.predictor import PredictionRequest
+from scheduler_core.prediction.predictor import (
+    PredictionRequest,
+    Predictor,
+    PredictorAddress,
+    open_predictor,
+)
 
 logger = logging.getLogger(__name__)
 #: A predictor is slow if `SLOW` of its last `WINDOW` predictions were late, but at least `MIN_LATE`; it is in time again at
@@ -27,13 +31,17 @@ class Forecast:
     """Outcome of a query to a predictor, and its duration in seconds.
 
     The outcome is answered, late, failed (service unavailable, invalid response), refused (by the service),
-    no_text or absent (no predictor). `prompt_tokens` is None if the predictor truncated the prompt.
+    no_text or absent (no predictor).
     """
 
     prediction: Prediction | None
     outcome: str
     seconds: float = 0.0
-    prompt_tokens: int | None = None
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Tokens of the prompt, see `Prediction`."""
+        return None if self.prediction is None else self.prediction.prompt_tokens
 
 
 class PredictorLog:
@@ -84,13 +92,11 @@ class PredictorLog:
 
 
 class Forecaster:
-    """Queries one predictor (see `open_client`; None: every forecast is absent) for single requests, and
+    """Queries one predictor (see `open_predictor`; None: every forecast is absent) for single requests, and
     returns a `Forecast` within `deadline_s` seconds in any case."""
 
     def __init__(self, predictor: str | None, field: str, deadline_s: float) -> None:
-        from predictors.client import open_client
-
-        self._predictor: AsyncClient | None = None if predictor is None else open_client(predictor, field)
+        self._predictor: Predictor | None = None if predictor is None else open_predictor(predictor, field)
         self._name, self._field, self.deadline_s = predictor, field, deadline_s
         self._log = PredictorLog(field, deadline_s)
         self._num_running = 0
@@ -109,9 +115,9 @@ class Forecaster:
         """The forecaster for new options, ready to use; this one if there is no change. A service is not queried again, a
         folder is loaded again for its new version. TailcastError if it cannot be loaded or reached."""
         is_same = (predictor, deadline_s) == (self._name, self.deadline_s)
-        if is_same and (predictor is None or predictor.startswith("grpc://")):
+        if is_same and (predictor is None or PredictorAddress.of(predictor).scheme != "local"):
             return self
-        successor = Forecaster(predictor, self._field, deadline_s)
+        successor = await asyncio.to_thread(Forecaster, predictor, self._field, deadline_s)
         try:
             await successor._load(timeout_s)
         except BaseException:
@@ -130,14 +136,12 @@ class Forecaster:
             return Forecast(None, "no_text")
         start = time.perf_counter()
         prediction: Prediction | None = None
-        outcome, prompt_tokens = "answered", None
+        outcome = "answered"
         failure: Exception | None = None
         self._num_running += 1
         try:
             async with asyncio.timeout(self.deadline_s):
-                [response] = await self._predictor.responses([request], timeout_s=self.deadline_s)
-            [prediction] = predictions([response], self._predictor.address)
-            prompt_tokens = None if response.truncated else response.prompt_tokens or None
+                [prediction] = await self._predictor.predict([request], timeout_s=self.deadline_s)
         except TimeoutError:
             outcome = "late"
         except Exception as error:  # no failure of a predictor may fail a request
@@ -146,13 +150,10 @@ class Forecaster:
             self._num_running -= 1
             if not self._num_running:
                 self._all_done.set()
-        if outcome == "late" and not self._predictor.is_connected:
-            failure, outcome = (
-                ConnectionError("not connected"),
-                "failed",
-            )  # the client retries until the deadline
+        if outcome == "late" and not self._predictor.is_connected:  # the client retries until the deadline
+            failure, outcome = ConnectionError("not connected"), "failed"
         self._log.observe(outcome, failure)
-        return Forecast(prediction, outcome, time.perf_counter() - start, prompt_tokens)
+        return Forecast(prediction, outcome, time.perf_counter() - start)
 
     async def close(self) -> None:
         """Closes the client when the running forecasts have ended, within their deadline."""
@@ -168,10 +169,9 @@ class Forecaster:
             return
         try:
             async with asyncio.timeout(timeout_s):
-                metadata = await self._predictor.metadata()
+                self.version = await self._predictor.load()
         except TimeoutError as error:
             raise TailcastError(f"no response from {self._field} in {timeout_s:g} s") from error
-        self.version = metadata.artifact_version
 
 
 def _public_text(error: Exception) -> str:

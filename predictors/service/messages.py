@@ -11,14 +11,16 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
 from predictors.manifest import Manifest, checked_temperature
 from predictors.proto import predictor_v1_pb2 as pb
-from predictors.runtime import ArtifactRuntime, PredictedRow
+from predictors.runtime import ArtifactRuntime
 from predictors.service.errors import UnparsableError
 from predictors.tokenizer import TokenizedPrompt
+from predictors.wire import response_fields
 from scheduler_core.errors import InputError, suggestion
 from scheduler_core.lengths import LogT
-from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS, LengthPrediction, UrgencyPrediction
+from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS, LengthPrediction, Prediction
 from scheduler_core.prediction.prompt_text import messages_of, predictor_text
 
 M = TypeVar("M")
@@ -115,7 +117,7 @@ class PipelineResult(NamedTuple):
     """Prediction for one prompt and its cost, 0 if cached. A tuple, like all types created per request,
     because creating a frozen dataclass takes three times as long."""
 
-    prediction: PredictedRow
+    prediction: Prediction
     prompt_tokens: int
     truncated: bool
     tokenize_s: float
@@ -213,17 +215,14 @@ def _too_many(field: str, count: int, unit: str, maximum: int) -> InputError:
 def predict_response(
     request: pb.PredictRequest, result: PipelineResult, manifest: Manifest, is_trained_model: bool
 ) -> pb.PredictResponse:
-    """The response to a validated request, from a prediction within range."""
-    prediction, bucket = result.prediction, result.prediction.bucket
-    declared_tier = request.declared_tier if request.HasField("declared_tier") else None
-    return pb.PredictResponse(
+    """The response to a validated request."""
+    prediction = result.prediction
+    response = pb.PredictResponse(
         request_id=request.request_id,
-        mu=prediction.mu,
-        sigma=prediction.sigma,
-        nu=prediction.nu,
         artifact_id=manifest.artifact_id,
         artifact_version=manifest.artifact_version,
-        **_length_numbers(request, prediction),
+        **response_fields(prediction),
+        **({} if prediction.length is None else _length_numbers(request, prediction.length)),
         prompt_tokens=result.prompt_tokens,
         truncated=result.truncated,
         durations=pb.Durations(
@@ -233,25 +232,15 @@ def predict_response(
             batch_size=result.batch_size,
         ),
         served_model_known=None if manifest.conditioning is None else is_trained_model,
-        urgency=None
-        if prediction.urgency is None
-        else urgency(prediction.urgency, manifest.abstain_threshold, declared_tier),
-        bucket_probabilities=None if bucket is None else _distribution(bucket),
-        bucket=None if bucket is None else most_likely(bucket),
-        bucket_edges=None if bucket is None else manifest.bucket_edges,
-        regression_tokens=prediction.regression_tokens,
-        rank=prediction.rank,
-        sigma_within=prediction.sigma_within,
-        quantiles=prediction.quantiles,
         cached=result.cached,
     )
+    if prediction.urgency is not None and request.HasField("declared_tier"):
+        response.urgency.effective_level = prediction.urgency.effective_level(request.declared_tier)
+    return response
 
 
-def _length_numbers(request: pb.PredictRequest, prediction: PredictedRow) -> dict[str, Any]:
+def _length_numbers(request: pb.PredictRequest, length: LengthPrediction) -> dict[str, Any]:
     """Response fields of the length truncated at max_tokens of the request or the default."""
-    length = prediction.length()
-    if length is None:
-        return {}
     numbers: dict[str, Any] = {}
     max_tokens = DEFAULT_MAX_TOKENS
     if request.HasField("max_tokens"):
@@ -267,34 +256,6 @@ def _length_numbers(request: pb.PredictRequest, prediction: PredictedRow) -> dic
         numbers["expected_tokens"] = length.expected_and_cvar(max_tokens)[0]
     median, p90 = _truncated_quantiles(length, (0.5, 0.9), max_tokens)
     return numbers | {"median_tokens": median, "p90_tokens": p90}
-
-
-def urgency(
-    probabilities: Sequence[float], abstain_threshold: float | None, declared_tier: int | None = None
-) -> pb.Urgency:
-    """The most likely urgency level (level 0 is the most urgent; for ties the more urgent one), whether to
-    abstain, and with `declared_tier` the level to schedule at. Abstains if the highest probability is below
-    `abstain_threshold` (None: never), and always for a threshold of 1, regardless of rounding."""
-    prediction = UrgencyPrediction(_distribution(probabilities), abstain_threshold)
-    threshold = 0.0 if abstain_threshold is None else abstain_threshold
-    return pb.Urgency(
-        probabilities=prediction.probabilities,
-        level=most_likely(probabilities),
-        abstain=threshold >= 1 or max(probabilities) < threshold,
-        abstain_threshold=abstain_threshold,
-        effective_level=None if declared_tier is None else prediction.effective_level(declared_tier),
-    )
-
-
-def _distribution(probabilities: Sequence[float]) -> tuple[float, ...]:
-    """Normalizes probabilities to a sum of 1, which half precision only approximates."""
-    total = math.fsum(probabilities)
-    return tuple(probability / total for probability in probabilities)
-
-
-def most_likely(probabilities: Sequence[float]) -> int:
-    """Index of the highest probability, the first one for ties."""
-    return max(range(len(probabilities)), key=probabilities.__getitem__)
 
 
 def truncated_length(

@@ -9,7 +9,7 @@ The model name is the artifact id. Inputs have N rows, shape [N] or [N, 1]:
 | temperature | FP32 | optional; NaN: unknown |
 | max_tokens | INT64 | optional |
 
-Outputs are those of the artifact's graph, nu if it is fixed, and with max_tokens also expected_tokens,
+Outputs are those of the artifact's graph (without sigma_within), nu if it is fixed, and with max_tokens also expected_tokens,
 cvar_tokens and quantile_tokens (0.5, 0.9, 0.99) of the truncated length.
 """
 
@@ -85,6 +85,7 @@ def output_types(served: ServedArtifact) -> list[TensorType]:
     types = [
         TensorType(output.name, "FP32", (-1, *(size for size in output.shape[1:] if isinstance(size, int))))
         for output in manifest.outputs
+        if output.name != "sigma_within"  # not in the record of a prediction
     ]
     if "length" in manifest.heads:
         if manifest.nu is not None:

@@ -12,22 +12,24 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Literal
+from typing import Any, Literal
 
 from cachetools import LRUCache
-from predictors.runtime import ArtifactRuntime, PredictedRow, check_range
+
+from predictors.runtime import ArtifactRuntime
 from predictors.service.batcher import Batcher, BatchingSettings, Callback
 from predictors.service.errors import BatchError, ClosedError, QueueFullError
-from predictors.tokenizer import TokenizedPrompt
-from scheduler_core.errors import InputError
-
 from predictors.service.messages import CheckedRequest, PipelineResult, RequestReader
 from predictors.service.metrics import ArtifactMetrics
+from predictors.tokenizer import TokenizedPrompt
+from scheduler_core.errors import InputError
 
 logger = logging.getLogger(__name__)
 
 # Rows of different served models and temperatures share batches.
 _Row = tuple[TokenizedPrompt, CheckedRequest]
+# Numbers of a prediction by name, and seconds of the model call.
+_Output = tuple[dict[str, Any], float]
 
 # Prompts up to this length are tokenized in the event loop, in less than 0.25 ms. Switching to a thread takes
 # longer on a busy machine.
@@ -95,7 +97,7 @@ class ServedArtifact:
         self.state: Literal["starting", "ready", "shutting down"] = "starting"
         self._threads = threads
         self._cache = LRUCache[bytes, PipelineResult](cache_entries) if cache_entries else None
-        self._batcher: Batcher[_Row, tuple[PredictedRow, float]] = Batcher(self._run, settings)
+        self._batcher: Batcher[_Row, _Output] = Batcher(self._run, settings)
 
     @property
     def is_full(self) -> bool:
@@ -153,10 +155,9 @@ class ServedArtifact:
         batched = await self._batcher.submit(
             (tokens, request), length=max(1, tokens.num_tokens), deadline=deadline
         )
-        prediction, inference_s = batched.result
-        check_range([prediction])
+        numbers, inference_s = batched.result
         return PipelineResult(
-            prediction=prediction,
+            prediction=self.runtime.prediction(numbers),
             prompt_tokens=tokens.num_tokens,
             truncated=tokens.truncated,
             tokenize_s=tokenize_s,
@@ -176,23 +177,23 @@ class ServedArtifact:
             logger.exception("a prompt could not be tokenized")
             raise BatchError(error) from error
 
-    def _run(self, rows: Sequence[_Row], callback: Callback[tuple[PredictedRow, float]]) -> None:
+    def _run(self, rows: Sequence[_Row], callback: Callback[_Output]) -> None:
         """Predicts in a thread, then calls the callback in the event loop; `loop.run_in_executor` would add a
         future and two iterations of the loop per call."""
         loop = asyncio.get_running_loop()
 
-        def on_done(future: Future[list[tuple[PredictedRow, float]]]) -> None:
+        def on_done(future: Future[list[_Output]]) -> None:
             error = future.exception()
             with contextlib.suppress(RuntimeError):  # the loop is closed, and the result is not needed
                 loop.call_soon_threadsafe(callback, None if error is not None else future.result(), error)
 
         self._threads.run.submit(self._run_rows, rows).add_done_callback(on_done)
 
-    def _run_rows(self, rows: Sequence[_Row]) -> list[tuple[PredictedRow, float]]:
-        """Predictions and the seconds of the model call; runs in a thread."""
+    def _run_rows(self, rows: Sequence[_Row]) -> list[_Output]:
+        """The output of each row; runs in a thread."""
         start = time.perf_counter()
         try:
-            predictions = self.runtime.run(
+            predicted = self.runtime.run(
                 [tokens.ids for tokens, _ in rows],
                 [request.served_model for _, request in rows],
                 [request.temperature for _, request in rows],
@@ -203,7 +204,7 @@ class ServedArtifact:
             raise
         inference_s = time.perf_counter() - start
         self.metrics.batch([max(1, tokens.num_tokens) for tokens, _ in rows], inference_s)
-        return [(prediction, inference_s) for prediction in predictions]
+        return [(numbers, inference_s) for numbers in predicted]
 
 
 def cache_key(prompt: str | TokenizedPrompt, served_model: str | None, temperature: float | None) -> bytes:

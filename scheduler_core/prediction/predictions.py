@@ -111,6 +111,17 @@ class UrgencyPrediction:
             raise InputError("abstain_threshold", self.abstain_threshold, "numbers in [0, 1], or None")
 
     @property
+    def most_likely(self) -> int:
+        """The level of the highest probability, the more urgent one for ties."""
+        return self.probabilities.index(max(self.probabilities))
+
+    @property
+    def abstains(self) -> bool:
+        """Whether the highest probability is below the threshold, or the threshold is 1."""
+        threshold = self.abstain_threshold
+        return threshold is not None and (threshold >= 1 or max(self.probabilities) < threshold)
+
+    @property
     def level(self) -> int:
         """The level of least expected cost, 0 = most urgent (see `urgency.expected_cost_levels`)."""
         return int(expected_cost_levels(self.probabilities))
@@ -170,13 +181,17 @@ class RankPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """All predictions of one artifact for a request; None for heads that it does not have."""
+    """All predictions of one artifact for a request; None for heads that it does not have.
+
+    `prompt_tokens` is the number of tokens of the prompt, None if the predictor truncated it or did not count.
+    """
 
     length: LengthPrediction | None = None
     urgency: UrgencyPrediction | None = None
     bucket: BucketPrediction | None = None
     rank: RankPrediction | None = None
     point: PointPrediction | None = None
+    prompt_tokens: int | None = None
 
 
 def requested_prediction(
@@ -227,10 +242,8 @@ def _effective_level(urgency: UrgencyPrediction, declared_tier: int, max_promoti
         return urgency.level
     if declared_tier >= len(urgency.probabilities):
         return declared_tier
-    threshold = 0.0 if urgency.abstain_threshold is None else urgency.abstain_threshold
-    # `effective_level` takes None for "always abstain".
-    limit = None if threshold >= 1 else threshold
-    return int(effective_level(urgency.probabilities, declared_tier, limit, int(max_promotion)))
+    threshold = urgency.abstain_threshold
+    return int(effective_level(urgency.probabilities, declared_tier, threshold, int(max_promotion)))
 
 
 def _check_distribution(name: str, probabilities: Sequence[float]) -> None:

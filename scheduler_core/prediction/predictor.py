@@ -1,8 +1,8 @@
-"""Asynchronous client side of predictors: the scheduler never waits for them, and every request gets an event.
+"""The way to a prediction: predictors by address, and their use by schedulers that never wait.
 
-A `Predictor` is any object with an asynchronous `predict`. `open_predictor` looks a predictor up by name among
-the installed packages (entry point group "tailcast.predictors"), so that this package does not import any
-client. `AsyncPredictor` submits requests to it with bounded concurrency and returns one event per request.
+A `Predictor` is opened from its address by `open_predictor`, which looks up installed packages (entry point
+group "tailcast.predictors"), so that this package imports none of them. `AsyncPredictor` submits requests to
+it with bounded concurrency and returns one event per request.
 
 Until the event arrives, the scheduler uses the policy's key for unknown lengths. With a predictor that never
 responds, a policy therefore acts as it does without predictions.
@@ -10,12 +10,14 @@ responds, a policy therefore acts as it does without predictions.
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from importlib import metadata
 from itertools import islice
-from typing import Protocol, runtime_checkable
+from pathlib import Path
+from typing import NamedTuple, Self
 
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.prediction.predictions import Prediction
@@ -23,7 +25,7 @@ from scheduler_core.prediction.predictions import Prediction
 ENTRY_POINT_GROUP = "tailcast.predictors"
 #: The predictors that come with tailcast.
 SHIPPED = ("pretrained", "tiny")
-#: Accepted names of predictors, for help texts and error messages.
+#: Accepted addresses of predictors, for help texts and error messages.
 PREDICTORS = "pretrained, tiny, an artifact folder, or grpc://HOST:PORT"
 
 
@@ -39,36 +41,67 @@ class PredictionRequest:
     temperature: float | None = None
 
 
-@runtime_checkable
-class Predictor(Protocol):
+class Predictor(ABC):
     """Predicts lengths and urgency of requests; an instance belongs to one event loop."""
 
-    async def predict(self, requests: Sequence[PredictionRequest]) -> Sequence[Prediction]:
-        """One prediction per request, in the same order; raises `TailcastError` if that is not possible."""
-        ...
+    @abstractmethod
+    async def predict(
+        self, requests: Sequence[PredictionRequest], *, timeout_s: float | None = None
+    ) -> Sequence[Prediction]:
+        """One prediction per request, in the same order; raises `TailcastError` if that is not possible.
 
-    async def close(self) -> None:
+        `timeout_s` is the deadline of a call to a service; None: the predictor's own."""
+
+    async def load(self) -> str:
+        """Loads the artifact or connects to the service, as the first call would, and returns the artifact's
+        version, "" if there is none. Raises `TailcastError` if that is not possible."""
+        return ""
+
+    @property
+    def is_connected(self) -> bool:
+        """False if the service has no open connection, so that a late prediction is due to its absence."""
+        return True
+
+    async def close(self) -> None:  # noqa: B027  # not abstract: most predictors in this process need no cleanup
         """Closes connections."""
-        ...
 
 
-def open_predictor(predictor: str) -> Predictor:
-    """Creates a predictor by name, without connecting or loading: "pretrained" or "tiny" (artifacts that ship
-    with tailcast), an artifact folder, or scheme://address, such as grpc://127.0.0.1:50051. `InputError` if
-    there is no such folder, or no installed package provides the scheme.
+class PredictorAddress(NamedTuple):
+    """An address in parts. `scheme` is "local" for an artifact (`target`: a name in `SHIPPED` or a folder), "grpc" for a
+    service (HOST:PORT), or the name of an entry point of another package."""
 
-    Calls the entry point of the group "tailcast.predictors" that is named like the scheme, with the address.
-    Other names are passed to the entry point `local`, unless a shipped predictor has its own entry point.
+    scheme: str
+    target: str
+
+    @classmethod
+    def of(cls, predictor: str, field: str = "predictor", *, others: str = "") -> Self:
+        """The parts of "pretrained", "tiny", the path of a folder, or SCHEME://TARGET.
+
+        InputError about `field` if the target is empty, or there is no such folder; `others` are further values
+        of the field, for its message.
+        """
+        scheme, separator, target = predictor.partition("://")
+        if not separator:
+            scheme, target = "local", predictor
+        is_missing = scheme == "local" and target not in SHIPPED and not Path(target).is_dir()
+        if not target or is_missing:
+            raise InputError(field, predictor, others + PREDICTORS)
+        return cls(scheme, target)
+
+
+def open_predictor(predictor: str, field: str = "predictor") -> Predictor:
+    """Creates a predictor from its address (see `PredictorAddress.of`), without connecting or loading a graph.
+
+    Calls the entry point of the group "tailcast.predictors" that is named like the scheme (or like the shipped
+    predictor, if it has its own), with the target. InputError if there is none; raises as `PredictorAddress.of`.
     """
     points = {point.name: point for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}
-    scheme, separator, address = predictor.partition("://")
-    if not separator:
-        scheme = predictor if predictor in SHIPPED and predictor in points else "local"
-        address = predictor
-    if not address or scheme not in points:
-        raise InputError("predictor", predictor, PREDICTORS)
-    factory: Callable[[str], Predictor] = points[scheme].load()
-    return factory(address)
+    scheme, target = PredictorAddress.of(predictor, field)
+    point = points.get(target if target in SHIPPED and target in points else scheme)
+    if point is None:
+        raise InputError(field, predictor, PREDICTORS)
+    factory: Callable[[str], Predictor] = point.load()
+    return factory(target)
 
 
 class PredictionStatus(Enum):

@@ -49,7 +49,8 @@ def effective_level(
 ) -> NDArray[np.int64]:
     """The level at which a request is scheduled, from its declared tier and the prediction from its text.
 
-    1. If the highest probability is below `threshold`, the predictor abstains: the result is the declared tier.
+    1. If the highest probability is below `threshold`, or `threshold` is 1, the predictor abstains: the result is the
+       declared tier.
     2. Otherwise it is the level of least expected cost (`expected_cost_levels`), ...
     3. ... but never less urgent than the declared tier and at most `max_promotion` levels more urgent. This limits the
        gain of a deceptive prompt.
@@ -57,7 +58,8 @@ def effective_level(
     Args:
         probabilities: Probability of each level, the most urgent first; [N, K] or [K].
         declared_tier: Level the client declared; one number or [N].
-        threshold: Minimum of the highest probability, from 0 (never abstain) to 1; None: always the declared tier.
+        threshold: Minimum of the highest probability, from 0 to 1 (always abstain, even if a probability is rounded to 1);
+            None: never abstain.
         max_promotion: At least 0.
         under_triage_cost: See `expected_cost_levels`.
 
@@ -74,8 +76,9 @@ def effective_level(
         raise InputError("threshold", threshold, "numbers from 0 to 1, or None")
     decided = expected_cost_levels(rows, under_triage_cost)
     limited = np.minimum(np.maximum(decided, tiers - max_promotion), tiers)
-    certain = np.zeros(rows.shape[:-1], dtype=bool) if threshold is None else rows.max(axis=-1) >= threshold
-    return np.asarray(np.where(certain, limited, tiers), dtype=np.int64)
+    threshold = 0.0 if threshold is None else threshold
+    is_certain = (rows.max(axis=-1) >= threshold) & (threshold < 1)
+    return np.asarray(np.where(is_certain, limited, tiers), dtype=np.int64)
 
 
 def _checked_rows(probabilities: ArrayLike) -> NDArray[np.float64]:

@@ -53,13 +53,25 @@ def predict(config: PredictConfig) -> int:
     """Prints the prediction of the prompt, or writes the predictions of the file; returns the exit code."""
     import sys
 
-    from tailcast.prediction import open_length_predictor
+    from tailcast.length_predictor import open_length_predictor
 
     with open_length_predictor(config.predictor) as predictor:
-        if config.data is not None:
+        if config.data is not None and config.out is not None:
+            from scheduler_core.prediction.api_request import ApiRequest
             from tailcast.prompt_file import predict_file
 
-            return predict_file(predictor, config)
+            defaults = ApiRequest(
+                model=config.model or "", max_tokens=config.max_tokens, temperature=config.temperature
+            )
+            return predict_file(
+                predictor,
+                config.data,
+                config.out,
+                defaults,
+                stop=config.on_error == "stop",
+                overwrite=config.overwrite,
+                progress=config.progress,
+            )
         assert config.prompt is not None
         length = predictor.predict(
             config.prompt, max_tokens=config.max_tokens, model=config.model, temperature=config.temperature

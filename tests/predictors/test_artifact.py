@@ -19,7 +19,6 @@ from grpc_health.v1 import health_pb2
 
 from predictors import manifest as manifests
 from predictors.artifact import hash_files, open_artifact, write_manifest
-from predictors.client import InProcessPredictor
 from predictors.commands.serve_predictor import main
 from predictors.manifest import MANIFEST, Manifest, content_version, parse_manifest
 from predictors.proto import predictor_v1_pb2 as pb
@@ -27,6 +26,7 @@ from predictors.runtime import open_runtime
 from predictors.service.artifacts import ArtifactSource, open_sources
 from predictors.service.batcher import BatchingSettings
 from predictors.service.errors import ReloadError
+from predictors.service.in_process import InProcessPredictor
 from predictors.signing import read_private_key, read_public_key, sign_file
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.prediction.predictor import PredictionRequest

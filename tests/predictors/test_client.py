@@ -16,11 +16,12 @@ import grpc
 import pytest
 
 from predictors import client as clients
-from predictors.client import ClientSettings, InProcessPredictor, PredictorError, SyncPredictor, connect, load
+from predictors.client import ClientSettings, GrpcPredictor, PredictorError, SyncPredictor
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.proto import predictor_v1_pb2_grpc
 from predictors.runtime import open_runtime
 from predictors.service.batcher import BatchingSettings
+from predictors.service.in_process import InProcessPredictor
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.prediction.predictor import PredictionRequest
 from tests.predictors import fakes
@@ -99,7 +100,7 @@ class Client:
         elif kind == "blocking":
             self.client = SyncPredictor(address, ClientSettings(**settings))
         else:
-            self.client = clients.GrpcPredictor(address, ClientSettings(**settings))
+            self.client = GrpcPredictor(address, ClientSettings(**settings))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """A method of the client, to be awaited."""
@@ -221,7 +222,7 @@ async def test_cancelling_the_caller_frees_the_service(artifact_folder: Path) ->
     runtime = fakes.GatedRuntime(artifact_folder, is_open=False)
     batching = BatchingSettings(max_batch=1, max_wait_s=0.0)
     async with fakes.running_server(runtime, batching=batching) as (server, address):
-        async with connect(address) as predictor:
+        async with GrpcPredictor(address) as predictor:
             call = asyncio.ensure_future(predictor.predict(requests()))
             await fakes.until(lambda: server.artifacts.num_in_flight == 4)
             call.cancel()
@@ -332,11 +333,11 @@ def test_one_client_serves_one_event_loop_after_the_other(artifact_folder: Path,
 
 @pytest.mark.parametrize("address", ["", "host", "host:", "host:0", "host:99999", "http://h:1", "a b:1"])
 def test_bad_address_is_refused_without_connecting(address: str) -> None:
-    for client in (connect, SyncPredictor):
+    for client in (GrpcPredictor, SyncPredictor):
         with pytest.raises(InputError, match="HOST:PORT"):
             client(address)
-    assert connect("[::1]:50051").address == "[::1]:50051"
-    assert connect("unix:/run/predictor.sock").address == "unix:/run/predictor.sock"
+    assert GrpcPredictor("[::1]:50051").address == "[::1]:50051"
+    assert GrpcPredictor("unix:/run/predictor.sock").address == "unix:/run/predictor.sock"
 
 
 def test_bad_client_settings_are_named() -> None:
@@ -357,8 +358,6 @@ async def test_in_process_a_full_queue_and_a_passed_deadline_are_told(artifact_f
 
 
 async def test_missing_artifact_is_an_input_error_and_closing_it_is_harmless(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="pretrained, tiny, an artifact folder, or grpc://HOST:PORT"):
-        load(str(tmp_path / "none"))
     async with InProcessPredictor(tmp_path / "none") as predictor:
         assert await predictor.predict([]) == []
         with pytest.raises(InputError, match="artifact"):
@@ -383,7 +382,7 @@ def test_client_imports_without_what_only_the_service_needs() -> None:
     code = (
         "import sys; blocked = ('torch', 'pydantic', 'onnxruntime', 'tokenizers', 'grpc_health', 'jsonargparse')\n"
         "for name in blocked: sys.modules[name] = None\n"
-        "import predictors.client as c; c.connect('127.0.0.1:1'); c.SyncPredictor('127.0.0.1:1'); c.load('.')\n"
+        "import predictors.client as c; c.GrpcPredictor('127.0.0.1:1'); c.SyncPredictor('127.0.0.1:1')\n"
         "assert not any(name.startswith(('predictors.service', 'predictors.runtime')) for name in sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

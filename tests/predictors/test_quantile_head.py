@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from predictors.artifact import write_manifest
-from predictors.client import GrpcPredictor, InProcessPredictor
+from predictors.client import GrpcPredictor
 from predictors.manifest import content_version, parse_manifest
 from predictors.modules.checkpoint import load_checkpoint, save_checkpoint
 from predictors.modules.config import Calibration
 from predictors.modules.heads import Heads, LengthHead
 from predictors.proto import open_inference_pb2 as oip
-from predictors.runtime import PredictedRow, check_range, open_runtime
+from predictors.runtime import open_runtime
+from predictors.service.in_process import InProcessPredictor
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.lengths import LogQuantiles, LogT
 from scheduler_core.lengths.quantiles import LEVELS
@@ -35,7 +36,7 @@ from training.correcting.corrected_graph import FeatureRuntime, with_corrections
 from training.correcting.corrections import Correction, Requests
 from training.evaluating.config import EvaluateConfig
 from training.evaluating.run import evaluate
-from training.network.config import LengthTask
+from training.network.tasks import LengthTask
 
 K = len(LEVELS)
 HEAD = LengthHead(TOWER, within=True, quantiles=True)
@@ -217,7 +218,9 @@ def test_a_manifest_with_other_levels_and_numbers_that_are_no_quantiles_are_refu
         with pytest.raises(InputError, match="artifact manifest, (quantile_levels|outputs)"):
             parse_manifest(changed | {"artifact_version": content_version(changed)})
     with pytest.raises(TailcastError, match="predicted quantiles: got"):
-        check_range([PredictedRow(mu=5.0, sigma=0.5, nu=3.5, quantiles=[5.0] * (K - 1) + [4.0])])
+        open_runtime(trained / "artifact").prediction(
+            {"mu": 5.0, "sigma": 0.5, "nu": 3.5, "quantiles": [5.0] * (K - 1) + [4.0]}
+        )
 
 
 def test_a_new_served_model_is_added_to_a_checkpoint_with_quantiles(trained: Path, tmp_path: Path) -> None:

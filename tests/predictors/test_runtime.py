@@ -179,8 +179,8 @@ def test_all_heads_follow_prompt_served_model_and_temperature(rich_folder: Path,
         number = {"tiny-llm": 1, "huge-llm": 2}.get(names[row] or "", 0)
         wanted = expected_rich(PROMPTS[row], number, np.nan_to_num(temperatures[row] or 0.0))
         for name, value in wanted.items():
-            np.testing.assert_allclose(getattr(one, name), value, rtol=1e-5, err_msg=name)
-            np.testing.assert_array_equal(getattr(found, name)[row], getattr(one, name))
+            np.testing.assert_allclose(one[name], value, rtol=1e-5, err_msg=name)
+            np.testing.assert_array_equal(getattr(found, name)[row], one[name])
 
 
 def test_bad_conditions_are_named(rich_folder: Path, artifact_folder: Path) -> None:

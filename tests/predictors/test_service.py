@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,21 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.serving.processes import free_port
-from predictors.client import PredictorError, connect
+from benchmarks.shared.processes import free_port
+from predictors.client import GrpcPredictor, PredictorError
 from predictors.manifest import FORMAT_VERSION, Conditions
 from predictors.proto import open_inference_pb2 as oip
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.runtime import open_runtime
 from predictors.service.batcher import BatchingSettings
 from predictors.service.grpc_methods import MAX_STREAM_REQUESTS
-from predictors.service.messages import truncated_length, urgency
+from predictors.service.messages import truncated_length
 from predictors.service.server import OIP_SERVICE, SERVICE, PredictionServer
 from predictors.tokenizer import TokenizedPrompt
+from predictors.wire import response_fields
 from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogT
-from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS, LengthPrediction
+from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS, LengthPrediction, Prediction
 from scheduler_core.prediction.predictor import PredictionRequest
 from tests.predictors import fakes
 
@@ -508,7 +510,8 @@ async def test_one_batch_holds_rows_of_different_served_models_and_every_head(ri
         assert response.urgency.abstain == (max(row["urgency"]) < fakes.RICH["abstain_threshold"])
 
 
-def test_urgency_abstains_below_the_threshold_and_decides_the_effective_level() -> None:
+def test_urgency_abstains_below_the_threshold_and_decides_the_effective_level(rich_folder: Path) -> None:
+    runtime = open_runtime(rich_folder)
     for probabilities, threshold, declared, level, abstain, effective in (
         ([0.25, 0.5, 0.25], 0.6, None, 1, True, None),
         ([0.25, 0.5, 0.25], 0.5, None, 1, False, None),
@@ -523,10 +526,13 @@ def test_urgency_abstains_below_the_threshold_and_decides_the_effective_level() 
         # In half precision a softmax has a sum of nearly 1.
         ([0.7003, 0.2, 0.1], None, 2, 0, False, 1),
     ):
-        message = urgency(probabilities, threshold, declared)
+        urgency = runtime.prediction({"urgency": probabilities}).urgency
+        assert urgency is not None
+        urgency = replace(urgency, abstain_threshold=threshold)
+        message = response_fields(Prediction(urgency=urgency))["urgency"]
         assert sum(message.probabilities) == pytest.approx(1.0, abs=1e-12)
         assert (message.level, message.abstain) == (level, abstain)
-        assert (message.effective_level if message.HasField("effective_level") else None) == effective
+        assert (None if declared is None else urgency.effective_level(declared)) == effective
         assert (message.abstain_threshold if message.HasField("abstain_threshold") else None) == threshold
 
 
@@ -563,10 +569,10 @@ async def test_artifact_that_knows_only_its_own_models_refuses_others(tmp_path: 
 
 async def test_an_artifact_without_a_length_predicts_what_it_has(tmp_path: Path) -> None:
     folder = fakes.write_rich_artifact(tmp_path / "a", heads=("urgency", "rank"))
-    async with fakes.running_server(open_runtime(folder)) as (_, address), connect(address) as predictor:
+    async with fakes.running_server(open_runtime(folder)) as (_, address), GrpcPredictor(address) as predictor:
         [response] = await predictor.responses([PredictionRequest("r", "sea", 100)], truncated_length=True)
         [prediction] = await predictor.predict([PredictionRequest("r", "sea", 100)])
-        with pytest.raises(PredictorError, match="the model returned rank = nan") as caught:
+        with pytest.raises(PredictorError, match="the model returned .*rank = nan") as caught:
             await predictor.predict([PredictionRequest("r", "nan", 100)])
     assert caught.value.code == "INTERNAL"
     absent = ["mu", "sigma", "nu", "truncated_length", "regression_tokens", "bucket"]

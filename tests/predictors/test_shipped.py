@@ -17,11 +17,12 @@ import jsonschema
 import numpy as np
 import onnx
 import pytest
-import tailcast
 from hypothesis import given
 from hypothesis import strategies as st
+
+import tailcast
 from predictors.artifact import open_artifact
-from predictors.client import SyncPredictor, open_client
+from predictors.client import SyncPredictor
 from predictors.commands.serve_predictor import main as serve
 from predictors.manifest import FORMAT_VERSION, manifest_schema
 from predictors.pretrained import FOLDERS, PRETRAINED, TINY, pin, shipped_folder
@@ -30,15 +31,16 @@ from predictors.proxy.config import ProxyConfig
 from predictors.proxy.server import ProxyServer
 from predictors.runtime import open_runtime
 from predictors.service.config import ServeConfig
+from predictors.service.in_process import InProcessPredictor
 from predictors.service.process import open_server
-from predictors.tiny import WEIGHTS, TinyModel, TinyPredictor, load
+from predictors.tiny import WEIGHTS, TinyModel, TinyPredictor
 from scheduler_core.adapters.settings import read_settings
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.predictor import PredictionRequest, open_predictor
 from scheduler_core.simulator.commands.simulate import main as simulate
-
 from tests.predictors import fakes
 from tests.predictors.fakes import expected, read_manifest
+from tests.waiting import eventually
 
 PROMPT = "name three rivers"
 SHORT, LONG = "Say yes.", "Write a detailed essay about the history of Rome, its emperors and its wars."
@@ -58,11 +60,11 @@ def shipped(tmp_path: Path, artifact_folder: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def empty_cache() -> Iterator[None]:
-    from tailcast import prediction
+    from tailcast import length_predictor
 
-    prediction._opened.cache_clear()
+    length_predictor._opened.cache_clear()
     yield
-    prediction._opened.cache_clear()
+    length_predictor._opened.cache_clear()
 
 
 async def test_every_spelling_opens_the_same_artifact(shipped: Path) -> None:
@@ -82,7 +84,12 @@ def test_the_commands_take_them_and_pretrained_by_default(shipped: Path, empty_c
     defaults = ServeConfig(), ProxyConfig(engine_url="http://engine")
     for (serving, proxy), folder in ((defaults, shipped), (tiny, FOLDERS[TINY])):
         assert open_server(serving).artifacts.default.runtime.artifact.path == folder.resolve()
-        assert ProxyServer(proxy)._forecaster._predictor.address == str(folder)  # type: ignore[union-attr]
+        predictor = ProxyServer(proxy)._forecaster._predictor
+        if folder is shipped:
+            assert isinstance(predictor, InProcessPredictor)
+            assert predictor.address == str(folder)
+        else:
+            assert isinstance(predictor, TinyPredictor)
     for predictor in ("pretrained", "tiny"):
         settings = read_settings({"tailcast": {"policy": "tie", "predictor": predictor}}, {})
         assert settings.predictor == predictor
@@ -154,9 +161,7 @@ def test_predict_and_serve_answer_within_ten_seconds_of_being_typed(tmp_path: Pa
     command = [*words, "serve", "--port", "0", "--port_file", str(port_file)]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
         try:
-            while not port_file.exists():
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+            assert eventually(port_file.exists, 10)
             predictor = SyncPredictor(f"127.0.0.1:{port_file.read_text().strip()}")
             [prediction] = predictor.predict([PredictionRequest("r", PROMPT, 100)])
             predictor.close()
@@ -167,17 +172,17 @@ def test_predict_and_serve_answer_within_ten_seconds_of_being_typed(tmp_path: Pa
 
 
 async def test_every_spelling_gives_the_same_prediction() -> None:
-    here = load().length(LONG, MODEL)
-    assert here.mu > load().length(SHORT, MODEL).mu
+    here = TinyPredictor().length(LONG, MODEL)
+    assert here.mu > TinyPredictor().length(SHORT, MODEL).mu
     assert here.artifact_id == "tailcast-tiny"
-    for predictor in (open_predictor("tiny"), open_client("tiny")):
+    for predictor in (open_predictor("tiny"), InProcessPredictor("tiny")):
         requests = [PredictionRequest("a", LONG, 100, MODEL), PredictionRequest("b", LONG, 100, "another")]
         known, unknown = [one.length for one in await predictor.predict(requests)]
         await predictor.close()
         assert known is not None
         assert unknown is not None
         assert (known.mu, known.sigma) == pytest.approx((here.mu, here.sigma), rel=1e-6)
-        assert unknown.mu == pytest.approx(load().length(LONG).mu, rel=1e-6)
+        assert unknown.mu == pytest.approx(TinyPredictor().length(LONG).mu, rel=1e-6)
     rows = open_runtime("tiny").predict([SHORT, LONG], [None, MODEL])
     assert rows.mu is not None
     assert rows.mu[1] == pytest.approx(here.mu, rel=1e-6)
@@ -196,14 +201,14 @@ async def test_any_text_has_a_prediction() -> None:
     texts = ["", "\n", "\x00", "a", "\ud800 half a character", "日本の首都はどこですか。"]
     texts += ["x" * 10**6, "word " * 10**6]
     requests = [PredictionRequest(str(number), text, 100) for number, text in enumerate(texts)]
-    for prediction in await load().predict(requests):
+    for prediction in await TinyPredictor().predict(requests):
         assert prediction.length is not None
         assert 1 < prediction.length.distribution().ppf(0.5) < 1e5
 
 
 def test_tokens_beside_the_middle_of_a_long_prompt_do_not_count() -> None:
     begin, end = "word " * 1200, " other" * 1200
-    assert load().length(begin + "one" + end) == load().length(begin + "two" + end)
+    assert TinyPredictor().length(begin + "one" + end) == TinyPredictor().length(begin + "two" + end)
 
 
 def test_a_changed_or_truncated_file_is_named(tmp_path: Path) -> None:

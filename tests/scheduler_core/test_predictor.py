@@ -21,7 +21,7 @@ from tests.scheduler_core.helpers import random_trace, settle, simulate
 PREDICTION = Prediction(length=LengthPrediction(4.0, 0.5, 3.5, "artifact", "1"))
 
 
-class Scripted:
+class Scripted(Predictor):
     """Responds as the prompts say, once the gate is open; a prompt other than "good" fails the whole call."""
 
     def __init__(self, prediction: Prediction = PREDICTION, *, gate_is_open: bool = True) -> None:
@@ -33,7 +33,9 @@ class Scripted:
         self.in_flight = self.max_in_flight = 0
         self.closed = False
 
-    async def predict(self, requests: Sequence[PredictionRequest]) -> list[Prediction]:
+    async def predict(
+        self, requests: Sequence[PredictionRequest], *, timeout_s: float | None = None
+    ) -> list[Prediction]:
         self.sizes.append(len(requests))
         self.in_flight += 1
         self.max_in_flight = max(self.max_in_flight, self.in_flight)
@@ -69,7 +71,6 @@ def test_a_scheme_selects_the_entry_point(monkeypatch: pytest.MonkeyPatch) -> No
     point = metadata.EntryPoint("fake", f"{__name__}:Addressed", "tailcast.predictors")
     monkeypatch.setattr(metadata, "entry_points", lambda group: [point])
     predictor = open_predictor("fake://somewhere:1")
-    assert isinstance(predictor, Predictor)
     assert isinstance(predictor, Addressed)
     assert predictor.address == "somewhere:1"
 

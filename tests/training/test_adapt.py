@@ -249,7 +249,7 @@ async def test_a_newcomer_with_400_gateway_logs(tmp_path: Path) -> None:
             assert (await proxy.post(chat(text, model="my-llm")))[0] == 200
     assert adapted(feedback, folder, tmp_path / "second", report=str(tmp_path / "second.html")) == 0
     again = open_runtime(tmp_path / "second", provider="cpu").predict(["name three rivers"], ["my-llm"])
-    assert again.rows()[0].mu == pytest.approx(known.mu - 2.0, abs=0.4)
+    assert again.rows()[0]["mu"] == pytest.approx(known.mu - 2.0, abs=0.4)
 
 
 # One name with a line break among the served models ended a run of 164 s with nothing.

@@ -52,7 +52,7 @@ class ClaimRows:
             **options,
         )
 
-    def scheduled(self, threshold: float | None) -> list[NDArray[np.int64]]:
+    def scheduled(self, threshold: float) -> list[NDArray[np.int64]]:
         """Scheduled levels [P] without and with the claim; see `scheduler_core.prediction.urgency.effective_level`."""
         cost = self.under_triage_cost
         return [
@@ -81,6 +81,11 @@ class AbstainThreshold:
     # Effect of claims of urgency at the threshold: allowed_rate, num_pairs (pairs whose plain text is scheduled below the
     # top level), num_jumps, bound; None without a threshold, or if claims were not measured.
     jumps: dict[str, Any] | None = None
+
+    @property
+    def abstain_threshold(self) -> float:
+        """The threshold to schedule with, of `effective_level`: 1, always abstain, if none was certified."""
+        return 1.0 if self.threshold is None else self.threshold
 
 
 def failures(

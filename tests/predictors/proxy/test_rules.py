@@ -15,9 +15,9 @@ from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from predictors.client import InProcessPredictor
 from predictors.proxy.engines import CLIENT_HEADERS
 from predictors.proxy.server import ProxyServer
+from predictors.service.in_process import InProcessPredictor
 from scheduler_core.errors import InputError
 from tests.predictors.proxy import fake_engine
 from tests.predictors.proxy.fake_engine import CHAT, chat, running_engine, running_proxy

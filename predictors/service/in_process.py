@@ -1,4 +1,4 @@
-"""Client without a network: runs the artifact in this process behind the same interface."""
+"""The service without a network: a predictor that runs an artifact in this process, with batching and checks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from predictors.client.messages import AsyncClient, PredictorError, gathered, response
+from predictors.pretrained import artifact_folder
 from predictors.proto import predictor_v1_pb2 as pb
 from scheduler_core.errors import TailcastError
 
@@ -37,7 +38,7 @@ class InProcessPredictor(AsyncClient):
         *,
         public_key: str | Path | None = None,
     ) -> None:
-        self.address = str(artifact)
+        self.address = str(artifact_folder(artifact))
         self._public_key = public_key
         self._batching = batching
         self._started: tuple[asyncio.AbstractEventLoop, asyncio.Task[PredictorCalls]] | None = None

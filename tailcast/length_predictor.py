@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from scheduler_core.errors import InputError, MissingExtraError, suggestion
-from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS, LengthPrediction
+from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS, LengthPrediction, Prediction
+from scheduler_core.prediction.predictor import PREDICTORS, PredictionRequest, PredictorAddress
+from scheduler_core.prediction.prompt_text import messages_of, predictor_text
 from tailcast.output_length import OutputLength
 
 if TYPE_CHECKING:
-    from predictors.client import ClientSettings, SyncPredictor
-    from predictors.proto.predictor_v1_pb2 import GetMetadataResponse
-    from predictors.runtime import ArtifactRuntime
+    from predictors.client import ClientSettings
 
 log = logging.getLogger(__name__)
 
@@ -26,14 +25,31 @@ _MAX_WARNINGS = 16
 Prompt = str | Sequence[Mapping[str, object] | object]
 
 
-class LengthPredictor(ABC):
+class LengthPredictor:
     """A predictor of output lengths, created by `load` or `connect`; can be used as a context manager."""
 
-    #: Whether all messages of a conversation are the prompt, not only the last one of the user.
-    conversations = False
-
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        predict: Callable[[Sequence[PredictionRequest]], Sequence[Prediction]],
+        describe: Callable[[], Any],
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._predict, self._describe, self._close = predict, describe, close
         self._unknown_models: set[str] = set()
+
+    @cached_property
+    def _artifact(self) -> Any:
+        """The `Manifest`, or the `GetMetadataResponse` of the service, which have the same fields. InputError if
+        there is no length head."""
+        artifact = self._describe()
+        if "length" not in artifact.heads:
+            raise _without_length(artifact)
+        return artifact
+
+    @property
+    def conversations(self) -> bool:
+        """Whether all messages of a conversation are the prompt, not only the last one of the user."""
+        return bool(self._artifact.conversations)
 
     def predict(
         self,
@@ -49,8 +65,6 @@ class LengthPredictor(ABC):
 
     def text(self, prompt: Prompt) -> str:
         """The text of a prompt to predict from, see `prompt_text.predictor_text`; InputError if it is empty or invalid."""
-        from scheduler_core.prediction.prompt_text import messages_of, predictor_text
-
         if isinstance(prompt, str):
             field, text = "prompt", prompt
         elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
@@ -61,24 +75,40 @@ class LengthPredictor(ABC):
             raise InputError(field, text[:20], "a non-empty text")
         return text
 
-    @abstractmethod
     def predictions(
         self, texts: Sequence[str], models: Sequence[str | None], temperatures: Sequence[float | None]
     ) -> list[LengthPrediction]:
         """Predictions of N texts with their models and temperatures; errors as in `predict`."""
+        requests = [
+            PredictionRequest(str(number), text, DEFAULT_MAX_TOKENS, model or "", temperature)
+            for number, (text, model, temperature) in enumerate(zip(texts, models, temperatures, strict=True))
+        ]
+        try:
+            lengths = [prediction.length for prediction in self._predict(requests)]
+        except InputError as error:
+            if error.field == "served_model":
+                raise InputError("model", error.value, error.allowed) from error
+            raise
+        if None in lengths:
+            raise _without_length(self._describe())
+        for model in filter(None, models):
+            self._warn(model)
+        return [length for length in lengths if length is not None]
 
-    def _warn(self, model: str | None, served_models: Sequence[str]) -> None:
-        """Logs once that a model is none of an artifact's `served_models`, which predicts it as an unknown one."""
-        unknown = self._unknown_models
-        if not model or not served_models or model in served_models or model in unknown:
+    def _warn(self, model: str) -> None:
+        """Logs once that a model is none of the artifact's served models, and is predicted as an unknown one."""
+        unknown, served_models = self._unknown_models, self._artifact.served_models
+        if not served_models or model in served_models or model in unknown or len(unknown) >= _MAX_WARNINGS:
             return
-        if len(unknown) < _MAX_WARNINGS:
-            unknown.add(model)
-            text = "model %r is none of the %d served models of the predictor and is predicted as an unknown one%s"
-            log.warning(text, model, len(served_models), suggestion(model, served_models))
+        unknown.add(model)
+        text = (
+            "model %r is none of the %d served models of the predictor and is predicted as an unknown one%s"
+        )
+        log.warning(text, model, len(served_models), suggestion(model, served_models))
 
-    def close(self) -> None:  # noqa: B027  # no abstract method: artifacts need no cleanup
+    def close(self) -> None:
         """Closes connections, if any."""
+        self._close()
 
     def __enter__(self) -> Self:
         return self
@@ -87,74 +117,9 @@ class LengthPredictor(ABC):
         self.close()
 
 
-class _ArtifactPredictor(LengthPredictor):
-    """Runs an artifact in the calling thread."""
-
-    def __init__(self, runtime: ArtifactRuntime) -> None:
-        manifest = runtime.artifact.manifest
-        if "length" not in manifest.heads:
-            allowed = f"an artifact with a length head; it has {', '.join(manifest.heads)}"
-            raise InputError("predictor", manifest.artifact_id, allowed)
-        super().__init__()
-        self.conversations = manifest.conversations
-        self._runtime = runtime
-        self._manifest = manifest
-
-    def predictions(
-        self, texts: Sequence[str], models: Sequence[str | None], temperatures: Sequence[float | None]
-    ) -> list[LengthPrediction]:
-        from predictors.runtime import check_range
-
-        try:
-            rows = self._runtime.predict(texts, models, temperatures).rows()
-        except InputError as error:
-            if error.field == "served_model":
-                raise InputError("model", error.value, error.allowed) from error
-            raise
-        check_range(rows)
-        for model in models:
-            self._warn(model, self._manifest.served_models)
-        artifact = self._manifest.artifact_id, self._manifest.artifact_version
-        return [row.length(*artifact) for row in rows]  # type: ignore[misc]
-
-
-class _ServicePredictor(LengthPredictor):
-    """Uses a `SyncPredictor`."""
-
-    def __init__(self, client: SyncPredictor) -> None:
-        super().__init__()
-        self._client = client
-
-    @cached_property
-    def _metadata(self) -> GetMetadataResponse:
-        return self._client.metadata()
-
-    @property
-    def conversations(self) -> bool:  # type: ignore[override]
-        return self._metadata.conversations
-
-    def predictions(
-        self, texts: Sequence[str], models: Sequence[str | None], temperatures: Sequence[float | None]
-    ) -> list[LengthPrediction]:
-        from scheduler_core.prediction.predictor import PredictionRequest
-
-        rows = zip(texts, models, temperatures, strict=True)
-        requests = [
-            PredictionRequest(str(number), text, DEFAULT_MAX_TOKENS, model or "", temperature)
-            for number, (text, model, temperature) in enumerate(rows)
-        ]
-        lengths = []
-        for prediction in self._client.predict(requests):
-            if prediction.length is None:
-                allowed = "a service of an artifact with a length head"
-                raise InputError("predictor", self._client.address, allowed)
-            lengths.append(prediction.length)
-        for model in filter(None, models):
-            self._warn(model, self._metadata.served_models)
-        return lengths
-
-    def close(self) -> None:
-        self._client.close()
+def _without_length(artifact: Any) -> InputError:
+    allowed = f"an artifact with a length head; it has {', '.join(artifact.heads)}"
+    return InputError("predictor", artifact.artifact_id, allowed)
 
 
 def load(artifact: str | Path = "pretrained") -> LengthPredictor:
@@ -169,9 +134,17 @@ def load(artifact: str | Path = "pretrained") -> LengthPredictor:
     try:
         from predictors.runtime import open_runtime
 
-        return _ArtifactPredictor(open_runtime(artifact))
+        runtime = open_runtime(artifact)
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "a package", "predict") from error
+
+    def predict(requests: Sequence[PredictionRequest]) -> list[Prediction]:
+        rows = [(each.prompt, each.served_model or None, each.temperature) for each in requests]
+        return [runtime.prediction(row) for row in runtime.predict(*zip(*rows, strict=True)).rows()]
+
+    predictor = LengthPredictor(predict, lambda: runtime.artifact.manifest)
+    assert predictor._artifact
+    return predictor
 
 
 def connect(address: str, settings: ClientSettings | None = None) -> LengthPredictor:
@@ -183,12 +156,16 @@ def connect(address: str, settings: ClientSettings | None = None) -> LengthPredi
     """
     from predictors.client import SyncPredictor
 
-    return _ServicePredictor(SyncPredictor(address.removeprefix("grpc://"), settings))
+    client = SyncPredictor(address.removeprefix("grpc://"), settings)
+    return LengthPredictor(client.predict, client.metadata, client.close)
 
 
 def open_length_predictor(predictor: str) -> LengthPredictor:
     """Opens a predictor: "pretrained", "tiny", an artifact folder, or grpc://HOST:PORT."""
-    return connect(predictor) if predictor.startswith("grpc://") else load(predictor)
+    scheme, target = PredictorAddress.of(predictor)
+    if scheme not in ("grpc", "local"):
+        raise InputError("predictor", predictor, PREDICTORS)
+    return connect(target) if scheme == "grpc" else load(target)
 
 
 _opened = lru_cache(maxsize=4)(open_length_predictor)
