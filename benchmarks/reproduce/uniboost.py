@@ -120,7 +120,7 @@ def figure_6(effort: Effort) -> Findings:
     for kind in ("E2E", "TTFT", "TBT"):
         at_p99 = {name: value for (name, which), value in slow.items() if which == kind}
         findings.claims.append(
-            Claim("figure 6", f"every baseline has a higher P99 {kind} than UniBoost", min(at_p99.values()) > 0,
+            Claim(f"figure 6, {kind}", "every baseline has a higher P99 than UniBoost", min(at_p99.values()) > 0,
                   ", ".join(f"{name} {value:+.0f} %" for name, value in at_p99.items()))
         )  # fmt: skip
     return findings
