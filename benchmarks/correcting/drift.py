@@ -31,11 +31,12 @@ from benchmarks.shared.pages import put_section
 from benchmarks.shared.samples import implied_max_tokens
 from scheduler_core.errors import InputError
 from scheduler_core.lengths.student_t import student_t_cdf
-from scheduler_core.prediction.online_calibration import COVERAGE_LEVELS
+from scheduler_core.prediction.correction import COVERAGE_LEVELS, features_of
+from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import LengthPrediction
 from scheduler_core.report.page import markdown_table
-from training.commands.evaluate_stream import ModelMonitor, ObservedOutput
-from training.evaluating.predictors import InferenceOptions, open_predictor
+from training.commands.evaluate_stream import ModelMonitor
+from training.evaluating.batch_predictor import InferenceOptions, open_batch_predictor
 from training.evaluating.rows import EvaluationRows
 from training.fitting.fits import FitOptions, read_fits_or_fit
 
@@ -61,7 +62,7 @@ class Coverage:
     covered: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COVERAGE_LEVELS, 0))
     count: int = 0
 
-    def add(self, output: ObservedOutput, prediction: LengthPrediction) -> None:
+    def add(self, output: Outcome, prediction: LengthPrediction) -> None:
         """Counts one output and its prediction."""
         z = (math.log(output.output_tokens) - prediction.mu) / prediction.sigma
         probability = student_t_cdf(z, prediction.nu)
@@ -99,20 +100,20 @@ class Swap:
     running: dict[str, float] | None
 
 
-def watched(
-    old: str, new: str, outcomes: Sequence[ObservedOutput], change: int, window: int, arl: float
-) -> Swap:
+def watched(old: str, new: str, outcomes: Sequence[Outcome], change: int, window: int, arl: float) -> Swap:
     """Sends a stream through a monitor; outputs from index `change` on are those of `new`."""
     monitor = ModelMonitor(window, arl)
     predicted, at_alarms, running = Coverage(), Coverage(), Coverage()
     alarms_before, delay, reason = 0, None, None
     for number, outcome in enumerate(outcomes):
+        prediction = outcome.prediction
+        assert prediction is not None
         if number >= change:
-            predicted.add(outcome, outcome.prediction)
-            running.add(outcome, monitor.running.correct("", outcome.prediction))
+            predicted.add(outcome, prediction)
+            running.add(outcome, monitor.running.correct("", prediction))
             if delay is not None:
-                at_alarms.add(outcome, monitor.in_use.correct("", outcome.prediction))
-        alarm = monitor.update(outcome)
+                at_alarms.add(outcome, monitor.in_use.corrected(prediction, features_of(prediction, None)))
+        alarm = monitor.update(outcome, prediction)
         if alarm is None:
             continue
         if number < change:
@@ -155,7 +156,7 @@ class Answered:
 
     def stream(
         self, old: str, new: str, before: int, after: int, rng: np.random.Generator
-    ) -> tuple[list[ObservedOutput], int]:
+    ) -> tuple[list[Outcome], int]:
         """Outputs with predictions, and the number of outputs before the change.
 
         Raises:
@@ -171,9 +172,7 @@ class Answered:
         second = own[before:] if new == old else self._answers([(prompt, new) for prompt in shared], old, rng)
         return first + second[:after], len(first)
 
-    def _answers(
-        self, keys: Sequence[tuple[str, str]], old: str, rng: np.random.Generator
-    ) -> list[ObservedOutput]:
+    def _answers(self, keys: Sequence[tuple[str, str]], old: str, rng: np.random.Generator) -> list[Outcome]:
         """All outputs of some rows in random order, predicted as outputs of `old`."""
         outcomes = []
         offsets, outputs = self.rows.fits.groups.offsets, self.rows.outputs
@@ -181,10 +180,10 @@ class Answered:
             row, said = self.row_of[prompt, model], self.row_of[prompt, old]
             limit = outputs.max_tokens[row]
             outcomes += [
-                ObservedOutput(
-                    mu=float(self.mu[said]),
-                    sigma=float(self.sigma[said]),
-                    nu=float(self.nu[said]),
+                Outcome(
+                    prediction=LengthPrediction(
+                        float(self.mu[said]), float(self.sigma[said]), float(self.nu[said])
+                    ),
                     output_tokens=int(outputs.lengths[at]),
                     finished=bool(outputs.finished[at]),
                     served_model=old,
@@ -201,7 +200,7 @@ def read_answered(predictor: str, data: str, options: InferenceOptions) -> Answe
     Raises:
         InputError: The predictor has no distribution, or the data have no served models.
     """
-    opened = open_predictor(predictor, options)
+    opened = open_batch_predictor(predictor, options)
     fits = read_fits_or_fit(
         data, FitOptions(nu=opened.fit_nu, max_tokens=implied_max_tokens(data)), min_samples=1
     )

@@ -43,7 +43,8 @@ from benchmarks.shared.pages import put_section
 from benchmarks.shared.pooled import ENCODER, pooled
 from predictors.pretrained import artifact_folder
 from scheduler_core.errors import InputError
-from scheduler_core.prediction.online_calibration import OnlineCalibration
+from scheduler_core.prediction.correction import Correction
+from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import LengthPrediction
 from scheduler_core.report.page import markdown_table
 from scheduler_core.scheduler import SchedulerConfig
@@ -53,7 +54,7 @@ from scheduler_core.simulator.step_time import saturation_rate_rps
 from scheduler_core.simulator.step_time.base import LinearStepTime
 from scheduler_core.simulator.trace import Trace, TraceRequest
 from scheduler_core.statistics import interval
-from training.evaluating.predictors import InferenceOptions, open_predictor
+from training.evaluating.batch_predictor import InferenceOptions, open_batch_predictor
 from training.evaluating.scores import COVERAGE_LEVELS, OutputLengths, kendall_tau, percent, score_outputs
 
 FloatArray = NDArray[np.float64]
@@ -138,7 +139,7 @@ def with_predictions(rows: Rows, file: str) -> Rows:
 
 def with_artifact(rows: Rows, artifact: str) -> Rows:
     """The rows with an artifact's predictions for an unknown served model."""
-    predictor = open_predictor(artifact_folder(artifact), InferenceOptions(progress=False))
+    predictor = open_batch_predictor(artifact_folder(artifact), InferenceOptions(progress=False))
     nothing = [None] * len(rows.prompts)
     predicted = predictor.predict(rows.prompts.tolist(), nothing, nothing)
     if predicted.mu is None or predicted.sigma is None:
@@ -213,7 +214,7 @@ def streamed(
     rows: Rows, stream: Indices, evaluation: Indices, counts: Sequence[int], seed: int
 ) -> list[Scores]:
     """Scores after each number of finished requests."""
-    calibration, rng = OnlineCalibration(), np.random.default_rng(seed)
+    calibration, rng = Correction(), np.random.default_rng(seed)
     num_samples, num_ended, results = rows.tokens.shape[1], 0, []
     order: list[int] = []
     for count in sorted(counts):
@@ -222,14 +223,13 @@ def streamed(
             number = order.pop()
             row = int(stream[number // num_samples])
             tokens = int(rows.tokens[row, number % num_samples])
-            calibration.observe(
-                "",
-                rows.prediction(row),
-                int(rows.prompt_tokens[row]),
-                tokens,
-                finished=tokens < MAX_TOKENS,
+            outcome = Outcome(
+                prediction=rows.prediction(row),
+                prompt_tokens=int(rows.prompt_tokens[row]),
+                output_tokens=tokens,
                 max_tokens=MAX_TOKENS,
             )
+            calibration.observe("", outcome)
         num_ended = count
         corrected = [
             calibration.correct("", rows.prediction(row), int(rows.prompt_tokens[row]))

@@ -16,7 +16,7 @@ from predictors.proxy.engines import ClientRules
 from predictors.proxy.errors import Refusal
 from predictors.proxy.parsing import CHAT, TEXT, JsonBody, endpoint_of, json_body
 from scheduler_core.errors import InputError
-from scheduler_core.prediction.online_calibration import MAX_NAME_CHARS
+from scheduler_core.prediction.correction import MAX_NAME_CHARS
 
 #: Names of form fields, or parts of them, that are hints.
 _HINTS = frozenset({"priority", "agent_hints", "nvext"})

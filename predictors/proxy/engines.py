@@ -25,7 +25,7 @@ from predictors.proxy.config import ProxyConfig
 from predictors.proxy.parsing import CHAT, MESSAGES, RESPONSES, TEXT, ParsedRequest
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.api_request import integer
-from scheduler_core.prediction.online_calibration import MAX_NAME_CHARS
+from scheduler_core.prediction.correction import MAX_NAME_CHARS
 from scheduler_core.prediction.prompt_text import member
 from scheduler_core.prediction.urgency import LEVELS
 from scheduler_core.request import RequestState

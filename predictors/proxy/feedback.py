@@ -18,7 +18,7 @@ from predictors.proxy.prediction import Forecast, Forecaster
 from predictors.proxy.responses import ResponseStats, output_length
 from scheduler_core.adapters.live_calibration import FORCED_LENGTH, LiveCalibration
 from scheduler_core.prediction.outcome import Outcome, is_finished
-from scheduler_core.prediction.predictions import LengthPrediction, Prediction
+from scheduler_core.prediction.predictions import LengthPrediction
 from scheduler_core.prediction.predictor import PredictionRequest
 from scheduler_core.request import Request
 
@@ -202,12 +202,7 @@ class Recorder:
             calibration.skip(problem, PROBLEMS[problem])
             return
         calibration.observe(
-            outcome.served_model or "",
-            Prediction(length=outcome.prediction),
-            exchange.prompt_tokens,
-            outcome.output_tokens,
-            finished=bool(outcome.finished),
-            max_tokens=outcome.max_tokens,
+            outcome.served_model or "", replace(outcome, prompt_tokens=exchange.prompt_tokens)
         )
 
     async def _record(

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.prediction.online_calibration import DriftAlarm, OnlineCalibration
+from scheduler_core.prediction.correction import Correction
+from scheduler_core.prediction.drift import DriftAlarm
+from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import Prediction
 from scheduler_core.shell.files import writable_target, write_json
 
@@ -29,7 +30,7 @@ MAX_PENDING = 10_000
 
 
 class CalibrationGauges:
-    """Gauges of an `OnlineCalibration`, with a prefix in their names; `options` are passed to each gauge."""
+    """Gauges of a `Correction`, with a prefix in their names; `options` are passed to each gauge."""
 
     def __init__(self, prefix: str, registry: Any, **options: Any) -> None:
         from prometheus_client import Counter, Gauge  # installed with the engine or the extra
@@ -55,7 +56,7 @@ class CalibrationGauges:
         #: Labels of each gauge, by served model.
         self._series: dict[str, set[tuple[Any, tuple[str, ...]]]] = {}
 
-    def publish(self, calibration: OnlineCalibration) -> None:
+    def publish(self, calibration: Correction) -> None:
         """Updates all gauges, except those without a value yet; removes those of models that were dropped."""
         served_models = calibration.served_models
         for served_model in set(self._series) - set(served_models):
@@ -90,7 +91,7 @@ class LiveCalibration:
     def __init__(
         self, file: str | None, gauges: CalibrationGauges, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.calibration = OnlineCalibration()
+        self.calibration = Correction()
         self._file = None if file is None else writable_target(file, "calibration_file")
         self._gauges = gauges
         self._clock = clock
@@ -113,26 +114,15 @@ class LiveCalibration:
             prediction, length=self.calibration.correct(served_model, prediction.length, prompt_tokens)
         )
 
-    def observe(
-        self,
-        served_model: str,
-        prediction: Prediction | None,
-        prompt_tokens: int | None,
-        output_tokens: int,
-        *,
-        finished: bool,
-        max_tokens: int | None,
-    ) -> None:
-        """Queues an ended request for `OnlineCalibration.observe`; invalid ones are logged and skipped."""
-        if prediction is None or prediction.length is None or output_tokens < 1:
+    def observe(self, served_model: str, outcome: Outcome) -> None:
+        """Queues an ended request for `Correction.observe`; those without a predicted or true length, and beyond
+        `MAX_PENDING`, are ignored, invalid ones are logged and skipped."""
+        if outcome.prediction is None or outcome.output_tokens < 1:
             return
         if self._num_observed - self._num_learned >= MAX_PENDING:
             return
         self._num_observed += 1
-        limit = max_tokens if max_tokens is not None and max_tokens >= output_tokens else None
-        arguments = served_model, prediction.length, prompt_tokens, output_tokens
-        observe = partial(self.calibration.observe, *arguments, finished=finished, max_tokens=limit)
-        self._submit(self._learn, served_model, observe)
+        self._submit(self._learn, served_model, outcome)
 
     def skip(self, reason: str, explanation: str) -> None:
         """Counts an ended request that cannot be used. Logs the explanation once per reason and hour; reasons are
@@ -166,10 +156,10 @@ class LiveCalibration:
             return self._thread.submit(_run, task, *args)
         return None
 
-    def _learn(self, served_model: str, observe: Callable[[], DriftAlarm | None]) -> None:
+    def _learn(self, served_model: str, outcome: Outcome) -> None:
         self._num_learned += 1
         try:
-            alarm = observe()
+            alarm: DriftAlarm | None = self.calibration.observe(served_model, outcome)
         except InputError as error:
             logger.warning("calibration skipped an invalid request: %s", error)
             return

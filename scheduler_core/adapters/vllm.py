@@ -24,6 +24,7 @@ from scheduler_core.adapters.live_order import LiveOrder, declared_level
 from scheduler_core.adapters.prediction_thread import PredictionThread, PromptDecoder
 from scheduler_core.adapters.settings import EngineSettings, check_version, read_settings
 from scheduler_core.errors import InputError, MissingExtraError
+from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import Prediction, requested_prediction
 from scheduler_core.prediction.predictor import PredictionRequest, PredictionStatus, open_predictor
 from scheduler_core.request import Request, RequestState
@@ -308,14 +309,14 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
         if ignores_eos or min_tokens > 1:
             calibration.skip("forced_length", FORCED_LENGTH)
             return
-        calibration.observe(
-            self._tailcast_settings.served_model,
-            prediction,
-            int(request.num_prompt_tokens),
-            int(request.num_output_tokens),
+        outcome = Outcome(
+            prediction=None if prediction is None else prediction.length,
+            prompt_tokens=int(request.num_prompt_tokens),
+            output_tokens=int(request.num_output_tokens),
             finished=reason == "stop",
             max_tokens=int(request.max_tokens),
         )
+        calibration.observe(self._tailcast_settings.served_model, outcome)
 
     def _tailcast_sort_running(self, now: float) -> None:
         """Sorts the running requests by eviction key, because vLLM preempts the last one when memory runs out. Before

@@ -16,7 +16,11 @@ martingale while predictions are calibrated. With an alarm at S >= A the mean ti
 for any nu, mu, sigma and max_tokens of the requests (e-detectors: Shin, Ramdas, Rinaldo 2023). A is the option `arl`.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
+
+from scheduler_core.prediction.predictions import LengthPrediction
 
 STAKES = (0.05, 0.15, 0.4, 0.8)
 TAIL = 0.9
@@ -38,6 +42,16 @@ def _scale_integral(u: float) -> float:
     return u - 2 * u * u if u <= 0.5 else 2 * u * u - 3 * u + 1
 
 
+@dataclass(frozen=True, slots=True)
+class DriftAlarm:
+    """Alarm that outputs no longer follow their predictions. `statistic` is S, at least `arl`; `reason` one of `KINDS`;
+    `num_outputs` the outputs since the test began."""
+
+    statistic: float
+    reason: str
+    num_outputs: int
+
+
 class DriftDetector:
     """Drift test of one served model, in constant memory. `value` is S; `num_steps` is the number of outputs since the
     start or the last alarm. The alarm is raised when S reaches `arl`, a lower bound of the mean time to a false alarm."""
@@ -53,6 +67,17 @@ class DriftDetector:
         self._sums = np.zeros_like(self._stakes)
         self.value = 0.0
         self.num_steps = 0
+
+    def observe(
+        self, prediction: LengthPrediction, output_tokens: int, *, finished: bool
+    ) -> DriftAlarm | None:
+        """Updates the test with an output; after an alarm it starts again."""
+        low, high = (prediction.cdf(output_tokens + half) for half in (-0.5, 0.5))
+        if not self.update(low, high if finished else 1.0):
+            return None
+        alarm = DriftAlarm(self.value, self.reason, self.num_steps)
+        self.reset()
+        return alarm
 
     def update(self, low: float, high: float) -> bool:
         """Updates the test with an interval that contains u; returns whether an alarm is raised."""

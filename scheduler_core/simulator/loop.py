@@ -14,7 +14,8 @@ from typing import Literal
 
 from scheduler_core.engine.plan import Finished
 from scheduler_core.errors import InputError
-from scheduler_core.prediction.online_calibration import OnlineCalibration
+from scheduler_core.prediction.correction import Correction
+from scheduler_core.prediction.outcome import Outcome as RequestOutcome
 from scheduler_core.prediction.predictions import Prediction
 from scheduler_core.routing.base import Router, RoutingRequest
 from scheduler_core.routing.disaggregated import Disaggregated
@@ -123,7 +124,7 @@ class Simulation:
         clients: ClosedLoop | None = None,
         prefix_cache_tokens: int = 0,
         exact_steps: bool = False,
-        calibration: OnlineCalibration | None = None,
+        calibration: Correction | None = None,
         served_model: str = "",
         watch: RunWatch | None = None,
         progress: Progress | None = None,
@@ -320,14 +321,14 @@ class Simulation:
         prediction = self._predicted.get(row.request_id)
         if self._calibration is None or prediction is None or prediction.length is None:
             return
-        self._calibration.observe(
-            self._served_model or row.model,
-            prediction.length,
-            row.prompt_tokens,
-            item.output_tokens,
+        outcome = RequestOutcome(
+            prediction=prediction.length,
+            prompt_tokens=row.prompt_tokens,
+            output_tokens=item.output_tokens,
             finished=item.reason != "length",
             max_tokens=row.max_tokens,
         )
+        self._calibration.observe(self._served_model or row.model, outcome)
 
     def _update(self, name: str, prediction: Prediction | None, now: float) -> None:
         if self._dispatcher is None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from scheduler_core.engine.decision_log import DecisionLog
 from scheduler_core.errors import InputError
-from scheduler_core.prediction.online_calibration import OnlineCalibration
+from scheduler_core.prediction.correction import Correction
 from scheduler_core.prediction.predictor import PredictorAddress
 from scheduler_core.report.page import format_cell
 from scheduler_core.shell.versions import versions_of
@@ -46,7 +46,7 @@ class SimulationResult:
         trace: Source, hash, number of requests and mean arrival rate of the trace.
         metrics: See `metrics.run_metrics`; with several replicas also `cluster`: migrations and scaling.
         predictor: See `metrics.predictor_statistics`; with online calibration also `online_calibration`:
-            `OnlineCalibration.metrics` by served model.
+            `Correction.metrics` by served model.
         records, refused: Requests in the order of their end; reasons of refused requests by id.
         watch: Gaps between tokens, KV cache usage, and every step if requested.
         warnings: What may mislead in this result, as sentences by kind: see `result_warnings`.
@@ -198,7 +198,7 @@ def run_simulation(
         rng = np.random.default_rng([config.seed, 3])
         clients = ClosedLoop(num_clients=config.num_clients, think_time_s=config.client_think_time_s, rng=rng)
     step_time = config.make_step_time()
-    calibration = OnlineCalibration() if config.online_calibration else None
+    calibration = Correction() if config.online_calibration else None
     outcome = Simulation(
         trace,
         schedulers,

@@ -16,7 +16,8 @@ from scheduler_core.lengths import quantiles as by_quantiles
 from scheduler_core.lengths.quantiles import LEVELS
 from scheduler_core.lengths.standard import FloatArray
 from scheduler_core.policies import make_policy
-from scheduler_core.prediction.online_calibration import OnlineCalibration
+from scheduler_core.prediction.correction import Correction
+from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import LengthPrediction, Prediction
 from scheduler_core.replay import replay
 from scheduler_core.request import RequestState
@@ -162,11 +163,11 @@ def test_policies_and_routers_order_by_the_quantiles() -> None:
 
 def test_online_calibration_moves_the_quantiles_with_mu_and_sigma() -> None:
     rng = np.random.default_rng(0)
-    calibration = OnlineCalibration()
+    calibration = Correction()
     prediction = LengthPrediction(SKEWED[11], 0.4, NU, "a", "1", SKEWED)
     for _ in range(300):
         tokens = max(1, round(math.exp(prediction.mu + 0.5 + 0.8 * rng.standard_normal())))
-        calibration.observe("m", prediction, 100, tokens, finished=True)
+        calibration.observe("m", Outcome(prediction=prediction, prompt_tokens=100, output_tokens=tokens))
     corrected = calibration.correct("m", prediction, 100)
     assert corrected.mu == pytest.approx(prediction.mu + 0.5, abs=0.2)
     standard = [(np.array(each.quantiles) - each.mu) / each.sigma for each in (prediction, corrected)]
@@ -178,10 +179,10 @@ def test_online_calibration_moves_the_quantiles_with_mu_and_sigma() -> None:
 @pytest.mark.parametrize("shift", [0.0, 0.7])
 def test_online_calibration_keeps_correct_quantiles_and_corrects_others(shift: float) -> None:
     prediction = LengthPrediction(SKEWED[11], 0.4, NU, quantiles=SKEWED)
-    calibration = OnlineCalibration()
+    calibration = Correction()
     for level in np.random.default_rng(0).random(1000).tolist():
         tokens = max(1, round(math.exp(shift) * float(LogQuantiles(SKEWED).ppf(level))))
-        calibration.observe("m", prediction, 100, tokens, finished=True)
+        calibration.observe("m", Outcome(prediction=prediction, prompt_tokens=100, output_tokens=tokens))
     found = calibration.metrics("m")
     assert found["after"]["coverage"] == pytest.approx({"p50": 0.5, "p90": 0.9, "p99": 0.99}, abs=0.06)
     assert found["before"]["coverage"]["p90"] == pytest.approx(

@@ -12,7 +12,7 @@ from scheduler_core.errors import InputError
 from scheduler_core.kv_cost import KVCost
 from scheduler_core.lengths import LogT, expected_and_cvar
 from scheduler_core.policies import make_policy
-from scheduler_core.prediction.online_calibration import OnlineCalibrationConfig
+from scheduler_core.prediction.correction import CorrectionConfig
 from scheduler_core.prediction.predictions import (
     BucketPrediction,
     LengthPrediction,
@@ -101,8 +101,8 @@ def test_a_value_by_position(named: str, make: Callable[..., object], values: li
         (lambda **values: router("infaas", **values), {"ewma": 0.0}),
         (MigrationPlanner, {"threshold": -1.0}), (AutoScaler, {"out_below": 2.0}),
         (KVCost, {"beta": -1.0, "gamma_1": 0.0, "alpha_2": math.nan}),
-        (OnlineCalibrationConfig, {"memory": 1, "window": 10, "arl": 1.0, "max_models": 0}),
-        (OnlineCalibrationConfig, {"arl": math.nan}),
+        (CorrectionConfig, {"memory": 1, "window": 10, "arl": 1.0, "max_models": 0}),
+        (CorrectionConfig, {"arl": math.nan}),
         (lambda **values: AsyncPredictor(None, **values), {"max_in_flight": 0, "timeout_s": 0.0, "max_batch": 0}),
         (SchedulerConfig, {"max_num_seqs": 0, "max_num_batched_tokens": 3, "num_kv_blocks": 0}),
         (SchedulerConfig, {"kv_block_tokens": -1, "kv_watermark": 1.0, "batching": "magic"}),

@@ -22,13 +22,15 @@ from itertools import chain
 from typing import IO, Any
 
 from scheduler_core.errors import InputError
-from scheduler_core.prediction.drift import DriftDetector
-from scheduler_core.prediction.online_calibration import (
+from scheduler_core.prediction.correction import (
     MAX_WINDOW,
     MIN_OUTPUTS,
-    OnlineCalibration,
-    OnlineCalibrationConfig,
+    Coefficients,
+    Correction,
+    CorrectionConfig,
+    features_of,
 )
+from scheduler_core.prediction.drift import DriftDetector
 from scheduler_core.prediction.outcome import Outcome, bounded_lines, parse_outcome
 from scheduler_core.prediction.predictions import LengthPrediction
 from scheduler_core.ranges import FINITE, INTEGERS, check_ranges
@@ -79,38 +81,28 @@ class ModelMonitor:
     """
 
     def __init__(self, window: int, arl: float) -> None:
-        self._config = OnlineCalibrationConfig(memory=window, window=window, arl=arl)
         self.num_outcomes = self.num_alarms = 0
         self.detector = DriftDetector(arl)
-        self.running = OnlineCalibration(self._config)
-        self.in_use = OnlineCalibration(self._config)
+        self.running = Correction(CorrectionConfig(memory=window, window=window, arl=arl))
+        self.in_use = Coefficients()
 
     def update(self, output: Outcome, prediction: LengthPrediction) -> dict[str, Any] | None:
         """Updates the monitor with an output; returns the content of an alarm if the detector fires, else None."""
         self.num_outcomes += 1
-        in_use = self.in_use.correct("", prediction, output.prompt_tokens)
-        low, high = (in_use.cdf(output.output_tokens + half) for half in (-0.5, 0.5))
-        self.running.observe(
-            "",
-            prediction,
-            output.prompt_tokens,
-            output.output_tokens,
-            finished=output.is_finished,
-            max_tokens=output.limit,
-        )
-        if not self.detector.update(low, high if output.is_finished else 1.0):
+        corrected = self.in_use.corrected(prediction, features_of(prediction, output.prompt_tokens))
+        self.running.observe("", output)
+        alarm = self.detector.observe(corrected, output.output_tokens, finished=output.is_finished)
+        if alarm is None:
             return None
         self.num_alarms += 1
-        alarm = {
-            "statistic": self.detector.value,
+        self.in_use = self.running.coefficients("") or Coefficients()
+        return {
+            "statistic": alarm.statistic,
             "threshold": self.detector.arl,
-            "reason": self.detector.reason,
-            "outcomes_since_restart": self.detector.num_steps,
+            "reason": alarm.reason,
+            "outcomes_since_restart": alarm.num_outputs,
             "calibration": self.running.metrics(""),
         }
-        self.in_use.restore(self.running.state())
-        self.detector.reset()
-        return alarm
 
     def state(self) -> dict[str, Any]:
         """Counters, test statistic and calibration, as JSON content."""

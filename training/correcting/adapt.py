@@ -22,7 +22,7 @@ from predictors.artifact import KIND, Artifact, write_manifest
 from predictors.manifest import CONFORMAL, MODEL, Manifest
 from predictors.pretrained import PRETRAINED, artifact_folder
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.prediction.online_calibration import is_model_name
+from scheduler_core.prediction.correction import is_model_name
 from scheduler_core.ranges import INTEGERS, check_ranges
 from scheduler_core.report.page import Page
 from scheduler_core.shell.command import CHECK_FAILED, report_left_out

@@ -5,7 +5,9 @@ import logging
 import os
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -18,11 +20,18 @@ from scheduler_core.adapters.live_calibration import (
     LiveCalibration,
 )
 from scheduler_core.errors import InputError
-from scheduler_core.prediction.online_calibration import OnlineCalibration, OnlineCalibrationConfig
+from scheduler_core.prediction.correction import Correction, CorrectionConfig
+from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import LengthPrediction, PointPrediction, Prediction
 from tests.scheduler_core.helpers import Clock
 
 PREDICTION = Prediction(length=LengthPrediction(4.0, 0.5, 3.5), point=PointPrediction(60.0))
+
+
+def outcome(output_tokens: int, **more: Any) -> Outcome:
+    return Outcome(**{
+        "prediction": PREDICTION.length, "prompt_tokens": 10, "output_tokens": output_tokens, "finished": True, **more
+    })  # fmt: skip
 
 
 def live(file: Path | None, clock: Clock | None = None) -> LiveCalibration:
@@ -32,7 +41,7 @@ def live(file: Path | None, clock: Clock | None = None) -> LiveCalibration:
 
 def feed(calibration: LiveCalibration, count: int = 60, tokens: int = 200) -> None:
     for _ in range(count):
-        calibration.observe("m", PREDICTION, 10, tokens, finished=True, max_tokens=None)
+        calibration.observe("m", outcome(tokens))
     calibration.publish()
 
 
@@ -87,16 +96,15 @@ def test_no_length_and_impossible_lengths_are_left_out(caplog: pytest.LogCapture
     assert calibration.correct("m", None, 10) is None
     other = Prediction(point=PointPrediction(60.0))
     assert calibration.correct("m", other, 10) is other
-    for prediction in (None, other):
-        calibration.observe("m", prediction, 10, 20, finished=True, max_tokens=None)
-    calibration.observe("m", PREDICTION, 10, 0, finished=False, max_tokens=None)
+    calibration.observe("m", replace(outcome(20), prediction=None))
+    calibration.observe("m", outcome(0, finished=False))
     calibration.publish()
     assert not calibration.calibration.served_models
-    calibration.observe("m", PREDICTION, -1, 20, finished=True, max_tokens=None)
+    calibration.observe("m", outcome(20, prompt_tokens=-1))
     calibration.publish()
     assert "prompt_tokens: got -1" in caplog.text
     # An engine that counts in another way.
-    calibration.observe("m", PREDICTION, 10, 20, finished=True, max_tokens=5)
+    calibration.observe("m", outcome(20, max_tokens=5))
     calibration.publish()
     assert calibration.calibration.metrics("m")["num_outputs"] == 1
     calibration.close()
@@ -115,13 +123,13 @@ def test_the_metrics_before_and_after() -> None:
     calibration = LiveCalibration(None, CalibrationGauges("tailcast_", registry), clock)
     of_model = {"served_model": "m"}
     feed(calibration, 99)
-    calibration.observe("m", PREDICTION, 10, 200, finished=True, max_tokens=None)
+    calibration.observe("m", outcome(200))
     calibration.publish_if_due()
     assert registry.get_sample_value("tailcast_calibration_outputs", of_model) == 99
     clock.now = PUBLISH_S
     calibration.publish_if_due()
     calibration.close()
-    calibration.observe("m", PREDICTION, 10, 200, finished=True, max_tokens=None)  # too late: left out
+    calibration.observe("m", outcome(200))  # too late: left out
     calibration.publish()
     calibration.close()
     assert registry.get_sample_value("tailcast_calibration_outputs", of_model) == 100
@@ -151,7 +159,7 @@ def test_what_waits_to_be_learned_from_is_bounded(monkeypatch: pytest.MonkeyPatc
     calibration, stalls = live(None), threading.Event()
     calibration._thread.submit(stalls.wait)
     for _ in range(20):
-        calibration.observe("m", PREDICTION, 10, 200, finished=True, max_tokens=None)
+        calibration.observe("m", outcome(200))
     stalls.set()
     calibration.publish()
     assert calibration.calibration.metrics("m")["num_outputs"] == 5
@@ -162,10 +170,10 @@ def test_what_waits_to_be_learned_from_is_bounded(monkeypatch: pytest.MonkeyPatc
 def test_metrics_of_a_dropped_model_are_removed() -> None:
     registry = CollectorRegistry()
     calibration = LiveCalibration(None, CalibrationGauges("tailcast_", registry), Clock())
-    calibration.calibration = OnlineCalibration(OnlineCalibrationConfig(max_models=1))
+    calibration.calibration = Correction(CorrectionConfig(max_models=1))
     for model in ("old", "new"):
         for _ in range(60):
-            calibration.observe(model, PREDICTION, 10, 200, finished=True, max_tokens=None)
+            calibration.observe(model, outcome(200))
         calibration.publish()
     samples = [sample for metric in registry.collect() for sample in metric.samples]
     assert {sample.labels.get("served_model") for sample in samples} == {"new"}
@@ -176,7 +184,7 @@ def test_metrics_of_a_dropped_model_are_removed() -> None:
 def test_a_long_name_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     calibration = live(None)
     for name in ("x" * 256, "x" * 257, "x" * 2**20):
-        calibration.observe(name, PREDICTION, 10, 200, finished=True, max_tokens=None)
+        calibration.observe(name, outcome(200))
     calibration.publish()
     assert calibration.calibration.served_models == ("x" * 256,)
     assert len(caplog.text) < 2000

@@ -177,7 +177,7 @@ def test_a_forced_length_is_known_and_teaches_nothing(make: Make) -> None:
     forced, bounded, free = (FakeRequest(name, 3, max_tokens=30) for name in ("forced", "bounded", "free"))
     forced.sampling_params.ignore_eos, bounded.sampling_params.min_tokens = True, 20
     lengths: list[int] = []
-    scheduler._tailcast_calibration.observe = lambda *values, **_: lengths.append(values[3])
+    scheduler._tailcast_calibration.observe = lambda _, outcome: lengths.append(outcome.output_tokens)
     add(scheduler, forced, bounded, free)
     run_step(scheduler)
     states = scheduler._tailcast_order.states

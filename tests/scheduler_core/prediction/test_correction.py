@@ -13,12 +13,13 @@ from scipy import integrate, stats
 
 from scheduler_core.errors import InputError
 from scheduler_core.lengths.student_t import student_t_cdf
-from scheduler_core.prediction.online_calibration import (
+from scheduler_core.prediction.correction import (
     ADMITTED_OUTPUTS,
-    DriftAlarm,
-    OnlineCalibration,
-    OnlineCalibrationConfig,
+    Correction,
+    CorrectionConfig,
 )
+from scheduler_core.prediction.drift import DriftAlarm
+from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import LengthPrediction
 
 NU = 3.5
@@ -26,6 +27,17 @@ TYPICAL = LengthPrediction(6.0, 0.4, NU)
 Lengths = Callable[[LengthPrediction, int, np.random.Generator], float]
 PARAMETERS = (st.floats(-50, 50), st.floats(1e-9, 50), st.floats(0.1, 1e9))
 TOKENS = (st.integers(0, 2**53 - 1), st.integers(1, 2**53 - 1))
+
+
+def outcome(
+    prediction: LengthPrediction, prompt_tokens: int | None, output_tokens: int, **more: Any
+) -> Outcome:
+    return Outcome(
+        prediction=prediction,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        **{"finished": True, **more},
+    )
 
 
 def drawn(rng: np.random.Generator) -> LengthPrediction:
@@ -47,7 +59,7 @@ def steeper(prediction: LengthPrediction, prompt_tokens: int, rng: np.random.Gen
 
 
 def feed(
-    calibration: OnlineCalibration, count: int, lengths: Lengths, cap: int | None = None, **more: Any
+    calibration: Correction, count: int, lengths: Lengths, cap: int | None = None, **more: Any
 ) -> list[DriftAlarm]:
     """Outputs of the served model `model`, m unless it is given, drawn with `seed`."""
     model, seed = more.get("model", "m"), more.get("seed", 0)
@@ -58,17 +70,17 @@ def feed(
         prompt_tokens = int(np.exp(rng.normal(5, 1))) + 1
         tokens = max(1, round(math.exp(min(lengths(prediction, prompt_tokens, rng), 25.0))))
         cut = tokens if cap is None else min(tokens, cap)
-        alarm = calibration.observe(
-            model, prediction, prompt_tokens, cut, finished=cap is None or tokens < cap, max_tokens=cap
-        )
+        finished = cap is None or tokens < cap
+        observed = outcome(prediction, prompt_tokens, cut, finished=finished, max_tokens=cap)
+        alarm = calibration.observe(model, observed)
         alarms += [] if alarm is None else [alarm]
     return alarms
 
 
 def test_without_outputs_a_prediction_stays_as_it_is() -> None:
     prediction = LengthPrediction(5.0, 0.5, NU, "artifact", "3")
-    assert OnlineCalibration().correct("m", prediction, 100) is prediction
-    calibration = OnlineCalibration()
+    assert Correction().correct("m", prediction, 100) is prediction
+    calibration = Correction()
     feed(calibration, 200, longer_and_wider)
     assert calibration.correct("another", prediction, 100) is prediction
     corrected = calibration.correct("m", prediction, 100)
@@ -78,7 +90,7 @@ def test_without_outputs_a_prediction_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("cap", [None, 500], ids=["complete", "a third truncated"])
 def test_shift_and_scale_are_found_also_from_truncated_outputs(cap: int | None) -> None:
-    calibration = OnlineCalibration(OnlineCalibrationConfig(memory=100_000))
+    calibration = Correction(CorrectionConfig(memory=100_000))
     feed(calibration, 6000, longer_and_wider, cap=cap)
     for mu, sigma in ((5.0, 0.3), (7.0, 0.5)):
         corrected = calibration.correct("m", LengthPrediction(mu, sigma, NU), 150)
@@ -95,7 +107,7 @@ def test_shift_and_scale_are_found_also_from_truncated_outputs(cap: int | None) 
 
 
 def test_outputs_that_depend_on_prediction_and_prompt_in_another_way_are_learned() -> None:
-    calibration = OnlineCalibration()
+    calibration = Correction()
     feed(calibration, 1500, steeper)
     corrected = calibration.correct("m", LengthPrediction(7.0, 0.4, NU), 1000)
     assert corrected.mu == pytest.approx(7.6 - 0.3 * (math.log(1000) - 5), abs=0.12)
@@ -107,7 +119,7 @@ def test_outputs_that_depend_on_prediction_and_prompt_in_another_way_are_learned
 def test_50_outputs_of_right_predictions_do_little_harm() -> None:
     rng = np.random.default_rng(9)
     for seed in range(10):
-        calibration = OnlineCalibration()
+        calibration = Correction()
         feed(calibration, 50, as_predicted, seed=seed)
         for _ in range(20):
             prediction = drawn(rng)
@@ -121,7 +133,7 @@ def test_a_location_that_is_still_wrong_hardly_widens_the_scale() -> None:
 
     widths = []
     for seed in range(20):
-        calibration = OnlineCalibration()
+        calibration = Correction()
         feed(calibration, 50, lambda *arguments: 1.0 + as_predicted(*arguments), seed=seed)
         widths.append(math.log(calibration.correct("m", TYPICAL, 150).sigma / TYPICAL.sigma))
     assert np.mean(widths) == pytest.approx(0.0, abs=0.08)
@@ -130,23 +142,23 @@ def test_a_location_that_is_still_wrong_hardly_widens_the_scale() -> None:
 def test_aborted_outputs_are_lower_bounds() -> None:
     """Aborted at a random time: shorter than they would have been, and no part of the coverage."""
     rng = np.random.default_rng(3)
-    calibration = OnlineCalibration(OnlineCalibrationConfig(memory=100_000))
+    calibration = Correction(CorrectionConfig(memory=100_000))
     for _ in range(4000):
         prediction = LengthPrediction(float(rng.normal(6, 1)), 0.4, NU)
         tokens = max(1, round(math.exp(longer_and_wider(prediction, 1, rng))))
         cut = max(1, round(math.exp(prediction.mu + 0.5 + float(rng.normal()))))
-        calibration.observe("m", prediction, None, min(tokens, cut), finished=tokens <= cut)
+        calibration.observe("m", outcome(prediction, None, min(tokens, cut), finished=tokens <= cut))
     corrected = calibration.correct("m", TYPICAL)
     assert corrected.mu == pytest.approx(6.5, abs=0.12)
     assert corrected.sigma == pytest.approx(0.72, rel=0.15)
     assert calibration.metrics("m")["num_censored"] > 1000
-    calibration = OnlineCalibration()
-    calibration.observe("m", TYPICAL, 10, 20, finished=False, max_tokens=50)
+    calibration = Correction()
+    calibration.observe("m", outcome(TYPICAL, 10, 20, finished=False, max_tokens=50))
     assert calibration.metrics("m")["num_window"] == 0
 
 
 def test_a_replaced_model_raises_an_alarm_and_is_learned() -> None:
-    calibration = OnlineCalibration()
+    calibration = Correction()
     assert not feed(calibration, 2000, longer_and_wider)
     alarms = feed(
         calibration, 1500, lambda one, _, rng: one.mu - 1.0 + 0.6 * one.sigma * float(rng.standard_t(NU)),
@@ -163,7 +175,7 @@ def test_a_replaced_model_raises_an_alarm_and_is_learned() -> None:
 
 
 def test_old_outputs_are_forgotten_without_an_alarm_too() -> None:
-    calibration = OnlineCalibration(OnlineCalibrationConfig(memory=200, arl=1e300))
+    calibration = Correction(CorrectionConfig(memory=200, arl=1e300))
     feed(calibration, 1000, longer_and_wider)
     assert not feed(calibration, 1500, as_predicted, seed=1)
     corrected = calibration.correct("m", TYPICAL, 150)
@@ -172,7 +184,7 @@ def test_old_outputs_are_forgotten_without_an_alarm_too() -> None:
 
 
 def test_a_correction_that_is_worse_than_none_is_not_used() -> None:
-    calibration = OnlineCalibration(OnlineCalibrationConfig(window=100, arl=1e300))
+    calibration = Correction(CorrectionConfig(window=100, arl=1e300))
     feed(calibration, 3000, longer_and_wider)
     feed(calibration, 100, as_predicted, seed=1)
     metrics = calibration.metrics("m")
@@ -182,7 +194,7 @@ def test_a_correction_that_is_worse_than_none_is_not_used() -> None:
 
 
 def test_the_number_of_served_models_and_the_window_are_bounded() -> None:
-    calibration = OnlineCalibration(OnlineCalibrationConfig(max_models=3, window=60))
+    calibration = Correction(CorrectionConfig(max_models=3, window=60))
     for model in ("a", "b", "c", "a", "d"):
         feed(calibration, 70, as_predicted, model=model)
     assert calibration.served_models == ("c", "a", "d")
@@ -194,7 +206,7 @@ def test_the_number_of_served_models_and_the_window_are_bounded() -> None:
 
 @pytest.mark.mend  # one client with 64 new names dropped the calibration of every other model
 def test_invented_names_displace_no_model() -> None:
-    calibration = OnlineCalibration(OnlineCalibrationConfig(max_models=3))
+    calibration = Correction(CorrectionConfig(max_models=3))
     feed(calibration, 60, longer_and_wider, model="served")
     for number in range(500):
         feed(calibration, 2, as_predicted, model=f"invented {number}")
@@ -205,7 +217,7 @@ def test_invented_names_displace_no_model() -> None:
 
 
 def test_a_model_that_is_no_longer_used_is_replaced() -> None:
-    calibration = OnlineCalibration(OnlineCalibrationConfig(max_models=2, memory=100))
+    calibration = Correction(CorrectionConfig(max_models=2, memory=100))
     feed(calibration, 300, as_predicted, model="old")
     feed(calibration, 500, as_predicted, model="used")
     feed(calibration, 2 * ADMITTED_OUTPUTS, as_predicted, model="new")
@@ -213,24 +225,24 @@ def test_a_model_that_is_no_longer_used_is_replaced() -> None:
 
 
 def test_a_state_goes_through_json_and_gives_the_same_corrections() -> None:
-    calibration = OnlineCalibration()
+    calibration = Correction()
     feed(calibration, 300, steeper, model="a")
     feed(calibration, 30, longer_and_wider, model="b")
     state = json.loads(json.dumps(calibration.state(), allow_nan=False))
-    restored = OnlineCalibration()
+    restored = Correction()
     restored.restore(state)
     assert restored.state() == state
     prediction = LengthPrediction(5.0, 0.4, NU)
     for model in ("a", "b"):
         assert restored.correct(model, prediction, 70) == calibration.correct(model, prediction, 70)
         assert restored.metrics(model)["num_window"] == 0
-    small = OnlineCalibration(OnlineCalibrationConfig(max_models=1))
+    small = Correction(CorrectionConfig(max_models=1))
     small.restore(state)
     assert small.served_models == ("b",)
 
 
 def broken(**changes: object) -> dict[str, object]:
-    calibration = OnlineCalibration()
+    calibration = Correction()
     feed(calibration, 30, steeper)
     state = calibration.state()
     state["served_models"]["m"] |= changes
@@ -252,7 +264,7 @@ def broken(**changes: object) -> dict[str, object]:
     ],
 )  # fmt: skip
 def test_a_state_that_cannot_be_used_changes_nothing(state: object) -> None:
-    calibration = OnlineCalibration()
+    calibration = Correction()
     feed(calibration, 30, longer_and_wider, model="own")
     before = calibration.state()
     with pytest.raises(InputError):
@@ -265,14 +277,14 @@ def test_a_state_that_cannot_be_used_changes_nothing(state: object) -> None:
     [
         ({"output_tokens": 0}, "output_tokens"), ({"output_tokens": 2.5}, "output_tokens"),
         ({"output_tokens": math.nan}, "output_tokens"), ({"output_tokens": True}, "output_tokens"),
-        ({"prompt_tokens": -1}, "prompt_tokens"), ({"max_tokens": 9}, "max_tokens"),
+        ({"prompt_tokens": -1}, "prompt_tokens"),
     ],
 )  # fmt: skip
 def test_impossible_observations_are_refused(values: dict[str, object], field: str) -> None:
-    calibration = OnlineCalibration()
+    calibration = Correction()
     arguments = {"prompt_tokens": 5, "output_tokens": 10, "max_tokens": 10, **values}
     with pytest.raises(InputError, match=field):
-        calibration.observe("m", LengthPrediction(5.0, 0.4, NU), finished=True, **arguments)  # type: ignore[arg-type]
+        calibration.observe("m", outcome(LengthPrediction(5.0, 0.4, NU), **arguments))  # type: ignore[arg-type]
     assert calibration.served_models == ()
 
 
@@ -280,22 +292,24 @@ def test_impossible_observations_are_refused(values: dict[str, object], field: s
 @given(st.lists(st.tuples(*PARAMETERS, *TOKENS, st.booleans()), min_size=1, max_size=80))
 def test_any_stream_leaves_all_in_range(stream: list[tuple[float, float, float, int, int, bool]]) -> None:
     """`LengthPrediction` raises outside of it."""
-    calibration = OnlineCalibration()
+    calibration = Correction()
     for mu, sigma, nu, prompt_tokens, output_tokens, finished in stream:
         prediction = LengthPrediction(mu, sigma, nu)
-        calibration.observe("m", prediction, prompt_tokens, output_tokens, finished=finished)
+        calibration.observe("m", outcome(prediction, prompt_tokens, output_tokens, finished=finished))
         assert math.isfinite(calibration.correct("m", prediction, prompt_tokens).mu)
     json.dumps([calibration.metrics("m"), calibration.state()], allow_nan=False)
 
 
 def test_crps_and_tau_are_those_of_their_definitions() -> None:
-    calibration = OnlineCalibration()
+    calibration = Correction()
     rng = np.random.default_rng(5)
     rows = []
     for _ in range(60):
         prediction = LengthPrediction(float(rng.normal(5, 1)), 0.5, NU)
         tokens = max(1, round(math.exp(as_predicted(prediction, 1, rng))))
-        calibration.observe("m", prediction, 9, min(tokens, 400), finished=tokens < 400, max_tokens=400)
+        calibration.observe(
+            "m", outcome(prediction, 9, min(tokens, 400), finished=tokens < 400, max_tokens=400)
+        )
         rows.append((prediction.mu, math.log(min(tokens, 400))))
     mu, log_length = np.array(rows).T
 

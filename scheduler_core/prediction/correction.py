@@ -1,21 +1,26 @@
-"""Correction of predicted output lengths from finished requests, for each served model.
+"""Correction of predicted output lengths, for each served model, by the lengths of its outputs.
 
 The prediction ln X = mu + sigma T of a request becomes ln X = mu' + sigma' T with
 
     mu' = mu + f.a,    ln sigma' = ln sigma + f.b,    f = (1, mu - 6, ln sigma + 1, ln prompt_tokens - 5),
 
 f each feature clipped to +-4. Zero coefficients leave a prediction unchanged. The coefficients are a MAP estimate with
-normal priors of mean 0, from one scoring step per request: with r = (ln x - mu') / sigma', w = (nu + 1) / (nu + r^2),
+normal priors. With r = (ln x - mu') / sigma', w = (nu + 1) / (nu + r^2), an output of x tokens has
 
     score of mu'        g = w r / sigma'          information  i = w (nu + 1) / (nu + 3) / sigma'^2
     score of ln sigma'  g = h (w q^2 - 1)         information  i = 2 nu / (nu + 3)
 
 (Lange, Little and Taylor 1989; if the parameters are correct, w has mean 1 and the mean of i is the expected
-information), A <- k A + i f f^T, c <- k c + (i f.a + g) f, a = (A + P)^-1 c, with P the precision of the prior.
-This is recursive least squares; the weights bound the influence of one output. k = 1 - 1 / memory is the
-forgetting factor. h is `RIGHT` for r > 0 and 2 - `RIGHT` for r < 0, which keeps the mean of the score at 0: log
-lengths are skewed to the left, and schedulers need the sigma of the right side. q^2 = r^2 / (1 + f.(A + P)^-1 f
-/ sigma'^2) also replaces r^2 in the w of that score: while mu' is uncertain, its errors hardly increase sigma'.
+information). With A = sum of i f f^T, c = sum of (i f.a + g) f, P the precision of the prior and m its mean,
+
+    a = (A + P)^-1 (c + P m).
+
+`fit` repeats this step with all outputs until a and b converge. `Correction.observe` takes one such step with each output,
+with A <- k A + i f f^T, c <- k c + (i f.a + g) f: recursive least squares, k = 1 - 1 / memory being the forgetting factor.
+The weights bound the influence of one output. h is `RIGHT` for r > 0 and 2 - `RIGHT` for r < 0, which keeps the mean of the
+score at 0: log lengths are skewed to the left, and schedulers need the sigma of the right side.
+q^2 = r^2 / (1 + f.(A + P)^-1 f / sigma'^2) also replaces r^2 in the w of that score: while mu' is uncertain, its errors
+hardly increase sigma'.
 
 A censored output (truncated at max_tokens, or aborted) is longer than its x tokens. Its scores are the
 expectations given that: hazard(r) instead of w r, r hazard(r) instead of w r^2 - 1. Its information has 1
@@ -24,15 +29,15 @@ instead of w, and only the fraction F(r) of lengths that x excludes.
 Of a prediction given by quantiles, mu and sigma are those of the closest log-t; its quantiles keep their distances from mu
 in units of sigma, and r is the value of Student's t at the level of x (`_residual`).
 
-Two safeguards for each served model: (1) corrections are only applied while they have increased the
+Two safeguards of `Correction` for each served model: (1) corrections are only applied while they have increased the
 likelihood of the outputs in the window; the coefficients are always updated. (2) If the corrected predictions
-fail the test of `drift_detector`, only the fraction `KEPT_AT_ALARM` of the accumulated information is kept.
+fail the test of `drift`, only the fraction `KEPT_AT_ALARM` of the accumulated information is kept.
 """
 
 import math
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -48,12 +53,15 @@ from scheduler_core.lengths.student_t import (
     student_t_hazard,
     student_t_quantile,
 )
-from scheduler_core.prediction.drift import DriftDetector
+from scheduler_core.prediction.drift import DriftAlarm, DriftDetector
+from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import LengthPrediction
 from scheduler_core.ranges import FINITE, check_ranges
 from scheduler_core.statistics import kendall_tau
 
 COVERAGE_LEVELS = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+#: Number of features, f.
+NUM_FEATURES = 4
 #: P: standard deviations of the coefficients of f, for mu' and for ln sigma'.
 _PRECISION = np.stack(
     [np.diag(np.array(deviations) ** -2.0) for deviations in ((0.4, 0.25, 0.25, 0.1), (0.25, 0.1, 0.1, 0.05))]
@@ -62,6 +70,8 @@ MAX_FEATURE = 4.0
 #: Lower bound of sigma' in the scores, and of the gap between two quantiles in the likelihood.
 MIN_SIGMA, MIN_GAP = 0.01, 1e-3
 RIGHT = 1.5
+#: Maximum number of steps of `fit`, and the change of coefficients at which it ends.
+MAX_STEPS, CONVERGED = 100, 1e-4
 #: Outputs since the start or the last alarm before the test begins.
 MIN_OUTPUTS = 50
 MAX_WINDOW = 100_000
@@ -74,11 +84,128 @@ NUM_LEVELS = 32
 _LEVELS = (*((number + 0.5) / NUM_LEVELS for number in range(NUM_LEVELS)), *COVERAGE_LEVELS.values())
 STATE_FORMAT = "tailcast-online-calibration/1"
 _COUNTS = ("num_outputs", "num_censored", "num_alarms")
+_Features = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """The coefficients a (`location`) and b (`log_scale`) of the features f; zeros leave predictions unchanged."""
+
+    location: _Features = (0.0, 0.0, 0.0, 0.0)
+    log_scale: _Features = (0.0, 0.0, 0.0, 0.0)
+
+    def corrected(self, prediction: LengthPrediction, features: _Features) -> LengthPrediction:
+        """The prediction with mu' and sigma', clipped to their ranges; quantiles are moved accordingly."""
+        _, x, y, z = features
+        a, b = self.location, self.log_scale
+        mu = prediction.mu + a[0] + a[1] * x + a[2] * y + a[3] * z
+        log_sigma = math.log(prediction.sigma) + b[0] + b[1] * x + b[2] * y + b[3] * z
+        sigma = math.exp(min(max(log_sigma, -20.0), 3.9))
+        return prediction.moved(min(max(mu, -50.0), 50.0), sigma)
+
+    def distance(self, other: "Coefficients") -> float:
+        """Largest difference of a coefficient."""
+        pairs = zip(self.location + self.log_scale, other.location + other.log_scale, strict=True)
+        return max(abs(one - two) for one, two in pairs)
+
+
+def features_of(prediction: LengthPrediction, prompt_tokens: int | None) -> _Features:
+    """f of a prediction; `prompt_tokens` is the length of the prompt, None if unknown."""
+    log_prompt = 5.0 if prompt_tokens is None else math.log(max(prompt_tokens, 1))
+    values = (prediction.mu - 6.0, math.log(prediction.sigma) + 1.0, log_prompt - 5.0)
+    x, y, z = (min(max(value, -MAX_FEATURE), MAX_FEATURE) for value in values)
+    return 1.0, x, y, z
+
+
+class _Estimate:
+    """Sums of the scoring equations, and their solution: the coefficients, and the covariance [4, 4] of those of mu'."""
+
+    def __init__(self, mean: Coefficients | None = None) -> None:
+        mean = mean or Coefficients()
+        self._prior = (_PRECISION @ np.array([mean.location, mean.log_scale])[:, :, None])[:, :, 0]
+        #: A [2, 4, 4] and c [2, 4], of mu' and of ln sigma'.
+        self.information, self.response = np.zeros((2, 4, 4)), np.zeros((2, 4))
+        self.solve()
+
+    def add(
+        self, raw: LengthPrediction, corrected: LengthPrediction, outcome: Outcome, features: _Features
+    ) -> None:
+        """Adds an output, with the scores under the present coefficients."""
+        information, response = self._scores(raw, corrected, outcome, features)
+        f = np.array(features)
+        self.information += np.array(information)[:, None, None] * (f[:, None] * f)
+        self.response += np.array(response)[:, None] * f
+
+    def _scores(
+        self, raw: LengthPrediction, corrected: LengthPrediction, outcome: Outcome, features: _Features
+    ) -> tuple[tuple[float, float], tuple[float, float]]:
+        """i and i f.a + g of mu' and of ln sigma'."""
+        log_length = math.log(outcome.output_tokens)
+        nu, sigma = corrected.nu, max(corrected.sigma, MIN_SIGMA)
+        residual = (
+            _residual(corrected, log_length)[0]
+            if corrected.quantiles
+            else (log_length - corrected.mu) / sigma
+        )
+        if outcome.is_finished:
+            fraction, weight = 1.0, (nu + 1) / (nu + residual * residual)
+            weighted = weight * residual
+            square = residual * residual / (1.0 + self._variance(features) / (sigma * sigma))
+            growth = (nu + 1) * square / (nu + square) - 1.0
+        else:
+            fraction, weighted = student_t_cdf(residual, nu), student_t_hazard(residual, nu)
+            weight = 1.0
+            growth = weighted * residual
+        growth *= RIGHT if residual > 0 else 2.0 - RIGHT
+        of_mu = fraction * weight * (nu + 1) / (nu + 3) / (sigma * sigma)
+        of_sigma = fraction * 2 * nu / (nu + 3)
+        shift, log_factor = corrected.mu - raw.mu, math.log(corrected.sigma / raw.sigma)
+        return (of_mu, of_sigma), (of_mu * shift + weighted / sigma, of_sigma * log_factor + growth)
+
+    def _variance(self, features: _Features) -> float:
+        f = np.array(features)
+        return float(f @ self._covariance @ f)
+
+    def solve(self) -> None:
+        """Recomputes the coefficients."""
+        inverse = np.linalg.inv(self.information + _PRECISION)
+        self._covariance = inverse[0]
+        location, log_scale = (inverse @ (self.response + self._prior)[:, :, None])[:, :, 0].tolist()
+        self.coefficients = Coefficients(tuple(location), tuple(log_scale))
+
+
+def fit(outcomes: Sequence[Outcome], mean: Coefficients | None = None) -> Coefficients:
+    """The coefficients that fit all outputs together. The outcomes have a prediction and at least one token; `mean` is that of
+    the prior, for example the fit to several served models (pooling)."""
+    estimate = _Estimate(mean)
+    rows = [
+        (outcome.prediction, outcome, features_of(outcome.prediction, outcome.prompt_tokens))
+        for outcome in outcomes
+        if outcome.prediction is not None
+    ]
+    for _ in range(MAX_STEPS):
+        before = estimate.coefficients
+        estimate.information[:], estimate.response[:] = 0.0, 0.0
+        for raw, outcome, features in rows:
+            estimate.add(raw, before.corrected(raw, features), outcome, features)
+        estimate.solve()
+        if before.distance(estimate.coefficients) < CONVERGED:
+            break
+    return estimate.coefficients
+
+
+def fit_each(outcomes: Iterable[Outcome]) -> dict[str, Coefficients]:
+    """Served model -> the coefficients that fit its outputs, with those that fit all outputs ("") as the mean of their prior."""
+    by_model: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        by_model.setdefault(outcome.served_model or "", []).append(outcome)
+    together = fit([outcome for part in by_model.values() for outcome in part])
+    return {"": together} | {name: fit(part, together) for name, part in by_model.items() if name}
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnlineCalibrationConfig:
-    """Parameters of `OnlineCalibration`.
+class CorrectionConfig:
+    """Parameters of `Correction`.
 
     Attributes:
         memory: Number of outputs after which the weight of an output has decayed to 1/e.
@@ -98,23 +225,11 @@ class OnlineCalibrationConfig:
         check_ranges(self, arl=(10.0, FINITE), max_models=(1, 100_000))
 
 
-@dataclass(frozen=True, slots=True)
-class DriftAlarm:
-    """Alarm that outputs no longer follow the corrected predictions. `statistic` is the `DriftDetector.value`,
-    at least `arl`; `reason` one of `drift_detector.KINDS`; `num_outputs` the outputs since the test began."""
+class _ServedModel(_Estimate):
+    """State of the correction of one served model."""
 
-    statistic: float
-    reason: str
-    num_outputs: int
-
-
-class _ServedModel:
-    """Calibration state of one served model."""
-
-    def __init__(self, config: OnlineCalibrationConfig) -> None:
-        #: A [2, 4, 4] and c [2, 4], of mu' and of ln sigma'; see `solve`.
-        self.information, self.response = np.zeros((2, 4, 4)), np.zeros((2, 4))
-        self.solve()
+    def __init__(self, config: CorrectionConfig) -> None:
+        super().__init__()
         self.num_outputs = self.num_censored = self.num_alarms = self.num_since_alarm = 0
         #: Outputs, halved after every `memory` outputs of all models.
         self.use = 0
@@ -132,91 +247,45 @@ class _ServedModel:
         """Whether the correction has increased the likelihood over the window."""
         return self.gain_sum > 0.0
 
-    def corrected(self, prediction: LengthPrediction, features: tuple[float, ...]) -> LengthPrediction:
-        """The prediction with mu' and sigma', clipped to their ranges; quantiles are moved accordingly."""
-        _, x, y, z = features
-        a, b = self.coefficients
-        mu = prediction.mu + a[0] + a[1] * x + a[2] * y + a[3] * z
-        log_sigma = math.log(prediction.sigma) + b[0] + b[1] * x + b[2] * y + b[3] * z
-        sigma = math.exp(min(max(log_sigma, -20.0), 3.9))
-        return prediction.moved(min(max(mu, -50.0), 50.0), sigma)
+    def observe(self, prediction: LengthPrediction, outcome: Outcome) -> DriftAlarm | None:
+        """Scores, tests and learns an output."""
+        features = features_of(prediction, outcome.prompt_tokens)
+        corrected = self.coefficients.corrected(prediction, features)
+        self._score(prediction, corrected, outcome)
+        alarm = self._test(corrected, outcome)
+        self.num_outputs += 1
+        self.num_censored += not outcome.is_finished
+        self.information *= self.decay
+        self.response *= self.decay
+        self.add(prediction, corrected, outcome, features)
+        self.solve()
+        return alarm
 
-    def score(
-        self,
-        raw: LengthPrediction,
-        corrected: LengthPrediction,
-        log_length: float,
-        finished: bool,
-        log_limit: float | None,
-    ) -> None:
-        """Updates the likelihood gain with an output; adds it to the metric rows unless log_limit is None."""
+    def _score(self, raw: LengthPrediction, corrected: LengthPrediction, outcome: Outcome) -> None:
+        """Updates the likelihood gain with an output; adds it to the metric rows unless it was aborted below its limit."""
+        log_length, finished, limit = math.log(outcome.output_tokens), outcome.is_finished, outcome.limit
         gain = _log_likelihood(corrected, log_length, finished) - _log_likelihood(raw, log_length, finished)
         self.gains.append(gain)
         self.gain_sum += gain - (self.gains.popleft() if len(self.gains) > len(self.rows) else 0.0)
-        if log_limit is not None:
+        if finished or outcome.output_tokens == limit:
             row = self.rows[self.num_rows % len(self.rows)]
             row[:4] = raw.mu, raw.sigma, corrected.mu, corrected.sigma
-            row[4:7] = log_length, log_limit, finished
+            row[4:7] = log_length, math.inf if limit is None else math.log(limit), finished
             row[7:] = _standard_quantiles(raw)
             self.num_rows += 1
 
-    def test(self, corrected: LengthPrediction, output_tokens: int, finished: bool) -> DriftAlarm | None:
+    def _test(self, corrected: LengthPrediction, outcome: Outcome) -> DriftAlarm | None:
         """Updates the drift test with an output; at an alarm, reduces the information to `KEPT_AT_ALARM`."""
         self.num_since_alarm += 1
         if self.num_since_alarm <= MIN_OUTPUTS:
             return None
-        low, high = (corrected.cdf(output_tokens + half) for half in (-0.5, 0.5))
-        if not self.detector.update(low, high if finished else 1.0):
-            return None
-        alarm = DriftAlarm(self.detector.value, self.detector.reason, self.detector.num_steps)
-        self.num_alarms += 1
-        self.num_since_alarm = 0
-        self.detector.reset()
-        self.information *= KEPT_AT_ALARM
-        self.response *= KEPT_AT_ALARM
+        alarm = self.detector.observe(corrected, outcome.output_tokens, finished=outcome.is_finished)
+        if alarm is not None:
+            self.num_alarms += 1
+            self.num_since_alarm = 0
+            self.information *= KEPT_AT_ALARM
+            self.response *= KEPT_AT_ALARM
         return alarm
-
-    def learn(
-        self,
-        raw: LengthPrediction,
-        corrected: LengthPrediction,
-        features: FloatArray,
-        log_length: float,
-        finished: bool,
-    ) -> None:
-        """Updates the coefficients of mu' and sigma' by one scoring step."""
-        self.num_outputs += 1
-        self.num_censored += not finished
-        nu, sigma = corrected.nu, max(corrected.sigma, MIN_SIGMA)
-        residual = (
-            _residual(corrected, log_length)[0]
-            if corrected.quantiles
-            else (log_length - corrected.mu) / sigma
-        )
-        if finished:
-            fraction, weight = 1.0, (nu + 1) / (nu + residual * residual)
-            weighted = weight * residual
-            square = residual * residual / (1.0 + features @ self.covariance @ features / (sigma * sigma))
-            growth = (nu + 1) * square / (nu + square) - 1.0
-        else:
-            fraction, weighted = student_t_cdf(residual, nu), student_t_hazard(residual, nu)
-            weight = 1.0
-            growth = weighted * residual
-        growth *= RIGHT if residual > 0 else 2.0 - RIGHT
-        information = fraction * np.array([weight * (nu + 1) / (sigma * sigma), 2 * nu]) / (nu + 3)
-        steps = corrected.mu - raw.mu, math.log(corrected.sigma / raw.sigma)
-        response = information * steps + (weighted / sigma, growth)
-        self.information *= self.decay
-        self.information += information[:, None, None] * (features[:, None] * features)
-        self.response *= self.decay
-        self.response += response[:, None] * features
-        self.solve()
-
-    def solve(self) -> None:
-        """Recomputes the coefficients, and the covariance [4, 4] of those of mu'."""
-        inverse = np.linalg.inv(self.information + _PRECISION)
-        self.covariance = inverse[0]
-        self.coefficients = (inverse @ self.response[:, :, None])[:, :, 0].tolist()
 
     def state(self) -> dict[str, Any]:
         arrays = {"information": self.information.tolist(), "response": self.response.tolist()}
@@ -243,14 +312,14 @@ class _ServedModel:
         self.solve()
 
 
-class OnlineCalibration:
+class Correction:
     """Corrected predictions for each served model; constant memory, no I/O.
 
     Not for several threads at once, except for `correct`, which may run while one other thread observes.
     """
 
-    def __init__(self, config: OnlineCalibrationConfig | None = None) -> None:
-        self._config = config or OnlineCalibrationConfig()
+    def __init__(self, config: CorrectionConfig | None = None) -> None:
+        self._config = config or CorrectionConfig()
         self._models: OrderedDict[str, _ServedModel] = OrderedDict()
         #: Outputs of served models that have not been admitted, at most `max_models` of them.
         self._candidates: dict[str, int] = {}
@@ -261,6 +330,11 @@ class OnlineCalibration:
         """Served models with a correction, the least recently observed one first."""
         return tuple(self._models)
 
+    def coefficients(self, served_model: str) -> Coefficients | None:
+        """The coefficients in use for a served model; None while there are none."""
+        model = self._models.get(served_model)
+        return None if model is None or not model.is_used else model.coefficients
+
     def correct(
         self, served_model: str, prediction: LengthPrediction, prompt_tokens: int | None = None
     ) -> LengthPrediction:
@@ -268,49 +342,28 @@ class OnlineCalibration:
 
         `prompt_tokens` is the length of the prompt, None if unknown.
         """
-        model = self._models.get(served_model)
-        if model is None or not model.is_used:
+        coefficients = self.coefficients(served_model)
+        if coefficients is None:
             return prediction
-        return model.corrected(prediction, _features(prediction, prompt_tokens))
+        return coefficients.corrected(prediction, features_of(prediction, prompt_tokens))
 
-    def observe(
-        self,
-        served_model: str,
-        prediction: LengthPrediction,
-        prompt_tokens: int | None,
-        output_tokens: int,
-        *,
-        finished: bool,
-        max_tokens: int | None = None,
-    ) -> DriftAlarm | None:
-        """Updates the calibration with an ended request; returns the alarm, if any. `InputError` for an invalid number.
+    def observe(self, served_model: str, outcome: Outcome) -> DriftAlarm | None:
+        """Updates the correction with an ended request; returns the alarm, if any.
 
-        Args:
-            served_model: Its name, of at most `MAX_NAME_CHARS`; see `OnlineCalibrationConfig.max_models`.
-            prediction: The uncorrected prediction.
-            prompt_tokens: Length of the prompt; None if unknown.
-            output_tokens: Length of the output, > 0.
-            finished: False if the output was truncated at max_tokens or aborted.
-            max_tokens: Limit of the output; None if there is none. Outputs aborted below it are not in the metrics.
+        `served_model` has at most `MAX_NAME_CHARS` characters, see `CorrectionConfig.max_models`. The outcome has the
+        uncorrected prediction and at least one token. Outputs aborted below their limit are not in the metrics. `InputError`
+        for an invalid number.
         """
-        _check_tokens("output_tokens", output_tokens, 1)
-        if prompt_tokens is not None:
-            _check_tokens("prompt_tokens", prompt_tokens, 0)
-        if max_tokens is not None:
-            _check_tokens("max_tokens", max_tokens, output_tokens)
+        prediction = outcome.prediction
+        if prediction is None:
+            raise InputError("an outcome without a prediction cannot be learned")
+        _check_tokens("output_tokens", outcome.output_tokens, 1)
+        if outcome.prompt_tokens is not None:
+            _check_tokens("prompt_tokens", outcome.prompt_tokens, 0)
         if len(served_model) > MAX_NAME_CHARS:
             raise InputError("served_model", served_model, f"at most {MAX_NAME_CHARS} characters")
         model = self._used_model(served_model)
-        if model is None:
-            return None
-        features, log_length = _features(prediction, prompt_tokens), math.log(output_tokens)
-        corrected = model.corrected(prediction, features)
-        log_limit = math.inf if max_tokens is None else math.log(max_tokens)
-        is_complete = finished or output_tokens == max_tokens
-        model.score(prediction, corrected, log_length, finished, log_limit if is_complete else None)
-        alarm = model.test(corrected, output_tokens, finished)
-        model.learn(prediction, corrected, np.array(features), log_length, finished)
-        return alarm
+        return None if model is None else model.observe(prediction, outcome)
 
     def _used_model(self, served_model: str) -> _ServedModel | None:
         """The state of a served model with a further output; None while it is a candidate."""
@@ -392,13 +445,6 @@ def _check_tokens(name: str, value: int, low: int) -> None:
         raise InputError(name, value, f"integers from {low} to 2^53")
 
 
-def _features(prediction: LengthPrediction, prompt_tokens: int | None) -> tuple[float, float, float, float]:
-    log_prompt = 5.0 if prompt_tokens is None else math.log(max(prompt_tokens, 1))
-    values = (prediction.mu - 6.0, math.log(prediction.sigma) + 1.0, log_prompt - 5.0)
-    x, y, z = (min(max(value, -MAX_FEATURE), MAX_FEATURE) for value in values)
-    return 1.0, x, y, z
-
-
 def _log_likelihood(prediction: LengthPrediction, log_length: float, finished: bool) -> float:
     """ln density at ln x up to a constant of nu; for a censored output ln P(X > x)."""
     residual, slope = _residual(prediction, log_length)
@@ -440,7 +486,7 @@ def _cached_student_t(nu: float, levels: tuple[float, ...]) -> tuple[float, ...]
 
 
 def _scores(rows: FloatArray, corrected: int) -> dict[str, Any]:
-    """Scores for `OnlineCalibration.metrics` of the uncorrected (0) or corrected (1) predictions."""
+    """Scores for `Correction.metrics` of the uncorrected (0) or corrected (1) predictions."""
     if not len(rows):
         return {"coverage": dict.fromkeys(COVERAGE_LEVELS), "tau": None, "crps": None}
     mu, sigma = rows[:, 2 * corrected : 2 * corrected + 2].T
