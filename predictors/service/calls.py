@@ -12,13 +12,13 @@ from importlib import metadata
 from typing import Any, TypeVar
 
 import grpc
+
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.service.artifacts import ArtifactTable
 from predictors.service.errors import ClosedError, ErrorStatus, QueueFullError, renamed, status_code
-from scheduler_core.errors import InputError, TailcastError
-
 from predictors.service.messages import PipelineResult, predict_response
 from predictors.service.tracing import Tracing
+from scheduler_core.errors import InputError, TailcastError
 
 T = TypeVar("T")
 # Maximum number of prompts of one PredictBatch or ModelInfer.

@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from scheduler_core.errors import MissingExtraError, TailcastError
-
 from predictors.service.messages import PipelineResult
+from scheduler_core.errors import MissingExtraError, TailcastError
 
 try:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, values

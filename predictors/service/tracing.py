@@ -10,9 +10,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from scheduler_core.errors import InputError, MissingExtraError
-
 from predictors.service.messages import PipelineResult
+from scheduler_core.errors import InputError, MissingExtraError
 
 TRACE_KEYS = ("traceparent", "tracestate")
 PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
