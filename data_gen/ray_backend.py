@@ -16,7 +16,7 @@ from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.shell.ray_cluster import ray_cluster
 
 if TYPE_CHECKING:
-    from data_gen.gen_samples import GenSamplesConfig
+    from data_gen.config import GenSamplesConfig
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class _Worker:
     """Ray actor with an engine."""
 
     def __init__(self, config: GenSamplesConfig) -> None:
-        from data_gen.gen_samples import make_backend
+        from data_gen.config import make_backend
 
         self._backend = make_backend(config)
 

@@ -41,8 +41,14 @@ from torch import Tensor, nn
 
 from benchmarks.shared.pooled import ENCODER, pooled
 from data_gen.splits import SPLITS, split_of, unit_hash
-from data_gen.urgency.mixture import with_phrases
-from data_gen.urgency.seed_set import ClaimPair, read_claims, read_openers, read_pairs, seed_labels
+from data_gen.urgency.seed_set import (
+    ClaimPair,
+    read_claims,
+    read_openers,
+    read_pairs,
+    seed_labels,
+    with_phrases,
+)
 from predictors.modules.heads import UrgencyHead, level_probabilities
 from predictors.modules.towers import Tower
 from scheduler_core.prediction.urgency import LEVELS, expected_cost_levels

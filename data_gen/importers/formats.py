@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from data_gen.commands.import_lengths import TimeUnit
+from data_gen.importers.config import TimeUnit
 from data_gen.importers.source_row import SourceRow, records_at
 from data_gen.importers.values import MAPPED, Row, SkippedRows, canonical_row, failure
 from scheduler_core.errors import InputError

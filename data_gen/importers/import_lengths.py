@@ -31,7 +31,7 @@ from scheduler_core.shell.files import atomic_file, existing_file, sha256_file, 
 from scheduler_core.shell.table_files import convertible
 
 if TYPE_CHECKING:
-    from data_gen.commands.import_lengths import ImportLengthsConfig
+    from data_gen.importers.config import ImportLengthsConfig
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 from fractions import Fraction
 from typing import Any
 
-from data_gen.commands.import_lengths import TimeUnit
+from data_gen.importers.config import TimeUnit
 from data_gen.importers.source_row import SourceRow
 from data_gen.prompts import conversation_id_of, prompt_id_of
 from scheduler_core.errors import InputError

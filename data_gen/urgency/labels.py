@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from data_gen.splits import SPLITS, Split, split_of
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.urgency import LEVELS
@@ -23,19 +20,6 @@ SCHEMA_NAME = "urgency/1"
 _DIGITS = re.compile(r"\s*[0-9]+\s*")
 # Fixed, so that the split of a text depends only on the text.
 SPLIT_SEED = 0
-
-SCHEMA = pa.schema(
-    [
-        pa.field("text", pa.large_string(), nullable=False),
-        pa.field("level", pa.int64(), nullable=False),
-        pa.field("weight", pa.float64(), nullable=False),
-        pa.field("source", pa.string(), nullable=False),
-        pa.field("language", pa.string()),
-        pa.field("split", pa.string(), nullable=False),
-        pa.field("claimed", pa.bool_(), nullable=False),
-    ],
-    metadata={"schema": SCHEMA_NAME},
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +56,25 @@ def write_labels(path: str | Path, texts: Sequence[LabeledText]) -> None:
     """Writes at least one text to a Parquet file of schema urgency/1, atomically."""
     if not texts:
         raise InputError("labeled texts", 0, "at least one; try other sources or splits")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = pa.schema(
+        [
+            pa.field("text", pa.large_string(), nullable=False),
+            pa.field("level", pa.int64(), nullable=False),
+            pa.field("weight", pa.float64(), nullable=False),
+            pa.field("source", pa.string(), nullable=False),
+            pa.field("language", pa.string()),
+            pa.field("split", pa.string(), nullable=False),
+            pa.field("claimed", pa.bool_(), nullable=False),
+        ],
+        metadata={"schema": SCHEMA_NAME},
+    )
     target = writable_target(path, "out")
-    columns = {field.name: [getattr(text, field.name) for text in texts] for field in SCHEMA}
+    columns = {name: [getattr(text, name) for text in texts] for name in schema.names}
     with atomic_file(target) as temporary:
-        pq.write_table(pa.table(columns, schema=SCHEMA), temporary, compression="zstd")
+        pq.write_table(pa.table(columns, schema=schema), temporary, compression="zstd")
 
 
 def read_labels(

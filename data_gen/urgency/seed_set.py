@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
+
+import numpy as np
 
 from data_gen.splits import Split
 from data_gen.urgency.labels import LabeledText
@@ -113,6 +115,34 @@ def read_claims() -> list[Phrase]:
 def read_openers() -> list[Phrase]:
     """Reads the phrases without a claim for training, in both positions; disjoint from the neutral phrases."""
     return [Phrase(**row, position=position) for row in _rows("openers") for position in ("before", "after")]
+
+
+def with_phrases(
+    texts: Sequence[LabeledText],
+    phrases: Sequence[Phrase],
+    num_copies: int,
+    random: np.random.Generator,
+    *,
+    claimed: bool,
+) -> list[LabeledText]:
+    """`num_copies` copies of every training text, each with a different added phrase and the same level.
+
+    Phrases are drawn uniformly with probability 1/2, else uniformly from the phrases in the language of the text, if any.
+    Texts of other splits are not copied. `claimed` is whether the phrases claim urgency.
+    """
+    copies: list[LabeledText] = []
+    for text in texts:
+        if text.split != "train":
+            continue
+        own = np.array([phrase.language == text.language for phrase in phrases])
+        probabilities = np.full(len(phrases), 1.0 / len(phrases))
+        if own.any():
+            probabilities = 0.5 * probabilities + 0.5 * own / own.sum()
+        drawn = random.choice(len(phrases), size=num_copies, replace=False, p=probabilities).tolist()
+        copies += [
+            replace(text, text=phrases[number].added_to(text.text), claimed=claimed) for number in drawn
+        ]
+    return copies
 
 
 def _rows(name: str) -> list[dict[str, Any]]:

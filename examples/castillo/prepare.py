@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from data_gen.commands.import_lengths import ImportLengthsConfig
+from data_gen.importers.config import ImportLengthsConfig
 from data_gen.importers.import_lengths import import_lengths
 from data_gen.splits import split_of, unit_hash
 from scheduler_core.shell.files import atomic_file

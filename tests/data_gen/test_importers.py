@@ -8,7 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_gen.commands.import_lengths import ImportLengthsConfig, main
+from data_gen.commands.import_lengths import main
+from data_gen.importers.config import ImportLengthsConfig
 from data_gen.importers.import_lengths import import_lengths
 from data_gen.prompts import prompt_id_of
 from data_gen.samples import read_samples

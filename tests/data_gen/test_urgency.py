@@ -15,7 +15,7 @@ from data_gen.commands.import_urgency import main
 from data_gen.filters import NearDuplicates, normalized
 from data_gen.urgency import seed_set
 from data_gen.urgency.labels import read_labels, text_split
-from data_gen.urgency.mixture import with_phrases
+from data_gen.urgency.seed_set import with_phrases
 from predictors.modules.heads import URGENCY_LEVELS
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.urgency import LEVELS

@@ -146,7 +146,7 @@ def _read_log(config: AdaptConfig, *, conversations: bool) -> tuple[Requests, Co
 
     Also returns the numbers of rows of the log that were left out, by reason, and of all its rows.
     """
-    from data_gen.commands.import_lengths import ImportLengthsConfig
+    from data_gen.importers.config import ImportLengthsConfig
     from data_gen.importers.import_lengths import import_lengths
     from data_gen.samples import read_samples
     from training.correcting.corrections import Requests

