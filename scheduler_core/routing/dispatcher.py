@@ -20,8 +20,7 @@ class _Entry:
 class Dispatcher:
     """Assigns every request to exactly one replica.
 
-    A request is pending while no suitable replica exists, for example because all are draining. Requests of a
-    replica that fails become pending again; their generated tokens are lost.
+    A request is pending while no suitable replica exists, for example because all are draining.
     """
 
     def __init__(self, router: Router) -> None:
@@ -56,7 +55,6 @@ class Dispatcher:
 
     def draining(self, replica_id: str) -> None:
         """Marks a replica as draining: it gets no new requests."""
-        self._check_replica(replica_id)
         self._status[replica_id] = ReplicaStatus.DRAINING
 
     def left(self, replica_id: str, now: float) -> None:
@@ -64,18 +62,6 @@ class Dispatcher:
         del self._status[replica_id]
         del self._role[replica_id]
         self.router.on_gone(replica_id, now)
-
-    def failed(self, replica_id: str, now: float) -> tuple[RoutingRequest, ...]:
-        """Removes a failed replica. Its requests, returned in order of arrival, become pending again."""
-        self._check_replica(replica_id)
-        entries = [entry for entry in self._requests.values() if entry.replica_id == replica_id]
-        entries.sort(key=lambda entry: entry.order)
-        for entry in entries:
-            entry.replica_id = None
-            self._pending[entry.item.request.request_id] = entry
-            self.router.on_aborted(entry.item.request.request_id, replica_id, now)
-        self.left(replica_id, now)
-        return tuple(entry.item for entry in entries)
 
     def arrived(self, item: RoutingRequest) -> None:
         """Adds a pending request with a new id."""
@@ -113,12 +99,6 @@ class Dispatcher:
         self.router.on_finished(request_id, self._assigned_replica(request_id), now)
         del self._requests[request_id]
 
-    def aborted(self, request_id: str, now: float) -> str | None:
-        """Removes an aborted request; returns its replica, None if it was pending."""
-        if self._pending.pop(request_id, None) is None:
-            self.router.on_aborted(request_id, self._assigned_replica(request_id), now)
-        return self._requests.pop(request_id).replica_id
-
     def migrated(self, request_id: str, destination: str, now: float) -> None:
         """Updates the replica of a migrated request."""
         source = self._assigned_replica(request_id)
@@ -153,7 +133,3 @@ class Dispatcher:
         replica_id = self.replica_of(request_id)
         assert replica_id is not None, f"request {request_id} is not assigned to a replica"
         return replica_id
-
-    def _check_replica(self, replica_id: str) -> None:
-        if replica_id not in self._status:
-            raise InputError("replica_id", replica_id, ", ".join(self._status) or "none: there is no replica")

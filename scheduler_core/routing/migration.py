@@ -59,11 +59,8 @@ class AbortReason(Enum):
     NOT_MOVABLE = "the request is neither waiting nor generating on the source"
     FINISHED = "the request is done"
     PREEMPTED = "the request lost its cache on the source"
-    ABORTED = "the request was aborted"
     DESTINATION_FULL = "the destination has no blocks or no slot left"
     DESTINATION_DRAINING = "the destination drains"
-    DESTINATION_FAILED = "the destination has failed"
-    SOURCE_FAILED = "the source has failed, and with it the request's cache"
     STALLED = "the request grows as fast as it is copied"
 
 
@@ -91,7 +88,7 @@ class _Ongoing:
 class Migrations:
     """All ongoing migrations: returns the copies to execute, and handles events that end a copy or a migration.
 
-    `schedulers` maps ids to schedulers and may change between calls. At most `stage_blocks` > 0 blocks are
+    `schedulers` maps ids to schedulers. At most `stage_blocks` > 0 blocks are
     copied in one stage. None: one stage with the request stopped (disaggregated serving).
     """
 
@@ -160,39 +157,10 @@ class Migrations:
         assert ongoing.stopped is None, "a request that is stopped for its handover has left its source"
         return self._end(ongoing, reason, now)
 
-    def on_aborted(self, request_id: str, now: float) -> Aborted | None:
-        """Ends the migration of an aborted request; None if not migrating. Removes a stopped request."""
-        ongoing = self._ongoing.get(request_id)
-        if ongoing is None:
-            return None
-        if ongoing.stopped is not None:
-            self._schedulers[ongoing.move.source].unreserve(request_id, now)
-        return self._end(ongoing, AbortReason.ABORTED, now)
-
     def on_draining(self, replica_id: str, now: float) -> tuple[Aborted, ...]:
         """Ends migrations to a draining replica; those away from it continue."""
         incoming = [ongoing for ongoing in self._ongoing.values() if ongoing.move.destination == replica_id]
         return tuple(self._stay(ongoing, AbortReason.DESTINATION_DRAINING, now) for ongoing in incoming)
-
-    def on_failed(self, replica_id: str, now: float) -> tuple[Aborted, ...]:
-        """Ends migrations of a failed replica: those to it leave the request on its source; requests on it are lost.
-
-        Does not call its scheduler, which may already be removed.
-        """
-        aborted = []
-        for ongoing in list(self._ongoing.values()):
-            move = ongoing.move
-            if move.source == replica_id:
-                self._schedulers[move.destination].unreserve(move.request_id, now)
-                reason = AbortReason.SOURCE_FAILED
-            elif move.destination == replica_id:
-                self._resume(ongoing, now)
-                reason = AbortReason.DESTINATION_FAILED
-            else:
-                continue
-            del self._ongoing[move.request_id]
-            aborted.append(Aborted(move, reason))
-        return tuple(aborted)
 
     def _next_stage(self, ongoing: _Ongoing, state: RequestState, now: float) -> Outcome:
         move = ongoing.move
@@ -213,12 +181,9 @@ class Migrations:
 
     def _stay(self, ongoing: _Ongoing, reason: AbortReason, now: float) -> Aborted:
         """Ends a migration with the request on its source."""
-        self._resume(ongoing, now)
-        return self._end(ongoing, reason, now)
-
-    def _resume(self, ongoing: _Ongoing, now: float) -> None:
         if ongoing.stopped is not None:
             self._schedulers[ongoing.move.source].attach(ongoing.stopped, now)
+        return self._end(ongoing, reason, now)
 
     def _end(self, ongoing: _Ongoing, reason: AbortReason, now: float) -> Aborted:
         self._schedulers[ongoing.move.destination].unreserve(ongoing.move.request_id, now)

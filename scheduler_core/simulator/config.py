@@ -34,8 +34,6 @@ BOUNDS = {"sjf": "ssjf"}
 
 #: Maximum number of runs of one command that only differ in their seed.
 MAX_SEEDS = 10_000
-#: Maximum number of clients of a closed loop.
-MAX_CLIENTS = 100_000_000
 #: Each replica has its own scheduler; 10,000 take about half a GB.
 MAX_REPLICAS = 10_000
 
@@ -198,11 +196,6 @@ class SimulationConfig:
     step_time_parameters: dict[str, Any] | str = field(default_factory=dict)
     """Parameters of step_time_model, such as {model: llama-2-7b, gpu: a100-80gb} for roofline; or the path of a
     result of `simulate calibrate` (JSON), which also has the model."""
-    num_clients: int | None = None
-    """Closed loop: number of clients, each of which sends its next request after its previous output. Unset:
-    open loop, requests arrive at their arrival times."""
-    client_think_time_s: float = 0.0
-    """Closed loop: mean seconds between an output and the next request, exponentially distributed."""
     prefix_cache_tokens: int = 0
     """Size of each replica's prefix cache in tokens, for conversations; the prefix that a turn shares with
     the previous one then needs no prefill. 0: no cache."""
@@ -217,9 +210,8 @@ class SimulationConfig:
         make_policy(self.order_policy, self.policy_parameters)
         check_ranges(self, predictor_noise=(0.0, FINITE), predictor_delay_s=(0, MAX_TIME_S))
         check_ranges(
-            self, client_think_time_s=(0, MAX_TIME_S), rate=(POSITIVE, FINITE), load=(POSITIVE, FINITE)
+            self, rate=(POSITIVE, FINITE), load=(POSITIVE, FINITE), default_max_tokens=(1, MAX_TOKENS)
         )
-        check_ranges(self, default_max_tokens=(1, MAX_TOKENS), num_clients=(1, MAX_CLIENTS))
         check_ranges(self, prefix_cache_tokens=(0, 2**62), seed=(0, 2**63 - 1), repeat=(1, MAX_REQUESTS))
         if self.predictor_noise and self.prediction_source != "oracle":
             raise InputError("predictor_noise", self.predictor_noise, "0 for a predictor other than oracle")
@@ -246,6 +238,11 @@ class SimulationConfig:
         if self.step_time_model is None:
             return self.step_time
         return make_step_time(self.step_time_model, parameters)
+
+    @property
+    def trace_repeat(self) -> int | None:
+        """`repeat` of a trace; None for a workload, which has more requests instead."""
+        return self.repeat if self.workload is None else None
 
     @property
     def order_policy(self) -> str:

@@ -21,9 +21,9 @@ WORDS = ("the", "of", "and", "to", "in", "is", "it", "for", "on", "was", "as", "
 
 @dataclass(slots=True, kw_only=True)
 class Probe:
-    """A request and its response. Times are seconds from the start of the measurement: `arrival_s` when to
-    send it, `sent_s` when it was sent, `token_s` the time of each token (of a chunk with several tokens only
-    once). Token counts are those reported by the engine."""
+    """A request and its response. `arrival_s` is when to send it, in seconds from the call of `send`; `sent_s` when it was sent
+    and `token_s` the time of each token (of a chunk with several tokens only once) are in seconds from the start of the
+    measurement. Token counts are those reported by the engine."""
 
     request_id: str
     arrival_s: float = 0.0
@@ -65,6 +65,7 @@ def random_prompt(num_words: int, rng: np.random.Generator) -> str:
 def send(
     endpoint: Endpoint,
     probes: Sequence[Probe],
+    start_s: float,
     *,
     api_key: str | None = None,
     progress: Callable[[int], None] = lambda _: None,
@@ -72,17 +73,17 @@ def send(
     """Sends every request at its time, independently of the others, and fills in all responses.
     `TailcastError` with the error of the first one if all requests failed.
 
-    `progress` is called with 1 after each response, from several threads.
+    `start_s` is the start of the measurement on `time.perf_counter`. `progress` is called with 1 after each response, from several threads.
     """
-    start = time.perf_counter()
+    now_s = time.perf_counter()
 
     def send_one(probe: Probe) -> None:
-        _send(endpoint, api_key, probe, start)
+        _send(endpoint, api_key, probe, start_s)
         progress(1)
 
     threads = []
     for probe in sorted(probes, key=lambda probe: probe.arrival_s):
-        time.sleep(max(0.0, start + probe.arrival_s - time.perf_counter()))
+        time.sleep(max(0.0, now_s + probe.arrival_s - time.perf_counter()))
         threads.append(threading.Thread(target=send_one, args=(probe,), daemon=True))
         threads[-1].start()
     for thread in threads:
@@ -91,7 +92,7 @@ def send(
         raise TailcastError(f"engine {endpoint.url}: all requests failed: {probes[0].error}")
 
 
-def _send(endpoint: Endpoint, api_key: str | None, probe: Probe, start: float) -> None:
+def _send(endpoint: Endpoint, api_key: str | None, probe: Probe, start_s: float) -> None:
     """Sends one request and fills in its response or error."""
     body = {
         "model": endpoint.served_model,
@@ -107,10 +108,10 @@ def _send(endpoint: Endpoint, api_key: str | None, probe: Probe, start: float) -
     url = f"{endpoint.url.rstrip('/')}/completions"
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    probe.sent_s = time.perf_counter() - start
+    probe.sent_s = time.perf_counter() - start_s
     try:
         with direct.open(request, timeout=endpoint.timeout_s) as reply:
-            _read_stream(reply, probe, start)
+            _read_stream(reply, probe, start_s)
         if not probe.token_s:
             probe.error = "the output has no token"
         elif not probe.output_tokens or not probe.prompt_tokens:
@@ -122,7 +123,7 @@ def _send(endpoint: Endpoint, api_key: str | None, probe: Probe, start: float) -
         probe.error = f"{type(error).__name__}: {error}"
 
 
-def _read_stream(stream: Iterable[bytes], probe: Probe, start: float) -> None:
+def _read_stream(stream: Iterable[bytes], probe: Probe, start_s: float) -> None:
     """Parses server-sent events: one chunk per token, and the usage at the end."""
     for line in stream:
         if not line.startswith(b"data:"):
@@ -134,7 +135,7 @@ def _read_stream(stream: Iterable[bytes], probe: Probe, start: float) -> None:
         if "error" in event:
             raise ValueError(str(event["error"]))
         if event.get("choices") and (event["choices"][0].get("text") or not event.get("usage")):
-            probe.token_s.append(time.perf_counter() - start)
+            probe.token_s.append(time.perf_counter() - start_s)
         if event.get("usage"):
             probe.prompt_tokens = int(event["usage"]["prompt_tokens"])
             probe.output_tokens = int(event["usage"]["completion_tokens"])

@@ -6,17 +6,17 @@ of memory are simulated at once, with bit-identical results. A single replica is
 """
 
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from scheduler_core.engine.plan import Finished
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.correction import Correction
 from scheduler_core.prediction.outcome import Outcome as RequestOutcome
 from scheduler_core.prediction.predictions import Prediction
+from scheduler_core.ranges import check_choice
 from scheduler_core.routing.base import Router, RoutingRequest
 from scheduler_core.routing.disaggregated import Disaggregated
 from scheduler_core.routing.dispatcher import Dispatcher
@@ -27,7 +27,7 @@ from scheduler_core.scheduler import Scheduler
 from scheduler_core.simulator.predictions import Predictions, Progress
 from scheduler_core.simulator.records import RequestRecord
 from scheduler_core.simulator.replica import PrefixCache, SimulatedReplica, prefix_blocks
-from scheduler_core.simulator.sources import ClosedLoop, EventSource, TraceEvent
+from scheduler_core.simulator.sources import EventSource, TraceEvent
 from scheduler_core.simulator.step_time.base import StepTime
 from scheduler_core.simulator.trace import Trace, TraceRequest
 from scheduler_core.simulator.watch import ReplicaWatch, RunWatch, Step
@@ -36,19 +36,6 @@ from scheduler_core.simulator.watch import ReplicaWatch, RunWatch, Step
 #: plus `BLOCK_COPY_S` per block: 16 tokens of Mistral-7B (128 KiB each) over 100 Gb/s. A replica sends one copy at a time.
 LINK_LATENCY_S = 5e-3
 BLOCK_COPY_S = 16 * 131_072 / 12.5e9
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaChange:
-    """A planned status change of a replica, in seconds on the clock of the trace.
-
-    "join": it is available from now on (if this is its first change, not before); "drain": it gets no new requests; "fail":
-    it is removed with all its requests. It may join again if the simulation can rebuild it.
-    """
-
-    time_s: float
-    replica_id: str
-    kind: Literal["join", "drain", "fail"]
 
 
 @dataclass(slots=True)
@@ -63,7 +50,6 @@ class SimulationOutcome:
         request_seconds, waiting_seconds, replica_seconds: Integrals over time of the numbers of requests in the system
             (arrived, not finished), of waiting requests, and of replicas that run, drain or start.
         num_migrated_blocks: Blocks copied for migrated requests.
-        num_restarts: Requests restarted after a failure of their replica.
         scaling: Decisions of the auto-scaler and their times in seconds.
     """
 
@@ -79,7 +65,6 @@ class SimulationOutcome:
     num_migrations: int = 0
     num_migrated_blocks: int = 0
     aborted_migrations: Counter[AbortReason] = field(default_factory=Counter)
-    num_restarts: int = 0
     scaling: list[tuple[float, ScaleIn | ScaleOut]] = field(default_factory=list)
 
 
@@ -92,7 +77,6 @@ class Simulation:
             memory peaks can be read afterwards.
         predictions: Passed to the schedulers as `update` events, `latency_s` after the arrivals.
         router: A new router that chooses the replica of each request. None with one replica.
-        clients: A closed loop of clients; None: requests arrive at their times.
         prefix_cache_tokens: Size of each replica's prefix cache, for conversations.
         calibration: Corrects each prediction when it reaches the scheduler, with the requests finished until then.
         served_model: Name of the served model for `calibration`; empty: `model` of each row.
@@ -101,16 +85,13 @@ class Simulation:
         roles: Phases by replica; default: both.
         planner: Moves requests between replicas every `interval_s`.
         stage_blocks: See `Migrations`.
-        changes: Replicas that join, drain or fail. `schedulers` must include those that join later or are
-            started by the scaler.
-        scaler: Starts and drains replicas every `interval_s`; None: all run.
+        scaler: Starts and drains replicas every `interval_s`; None: all run. `schedulers` includes those it may start.
         standby: Replicas that are only started by the scaler. Drained replicas can be started again.
         startup_s: Time until a replica started by the scaler is available; it counts for `max_replicas` at once.
-        rebuild: Creates a new scheduler for a replica that joins again after a failure; None: not supported.
 
     Raises:
-        InputError: There is no replica, or a required router is missing; a change or a standby replica is unknown; in `run`:
-            there was no suitable replica for some requests.
+        InputError: There is no replica, or a required router is missing; a standby replica is unknown; in `run`: there was no
+            suitable replica for some requests.
     """
 
     def __init__(
@@ -121,7 +102,6 @@ class Simulation:
         predictions: Predictions,
         router: Router | None = None,
         *,
-        clients: ClosedLoop | None = None,
         prefix_cache_tokens: int = 0,
         exact_steps: bool = False,
         calibration: Correction | None = None,
@@ -132,47 +112,47 @@ class Simulation:
         planner: MigrationPlanner | Disaggregated | None = None,
         interval_s: float = 0.05,
         stage_blocks: int | None = 64,
-        changes: Sequence[ReplicaChange] = (),
         scaler: AutoScaler | None = None,
         standby: AbstractSet[str] = frozenset(),
         startup_s: float = 0.0,
-        rebuild: Callable[[str], Scheduler] | None = None,
     ) -> None:
         if isinstance(schedulers, Scheduler):
             schedulers = {"0": schedulers}
         if not schedulers:
             raise InputError("schedulers", schedulers, "at least one replica")
-        if router is None and (len(schedulers) > 1 or changes or planner is not None or scaler is not None):
-            raise InputError("router", None, "a router for several replicas, changes, planner or scaler")
-        for name in (*standby, *(change.replica_id for change in changes)):
-            if name not in schedulers:
-                raise InputError("standby, changes", name, ", ".join(schedulers))
-        self._step_times = (
-            step_time if isinstance(step_time, Mapping) else dict.fromkeys(schedulers, step_time)
-        )
+        if router is None and (len(schedulers) > 1 or planner is not None or scaler is not None):
+            raise InputError("router", None, "a router for several replicas, planner or scaler")
+        for name in standby:
+            check_choice("standby", name, schedulers)
+        step_times = step_time if isinstance(step_time, Mapping) else dict.fromkeys(schedulers, step_time)
         self._prefix_cache_tokens = prefix_cache_tokens
-        self._watch = watch
-        self._exact_steps = exact_steps or planner is not None
         self._fresh = scaler is not None or (router is not None and router.sees_tokens)
         #: Requests in the system.
         self._rows: dict[str, TraceRequest] = {}
-        self._replicas: dict[str, SimulatedReplica] = {}
-        self._schedulers: dict[str, Scheduler] = {}
-        for name, scheduler in schedulers.items():
-            self._add_replica(name, scheduler)
+        self._replicas = {
+            name: SimulatedReplica(
+                name,
+                scheduler,
+                step_times[name],
+                self._rows,
+                prefix_cache_tokens=prefix_cache_tokens,
+                exact=exact_steps or planner is not None,
+                fresh=self._fresh,
+                watch=None if watch is None else ReplicaWatch(watch, name, scheduler),
+            )
+            for name, scheduler in schedulers.items()
+        }
         self._predicted = predictions.by_id
         self._calibration, self._served_model = calibration, served_model
         #: Corrected predictions of requests in the system, by request id.
         self._corrected: dict[str, Prediction] = {}
-        self._source = EventSource(trace, predictions, clients)
+        self._source = EventSource(trace, predictions)
         self._progress = progress
         self._dispatcher = None if router is None else Dispatcher(router)
         self._roles = {name: (roles or {}).get(name, ReplicaRole.BOTH) for name in schedulers}
-        self._changes = sorted(changes, key=lambda change: -change.time_s)
-        self._rebuild = rebuild
         self._planner = planner
         self._interval_s = interval_s
-        self._migrations = Migrations(self._schedulers, stage_blocks)
+        self._migrations = Migrations(schedulers, stage_blocks)
         #: Ongoing copies and their end times, by request id; infinite: waiting for the end of a step.
         self._copies: dict[str, tuple[float, Copy]] = {}
         #: Requests whose move waits for the end of a step.
@@ -183,7 +163,8 @@ class Simulation:
         self._scaler = scaler
         self._standby = set(standby)
         self._startup_s = startup_s
-        self._starting: set[str] = set()
+        #: Times at which starting replicas join, in order, and their ids.
+        self._starting: deque[tuple[float, str]] = deque()
         self._next_tick_s = math.inf
         #: Numbers of requests in the system and waiting, their time, and whether they may have changed.
         self._counts = (0, 0)
@@ -194,28 +175,12 @@ class Simulation:
         self._replicas_s = 0.0
         self._outcome = SimulationOutcome()
 
-    def _add_replica(self, name: str, scheduler: Scheduler) -> None:
-        self._replicas[name] = SimulatedReplica(
-            name,
-            scheduler,
-            self._step_times[name],
-            self._rows,
-            prefix_cache_tokens=self._prefix_cache_tokens,
-            exact=self._exact_steps,
-            fresh=self._fresh,
-            watch=None if self._watch is None else ReplicaWatch(self._watch, name, scheduler),
-        )
-        self._schedulers[name] = scheduler
-
     def run(self) -> SimulationOutcome:
         """Runs until every request has finished or was refused."""
         now = self._counted_s = self._outcome.start_s = self._source.start_s
         if self._dispatcher is not None:
-            # Changes are in descending order of time: the last entry of a replica is its first change.
-            first_changes = {change.replica_id: change.kind for change in self._changes}
-            later = self._standby | {name for name, kind in first_changes.items() if kind == "join"}
             for name in self._replicas:
-                if name not in later:
+                if name not in self._standby:
                     self._dispatcher.joined(name, self._roles[name])
         if self._planner is not None or self._scaler is not None:
             self._next_tick_s = now + self._interval_s
@@ -223,8 +188,7 @@ class Simulation:
         while now < math.inf:
             now = self._advance(now)
         if self._dispatcher is not None and self._dispatcher.num_pending:
-            allowed = "at least one final replica that can run every request"
-            raise InputError("roles, changes", self._roles, allowed)
+            raise InputError("roles", self._roles, "at least one replica that can run every request")
         assert not self._rows, "a request was lost"
         assert not self._migrations.in_flight, "a migration did not end"
         self._outcome.end_s = self._counted_s
@@ -248,8 +212,8 @@ class Simulation:
                 if end_s <= now and self._copies.get(name) == (end_s, copy):
                     self._copies[name] = (math.inf, copy)
                     self._end_copy(copy, now)
-        while self._changes and self._changes[-1].time_s <= now:
-            self._change(self._changes.pop())
+        while self._starting and self._starting[0][0] <= now:
+            self._join(self._starting.popleft()[1], now)
             self._count_replicas(now)
         while source.next_s <= now:
             self._deliver(source.pop())
@@ -259,8 +223,8 @@ class Simulation:
         next_s = source.next_s
         # Events at one of several replicas shorten its run of steps, see `_reach`.
         until_s = math.inf if self._dispatcher is not None and not self._fresh else next_s
-        if self._changes:
-            next_s, until_s = min(next_s, self._changes[-1].time_s), min(until_s, self._changes[-1].time_s)
+        if self._starting:
+            next_s, until_s = min(next_s, self._starting[0][0]), min(until_s, self._starting[0][0])
         if self._scaler is not None:
             until_s = min(until_s, self._next_tick_s)
         for replica in replicas.values():
@@ -347,9 +311,8 @@ class Simulation:
         self._may_count = True
         request = row.request()
         refusals = [replica.scheduler.refusal(request) for replica in self._replicas.values()]
-        may_fit_later = not refusals and any(change.kind == "join" for change in self._changes)
-        if not may_fit_later and all(refusal is not None for refusal in refusals):
-            self._outcome.refused[name] = str(refusals[0]) if refusals else "there is no replica"
+        if all(refusal is not None for refusal in refusals):
+            self._outcome.refused[name] = str(refusals[0])
             self._end_request(row, now)
             return
         self._rows[name] = row
@@ -358,8 +321,8 @@ class Simulation:
             cached = replica.prefix_cache.hit(row)
             replica.scheduler.add(row.request(cached) if cached else request, now)
         else:
-            schedulers = self._schedulers.values()
-            blocks = prefix_blocks(row, next(iter(schedulers)).config.kv_block_tokens) if schedulers else ()
+            replica = next(iter(self._replicas.values()))
+            blocks = prefix_blocks(row, replica.scheduler.config.kv_block_tokens)
             item = RoutingRequest(request=request, tier=request.tier, prefix_blocks=blocks)
             self._dispatcher.arrived(item)
             self._dispatch(self._dispatcher, now)
@@ -390,34 +353,12 @@ class Simulation:
             if request.request_id in self._delivered:
                 replica.scheduler.update(request.request_id, self._delivered[request.request_id], now)
 
-    def _change(self, change: ReplicaChange) -> None:
-        now, name, dispatcher = change.time_s, change.replica_id, self._dispatcher
+    def _join(self, name: str, now: float) -> None:
+        dispatcher = self._dispatcher
+        assert dispatcher is not None, "the scaler needs a router"
         self._may_count = True
-        assert dispatcher is not None, "changes need a router"
-        if change.kind == "join":
-            self._standby.discard(name)
-            self._starting.discard(name)
-            if name not in self._replicas:
-                if self._rebuild is None:
-                    problem = f"replica {name} joins again after a failure, which needs `rebuild`"
-                    raise InputError(f"changes: {problem}")
-                self._add_replica(name, self._rebuild(name))
-            dispatcher.joined(name, self._roles[name])
-        elif change.kind == "drain":
-            self._drain(dispatcher, name, now)
-        else:
-            for aborted in self._migrations.on_failed(name, now):
-                self._handle(aborted, now)
-            del self._replicas[name], self._schedulers[name]
-            lost = {item.request.request_id for item in dispatcher.failed(name, now)}
-            self._outcome.num_restarts += len(lost)
-            self._pending_moves -= lost
+        dispatcher.joined(name, self._roles[name])
         self._dispatch(dispatcher, now)
-
-    def _drain(self, dispatcher: Dispatcher, name: str, now: float) -> None:
-        dispatcher.draining(name)
-        for aborted in self._migrations.on_draining(name, now):
-            self._handle(aborted, now)
 
     def _snapshots(self, dispatcher: Dispatcher, *, keep_requests: bool) -> tuple[ReplicaSnapshot, ...]:
         snapshots = []
@@ -491,17 +432,16 @@ class Simulation:
             return
         self._outcome.scaling.append((now, signal))
         if isinstance(signal, ScaleIn):
-            self._drain(dispatcher, signal.victim, now)
+            dispatcher.draining(signal.victim)
+            for aborted in self._migrations.on_draining(signal.victim, now):
+                self._handle(aborted, now)
             return
         name = min(self._standby)
         self._standby.remove(name)
-        join = ReplicaChange(now + self._startup_s, name, "join")
         if self._startup_s == 0:
-            self._change(join)
-            return
-        self._starting.add(name)
-        self._changes.append(join)
-        self._changes.sort(key=lambda change: -change.time_s)
+            self._join(name, now)
+        else:
+            self._starting.append((now + self._startup_s, name))
 
     def _start_move(self, move: Move, now: float) -> None:
         self._pending_moves.discard(move.request_id)

@@ -1,9 +1,8 @@
 """One simulation, from its configuration to its result."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from html import escape
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,6 @@ from scheduler_core.simulator.predictions import (
     trace_predictions,
 )
 from scheduler_core.simulator.records import RequestRecord
-from scheduler_core.simulator.sources import ClosedLoop
 from scheduler_core.simulator.steady_state import unsteady
 from scheduler_core.simulator.step_time import isolated_latency_s, saturation_rate_rps
 from scheduler_core.simulator.step_time.roofline import KV_BLOCK_TOKENS, RooflineStepTime
@@ -34,7 +32,7 @@ from scheduler_core.simulator.trace import Trace, load_trace
 from scheduler_core.simulator.watch import RunWatch
 from scheduler_core.simulator.workloads.arrivals import check_rate
 
-SCHEMA = "tailcast.simulation/4"
+SCHEMA = "tailcast.simulation/5"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,10 +191,6 @@ def run_simulation(
         delays = dict.fromkeys(predictions.by_id, config.predictor_delay_s)
         delayed = replace(predictions, latency_s=delays)
     schedulers = {name: config.make_scheduler(log) for name in cluster.replica_ids}
-    clients = None
-    if config.num_clients is not None:
-        rng = np.random.default_rng([config.seed, 3])
-        clients = ClosedLoop(num_clients=config.num_clients, think_time_s=config.client_think_time_s, rng=rng)
     step_time = config.make_step_time()
     calibration = Correction() if config.online_calibration else None
     outcome = Simulation(
@@ -204,7 +198,6 @@ def run_simulation(
         schedulers,
         step_time,
         delayed,
-        clients=clients,
         prefix_cache_tokens=config.prefix_cache_tokens,
         exact_steps=config.exact_steps,
         calibration=calibration,
@@ -227,7 +220,6 @@ def run_simulation(
             "num_migrations": outcome.num_migrations,
             "num_migrated_blocks": outcome.num_migrated_blocks,
             "aborted_migrations": {reason.value: num for reason, num in outcome.aborted_migrations.items()},
-            "num_restarts": outcome.num_restarts,
             "num_scalings": len(outcome.scaling),
         }
     predictor = predictor_statistics(predictions, schedulers)
@@ -262,7 +254,7 @@ def result_warnings(
 
     - prefix_cache: there is nothing that it could store. hash_ids: see `Trace`.
     - kv_cache: it is larger than the memory of the device of a roofline.
-    - steady_state: see `unsteady_result`.
+    - steady_state: see `unsteady`.
     - predictions: requests without one although there is a predictor.
     """
     warnings: dict[str, str | None] = {"hash_ids": trace.hash_ids_problem}
@@ -273,7 +265,7 @@ def result_warnings(
             "shares a prefix (columns session_id and prefix_tokens)"
         )
     warnings["kv_cache"] = _kv_cache_problem(config)
-    warnings["steady_state"] = unsteady_result(config, [metrics["steady_state"]])
+    warnings["steady_state"] = unsteady([metrics["steady_state"]], config.trace_repeat)
     num, parts = len(trace), []
     if predictor["num_without_prompt"]:
         parts.append(
@@ -300,11 +292,3 @@ def _kv_cache_problem(config: SimulationConfig) -> str | None:
         f"the KV cache of {num_tokens} tokens does not fit: {devices} have memory for {fitting}; "
         f"use --scheduler.num_kv_blocks {fitting // scheduler.kv_block_tokens}"
     )
-
-
-def unsteady_result(config: SimulationConfig, measures: Sequence[Mapping[str, float | None]]) -> str | None:
-    """`unsteady` of runs with this configuration and any seeds; None for a closed loop, which limits the number of
-    requests in the system itself."""
-    if config.num_clients is not None:
-        return None
-    return unsteady(measures, config.repeat if config.workload is None else None)

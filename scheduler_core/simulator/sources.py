@@ -1,14 +1,11 @@
-"""External events of a simulated engine: open and closed loops, conversations, predictions."""
+"""External events of a simulated engine: arrivals, next turns of conversations, predictions."""
 
 import heapq
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-import numpy as np
-
-from scheduler_core.errors import InputError
 from scheduler_core.simulator.predictions import Predictions
 from scheduler_core.simulator.trace import Trace, TraceRequest
 
@@ -21,19 +18,6 @@ class TraceEvent(NamedTuple):
     is_arrival: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClosedLoop:
-    """Clients that send their next request after their previous output and a think time, exponential with
-    mean `think_time_s` or, without `rng`, constant.
-
-    Requests are sent in the order of the trace. Of its arrival times only the first is used, as the start of all clients.
-    """
-
-    num_clients: int
-    think_time_s: float = 0.0
-    rng: np.random.Generator | None = None
-
-
 class EventSource:
     """All arrivals and predictions in order of time; some arrivals depend on the end of other requests.
 
@@ -41,44 +25,36 @@ class EventSource:
 
     - A turn of a conversation with a think time arrives that long after the end of the previous turn, but not before its
       `arrival_s`. A refused turn ends at its arrival.
-    - With `clients` every request waits for a client; the trace must not have think times.
     - A prediction arrives `latency_s` after its request.
     """
 
-    def __init__(self, trace: Trace, predictions: Predictions, clients: ClosedLoop | None = None) -> None:
+    def __init__(self, trace: Trace, predictions: Predictions) -> None:
         self._predicted, self._delays_s = predictions.by_id, predictions.latency_s
-        self._clients = clients
         rows = sorted(trace.requests, key=lambda row: row.arrival_s)
         #: Next turn of a conversation, by the id of the turn whose end it waits for.
         self._next_turns = _next_turns(rows)
-        if clients is not None and self._next_turns:
-            raise InputError("clients", clients.num_clients, "no clients if the trace has think times")
         later = {row.request_id for row in self._next_turns.values()}
         rows = [row for row in rows if row.request_id not in later] if later else rows
         self.start_s = rows[0].arrival_s
         rows.reverse()
-        #: Future arrivals, the next one last; in a closed loop the requests that were not sent yet.
+        #: Future arrivals, the next one last.
         self._rows = rows
         #: (time, whether it is a prediction, running number, request).
         self._heap: list[tuple[float, bool, int, TraceRequest]] = []
         self._num_pushed = 0
         #: Time of the next event in seconds; infinite if there is none for now.
-        self.next_s = math.inf
-        if clients is not None:
-            for _ in range(min(clients.num_clients, len(rows))):
-                self._send(rows.pop(), self.start_s)
-        self.next_s = self._due_s()
+        self.next_s = self.start_s
 
     def _due_s(self) -> float:
         due = self._heap[0][0] if self._heap else math.inf
-        if self._rows and self._clients is None:
+        if self._rows:
             return min(due, self._rows[-1].arrival_s)
         return due
 
     def pop(self) -> TraceEvent:
         """Removes and returns the next event, which must exist."""
         rows, heap = self._rows, self._heap
-        if rows and self._clients is None and (not heap or (rows[-1].arrival_s, False) <= heap[0][:2]):
+        if rows and (not heap or (rows[-1].arrival_s, False) <= heap[0][:2]):
             row = rows.pop()
             time_s, is_arrival = row.arrival_s, True
         else:
@@ -90,20 +66,12 @@ class EventSource:
         return TraceEvent(time_s, row, is_arrival)
 
     def end_request(self, row: TraceRequest, now: float) -> None:
-        """Called when a request finished or was refused; schedules the next turn or the client's next request."""
-        if self._next_turns:
-            turn = self._next_turns.pop(row.request_id, None)
-            if turn is not None:
-                assert turn.think_time_s is not None
-                self._send(turn, max(turn.arrival_s, now + turn.think_time_s))
-        clients = self._clients
-        if clients is not None and self._rows:
-            think_s = clients.think_time_s
-            think_s = think_s if clients.rng is None else float(clients.rng.exponential(think_s))
-            self._send(self._rows.pop(), now + think_s)
-
-    def _send(self, row: TraceRequest, time_s: float) -> None:
-        self._push(time_s, False, replace(row, arrival_s=time_s) if time_s != row.arrival_s else row)
+        """Called when a request finished or was refused; schedules the next turn of its conversation."""
+        turn = self._next_turns.pop(row.request_id, None)
+        if turn is not None:
+            assert turn.think_time_s is not None
+            time_s = max(turn.arrival_s, now + turn.think_time_s)
+            self._push(time_s, False, replace(turn, arrival_s=time_s) if time_s != turn.arrival_s else turn)
 
     def _push(self, time_s: float, is_prediction: bool, row: TraceRequest) -> None:
         self._num_pushed += 1

@@ -131,7 +131,6 @@ def test_clusters_finish_everything_and_say_where(cluster: ClusterConfig) -> Non
     assert metrics["groups"]["tier"].keys() == {str(one.tier) for one in result.records}
     assert metrics["groups"]["tenant"].keys() == {"a", "b"}
     assert sum(group["num_finished"] for group in metrics["groups"]["tier"].values()) == 120
-    assert metrics["cluster"]["num_restarts"] == 0
     assert drawn(policy="hpjf", cluster=cluster, seed=1).metrics == metrics
     assert metrics["mean_replicas"] == pytest.approx(cluster.num_replicas)
     assert metrics["cost_per_latency"] == pytest.approx(cluster.num_replicas * metrics["ttlt_s"]["p99"])
@@ -151,15 +150,11 @@ def test_an_oracle_with_noise_is_wrong_by_as_much_as_it_says() -> None:
     assert set(columns["predicted_sigma"]) == {0.4}
 
 
-def test_other_step_times_closed_loops_and_prefix_caches_reach_the_simulation() -> None:
+def test_other_step_times_and_prefix_caches_reach_the_simulation() -> None:
     talk = replace(WORKLOAD, num_requests=60, sessions=Sessions(mean_turns=4, mean_think_time_s=1.0))
     cached, plain = (drawn(workload=talk, load=0.5, prefix_cache_tokens=num).metrics for num in (100_000, 0))
     assert cached["ttft_s"]["mean"] < plain["ttft_s"]["mean"]
     assert drawn(step_time_model="staircase").metrics["ttlt_s"] != drawn().metrics["ttlt_s"]
-    for num_replicas in (1, 2):
-        metrics = drawn(num_clients=3, cluster=ClusterConfig(num_replicas=num_replicas)).metrics
-        assert metrics["num_finished"] == 120
-        assert 2 < metrics["mean_requests_in_system"] <= 3
     with pytest.raises(InputError, match="step time"):
         drawn(step_time_model="sundial")
 

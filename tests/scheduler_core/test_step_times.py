@@ -35,6 +35,7 @@ from scheduler_core.simulator.step_time.roofline import GPUS, MODELS, RooflineSt
 from scheduler_core.simulator.step_time.staircase import StaircaseStepTime
 from tests.fake_openai import event, running
 from tests.scheduler_core.helpers import PLAIN, random_trace, request, simulate, token_times
+from tests.waiting import taken
 
 TABLE = operator_table.OperatorTable(
     num_layers=2, tokens_s=1e-4 + 1e-6 * np.arange(129),
@@ -270,32 +271,11 @@ def test_noise_and_hiccups_change_the_mean_and_not_the_proportions() -> None:
     assert ratios[0] == pytest.approx(ratios[1], rel=0.2)
 
 
-def test_parts_measured_in_turn_are_one_measurement() -> None:
-    config = EngineCalibrationConfig(json="", url="http://x/v1", served_model="m", num_requests=20, rounds=3)
+def test_the_parts_of_a_load_are_all_its_requests() -> None:
+    config = EngineCalibrationConfig(json="", url="http://x/v1", served_model="m", num_requests=20)
     rng = np.random.default_rng(0)
     ids = [one.request_id for index in range(3) for one in calibrate.draw_probes(config, 2.0, index, rng)]
     assert ids == [f"r{number}" for number in range(20)]
-    rows = measured(TRUE, 6.0)
-    later = calibrate.joined([rows, rows])
-    assert later[: len(rows)] == rows
-    assert min(one.sent_s for one in later[len(rows) :]) > max(one.token_s[-1] for one in rows)
-    once, twice = (fit_step_time(calibrate.step_samples(one)) for one in (rows, later))
-    assert twice.num_samples == 2 * once.num_samples
-    assert twice.parameters == pytest.approx(once.parameters, rel=1e-6)
-
-
-def test_a_staircase_is_found_again() -> None:
-    tiles = {"linear_tile_s": 5e-3, "decode_tile_s": 2e-5, "prefill_tile_s": 1e-5}
-    model = StaircaseStepTime(base_s=0.01, per_token_s=2e-5, **tiles)
-    rng = np.random.default_rng(0)
-    works = []
-    for _ in range(300):
-        sizes = [int(size) for size in rng.integers(1, 700, rng.integers(0, 3))]
-        chunks = tuple(PrefillChunk("", int(rng.integers(0, 900)), size, True) for size in sizes)
-        works.append(StepWork(chunks, [int(one) for one in rng.integers(1, 2000, rng.integers(1, 60))]))
-    fit = fit_step_time([StepSample(model.step_s(work), work) for work in works], "staircase")
-    for name, value in fit.parameters.items():
-        assert value == pytest.approx(getattr(model, name), rel=1e-6), name
 
 
 def test_no_time_is_ever_negative() -> None:
@@ -318,9 +298,10 @@ def test_a_live_engine_is_asked_in_time_and_all_tokens_are_noted() -> None:
     sent = probes(*(random_prompt(10 + number, rng) for number in range(6)), "fail please")
     with fake_engine(LinearStepTime(base_s=0.002), LIMITS) as url:
         counted: list[int] = []
-        send(Endpoint(url=url, served_model="m"), sent, progress=counted.append)
+        start_s = time.perf_counter()
+        send(Endpoint(url=url, served_model="m"), sent, start_s, progress=counted.append)
         with pytest.raises(TailcastError, match="503"):
-            send(Endpoint(url=url, served_model="m"), probes("fail"))
+            send(Endpoint(url=url, served_model="m"), probes("fail"), start_s)
     assert sum(counted) == 7
     assert (sent[-1].error or "").startswith("HTTP 503")
     for number, one in enumerate(sent[:-1]):
@@ -333,8 +314,8 @@ def test_a_live_engine_is_asked_in_time_and_all_tokens_are_noted() -> None:
 
 def test_nobody_there_and_wrong_values_are_told() -> None:
     with pytest.raises(TailcastError, match="all requests failed"):
-        send(Endpoint(url="http://127.0.0.1:9/v1", served_model="m"), probes("x"))
-    wrong: list[tuple[str, Any]] = [("url", "ftp://x"), ("rounds", 21), ("prompt_words", (9, 3))]
+        send(Endpoint(url="http://127.0.0.1:9/v1", served_model="m"), probes("x"), 0.0)
+    wrong: list[tuple[str, Any]] = [("url", "ftp://x"), ("prompt_words", (9, 3))]
     for name, value in wrong:
         values: dict[str, Any] = {"json": "", "url": "http://x/v1", "served_model": "m", name: value}
         with pytest.raises(InputError, match=name):
@@ -403,7 +384,7 @@ class _Stepping:
             assert plan is not None
             contexts = [state.num_computed_tokens for state in core.decoding]
             seconds = self._step_time.step_s(StepWork(plan.prefills, contexts))
-            await asyncio.sleep(max(0.0, start + seconds - time.monotonic()))
+            await taken(start + seconds - time.monotonic())
             finished = {one.request_id for one in core.complete(StepResult(plan.step), time.monotonic())}
             for name in [*plan.decodes, *(chunk.request_id for chunk in plan.prefills if chunk.is_last)]:
                 self._streams[name].put_nowait(name in finished)

@@ -1,22 +1,23 @@
-"""`simulate calibrate`: fits a model of step times to a live engine, and validates it on another load."""
+"""`simulate calibrate`: fits linear step times to a live engine, and validates it on another load."""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from scheduler_core.engine.plan import PrefillChunk
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.policies import make_policy
-from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges
+from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.shell.command import CHECK_FAILED, report_left_out
 from scheduler_core.shell.files import writable_target, write_json
@@ -24,23 +25,18 @@ from scheduler_core.simulator.commands import progress_bar
 from scheduler_core.simulator.engine_probe import Endpoint, Probe, random_prompt, send
 from scheduler_core.simulator.loop import Simulation
 from scheduler_core.simulator.predictions import Predictions
-from scheduler_core.simulator.step_time import make_step_time
-from scheduler_core.simulator.step_time.base import StepTime, StepWork
-from scheduler_core.simulator.step_time.staircase import StaircaseStepTime
+from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime, StepWork
 from scheduler_core.simulator.trace import Trace, TraceRequest
 
 logger = logging.getLogger(__name__)
 
 SCHEMA = "tailcast.calibration/1"
-Kind = Literal["linear", "staircase"]
-
 #: Steps whose relative error exceeds this multiple of the median error are outliers and left out.
 OUTLIER = 5.0
-#: Fitted parameters by model.
-PARAMETERS: dict[str, tuple[str, ...]] = {
-    "linear": ("base_s", "per_prefill_token_s", "per_decode_s", "per_context_token_s"),
-    "staircase": ("base_s", "linear_tile_s", "per_token_s", "decode_tile_s", "prefill_tile_s"),
-}
+#: Fitted parameters of `LinearStepTime`.
+PARAMETERS = ("base_s", "per_prefill_token_s", "per_decode_s", "per_context_token_s")
+#: Each load is measured in so many parts, alternately with the other, so that a slowdown of the machine affects both.
+ROUNDS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +58,10 @@ class EngineCalibrationConfig(Endpoint):
     """Requests per second of the load that the fitted model predicts."""
     num_requests: int = 60
     """Number of requests of each load."""
-    rounds: int = 3
-    """Number of parts of each load, measured alternately, so that a slowdown of the machine affects both loads."""
     prompt_words: tuple[int, int] = (8, 512)
     """Minimum and maximum length of prompts in words (about as many tokens), log-uniformly distributed."""
     output_tokens: tuple[int, int] = (8, 128)
     """Minimum and maximum of max_tokens, log-uniformly distributed."""
-    model: Kind = "linear"
-    """The fitted model: linear, staircase (RAD, Eq. 7)."""
     seed: int = 0
     """Seed of prompts and arrivals."""
     max_error: float = 0.3
@@ -80,14 +72,11 @@ class EngineCalibrationConfig(Endpoint):
     def __post_init__(self) -> None:
         super().__post_init__()
         positive = dict.fromkeys(("rate", "held_out_rate", "timeout_s", "max_error"), (POSITIVE, FINITE))
-        check_ranges(
-            self, num_requests=(10, 1_000_000), rounds=(1, max(1, self.num_requests // 3)), **positive
-        )
+        check_ranges(self, num_requests=(10, 1_000_000), **positive)
         for name in ("prompt_words", "output_tokens"):
             low, high = getattr(self, name)
             if not 1 <= low <= high:
                 raise InputError(name, (low, high), "two integers > 0 in ascending order")
-        check_choice("model", self.model, PARAMETERS)
 
 
 def run(config: EngineCalibrationConfig) -> int:
@@ -97,12 +86,12 @@ def run(config: EngineCalibrationConfig) -> int:
         api_key = os.environ.get("OPENAI_API_KEY")
         result = run_calibration(config, api_key=api_key, progress=bar.update)
     error = result["held_out"]["error"].get("ttlt_s", math.inf)
-    text = f"{config.model}: error of the mean ttlt of the held-out load {100 * error:+.1f} %"
+    text = f"error of the mean ttlt of the held-out load {100 * error:+.1f} %"
     warnings = {}
     if not abs(error) <= config.max_error:
         warnings["held_out_error"] = (
             f"{text}, more than {100 * config.max_error:g} %: these step times do not describe the engine; check the limits "
-            "--scheduler.*, use more requests, another --model, or rates nearer to those to simulate"
+            "--scheduler.*, use more requests, or rates nearer to those to simulate"
         )
     write_json(target, {"schema": SCHEMA, **result, "warnings": warnings})
     if warnings:
@@ -130,17 +119,20 @@ def run_calibration(
     of the first failed request, None without one), and `config`.
     """
     generators = [np.random.default_rng([config.seed, number]) for number in range(2)]
-    parts: list[list[list[Probe]]] = [[], []]
-    for index in range(config.rounds):
-        for rate, rng, measured in zip((config.rate, config.held_out_rate), generators, parts, strict=True):
-            measured.append(draw_probes(config, rate, index, rng))
-            send(config, measured[-1], api_key=api_key, progress=progress)
-    first, second = map(joined, parts)
-    fit = fit_step_time(step_samples(first), config.model)
+    start_s = time.perf_counter()
+    first: list[Probe] = []
+    second: list[Probe] = []
+    loads = (first, config.rate, generators[0]), (second, config.held_out_rate, generators[1])
+    for index in range(ROUNDS):
+        for probes, rate, rng in loads:
+            part = draw_probes(config, rate, index, rng)
+            send(config, part, start_s, api_key=api_key, progress=progress)
+            probes += part
+    fit = fit_step_time(step_samples(first))
     errors = [abs(fit.step_time.step_s(step.work) / step.seconds - 1) for step in step_samples(second)]
     return {
         "config": asdict(config),
-        "step_time": {"name": config.model, "parameters": fit.parameters},
+        "step_time": {"name": "linear", "parameters": fit.parameters},
         "num_steps": fit.num_samples,
         "num_outliers": fit.num_outliers,
         "median_step_error": fit.median_error,
@@ -155,7 +147,7 @@ def draw_probes(
     config: EngineCalibrationConfig, rate: float, index: int, rng: np.random.Generator
 ) -> list[Probe]:
     """The requests of one round, with Poisson arrivals."""
-    first, last = (config.num_requests * bound // config.rounds for bound in (index, index + 1))
+    first, last = (config.num_requests * bound // ROUNDS for bound in (index, index + 1))
     arrivals = np.cumsum(rng.exponential(1 / rate, last - first)).tolist()
     words, max_tokens = (
         np.rint(np.exp(rng.uniform(math.log(low), math.log(high), last - first))).astype(int).tolist()
@@ -167,19 +159,6 @@ def draw_probes(
             range(first, last), arrivals, words, max_tokens, strict=True
         )
     ]
-
-
-def joined(parts: Sequence[Sequence[Probe]]) -> list[Probe]:
-    """Concatenates separate measurements; each starts a second after the end of the previous one."""
-    responses: list[Probe] = []
-    start_s = 0.0
-    for part in parts:
-        responses += [
-            replace(probe, sent_s=probe.sent_s + start_s, token_s=[at_s + start_s for at_s in probe.token_s])
-            for probe in part
-        ]
-        start_s = 1.0 + max((max([probe.sent_s, *probe.token_s]) for probe in responses), default=start_s)
-    return responses
 
 
 def step_samples(responses: Sequence[Probe]) -> list[StepSample]:
@@ -281,21 +260,23 @@ class StepTimeFit:
     median_error: float
 
 
-def fit_step_time(samples: Sequence[StepSample], kind: Kind = "linear") -> StepTimeFit:
+def fit_step_time(samples: Sequence[StepSample]) -> StepTimeFit:
     """Fits step times by non-negative least squares of relative errors, a second time without outliers.
     `InputError` if there are too few steps, a duration is not above 0, or the fit fails.
 
     The steps must include prompts and decodes of different sizes. The fit is then scaled to the measured total time of all
     steps, including outliers, because queues depend on the mean step time, and relative errors bias a fit to noisy steps
-    towards short ones (E[1/s] / E[1/s^2] instead of E[s], for steps of one size). `staircase` has its default tiles.
+    towards short ones (E[1/s] / E[1/s^2] instead of E[s], for steps of one size).
     """
     from scipy.optimize import nnls  # the simulator itself does not need scipy
 
-    names = PARAMETERS[kind]
     seconds = np.array([sample.seconds for sample in samples])
-    if len(samples) < 2 * len(names) or not bool((seconds > 0).all()):
-        raise InputError("measured steps", len(samples), f"at least {2 * len(names)} with a time > 0")
-    features = np.array([_features(sample.work, kind) for sample in samples], float)
+    if len(samples) < 2 * len(PARAMETERS) or not bool((seconds > 0).all()):
+        raise InputError("measured steps", len(samples), f"at least {2 * len(PARAMETERS)} with a time > 0")
+    works = [sample.work for sample in samples]
+    features = np.array(
+        [(1, one.num_prefill_tokens, len(one.contexts), one.num_context_tokens) for one in works], float
+    )
     scale = np.maximum(features.max(axis=0), 1e-300)
     regular = np.ones(len(samples), bool)
     for _ in range(2):
@@ -305,20 +286,11 @@ def fit_step_time(samples: Sequence[StepSample], kind: Kind = "linear") -> StepT
         regular = errors <= OUTLIER * max(float(np.median(errors)), 1e-9)
     weights = weights * seconds.sum() / float((features @ weights).sum())
     errors = np.abs(features @ weights - seconds) / seconds
-    parameters = {name: float(value) for name, value in zip(names, weights, strict=True)}
-    model = make_step_time(kind, parameters)
-    return StepTimeFit(model, parameters, len(samples), int((~regular).sum()), float(np.median(errors)))
-
-
-def _features(work: StepWork, kind: Kind) -> list[float]:
-    """The factor of each parameter in the step time."""
-    if kind == "linear":
-        return [1.0, work.num_prefill_tokens, len(work.contexts), work.num_context_tokens]
-    tiles = StaircaseStepTime()
-    return [
-        1.0,
-        -(-work.num_tokens // tiles.t_col),
-        work.num_tokens,
-        sum(tiles.decode_tiles(context) for context in work.contexts),
-        sum(tiles.chunk_tiles(chunk.start_token, chunk.num_tokens) for chunk in work.prefills),
-    ]
+    parameters = {name: float(value) for name, value in zip(PARAMETERS, weights, strict=True)}
+    return StepTimeFit(
+        LinearStepTime(**parameters),
+        parameters,
+        len(samples),
+        int((~regular).sum()),
+        float(np.median(errors)),
+    )

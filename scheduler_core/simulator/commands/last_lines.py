@@ -6,7 +6,7 @@ from typing import Any
 
 from scheduler_core.shell.command import report_left_out
 from scheduler_core.simulator.config import SimulationConfig
-from scheduler_core.simulator.run import unsteady_result
+from scheduler_core.simulator.steady_state import unsteady
 from scheduler_core.statistics import MIN_VALUES
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ def seed_warnings(config: SimulationConfig, results: Sequence[Mapping[str, Any]]
     merged = merged_warnings([result.get("warnings", {}) for result in results])
     merged.pop("steady_state", None)
     measures = [measure for result in results if (measure := result["metrics"].get("steady_state"))]
-    problem = unsteady_result(config, measures)
+    problem = unsteady(measures, config.trace_repeat)
     return {"steady_state": problem, **merged} if problem else merged
 
 

@@ -1,7 +1,6 @@
 """Clusters around the very same schedulers: one replica is the loop of one, and with migration nothing is lost."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from scheduler_core.routing.disaggregated import Disaggregated
 from scheduler_core.routing.llumnix import AutoScaler, Headroom, MigrationPlanner, ScaleIn, ScaleOut
 from scheduler_core.routing.snapshot import ReplicaRole
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
-from scheduler_core.simulator.loop import ReplicaChange, Simulation, SimulationOutcome
+from scheduler_core.simulator.loop import Simulation, SimulationOutcome
 from scheduler_core.simulator.predictions import Predictions, trace_predictions
 from scheduler_core.simulator.step_time.base import LinearStepTime
 from scheduler_core.simulator.trace import Trace
@@ -125,29 +124,6 @@ def test_disaggregated_prompts_and_tokens_are_on_different_replicas() -> None:
     assert out.num_migrations >= 0.8 * 40
 
 
-def test_a_draining_replica_is_evacuated_and_gets_nothing_new() -> None:
-    trace = random_trace(60, seed=10, rate_rps=10.0)
-    middle = trace.requests[30].arrival_s
-    drained = (ReplicaChange(middle, "n1", "drain"),)
-    left = simulate(trace, router("jsq"), 2, changes=drained)
-    moved = simulate(trace, router("jsq"), 2, changes=drained, planner=planner())
-    last = [
-        max(record.finish_s for record in out.records if replica_of(out)[record.request_id] == "n1")
-        for out in (left, moved)
-    ]
-    assert last[1] < last[0], "requests that move away do not keep the replica busy"
-    late = {row.request_id for row in trace.requests if row.arrival_s > middle}
-    assert all(replica_of(moved)[name] == replica_of(left)[name] == "n0" for name in late)
-
-
-def test_requests_that_come_while_no_replica_is_there_wait_for_one() -> None:
-    trace = random_trace(20, seed=12, rate_rps=10.0)
-    out = simulate(trace, router("jsq"), 1, changes=(ReplicaChange(30.0, "n0", "join"),))
-    assert all(record.first_scheduled_s >= 30.0 for record in out.records)
-    with pytest.raises(InputError, match="at least one final replica"):
-        simulate(trace, router("jsq"), 1, changes=(ReplicaChange(0.0, "n0", "drain"),))
-
-
 def test_the_cluster_grows_under_load_and_shrinks_after_it() -> None:
     """A burst of 60 requests on one replica, then one request every ten seconds. An idle replica of 120 blocks has
     F = 120, so that only a cluster with nearly nothing to do shrinks."""
@@ -173,33 +149,6 @@ def test_what_cannot_run_is_refused() -> None:
         Simulation(trace, {}, LinearStepTime(), trace_predictions(trace), router("jsq"))
     with pytest.raises(InputError, match="roles"):
         simulate(trace, Disaggregated(), 1, roles={"n0": ReplicaRole.DECODE})
-
-
-def test_replicas_that_fail_and_are_repaired_lose_nothing() -> None:
-    trace = random_trace(150, seed=7, rate_rps=10.0)
-    changes = [
-        ReplicaChange(2.0 * number + after_s, f"n{number % 3}", kind)
-        for number in range(1, 7)
-        for after_s, kind in ((0.0, "fail"), (1.0, "join"))
-    ]
-    made: list[Scheduler] = []
-
-    def rebuild(_: str) -> Scheduler:
-        made.append(core("tie"))
-        return made[-1]
-
-    def run(**more: Any) -> SimulationOutcome:
-        cores, predictions = {f"n{number}": core("tie") for number in range(3)}, trace_predictions(trace)
-        options = {"router": router("jsq"), "changes": changes, **more}
-        return Simulation(trace, cores, LinearStepTime(), predictions, **options).run()
-
-    out = run(rebuild=rebuild)
-    assert sorted(r.request_id for r in out.records) == sorted(r.request_id for r in trace.requests)
-    assert out.num_restarts > 10
-    for one in made:
-        one.validate()
-    with pytest.raises(InputError, match="rebuild"):
-        run()
 
 
 def conversations(num: int) -> Trace:

@@ -17,7 +17,7 @@ from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from tests.scheduler_core.helpers import predicted, prediction, request, run_step
 
 MOVE = Move("r", "a", "b")
-ACTIONS = [*["add", "predict", "start", "copied"] * 4, *["step"] * 16, "abort", "abort", "drain", "fail"]
+ACTIONS = [*["add", "predict", "start", "copied"] * 4, *["step"] * 16, "drain", "drain"]
 
 
 def scheduler(policy: str = "tie", log: DecisionLog | None = None, **limits: Any) -> Scheduler:
@@ -127,21 +127,18 @@ class Walk:
     """Schedulers a and b with small caches, so that preemptions and full destinations are common."""
 
     def __init__(self, policy: str, rng: np.random.Generator) -> None:
-        self.policy, self.rng, self.now = policy, rng, 0.0
+        self.rng, self.now = rng, 0.0
         self.logs: dict[str, DecisionLog] = {}
         self.sides: dict[str, Scheduler] = {}
         for side in "ab":
-            self.restart(side)
+            self.logs[side] = log = DecisionLog()
+            limits = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "num_kv_blocks": 12}
+            self.sides[side] = scheduler(policy, log, **limits)
         self.migrations = Migrations(self.sides, stage_blocks=2)
         self.open: dict[str, StepPlan] = {}
         self.copies: dict[str, Copy] = {}
         self.tokens: dict[str, int] = {}
         self.ends: list[AbortReason | str] = []
-
-    def restart(self, side: str) -> None:
-        self.logs[side] = log = DecisionLog()
-        limits = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "num_kv_blocks": 12}
-        self.sides[side] = scheduler(self.policy, log, **limits)
 
     def pick(self, names: list[str]) -> str:
         return names[int(self.rng.integers(len(names)))]
@@ -210,27 +207,8 @@ class Walk:
                 assert self.side_of(name) == outcome.move.destination
             self.note(outcome)
 
-    def abort(self) -> None:
-        if self.tokens:
-            name = self.pick(list(self.tokens))
-            side = self.side_of(name)
-            if side is not None:
-                assert self.sides[side].abort(name, self.now)
-            self.note(self.migrations.on_aborted(name, self.now))
-            del self.tokens[name]
-
     def drain(self) -> None:
         for aborted in self.migrations.on_draining(self.pick(["a", "b"]), self.now):
-            self.note(aborted)
-
-    def fail(self) -> None:
-        side = self.pick(["a", "b"])
-        stopped = [name for name, copy in self.copies.items() if not copy.live and copy.move.source == side]
-        for name in [name for name in self.tokens if self.side_of(name) == side] + stopped:
-            del self.tokens[name]
-        self.restart(side)
-        self.open.pop(side, None)
-        for aborted in self.migrations.on_failed(side, self.now):
             self.note(aborted)
 
     def check(self) -> None:

@@ -27,7 +27,7 @@ from tests.scheduler_core.routing.helpers import item, predicted, replica, route
 
 NAMES = sorted(ROUTERS)
 DRAINING = ReplicaStatus.DRAINING
-EVENTS = st.sampled_from(["add", "finish", "abort", "drain", "fail", "join"])
+EVENTS = st.sampled_from(["add", "finish", "drain", "join"])
 NO_HEADROOM = llumnix.Headroom((0.0,) * 5)
 
 
@@ -251,21 +251,14 @@ def _play(name: str, events: Sequence[str], seed: int) -> list[tuple[str, str]]:
             live.add(f"r{number}")
             places = world.dispatch(f"r{number}", now=now, tiers=[number % 5])
             events_seen += [(event, where) for where in places]
-        elif event in ("finish", "abort") and placed:
+        elif event == "finish" and placed:
             where = world.dispatcher.replica_of(placed[0])
             assert where is not None
             del world.held[where][placed[0]]
             live.discard(placed[0])
-            if event == "finish":
-                world.dispatcher.finished(placed[0], now)
-            else:
-                assert world.dispatcher.aborted(placed[0], now) == where
+            world.dispatcher.finished(placed[0], now)
         elif event == "drain" and active:
             world.dispatcher.draining(active[0])
-        elif event == "fail" and world.held:
-            gone = next(iter(world.held))
-            world.dispatcher.failed(gone, now)
-            del world.held[gone]
         elif event == "join":
             world.join(f"n{number + 2}")
         statuses = world.dispatcher.replicas.items()
@@ -284,7 +277,6 @@ def test_a_request_that_fits_nowhere_keeps_waiting_and_holds_nobody_up(name: str
     world = World(name, ["a"])
     world.dispatcher.arrived(item("huge", tier=0, prompt=16 * 4000))
     assert (world.dispatch("small"), world.dispatcher.num_pending) == (["a"], 1)
-    assert world.dispatcher.aborted("huge", 1.0) is None
 
 
 def test_headroom_of_figure_3() -> None:
