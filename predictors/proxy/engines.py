@@ -1,6 +1,6 @@
 """Scheduling hints for each engine (body members or headers added to a request), and the rules for clients.
 
-docs/proxy.md lists the hints of each engine and its required options. Engines do not age priorities.
+docs/proxy-hints.md lists the hints of each engine. Engines do not age priorities.
 
 The priority of a request is one number: the level that its client declares (see `declared_level`), then the policy's key.
 
