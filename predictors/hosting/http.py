@@ -1,10 +1,11 @@
-"""Hardening of HTTP servers: time limits, bounded bodies, no request data in logs and error pages."""
+"""HTTP ports: bounded heads and bodies, probes, no request data in logs and error pages."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -14,6 +15,8 @@ from scheduler_core.errors import InputError
 
 # A body of several MiB over a slow connection takes seconds.
 REQUEST_TIMEOUT_S = 30.0
+# For idle connections and for heads (request line and headers); longer than the pools of usual clients keep a connection.
+KEEPALIVE_S = 75.0
 
 logger = logging.getLogger(__name__)
 logger.addFilter(RequestDataFilter())
@@ -22,29 +25,30 @@ logger.addFilter(RequestDataFilter())
 class HttpRunner(web.AppRunner):
     """aiohttp's runner without access log; a disconnect cancels the request, bodies are not decompressed.
 
-    A connection is closed if the head (request line and headers) is incomplete `request_timeout_s` after its
-    first byte. A malformed request gets a fixed error page, and a log line without its bytes; `on_refused` gets
-    the status of each request that is refused before the application sees it.
+    A connection without a complete head for `keepalive_timeout` seconds is closed by aiohttp. A malformed request gets a
+    fixed error page and a log line without its bytes; `on_refused` gets its status.
     """
 
     def __init__(
         self,
         application: web.Application,
         *,
-        request_timeout_s: float = REQUEST_TIMEOUT_S,
+        shutdown_timeout: float,
         on_refused: Callable[[int], None] = lambda status: None,
         **options: Any,
     ) -> None:
-        super().__init__(
-            application,
-            access_log=None,
-            handler_cancellation=True,
-            auto_decompress=False,  # aiohttp would also decompress data that is not read, possibly gigabytes
-            logger=logger,
-            **options,
-        )
-        self._request_timeout_s = request_timeout_s
-        self._on_refused = on_refused
+        # aiohttp would also decompress data that is not read, possibly gigabytes.
+        options = {"keepalive_timeout": KEEPALIVE_S, "auto_decompress": False, "logger": logger} | options
+        self._connect = partial(_Connection, on_refused, access_log=None, **options)
+        super().__init__(application, handler_cancellation=True, shutdown_timeout=shutdown_timeout)
+
+    @property
+    def server(self) -> Any:
+        """The factory of the protocol of a connection, for `web.TCPSite`."""
+        return None if super().server is None else self._new_connection
+
+    def _new_connection(self) -> web.RequestHandler:
+        return self._connect(super().server, loop=asyncio.get_running_loop())
 
     async def bind(self, field: str, host: str, port: int, **options: Any) -> int:
         """Binds and serves a port; returns its number. InputError about the option `field` on failure."""
@@ -57,20 +61,43 @@ class HttpRunner(web.AppRunner):
             raise InputError(field, f"{host}:{port}", allowed) from error
         return int(self.addresses[0][1])
 
-    async def _make_server(self) -> web.Server:
-        server = await super()._make_server()
 
-        async def handle(request: Any) -> web.StreamResponse:
-            # The default page of aiohttp quotes the header, and fails with status 500 if that is not ASCII.
-            if request.headers.get("Expect", "100-continue").lower() != "100-continue":
-                self._on_refused(web.HTTPExpectationFailed.status_code)
-                raise web.HTTPExpectationFailed(text="Expect can only be 100-continue\n")
-            return await server.request_handler(request)
+class _Connection(web.RequestHandler):
+    def __init__(self, on_refused: Callable[[int], None], *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._on_refused = on_refused
 
-        options = {"request_factory": server.request_factory, **server._kwargs}
-        result = _Server(handle, handler_cancellation=server.handler_cancellation, **options)
-        result.request_timeout_s, result.on_refused = self._request_timeout_s, self._on_refused
-        return result
+    def handle_error(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, *args: Any
+    ) -> web.StreamResponse:
+        if status >= 500 or exc is None:
+            return super().handle_error(request, status, exc, *args)
+        self._on_refused(status)
+        logger.info("refused a malformed request from %s: %s", request.remote, redacted(exc))
+        response = web.Response(status=status, text="malformed HTTP request\n")
+        response.force_close()
+        return response
+
+
+def probe_routes(exposition: Callable[[], bytes], problem: Callable[[], Awaitable[str]]) -> web.RouteTableDef:
+    """Routes /metrics, rendered by `exposition` in a thread; /healthz; and /readyz, ready while `problem` is empty."""
+    routes = web.RouteTableDef()
+
+    @routes.get("/metrics")
+    async def metrics(request: web.Request) -> web.Response:
+        text = await asyncio.to_thread(exposition)
+        return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    @routes.get("/healthz")
+    async def live(request: web.Request) -> web.Response:
+        return web.Response(text="live\n")
+
+    @routes.get("/readyz")
+    async def ready(request: web.Request) -> web.Response:
+        text = await problem()
+        return web.Response(text=f"{text or 'ready'}\n", status=503 if text else 200)
+
+    return routes
 
 
 async def read_body(request: web.Request, timeout_s: float = REQUEST_TIMEOUT_S) -> bytes:
@@ -87,50 +114,3 @@ async def read_body(request: web.Request, timeout_s: float = REQUEST_TIMEOUT_S) 
         late = web.HTTPRequestTimeout(text=f"the body was not complete after {timeout_s:g} s\n")
         late.force_close()
         raise late from error
-
-
-class _Server(web.Server):
-    request_timeout_s: float
-    on_refused: Callable[[int], None]
-
-    def __call__(self) -> web.RequestHandler:
-        connection = _Connection(self, loop=self._loop, **self._kwargs)
-        connection.request_timeout_s, connection.on_refused = self.request_timeout_s, self.on_refused
-        return connection
-
-
-class _Connection(web.RequestHandler):
-    """Adds a time limit of heads and a fixed error page; aiohttp has no public API for them."""
-
-    request_timeout_s = REQUEST_TIMEOUT_S
-    on_refused: Callable[[int], None]
-    _head_timer: asyncio.TimerHandle | None = None
-
-    def data_received(self, data: bytes) -> None:
-        num_heads = self._request_count
-        super().data_received(data)
-        if self._request_count > num_heads:
-            self._stop_timer()
-        elif self._waiter is not None and self._head_timer is None:
-            # No request is in progress, so the data is an incomplete head.
-            self._head_timer = self._loop.call_later(self.request_timeout_s, self.force_close)
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        self._stop_timer()
-        super().connection_lost(exc)
-
-    def handle_error(
-        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, *args: Any
-    ) -> web.StreamResponse:
-        if status >= 500 or exc is None:
-            return super().handle_error(request, status, exc, *args)
-        self.on_refused(status)
-        self.logger.info("refused a malformed request from %s: %s", request.remote, redacted(exc))
-        response = web.Response(status=status, text="malformed HTTP request\n")
-        response.force_close()
-        return response
-
-    def _stop_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None

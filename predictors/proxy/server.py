@@ -16,8 +16,7 @@ import aiohttp
 from aiohttp import web
 from prometheus_client import Gauge, generate_latest
 
-from predictors.hosting.http import HttpRunner
-from predictors.proxy.admin import admin_pages
+from predictors.hosting.http import HttpRunner, probe_routes
 from predictors.proxy.body_rules import allowed_body
 from predictors.proxy.config import RELOADED, ProxyConfig
 from predictors.proxy.engines import CLIENT_HEADERS, ClientRules, Hint, make_engine
@@ -128,7 +127,8 @@ class ProxyServer:
             port = await self._bind(application, config.port, "port", config.drain_timeout_s)
             admin = None
             if config.admin_port is not None:
-                pages = admin_pages(self._exposition, lambda: self._is_ready, self._relay.monitor)
+                pages = web.Application()
+                pages.add_routes(probe_routes(self._exposition, self._problem))
                 admin = await self._bind(pages, config.admin_port, "admin_port", 1.0)
         except BaseException:
             await self.stop()
@@ -208,7 +208,6 @@ class ProxyServer:
         timeout_s = self._config.request_timeout_s
         runner = HttpRunner(
             application,
-            request_timeout_s=timeout_s,
             keepalive_timeout=timeout_s,
             lingering_time=min(10.0, timeout_s),
             shutdown_timeout=shutdown_s,
@@ -249,6 +248,12 @@ class ProxyServer:
                 path, seconds = request.rel_url.raw_path, round(time.perf_counter() - start, 6)
                 fields = {"path": path, "code": code, "seconds": seconds}
                 logger.info("%s %s", request.method, path, extra=fields)
+
+    async def _problem(self) -> str:
+        """Why the proxy is not ready; empty if it is."""
+        if not self._is_ready:
+            return "not ready"
+        return "" if await self._relay.monitor.check() else "the engine cannot be reached"
 
     def _exposition(self) -> bytes:
         """All metrics in Prometheus' text format."""

@@ -11,14 +11,14 @@ from aiohttp import web
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from predictors.hosting.http import HttpRunner, read_body
+from predictors.hosting.http import HttpRunner, probe_routes, read_body
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.service.calls import PredictorCalls, check_batch
 from predictors.service.config import ServeConfig
 from predictors.service.errors import ErrorStatus, UnparsableError, renamed
 from predictors.service.json_request import request_message
 from predictors.service.messages import UNCOUNTED_BYTES
-from predictors.service.metrics import CONTENT_TYPE, ServiceMetrics
+from predictors.service.metrics import ServiceMetrics
 from predictors.service.oip import SERVER_METADATA, InputTensor, find, infer, model_metadata
 from predictors.service.pipeline import ServedArtifact
 from predictors.service.security import BearerTokens, http_context
@@ -77,23 +77,14 @@ async def start_gateway(
         message = pb.GetMetadataRequest(artifact_id=request.query.get("artifact_id", ""))
         return web.json_response(message_json(calls.metadata(message)))
 
-    @routes.get("/metrics")
-    async def expose_metrics(request: web.Request) -> web.Response:
-        text = await asyncio.to_thread(metrics.exposition)
-        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
-
-    @routes.get("/healthz")
-    async def live(request: web.Request) -> web.Response:
-        return web.Response(text="live\n")
-
-    @routes.get("/readyz")
-    async def ready(request: web.Request) -> web.Response:
-        is_ready = calls.artifacts.is_ready
-        return web.Response(text="ready\n" if is_ready else "not ready\n", status=200 if is_ready else 503)
+    async def problem() -> str:
+        return "" if calls.artifacts.is_ready else "not ready"
 
     middlewares = [_middleware(calls, tokens)]
     application = web.Application(client_max_size=config.max_message_bytes, middlewares=middlewares)
-    application.add_routes([*routes, *_open_inference_routes(calls)])
+    application.add_routes(
+        [*routes, *probe_routes(metrics.exposition, problem), *_open_inference_routes(calls)]
+    )
     runner = HttpRunner(application, shutdown_timeout=1, on_refused=calls.count_http)
     assert config.http_port is not None
     options: dict[str, Any] = {"ssl_context": http_context(config), "reuse_port": shares_port or None}

@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 M = TypeVar("M")
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # From cached predictions (half a millisecond) to an overloaded server (seconds).
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
