@@ -43,16 +43,14 @@ def test_samples_become_groups_in_order_with_what_was_truncated(tmp_path):
             "output_tokens": [4, 9, 6, 8, 10, 0, 7],
             "finish_reason": ["stop", "length", "stop", "stop", "length", "error", "stop"],
             "max_tokens": pa.array([10, 9, 10, 9, 10, 9, 9], pa.int32()),
-            "w": [1, 2, 3, 4, 5, 6, 7],
         }
     )
     chunks = pa.concat_tables([table.slice(0, 2), table.slice(2)])
-    groups = group_table(chunks, tmp_path / "x.parquet", keys=("prompt_id", "temperature"), weights="w")
+    groups = group_table(chunks, tmp_path / "x.parquet", keys=("prompt_id", "temperature"))
     assert groups.name(0) == "prompt_id='b', temperature=0.5"
     assert groups.column("prompt") == ["B", "A"]
     assert lengths_of(groups) == [[4, 6, 10], [9, 8, 7]]
     assert finished_of(groups) == [[True, True, False], [False, True, True]]
-    assert groups.flat_weights.tolist() == [1, 3, 5, 2, 4, 7]
     assert groups.max_tokens == [10, 9]
     assert groups.num_errors == 1
 
@@ -104,15 +102,12 @@ def test_flags_or_limits_censor_lists(rows, columns, max_tokens, lengths, finish
         ([[5, 6, 7]], {"max_tokens": [0]}, "row 0, column max_tokens: got 0"),
         ([[5, 6, 7]], {"max_tokens": [8.0]}, "column max_tokens: got 'double'"),
         ([["a", "b", "c"]], {}, "column output_tokens: got 'list<.*string>'"),
-        ([[5, 6, 7]], {"w": [[1.0, 2.0, 0.0]]}, "row 0, column w: got 0.0; allowed: finite numbers above 0"),
-        ([[5, 6, 7]], {"w": [[1.0, 2.0]]}, "row 0, column w: got .* the same number of values"),
-        ([[5, 6, 7]], {"w": [1.0]}, "column w: got 'double'; allowed: lists of numbers"),
     ],
 )
 def test_bad_values_are_named_by_row_and_column(lengths, columns, message, tmp_path):
     path = write_lists(tmp_path / "x.parquet", lengths, **columns)
     with pytest.raises(InputError, match=message):
-        groups_of(path, weights="w" if "w" in columns else None)
+        groups_of(path)
 
 
 def test_command_writes_fits_summary_figure_and_run(tmp_path):
@@ -166,15 +161,15 @@ def test_ignoring_truncation_shortens_the_fit(tmp_path):
         (["{dir}/broken.parquet"], "a whole Parquet file"),
         (["{dir}/empty.parquet"], "not empty"),
         (["{dir}/good.parquet", "--group_by", "prompt_id,nope"], "also nope; --group_by names other columns"),
-        (["{dir}/good.parquet", "--weights", "nope"], "also nope; --weights names another column"),
-        (["{dir}/log.csv"], "also prompt_id, model, output_tokens; --group_by names other columns"),
+        (["{dir}/log.csv"], "a folder of .parquet files; import-lengths log converts other tables"),
+        (["{dir}/log.parquet"], "also prompt_id, model, output_tokens; --group_by names other columns"),
         (
-            ["{dir}/log.csv", "--group_by", "prompt"],
-            "also output_tokens; import-lengths log log.csv --columns output_tok",
+            ["{dir}/log.parquet", "--group_by", "prompt"],
+            "also output_tokens; import-lengths log log.parquet --columns output_tok",
         ),
         (
-            ["{dir}/plain.csv", "--group_by", "prompt"],
-            "import-lengths log plain.csv --columns finish_reason=COLUMN",
+            ["{dir}/plain.parquet", "--group_by", "prompt"],
+            "import-lengths log plain.parquet --columns finish_reason=COLUMN",
         ),
         (["{dir}/good.parquet", "--nu", "0"], "nu"),
         (["{dir}/good.parquet", "--processes", "0"], "processes"),
@@ -187,17 +182,17 @@ def test_bad_input_is_one_line_and_writes_nothing(arguments, message, tmp_path, 
     (tmp_path / "broken.parquet").write_bytes(good.read_bytes()[:-300])
     (tmp_path / "empty.parquet").touch()
     (tmp_path / "log.csv").write_text("prompt,tokens\na,5\n")
-    (tmp_path / "plain.csv").write_text("prompt,output_tokens\na,5\n")
+    pq.write_table(pa.table({"prompt": ["a"], "tokens": [5]}), tmp_path / "log.parquet")
+    pq.write_table(pa.table({"prompt": ["a"], "output_tokens": [5]}), tmp_path / "plain.parquet")
     args = [argument.format(dir=tmp_path) for argument in arguments]
     assert_refused(main, [*args, "--out", tmp_path / "fits.parquet"], message, tmp_path, capsys)
 
 
 def test_groups_with_few_or_no_samples_have_flagged_rows_and_change_no_other_fit(tmp_path, caplog):
     lengths = [[], [7], [5, 6], [5, 6, 9], [3, 8, 30, 31], []]
-    weights = [[1.0 + size for size in row] for row in lengths]
-    path = write_lists(tmp_path / "x.parquet", lengths, w=weights)
-    rest = write_lists(tmp_path / "rest.parquet", lengths[3:5], w=weights[3:5], prompt_id=["p3", "p4"])
-    options = ["--weights", "w", "--bootstrap", "19"]
+    path = write_lists(tmp_path / "x.parquet", lengths)
+    rest = write_lists(tmp_path / "rest.parquet", lengths[3:5], prompt_id=["p3", "p4"])
+    options = ["--bootstrap", "19"]
     figure, report = tmp_path / "f.png", tmp_path / "f.html"
     table = fit(path, tmp_path / "fits.parquet", *options, "--figure", str(figure), "--report", str(report))
     rows = table.to_pylist()

@@ -16,7 +16,7 @@ from scheduler_core.errors import InputError, TailcastError
 from tests.data_gen.fake_backend import largest_file
 from tests.properties import RAY_WARNINGS
 from tests.training.stand_in_fit import die_once, mean_lengths
-from training.fitting import queries, sample_files
+from training.fitting import sample_files
 from training.fitting.fit_job import fit_file
 from training.fitting.fits import FitOptions
 
@@ -111,7 +111,7 @@ def test_workers_and_little_memory_write_the_same_bytes(num_groups, limits, work
     path = write(samples(num_groups, longest=12), tmp_path / "samples.parquet")
     fit(path, tmp_path / "one.parquet", block_groups=workers.get("block_groups", 16))
     for name, value in limits.items():
-        monkeypatch.setattr(queries, name, value)
+        monkeypatch.setattr(sample_files, name, value)
     fit(path, tmp_path / "two.parquet", **workers)
     assert (tmp_path / "one.parquet").read_bytes() == (tmp_path / "two.parquet").read_bytes()
     assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()

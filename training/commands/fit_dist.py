@@ -22,7 +22,7 @@ class FitDistConfig:
     OUTPUTS = ("out", "{out}.run.json", "{out}.parts", "json", "figure", "report")
 
     samples: str
-    """Output lengths: a Parquet, .jsonl or .csv file, a folder saved by datasets, or a folder of Parquet files; one row for each sample (samples/2), or lists in output_tokens with one row for each group."""
+    """Output lengths: a Parquet file or a folder of Parquet files, with one row for each sample (samples/2), or one row for each group and lists in output_tokens; import-lengths converts other formats."""
     out: str
     """Parquet file to write, one row for each group (schema fits/2)."""
     overwrite: bool = False
@@ -41,8 +41,6 @@ class FitDistConfig:
     """batched = all groups at once with Newton's method; lbfgsb = one by one with scipy's L-BFGS-B (as in the TIE paper)."""
     integers: bool = False
     """Use the probability of the interval [x - 1/2, x + 1/2] as likelihood of a length x, instead of the density at x."""
-    weights: str | None = None
-    """Column of sample weights: a number above 0 for each sample, or a list of numbers for each group."""
     alternatives: bool = True
     """Also fit the other families, for comparison."""
     bootstrap: int = 0

@@ -177,9 +177,7 @@ def true_parameters(rows: EvaluationRows, rng: np.random.Generator) -> Bound:
     lengths = np.clip(np.rint(np.minimum(drawn, 1e9)), 1, None)
     truncated = lengths >= limits[owner]
     lengths = np.where(truncated, np.minimum(limits[owner], 1e9), lengths)
-    simulated = replace(
-        groups, flat_lengths=lengths.astype(np.int64), flat_finished=~truncated, flat_weights=None
-    )
+    simulated = replace(groups, flat_lengths=lengths.astype(np.int64), flat_finished=~truncated)
     new = EvaluationRows.of(fit_groups(simulated, FitOptions(nu=fits.nu)))
     return new, PredictedRows(fits.mu, fits.sigma, fits.nu)
 
@@ -230,7 +228,6 @@ def _chosen(groups: GroupedLengths, outputs: NDArray[np.intp], owner: NDArray[np
         flat_lengths=groups.flat_lengths[outputs],
         flat_finished=groups.flat_finished[outputs],
         offsets=offsets,
-        flat_weights=None,
     )
 
 

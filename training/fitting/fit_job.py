@@ -72,7 +72,7 @@ def fit_file(
     progress: bool = False,
     fit: Fit = fit_block,
 ) -> dict[str, Any]:
-    """Fits all groups of a file of any supported format and size.
+    """Fits all groups of a file of any size.
 
     After an interruption the same call resumes from the finished blocks in the folder OUT.parts. The folder is removed
     at the end, and when the run fails before the first block is finished.
@@ -93,7 +93,7 @@ def fit_file(
         TailcastError: A worker died, or the output cannot be written; finished blocks are kept.
     """
     out = Path(out)
-    source = open_samples(samples, keys=options.keys, weights=options.weights)
+    source = open_samples(samples, options.keys)
     if out.resolve() in {file.resolve() for file in source.files}:
         raise InputError("out", str(out), "another file than the samples")
     identity = source.identity()
@@ -148,7 +148,6 @@ def _tasks(
             keys=options.keys,
             max_tokens=options.max_tokens,
             min_samples=0,
-            weights=options.weights,
             locate=lambda row, numbers=numbers: source.locate(numbers[row].as_py()),  # type: ignore[misc]
         )
         yield number, groups

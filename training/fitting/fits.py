@@ -20,7 +20,6 @@ A table or Parquet file `fits/2` has one row for each group:
 | ks_p_boot, ad_p_boot, mu_low, mu_high, ... | double | p-values and intervals of the parametric bootstrap |
 | output_tokens | list of int32 | output lengths; the truncated length for censored samples |
 | finished | list of bool | false: censored |
-| weights | list of double | sample weights; only for weighted fits |
 """
 
 from __future__ import annotations
@@ -85,7 +84,6 @@ class FitOptions:
     solver: Solver = "batched"
     keys: tuple[str, ...] = ("prompt_id", "model")
     max_tokens: int | None = None
-    weights: str | None = None
     alternatives: bool = False
     bootstrap: int = 0
     confidence: float = 0.9
@@ -165,8 +163,8 @@ def _bits_of(flags: Sequence[str]) -> int:
 def fit_groups(groups: GroupedLengths, options: FitOptions) -> FittedGroups:
     """Fits each group independently and tests the goodness of fit."""
     finished = groups.flat_finished if options.censoring == "right" else np.ones_like(groups.flat_finished)
-    sample = SortedLengths.of(groups.flat_lengths, finished, groups.offsets, groups.flat_weights)
-    counts = _effective_counts(sample)
+    sample = SortedLengths.of(groups.flat_lengths, finished, groups.offsets)
+    counts = groups.counts
     family = family_of(options.family, options.nu)
     fits = estimate(sample, family, solver=options.solver, integers=options.integers)
     parameters, errors = family.parameters(fits.solution)
@@ -205,14 +203,6 @@ def _measures(
     }
 
 
-def _effective_counts(sample: SortedLengths) -> NDArray[np.int64]:
-    """Number of samples of each group; with weights the effective number (sum w)^2 / sum w^2, rounded down."""
-    if not sample.weights.size:
-        return np.diff(sample.offsets)
-    sums, squares = (_group_sums(values, sample.offsets) for values in (sample.weights, sample.weights**2))
-    return np.asarray(np.maximum(sums**2 / np.maximum(squares, 1e-300) + 1e-9, 1), dtype=np.int64)
-
-
 def _group_sums(values: NDArray[Any], offsets: NDArray[np.int64]) -> FloatArray:
     """Sum of the flat values [S] over each group [G]; 0 for an empty group."""
     # Summed group by group, so that rounding errors do not carry over to other groups.
@@ -246,8 +236,6 @@ def fits_table(fits: FittedGroups) -> pa.Table:
         "output_tokens": _lists(groups.flat_lengths, groups.offsets, pa.int32()),
         "finished": _lists(groups.flat_finished, groups.offsets, pa.bool_()),
     }
-    if groups.flat_weights is not None:
-        columns["weights"] = _lists(groups.flat_weights, groups.offsets, pa.float64())
     table = groups.rows
     for name, column in columns.items():
         table = table.append_column(name, column)
@@ -296,7 +284,6 @@ def read_fits_or_fit(
         path,
         keys=options.keys,
         max_tokens=None if is_fits else options.max_tokens,
-        weights="weights" if is_fits and "weights" in table.column_names else options.weights,
         min_samples=min_samples,
     )
     if is_fits and len(groups) != table.num_rows:

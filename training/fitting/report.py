@@ -229,14 +229,13 @@ def _distribution(row: dict[str, Any], family: str) -> Any:
 
 def _draw_group(axis: Any, row: dict[str, Any], distribution: Any) -> None:
     lengths, finished = np.array(row["output_tokens"], dtype=np.float64), np.array(row["finished"])
-    weights = np.array(row.get("weights") or np.ones(len(lengths)))
     limits = np.unique(lengths[~finished])
     extent = max(lengths.max() - lengths.min(), 1.0)
     low, high = max(0.0, lengths.min() - 0.35 * extent), lengths.max() + 0.8 * extent
     width = max(1.0, np.ceil((high - low) / 20))
     # Bins are centered on integers.
     edges = np.arange(np.floor(low) - 0.5, high + width, width)
-    mass = weights[finished] / (weights.sum() * width)
+    mass = np.full(int(finished.sum()), 1 / (len(lengths) * width))
     heights, _, _ = axis.hist(
         lengths[finished], edges.tolist(), weights=mass, color=COLORS[0], alpha=0.4, label="finished samples"
     )

@@ -1,20 +1,14 @@
-"""Files of output lengths in any supported format and size, read in blocks of whole groups.
+"""Parquet files of output lengths of any size, read in blocks of whole groups.
 
-| format | recognized by | types |
-|---|---|---|
-| Parquet | content, or suffix .parquet | as stored |
-| JSON lines | suffix .jsonl, .ndjson | by column name; other key columns are text |
-| CSV | suffix .csv | as JSON lines; lists are written as JSON, "[12, 40, 7]"; an empty field is a missing value |
-| folder saved by `datasets` | state.json | as stored |
-| folder of Parquet files | suffix .parquet | as stored; files in order of name |
-
-DuckDB groups the rows (`queries`), and spills to disk if they do not fit into memory.
+DuckDB groups the rows, and spills to disk if they do not fit into memory. Other formats: `import-lengths`.
 """
 
 from __future__ import annotations
 
+import glob
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -24,17 +18,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from scheduler_core.errors import InputError
+from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.shell.files import existing_file, sha256_file
 from scheduler_core.shell.table_files import open_parquet
-from training.fitting.queries import GroupingQuery, connect, path_literal, query_text, quoted
-from training.fitting.samples import GROUP, check_columns, is_list, used_columns
+from training.fitting.samples import GROUP, ROW, check_columns, is_list, used_columns
 
-ALLOWED = (
-    "a Parquet, .jsonl or .csv file, a folder saved by datasets' save_to_disk, or a folder of .parquet files"
-)
 #: Maximum number of samples of a block; only a block with a single group may have more.
 BLOCK_SAMPLES = 1 << 20
+MEMORY_LIMIT, THREADS = "1GB", 2
+BATCH_ROWS = 16_384
 _PARQUET_MAGIC = b"PAR1"
 # Name of the option, for error messages.
 _FIELD = "samples"
@@ -42,16 +34,15 @@ _FIELD = "samples"
 
 @dataclass(frozen=True, slots=True)
 class SampleFile:
-    """An opened file or folder of output lengths.
-
-    `starts` has the first row number of each of `files` if errors name the individual file; else it is empty.
-    """
+    """An opened file or folder of output lengths."""
 
     path: Path
     files: tuple[Path, ...]
+    keys: tuple[str, ...]  # columns that identify a group
+    columns: tuple[str, ...]  # columns that are read
+    lists: bool  # True: a row is a group with a list of lengths; False: a row is one sample
     num_rows: int
-    query: GroupingQuery
-    starts: tuple[int, ...] = ()
+    starts: tuple[int, ...]  # number of the first row of each file; empty for a single file
 
     def locate(self, row: int) -> str:
         """Name for error messages of a row, counted from 0 over the whole input."""
@@ -77,14 +68,97 @@ class SampleFile:
         return files[0] if self.path == self.files[0] else {"name": self.path.name, "files": files}
 
     def blocks(self, max_groups: int, work: Path) -> Iterator[pa.Table]:
-        """Yields all rows of `GroupingQuery.tables` in blocks of up to `max_groups` whole groups; deterministic."""
+        """Yields all rows in blocks of up to `max_groups` whole groups, in order of the groups' first rows, with the
+        additional columns ROW and GROUP; deterministic.
+
+        Data that does not fit into memory is spilled to the folder `work`. InputError if the file is damaged, or a file
+        with one row per group repeats a key; TailcastError if `work` cannot be written."""
         pending: list[pa.Table] = []
-        for table in self.query.tables(work, self.locate):
+        for table in self._tables(work):
             # The last group may continue in the next table.
             *blocks, last = _divided(pa.concat_tables([*pending, table]), max_groups)
             yield from blocks
             pending = [last]
         yield from pending
+
+    def _tables(self, work: Path) -> Iterator[pa.Table]:
+        import duckdb
+
+        with self._database_errors():
+            connection = duckdb.connect(
+                config={
+                    "memory_limit": MEMORY_LIMIT,
+                    "threads": THREADS,
+                    "temp_directory": str(work),
+                    "autoinstall_known_extensions": False,
+                }
+            )
+            files = ", ".join(_literal(glob.escape(str(file))) for file in self.files)
+            columns = ", ".join(map(_quoted, self.columns))
+            rows = f"(SELECT {columns}, row_number() OVER () - 1 AS {ROW} FROM read_parquet([{files}]))"
+            keys = ", ".join(map(_quoted, self.keys))
+            if self.lists:
+                self._check_keys_once(connection, rows)
+                query = f"SELECT *, {ROW} AS {GROUP} FROM {rows}"
+            else:
+                same = " AND ".join(
+                    f"s.{_quoted(key)} IS NOT DISTINCT FROM g.{_quoted(key)}" for key in self.keys
+                )
+                # Only the prompt of a group's first row is kept, because long prompts are expensive to sort.
+                first_prompt = f"REPLACE (CASE WHEN {ROW} = {GROUP} THEN prompt END AS prompt)"
+                is_carried = "prompt" in self.columns and "prompt" not in self.keys
+                query = (
+                    # Reading the file twice is cheaper than materializing all columns.
+                    f"WITH s AS NOT MATERIALIZED {rows}, g AS (SELECT {keys}, min({ROW}) AS {GROUP} FROM s GROUP BY ALL) "
+                    f"SELECT s.* {first_prompt if is_carried else ''}, g.{GROUP} FROM s JOIN g ON {same} "
+                    f"ORDER BY {GROUP}, {ROW}"
+                )
+            for batch in connection.sql(query).to_arrow_reader(BATCH_ROWS):
+                yield pa.Table.from_batches([batch])
+
+    def _check_keys_once(self, connection: Any, rows: str) -> None:
+        keys = [_quoted(key) for key in self.keys]
+        repeat = connection.execute(
+            f"SELECT min({ROW}), max({ROW}), {', '.join(keys)} FROM {rows} "
+            f"WHERE {' AND '.join(f'{key} IS NOT NULL' for key in keys)} "
+            "GROUP BY ALL HAVING count(*) > 1 ORDER BY 1 LIMIT 1"
+        ).fetchone()
+        if repeat is not None:
+            first, last, *values = repeat
+            raise InputError(
+                self.locate(last),
+                ", ".join(f"{key}={value!r}" for key, value in zip(self.keys, values, strict=True)),
+                f"one row for each group ({self.locate(first)} has the same keys); to spread a group over several rows, "
+                "use one row for each sample",
+            )
+
+    @contextmanager
+    def _database_errors(self) -> Iterator[None]:
+        """Converts exceptions raised by DuckDB, directly or through Arrow, to errors that name the file and the problem."""
+        import duckdb
+
+        try:
+            yield
+        except InputError:
+            raise
+        except (duckdb.Error, pa.ArrowException, OSError, RuntimeError) as error:
+            lines = str(error).strip().splitlines()
+            if "nterrupted" in lines[0]:
+                raise KeyboardInterrupt from error
+            if lines[0].startswith(("Out of Memory Error", "IO Error")):
+                raise TailcastError(
+                    f"out: cannot group {self.path.name} with {MEMORY_LIMIT} of memory and the disk ({lines[0]}); a file "
+                    "with one row for each group needs no grouping"
+                ) from error
+            raise InputError(_FIELD, str(self.path), f"an undamaged file ({' '.join(lines[:2])})") from error
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _literal(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
 
 
 def _divided(table: pa.Table, max_groups: int) -> list[pa.Table]:
@@ -106,40 +180,26 @@ def _divided(table: pa.Table, max_groups: int) -> list[pa.Table]:
     return parts
 
 
-def open_samples(
-    path: str | Path, keys: Sequence[str] = ("prompt_id", "model"), weights: str | None = None
-) -> SampleFile:
-    """Opens a file or folder of output lengths, see the table above; InputError if it is missing, empty or damaged, has an
-    unsupported format, or lacks a column."""
+def open_samples(path: str | Path, keys: Sequence[str] = ("prompt_id", "model")) -> SampleFile:
+    """Opens a Parquet file, or a folder of Parquet files in order of name; InputError if it is missing, empty or damaged,
+    has another format, or lacks a column."""
     path = Path(path)
     if path.is_dir():
-        if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
-            return _open_saved(path, keys, weights)
         files = tuple(sorted(entry for entry in path.glob("*.parquet") if entry.name[0] not in "._"))
-        if not files:
-            raise InputError(_FIELD, str(path), ALLOWED)
-        return _open_parquet(path, files, keys, weights)
-    file = existing_file(path, _FIELD)
-    with open(file, "rb") as stream:
-        magic = stream.read(len(_PARQUET_MAGIC))
-    if magic == _PARQUET_MAGIC or file.suffix in (".parquet", ".pq"):
-        return _open_parquet(path, (file,), keys, weights)
-    if file.suffix not in (".jsonl", ".ndjson", ".csv"):
-        raise InputError(_FIELD, str(path), ALLOWED)
-    num_rows, query = query_text(file, tuple(keys), weights)
-    return SampleFile(path, (file,), num_rows, query)
-
-
-def _open_parquet(
-    path: Path, files: tuple[Path, ...], keys: Sequence[str], weights: str | None
-) -> SampleFile:
+    else:
+        with open(existing_file(path, _FIELD), "rb") as stream:
+            is_parquet = stream.read(len(_PARQUET_MAGIC)) == _PARQUET_MAGIC
+        files = (path,) if is_parquet or path.suffix in (".parquet", ".pq") else ()
+    if not files:
+        allowed = "a Parquet file or a folder of .parquet files; import-lengths log converts other tables"
+        raise InputError(_FIELD, str(path), allowed)
     schemas, counts = [], []
     for file in files:
         with open_parquet(file, _FIELD) as parquet:
             schemas.append(parquet.schema_arrow)
             counts.append(parquet.metadata.num_rows)
     for file, schema in zip(files, schemas, strict=True):
-        for name in used_columns([*schemas[0].names, *schema.names], keys, weights):
+        for name in used_columns([*schemas[0].names, *schema.names], keys):
             here, there = (
                 str(each.field(name).type) if name in each.names else "no such column"
                 for each in (schema, schemas[0])
@@ -147,50 +207,16 @@ def _open_parquet(
             if here != there:
                 where = f"{path.name}/{file.name}, column {name}"
                 raise InputError(where, here, f"{there}, as in the first file")
-
-    starts = tuple(accumulate(counts[:-1], initial=0)) if path.is_dir() else ()
-    return _stored(path, files, files, schemas[0], sum(counts), keys, weights, starts)
-
-
-def _open_saved(path: Path, keys: Sequence[str], weights: str | None) -> SampleFile:
-    """Opens a folder saved by `datasets`, memory-mapped."""
-    import datasets
-
-    try:
-        saved = datasets.load_from_disk(str(path))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(_FIELD, str(path), f"an undamaged folder saved by datasets ({error})") from error
-    if isinstance(saved, datasets.DatasetDict):
-        if len(saved) != 1:
-            splits = ", ".join(str(path / split) for split in saved) or "it has none"
-            raise InputError(_FIELD, str(path), f"one split of this dataset: {splits}")
-        (saved,) = saved.values()
-    table = saved.data.table
-    files = tuple(Path(entry["filename"]) for entry in saved.cache_files)
-    return _stored(path, files, table, table.schema, table.num_rows, keys, weights)
-
-
-def _stored(
-    path: Path,
-    files: tuple[Path, ...],
-    rows: pa.Table | Sequence[Path],
-    schema: pa.Schema,
-    num_rows: int,
-    keys: Sequence[str],
-    weights: str | None,
-    starts: tuple[int, ...] = (),
-) -> SampleFile:
-    """Opens data whose columns are typed; `rows` is the table, or the Parquet files to read."""
-    if num_rows == 0:
+    schema = schemas[0]
+    if not sum(counts):
         raise InputError(path.name, "no rows", "at least one row")
-    check_columns(schema.names, path, keys, weights)
-    columns = {name: quoted(name) for name in used_columns(schema.names, keys, weights)}
-    lists = pa.types.is_nested(schema.field("output_tokens").type)
-    connection = connect()
-    if isinstance(rows, pa.Table):
-        connection.register("samples", rows)
-        relation = "samples"
-    else:
-        relation = f"read_parquet([{', '.join(map(path_literal, rows))}])"
-    query = GroupingQuery(path, connection, relation, tuple(keys), lists, columns)
-    return SampleFile(path, files, num_rows, query, starts)
+    check_columns(schema.names, path, keys)
+    return SampleFile(
+        path=path,
+        files=files,
+        keys=tuple(keys),
+        columns=tuple(used_columns(schema.names, keys)),
+        lists=pa.types.is_nested(schema.field("output_tokens").type),
+        num_rows=sum(counts),
+        starts=tuple(accumulate(counts[:-1], initial=0)) if path.is_dir() else (),
+    )

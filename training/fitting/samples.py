@@ -7,8 +7,7 @@ A table of output lengths has one of two forms:
 | samples/2 | one for each sample | output_tokens (number), finish_reason or finished (bool), optional max_tokens |
 | lists | one for each group | output_tokens (list), optional finished (list of bool), max_tokens |
 
-Both need the key columns. prompt, category, dataset, prompt_tokens and temperature are carried along if they exist, and
-a column of weights on request. Samples with finish_reason "error" are left out and counted. With a column sample_index,
+Both need the key columns. prompt, category, dataset, prompt_tokens and temperature are carried along if they exist. Samples with finish_reason "error" are left out and counted. With a column sample_index,
 rows of the first form must differ in it or in another column of `IDENTITY`, because a duplicated sample would make
 standard errors too small.
 """
@@ -54,8 +53,6 @@ class GroupedLengths:
     offsets: NDArray[np.int64]
     max_tokens: list[int | None]  # largest limit of each group's samples [G], None if unknown
     num_errors: int = 0  # number of samples left out because their generation failed
-    # Sample weights, above 0 [S]; None: all 1.
-    flat_weights: NDArray[np.float64] | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -86,25 +83,19 @@ class GroupedLengths:
             flat_finished=self.flat_finished[flat],
             offsets=offsets,
             max_tokens=[self.max_tokens[group] for group in at.tolist()],
-            flat_weights=None if self.flat_weights is None else self.flat_weights[flat],
         )
 
 
-def candidate_columns(keys: Sequence[str], weights: str | None) -> list[str]:
-    """All columns that grouping can use, in the order of the result."""
-    names = (*keys, *CARRIED, "output_tokens", "finish_reason", "finished", "max_tokens", *IDENTITY)
-    return list(dict.fromkeys((*names, *([weights] if weights else ()))))
+def used_columns(names: Sequence[str], keys: Sequence[str]) -> list[str]:
+    """The columns that are used of a file with the columns `names`, in the order of the result."""
+    candidates = (*keys, *CARRIED, "output_tokens", "finish_reason", "finished", "max_tokens", *IDENTITY)
+    unused = set() if "sample_index" in names else {*IDENTITY} - {*keys}
+    return [name for name in dict.fromkeys(candidates) if name in names and name not in unused]
 
 
-def used_columns(names: Sequence[str], keys: Sequence[str], weights: str | None) -> list[str]:
-    """The candidate columns that are used of a file with the columns `names`."""
-    unused = set() if "sample_index" in names else {*IDENTITY} - {*keys, weights}
-    return [name for name in candidate_columns(keys, weights) if name in names and name not in unused]
-
-
-def check_columns(names: Sequence[str], path: Path, keys: Sequence[str], weights: str | None) -> None:
+def check_columns(names: Sequence[str], path: Path, keys: Sequence[str]) -> None:
     """Raises `InputError` unless a file with these columns can be grouped by `keys`."""
-    missing = [name for name in (*keys, "output_tokens", weights) if name not in (*names, None)]
+    missing = [name for name in (*keys, "output_tokens") if name not in names]
     if not missing:
         return
     advice = [f"also {', '.join(map(str, missing))}"]
@@ -112,8 +103,6 @@ def check_columns(names: Sequence[str], path: Path, keys: Sequence[str], weights
         advice.append("--group_by names other columns that identify a group")
     if "output_tokens" in missing:
         advice.append(f"import-lengths log {path.name} --columns output_tokens=COLUMN takes another column")
-    if weights in missing:
-        advice.append("--weights names another column")
     raise InputError(f"{path.name}, columns", list(names), "; ".join(advice))
 
 
@@ -159,7 +148,6 @@ def group_table(
     keys: Sequence[str] = ("prompt_id", "model"),
     max_tokens: int | None = None,
     min_samples: int = MIN_SAMPLES,
-    weights: str | None = None,
     locate: Callable[[int], str] | None = None,
 ) -> GroupedLengths:
     """Groups the samples of a table in either form by their keys.
@@ -170,7 +158,6 @@ def group_table(
         max_tokens: Limit of all samples; longer ones are censored at this length. In the list form without a column
             `finished`, a sample of exactly this length is censored too, because it was most likely truncated.
         min_samples: Minimum size of the largest group.
-        weights: Column of sample weights: a number for each sample, or a list for each group.
         locate: Row of the table -> its name in error messages; by default "FILE, row N", from 0.
 
     Raises:
@@ -179,7 +166,7 @@ def group_table(
     """
     if table.num_rows == 0:
         raise InputError(path.name, "no rows", "at least one row")
-    check_columns(table.column_names, path, keys, weights)
+    check_columns(table.column_names, path, keys)
     with convertible(path.name):
         table = plain_types(table)
         source = CheckedTable(table, path, locate)
@@ -187,7 +174,7 @@ def group_table(
             source.check_filled(key, nullable=False)
         if "prompt" in table.column_names and "prompt" not in keys:
             source.check_filled("prompt", nullable=True)
-        rows, lengths, finished, sample_weights, num_errors = _samples(source, max_tokens, weights)
+        rows, lengths, finished, num_errors = _samples(source, max_tokens)
         group_of_row, first_rows = group_rows(table, keys)
         _check_repeats(source, group_of_row)
         limits = _group_limits(source, group_of_row, len(first_rows), max_tokens)
@@ -203,7 +190,6 @@ def group_table(
         offsets=np.searchsorted(group[order], np.arange(len(first_rows) + 1)).astype(np.int64),
         max_tokens=limits,
         num_errors=num_errors,
-        flat_weights=None if sample_weights is None else sample_weights[order],
     )
     check_enough(int(result.counts.max()), path, min_samples)
     return result
@@ -264,10 +250,10 @@ class CheckedTable:
 
 
 def _samples(
-    source: CheckedTable, max_tokens: int | None, weights: str | None
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], NDArray[np.float64] | None, int]:
-    """All samples except failed ones: table row, length, whether it is finished, and weight, [S] each; and the number of
-    failed samples."""
+    source: CheckedTable, max_tokens: int | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], int]:
+    """All samples except failed ones: table row, length, and whether it is finished, [S] each; and the number of failed
+    samples."""
     names = source.table.column_names
     column = source.array("output_tokens")
     listed = is_list(column.type)
@@ -277,17 +263,6 @@ def _samples(
         values = pc.list_flatten(column)
     else:
         rows, values = np.arange(len(column)), column
-
-    def aligned(name: str, kind: str) -> Any:
-        """Values of another column, aligned with output_tokens."""
-        if not listed:
-            return source.array(name)
-        other = source.array(name)
-        if not is_list(other.type):
-            raise source.wrong_type(name, f"lists of {kind}")
-        sizes = (pc.fill_null(pc.list_value_length(each).cast(pa.int64()), -1) for each in (other, column))
-        source.require(pc.equal(*sizes), name, "the same number of values as output_tokens", other)
-        return pc.list_flatten(other)
 
     lengths = source.numbers(values, "output_tokens")
     failed = np.zeros(len(rows), dtype=bool)
@@ -302,7 +277,16 @@ def _samples(
             pc.equal(reasons, name).to_numpy(zero_copy_only=False) for name in ("length", "error")
         )
     elif "finished" in names:
-        finished = aligned("finished", "booleans")
+        finished = source.array("finished")
+        if listed:
+            if not is_list(finished.type):
+                raise source.wrong_type("finished", "lists of booleans")
+            sizes = (
+                pc.fill_null(pc.list_value_length(each).cast(pa.int64()), -1) for each in (finished, column)
+            )
+            allowed = "the same number of values as output_tokens"
+            source.require(pc.equal(*sizes), "finished", allowed, finished)
+            finished = pc.list_flatten(finished)
         if not pa.types.is_boolean(finished.type):
             raise source.wrong_type("finished", "lists of booleans" if listed else _BOOLEANS)
         source.require(finished.is_valid(), "finished", _BOOLEANS, finished, rows)
@@ -317,15 +301,10 @@ def _samples(
     lengths, rows, censored = lengths[usable], rows[usable], censored[usable]
     good = (lengths >= 1) & (lengths <= MAX_LENGTH) & (lengths == np.floor(lengths))
     source.require(good, "output_tokens", f"integers from 1 to {MAX_LENGTH}", lengths, rows)
-    sample_weights = None
-    if weights is not None:
-        sample_weights = source.numbers(aligned(weights, "numbers"), weights)[usable]
-        good = (sample_weights > 0) & np.isfinite(sample_weights)
-        source.require(good, weights, "finite numbers above 0", sample_weights, rows)
     if max_tokens is not None:
         censored = censored | (lengths > max_tokens)
         lengths = np.minimum(lengths, max_tokens)
-    return rows, lengths.astype(np.int64), ~censored, sample_weights, int(failed.sum())
+    return rows, lengths.astype(np.int64), ~censored, int(failed.sum())
 
 
 def _check_repeats(source: CheckedTable, group_of_row: NDArray[np.int64]) -> None:
