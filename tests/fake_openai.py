@@ -14,6 +14,8 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.waiting import taken
+
 HOST, MODEL = "127.0.0.1", "fake-model"
 Script = Callable[[web.Request, bytes], Awaitable[web.StreamResponse]]
 
@@ -225,7 +227,7 @@ class Completions:
     async def _complete(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         fault = self.behave(self._number, body)
         self._number += 1
-        await asyncio.sleep(self.delay_s)
+        await taken(self.delay_s)
         if self._number >= self.gate:
             self._opened.set()
         await self._opened.wait()

@@ -122,7 +122,7 @@ def fake_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A GPU, and as commands of the steps a module that prints a table and one that does not end; the list of options."""
     _module(tmp_path, "printing", f"print({TABLE!r})")
     _module(tmp_path, "failing", "print('| 1 |')\nraise SystemExit('the GPU is lost')")
-    _module(tmp_path, "endless", "import time\ntime.sleep(600)")
+    _module(tmp_path, "endless", "import signal\nsignal.pause()")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setattr(gpu, "gpu_name", lambda: "Tesla T0, driver 1.2")
     monkeypatch.setattr(gpu, "STEPS", dict.fromkeys(("training_step", "sampling"), ()))

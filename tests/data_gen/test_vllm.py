@@ -8,7 +8,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -26,6 +25,7 @@ from data_gen.sampling_run import STORE_NAME
 from data_gen.vllm_backend import VllmBackend, VllmOptions
 from scheduler_core.errors import InputError, MissingExtraError
 from tests.data_gen.conftest import ROOT, save_tiny_llama, vllm_environment
+from tests.waiting import eventually
 
 SETTINGS = SamplingSettings(num_samples=3, max_tokens=12, temperature=0.7, top_p=0.9, seed=4)
 PROMPTS = [Prompt(f"p{i}", " ".join(["word"] * (i + 1))) for i in range(6)]
@@ -246,11 +246,8 @@ def num_stored(out: Path) -> int:
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes], seconds: float) -> None:
     """Looks again and again while the command runs."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, "the command ended too soon"
-        assert time.monotonic() < end, "took too long"
-        time.sleep(0.05)
+    assert eventually(lambda: process.poll() is not None or condition(), seconds), "took too long"
+    assert process.poll() is None, "the command ended too soon"
 
 
 @pytest.mark.slow

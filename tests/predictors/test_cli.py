@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -40,7 +39,8 @@ from scheduler_core.errors import InputError, MissingExtraError
 from scheduler_core.prediction.predictor import PredictionRequest
 from scheduler_core.shell.command import command
 from tests.predictors.fakes import expected, replace_artifact, version_prefix, without_numbers, write_artifact
-from tests.predictors.proxy.fake_engine import CHAT, chat, paused, running_engine, stream_events, until
+from tests.predictors.proxy.fake_engine import CHAT, chat, paused, running_engine, stream_events
+from tests.waiting import eventually, until
 
 PATIENCE_S = 150.0
 REQUEST = PredictionRequest("r", "name three rivers", 100)
@@ -72,11 +72,8 @@ class Process:
         return self._log.read_text()
 
     def wait_for(self, condition: Callable[[], object]) -> None:
-        end = time.monotonic() + PATIENCE_S
-        while not condition():
-            assert time.monotonic() < end, self.log
-            assert self.process.poll() is None, self.log
-            time.sleep(0.02)
+        assert eventually(lambda: self.process.poll() is not None or condition()), self.log
+        assert self.process.poll() is None, self.log
 
     def ports(self) -> tuple[int, int]:
         """gRPC and HTTP port, once it is ready."""
@@ -342,7 +339,7 @@ def test_a_protocol_or_an_exporter_that_cannot_be_had_is_named(monkeypatch: pyte
 
 
 IDLE_WORKER = """
-import os, signal, sys, time
+import os, signal, sys
 folder, plan, number = sys.argv[1:]
 life = 0
 while True:
@@ -356,8 +353,7 @@ what = steps.get(f"{number}-{life}", steps.get("else", "serve"))
 if what == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 if what.startswith("late"):  # only once the other one serves
-    while not os.path.exists(f"{folder}/serving"):
-        time.sleep(0.01)
+    os.read(os.open(f"{folder}/serving", os.O_RDWR), 1)
     if what == "latekilled":
         os.kill(os.getpid(), signal.SIGKILL)
     sys.exit(3)
@@ -366,8 +362,8 @@ if what.isdigit():
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
 open(f"{folder}/pid-{number}", "w").write(str(os.getpid()))
 os.write(1, b"x")
-open(f"{folder}/serving", "w").close()
-time.sleep(600)
+os.write(os.open(f"{folder}/serving", os.O_RDWR), b"x" * 100)
+signal.pause()
 """
 
 
@@ -378,6 +374,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def supervised(folder: Path, plan: str, *, suspended: int | None = None) -> tuple[int, list[str], bool]:
     """Exit code, lives of workers (number-life), and whether all of them were ready at some time."""
+    os.mkfifo(folder / "serving")
     command = [sys.executable, "-S", "-c", IDLE_WORKER, str(folder), plan]
     supervisor = Supervisor(command, 2, stop_timeout_s=120 if suspended is None else 1)
     was_ready = False
@@ -420,10 +417,10 @@ async def test_a_worker_that_is_not_ready_again_yet_has_nothing_to_drain(tmp_pat
     # Ready in its first life alone; then it takes for ever to start, without a handler for SIGTERM.
     first, second = tmp_path / "first", tmp_path / "second"
     script = (
-        "import os, pathlib, sys, time; first, second = map(pathlib.Path, sys.argv[1:3])\n"
+        "import os, pathlib, signal, sys; first, second = map(pathlib.Path, sys.argv[1:3])\n"
         "again = first.exists(); (second if again else first).write_text(str(os.getpid()))\n"
         "if not again: os.write(1, b'x')\n"
-        "time.sleep(600)"
+        "signal.pause()"
     )
     command = [sys.executable, "-c", script, str(first), str(second)]
     supervisor = Supervisor(command, count=1, stop_timeout_s=120)
@@ -432,8 +429,7 @@ async def test_a_worker_that_is_not_ready_again_yet_has_nothing_to_drain(tmp_pat
     async with asyncio.timeout(120):
         await ready.wait()
         os.kill(int(first.read_text()), signal.SIGKILL)
-        while not second.exists():
-            await asyncio.sleep(0.01)
+        await until(second.exists)
         supervisor.stop()
         assert await running == 0
 
@@ -504,9 +500,8 @@ async def test_sigterm_lets_the_proxy_finish_and_end_with_0(artifact_folder: Pat
             stderr=asyncio.subprocess.PIPE,
         )
         async with asyncio.timeout(120):
-            while not ports.exists():
-                assert process.returncode is None
-                await asyncio.sleep(0.05)
+            await until(lambda: ports.exists() or process.returncode is not None)
+            assert process.returncode is None
             port, admin = ports.read_text().split()
             async with aiohttp.ClientSession() as client:
                 for path in ("healthz", "readyz"):

@@ -43,7 +43,7 @@ TABLE = operator_table.OperatorTable(
     prefill_s=1e-7 * (1 + np.arange(33)[:, None] * 64) * np.arange(1025)[None, :], batching_overhead=0.1,
 )  # fmt: skip
 ALL: list[StepTime] = [
-    LinearStepTime(), QuadraticStepTime(), QuadraticStepTime(batching="sum"), StaircaseStepTime(),
+    LinearStepTime(), QuadraticStepTime(), StaircaseStepTime(),
     StaircaseStepTime(t_row=16, t_col=8, d=64), RooflineStepTime(),
     RooflineStepTime(model="llama-2-70b", gpu="h100-80gb", tensor_parallel=4), TABLE,
 ]  # fmt: skip
@@ -99,8 +99,6 @@ def test_quadratic_times_by_hand() -> None:
     chunked = [model.step_s(StepWork((chunk(start, 10),))) for start in (0, 10, 20)]
     assert sum(chunked) == pytest.approx(0.001 * 30**2 + 0.1 * 30), "chunks add up to the prompt"
     assert model.step_s(StepWork((chunk(0, 10),), [40, 300])) == pytest.approx(4.0), "the longest member"
-    both = replace(model, batching="sum")
-    assert both.step_s(StepWork((chunk(0, 10),), [40, 300])) == pytest.approx(1.1 + 1.4 + 4.0)
     assert model.step_s(StepWork((), [300], 3)) == pytest.approx(4.0 + 6.0)
     # m tokens after a prompt of n: gamma_1 (m^2 / 2 + n m + m / 2) + gamma_2 m, where the paper counts the token itself.
     n, m = 50, 20
@@ -226,7 +224,7 @@ def test_what_makes_no_model_is_told(name: str, parameters: dict[str, Any], fiel
 def test_models_are_made_by_name() -> None:
     assert make_step_time("quadratic", {"preset": "a5000-4b"}) == PRESETS["a5000-4b"]
     assert (PRESETS["a100-4b"].alpha_1, PRESETS["a5000-7b"].gamma_2) == (1.46584975e-09, 2.72656264e-02)
-    assert make_step_time("quadratic", {"batching": "sum"}) == QuadraticStepTime(batching="sum")
+    assert make_step_time("quadratic", {"beta": 2.0}) == QuadraticStepTime(beta=2.0)
 
 
 def measured(step_time: StepTime, rate_rps: float, num: int = 80, seed: int = 0) -> list[Probe]:

@@ -4,7 +4,6 @@ import contextlib
 import json
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -107,20 +106,11 @@ def start_load(url: str, *options: str) -> subprocess.Popen[bytes]:
 def load(url: str, *options: str, meanwhile: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Runs the load generator to its end, `meanwhile` twice a second; its report."""
     process = start_load(url, *options)
-    while process.poll() is None:
+    output = None
+    while output is None:
         meanwhile()
-        time.sleep(0.5)
-    output, _ = process.communicate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            output, _ = process.communicate(timeout=0.5)
     assert process.returncode == 0
     report: dict[str, Any] = json.loads(output)
     return report
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
-    """Whether the condition holds some time within that many seconds."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.05)
-    return condition()

@@ -18,7 +18,8 @@ import pytest
 from predictors.client import ClientSettings, GrpcPredictor
 from scheduler_core.prediction.predictor import PredictionRequest
 from tests.predictors.fakes import expected
-from tests.service.harness import Served, eventually, load, served, start_load, write_costly_artifact
+from tests.service.harness import Served, load, served, start_load, write_costly_artifact
+from tests.waiting import eventually, until
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +45,7 @@ async def test_workers_killed_while_clients_retry_and_nothing_is_lost(artifact_f
             pids = set()
             for child in supervisor.children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is one too
-                    if "predictors.service.worker" in " ".join(child.cmdline()):
+                    if "predictors.service.process" in " ".join(child.cmdline()):
                         pids.add(child.pid)
             return pids
 
@@ -61,13 +62,11 @@ async def test_workers_killed_while_clients_retry_and_nothing_is_lost(artifact_f
 
             async def killer() -> None:
                 for _ in range(2):
-                    await asyncio.sleep(1.0)
+                    await until(lambda before=num_asked: num_asked >= before + 100)
                     for victim in workers():  # all of them: for a moment nobody is there
                         os.kill(victim, signal.SIGKILL)
                         killed.add(victim)
-                    async with asyncio.timeout(60):
-                        while len(workers() - killed) < 2:
-                            await asyncio.sleep(0.1)
+                    await until(lambda: len(workers() - killed) >= 2)
 
             await asyncio.gather(killer(), *(caller() for _ in range(16)))
         server.process.popen.send_signal(signal.SIGTERM)

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from io import BytesIO
@@ -16,9 +16,9 @@ from predictors.proxy.config import ProxyConfig
 from predictors.proxy.server import ProxyServer
 from tests import fake_openai
 from tests.fake_openai import FakeEngine, Script, break_off, event  # noqa: F401
+from tests.waiting import PATIENCE_S, until
 
 CHAT = "/v1/chat/completions"
-PATIENCE_S = 60.0
 
 
 def stream_events(words: Iterable[str], usage: int | None, *, null_usage: bool = False) -> list[bytes]:
@@ -93,13 +93,6 @@ async def stalled(request: web.Request, body: bytes) -> web.StreamResponse:
     raise AssertionError
 
 
-async def until(condition: Callable[[], object]) -> None:
-    """Gives the loop its turn until the condition holds."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
 def running_engine(script: Script = plain) -> AbstractAsyncContextManager[FakeEngine]:
     return fake_openai.running_engine(script)
 
@@ -143,9 +136,11 @@ class RunningProxy:
 
     async def reaches(self, line: str, value: float) -> None:
         """Waits until the number of a line of /metrics is at least this."""
-        async with asyncio.timeout(PATIENCE_S):
-            while await self.metric(line) < value:
-                await asyncio.sleep(0.01)
+
+        async def is_reached() -> bool:
+            return await self.metric(line) >= value
+
+        await until(is_reached)
 
 
 @asynccontextmanager

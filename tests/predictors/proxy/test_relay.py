@@ -5,6 +5,7 @@ import gzip
 import itertools
 import json
 import socket
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -177,11 +178,13 @@ async def test_a_slow_reader_slows_the_engine_down() -> None:
 
     async with running_engine(script) as fake, running_proxy(fake.url, engine="vllm") as proxy:
         response = await proxy.client.post(proxy.url + CHAT, json=chat("x"))
-        before = -1
-        async with asyncio.timeout(fake_engine.PATIENCE_S):
-            while written != before:
-                before = written
-                await asyncio.sleep(0.3)
+        latest: deque[int] = deque(maxlen=30)
+
+        def has_stopped() -> bool:
+            latest.append(written)
+            return len(latest) == latest.maxlen and len(set(latest)) == 1
+
+        await until(has_stopped)
         assert written < 64 * 2**20  # buffers of the sockets, not the endless answer
         response.close()
         await until(lambda: fake.num_gone == 1)
@@ -247,7 +250,7 @@ async def test_stop_answers_what_is_inside() -> None:
         posts = [asyncio.create_task(proxy.post(chat("x", stream=True))) for _ in range(2)]
         await until(lambda: proxy.server.num_in_flight == 2 and len(fake.requests) == 1)
         stopping = asyncio.create_task(proxy.server.stop())
-        await asyncio.sleep(0.05)
+        await until(lambda: not proxy.server._is_ready)
         async with proxy.client.get(proxy.admin + "/readyz") as response:
             assert response.status == 503
         with pytest.raises(aiohttp.ClientConnectionError):
@@ -455,7 +458,7 @@ async def test_a_body_that_comes_in_time_is_answered_though_the_proxy_drains() -
             post = asyncio.create_task(client.post(proxy.url + CHAT, data=pieces()))
             await until(lambda: proxy.server.num_in_flight == 1)
             stop = asyncio.create_task(manager.__aexit__(None, None, None))
-            await asyncio.sleep(0.01)
+            await until(lambda: not proxy.server._is_ready)
             go.set()
             async with await post as response:
                 assert response.status == 200

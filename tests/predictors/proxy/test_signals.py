@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -155,26 +156,26 @@ def test_the_reloaded_options_exist() -> None:
 
 
 WORKER = """
-import os, signal, sys, time
+import os, signal, sys
 folder = sys.argv[1]
 open(folder + "/started", "w").close()
-while not os.path.exists(folder + "/go"):
-    time.sleep(0.01)
+open(folder + "/go").close()  # a pipe
 signal.signal(signal.SIGHUP, lambda *_: open(folder + "/reloaded", "w").close())
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 os.write(1, b"x")
 while True:
-    time.sleep(0.01)
+    signal.pause()
 """
 
 
 @pytest.mark.mend  # SIGHUP ended workers that were still loading
 async def test_a_worker_that_is_starting_reloads_when_it_is_ready(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "go")
     supervisor = Supervisor([sys.executable, "-S", "-c", WORKER, str(tmp_path)], 1, stop_timeout_s=60)
     running = asyncio.create_task(supervisor.run(lambda: None))
     await until(lambda: (tmp_path / "started").exists())
     supervisor.reload()
-    (tmp_path / "go").touch()
+    open(tmp_path / "go", "w").close()
     await until(lambda: (tmp_path / "reloaded").exists())
     supervisor.stop()
     assert await running == 0

@@ -20,6 +20,7 @@ from tests.data_gen.conftest import save_tiny_llama, vllm_environment, vllm_pyth
 from tests.predictors.fakes import running_server
 from tests.predictors.proxy.fake_engine import CHAT, RunningProxy, running_proxy
 from tests.scheduler_core.adapters.test_vllm_engine import Server, answers
+from tests.waiting import until
 
 __all__ = ["vllm_python"]  # a fixture
 pytestmark = pytest.mark.slow
@@ -82,9 +83,9 @@ async def finish_order(
     with engine.stopped():
         for number in range(NUM_LONG):
             tasks.append(asyncio.create_task(send(f"long{number}", LONG, 80, None)))
-            await asyncio.sleep(0.005)
+            await until(lambda number=number: proxy.server.num_in_flight == number + 1)
         tasks.append(asyncio.create_task(send("last", last_prompt, 4, last_tier)))
-        await asyncio.sleep(SENDING_S)
+        await until(lambda: proxy.server.num_in_flight == len(tasks))
         assert not finished
     await asyncio.gather(*tasks)
     return finished
@@ -142,10 +143,10 @@ async def test_anthropics_endpoint_is_ordered_by_the_header(engine: Engine, arti
             tasks = []
             for number in range(NUM_LONG):
                 tasks.append(asyncio.create_task(send(f"long{number}", CHAT, asks(LONG, 80), {})))
-                await asyncio.sleep(0.005)
+                await until(lambda number=number: proxy.server.num_in_flight == number + 1)
             for name, headers in (("batch", batch), ("urgent", urgent)):
                 tasks.append(asyncio.create_task(send(name, "/v1/messages", message, headers)))
-            await asyncio.sleep(SENDING_S)
+            await until(lambda: proxy.server.num_in_flight == len(tasks))
         await asyncio.gather(*tasks)
     assert finished.index("urgent") < NUM_LONG // 2
     assert finished[-1] == "batch"

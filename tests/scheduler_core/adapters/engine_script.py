@@ -10,7 +10,7 @@ import json
 import os
 import random
 import sys
-import time
+import threading
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -127,17 +127,31 @@ def pipelined(options: dict[str, Any], task: dict[str, Any]) -> dict[str, Any]:
     return result | {"pipelined": num_pipelined, "steps": num_steps, "engine_says": engine_says}
 
 
+class CountedEvents(deque[Any]):
+    """Predictions that sets an event when there are so many."""
+
+    def __init__(self, is_full: threading.Event, num: int) -> None:
+        super().__init__()
+        self._is_full, self._num = is_full, num
+
+    def append(self, event: Any) -> None:
+        super().append(event)
+        if len(self) >= self._num:
+            self._is_full.set()
+
+
 def arrivals(task: dict[str, Any], scheduler: Any, add: Any, is_busy: Any) -> Iterator[int]:
     """Numbers of steps until all requests are done; the first ones are there at once, others come as steps go by."""
     later = list(enumerate(task["lengths"]))
+    thread = getattr(scheduler, "_tailcast_thread", None)
+    is_predicted = threading.Event()
+    if thread is not None:
+        thread._events = CountedEvents(is_predicted, task["at_once"])
     for _ in range(task["at_once"]):
         add(*later.pop(0))
     # The first requests are predicted before the first step, so that the order is that of the policy alone.
-    thread = getattr(scheduler, "_tailcast_thread", None)
-    end = time.monotonic() + 30
-    while thread is not None and task.get("wait") and len(thread._events) < task["at_once"]:
-        assert time.monotonic() < end, "no predictions"
-        time.sleep(0.01)
+    if thread is not None and task.get("wait"):
+        assert is_predicted.wait(30), "no predictions"
     step = 0
     while is_busy() or later:
         step += 1

@@ -1,6 +1,7 @@
 """The routing strategy in the real LiteLLM Router, in front of two engines that speak the OpenAI API."""
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
@@ -17,6 +18,7 @@ from benchmarks.shared.processes import free_port, listens, running
 from scheduler_core.adapters.live_routing import RoutingSettings
 from scheduler_core.errors import TailcastError
 from tests.fake_openai import GOOD, Completions, FakeEngine, error, running_engine
+from tests.waiting import until
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 litellm = pytest.importorskip("litellm")
@@ -59,18 +61,19 @@ async def strategy(engines: list[FakeEngine]) -> AsyncIterator[Any]:
 
 async def ended(strategy: Any) -> dict[str, int]:
     """The live requests, after LiteLLM's callbacks have had time to run."""
-    for _ in range(100):
+
+    def is_forgotten() -> bool:
         gc.collect()
-        if not strategy.routing.num_requests:
-            break
-        await asyncio.sleep(0.05)
+        return not strategy.routing.num_requests
+
+    with contextlib.suppress(AssertionError):
+        await until(is_forgotten, 5)
     return dict(strategy.routing.num_requests)
 
 
 async def test_requests_are_distributed_and_forgotten(strategy: Any, engines: list[FakeEngine]) -> None:
     sent = asyncio.gather(*(strategy.router.acompletion(**CHAT) for _ in range(8)))
-    while sum(strategy.routing.num_requests.values()) < 8:
-        await asyncio.sleep(0.01)
+    await until(lambda: sum(strategy.routing.num_requests.values()) >= 8)
     assert strategy.routing.num_requests == {"0": 4, "1": 4}
     await sent
     assert [len(engine.requests) for engine in engines] == [4, 4]
@@ -92,8 +95,7 @@ async def test_streams_end_when_complete_and_when_the_client_leaves(strategy: An
 
 async def test_cancelled_requests_are_forgotten(strategy: Any) -> None:
     tasks = [asyncio.create_task(strategy.router.acompletion(**CHAT)) for _ in range(6)]
-    while sum(strategy.routing.num_requests.values()) < 6:
-        await asyncio.sleep(0.01)
+    await until(lambda: sum(strategy.routing.num_requests.values()) >= 6)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -105,8 +107,7 @@ async def test_cancelled_requests_are_forgotten(strategy: Any) -> None:
 async def test_an_engine_killed_under_load_loses_no_request(strategy: Any, engines: list[FakeEngine]) -> None:
     """LiteLLM retries on the other one, and leaves the dead one out while it cools down."""
     sent = asyncio.gather(*(strategy.router.acompletion(**CHAT) for _ in range(10)))
-    while strategy.routing.num_requests.get("1", 0) < 5:
-        await asyncio.sleep(0.01)
+    await until(lambda: strategy.routing.num_requests.get("1", 0) >= 5)
     await engines[1].stop()
     assert len(await sent) == 10
     assert len(await asyncio.gather(*(strategy.router.acompletion(**CHAT) for _ in range(10)))) == 10
@@ -178,11 +179,16 @@ async def test_the_proxy_retries_and_forgets(proxy: aiohttp.ClientSession, engin
     """Equal numbers while requests are live, the first engine where none is: LiteLLM's own default chooses at random."""
 
     async def assert_that_none_is_live() -> None:
-        await asyncio.sleep(1.5)
-        assert await sent_to(proxy, engines, 8) == [4, 4]
+        # After the cooldown and LiteLLM's callbacks; a request that stays live keeps the numbers unequal for ever.
+        async def is_equal() -> bool:
+            return await sent_to(proxy, engines, 8) == [4, 4]
+
+        async def goes_to_the_first() -> bool:
+            return await sent_to(proxy, engines, 1) == [1, 0]
+
+        await until(is_equal)
         for _ in range(10):
-            await asyncio.sleep(0.2)
-            assert await sent_to(proxy, engines, 1) == [1, 0]
+            await until(goes_to_the_first)
 
     await assert_that_none_is_live()
     for path, more in (
@@ -204,9 +210,8 @@ async def test_the_proxy_retries_and_forgets(proxy: aiohttp.ClientSession, engin
 
     engines[1].script.delay_s = 3600.0  # type: ignore[attr-defined]
     sent = asyncio.create_task(sent_to(proxy, engines, 20))
-    while engines[1].num_in_flight < 10:
-        assert not sent.done()
-        await asyncio.sleep(0.01)
+    await until(lambda: sent.done() or engines[1].num_in_flight >= 10)
+    assert not sent.done()
     await engines[1].stop()
     engines[1].script.delay_s = 0.2  # type: ignore[attr-defined]
     assert (await sent, await sent_to(proxy, engines, 20)) == ([20, 10], [20, 0])

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +15,7 @@ from scheduler_core.errors import InputError
 from scheduler_core.prediction.api_request import ApiRequest
 from scheduler_core.shell.ray_cluster import LOCAL, ray_cluster
 from tests.properties import RAY_WARNINGS
+from tests.waiting import eventually, taken
 
 serve = pytest.importorskip("ray.serve", exc_type=ImportError)
 pytest.importorskip("starlette")
@@ -28,7 +28,7 @@ class Engine:
     """Takes 2 ms for each token."""
 
     async def __call__(self, body: dict[str, Any]) -> int:
-        await asyncio.sleep(0.002 * body["max_tokens"])
+        await taken(0.002 * body["max_tokens"])
         return os.getpid()
 
 
@@ -49,9 +49,7 @@ def handle() -> Iterator[Any]:
 def live(handle: Any) -> dict[str, int]:
     """Live requests of the router of this process, once they do not change by themselves any more."""
     router = handle._router._asyncio_router.request_router
-    deadline = time.monotonic() + 20
-    while (router._tailcast_routing.num_requests or router._tailcast_sent) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    eventually(lambda: not (router._tailcast_routing.num_requests or router._tailcast_sent), 20)
     assert not router._tailcast_sent
     return dict(router._tailcast_routing.num_requests)
 
@@ -69,10 +67,8 @@ def test_requests_are_distributed_and_forgotten(handle: Any) -> None:
 @pytest.mark.slow
 def test_cancelled_requests_are_forgotten(handle: Any) -> None:
     responses = [handle.remote({"prompt": "hello", "max_tokens": 5000}) for _ in range(12)]
-    router = handle._router._asyncio_router.request_router
-    deadline = time.monotonic() + 20
-    while sum(router._tailcast_routing.num_requests.values()) < 8 and time.monotonic() < deadline:
-        time.sleep(0.05)
+    routing = handle._router._asyncio_router.request_router._tailcast_routing
+    assert eventually(lambda: sum(routing.num_requests.values()) >= 8, 20)
     for response in responses:
         response.cancel()
     assert live(handle) == {}
@@ -83,7 +79,8 @@ def test_a_killed_replica_is_left_out_and_forgotten(handle: Any) -> None:
     """Its own requests fail, as Serve reports them; all that come later are served by the other one."""
     victim = handle.remote({"prompt": "hello", "max_tokens": 1}).result()
     before = [handle.remote({"prompt": "hello", "max_tokens": 500}) for _ in range(8)]
-    time.sleep(0.3)
+    routing = handle._router._asyncio_router.request_router._tailcast_routing
+    assert eventually(lambda: sum(routing.num_requests.values()) == 8, 20)
     os.kill(victim, signal.SIGKILL)
     after = [handle.remote({"prompt": "hello", "max_tokens": 10}) for _ in range(20)]
     failed = 0

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ import pytest
 
 from tests.data_gen.conftest import ROOT, save_tiny_llama, vllm_environment, vllm_python  # noqa: F401
 from tests.scheduler_core.adapters.length_reader import ORDERS, PREDICTED
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,7 @@ LENGTHS = [55, 50, 45, 40, 35, 30, 25, 20, 15, 10, 5, 3, 50, 8, 44, 2, 33, 21, 9
 
 ENTRY_POINTS = """[tailcast.predictors]
 prompted = tests.scheduler_core.adapters.length_reader:connect
-grpc = predictors.client:connect
+grpc = predictors.client:GrpcPredictor
 """
 
 
@@ -160,11 +160,9 @@ class Server:
                 os.kill(pid, signal.SIGCONT)
 
     def wait(self, condition: Any, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while not condition():
-            assert self._process.poll() is None, self.log.read_text()[-3000:]
-            assert time.monotonic() < end, self.log.read_text()[-3000:]
-            time.sleep(0.2)
+        holds = eventually(lambda: self._process.poll() is not None or condition(), seconds)
+        assert holds, self.log.read_text()[-3000:]
+        assert self._process.poll() is None, self.log.read_text()[-3000:]
 
 
 def test_a_served_engine_shows_its_metrics_and_outlives_the_predictor(
