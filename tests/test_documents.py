@@ -4,6 +4,7 @@ import re
 import shlex
 import tomllib
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,16 @@ def test_readme_is_short() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert text.count("\n") <= 110
     assert len(text.split()) <= 1000
+
+
+def test_reference_pages_name_modules_that_exist() -> None:
+    pages = (ROOT / "docs/reference").glob("*.md")
+    names = [name for page in pages for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)]
+    assert len(names) > 10
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        assert (
+            find_spec(name)
+            if attribute.islower() or not module
+            else hasattr(import_module(module), attribute)
+        )
