@@ -1,7 +1,7 @@
 """Gain of online calibration for served models or sources of prompts that are not in the training data.
 
     python -m benchmarks.correcting.online_calibration DATA... [--leave_out model source] [--predictions TABLE]
-        [--counts 0 50 200 1000 5000] [--seeds 3] [--load 1.2] [--json OUT] [--markdown docs/benchmarks.md]
+        [--counts 0 50 200 1000 5000] [--seeds 3] [--load 1.2] [--json OUT] [--markdown benchmarks/results/online_calibration.md]
 
 DATA are CASTILLO's files: columns model, dataset, prompt, prompt_tokens, output_tokens (lists;
 15,000 and more is truncated). For each served model, a predictor is trained on the others (or on that model,

@@ -1,6 +1,6 @@
 """Predictions for a served model that is not in the training data, by predictors trained without it.
 
-    python -m benchmarks.predictors.leave_one_model_out DATA [--prompts 3000] [--work FOLDER] [--markdown docs/benchmarks.md]
+    python -m benchmarks.predictors.leave_one_model_out DATA [--prompts 3000] [--work FOLDER] [--markdown benchmarks/results/leave_one_model_out.md]
 
 DATA is the folder of public sets that `python -m examples.pretrained` takes. The training, tuning and report
 prompts are CASTILLO's, as for the shipped predictors; training uses a random part of them. For each served

@@ -1,8 +1,8 @@
 """Replica selection by predicted lengths, compared with the defaults of LiteLLM and Ray Serve.
 
-    python -m benchmarks.scheduling.routing simulated castillo_validation.parquet [--seeds 5] [--markdown docs/benchmarks.md]
-    python -m benchmarks.scheduling.routing litellm --llama_server PATH [--minutes 12] [--runs FILE] [--markdown docs/benchmarks.md]
-    python -m benchmarks.scheduling.routing ray --llama_server PATH [--minutes 12] [--runs FILE] [--markdown docs/benchmarks.md]
+    python -m benchmarks.scheduling.routing simulated castillo_validation.parquet [--seeds 5] [--markdown benchmarks/results/routing.md]
+    python -m benchmarks.scheduling.routing litellm --llama_server PATH [--minutes 12] [--runs FILE] [--markdown benchmarks/results/routing.md]
+    python -m benchmarks.scheduling.routing ray --llama_server PATH [--minutes 12] [--runs FILE] [--markdown benchmarks/results/routing.md]
 
 simulated: four engines in virtual time, FCFS, the simulator's default step times, `--slots` sequences each,
 at `--load` of their capacity. Prompts and lengths are those of CASTILLO that tailcast-minilm was not trained

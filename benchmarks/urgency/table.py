@@ -1,6 +1,6 @@
-"""Tables of docs/urgency.md from reports of `evaluate-urgency`.
+"""Tables of benchmarks/results/urgency.md from reports of `evaluate-urgency`.
 
-python -m benchmarks.urgency.table REPORT.json [--markdown docs/urgency.md]
+python -m benchmarks.urgency.table REPORT.json [--markdown benchmarks/results/urgency.md]
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """vLLM on this machine: our policies and vLLM's own on the same requests, and the simulator's prediction.
 
     make quickstart vllm-env
-    python -m benchmarks.vllm.serving --exclude out/quickstart/samples.parquet [--markdown docs/vllm.md] [--quick]
+    python -m benchmarks.vllm.serving --exclude out/quickstart/samples.parquet [--markdown benchmarks/results/vllm.md] [--quick]
 
 vLLM's OpenAI server gets chats over HTTP in an open loop (Poisson) at fractions of its measured capacity. All
 sides get the same requests at the same times; order and times differ between repetitions. Each request has
