@@ -2,8 +2,7 @@
 
     ARTIFACT=/path/to/artifact serve run deploy/ray_serve.yaml
 
-Every replica batches by itself, as `serve-predictor` does. Clients of the gRPC port work unchanged, apart from
-PredictStream, which Ray Serve cannot carry.
+Every replica batches by itself, as `serve-predictor` does. Clients of the gRPC port work unchanged.
 """
 
 from __future__ import annotations

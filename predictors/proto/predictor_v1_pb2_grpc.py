@@ -44,11 +44,6 @@ class PredictorStub:
                 request_serializer=predictors_dot_proto_dot_predictor__v1__pb2.PredictBatchRequest.SerializeToString,
                 response_deserializer=predictors_dot_proto_dot_predictor__v1__pb2.PredictBatchResponse.FromString,
                 _registered_method=True)
-        self.PredictStream = channel.stream_stream(
-                '/tailcast.predictor.v1.Predictor/PredictStream',
-                request_serializer=predictors_dot_proto_dot_predictor__v1__pb2.PredictRequest.SerializeToString,
-                response_deserializer=predictors_dot_proto_dot_predictor__v1__pb2.Outcome.FromString,
-                _registered_method=True)
         self.GetMetadata = channel.unary_unary(
                 '/tailcast.predictor.v1.Predictor/GetMetadata',
                 request_serializer=predictors_dot_proto_dot_predictor__v1__pb2.GetMetadataRequest.SerializeToString,
@@ -77,17 +72,6 @@ class PredictorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def PredictStream(self, request_iterator, context):
-        """Any number of prompts over one call: the cheapest way for a client with many. Outcomes come as they are ready, in any
-        order; request_id says whose they are. The server reads no further while too many of a stream are under way, so a
-        client that does not read is slowed down and costs no memory. A request that is wrong or refused has an error as its
-        outcome; only bytes that are no PredictRequest end the stream (INVALID_ARGUMENT). When the server drains, what it
-        has read is answered, then the stream ends with UNAVAILABLE.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def GetMetadata(self, request, context):
         """What is served: artifact, model, limits.
         """
@@ -107,11 +91,6 @@ def add_PredictorServicer_to_server(servicer, server):
                     servicer.PredictBatch,
                     request_deserializer=predictors_dot_proto_dot_predictor__v1__pb2.PredictBatchRequest.FromString,
                     response_serializer=predictors_dot_proto_dot_predictor__v1__pb2.PredictBatchResponse.SerializeToString,
-            ),
-            'PredictStream': grpc.stream_stream_rpc_method_handler(
-                    servicer.PredictStream,
-                    request_deserializer=predictors_dot_proto_dot_predictor__v1__pb2.PredictRequest.FromString,
-                    response_serializer=predictors_dot_proto_dot_predictor__v1__pb2.Outcome.SerializeToString,
             ),
             'GetMetadata': grpc.unary_unary_rpc_method_handler(
                     servicer.GetMetadata,
@@ -173,33 +152,6 @@ class Predictor:
             '/tailcast.predictor.v1.Predictor/PredictBatch',
             predictors_dot_proto_dot_predictor__v1__pb2.PredictBatchRequest.SerializeToString,
             predictors_dot_proto_dot_predictor__v1__pb2.PredictBatchResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def PredictStream(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/tailcast.predictor.v1.Predictor/PredictStream',
-            predictors_dot_proto_dot_predictor__v1__pb2.PredictRequest.SerializeToString,
-            predictors_dot_proto_dot_predictor__v1__pb2.Outcome.FromString,
             options,
             channel_credentials,
             insecure,

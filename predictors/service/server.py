@@ -21,7 +21,7 @@ from predictors.service.batcher import BatchingSettings
 from predictors.service.calls import PredictorCalls
 from predictors.service.config import ServeConfig
 from predictors.service.errors import ReloadError
-from predictors.service.grpc_methods import SERVICE, PredictorMethods
+from predictors.service.grpc_methods import SERVICE, predictor_handler
 from predictors.service.metrics import ServiceMetrics
 from predictors.service.oip import OIP_SERVICE, open_inference_handler
 from predictors.service.security import BearerInterceptor, BearerTokens, grpc_credentials
@@ -49,7 +49,7 @@ class PredictionServer:
         shares_ports: Whether other processes listen on the same ports and share their connections.
         num_listeners: Number of gRPC servers on the port, which share its connections. A single server
             accepts calls one by one with two thread switches each, so that on a busy machine calls wait
-            before they can be rejected (`benchmarks/service/refusals.py`). Without SO_REUSEPORT (Windows) it is 1.
+            before they can be rejected. Without SO_REUSEPORT (Windows) it is 1.
     """
 
     def __init__(
@@ -80,7 +80,6 @@ class PredictionServer:
         )
         tracing = Tracing() if config.traces else None
         self._calls = PredictorCalls(self.artifacts, config.max_message_bytes, tracing)
-        self._methods = PredictorMethods(self._calls)
         self._tokens = None if config.token_file is None else BearerTokens(config.token_file)
         self._source_state = source_state
         self._watching: asyncio.Task[None] | None = None
@@ -155,7 +154,6 @@ class PredictionServer:
         self.artifacts.is_ending = True
         await asyncio.sleep(self.config.drain_delay_s)
         draining = asyncio.create_task(self.artifacts.close())
-        self._methods.end_streams()
         # During gRPC's grace period new calls would get CANCELLED. Until all predictions are finished (or the
         # timeout), the pipeline returns UNAVAILABLE, which clients retry.
         await asyncio.wait({draining}, timeout=self.config.drain_timeout_s)
@@ -178,7 +176,7 @@ class PredictionServer:
                 ("grpc.keepalive_permit_without_calls", 1),
             ],
         )
-        server.add_generic_rpc_handlers((self._methods.handler(), open_inference_handler(self._calls)))
+        server.add_generic_rpc_handlers((predictor_handler(self._calls), open_inference_handler(self._calls)))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (SERVICE, OIP_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server, _descriptions())

@@ -26,7 +26,6 @@ from predictors.proto import open_inference_pb2 as oip
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.runtime import open_runtime
 from predictors.service.batcher import BatchingSettings
-from predictors.service.grpc_methods import MAX_STREAM_REQUESTS
 from predictors.service.messages import truncated_length
 from predictors.service.server import OIP_SERVICE, SERVICE, PredictionServer
 from predictors.tokenizer import TokenizedPrompt
@@ -406,86 +405,6 @@ async def test_prompts_over_the_limit_are_refused(artifact_folder: Path) -> None
     assert metadata.max_prompt_chars == 10
 
 
-def request(number: int, prompt: str = "sea") -> pb.PredictRequest:
-    return pb.PredictRequest(request_id=str(number), prompt=prompt)
-
-
-async def test_a_wrong_or_refused_request_is_an_outcome_of_the_stream(runtime: fakes.GatedRuntime) -> None:
-    batching = BatchingSettings(max_batch=1, max_wait_s=0.0, max_queue=1)
-    async with fakes.server_and_stub(runtime, batching=batching) as (server, stub):
-        stream = stub.PredictStream()
-        await stream.write(request(0))
-        await fakes.until(lambda: server.artifacts.num_in_flight == 1)
-        await stream.write(request(1, ""))
-        await stream.write(request(2))
-        refused = [await stream.read(), await stream.read()]
-        runtime.gate.set()
-        assert (await stream.read()).prediction.request_id == "0"
-        await stream.done_writing()
-        assert await stream.read() is EOF
-        assert await stream.code() == grpc.StatusCode.OK
-    codes = {outcome.error.request_id: outcome.error.code for outcome in refused}
-    assert codes == {"1": INVALID.value[0], "2": EXHAUSTED.value[0]}
-
-
-async def test_answers_come_as_they_are_ready(runtime: fakes.GatedRuntime) -> None:
-    async with fakes.server_and_stub(runtime, batching=ONE_WORKER, cache_entries=10) as (server, stub):
-        runtime.gate.set()
-        await stub.Predict(request(9, "known"))
-        runtime.gate.clear()
-        stream = stub.PredictStream()
-        await stream.write(request(0, "slow"))
-        await fakes.until(lambda: server.artifacts.num_in_flight == 1)
-        await stream.write(request(1, "known"))
-        first = (await stream.read()).prediction
-        runtime.gate.set()
-        second = (await stream.read()).prediction
-        await stream.done_writing()
-    assert (first.request_id, first.cached) == ("1", True)
-    assert (second.request_id, second.cached) == ("0", False)
-
-
-async def test_no_more_is_read_than_may_be_under_way(runtime: fakes.GatedRuntime) -> None:
-    async with fakes.server_and_stub(runtime, batching=BatchingSettings.cpu(1)) as (server, stub):
-        stream = stub.PredictStream()
-        for number in range(MAX_STREAM_REQUESTS + 12):
-            await stream.write(request(number))
-        await fakes.until(lambda: server.artifacts.num_in_flight == MAX_STREAM_REQUESTS)
-        await fakes.settle()
-        assert server.artifacts.num_in_flight == MAX_STREAM_REQUESTS
-        runtime.gate.set()
-        await stream.done_writing()
-        ids = {outcome.prediction.request_id async for outcome in stream}
-    assert ids == {str(number) for number in range(MAX_STREAM_REQUESTS + 12)}
-
-
-async def test_client_that_hangs_up_leaves_nothing_behind(runtime: fakes.GatedRuntime) -> None:
-    async with fakes.server_and_stub(runtime, batching=ONE_WORKER) as (server, stub):
-        stream = stub.PredictStream()
-        for number in range(5):
-            await stream.write(request(number))
-        await fakes.until(lambda: server.artifacts.num_in_flight == 5)
-        stream.cancel()
-        await fakes.until(lambda: server.artifacts.num_in_flight == 0)
-        runtime.gate.set()
-        assert (await stub.Predict(request(0))).mu > 0
-    assert len(runtime.batches) == 2  # the one that ran, and the last
-
-
-async def test_draining_answers_what_was_read_and_ends_the_stream(runtime: fakes.GatedRuntime) -> None:
-    async with fakes.server_and_stub(runtime, batching=ONE_WORKER) as (server, stub):
-        stream = stub.PredictStream()
-        for number in range(3):
-            await stream.write(request(number))
-        await fakes.until(lambda: server.artifacts.num_in_flight == 3)
-        stopping = asyncio.create_task(server.stop())
-        await fakes.until(lambda: server.artifacts.default.state == "shutting down")
-        runtime.gate.set()
-        assert {(await stream.read()).prediction.request_id for _ in range(3)} == {"0", "1", "2"}
-        assert (await fakes.failure(stream.read())).code() == UNAVAILABLE
-        await stopping
-
-
 async def test_one_batch_holds_rows_of_different_served_models_and_every_head(rich_folder: Path) -> None:
     runtime = fakes.GatedRuntime(rich_folder)
     batching = BatchingSettings(max_batch=4, max_wait_s=60.0)
@@ -569,7 +488,10 @@ async def test_artifact_that_knows_only_its_own_models_refuses_others(tmp_path: 
 
 async def test_an_artifact_without_a_length_predicts_what_it_has(tmp_path: Path) -> None:
     folder = fakes.write_rich_artifact(tmp_path / "a", heads=("urgency", "rank"))
-    async with fakes.running_server(open_runtime(folder)) as (_, address), GrpcPredictor(address) as predictor:
+    async with (
+        fakes.running_server(open_runtime(folder)) as (_, address),
+        GrpcPredictor(address) as predictor,
+    ):
         [response] = await predictor.responses([PredictionRequest("r", "sea", 100)], truncated_length=True)
         [prediction] = await predictor.predict([PredictionRequest("r", "sea", 100)])
         with pytest.raises(PredictorError, match="the model returned .*rank = nan") as caught:

@@ -94,21 +94,6 @@ def test_any_bytes_and_mutations_of_valid_messages(channel: grpc.Channel, data: 
     assert status(channel, "PredictBatch", batch + element) in CALLERS_FAULT | {OK}
 
 
-@fuzzed
-@given(parts=st.lists(st.sampled_from(VALID) | st.binary(max_size=60), min_size=1, max_size=8))
-def test_any_bytes_in_a_stream(channel: grpc.Channel, parts: list[bytes]) -> None:
-    call = channel.stream_stream(SERVICE + "PredictStream")(iter(parts), timeout=30)
-    num_answers = 0
-    try:
-        for data in call:
-            assert pb.Outcome.FromString(data).WhichOneof("outcome") is not None
-            num_answers += 1
-    except grpc.RpcError:
-        assert call.code() == grpc.StatusCode.INVALID_ARGUMENT
-    else:
-        assert num_answers == len(parts)
-
-
 def long_prompt(text: str) -> bytes:
     return pb.PredictRequest(prompt="sea " + text * 2**18).SerializeToString()
 

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from scheduler_core.errors import TailcastError
 
 from predictors.service.metrics import WorkerMetricFiles
+from scheduler_core.errors import TailcastError
 
 WORKER = """
 import sys, grpc
@@ -24,7 +24,7 @@ for name in sys.argv[2:]:
         metrics.loaded(version, "CPUExecutionProvider", previous)
         previous = version
     metrics.queue_length.inc()
-    for method in ("Predict", "PredictBatch", "PredictStream", "HTTP Predict", "ModelInfer"):
+    for method in ("Predict", "PredictBatch", "HTTP", "HTTP Predict", "ModelInfer"):
         for code in grpc.StatusCode:
             metrics.request(method, code.name, 0.1, PipelineResult(None, 1, False, 0.1, 0.1, 0.1, 1))
     metrics.batch([3], 0.1)
