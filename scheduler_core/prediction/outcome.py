@@ -234,21 +234,17 @@ def _prediction(content: Mapping[str, Any], prefix: str) -> LengthPrediction | N
     try:
         return LengthPrediction(**values, quantiles=tuple(quantiles))
     except InputError as error:
-        raise InputError(
-            prefix + error.field.removeprefix("predicted "), error.value, error.allowed
-        ) from error
+        name = prefix + error.field.removeprefix("predicted ")
+        raise InputError(name, error.value, error.allowed) from error
 
 
 def _messages(messages: Any) -> tuple[Message, ...]:
     conversation = []
-    for number, message in enumerate(
-        [] if messages is None else messages if isinstance(messages, list) else [None]
-    ):
-        role, text = (
-            (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-        )
+    for number, each in enumerate(messages or [] if isinstance(messages, list | None) else [messages]):
+        message = each if isinstance(each, dict) else {}
+        role, text = message.get("role"), message.get("content")
         if not isinstance(role, str) or not isinstance(text, str):
-            raise InputError(f"messages[{number}]", message, "an object with the strings role and content")
+            raise InputError(f"messages[{number}]", each, "an object with the strings role and content")
         conversation.append(Message(role, text))
     return tuple(conversation)
 
@@ -259,7 +255,13 @@ def _number(content: Mapping[str, Any], name: str, low: float, high: float, pref
         return None
     is_integer = isinstance(low, int)
     if not (type(value) is int or (type(value) is float and not is_integer)) or not low <= value <= high:
-        bounds = f" from {low} to {high:g}" if high != FINITE else f" >= {low:g}" if low == 0 else ""
+        bounds = (
+            f" from {low} to {high if is_integer else format(high, 'g')}"
+            if high != FINITE
+            else f" >= {low:g}"
+            if low == 0
+            else ""
+        )
         raise InputError(prefix + name, value, ("integers" if is_integer else "numbers") + bounds)
     return value
 

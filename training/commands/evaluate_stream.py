@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import IO, Any
 
 from scheduler_core.errors import InputError
@@ -31,7 +32,7 @@ from scheduler_core.prediction.correction import (
     features_of,
 )
 from scheduler_core.prediction.drift import DriftDetector
-from scheduler_core.prediction.outcome import Outcome, bounded_lines, parse_outcome
+from scheduler_core.prediction.outcome import Outcome, bounded_lines, parse_outcome, segments_of
 from scheduler_core.prediction.predictions import LengthPrediction
 from scheduler_core.ranges import FINITE, INTEGERS, check_ranges
 from scheduler_core.shell.command import command
@@ -50,7 +51,7 @@ class StreamConfig:
     OUTPUTS = ("out",)
 
     stream: str
-    """File of outcomes as JSON lines (a segment of the proxy's feedback log, or lines with mu, sigma and output_tokens), or - for standard input."""
+    """Outcomes as JSON lines: the folder of the proxy's feedback log, or a file of lines with at least mu, sigma and output_tokens; - for standard input."""
     out: str = "-"
     """File of JSON lines to write, or - for standard output."""
     overwrite: bool = False
@@ -187,10 +188,13 @@ def watch(config: StreamConfig) -> None:
     """Processes the stream to its end and writes each event immediately."""
     stream = DriftStream(config)
     with contextlib.ExitStack() as stack:
-        source: IO[bytes] = sys.stdin.buffer
+        lines = bounded_lines(sys.stdin.buffer)
         if config.stream != "-":
-            source = stack.enter_context(open(existing_file(config.stream, "stream"), "rb"))
-        events = chain(stream.feed(bounded_lines(source)), stream.finish())
+            path = Path(config.stream)
+            files = segments_of(path) if path.is_dir() else [existing_file(config.stream, "stream")]
+            opened = (stack.enter_context(open(file, "rb")) for file in files)
+            lines = chain.from_iterable(map(bounded_lines, opened))
+        events = chain(stream.feed(lines), stream.finish())
         # Read before the target is created, so that an unreadable stream leaves no file.
         first = next(events)
         target: IO[Any] = sys.stdout
