@@ -104,7 +104,7 @@ proto: $(READY)
 	$(BIN)/python -m predictors.proto.generate
 
 # The benchmarks that need neither data nor another server nor a GPU.
-BENCHMARKS := house predictors.onnx_latency predictors.tiny proxy.overhead sampling.client sampling.throughput scheduling.length_scores scheduling.operations scheduling.policies service service.front_end service.hostile_bodies service.refusals simulator.speed training.fit_dist training.step
+BENCHMARKS := predictors.onnx_latency predictors.tiny proxy.overhead sampling.client sampling.throughput scheduling.length_scores service service.front_end service.hostile_bodies simulator.speed training.fit_dist training.step
 
 # The site in out/site; `make docs DOCS=serve` shows it while you write.
 DOCS ?= build --strict

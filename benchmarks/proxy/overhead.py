@@ -5,8 +5,7 @@ turn, one request at a time, so that all variants run under the same conditions.
 reaches a proxy that has been idle, and is counted separately. No predictor is used (`benchmarks.service`
 measures that); the `policy_unpredicted` hints are still computed and added.
 
-    python -m benchmarks.proxy.overhead
-    python -m benchmarks.proxy.overhead --requests 5000 --events 200
+    python -m benchmarks.proxy.overhead [--requests 1000] [--events 20]
 """
 
 from __future__ import annotations
@@ -14,33 +13,27 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import aiohttp
 import numpy as np
 from aiohttp import web
 
+from benchmarks.shared.command import Parser
+from benchmarks.shared.processes import command_ports, cpu_s, print_ports, printing_ports
+from scheduler_core.report.page import markdown_table
+
 CHAT = "/v1/chat/completions"
 CONTENT = {"model": "m", "stream": True, "max_tokens": 500, "messages": [{"role": "user", "content": "name three rivers " * 30}]}  # fmt: skip
-VARIANTS: dict[str, list[str] | None] = {
-    "direct": None,
-    "proxy, vllm hints": ["--engine", "vllm"],
-    "proxy, held queue": ["--engine", "none", "--release", "64"],
-    "proxy, held queue, policy that reads streams": [
-        "--engine",
-        "none",
-        "--release",
-        "64",
-        "--policy",
-        "uniboost",
-    ],
-    "proxy, vllm hints and feedback": ["--engine", "vllm", "--feedback", "FOLDER"],
+VARIANTS: dict[str, str] = {
+    "direct": "",
+    "proxy, vllm hints": "--engine vllm",
+    "proxy, held queue": "--engine none --release 64",
+    "proxy, held queue, policy that reads streams": "--engine none --release 64 --policy uniboost",
+    "proxy, vllm hints and feedback": "--engine vllm --feedback FOLDER/feedback",
 }
 
 
@@ -68,14 +61,6 @@ class Variant:
     own_share: float | None = None
 
 
-def cpu_s(pid: int | None) -> float:
-    """CPU seconds that a process has used."""
-    if pid is None:
-        return 0.0
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 async def engine(num_events: int) -> None:
     """Writes the port to stdout and serves until terminated."""
     delta = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m"}
@@ -98,8 +83,7 @@ async def engine(num_events: int) -> None:
     runner = web.AppRunner(application, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    sys.stdout.write(f"{runner.addresses[0][1]}\n")
-    sys.stdout.flush()
+    print_ports(runner.addresses[0][1])
     await asyncio.Event().wait()
 
 
@@ -124,12 +108,12 @@ async def measure(variants: dict[str, Variant], num_requests: int, block: int) -
             variant.total_ms.clear()
         for _ in range(max(1, num_requests // block)):
             for variant in variants.values():
-                before = cpu_s(variant.pid)
+                before = cpu_s(variant.pid) if variant.pid else 0.0
                 for _ in range(block):
                     await ask(client, variant)
                 variant.paused_ms.append(variant.first_ms.pop(-block))
                 del variant.total_ms[-block]
-                variant.cpu_s += cpu_s(variant.pid) - before
+                variant.cpu_s += cpu_s(variant.pid) - before if variant.pid else 0.0
         for variant in variants.values():
             if variant.admin:
                 async with client.get(variant.admin + "/metrics") as response:
@@ -150,42 +134,27 @@ def share_within(metrics: str) -> float:
 def table(variants: dict[str, Variant], num_events: int) -> str:
     """Percentiles of each variant, and the differences from direct requests."""
     direct = variants["direct"]
-    lines = [
-        f"{len(direct.total_ms) + len(direct.paused_ms)} requests of each variant, {len(direct.paused_ms)} of them after a pause, "
-        f"{num_events} events each; ms; + is the difference from direct without a pause",
-        "| variant | first byte p50 | p99 | full response p50 | p99 | + p50, first byte | + p99, first byte | + p50, first byte after a pause | CPU per request | own time < 1 ms |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    head = (
+        f"{len(direct.total_ms) + len(direct.paused_ms)} requests of each variant, {len(direct.paused_ms)} of them after "
+        f"a pause, {num_events} events each; ms; + is the difference from direct without a pause\n\n"
+    )
+    header = "variant|first byte p50|p99|full response p50|p99|+ p50, first byte|+ p99, first byte"
+    header += "|+ p50, first byte after a pause|CPU per request|own time < 1 ms"
+    rows = []
     for name, variant in variants.items():
         numbers = [np.percentile(values, level) for values in (variant.first_ms, variant.total_ms) for level in (50, 99)]  # fmt: skip
-        more = [np.percentile(variant.first_ms, level) - np.percentile(direct.first_ms, level) for level in (50, 99)]  # fmt: skip
-        more.append(np.median(variant.paused_ms) - np.median(direct.first_ms))
-        cells = [f"{number:.2f}" for number in [*numbers, *more]]
+        numbers += [np.percentile(variant.first_ms, level) - np.percentile(direct.first_ms, level) for level in (50, 99)]  # fmt: skip
+        numbers.append(np.median(variant.paused_ms) - np.median(direct.first_ms))
         num_requests = len(variant.total_ms) + len(variant.paused_ms)
         cpu = "" if variant.pid is None else f"{1e3 * variant.cpu_s / num_requests:.2f}"
         own = "" if variant.own_share is None else f"{100 * variant.own_share:.2f} %"
-        lines.append(f"| {name} | {' | '.join(cells)} | {cpu} | {own} |")
-    return "\n".join(lines)
-
-
-def start(command: list[str], port_file: Path | None = None) -> tuple[subprocess.Popen[str], int]:
-    """Starts a process that writes its port to stdout or to a file."""
-    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    if port_file is None:
-        return process, int(process.stdout.readline())
-    while not port_file.exists():
-        if process.poll() is not None:
-            raise SystemExit(f"{command} ended with {process.returncode}")
-        time.sleep(0.05)
-    return process, int(port_file.read_text().split()[0])
+        rows.append((name, *(f"{number:.2f}" for number in numbers), cpu, own))
+    return head + markdown_table(header.split("|"), rows)
 
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--requests", type=int, default=1000, help="requests of each variant")
     parser.add_argument("--block", type=int, default=50, help="requests per turn of a variant")
     parser.add_argument("--events", type=int, default=20, help="events of a response")
@@ -194,45 +163,28 @@ def main() -> None:
     if options.engine:
         asyncio.run(engine(options.events))
         return
-    processes: list[subprocess.Popen[str]] = []
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            process, port = start([__file__, "--engine", "--events", str(options.events)])
-            processes.append(process)
-            target = f"http://127.0.0.1:{port}"
-            variants = {}
-            for number, (name, flags) in enumerate(VARIANTS.items()):
-                if flags is None:
-                    variants[name] = Variant(target, None)
-                    continue
-                port_file = Path(folder) / f"port{number}"
-                words = [word.replace("FOLDER", f"{folder}/feedback") for word in flags]
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        words = ("benchmarks.proxy.overhead", "--engine", "--events", str(options.events))
+        _, [port] = stack.enter_context(printing_ports(*words))
+        target = f"http://127.0.0.1:{port}"
+        variants = {"direct": Variant(target, None)}
+        for name, flags in VARIANTS.items():
+            if flags:
                 command = [
-                    "-m",
-                    "predictors.commands.tailcast_proxy",
                     target,
                     "--predictor",
                     "none",
-                    "--port",
-                    "0",
                     "--admin_port",
                     "0",
-                    "--port_file",
-                    str(port_file),
-                    *words,
+                    *flags.replace("FOLDER", folder).split(),
                 ]
-                process, port = start(command, port_file)
-                processes.append(process)
-                admin = f"http://127.0.0.1:{port_file.read_text().split()[1]}"
-                variants[name] = Variant(f"http://127.0.0.1:{port}", process.pid, admin)
-            asyncio.run(measure(variants, options.requests, options.block))
-            print(table(variants, options.events))
-            for process in processes:
-                process.terminate()
-                process.wait()
-    finally:
-        for process in processes:
-            process.kill()
+                process, [port, admin] = stack.enter_context(command_ports("tailcast_proxy", *command))
+                variants[name] = Variant(
+                    f"http://127.0.0.1:{port}", process.popen.pid, f"http://127.0.0.1:{admin}"
+                )
+        asyncio.run(measure(variants, options.requests, options.block))
+        print(table(variants, options.events))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from scheduler_core.simulator.step_time import saturation_rate_rps
 from scheduler_core.simulator.trace import Trace, TraceRequest
 from scheduler_core.simulator.workloads.arrivals import Arrivals, at_rate
 from scheduler_core.statistics import interval
-from training.evaluating.predictors import InferenceOptions, open_predictor
+from training.evaluating.batch_predictor import InferenceOptions, open_batch_predictor
 
 MAX_TOKENS = 8000
 POLICIES = ("bounded_shortest", "ssjf", "tie", "ltr", "trail", "uniboost", "sjf")
@@ -63,7 +63,9 @@ def read_population(data: Path) -> Population:
     table = pd.read_parquet(data / "castillo_validation.parquet")
     split = table.prompt.map(lambda text: split_of(prompt_hash(text), SPLIT_SEED, FRACTIONS))
     table = table[split == "test"].reset_index(drop=True)
-    predictor = open_predictor(artifact_folder("pretrained"), InferenceOptions(threads=1, progress=False))
+    predictor = open_batch_predictor(
+        artifact_folder("pretrained"), InferenceOptions(threads=1, progress=False)
+    )
     served_models = set(predictor.served_models)
     models = [model if model in served_models else None for model in table.model]
     rows = predictor.predict(table.prompt.tolist(), models, [None] * len(table))

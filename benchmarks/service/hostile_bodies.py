@@ -6,8 +6,7 @@ other request gets a response, /healthz included. It is reported as wall-clock t
 processes, and as CPU time of the loop's thread, which does not. Memory is the increase of the process's
 resident set: its peak minus its value before the body was sent.
 
-    python -m benchmarks.service.hostile_bodies
-    python -m benchmarks.service.hostile_bodies --before ../other-checkout --only json
+    python -m benchmarks.service.hostile_bodies [--only json] [--rounds 3]
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import gzip
 import http.client
 import json
 import math
-import os
 import socket
 import struct
 import subprocess
@@ -28,12 +26,16 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.shared.command import Parser
+from benchmarks.shared.processes import print_ports, printing_ports
+from benchmarks.shared.timing import memory_mb
+from scheduler_core.report.page import markdown_table
+
 MIB = 2**20
 TICK_S = 0.001
 PREDICT = "/tailcast.predictor.v1.Predictor/Predict"
@@ -249,64 +251,36 @@ def serve(artifact: str) -> None:
             if not sys.stdin.readline():
                 ended.set()
                 return
-            stats = {"wall_s": probe.wall_s, "cpu_s": probe.cpu_s, "peak_mib": memory_mib("VmHWM")}
+            stats = {"wall_s": probe.wall_s, "cpu_s": probe.cpu_s, "peak_mib": memory_mb()}
             Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-            stats["now_mib"] = memory_mib("VmRSS")
+            stats["now_mib"] = memory_mb("VmRSS")
             sys.stdout.write(json.dumps(stats) + "\n")
             sys.stdout.flush()
             probe.reset()
 
         asyncio.get_running_loop().add_reader(sys.stdin.fileno(), report)
-        sys.stdout.write(f"{port} {server.http_port}\n")
-        sys.stdout.flush()
+        print_ports(port, server.http_port or 0)
         await ended.wait()
 
     run(main())
 
 
-def memory_mib(name: str) -> float:
-    """A value of this process's /proc status, in MiB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) / 1024
-
-
+@dataclass(frozen=True)
 class Server:
-    """A server process."""
+    """A server process and its ports."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-        self.port, self.http_port = map(int, self._line().split())
+    process: subprocess.Popen[str]
+    port: int
+    http_port: int
 
     def stats(self) -> dict[str, float]:
         """Measurements since the last call."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        blocks: dict[str, float] = json.loads(self._line())
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        blocks: dict[str, float] = json.loads(self.process.stdout.readline())
         return blocks
-
-    def _line(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline()
-
-
-@contextlib.contextmanager
-def started(artifact: Path, checkout: Path) -> Iterator[Server]:
-    """A running server of a checkout."""
-    process = subprocess.Popen(
-        [sys.executable, __file__, "--serve", str(artifact)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        cwd=checkout,
-        env=os.environ | {"PYTHONPATH": str(checkout)},
-    )
-    try:
-        yield Server(process)
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def sent(body: Body, data: bytes, server: Server) -> str:
@@ -359,36 +333,33 @@ def _send(connection: socket.socket, data: bytes) -> None:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = Parser(__doc__)
     parser.add_argument("--only", default="", help="only bodies whose name contains this text")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--before", type=Path, help="another checkout, measured in turn with this one")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         serve(options.serve)
         return
-    checkouts = {"": ROOT} | ({"before": options.before.resolve()} if options.before else {})
-    with contextlib.ExitStack() as stack:
+    rows, worst_s = [], 0.0
+    with tempfile.TemporaryDirectory() as folder:
         from tests.predictors.fakes import write_artifact
 
-        artifact = write_artifact(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "tiny")
-        servers = {name: stack.enter_context(started(artifact, path)) for name, path in checkouts.items()}
-        header = f"{'status':18} {'block ms':>9} {'CPU ms':>7} {'MiB':>6}"
-        print(f"{'body':40} {'size':>9}  {'  '.join(f'{name:6} {header}' for name in servers)}")
-        worst = dict.fromkeys(servers, 0.0)
-        for body in CORPUS:
-            if options.only not in body.name:
-                continue
-            data = body.make()
-            line = f"{body.name:40} {len(data) / MIB:5.1f} MiB"
-            for name, server in servers.items():
-                status, wall_s, cpu_s, mib = attacked(body, data, server, options.rounds)
-                worst[name] = max(worst[name], wall_s)
-                line += f"  {name:6} {status:18} {wall_s * 1000:9.0f} {cpu_s * 1000:7.0f} {mib:6.0f}"
-            print(line, flush=True)
-        for name, seconds in worst.items():
-            print(f"longest block{name and ', '}{name}: {seconds * 1000:.0f} ms")
+        artifact = write_artifact(Path(folder) / "tiny")
+        with printing_ports("benchmarks.service.hostile_bodies", "--serve", str(artifact)) as (
+            process,
+            ports,
+        ):
+            server = Server(process, *ports)
+            for body in CORPUS:
+                if options.only in body.name:
+                    data = body.make()
+                    status, wall_s, cpu_s, mib = attacked(body, data, server, options.rounds)
+                    worst_s = max(worst_s, wall_s)
+                    numbers = (f"{number:.0f}" for number in (1000 * wall_s, 1000 * cpu_s, mib))
+                    rows.append((body.name, f"{len(data) / MIB:.1f}", status, *numbers))
+    print(markdown_table(("body", "size, MiB", "status", "block, ms", "CPU, ms", "memory, MiB"), rows))
+    print(f"\nlongest block: {1000 * worst_s:.0f} ms")
 
 
 def attacked(body: Body, data: bytes, server: Server, rounds: int) -> tuple[str, float, float, float]:

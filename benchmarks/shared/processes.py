@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
@@ -121,6 +122,60 @@ def running(
             members = process.members()
         finally:
             _end(popen, members)
+
+
+@contextlib.contextmanager
+def printing_ports(*words: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """Runs `python -m WORDS`, which prints its ports and serves until it is terminated; its stdin is a pipe."""
+    command = [sys.executable, "-m", *words]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield process, [int(port) for port in process.stdout.readline().split()]
+        finally:
+            process.kill()
+
+
+def print_ports(*ports: int) -> None:
+    """Tells `printing_ports` that the server is ready."""
+    sys.stdout.write(f"{' '.join(map(str, ports))}\n")
+    sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def command_ports(name: str, *words: str) -> Iterator[tuple[Process, list[int]]]:
+    """Runs a server command of the package predictors; yields its process and the ports that it has chosen."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "ports"
+        command = [
+            sys.executable,
+            "-m",
+            f"predictors.commands.{name}",
+            *words,
+            "--port",
+            "0",
+            "--port_file",
+            str(file),
+        ]
+        with running(command, file.exists, environment={"PYTHONPATH": str(ROOT)}, timeout_s=300.0) as process:
+            yield process, [int(port) for port in file.read_text(encoding="utf-8").split()]
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process's threads so far, exact to nanoseconds."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
+def http_get_ok(url: str) -> bool:
+    """Whether a GET returns 200."""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
 
 
 def http_answers(url: str, body: bytes) -> bool:

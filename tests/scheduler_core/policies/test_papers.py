@@ -1,6 +1,6 @@
 """One example of each paper, worked out by hand, and what each of our own policies promises, in small; their estimates.
 
-Figures of our own ones are in `benchmarks/scheduling/policies.py`.
+Figures of our own ones are measured by `benchmarks.scheduling.default_order`.
 """
 
 import math
