@@ -12,10 +12,11 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, computed_field
 
+from predictors.heads import Head, output_tensors
 from predictors.tiny import WEIGHTS
 from predictors.tokenizer import TruncationSide
 from scheduler_core.errors import InputError, suggestion
@@ -40,7 +41,6 @@ _CALIBRATION = ("sigma_scale", "mu_shift")
 _MAX_LISTED = 20
 
 Precision = Literal["fp32", "fp16", "int8"]
-Head = Literal["length", "urgency", "bucket", "regression", "rank"]
 
 
 def _different(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -219,24 +219,9 @@ class Manifest(BaseModel):
     @property
     def outputs(self) -> TensorSpecs:
         """Outputs of the graph, in order; all float32."""
-        row: tuple[int | str, ...] = ("batch",)
-        length = [("mu", "log tokens", row), ("sigma", "log tokens", row)]
-        length += [("nu", "degrees of freedom", row)] if self.nu is None else []
-        length += [("sigma_within", "log tokens", row)] if self.within else []
-        if self.quantile_levels:
-            length.append(("quantiles", "log tokens", (*row, len(self.quantile_levels))))
-        tensors = {
-            "length": length,
-            "urgency": [("urgency", "probability", (*row, len(self.urgency_levels)))],
-            "bucket": [("bucket", "probability", (*row, len(self.bucket_edges) + 1))],
-            "regression": [("regression_tokens", "tokens", row)],
-            "rank": [("rank", "none; larger = longer", row)],
-        }
         return tuple(
-            TensorSpec(name=name, dtype="float32", shape=shape, unit=unit)
-            for head in get_args(Head)
-            if head in self.heads
-            for name, unit, shape in tensors[head]
+            TensorSpec(name=name, dtype="float32", shape=("batch", *shape), unit=unit)
+            for name, unit, shape in output_tensors(self)
         )
 
     @computed_field  # type: ignore[prop-decorator]

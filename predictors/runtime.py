@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,23 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from predictors.artifact import Artifact, open_artifact
+from predictors.heads import Predicted, record_of
 from predictors.manifest import MANIFEST, MODEL, TOKENIZER, TensorSpec, checked_temperature
 from predictors.tiny import WEIGHTS, TinySession
 from predictors.tokenizer import PromptTokenizer
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.prediction.predictions import (
-    BucketPrediction,
-    LengthPrediction,
-    PointPrediction,
-    Prediction,
-    RankPrediction,
-    UrgencyPrediction,
-)
+from scheduler_core.prediction.predictions import Prediction
 
 if TYPE_CHECKING:
     import onnxruntime as ort
-
-Array = NDArray[np.float64]
 
 ProviderChoice = Literal["auto", "cpu", "cuda"]
 CPU = "CPUExecutionProvider"
@@ -39,51 +29,6 @@ CUDA = "CUDAExecutionProvider"
 PROBES = ("Name three rivers.", "Write a long essay about the sea, and then some more about rivers.")
 PROBE_BATCH = 16
 LONGEST_PROBE = 2048
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Predicted:
-    """Predictions for N prompts; None if the artifact does not have the head.
-
-    Attributes:
-        mu, sigma, nu: Parameters of the log-t distribution of the length [N]; mu and sigma in log tokens.
-        sigma_within: Scale of lengths of one prompt, log tokens [N]; sigma also includes the error in mu.
-        quantiles: Quantiles of the length at the manifest's quantile_levels, log tokens [N, K].
-        urgency: Probabilities of the urgency levels [N, K], most urgent first.
-        bucket: Probabilities of the length buckets [N, K].
-        regression_tokens: Length in tokens [N].
-        rank: Score [N], larger = longer, on an arbitrary scale.
-    """
-
-    mu: Array | None = None
-    sigma: Array | None = None
-    nu: Array | None = None
-    sigma_within: Array | None = None
-    quantiles: Array | None = None
-    urgency: Array | None = None
-    bucket: Array | None = None
-    regression_tokens: Array | None = None
-    rank: Array | None = None
-
-    def __len__(self) -> int:
-        return next(len(values) for values in self.arrays().values())
-
-    def arrays(self) -> dict[str, Array]:
-        """The predicted arrays by name."""
-        arrays = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: values for name, values in arrays.items() if values is not None}
-
-    def rows(self) -> list[dict[str, Any]]:
-        """The numbers of each prompt by name, for `ArtifactRuntime.prediction`."""
-        columns = {name: values.tolist() for name, values in self.arrays().items()}
-        return [dict(zip(columns, numbers, strict=True)) for numbers in zip(*columns.values(), strict=True)]
-
-    @classmethod
-    def of(cls, arrays: Mapping[str, Array], *, nu: float | None) -> Predicted:
-        """From the outputs of a graph by name; `nu` is the number of degrees of freedom if it is fixed."""
-        if nu is not None and "mu" in arrays:
-            return cls(**arrays, nu=np.full(len(arrays["mu"]), nu))
-        return cls(**arrays)
 
 
 class ArtifactRuntime:
@@ -98,7 +43,6 @@ class ArtifactRuntime:
         self._session = session
         # The manifest recomputes them at every access.
         self._inputs = [tensor.name for tensor in artifact.manifest.inputs]
-        self._identity = (artifact.manifest.artifact_id, artifact.manifest.artifact_version)
         self._outputs = artifact.manifest.outputs
 
     def run(
@@ -171,29 +115,11 @@ class ArtifactRuntime:
 
     def prediction(self, row: Mapping[str, Any]) -> Prediction:
         """The prediction of one prompt from its numbers (see `Predicted.rows`); TailcastError if one is out of range."""
-        manifest = self.artifact.manifest
-        heads: dict[str, Any] = {}
         try:
-            if "mu" in row:
-                parameters = (row["mu"], row["sigma"], row["nu"])
-                quantiles = tuple(row.get("quantiles", ()))
-                heads["length"] = LengthPrediction(*parameters, *self._identity, quantiles)
-            if "urgency" in row:
-                probabilities = _distribution("urgency", row["urgency"])
-                heads["urgency"] = UrgencyPrediction(probabilities, manifest.abstain_threshold)
-            if "bucket" in row:
-                heads["bucket"] = BucketPrediction(
-                    _distribution("bucket", row["bucket"]), manifest.bucket_edges
-                )
-            if "regression_tokens" in row:
-                # An output has at least one token.
-                heads["point"] = PointPrediction(max(row["regression_tokens"], 1.0))
-            if "rank" in row:
-                heads["rank"] = RankPrediction(row["rank"])
+            return record_of(row, self.artifact.manifest)
         except InputError as error:
             numbers = ", ".join(f"{name} = {value}" for name, value in row.items())
             raise TailcastError(f"the model returned {numbers}: {error}") from error
-        return Prediction(**heads)
 
     def warm_up(self) -> None:
         """Warms up and verifies the model: small batches, one prompt of max_length (up to 2048) tokens with
@@ -248,14 +174,6 @@ class ArtifactRuntime:
         feed["served_model"] = np.array(numbers, dtype=np.int64)
         feed["temperature"] = np.array(values, dtype=np.float32)
         return {name: feed[name] for name in self._inputs}
-
-
-def _distribution(name: str, probabilities: Sequence[float]) -> tuple[float, ...]:
-    """Probabilities normalized to a sum of 1, which half precision only approximates."""
-    total = math.fsum(probabilities)
-    if not (min(probabilities) >= 0 and abs(total - 1) <= 1e-3):
-        raise InputError(name, probabilities, "numbers >= 0 of sum 1")
-    return tuple(probability / total for probability in probabilities)
 
 
 def open_runtime(

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from predictors.heads import HEADS as NAMES
+from predictors.heads import Predicted
 from predictors.manifest import Manifest
 from predictors.modules.checkpoint import load_checkpoint, save_checkpoint
 from predictors.modules.config import Calibration, Conditioning, PredictorConfig, read_config
@@ -20,7 +21,6 @@ from predictors.modules.heads import HEADS, BucketHead, Heads, LengthHead, RankH
 from predictors.modules.normalization import Normalization
 from predictors.modules.predictor import PromptPredictor
 from predictors.modules.towers import ConditionedTower, Tower
-from predictors.runtime import Predicted
 from scheduler_core.errors import InputError
 from tests.training.checkpoints import ALL_HEADS, CONDITIONING, NORMALIZATION, TOWER, predictor
 from tests.training.tiny import ENCODERS, tiny_bert

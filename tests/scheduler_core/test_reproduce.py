@@ -21,10 +21,10 @@ from benchmarks.reproduce.tie import ABLATIONS
 from benchmarks.reproduce.tie_requests import ABOUT as TRAINED
 from benchmarks.reproduce.tie_requests import COLUMNS, FAMILIES, LENGTHS, requests, told
 from benchmarks.reproduce.tie_systems import LMSYS_8B, PAPER_SYSTEMS, SYSTEMS, run
+from predictors.heads import Predicted
 from scheduler_core.prediction.predictions import LengthPrediction, Prediction
 from scheduler_core.simulator.step_time.base import StepWork
 from scheduler_core.simulator.workloads.workload import Workload
-from predictors.runtime import Predicted
 from training.network.data import SampleLengths
 
 ABOUT = {
