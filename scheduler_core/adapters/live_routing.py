@@ -174,7 +174,7 @@ class LiveRouting:
                 self._leave(live, now)
             state = RequestState(self._request(request_id, prompt, now), order=self._num_sent)
             prefix_blocks = self._prefix_blocks(prompt.request.whole_text())
-            item = RoutingRequest(request=state.request, tier=prompt.tier, prefix_blocks=prefix_blocks)
+            item = RoutingRequest(request=state.request, prefix_blocks=prefix_blocks)
             others = num_others or {}
             snapshots = [self._snapshot(replica_id, others.get(replica_id, 0)) for replica_id in replica_ids]
             replica_id = self._router.choose(item, snapshots, now)

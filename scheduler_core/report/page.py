@@ -18,6 +18,15 @@ def format_cell(value: object) -> str:
     return f"{value:.4g}" if abs(value) < 1e5 else f"{value:.0f}"
 
 
+def text_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table as text; the first column is aligned to the left."""
+    cells = [[format_cell(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells
+    )
+
+
 class Page:
     """An HTML page, built from top to bottom, with the paragraph `lead` below its title; escapes all text."""
 

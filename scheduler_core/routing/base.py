@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from scheduler_core.prediction.predictions import Prediction
 from scheduler_core.request import Request
 from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot
 
@@ -14,17 +13,11 @@ from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot
 class RoutingRequest:
     """The input of a router for a request that has arrived.
 
-    Attributes:
-        request: The request.
-        tier: Urgency level at which it is scheduled, >= 0; 0 = most urgent.
-        prediction: Its predictions; None if they have not arrived yet.
-        prefix_blocks: For each full block of its prompt, a hash of all tokens up to the end of the block;
-            empty without prefix caching.
+    `prefix_blocks` has for each full block of its prompt a hash of all tokens up to the end of the block; empty without
+    prefix caching.
     """
 
     request: Request
-    tier: int
-    prediction: Prediction | None = None
     prefix_blocks: tuple[int, ...] = ()
 
 

@@ -87,8 +87,7 @@ class Dispatcher:
             entry.replica_id = chosen = self._choose(item, candidates, now)
             del self._pending[item.request.request_id]
             snapshot = current[chosen]
-            length = None if item.prediction is None else item.prediction.length
-            view = waiting_view(item.request, item.tier, length, snapshot.kv_block_tokens)
+            view = waiting_view(item.request, item.request.tier, None, snapshot.kv_block_tokens)
             current[chosen] = snapshot.with_waiting(view)
             self.router.on_dispatched(item, chosen, now)
             assignments.append((item, chosen))

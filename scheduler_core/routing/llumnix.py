@@ -124,14 +124,14 @@ class Llumnix(Router):
     whole_queue: bool = False
 
     def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
-        self.headroom.blocks((item.tier,), 1)  # raises for an unknown tier
+        self.headroom.blocks((item.request.tier,), 1)  # raises for an unknown tier
         freeness = queue_freeness if self.whole_queue else full_freeness
         return max(
             replicas, key=lambda replica: (freeness(replica, self.headroom), -replica.num_requests)
         ).replica_id
 
     def dispatch_key(self, item: RoutingRequest, now: float) -> tuple[float, ...]:
-        return (float(item.tier), item.request.arrival_s)
+        return (float(item.request.tier), item.request.arrival_s)
 
 
 @dataclass(kw_only=True, slots=True)

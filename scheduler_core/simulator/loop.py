@@ -323,7 +323,7 @@ class Simulation:
         else:
             replica = next(iter(self._replicas.values()))
             blocks = prefix_blocks(row, replica.scheduler.config.kv_block_tokens)
-            item = RoutingRequest(request=request, tier=request.tier, prefix_blocks=blocks)
+            item = RoutingRequest(request=request, prefix_blocks=blocks)
             self._dispatcher.arrived(item)
             self._dispatch(self._dispatcher, now)
 

@@ -17,10 +17,10 @@ from scheduler_core.simulator.trace import TraceRequest
 
 BoolArray = NDArray[np.bool_]
 
-SCHEMA = "tailcast.simulated_requests/5"
+SCHEMA = "tailcast.simulated_requests/6"
 #: Latencies that are summarized in every result.
 LATENCIES = (
-    "ttft_s", "ttlt_s", "normalized_latency_s", "tpot_s", "queueing_delay_s", "normalized_waiting_s", "queueing_delay_per_token_s",
+    "ttft_s", "ttlt_s", "normalized_latency_s", "tpot_s", "queueing_delay_s", "queueing_delay_per_token_s",
 )  # fmt: skip
 #: Fields that a record copies from its row in the trace.
 _OF_TRACE = (
@@ -127,11 +127,7 @@ class RequestRecord:
 
 
 def request_columns(records: Sequence[RequestRecord], seed: int = 0) -> Columns:
-    """Columns [n] of requests: the seed, all fields of `RequestRecord` (NaN instead of None), and `LATENCIES`.
-
-    `normalized_waiting_s` is defined as in Semantic Scheduling (section 3, and its code): time from arrival
-    to the end per output token, which equals `normalized_latency_s`.
-    """
+    """Columns [n] of requests: the seed, all fields of `RequestRecord` (NaN instead of None), and `LATENCIES`."""
     types: dict[str, Any] = {"int": np.int64, "float": np.float64, "str": object}
     columns: Columns = {"seed": np.full(len(records), seed, np.int64)}
     for item in fields(RequestRecord):
@@ -146,7 +142,6 @@ def request_columns(records: Sequence[RequestRecord], seed: int = 0) -> Columns:
         "normalized_latency_s": ttlt_s / tokens,
         "tpot_s": (columns["finish_s"] - columns["first_token_s"]) / gaps,
         "queueing_delay_s": delay_s,
-        "normalized_waiting_s": ttlt_s / tokens,
         "queueing_delay_per_token_s": delay_s / tokens,
     }
 

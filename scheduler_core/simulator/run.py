@@ -11,7 +11,7 @@ from scheduler_core.engine.decision_log import DecisionLog
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.correction import Correction
 from scheduler_core.prediction.predictor import PredictorAddress
-from scheduler_core.report.page import format_cell
+from scheduler_core.report.page import format_cell, text_table
 from scheduler_core.shell.versions import versions_of
 from scheduler_core.simulator.config import BOUNDS, SimulationConfig
 from scheduler_core.simulator.latencies import distribution_figure, group_field, latency_curves, latency_table
@@ -67,13 +67,7 @@ class SimulationResult:
 
     def table(self) -> str:
         """Latencies in seconds (slowdown: a ratio) as a text table, one row per latency."""
-        header, rows = latency_table(self.metrics)
-        cells = [[format_cell(cell) for cell in row] for row in (header, *rows)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        return "\n".join(
-            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
-            for row in cells
-        )
+        return text_table(*latency_table(self.metrics))
 
     def plot(self) -> Any:
         """A `matplotlib.figure.Figure` of the distribution functions of TTFT, TBT and TTLT, by tier, tenant or category if

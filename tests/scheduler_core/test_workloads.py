@@ -213,11 +213,8 @@ def test_zipf_is_that_of_the_multi_tier_papers_code() -> None:
     assert np.mean(draws < 128) == pytest.approx(weights[:64].sum() / weights.sum(), abs=0.01)
 
 
-def test_buckets_and_log_t() -> None:
+def test_log_t_lengths() -> None:
     rng = np.random.default_rng(5)
-    draws = TokenDistribution(kind="buckets", edges=(64, 128, 512), weights=(3.0, 1.0)).draw(20_000, rng)
-    assert np.mean(draws < 128) == pytest.approx(0.75, abs=0.015)
-    assert (draws.min(), draws.max()) == (64, 512)
     tokens = TokenDistribution(kind="log_t", mu=5.0, sigma=0.5, high=1000).draw(20_000, rng)
     assert (np.median(tokens), tokens.max()) == (pytest.approx(np.exp(5.0), rel=0.03), 1000)
 
@@ -318,7 +315,6 @@ def test_a_written_trace_reads_back(suffix: str, tmp_path: Path) -> None:
     [
         (lambda: Arrivals(process="waves"), "process"),  # type: ignore[arg-type]
         (lambda: TokenDistribution(low=5, high=4), "low, high"),
-        (lambda: TokenDistribution(kind="buckets", edges=(1, 2), weights=()), "weights"),
         (lambda: Lengths(), "lengths"),
         (lambda: Lengths(file="x", output=TokenDistribution()), "lengths.file"),
         (lambda: Workload(arrivals=Arrivals(process="trace")), "arrivals.process"),

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
-from scheduler_core.report.page import Page, format_cell
+from scheduler_core.report.page import Page, text_table
 from scheduler_core.shell.command import report_left_out
 from scheduler_core.shell.files import existing_file, writable_target, write_json
 from scheduler_core.shell.options import check_outputs
@@ -27,7 +27,6 @@ from scheduler_core.statistics import FloatArray, interval
 
 logger = logging.getLogger(__name__)
 
-_QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 #: Samples of the bootstrap.
 _NUM_RESAMPLES = 1000
 #: Columns to read from the tables of requests.
@@ -133,7 +132,7 @@ def latency_differences(a: Columns, b: Columns) -> dict[str, Any]:
     """Comparison of `paired` requests of two runs, by name of the latency.
 
     - `num`: requests with this latency in both runs; `lower_fraction`: fraction for which b is lower by more than rounding.
-    - `statistics`: differences of mean (with a bootstrap interval), p50, p90 and p99 of the two distributions.
+    - `mean`: `difference` of the means, with a bootstrap interval.
     """
     rng = np.random.default_rng(0)
     latencies = {}
@@ -143,12 +142,9 @@ def latency_differences(a: Columns, b: Columns) -> dict[str, Any]:
             continue
         own, other = a[name][rows], b[name][rows]
         ends = bootstrap_interval(other - own, a["seed"][rows], rng)
-        statistics = {"mean": difference(float(own.mean()), float(other.mean()), ends)}
-        for key, level in _QUANTILES.items():
-            statistics[key] = difference(float(np.quantile(own, level)), float(np.quantile(other, level)))
+        mean = difference(float(own.mean()), float(other.mean()), ends)
         lower = (other < own) & ~np.isclose(own, other, rtol=1e-9, atol=1e-12)
-        fraction = float(lower.mean())
-        latencies[name] = {"num": len(own), "statistics": statistics, "lower_fraction": fraction}
+        latencies[name] = {"num": len(own), "mean": mean, "lower_fraction": float(lower.mean())}
     return latencies
 
 
@@ -207,7 +203,7 @@ def compare(config: CompareConfig) -> dict[str, Any]:
             "settings": {key: pair for key, pair in pairs.items() if pair[0] != pair[1]},
             "requests": requests,
         }
-    schema, num_seeds = "tailcast.comparison/5", len(results[first]["runs"])
+    schema, num_seeds = "tailcast.comparison/6", len(results[first]["runs"])
     return {"schema": schema, "baseline": first, "num_seeds": num_seeds, "runs": comparisons}
 
 
@@ -217,7 +213,7 @@ def _verdict(metrics: Mapping[str, Any], requests: Mapping[str, Any] | None) -> 
     for name in _VERDICT:
         mean = metrics[f"{name}.mean"]
         if requests is not None and name in requests["latencies"]:
-            mean = requests["latencies"][name]["statistics"]["mean"]
+            mean = requests["latencies"][name]["mean"]
         text = "one run: no interval" if mean["clear"] is None else "no clear difference"
         if mean["clear"]:
             text = "better" if mean["difference"] < 0 else "worse"
@@ -292,10 +288,7 @@ def run(config: CompareConfig) -> int:
         page.write(config.report)
     if config.json is None and config.report is None:
         for heading, note, header, rows in tables:
-            cells = [[format_cell(cell) for cell in row] for row in (header, *rows)]
-            widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-            lines = ["  ".join(map(str.rjust, row, widths)) for row in cells]
-            sys.stdout.write("\n".join([heading, note, *lines, "", ""]))
+            sys.stdout.write("\n".join([heading, note, text_table(header, rows), "", ""]))
     for warning in few_seeds(comparison["num_seeds"]).values():
         logger.warning(warning)
     unpaired, num_requests = {}, 0
@@ -334,14 +327,13 @@ def _run_tables(baseline: str, name: str, num_seeds: int, run: Mapping[str, Any]
     columns = ["a", "b", "b - a", "low", "high"]
     if requests is not None:
         note = (
-            f"{requests['num_pairs']} requests, b - a in seconds. Low and high: 95 % interval of b - a, by a bootstrap "
+            f"{requests['num_pairs']} requests, means in seconds. Low and high: 95 % interval of b - a, by a bootstrap "
             "of blocks of consecutive requests of each seed. 'b lower': fraction of the requests for which b is lower. "
             f"{requests['num_only_a']} other requests finished only in a, {requests['num_only_b']} only in b."
         )
         rows = [
-            [f"{latency}, {key}", *_cells(one), f"{values['lower_fraction']:.1%}" if key == "mean" else ""]
+            [latency, *_cells(values["mean"]), f"{values['lower_fraction']:.1%}"]
             for latency, values in requests["latencies"].items()
-            for key, one in values["statistics"].items()
         ]
         tables.append((f"{name}: request by request, seconds", note, ["", *columns, "b lower"], rows))
     note = ""

@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from scheduler_core.simulator.latencies import (
 from scheduler_core.simulator.metrics import flat, metric_bounds
 from scheduler_core.simulator.records import SCHEMA, request_columns
 from scheduler_core.simulator.run import SimulationResult, prepare_predictions, prepare_trace, run_simulation
-from scheduler_core.simulator.step_time import rad_bounds
 from scheduler_core.simulator.tables import Columns, check_table_path, write_table
 from scheduler_core.simulator.trace import Trace
 from scheduler_core.simulator.watch import STEPS_SCHEMA, RunWatch, StepTable
@@ -52,8 +51,7 @@ class RunConfig(SimulationConfig):
     OUTPUTS = ("json", "requests", "steps", "decisions", "report")
 
     json: str
-    """Path of the result: configuration, versions, metrics, statistics of the predictor; with batch former
-    rad also T_R, T_max and n of its theorems."""
+    """Path of the result: configuration, versions, metrics, statistics of the predictor."""
     overwrite: bool = False
     """Replace existing output files."""
     requests: str | None = None
@@ -101,7 +99,7 @@ def run(config: RunConfig) -> int:
         if result.watch.steps is not None:
             tables["steps"].append(result.watch.steps.columns(seed))
         if first is None:
-            first, first_trace = result, trace
+            first = result
     assert first is not None
     for name, schema in (("requests", SCHEMA), ("steps", STEPS_SCHEMA)):
         if parts := tables[name]:
@@ -116,11 +114,6 @@ def run(config: RunConfig) -> int:
         content["requests"] = os.path.relpath(config.requests, Path(config.json).parent)
     if config.num_seeds > 1:
         content["intervals"] = over_seeds([item["metrics"] for item in runs], metric_bounds)
-    if config.scheduler.batching == "rad":
-        bounds = rad_bounds(first_trace, config.scheduler, config.make_step_time())
-        content["rad_bounds"] = asdict(bounds)
-        text = "T_R %.4g s, T_max %.4g s; stable at loads up to 0.9 with n = %d"
-        logger.info(text, bounds.expected_s, bounds.longest_s, bounds.num_per_cycle)
     if config.report is not None:
         write_run_page(first, config.report, content.get("intervals"), warnings)
     write_json(config.json, content)

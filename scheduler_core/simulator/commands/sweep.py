@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from scheduler_core.errors import InputError
 from scheduler_core.ranges import check_ranges
 from scheduler_core.report.page import Page
 from scheduler_core.report.plotting import color, dash, mark_decades, new_figure, svg
@@ -70,8 +69,6 @@ class SweepConfig(BaseConfig):
     """Policies. Empty: only `policy`."""
     loads: list[float] = field(default_factory=list)
     """Loads. Empty: only `load`."""
-    rates: list[float] = field(default_factory=list)
-    """Rates in requests per second, instead of loads."""
     vary: dict[str, list[Any]] = field(default_factory=dict)
     """More settings by dotted name, such as {scheduler.batching: [chunked_prefill, vllm], cluster.router:
     [jsq]}; num_tiers sets workload.tiers and cluster."""
@@ -81,12 +78,10 @@ class SweepConfig(BaseConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ranges(self, num_seeds=(1, MAX_SEEDS))
-        if self.loads and self.rates:
-            raise InputError("loads, rates", (self.loads, self.rates), "one of them")
 
     def cells(self) -> list[Cell]:
         """All simulations."""
-        lists: dict[str, Sequence[Any]] = {"policy": self.policies, "load": self.loads, "rate": self.rates}
+        lists: dict[str, Sequence[Any]] = {"policy": self.policies, "load": self.loads}
         vary = {name: values for name, values in lists.items() if values} | self.vary
         seeds = range(self.seed, self.seed + self.num_seeds)
         return grid(self.simulation(), vary, seeds)

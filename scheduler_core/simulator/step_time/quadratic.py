@@ -1,14 +1,13 @@
 """Step times of "Semantic Scheduling for LLM Inference": quadratic prefill, decode linear in the context."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from scheduler_core.errors import InputError
 from scheduler_core.kv_cost import KVCost
-from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges
-from scheduler_core.simulator.step_time.base import DecodeRun, PolynomialRun, StepWork, total_of
+from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
+from scheduler_core.simulator.step_time.base import DecodeRun, PolynomialRun, StepWork
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,17 +18,12 @@ class QuadraticStepTime(KVCost):
     (Wenyueh/latency_optimization_with_priority_constraints @ 6d232be), see `PRESETS`. In the paper alpha_1 of
     the first setting is 1.466e-2; in the code it is 1.466e-9.
 
-    The code models no cost of batching: a step takes as long as its longest member ("max"). With "sum", the other
-    extreme, members are processed one after the other.
+    The code models no cost of batching: a step takes as long as its longest member.
     """
-
-    batching: Literal["max", "sum"] = "max"
-    """Time of a step from those of its members: max (the longest), sum."""
 
     def __post_init__(self) -> None:
         KVCost.__post_init__(self)
         check_ranges(self, alpha_2=(POSITIVE, FINITE), gamma_2=(POSITIVE, FINITE))
-        check_choice("batching", self.batching, ("max", "sum"))
 
     def step_s(self, work: StepWork) -> float:
         """See `StepTime`. A chunk takes the time of the prompt up to its end less that up to its start."""
@@ -38,13 +32,11 @@ class QuadraticStepTime(KVCost):
             for chunk in work.prefills
         ]
         times += [self.gamma_1 * context + self.gamma_2 for context in work.contexts]
-        seconds = max(times, default=0.0) if self.batching == "max" else math.fsum(times)
-        return seconds + self.beta * work.num_swapped_tokens
+        return max(times, default=0.0) + self.beta * work.num_swapped_tokens
 
     def run(self, contexts: Sequence[int], start_s: float) -> DecodeRun:
-        """Each step takes gamma_1 ("max") or gamma_1 per request ("sum") longer than the previous one."""
-        num, total = (1, max(contexts)) if self.batching == "max" else (len(contexts), total_of(contexts))
-        return PolynomialRun(start_s, self.gamma_1 * total + self.gamma_2 * num, self.gamma_1 * num)
+        """Each step takes gamma_1 longer than the previous one."""
+        return PolynomialRun(start_s, self.gamma_1 * max(contexts) + self.gamma_2, self.gamma_1)
 
 
 #: The settings of the paper's experiments by GPU and model (all Qwen1.5).

@@ -10,6 +10,10 @@ from scheduler_core.simulator.step_time.base import DecodeRun, PolynomialRun, St
 
 #: Tokens of a block of the KV cache in `RooflineStepTime.num_kv_blocks`.
 KV_BLOCK_TOKENS = 16
+#: With several devices: seconds of each of two collectives per layer beside its transfer, and bandwidth in one direction.
+COLLECTIVE_S, LINK_BYTES_PER_S = 2e-5, 300e9
+#: Bandwidth to host memory: PCIe 4.0 x16.
+HOST_BYTES_PER_S = 25e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,19 +123,12 @@ class RooflineStepTime:
     """Achieved fraction of the peak bandwidth, in (0, 1]."""
     overhead_s: float = 1e-3
     """Additional seconds per step: kernel launches, sampling, host."""
-    collective_s: float = 2e-5
-    """Seconds of each of two collectives per layer in addition to its transfer, with several devices."""
-    link_bytes_per_s: float = 300e9
-    """Bandwidth between the devices of a replica, in one direction."""
-    host_bytes_per_s: float = 25e9
-    """Bandwidth to host memory; 25e9 is PCIe 4.0 x16."""
 
     def __post_init__(self) -> None:
         check_choice("model", self.model, MODELS)
         check_choice("gpu", self.gpu, GPUS)
-        check_ranges(self, tensor_parallel=(1, 2**31), overhead_s=(0, FINITE), collective_s=(0, FINITE))
+        check_ranges(self, tensor_parallel=(1, 2**31), overhead_s=(0, FINITE))
         check_ranges(self, compute_efficiency=(POSITIVE, 1), memory_efficiency=(POSITIVE, 1))
-        check_ranges(self, link_bytes_per_s=(POSITIVE, math.inf), host_bytes_per_s=(POSITIVE, math.inf))
         self.num_kv_blocks()
 
     @property
@@ -165,7 +162,7 @@ class RooflineStepTime:
         seconds += self._decodes(len(work.contexts), total_of(work.contexts))
         for chunk in work.prefills:
             seconds += self._chunk(chunk.start_token, chunk.num_tokens)
-        return seconds + work.num_swapped_tokens * self.size.kv_bytes_per_token / self.host_bytes_per_s
+        return seconds + work.num_swapped_tokens * self.size.kv_bytes_per_token / HOST_BYTES_PER_S
 
     def run(self, contexts: Sequence[int], start_s: float) -> DecodeRun:
         """The attention of decodes is linear in the sum of their contexts, which grows by one per request and step."""
@@ -181,7 +178,7 @@ class RooflineStepTime:
         seconds = self.overhead_s + max(computing, reading)
         if devices > 1:
             sent = 2 * size.hidden * num_tokens * 2 * (devices - 1) / devices
-            seconds += 2 * size.num_layers * (self.collective_s + sent / self.link_bytes_per_s)
+            seconds += 2 * size.num_layers * (COLLECTIVE_S + sent / LINK_BYTES_PER_S)
         return seconds
 
     def _decodes(self, num: int, context: int) -> float:

@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -24,7 +23,7 @@ IntArray = NDArray[np.int64]
 MAX_DRAWN_TOKENS = 32_768
 #: Maximum number of values of zipf, whose probabilities are tabulated.
 MAX_ZIPF_VALUES = 10_000_000
-Kind = Literal["fixed", "uniform", "zipf", "log_t", "buckets"]
+Kind = Literal["fixed", "uniform", "zipf", "log_t"]
 _COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens", "mu", "sigma", "nu")
 
 
@@ -34,8 +33,7 @@ class TokenDistribution:
 
     kind: Kind = "uniform"
     """fixed (always low); uniform; zipf (the k-th value from low has probability proportional to k^-theta, as
-    in the multi-tier paper's code); log_t (exp(mu + sigma t_nu), rounded and clipped to low..high); buckets
-    (a bucket by weight, uniform within it)."""
+    in the multi-tier paper's code); log_t (exp(mu + sigma t_nu), rounded and clipped to low..high)."""
     low: int = 1
     """Minimum number of tokens."""
     high: int = 1024
@@ -48,23 +46,9 @@ class TokenDistribution:
     """log_t: scale of ln tokens."""
     nu: float = 3.5
     """log_t: degrees of freedom."""
-    edges: tuple[int, ...] = ()
-    """buckets: ascending bounds, one more than weights; bucket k is edge[k] <= tokens < edge[k+1], the last
-    one includes its upper bound."""
-    weights: tuple[float, ...] = ()
-    """buckets: relative weights."""
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, get_args(Kind))
-        if self.kind == "buckets":
-            ascends = all(a < b for a, b in pairwise((0, *self.edges, MAX_TOKENS + 1)))
-            if len(self.edges) < 2 or not ascends:
-                allowed = f"ascending integers from 1 to {MAX_TOKENS}, at least two"
-                raise InputError("edges", self.edges, allowed)
-            good = len(self.weights) == len(self.edges) - 1 and all(weight >= 0 for weight in self.weights)
-            if not good or not 0 < sum(self.weights) < math.inf:
-                raise InputError("weights", self.weights, f"{len(self.edges) - 1} numbers >= 0, not all 0")
-            return
         if not 1 <= self.low <= self.high <= MAX_TOKENS:
             allowed = f"integers with 1 <= low <= high <= {MAX_TOKENS}"
             raise InputError("low, high", (self.low, self.high), allowed)
@@ -83,14 +67,8 @@ class TokenDistribution:
         if self.kind == "zipf":
             weights = np.arange(1, self.high - self.low + 2, dtype=float) ** -self.theta
             return np.asarray(self.low + rng.choice(len(weights), num, p=weights / weights.sum()))
-        if self.kind == "log_t":
-            parameters = np.repeat([[self.mu], [self.sigma], [self.nu]], num, axis=1)
-            return log_t_tokens(parameters, self.low, self.high, rng)
-        weights = np.array(self.weights, float)
-        bucket = rng.choice(len(weights), num, p=weights / weights.sum())
-        edges = np.array(self.edges)
-        edges[-1] += 1
-        return np.asarray(rng.integers(edges[bucket], edges[bucket + 1]), np.int64)
+        parameters = np.repeat([[self.mu], [self.sigma], [self.nu]], num, axis=1)
+        return log_t_tokens(parameters, self.low, self.high, rng)
 
 
 def log_t_tokens(parameters: FloatArray, low: int, high: int, rng: np.random.Generator) -> IntArray:

@@ -14,8 +14,8 @@ from scheduler_core.routing.snapshot import ReplicaSnapshot, RequestView
 def item(
     name: str = "new", tier: int = 2, arrival_s: float = 0.0, prompt: int = 16, cap: int = 64, **more: Any
 ) -> RoutingRequest:
-    request = Request(request_id=name, arrival_s=arrival_s, prompt_tokens=prompt, max_tokens=cap)
-    return RoutingRequest(request=request, tier=tier, **more)
+    request = Request(request_id=name, arrival_s=arrival_s, prompt_tokens=prompt, max_tokens=cap, tier=tier)
+    return RoutingRequest(request=request, **more)
 
 
 def running(

@@ -212,7 +212,7 @@ class World:
         assignments = self.dispatcher.dispatch(self.snapshots(), now)
         for one, replica_id in assignments:
             name = one.request.request_id
-            self.held[replica_id][name] = running(name, 1, tier=one.tier)
+            self.held[replica_id][name] = running(name, 1, tier=one.request.tier)
         return [replica_id for _, replica_id in assignments]
 
 
@@ -293,7 +293,7 @@ def test_ten_tiers_of_requests() -> None:
     dispatcher = Dispatcher(llumnix.Llumnix(headroom=headroom))
     for tier in range(9, -1, -1):
         request = Request(request_id=f"t{tier}", arrival_s=0.0, prompt_tokens=16, max_tokens=64, tier=tier)
-        dispatcher.arrived(RoutingRequest(request=request, tier=request.tier))
+        dispatcher.arrived(RoutingRequest(request=request))
     dispatcher.joined("r")
     assigned = dispatcher.dispatch({"r": replica("r")}, 0.0)
     assert [item.request.request_id for item, _ in assigned] == [f"t{tier}" for tier in range(10)]
