@@ -68,8 +68,6 @@ class ExportConfig:
     key, if any, is read from the environment variable TAILCAST_SIGNING_PASSWORD."""
     legacy_exporter: bool = False
     """Use torch's older TorchScript exporter: faster, with a larger graph and the same predictions."""
-    tolerance: float = 1e-4
-    """Maximum difference from torch; relative for values above 1 that are not log tokens or probabilities."""
     parity_tokens: int = 2048
     """Maximum number of tokens, including padding, of a batch in the comparison with torch; 32768 covers 64 x 512."""
     parity_shapes: int = 8
@@ -85,7 +83,7 @@ class ExportConfig:
             value = getattr(self, name)
             if value is not None and not value.strip():
                 raise InputError(name, value, "a name that is not empty, or unset")
-        check_ranges(self, tolerance=(1e-12, 0.999), abstain_threshold=(0.0, 1.0))
+        check_ranges(self, abstain_threshold=(0.0, 1.0))
         check_ranges(self, parity_tokens=(64, INTEGERS), parity_shapes=(0, INTEGERS), seed=(0, INTEGERS))
 
 
@@ -139,7 +137,6 @@ def _write(config: ExportConfig, checkpoint: Checkpoint, folder: Path) -> Manife
     parity = measure_parity(
         checkpoint.model,
         runtime,
-        tolerance=config.tolerance,
         rng=np.random.default_rng(config.seed),
         max_tokens=config.parity_tokens,
         num_random=config.parity_shapes,

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from predictors.runtime import ArtifactRuntime
 
 MAX_BATCH = 64
+#: Maximum difference from torch; relative for values above 1 of `RELATIVE_ABOVE_1`.
+TOLERANCE = 1e-4
 #: Tokens in each row of a batch, from 1 to the number of columns; rows are padded on the right.
 PATTERNS: dict[str, Callable[[int, int, np.random.Generator], NDArray[np.int64]]] = {
     "full": lambda batch, seq, rng: np.full(batch, seq),
@@ -71,17 +73,16 @@ def measure_parity(
     runtime: ArtifactRuntime,
     *,
     rng: np.random.Generator,
-    tolerance: float,
     max_tokens: int,
     num_random: int,
 ) -> dict[str, Any]:
     """Compares torch with the artifact on random tokens and conditions, over shapes and padding patterns.
 
-    Raises TailcastError if a model call fails or an output differs by more than `tolerance`.
+    Raises TailcastError if a model call fails or an output differs by more than `TOLERANCE`.
 
     Returns:
         max_abs_diff: "batch x seq pattern" -> largest value of `_differences` over all outputs.
-        by_output: output -> largest difference. padding: largest change by padding. tolerance: as passed.
+        by_output: output -> largest difference. padding: largest change by padding. tolerance: `TOLERANCE`.
     """
     import torch
 
@@ -96,13 +97,13 @@ def measure_parity(
             outputs = model(**{name: torch.from_numpy(values) for name, values in feed.items()})
         expected = {name: values.double().numpy() for name, values in outputs.items()}
         differences = _differences(expected, _onnx(runtime, rows, seq))
-        _check(differences, tolerance, f"torch and ONNX Runtime at {shape}")
+        _check(differences, f"torch and ONNX Runtime at {shape}")
         by_shape[shape] = max(differences.values())
         logger.info("parity at %s: %.2g", shape, by_shape[shape])
         by_output = {name: max(value, by_output.get(name, 0.0)) for name, value in differences.items()}
     padding = measure_padding(model, runtime, rng=rng)
-    _check(padding, tolerance, "a prompt alone and in a batch")
-    largest = {"padding": max(padding.values()), "tolerance": tolerance}
+    _check(padding, "a prompt alone and in a batch")
+    largest = {"padding": max(padding.values()), "tolerance": TOLERANCE}
     return {"max_abs_diff": by_shape, "by_output": by_output} | largest
 
 
@@ -168,7 +169,7 @@ def _differences(expected: Arrays, actual: Arrays) -> dict[str, float]:
     return differences
 
 
-def _check(differences: Mapping[str, float], tolerance: float, compared: str) -> None:
+def _check(differences: Mapping[str, float], compared: str) -> None:
     for name, difference in differences.items():
-        if not difference <= tolerance:  # NaN fails too
-            raise TailcastError(f"{compared}: {name} differs by {difference:.3g}; allowed: {tolerance:.3g}")
+        if not difference <= TOLERANCE:  # NaN fails too
+            raise TailcastError(f"{compared}: {name} differs by {difference:.3g}; allowed: {TOLERANCE:.3g}")

@@ -83,7 +83,7 @@ COMMANDS = {
     "evaluate-urgency": Command("training.commands.evaluate_urgency", "training.commands.evaluate_urgency:EvaluateUrgencyConfig", {"predictor": "BAD/checkpoint", "data": "GOOD/labels.parquet", "json": "OUT/u.json", "baselines": "false"}, (), ("predictor",)),
     "export-onnx": Command("export.commands.export_onnx", "export.exporter:ExportConfig", {"checkpoint": "BAD/checkpoint", "out": "OUT/a"}, (), ("checkpoint",)),
     "package-artifact": Command("export.commands.package_artifact", "export.packages:PackageConfig", {"target": "triton", "artifact": "BAD/artifact", "out": "OUT/p"}, (), ("target", "artifact")),
-    "export-variants": Command("tailcast.commands.export_variants", "export.variants.config:VariantsConfig", {"artifact": "BAD/artifact", "out": "OUT/v"}, (), ("artifact",)),
+    "export-variants": Command("tailcast.commands.export_variants", "export.variants.run:VariantsConfig", {"artifact": "BAD/artifact", "out": "OUT/v"}, (), ("artifact",)),
     "serve-predictor": Command("predictors.commands.serve_predictor", "predictors.commands.serve_predictor:ServeConfig", {"artifact": "BAD/artifact"}, (), ("artifact",)),
     "tailcast-proxy": Command("predictors.commands.tailcast_proxy", "predictors.commands.tailcast_proxy:ProxyConfig", {"engine_url": "http://127.0.0.1:9"}, (), ("engine_url",)),
     "read-feedback": Command("training.commands.read_feedback", "training.commands.read_feedback:FeedbackConfig", {"log": "BAD/list.jsonl", "json": "OUT/c.json"}, (), ("log",)),

@@ -1,11 +1,9 @@
-"""Builds the graphs and the artifact folders of variants."""
+"""Builds the graphs of variants."""
 
 from __future__ import annotations
 
-import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +14,12 @@ from numpy.typing import NDArray
 
 from export.passes.attention import fuse_attention
 from export.passes.fp16 import to_half
-from export.passes.graph import Feed, part, random_feed, save, session, shift_output
+from export.passes.graph import Feed, part, random_feed, session, shift_output
 from export.passes.int8 import find_products, measure_ranges, quantize, quantize_tables, smooth
-from predictors.artifact import Artifact, write_manifest
-from predictors.manifest import MODEL, Precision
 from scheduler_core.errors import TailcastError
-from scheduler_core.shell.files import write_json
 
 #: Outputs in ln tokens. Rounding shifts their mean; the shift is measured on the calibration prompts, and removed.
 LOCATIONS = ("mu", "quantiles")
-PRECISION: dict[str, Precision] = {"fused": "fp32", "int8": "int8", "fp16": "fp16", "fp16-fused": "fp16"}
 
 
 def build_variant(
@@ -39,7 +33,7 @@ def build_variant(
 ) -> tuple[ir.Model, dict[str, int]]:
     """The graph of a variant and the number of rewrites by name; TailcastError if it cannot be built.
 
-    `path` is the graph in single precision and `kind` a key of `PRECISION`. `calibration` has the token ids
+    `path` is the graph in single precision and `kind` fused, int8, fp16 or fp16-fused. `calibration` has the token ids
     of the prompts that calibrate int8; `seed` is the seed of random tokens."""
     model = simplified(path)
     feed = random_feed(model, 2, min(5, max_length), np.random.default_rng(seed), vocabulary)
@@ -111,20 +105,3 @@ def _feed_of(model: ir.Model, tokens: NDArray[np.int64]) -> Feed:
     if "temperature" in feed:
         feed["temperature"] = np.full_like(feed["temperature"], np.nan)
     return feed | {"input_ids": tokens[None].astype(np.int64)}
-
-
-def write_variant(artifact: Artifact, model: ir.Model, folder: Path, run: Mapping[str, Any]) -> None:
-    """Writes an artifact folder named after the variant; copies all files but the graph and run.json."""
-    folder.mkdir(parents=True)
-    for file in artifact.manifest.files:
-        if not file.startswith(MODEL) and file != "run.json":
-            shutil.copyfile(artifact.path / file, folder / file)
-    save(model, folder / MODEL)
-    write_json(folder / "run.json", dict(run))
-    changes = {
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "precision": PRECISION[folder.name],
-        "variant": {"name": folder.name, "made_from": artifact.manifest.artifact_version},
-        "parity": {},
-    }
-    write_manifest(folder, artifact.manifest.model_copy(update=changes))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,20 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from export.variants.config import AcceptanceLimits
 from predictors.runtime import ArtifactRuntime
 from scheduler_core.errors import InputError
 from scheduler_core.shell.table_files import open_parquet, readable
 
-#: Name of the artifact itself in the results of the variants.
-PLAIN = "fp32"
+#: Maximum losses of quality: drop of R2 of mu and of Kendall's tau between predicted and fitted medians, change of the
+#: coverage of P50, P90 or P99, mean absolute change of urgency and bucket probabilities, and change of an output due to
+#: other prompts in the batch, relative to the standard deviation of the output.
+LIMITS = {
+    "r2_drop": 0.01,
+    "tau_drop": 0.01,
+    "coverage_shift": 0.01,
+    "probability_shift": 0.01,
+    "batch_mates": 0.01,
+}
 #: Limit of `batch_mates` for variants in single precision.
 EXACT = 1e-5
 LEVELS = ("p50", "p90", "p99")
@@ -111,11 +117,11 @@ def select_metrics(metrics: Mapping[str, Any]) -> dict[str, float | None]:
     }
 
 
-def rejection_reasons(plain: Metrics, result: Mapping[str, Any], limits: AcceptanceLimits) -> Iterator[str]:
-    """Descriptions of the limits that a variant exceeds. `plain` are the metrics of the artifact; `result`
+def rejection_reasons(plain: Metrics, result: Mapping[str, Any]) -> Iterator[str]:
+    """Descriptions of the `LIMITS` that a variant exceeds. `plain` are the metrics of the artifact; `result`
     has precision, metrics (on the same rows), probability_shift and batch_mates of the variant."""
-    checks = [("r2", "R2 of mu", limits.r2_drop), ("tau", "Kendall's tau", limits.tau_drop)]
-    checks += [(level, f"coverage of {level.upper()}", limits.coverage_shift) for level in LEVELS]
+    checks = [("r2", "R2 of mu", LIMITS["r2_drop"]), ("tau", "Kendall's tau", LIMITS["tau_drop"])]
+    checks += [(level, f"coverage of {level.upper()}", LIMITS["coverage_shift"]) for level in LEVELS]
     for name, label, limit in checks:
         value, reference = result["metrics"].get(name), plain.get(name)
         if reference is None:
@@ -127,15 +133,9 @@ def rejection_reasons(plain: Metrics, result: Mapping[str, Any], limits: Accepta
         if not loss <= limit:
             yield f"{label} changes by {value - reference:+.4f}, allowed {limit:g}"
     for name, value in result["probability_shift"].items():
-        if not value <= (limit := limits.probability_shift):
+        if not value <= (limit := LIMITS["probability_shift"]):
             yield f"probabilities of {name} shift by {value:.4f} on average, allowed {limit:g}"
-    limit = min(EXACT, limits.batch_mates) if result["precision"] == "fp32" else limits.batch_mates
+    limit = EXACT if result["precision"] == "fp32" else LIMITS["batch_mates"]
     for name, value in result["batch_mates"].items():
         if not value <= limit:
             yield f"batch mates change {name} by {value:.2g} of its standard deviation, allowed {limit:g}"
-
-
-def fastest(variants: Mapping[str, Mapping[str, Any]], latency_ms: Mapping[str, Mapping[str, float]]) -> str:
-    """Name of the accepted variant with the smallest geometric mean latency over all shapes."""
-    accepted = [name for name, variant in variants.items() if variant["accepted"]]
-    return min(accepted, key=lambda name: math.prod(times[name] for times in latency_ms.values()))

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
-    from export.variants.config import VariantsConfig
+    from export.variants.run import VariantsConfig
 
 
 def _export_variants(config: VariantsConfig) -> None:
@@ -20,7 +20,7 @@ def _export_variants(config: VariantsConfig) -> None:
     from training.evaluating.run import evaluate
 
     def compare(variants: Mapping[str, Path], data: Path) -> Mapping[str, Any]:
-        options = ("group_by", "max_groups", "max_tokens", "seed", "threads", "progress")
+        options = ("max_groups", "seed", "threads", "progress")
         return evaluate(
             EvaluateConfig(
                 predictor=config.artifact,
@@ -36,7 +36,7 @@ def _export_variants(config: VariantsConfig) -> None:
 
 main = command(
     "export-variants",
-    "export.variants.config:VariantsConfig",
+    "export.variants.run:VariantsConfig",
     _export_variants,
     positionals=("artifact",),
     extra="export",

@@ -17,8 +17,8 @@ import torch
 from export.commands.export_onnx import main
 from export.exporter import ExportConfig, export_onnx
 from export.parity import check_tokenizer, measure_padding, measure_parity
-from export.variants.config import AcceptanceLimits, VariantsConfig
 from export.variants.evaluate import rejection_reasons, split_prompts
+from export.variants.run import VariantsConfig
 from predictors.artifact import open_artifact
 from predictors.manifest import Conditions
 from predictors.modules.checkpoint import load_checkpoint, save_checkpoint
@@ -232,7 +232,6 @@ def test_broken_checkpoint_is_one_line_and_nothing_is_written(
     [
         (["x"], "missing: --out"),
         (["--out", "y"], "missing: CHECKPOINT"),
-        (["x", "--out", "y", "--tolerance", "0"], "tolerance"),
         (["x", "--out", "y", "--abstain_threshold", "1.5"], "abstain_threshold"),
         (["x", "--out", ""], "out"),
         (["x", "--out", "y", "--artifact_id", " "], "artifact_id"),
@@ -294,7 +293,7 @@ def test_numbers_that_depend_on_batch_mates_or_are_none_are_caught(
             return [values + 0.001 * feed["input_ids"].shape[1] for values in run(names, feed)]
 
     rng = np.random.default_rng(0)
-    limits = {"tolerance": 1e-4, "rng": rng, "max_tokens": 64, "num_random": 0}
+    limits = {"rng": rng, "max_tokens": 64, "num_random": 0}
     broken = load_checkpoint(checkpoints["bert"]).model
     with torch.no_grad():
         broken.heads["length"].mu.rest[-1].bias.fill_(float("nan"))
@@ -355,7 +354,7 @@ def test_the_command_makes_evaluates_and_reports(tmp_path):
     export(tmp_path / "checkpoint", artifact, parity_tokens=64, parity_shapes=0)
     data = write_rows(tmp_path / "rows.parquet", num_prompts=18, models=("small-llm", "large-llm"))
     out = tmp_path / "variants"
-    arguments = [str(artifact), "--data", str(data), "--out", str(out), "--shapes", '["1x8", "4x500"]']
+    arguments = [str(artifact), "--data", str(data), "--out", str(out)]
     key, public_key = private_key_file(tmp_path / "key.pem"), public_key_file(tmp_path / "key.pub")
     arguments += ["--sign", str(key), "--repetitions", "1", "--progress", "false"]
     assert export_variants([*arguments, "--variants", '["fused", "int8", "fp16"]']) == 0
@@ -392,7 +391,7 @@ def test_the_command_makes_evaluates_and_reports(tmp_path):
             assert np.isfinite(predicted.mu).all()
     assert variants["int8"]["bytes"] < variants["fp32"]["bytes"]
     # Shapes beyond max_length are skipped.
-    assert set(report["latency_ms"]["cpu"]) == {"1x8"}
+    assert set(report["latency_ms"]["cpu"]) == {"1x32"}
     best = report["best"]["cpu"]
     assert variants[best]["accepted"]
     page = (out / "report.md").read_text()
@@ -403,10 +402,10 @@ def test_the_command_makes_evaluates_and_reports(tmp_path):
     assert export_variants([str(artifact), "--data", str(data), "--out", str(artifact)]) == 2
 
 
-def reasons(limits=None, precision="int8", probability_shift=0.0, batch_mates=0.0, plain=METRICS, **changes):
+def reasons(precision="int8", probability_shift=0.0, batch_mates=0.0, plain=METRICS, **changes):
     result = {"precision": precision, "metrics": plain | changes, "batch_mates": {"mu": batch_mates}}
     result["probability_shift"] = {"urgency": probability_shift}
-    return list(rejection_reasons(plain, result, limits or AcceptanceLimits()))
+    return list(rejection_reasons(plain, result))
 
 
 @pytest.mark.parametrize(
@@ -420,7 +419,6 @@ def reasons(limits=None, precision="int8", probability_shift=0.0, batch_mates=0.
         ({"p50": 0.511}, "coverage of P50 changes by +0.0110"),
         ({"p99": float("nan")}, "coverage of P99"),
         ({"probability_shift": 0.02}, "urgency shift by 0.0200"),
-        ({"probability_shift": 0.02, "limits": AcceptanceLimits(probability_shift=0.05)}, None),
         ({"batch_mates": 0.005}, None),
         ({"batch_mates": 0.005, "precision": "fp32"}, MATES),
     ],
@@ -444,9 +442,7 @@ def test_calibration_prompts_do_not_evaluate(tmp_path):
     assert set(models) == {"m"}
 
 
-@pytest.mark.parametrize(("field", "value"), [("variants", ["int4"]), ("shapes", ["8 by 128"])])
-def test_wrong_options_are_named(field, value):
-    with pytest.raises(InputError, match=field):
-        VariantsConfig(artifact="a", data="d", out="o", **{field: value})
-    with pytest.raises(InputError, match="r2_drop"):
-        AcceptanceLimits(r2_drop=-0.1)
+def test_wrong_variants_are_named():
+    for variants in (["int4"], ["int8", "int8"], []):
+        with pytest.raises(InputError, match="variants: got"):
+            VariantsConfig(artifact="a", data="d", out="o", variants=variants)
