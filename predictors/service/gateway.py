@@ -24,7 +24,7 @@ from predictors.service.pipeline import ServedArtifact
 from predictors.service.security import BearerTokens, http_context
 from predictors.service.tracing import TRACE_KEYS
 from scheduler_core.errors import InputError
-from scheduler_core.shell.json_text import num_separators
+from scheduler_core.shell.json_text import num_separators, parse_json
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -125,22 +125,14 @@ async def json_object(body: bytes) -> dict[str, Any]:
     if len(body) > MAX_JSON_VALUES and sum(await asyncio.to_thread(num_separators, body)) > MAX_JSON_VALUES:
         reason = f"more than {MAX_JSON_VALUES} values; use gRPC or binary tensors for larger requests"
         raise UnparsableError("JSON object", reason)
-    try:  # not `parse_json`, whose second pass over escaped surrogates would block the event loop
-        text = body.decode("utf-8-sig")
-        content = json.loads(text, object_pairs_hook=_unique_members)
-    except (ValueError, RecursionError) as error:
+    try:
+        content = parse_json(body.decode("utf-8-sig"), unique_keys=True, lone_surrogates="refuse")
+    except ValueError as error:
         raise UnparsableError("JSON object", error) from error
     if not isinstance(content, dict):
         raise UnparsableError("JSON object", type(content).__name__)
     await asyncio.sleep(0)
     return content
-
-
-def _unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    members = dict(pairs)
-    if len(members) != len(pairs):
-        raise ValueError("a repeated name in an object")
-    return members
 
 
 async def _read(request: web.Request, convert: Callable[[dict[str, Any]], T]) -> tuple[dict[str, Any], T]:

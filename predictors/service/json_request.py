@@ -6,9 +6,9 @@
 | model, served_model | name of the served model |
 | max_tokens, max_completion_tokens, max_output_tokens, ... | limit of the output; 0 or below: no limit |
 | other fields of PredictRequest | as in protobuf's JSON mapping: numbers may be texts |
-| other members of the APIs (tools, stream, stop, ...) | ignored |
+| other members (tools, stream, stop, ...) | ignored |
 
-Other members are refused, because they are probably misspelled.
+Members that differ from one of these names by one letter are refused, because they are probably misspelled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.service.messages import MAX_ELEMENTS, MAX_MESSAGES
-from scheduler_core.errors import InputError, suggestion
+from scheduler_core.errors import InputError
 from scheduler_core.prediction.api_request import ApiRequest, integer, read_request
 
 #: Name in JSON -> field of PredictRequest.
@@ -35,48 +35,34 @@ LIMITS = (
     *("max_completion_tokens", "max_tokens", "maxTokens", "max_output_tokens"),
     *("max_new_tokens", "n_predict", "num_predict"),
 )
-#: Members of bodies of OpenAI, Anthropic, Ollama, Gemini, vLLM, SGLang, TGI, llama.cpp and OpenRouter that do not matter here.
-_IGNORED = """
-    add_generation_prompt add_special_tokens allowed_token_ids anthropic_version audio background
-    bad_words best_of bootstrap_host bootstrap_port bootstrap_room cache_control cache_prompt cache_salt
-    chat_template chat_template_kwargs container context context_management continue_final_message
-    conversation custom_params detokenize documents dynatemp_exponent dynatemp_range ebnf echo enable_thinking extra_args
-    extra_body format frequency_penalty function_call functions grammar guided_choice
-    guided_decoding_backend guided_grammar guided_json guided_regex guided_whitespace_pattern id id_slot
-    ignore_eos image_data images include include_reasoning include_stop_str_in_output instructions
-    json_schema keep_alive kv_transfer_params length_penalty logit_bias logits_processors logprobs lora
-    lora_path max_thinking_tokens max_tool_calls mcp_servers media_io_kwargs metadata min_new_tokens min_p
-    min_tokens mirostat mirostat_eta mirostat_tau mm_processor_kwargs modalities models n n_keep n_probs
-    no_stop_trim options output_config output_format parallel_tool_calls parameters plugins prediction
-    presence_penalty previous_response_id priority prompt_cache_key prompt_cache_retention prompt_embeds
-    prompt_logprobs provider raw reasoning reasoning_effort regex repeat_last_n repeat_penalty
-    repetition_penalty response_format return_hidden_states return_logprob return_token_ids
-    return_tokens_as_token_ids rid route safety_identifier samplers sampling_params seed
-    separate_reasoning service_tier session_id session_params skip_special_tokens skip_tokenizer_init
-    spaces_between_special_tokens stop stop_regex stop_sequences stop_token_ids store stream
-    stream_options stream_reasoning structural_tag structured_outputs suffix system temperature template
-    tfs_z think thinking thinking_budget tool_choice tools top_a top_k top_logprobs top_p transforms
-    truncate_prompt_tokens truncation typical_p usage use_beam_search user verbosity vllm_xargs
-    web_search_options xtc_probability xtc_threshold
-    cachedContent generationConfig labels safetySettings systemInstruction system_instruction toolConfig
-"""
-IGNORED = frozenset(_IGNORED.split())
-_READ = frozenset({"request_id", *INPUTS, *MODELS, *LIMITS})
+_READ = frozenset({*FIELDS, *INPUTS, *MODELS, *LIMITS})
+
+
+def _without_letter(name: str) -> set[str]:
+    """The name, and the name without each of its letters. Two names that differ by one letter, added, missing, other or
+    exchanged with the next one, have one of them in common."""
+    return {name, *(name[:index] + name[index + 1 :] for index in range(len(name)))}
+
+
+#: Names of members that are read, without up to one letter -> name.
+_SIMILAR = {variant: name for name in sorted(_READ) for variant in _without_letter(name)}
+_LONGEST = max(map(len, _READ)) + 1
+#: Not misspelled: OpenRouter's list of models.
+_NOT_READ = frozenset({"models"})
 
 
 def request_message(content: object) -> pb.PredictRequest:
-    """The request from a JSON object. InputError for unknown members, wrong types, several inputs, long lists."""
+    """The request from a JSON object. InputError for misspelled members, wrong types, several inputs, long lists."""
     if not isinstance(content, dict):
         raise InputError("request", f"a value of type {type(content).__name__}", "a JSON object")
     members = {name: value for name, value in content.items() if value is not None}
     fields: dict[str, Any] = {}
     for name, value in members.items():
         field = FIELDS.get(name)
-        if field is None and name not in _READ | IGNORED:
-            names = [field.name for field in pb.PredictRequest.DESCRIPTOR.fields]
-            similar = suggestion(name, [*names, *sorted(IGNORED | _READ)], 1)
-            allowed = f"{', '.join(names)}, or a member of a generation API{similar}"
-            raise InputError("member", name, allowed)
+        if name not in _READ | _NOT_READ and len(name) <= _LONGEST:
+            for variant in _without_letter(name) & _SIMILAR.keys():
+                allowed = f"{_SIMILAR[variant]}, or the name of another member of a generation API"
+                raise InputError("member", name, allowed)
         if field is None or {field.name, name} & {*INPUTS, *MODELS, *LIMITS}:
             continue
         if field.name in fields:
@@ -164,13 +150,9 @@ def _list(name: str, value: object) -> list[Any]:
 
 
 def _text(name: str, value: object) -> str:
-    try:
-        if isinstance(value, str):
-            value.encode()
-            return value
-    except UnicodeEncodeError:
-        pass
-    raise InputError(name, value, "a text in valid Unicode")
+    if not isinstance(value, str):
+        raise InputError(name, value, "a text")
+    return value
 
 
 def _integer(name: str, value: object, bits: int) -> int:

@@ -89,19 +89,16 @@ async def test_batch_over_http(http: aiohttp.ClientSession) -> None:
     assert found["outcomes"][1]["error"]["field"] == "requests[1].prompt"
 
 
-UNREADABLE = [b"{", b"\xff\xfe", b"[" * 100_000, b"[]", b"5"]
-SURROGATE = b'{"messages": [{"role": "user", "content": "\\udc00"}]}'
+UNREADABLE = [b"{", b"\xff\xfe", b"[" * 100_000, b"[]", b"5", b'{"prompt": "\\ud800"}', b'{"\\udc00": 1}']
 WRONG_MEMBERS = {
     b'"max_tokens": "' + b"7" * 5000 + b'"': "max_tokens",
     b'"max_tokens": 1, "maxTokens": 2': "max_tokens, maxTokens",
     b'"max_tokens": NaN': "max_tokens",
     b'"max_tokens": 1.5': "max_tokens",
-    b'"served_model": "\\ud800"': "served_model",
     b'"model": 5': "model",
     b'"quantile_levels": [NaN]': "quantile_levels",
     b'"temperature": "1_0"': "temperature",
     b'"declared_tier": 2147483648': "declared_tier",
-    b'"\\ud800": 1': "member",
 }
 
 
@@ -115,8 +112,6 @@ WRONG_MEMBERS = {
         ("/v1/predict-batch", b'{"requests": [3]}', 400, "requests[0].request"),
         ("/v1/predict-batch", b'{"requests": [{"promt": "sea"}]}', 400, "requests[0].member"),
         ("/v1/predict", b'{"prompt": 5}', 400, "prompt"),
-        ("/v1/predict", b'{"prompt": "\\ud800"}', 400, "prompt"),
-        ("/v1/predict", SURROGATE, 400, "messages"),
         *(("/v1/predict", body, 400, "request") for body in UNREADABLE),
         *(
             ("/v1/predict", b'{"prompt": "sea", ' + body + b"}", 400, field)
@@ -261,8 +256,8 @@ def test_json_may_be_that_of_protobuf(content: dict[str, Any], expected: pb.Pred
         ({"messages": [{"role": "user"}] * 4097}, "messages: got '4097 messages'; allowed: at most 4096"),
         ({"messages": {}}, "messages: got {}; allowed: a list of messages"),
         ({"model": "a", "served_model": "b"}, "model, served_model: got "),
-        ({"promt": "sea"}, "member: got 'promt'; allowed: request_id, prompt, .*. Did you mean prompt?"),
-        ({"max_token": 5}, "member: got 'max_token'; .* Did you mean max_tokens?"),
+        ({"promt": "sea"}, "member: got 'promt'; allowed: prompt, or the name of another member"),
+        *[({name: 5}, f"member: got '{name}'; allowed: max_tokens") for name in ("max_token", "max_toknes")],
         ([], "request: got 'a value of type list'; allowed: a JSON object"),
     ],
 )
