@@ -24,6 +24,8 @@ def test_simulate_takes_options_as_a_user_writes_them() -> None:
     ):
         result = tailcast.simulate(trace, "fcfs", **options)
         assert result.config["scheduler"]["max_num_seqs"] == 8
+    tie = tailcast.simulate(trace, "tie", policy_parameters={"gamma": 0.8}, predictor="oracle")
+    assert tie.config["policy_parameters"] == {"gamma": 0.8}
     slow = tailcast.simulate(trace, "fcfs", base_s=0.5, repeat=2, cluster={"num_replicas": 2})
     assert (slow.config["step_time"]["base_s"], slow.config["cluster"]["num_replicas"]) == (0.5, 2)
     assert slow.metrics["num_finished"] == 120
@@ -39,6 +41,7 @@ def test_simulate_takes_options_as_a_user_writes_them() -> None:
         ({"scheduler": {"max_num_seqs": "8"}}, "scheduler.max_num_seqs: got '8'; allowed: int"),
         ({"scheduler": {"max_num_seqs": 8}, "max_num_seqs": 9}, "max_num_seqs: got 9; .*also in scheduler"),
         ({"max_num_seqs": 0}, "max_num_seqs: got 0; allowed: integers >= 1"),
+        ({"policy_parameters": 3}, "policy_parameters: got 3; allowed: names with values"),
         ({"seed": 1.5}, "seed: got 1.5; allowed: int"),
         ({"polcy_parameters": {}}, "Did you mean policy_parameters"),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_type_hints
 
 from scheduler_core.adapters.live_order import order_policy
 from scheduler_core.adapters.prediction_thread import PredictionThread
@@ -14,6 +14,7 @@ from scheduler_core.policies import POLICIES
 from scheduler_core.policies.base import Policy
 from scheduler_core.prediction.predictor import PREDICTORS, AsyncPredictor, Predictor
 from scheduler_core.ranges import FINITE, INTEGERS, POSITIVE, check_choice, check_ranges
+from scheduler_core.shell.options import check_type
 
 #: Environment variable that names the YAML file.
 VARIABLE = "TAILCAST_CONFIG"
@@ -44,11 +45,8 @@ class PredictorSettings:
     max_batch: int = 16
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            types, allowed = _TYPES[str(each.type)]
-            if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):
-                raise InputError(each.name, value, allowed)
+        for name, hint in get_type_hints(type(self)).items():
+            check_type(name, getattr(self, name), hint)
         counts = dict.fromkeys(("max_in_flight", "max_batch"), (1, INTEGERS))
         check_ranges(self, timeout_s=(POSITIVE, FINITE), **counts)
         if self.predictor == "":
@@ -84,16 +82,6 @@ class PredictorSettings:
 
 #: Other names of settings.
 _SPELLINGS = {"model": "served_model"}
-#: Annotation of a setting -> its types, and their description in errors.
-_TYPES: Mapping[str, tuple[Any, str]] = {
-    "str": (str, "text"),
-    "str | None": (str | None, "text, or unset"),
-    "bool": (bool, "true, false"),
-    "int": (int, "integers"),
-    "float": (int | float, "numbers"),
-    "dict[str, float]": (Mapping, "names with numbers"),
-    "dict[str, Any]": (Mapping, "names with values"),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -253,7 +253,11 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
 
 
 def check_type(name: str, value: Any, hint: Any) -> None:
-    """Raises `InputError` if a value has not the type of its option, where that is a number, a text or a boolean."""
+    """Raises `InputError` if a value has not the type of its option, where that is a number, a text, a boolean or a mapping."""
+    if get_origin(hint) is dict:
+        if not isinstance(value, Mapping):
+            raise InputError(name, value, "names with values")
+        return
     types = {get_origin(member) or member for member in get_args(hint) or (hint,)}
     if float in types:
         types.add(int)
