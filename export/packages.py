@@ -20,9 +20,8 @@ from predictors.artifact import Artifact, open_artifact
 from predictors.manifest import TOKENIZER, TensorSpec
 from predictors.tokenizer import MAX_CHARS_PER_TOKEN
 from scheduler_core.errors import InputError
-from scheduler_core.ranges import INTEGERS, check_choice, check_ranges
+from scheduler_core.ranges import check_choice
 from scheduler_core.shell.files import atomic_directory, folder_target
-from scheduler_core.shell.threads import check_threads
 
 logger = logging.getLogger(__name__)
 
@@ -67,16 +66,8 @@ class PackageConfig:
     """PEM file of an Ed25519 public key; the artifact must be signed with the matching private key."""
     name: str = "tailcast"
     """Name of the model."""
-    max_batch_size: int = 64
-    """Maximum number of prompts in a batch."""
-    max_queue_delay_us: int = 1000
-    """Maximum time a request waits for a batch to fill, in microseconds."""
-    instances: int = 1
-    """Number of copies of the model that run in parallel."""
     device: Literal["auto", "cpu", "gpu"] = "cpu"
     """Device of the graph; the tokenizer runs on the CPU."""
-    threads: int = 1
-    """Number of threads of one model call on the CPU."""
     storage_uri: str | None = None
     """For kserve: URI where the folder models will be stored, for example pvc://claim/models."""
 
@@ -93,9 +84,6 @@ class PackageConfig:
             allowed = "lower-case letters, digits and - (not at the ends), at most 63 characters"
         if not re.fullmatch(pattern, self.name):
             raise InputError("name", self.name, allowed)
-        positive, queue = (1, INTEGERS), (0, INTEGERS)
-        check_ranges(self, max_batch_size=positive, instances=positive, max_queue_delay_us=queue)
-        check_threads("threads", self.threads)
 
 
 def package(config: PackageConfig) -> None:
@@ -127,14 +115,7 @@ def _write_repository(artifact: Artifact, config: PackageConfig, folder: Path) -
 def _model_config(artifact: Artifact, config: PackageConfig) -> str:
     """`config.pbtxt`, in protobuf's text format."""
     manifest = artifact.manifest
-    parameters = {
-        "threads": config.threads,
-        "max_length": manifest.max_length,
-        "truncation_side": manifest.truncation_side,
-        "pad_token_id": manifest.pad_token_id,
-        "max_chars": MAX_CHARS_PER_TOKEN * manifest.max_length,
-    }
-    lines = [f'name: "{config.name}"', 'backend: "python"', f"max_batch_size: {config.max_batch_size}"]
+    lines = [f'name: "{config.name}"', 'backend: "python"', "max_batch_size: 64"]
     # The text replaces the first two inputs of the graph: token ids and attention mask.
     text = TensorSpec(name="text", dtype="string", shape=("batch",), unit="UTF-8")
     for kind, tensors in (("input", (text, *manifest.inputs[2:])), ("output", manifest.outputs)):
@@ -142,8 +123,10 @@ def _model_config(artifact: Artifact, config: PackageConfig) -> str:
             dims = ", ".join(map(str, tensor.shape[1:] or (1,)))  # Triton: [ 1 ] for a scalar per row
             shape = f"data_type: {_TYPES[tensor.dtype]} dims: [ {dims} ]"
             lines.append(f'{kind} {{ name: "{tensor.name}" {shape} }}')
-    lines.append(f"dynamic_batching {{ max_queue_delay_microseconds: {config.max_queue_delay_us} }}")
-    lines.append(f"instance_group {{ count: {config.instances} kind: KIND_{config.device.upper()} }}")
+    lines.append("dynamic_batching { max_queue_delay_microseconds: 1000 }")
+    lines.append(f"instance_group {{ count: 1 kind: KIND_{config.device.upper()} }}")
+    parameters = {name: getattr(manifest, name) for name in ("max_length", "truncation_side", "pad_token_id")}
+    parameters |= {"threads": 1, "max_chars": MAX_CHARS_PER_TOKEN * manifest.max_length}
     for name, value in parameters.items():
         lines.append(f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}')
     return "\n".join(lines) + "\n"

@@ -118,7 +118,6 @@ def test_kserve_layout(folder: Path, tmp_path: Path) -> None:
         (["kserve"], "storage_uri: got None; allowed: set for kserve"),
         (["triton", "--storage_uri", "x"], "storage_uri: got 'x'"),
         (["kserve", "--storage_uri", "x", "--name", "Not_This"], "name: got 'Not_This'"),
-        (["triton", "--max_queue_delay_us", "-1"], "max_queue_delay_us: got -1"),
         (["triton", "--public_key", "nowhere"], "public_key: got 'nowhere'"),
     ],
 )
