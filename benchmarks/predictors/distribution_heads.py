@@ -42,7 +42,7 @@ from benchmarks.predictors.grid_scores import GRID, LEVELS, LIMIT, Array, crps, 
 from benchmarks.shared.pooled import ENCODER
 from examples.pretrained.prepare import prepare
 from predictors.pretrained import shipped_folder
-from training.evaluating.predictors import InferenceOptions, open_predictor
+from training.evaluating.batch_predictor import InferenceOptions, open_batch_predictor
 from training.evaluating.scores import kendall_tau
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def measure(
 
 def shapes(tune: Rows, report: Rows, others: Mapping[str, Rows]) -> dict[str, dict[str, Array]]:
     """Scores as in `measure`, by shape, with mu and sigma of the shipped predictor."""
-    predictor = open_predictor(shipped_folder("pretrained"), InferenceOptions(threads=1))
+    predictor = open_batch_predictor(shipped_folder("pretrained"), InferenceOptions(threads=1))
     known = set(predictor.served_models)
 
     def parameters(rows: Rows, *, hidden: bool = False) -> tuple[Array, Array]:

@@ -1,6 +1,6 @@
 """Hidden states of a small language model compared with a sentence encoder as features for output length.
 
-    python -m benchmarks.predictors.language_model_features DATA [--work FOLDER] [--seeds 2] [--markdown docs/benchmarks.md]
+    python -m benchmarks.predictors.language_model_features DATA [--work FOLDER] [--seeds 2] [--markdown benchmarks/results/language_model_features.md]
 
 DATA is the folder of public sets that `python -m examples.pretrained` takes. The training, tuning and report
 prompts and the held-out sources are those of the shipped predictor. Each row is the same log-t head with the
@@ -41,7 +41,7 @@ from benchmarks.shared.pooled import ENCODER, MAX_TOKENS
 from data_gen.transformers_backend import TransformersBackend
 from examples.pretrained.prepare import prepare
 from scheduler_core.report.page import markdown_table
-from training.network.prediction import has_bfloat16
+from training.network.inference import has_bfloat16
 
 log = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from predictors.pretrained import FOLDERS
 from predictors.runtime import open_runtime
 from scheduler_core.lengths import LogQuantiles, LogT
 from scheduler_core.report.page import markdown_table
-from training.evaluating.predictors import InferenceOptions, open_predictor
+from training.evaluating.batch_predictor import InferenceOptions, open_batch_predictor
 from training.evaluating.scores import kendall_tau
 
 HEADER = (
@@ -61,7 +61,7 @@ def of_ceiling(scores: Sequence[SourceScores], way: str) -> float:
 
 def risk_scores(artifact: Path, table: pd.DataFrame) -> tuple[float, float, float]:
     """tau of E, and ratios of E and CVaR, over a table of (prompt, served model, temperature, output_tokens)."""
-    predictor = open_predictor(artifact, InferenceOptions(progress=False))
+    predictor = open_batch_predictor(artifact, InferenceOptions(progress=False))
     temperatures = [None if math.isnan(value) else value for value in table.temperature]
     rows = predictor.predict(table.prompt.tolist(), table.model.tolist(), temperatures)
     length = LogT(rows.mu, rows.sigma, rows.nu) if rows.quantiles is None else LogQuantiles(rows.quantiles)

@@ -25,7 +25,7 @@ from predictors.modules.checkpoint import load_checkpoint
 from scheduler_core.lengths.distribution import LogT
 from training.evaluating.scores import kendall_tau
 from training.network.config import ConditioningOptions, StageConfig, TrainConfig
-from training.network.prediction import predict_prompts
+from training.network.inference import predict_prompts
 from training.network.tasks import LengthTask
 from training.network.train import train
 

@@ -40,11 +40,12 @@ from benchmarks.reproduce.tie_requests import ABOUT, COLUMNS, FAMILIES
 from benchmarks.reproduce.tie_systems import LMSYS_8B, LMSYS_70B, LMSYS_MISTRAL
 from benchmarks.shared.pooled import ENCODER
 from examples.pretrained.prepare import prepare
+from predictors.heads import Predicted
 from predictors.manifest import MANIFEST
 from predictors.pretrained import PRETRAINED, shipped_folder
 from scheduler_core.errors import TailcastError
 from scheduler_core.shell.files import atomic_file
-from training.evaluating.predictors import InferenceOptions, PredictedRows, open_predictor
+from training.evaluating.batch_predictor import InferenceOptions, open_batch_predictor
 from training.network.data import SampleLengths
 from training.network.losses import list_mle
 
@@ -101,7 +102,7 @@ def head_columns(
     return columns, likelihood
 
 
-def prediction_table(report: pd.DataFrame, shipped: PredictedRows) -> pa.Table:
+def prediction_table(report: pd.DataFrame, shipped: Predicted) -> pa.Table:
     """Table with `COLUMNS` for all rows.
 
     Args:
@@ -165,7 +166,7 @@ def main() -> int:
             table.model.isin([setting.served_model for setting in (LMSYS_8B, LMSYS_70B, LMSYS_MISTRAL)])
         ]
         table = table.merge(raw.drop_duplicates(["prompt", "model"]), on=["prompt", "model"])
-        shipped = open_predictor(folder, InferenceOptions(threads=1, progress=False)).predict(
+        shipped = open_batch_predictor(folder, InferenceOptions(threads=1, progress=False)).predict(
             table.prompt.tolist(), table.model.tolist(), table.temperature.tolist()
         )
         nu = [float(row[2]) for row in columns["log-t, free nu"]]  # type: ignore[index]

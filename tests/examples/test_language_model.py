@@ -22,7 +22,7 @@ from predictors.modules.heads import Heads, LengthHead
 from predictors.modules.normalization import Normalization
 from predictors.modules.predictor import PromptPredictor
 from predictors.runtime import open_runtime
-from training.network.prediction import predict_prompts
+from training.network.inference import predict_prompts
 
 WORDS = ["<|im_end|>", "<|im_start|>", "user", "assistant", "write", "an", "essay", "name", "rivers", "\n"]
 PROMPTS = ["write an essay", "name rivers", "name an essay " * 4]

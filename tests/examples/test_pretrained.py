@@ -31,7 +31,7 @@ from training.correcting.corrected_graph import FeatureRuntime
 from training.correcting.corrections import Requests
 from training.network.data import SampleLengths
 from training.network.losses import log_t_crps
-from training.network.prediction import predict_prompts
+from training.network.inference import predict_prompts
 
 NUM_PROMPTS = 30
 

@@ -222,7 +222,7 @@ def test_each_head_is_trained_by_its_own_loss() -> None:
     assert np.median(nu["log-t, free nu"]) > 5.0  # of log-normal lengths
     assert likelihood["log-normal"] > likelihood["log-t, nu 3.5"]
     num = len(report.table)
-    shipped = Predicted(mu=np.full(num, 5.0), sigma=np.full(num, 0.4), sigma_within=np.full(num, 0.3))
+    shipped = Predicted(mu=np.full(num, 5.0), sigma=np.full(num, 0.4), sigma_within=np.full(num, 0.3), nu=3.5)
     table = prediction_table(report.table.assign(**columns), shipped)
     assert table.column_names == list(COLUMNS)
     assert table["within"][0].as_py() == pytest.approx([5.0, 0.3, 3.5])

@@ -7,26 +7,22 @@ import numpy as np
 import torch
 from torch import nn
 
+from predictors.heads import Tower
 from predictors.modules.checkpoint import load_checkpoint, save_checkpoint
 from predictors.modules.config import Conditioning, PredictorConfig
 from predictors.modules.encoder import load_encoder, load_tokenizer
-from predictors.modules.heads import BucketHead, Heads, LengthHead, RankHead, RegressionHead, UrgencyHead
+from predictors.modules.heads import HEADS, Heads, LengthHead
 from predictors.modules.normalization import Normalization
 from predictors.modules.predictor import PromptPredictor
-from predictors.modules.towers import Tower
 from tests.training.data import TOPICS, write_lists
 from tests.training.tiny import tiny_bert
-from training.network.prediction import predict_prompts
+from training.network.inference import predict_prompts
 
 NORMALIZATION = Normalization(5.0, 1.2, 0.3, 0.1, 1.0, 0.1, 4.5, 1.5)
 TOWER = Tower((16, 16, 8), (0.2, 0.2, 0.1))
-ALL_HEADS = Heads(
-    length=LengthHead(TOWER, learn_nu=True, within=True),
-    urgency=UrgencyHead(TOWER),
-    bucket=BucketHead(TOWER, edges=(64, 512)),
-    regression=RegressionHead(TOWER),
-    rank=RankHead(TOWER),
-)
+#: Options of heads that are not the defaults.
+OPTIONS = {"length": {"learn_nu": True, "within": True}, "bucket": {"edges": (64, 512)}}
+ALL_HEADS = Heads(**{name: head(TOWER, **OPTIONS.get(name, {})) for name, head in HEADS.items()})
 MODELS = ("small-llm", "large-llm")
 CONDITIONING = Conditioning(MODELS, width=4)
 SMALL_TOWER = Tower((8,), (0.0,))

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import integrate, stats
 
+from predictors.heads import Predicted
 from predictors.manifest import CONFORMAL
 from predictors.modules.heads import BucketHead, Heads, LengthHead, RankHead, RegressionHead, UrgencyHead
 from predictors.pretrained import shipped_folder
@@ -33,8 +34,8 @@ from tests.training.data import assert_refused, write_lists, write_rows, write_s
 from training.commands.evaluate import main
 from training.commands.fit_dist import main as fit_dist
 from training.evaluating import scores as scoring
+from training.evaluating.batch_predictor import InferenceOptions, open_batch_predictor
 from training.evaluating.evaluation import CONFORMAL_SCHEMA, Candidate, ScoredPredictor, ceilings, compare
-from training.evaluating.predictors import InferenceOptions, PredictedRows, open_predictor
 from training.evaluating.report import COLUMNS, report_lines, table_rows
 from training.evaluating.rows import EvaluationRows
 from training.evaluating.scores import OutputLengths, kendall_tau, ranking, regression, score_outputs
@@ -160,11 +161,11 @@ def rows(tmp_path):
 
 
 def candidate(rows):
-    return Candidate("own", {}, PredictedRows(rows.fits.mu, rows.fits.sigma, 3.5))
+    return Candidate("own", {}, Predicted(mu=rows.fits.mu, sigma=rows.fits.sigma, nu=3.5))
 
 
 def metrics(rows, *edges, **prediction):
-    return ScoredPredictor.of(rows, PredictedRows(**prediction), *edges).metrics()
+    return ScoredPredictor.of(rows, Predicted(**{"nu": 3.5} | prediction), *edges).metrics()
 
 
 def test_the_fits_themselves_beat_the_baselines(rows):
@@ -265,7 +266,7 @@ def test_groups_that_were_truncated_throughout_count_for_distributions_only(tmp_
     content = metrics(rows, mu=mu, sigma=sigma)
     assert content["num_fits_compared"] == 20
     assert content["mu"]["mae"] == 0.0
-    few = ScoredPredictor.of(rows, PredictedRows(mu, sigma)).metrics(np.arange(20))
+    few = ScoredPredictor.of(rows, Predicted(mu=mu, sigma=sigma, nu=3.5)).metrics(np.arange(20))
     assert (few["num_fits_compared"], few["mu"]["r2"]) == (19, None)
     assert set(few["kendall_tau"].values()) - {None}
     assert (content["num_prompts"], content["num_samples"], content["num_censored"]) == (21, 63, 3)
@@ -383,7 +384,7 @@ def test_one_run_of_the_encoder_per_prompt_gives_the_predictions_of_the_whole_gr
         alone = runtime.predict(texts, [names[1]] * 9, [None] * 9).arrays()
         np.testing.assert_allclose(by_name[names[1]].mu, alone["mu"], atol=1e-4)
         assert len(SplitRuntime(runtime).predict([], [], [])) == 0
-    opened, lengths = open_predictor(folder, InferenceOptions(progress=False)), []
+    opened, lengths = open_batch_predictor(folder, InferenceOptions(progress=False)), []
     run = ort.InferenceSession.run
     monkeypatch.setattr(
         ort.InferenceSession,

@@ -25,10 +25,10 @@ from tests.training.data import assert_refused
 from tests.training.tiny import tiny_bert
 from training.commands.evaluate_urgency import main
 from training.urgency.abstention import ClaimRows, choose_threshold, failures
+from training.urgency.baselines import bag_of_words_baseline, constant_baseline
 from training.urgency.config import EvaluateUrgencyConfig
-from training.urgency.evaluation import check_claims, evaluate_urgency
+from training.urgency.evaluation import check_claims, evaluate_urgency, open_urgency, save_threshold
 from training.urgency.metrics import reliability, upper_bound, urgency_metrics
-from training.urgency.predictors import bag_of_words_baseline, constant_baseline, open_urgency, save_threshold
 
 K = len(LEVELS)
 PLAIN = {"conditioning": None, "prompt_length": True}

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from predictors.heads import Predicted
 from predictors.manifest import CONFORMAL
 from scheduler_core.errors import InputError
-from training.evaluating.predictors import OpenedPredictor, PredictedRows
+from training.evaluating.batch_predictor import BatchPredictor
 from training.evaluating.rows import EvaluationRows
 from training.evaluating.scores import (
     NO_SUMMARY,
@@ -43,17 +44,17 @@ class ScoredPredictor:
     """Predictions of the rows and the scores of all outputs; scores are None if no distribution is predicted."""
 
     rows: EvaluationRows
-    prediction: PredictedRows
+    prediction: Predicted
     bucket_edges: Sequence[float]
     scores: OutputScores | None
 
     @classmethod
     def of(
-        cls, rows: EvaluationRows, prediction: PredictedRows, bucket_edges: Sequence[float] = ()
+        cls, rows: EvaluationRows, prediction: Predicted, bucket_edges: Sequence[float] = ()
     ) -> ScoredPredictor:
         """Scores all outputs once; breakdowns average over subsets of the scores."""
         scores = None
-        if prediction.mu is not None and prediction.sigma is not None:
+        if prediction.mu is not None and prediction.sigma is not None and prediction.nu is not None:
             parameters = (prediction.mu, prediction.sigma, prediction.nu)
             scores = score_outputs(*parameters, rows.outputs, prediction.quantiles)
         return cls(rows, prediction, bucket_edges, scores)
@@ -147,7 +148,7 @@ def _rankings(
 
 
 #: Rows to score on, different from those of the data, and predictions for them.
-Bound = tuple[EvaluationRows, PredictedRows]
+Bound = tuple[EvaluationRows, Predicted]
 
 
 def halves(rows: EvaluationRows, rng: np.random.Generator) -> tuple[FittedGroups, FittedGroups]:
@@ -179,7 +180,7 @@ def true_parameters(rows: EvaluationRows, rng: np.random.Generator) -> Bound:
     lengths = np.where(truncated, np.minimum(limits[owner], 1e9), lengths)
     simulated = replace(groups, flat_lengths=lengths.astype(np.int64), flat_finished=~truncated)
     new = EvaluationRows.of(fit_groups(simulated, FitOptions(nu=fits.nu)))
-    return new, PredictedRows(fits.mu, fits.sigma, fits.nu)
+    return new, Predicted(mu=fits.mu, sigma=fits.sigma, nu=fits.nu)
 
 
 def ceilings(rows: EvaluationRows, seed: int) -> tuple[dict[str, Bound], dict[str, Any]]:
@@ -206,7 +207,7 @@ def ceilings(rows: EvaluationRows, seed: int) -> tuple[dict[str, Bound], dict[st
             info["reliability"] = {name: _stepped_up(*pair) for name, pair in pairs.items()}
             bounds["half_of_outputs"] = (
                 EvaluationRows.of(second),
-                PredictedRows(first.mu, first.sigma, first.nu),
+                Predicted(mu=first.mu, sigma=first.sigma, nu=first.nu),
             )
     if len(rows.compared):
         bounds["true_parameters"] = true_parameters(rows, np.random.default_rng([seed, 2]))
@@ -237,7 +238,7 @@ class Candidate:
 
     name: str
     description: Mapping[str, Any]
-    prediction: PredictedRows
+    prediction: Predicted
     bucket_edges: tuple[float, ...] = ()
 
 
@@ -255,10 +256,12 @@ def compare(
     with its scores.
     """
     scored = ScoredPredictor.of(rows, main.prediction, main.bucket_edges)
-    predictions: dict[str, PredictedRows] = {}
+    predictions: dict[str, Predicted] = {}
     if baselines is not None:
         parameters = baselines.predict(rows.prompts, rows.served_models)
-        predictions = {name: PredictedRows(*pair, baselines.nu) for name, pair in parameters.items()}
+        predictions = {
+            name: Predicted(mu=mu, sigma=sigma, nu=baselines.nu) for name, (mu, sigma) in parameters.items()
+        }
     ceiling: dict[str, Any] = {}
     if ceiling_seed is not None:
         bounds, info = ceilings(rows, ceiling_seed)
@@ -282,7 +285,7 @@ def compare(
 
 
 def conformal_coverage(
-    predictor: OpenedPredictor, rows: EvaluationRows, prediction: PredictedRows
+    predictor: BatchPredictor, rows: EvaluationRows, prediction: Predicted
 ) -> dict[str, Any] | None:
     """Coverage of the predictor's conformal quantiles, overall and by served model; None if the predictor has none.
 

@@ -17,19 +17,19 @@ from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.model_selection import GroupKFold, cross_val_predict
 from sklearn.preprocessing import OrdinalEncoder
 
+from predictors.heads import Predicted
 from scheduler_core.errors import InputError
 from scheduler_core.shell.command import report_left_out
 from scheduler_core.shell.files import atomic_file, existing_file, sha256_file, writable_target, write_json
 from scheduler_core.shell.versions import versions_of
+from training.evaluating.batch_predictor import (
+    BatchPredictor,
+    InferenceOptions,
+    distinct,
+    open_batch_predictor,
+)
 from training.evaluating.config import EvaluateConfig
 from training.evaluating.evaluation import Candidate, compare, conformal_coverage
-from training.evaluating.predictors import (
-    InferenceOptions,
-    OpenedPredictor,
-    PredictedRows,
-    distinct,
-    open_predictor,
-)
 from training.evaluating.report import report_lines, write_html, write_markdown
 from training.evaluating.rows import EvaluationRows, of_split, warn_of_training_prompts
 from training.fitting.baselines import Baselines, baselines_of
@@ -56,8 +56,10 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     }
     existing_file(config.data, "data")
     options = InferenceOptions(config.batch_size, config.threads, config.progress)
-    predictor = open_predictor(config.predictor, options)
-    others = {name: open_predictor(folder, options, "compare") for name, folder in config.others.items()}
+    predictor = open_batch_predictor(config.predictor, options)
+    others = {
+        name: open_batch_predictor(folder, options, "compare") for name, folder in config.others.items()
+    }
     for name, other in others.items():
         if other.conversations != predictor.conversations:
             allowed = "predictors with the same input: whole conversations, or the last user message"
@@ -106,7 +108,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     return content
 
 
-def _candidate(name: str, predictor: OpenedPredictor, rows: EvaluationRows) -> Candidate:
+def _candidate(name: str, predictor: BatchPredictor, rows: EvaluationRows) -> Candidate:
     unknown = {str(model) for model in rows.served_models} - set(predictor.served_models)
     if predictor.served_models and unknown:
         names = ", ".join(sorted(unknown))
@@ -115,7 +117,7 @@ def _candidate(name: str, predictor: OpenedPredictor, rows: EvaluationRows) -> C
     return Candidate(name, predictor.description, prediction, predictor.bucket_edges)
 
 
-def _read(path: str, config: EvaluateConfig, predictor: OpenedPredictor, field: str = "data") -> FittedGroups:
+def _read(path: str, config: EvaluateConfig, predictor: BatchPredictor, field: str = "data") -> FittedGroups:
     options = FitOptions(
         nu=predictor.fit_nu, censoring=config.censoring, keys=config.keys, max_tokens=config.max_tokens
     )
@@ -129,7 +131,7 @@ def _read(path: str, config: EvaluateConfig, predictor: OpenedPredictor, field: 
     return fits
 
 
-def _select(fits: FittedGroups, predictor: OpenedPredictor, config: EvaluateConfig) -> EvaluationRows:
+def _select(fits: FittedGroups, predictor: BatchPredictor, config: EvaluateConfig) -> EvaluationRows:
     fits = of_split(fits, predictor.data, config.split)
     if config.max_groups is not None and len(fits) > config.max_groups:
         rng = np.random.default_rng(config.seed)
@@ -137,7 +139,7 @@ def _select(fits: FittedGroups, predictor: OpenedPredictor, config: EvaluateConf
     return EvaluationRows.of(fits)
 
 
-def _baselines(training_fits: FittedGroups | None, predictor: OpenedPredictor) -> Baselines | None:
+def _baselines(training_fits: FittedGroups | None, predictor: BatchPredictor) -> Baselines | None:
     if training_fits is not None:
         return baselines_of(training_fits)
     stored = predictor.data.get("baselines")
@@ -150,7 +152,7 @@ def _baselines(training_fits: FittedGroups | None, predictor: OpenedPredictor) -
         raise InputError("baselines", str(error), "the numbers that train stores") from error
 
 
-def boosted_trees(train: EvaluationRows, rows: EvaluationRows, *, seed: int = 0) -> PredictedRows:
+def boosted_trees(train: EvaluationRows, rows: EvaluationRows, *, seed: int = 0) -> Predicted:
     """Predicts mu of `rows` with gradient-boosted trees, trained on at least three distinct prompts. The constant sigma
     is the scale of the training outputs around the cross-validated mu."""
     words = CountVectorizer(binary=True, max_features=_NUM_WORDS, token_pattern=r"(?u)\w+").fit(train.prompts)
@@ -166,7 +168,7 @@ def boosted_trees(train: EvaluationRows, rows: EvaluationRows, *, seed: int = 0)
     nu = float(train.fits.nu)
     sigma = float(np.median(distance) / stdtrit(nu, 0.75))
     mu = trees.fit(inputs, train.fits.mu).predict(_inputs(rows, words, models))
-    return PredictedRows(mu=np.asarray(mu), sigma=np.full(len(rows), max(sigma, 1e-6)), nu=nu)
+    return Predicted(mu=np.asarray(mu), sigma=np.full(len(rows), max(sigma, 1e-6)), nu=nu)
 
 
 def _as_column(values: Any) -> NDArray[np.object_]:
@@ -183,7 +185,7 @@ def _inputs(rows: EvaluationRows, words: Any, models: Any) -> NDArray[np.float64
     return np.hstack([models.transform(_as_column(rows.served_models)), np.array(numbers), present])
 
 
-def _write_predictions(path: Path, rows: EvaluationRows, prediction: PredictedRows) -> None:
+def _write_predictions(path: Path, rows: EvaluationRows, prediction: Predicted) -> None:
     """Writes key columns, prompt, predicted mu, sigma and nu, and fitted mu and sigma as Parquet."""
     if prediction.mu is None or prediction.sigma is None:
         raise InputError("predictions", str(path), "unset: this predictor has no distribution")
@@ -191,7 +193,7 @@ def _write_predictions(path: Path, rows: EvaluationRows, prediction: PredictedRo
     columns = {
         "mu": prediction.mu,
         "sigma": prediction.sigma,
-        "nu": np.broadcast_to(prediction.nu, len(rows)),
+        "nu": prediction.arrays()["nu"],
         "fitted_mu": rows.fits.mu,
         "fitted_sigma": rows.fits.sigma,
     }

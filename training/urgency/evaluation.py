@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -15,19 +16,15 @@ from numpy.typing import NDArray
 
 from data_gen.urgency.labels import LabeledText, read_labels
 from data_gen.urgency.seed_set import ClaimPair, neutral_texts, read_pairs
+from predictors.manifest import MANIFEST
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.urgency import LEVELS, effective_level, expected_cost_levels
-from scheduler_core.shell.files import sha256_file, writable_target, write_json
+from scheduler_core.shell.files import existing_file, sha256_file, writable_target, write_json
+from training.evaluating.batch_predictor import Accelerator, InferenceOptions, open_batch_predictor
 from training.urgency.abstention import ClaimRows, Predict, choose_threshold, failures
+from training.urgency.baselines import bag_of_words_baseline, constant_baseline, frozen_encoder_baseline
 from training.urgency.config import BASELINES, EvaluateUrgencyConfig
 from training.urgency.metrics import rate, reliability_of_levels, urgency_metrics
-from training.urgency.predictors import (
-    bag_of_words_baseline,
-    constant_baseline,
-    frozen_encoder_baseline,
-    open_urgency,
-    save_threshold,
-)
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +107,23 @@ def evaluate_urgency_command(config: EvaluateUrgencyConfig) -> int:
     return 0 if passed else 3
 
 
+def save_threshold(path: str | Path, abstention: dict[str, Any]) -> None:
+    """Writes the abstain threshold to a checkpoint's training.json, as `urgency.abstain_threshold`; InputError for an
+    artifact, whose files must not change.
+
+    If no threshold was certified, 1 is written, so that the declared tier is always used.
+    """
+    from predictors.modules.checkpoint import TRAINING
+
+    if (Path(path) / MANIFEST).is_file():
+        raise InputError("save_threshold", str(path), "a checkpoint; export it again afterwards")
+    file = existing_file(Path(path) / TRAINING, "predictor")
+    content = json.loads(file.read_text(encoding="utf-8"))
+    threshold = 1.0 if abstention["threshold"] is None else abstention["threshold"]
+    entry = {"abstain_threshold": threshold, "abstention": abstention}
+    write_json(file, content | {"urgency": (content.get("urgency") or {}) | entry})
+
+
 def _split(texts: list[LabeledText], split: str, path: str) -> list[LabeledText]:
     selected = [text for text in texts if text.split == split and not text.claimed]
     if not selected:
@@ -126,6 +140,29 @@ def _open(predictor: str, config: EvaluateUrgencyConfig, train: list[LabeledText
         encoder = predictor.removeprefix(FROZEN)
         return frozen_encoder_baseline(train, encoder, config.batch_size)
     return open_urgency(predictor, accelerator=config.accelerator, batch_size=config.batch_size)
+
+
+def open_urgency(path: str | Path, *, accelerator: Accelerator = "auto", batch_size: int = 32) -> Predict:
+    """Opens a checkpoint or artifact with an urgency head; InputError if it has none, or one with other levels than
+    LEVELS."""
+    options = InferenceOptions(batch_size, accelerator=accelerator, progress=False)
+    predictor = open_batch_predictor(path, options)
+    if not predictor.urgency_levels:
+        raise InputError("predictor", "no urgency head", "a predictor that was trained with one")
+    if predictor.urgency_levels != LEVELS:
+        raise InputError("predictor, urgency levels", list(predictor.urgency_levels), ", ".join(LEVELS))
+    # The urgency head ignores the served model, but a predictor may not accept an unknown one.
+    served = predictor.served_models[0] if predictor.served_models else None
+
+    def predict(texts: Sequence[str]) -> NDArray[np.float64]:
+        if not texts:
+            return np.zeros((0, len(LEVELS)))
+        urgency = predictor.predict(texts, [served] * len(texts), [None] * len(texts)).urgency
+        # Normalized, because outputs of float16 and float32 graphs sum to 1 only up to rounding.
+        probabilities = np.maximum(np.asarray(urgency), 0.0)
+        return np.asarray(probabilities / probabilities.sum(axis=1, keepdims=True))
+
+    return predict
 
 
 def evaluate_urgency(

@@ -1,62 +1,19 @@
-"""Urgency predictors: a checkpoint, an artifact, or a baseline trained on labeled texts."""
+"""Baselines of urgency prediction, trained on labeled texts."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_gen.urgency.labels import LabeledText
-from predictors.manifest import MANIFEST
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.urgency import LEVELS
-from scheduler_core.shell.files import existing_file, write_json
-from training.evaluating.predictors import TRAINING, Accelerator, InferenceOptions, open_predictor
 from training.urgency.abstention import Predict
 
 MAX_TOKENS = 256
-
-
-def open_urgency(path: str | Path, *, accelerator: Accelerator = "auto", batch_size: int = 32) -> Predict:
-    """Opens a checkpoint or artifact with an urgency head; InputError if it has none, or one with other levels than
-    LEVELS."""
-    options = InferenceOptions(batch_size, accelerator=accelerator, progress=False)
-    predictor = open_predictor(path, options)
-    if not predictor.urgency_levels:
-        raise InputError("predictor", "no urgency head", "a predictor that was trained with one")
-    if predictor.urgency_levels != LEVELS:
-        raise InputError("predictor, urgency levels", list(predictor.urgency_levels), ", ".join(LEVELS))
-    # The urgency head ignores the served model, but a predictor may not accept an unknown one.
-    served = predictor.served_models[0] if predictor.served_models else None
-
-    def predict(texts: Sequence[str]) -> NDArray[np.float64]:
-        if not texts:
-            return np.zeros((0, len(LEVELS)))
-        urgency = predictor.predict(texts, [served] * len(texts), [None] * len(texts)).urgency
-        # Normalized, because outputs of float16 and float32 graphs sum to 1 only up to rounding.
-        probabilities = np.maximum(np.asarray(urgency), 0.0)
-        return np.asarray(probabilities / probabilities.sum(axis=1, keepdims=True))
-
-    return predict
-
-
-def save_threshold(path: str | Path, abstention: dict[str, Any]) -> None:
-    """Writes the abstain threshold to a checkpoint's training.json, as `urgency.abstain_threshold`; InputError for an
-    artifact, whose files must not change.
-
-    If no threshold was certified, 1 is written, so that the declared tier is always used.
-    """
-    if (Path(path) / MANIFEST).is_file():
-        raise InputError("save_threshold", str(path), "a checkpoint; export it again afterwards")
-    file = existing_file(Path(path) / TRAINING, "predictor")
-    content = json.loads(file.read_text(encoding="utf-8"))
-    threshold = 1.0 if abstention["threshold"] is None else abstention["threshold"]
-    entry = {"abstain_threshold": threshold, "abstention": abstention}
-    write_json(file, content | {"urgency": (content.get("urgency") or {}) | entry})
 
 
 def constant_baseline(train: Sequence[LabeledText]) -> Predict:
@@ -85,7 +42,7 @@ def frozen_encoder_baseline(train: Sequence[LabeledText], encoder: str, batch_si
     from predictors.modules.heads import Heads, RankHead
     from predictors.modules.normalization import Normalization
     from predictors.modules.predictor import PromptPredictor
-    from training.network.prediction import pooled_features
+    from training.network.inference import pooled_features
 
     network, tokenizer = load_encoder(encoder), load_tokenizer(encoder)
     max_tokens = min(MAX_TOKENS, num_positions(network) or MAX_TOKENS)

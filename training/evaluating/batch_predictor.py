@@ -1,8 +1,8 @@
-"""Loading of predictors from a folder: a checkpoint of `train`, or an artifact of `export-onnx`."""
+"""Batch inference with a checkpoint of `train` or an artifact of `export-onnx`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from predictors.heads import Predicted
 from predictors.manifest import MANIFEST, MODEL
 from predictors.pretrained import predictor_folder
 from scheduler_core.errors import InputError
@@ -18,60 +19,23 @@ from training.progress import tracked
 
 if TYPE_CHECKING:
     from predictors.modules.checkpoint import Checkpoint
-    from training.evaluating.split_runtime import SplitRuntime
 
 Accelerator = Literal["auto", "cpu", "cuda"]
-FloatArray = NDArray[np.float64]
-CONFIG, TRAINING = "config.json", "training.json"
 #: Degrees of freedom of fits for predictors without a fixed nu.
 DEFAULT_NU = 3.5
+#: (prompts, served models, temperatures), each [G] -> predictions [G].
+Predict = Callable[[Sequence[str], Sequence[str | None], Sequence[float | None]], Predicted]
 
 
 @dataclass(frozen=True, slots=True)
-class PredictedRows:
-    """Predictions of G rows; None for heads that the predictor does not have."""
-
-    # mu, sigma: parameters of the log-t distribution [G], log tokens.
-    mu: FloatArray | None = None
-    sigma: FloatArray | None = None
-    nu: float | FloatArray = DEFAULT_NU  # degrees of freedom, shared or [G]
-    urgency: FloatArray | None = None  # probabilities of urgency levels [G, K]
-    bucket: FloatArray | None = None  # probabilities of length buckets [G, K]
-    regression_tokens: FloatArray | None = None  # point prediction in tokens [G]
-    rank: FloatArray | None = None  # score [G], larger = longer
-    # Scale of the outputs of one prompt [G], log tokens; sigma includes the predictor's own error in mu.
-    sigma_within: FloatArray | None = None
-    # Quantiles of ln tokens at `scheduler_core.lengths.quantiles.LEVELS` [G, K], which replace the log-t distribution.
-    quantiles: FloatArray | None = None
-
-    def ordering(self) -> tuple[str, FloatArray]:
-        """Name of the head that orders requests, and its score [G], larger = longer; InputError without such a head.
-
-        The score is the first available of: mu, regression tokens, rank score, expected bucket.
-        """
-        if self.mu is not None:
-            return "length", self.mu
-        if self.regression_tokens is not None:
-            return "regression", self.regression_tokens
-        if self.rank is not None:
-            return "rank", self.rank
-        if self.bucket is not None:
-            return "bucket", self.bucket @ np.arange(self.bucket.shape[1], dtype=np.float64)
-        raise InputError("predictor, heads", "urgency only", "a head that predicts the length")
-
-
-Predict = Callable[[Sequence[str], Sequence[str | None], Sequence[float | None]], PredictedRows]
-
-
-@dataclass(frozen=True, slots=True)
-class OpenedPredictor:
+class BatchPredictor:
     """A predictor loaded from a checkpoint or an artifact."""
 
     # For reports: kind ("checkpoint" or "artifact"), nu, and the identity of the predictor.
     description: Mapping[str, Any]
     # Fixed degrees of freedom of the distributions; None if they are learned, or no distribution is predicted.
     nu: float | None
-    predict: Predict  # (prompts, served models, temperatures), each [G] -> predictions
+    predict: Predict
     bucket_edges: tuple[float, ...]  # edges of the bucket head, in tokens
     urgency_levels: tuple[str, ...]  # names of the urgency levels, the most urgent first; empty: no such head
     served_models: tuple[str, ...]  # known served models; empty: not conditioned on the served model
@@ -94,53 +58,51 @@ class InferenceOptions:
     progress: bool = True
     accelerator: Accelerator = "auto"
 
+    def track(self, batches: Iterable[Any]) -> Iterable[Any]:
+        """The batches, with a progress bar if that is on."""
+        return tracked(batches, "predict", self.progress)
 
-def open_predictor(
+
+def open_batch_predictor(
     folder: str | Path, options: InferenceOptions, field: str = "predictor"
-) -> OpenedPredictor:
+) -> BatchPredictor:
     """Opens an artifact or a checkpoint; "pretrained" and "tiny" are the artifacts shipped with tailcast. InputError if
     the folder is neither, or is damaged."""
     path = predictor_folder(folder)
     if (path / MANIFEST).is_file():
         return _open_artifact(path, options)
-    if (path / CONFIG).is_file():
+    if (path / "config.json").is_file():
         return _open_checkpoint(path, options)
     allowed = "pretrained, tiny, an artifact folder of export-onnx or a checkpoint folder of train"
     raise InputError(field, str(path), allowed)
 
 
-def _open_artifact(folder: Path, options: InferenceOptions) -> OpenedPredictor:
+def _open_artifact(folder: Path, options: InferenceOptions) -> BatchPredictor:
     from predictors.runtime import open_runtime
 
-    runtime = open_runtime(folder, provider=options.accelerator, threads_per_run=options.threads or 1)
+    threads = options.threads or 1
+    runtime = open_runtime(folder, provider=options.accelerator, threads_per_run=threads)
     manifest = runtime.artifact.manifest
     conditioned = manifest.conditioning is not None
-    split: SplitRuntime | None = None
+    predict_distinct: Callable[..., Predicted] = partial(runtime.predict, track=options.track)
     if conditioned and MODEL in manifest.files:
         from training.evaluating.split_runtime import SplitRuntime
 
-        split = SplitRuntime(runtime, options.threads or 1)
+        predict_distinct = partial(SplitRuntime(runtime, threads).predict, progress=options.progress)
 
     def predict(
         prompts: Sequence[str], served_models: Sequence[str | None], temperatures: Sequence[float | None]
-    ) -> PredictedRows:
+    ) -> Predicted:
         columns = (prompts, served_models, temperatures) if conditioned else (prompts,)
         first, of_row = distinct(*columns)
-        rows: list[Any] = [[column[row] for row in first.tolist()] for column in columns]
-        if split is not None:
-            predicted = split.predict(*rows, batch_size=options.batch_size, progress=options.progress)
-        else:
-            predicted = runtime.predict(
-                *rows,
-                batch_size=options.batch_size,
-                track=lambda batches: tracked(batches, "predict", options.progress),
-            )
+        rows = [[column[row] for row in first.tolist()] for column in columns]
+        predicted = predict_distinct(*rows, batch_size=options.batch_size)
         values: dict[str, Any] = {name: value[of_row] for name, value in predicted.arrays().items()}
-        if "nu" in values and (values["nu"] == values["nu"][0]).all():
-            values["nu"] = float(values["nu"][0])
-        return PredictedRows(**values)
+        if manifest.nu is not None and "mu" in values:
+            values["nu"] = manifest.nu
+        return Predicted(**values)
 
-    return OpenedPredictor(
+    return BatchPredictor(
         description={
             "kind": "artifact",
             "nu": manifest.nu,
@@ -158,11 +120,11 @@ def _open_artifact(folder: Path, options: InferenceOptions) -> OpenedPredictor:
     )
 
 
-def _open_checkpoint(folder: Path, options: InferenceOptions) -> OpenedPredictor:
+def _open_checkpoint(folder: Path, options: InferenceOptions) -> BatchPredictor:
     import torch
 
     from predictors.modules.checkpoint import load_checkpoint
-    from training.network.prediction import pick_device
+    from training.network.inference import pick_device
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -172,7 +134,7 @@ def _open_checkpoint(folder: Path, options: InferenceOptions) -> OpenedPredictor
     data = checkpoint.training_info.get("data", {})
     nu = None if heads.length is None or heads.length.learn_nu else heads.length.nu
     name = {"folder": folder.resolve().name, "encoder": config.encoder}
-    return OpenedPredictor(
+    return BatchPredictor(
         description={"kind": "checkpoint", "nu": nu, **name},
         nu=nu,
         predict=partial(predict_rows, checkpoint, options=options),
@@ -191,9 +153,9 @@ def predict_rows(
     served_models: Sequence[str | None],
     temperatures: Sequence[float | None],
     options: InferenceOptions,
-) -> PredictedRows:
+) -> Predicted:
     """Predicts G rows with a checkpoint, on the device of its model."""
-    from training.network.prediction import predict_prompts
+    from training.network.inference import predict_prompts
 
     outputs = predict_prompts(
         checkpoint.model,
@@ -202,11 +164,11 @@ def predict_rows(
         served_models,
         temperatures,
         batch_size=options.batch_size,
-        track=lambda batches: tracked(batches, "predict", options.progress),
+        track=options.track,
     )
     length = checkpoint.config.heads.length
     values: dict[str, Any] = {} if length is None else {"nu": length.nu}
-    return PredictedRows(**values | outputs)
+    return Predicted(**values | outputs)
 
 
 def distinct(*columns: Sequence[Any]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
