@@ -69,7 +69,7 @@ NOT_PATHS = {"model", "dataset", "splits", "group_by", "artifact_id", "storage_u
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
 ENTRIES = PROJECT["scripts"].items() | {(name, entry) for name, (entry, _) in SUBCOMMANDS.items()}
 SCRIPTS = {name: entry.split(":") for name, entry in ENTRIES if name not in ("serve", "proxy")}
-THREADS = {"threads", "num_workers", "threads_per_worker"}
+THREADS = {"threads", "num_workers"}
 
 
 def config_of(command: str) -> Any:

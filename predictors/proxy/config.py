@@ -14,24 +14,23 @@ PromptText = Literal["last", "conversation"]
 #: Minimum and maximum value of options.
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("release", "max_waiting", "max_num_seqs", "max_in_flight"), (1, INTEGERS)),
-    **dict.fromkeys(("resolution", "connect_timeout_s", "idle_timeout_s"), (POSITIVE, FINITE)),
+    **dict.fromkeys(("resolution", "idle_timeout_s"), (POSITIVE, FINITE)),
     **dict.fromkeys(("aging_per_s", "drain_delay_s", "drain_timeout_s"), (0.0, FINITE)),
     **dict.fromkeys(("warm_up_s", "request_timeout_s"), (POSITIVE, 3600)),
-    **dict.fromkeys(("default_tier", "most_urgent_tier"), (0, len(LEVELS) - 1)),
     **dict.fromkeys(("port", "admin_port"), (0, 65535)),
     "deadline_s": (POSITIVE, 60),
     "max_body_mib": (1, 1024),
     "max_held_mib": (1, 2**20),
     "engine_probe_s": (0.0, 3600.0),
     "default_max_tokens": (1, 2**31 - 1),
-    "feedback_segment_mib": (1, 2**20),
+    "most_urgent_tier": (0, len(LEVELS) - 1),
 }
 #: Options that SIGHUP applies. The others need a restart: ports and files are open, the state of the policy and the
 #: priorities of requests in the engine depend on the policy's parameters.
 RELOADED = (
     *("predictor", "shadow_predictor", "deadline_s", "warm_up_s", "prompt_text", "served_model"),
     *("default_max_tokens", "max_num_seqs", "release", "max_waiting", "max_in_flight", "max_body_mib"),
-    *("max_held_mib", "connect_timeout_s", "idle_timeout_s", "tenant_header", "tier_header"),
+    *("max_held_mib", "idle_timeout_s", "tenant_header"),
     *("most_urgent_tier", "client_priority", "slo_ttft_ms", "slo_tpot_ms", "objectives"),
     *("feedback_prompts", "drain_delay_s", "access_log"),
 )
@@ -93,18 +92,12 @@ class ProxyConfig:
     """Maximum number of generation requests in flight, and of all other requests; further ones get 429."""
     request_timeout_s: float = 30.0
     """Timeout in seconds for request headers, for the request body, and for idle client connections."""
-    connect_timeout_s: float = 5.0
-    """Timeout in seconds for connecting to the engine."""
     idle_timeout_s: float = 600.0
     """Maximum seconds without data from the engine, before or during a response. Responses to GET, HEAD, OPTIONS and DELETE must begin within request_timeout_s."""
     engine_probe_s: float = 5.0
     """Seconds between probes (GET /health) of an engine that no request reaches; 0: probe only when /readyz is requested."""
     tenant_header: str = "x-tailcast-tenant"
     """Header with the tenant's name, for fair policies and the log; default tenant: a hash of the API key."""
-    tier_header: str = "x-tailcast-tier"
-    """Header with the declared urgency, 0 (most urgent) to 4. Policies that do not use tiers serve a more urgent tier first; a tier is one step of priority."""
-    default_tier: int = 2
-    """Urgency tier of requests without the tier header."""
     most_urgent_tier: int = 0
     """Most urgent tier that clients may declare; others get 400. Above 0, clients' hints are replaced."""
     client_priority: Literal["keep", "replace"] = "keep"
@@ -123,8 +116,6 @@ class ProxyConfig:
     """Folder for the log of finished requests; default: none."""
     feedback_prompts: Literal["stored", "hashed"] = "hashed"
     """Whether to log the prompts (required for training) or only their SHA-256."""
-    feedback_segment_mib: int = 64
-    """Maximum size of a segment of the log in MiB."""
     feedback_usage: bool | Literal["auto"] = "auto"
     """Request the token counts of streamed chat and text completions, and remove the usage event if the client did not request it (with vLLM, also its system_fingerprint). auto: for vllm, sglang, dynamo and llm-d, until the engine refuses it. Otherwise events are counted."""
     shadow_predictor: str | None = None

@@ -28,7 +28,7 @@ from scheduler_core.prediction.api_request import integer
 from scheduler_core.prediction.correction import MAX_NAME_CHARS
 from scheduler_core.prediction.prompt_text import member
 from scheduler_core.prediction.urgency import LEVELS
-from scheduler_core.request import RequestState
+from scheduler_core.request import DEFAULT_TIER, RequestState
 
 #: Hints that let a client set its own priority, for all engines, because a gateway can forward to other
 #: engines: paths of body members, and prefixes of header names in lower case.
@@ -43,6 +43,10 @@ CLIENT_HEADERS = (
     *("x-dynamo-request-priority", "x-dynamo-request-strict-priority"),
     *("x-llm-d-", "x-gateway-inference-", "x-slo-"),  # llm-d's router, including older names
 )
+
+
+#: Header with the declared urgency, 0 (most urgent) to 4.
+TIER_HEADER = "x-tailcast-tier"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,13 +201,12 @@ class ClientRules:
 
     def tier(self, headers: Mapping[str, str]) -> int:
         """The declared urgency tier, or the default; InputError if clients may not declare it."""
-        config = self._config
-        text = headers.get(config.tier_header)
+        text = headers.get(TIER_HEADER)
         if text is None:
-            return config.default_tier
-        levels = range(config.most_urgent_tier, len(LEVELS))
+            return max(DEFAULT_TIER, self._config.most_urgent_tier)
+        levels = range(self._config.most_urgent_tier, len(LEVELS))
         if text not in map(str, levels):
-            raise InputError(config.tier_header, text, f"integers from {levels[0]} to {levels[-1]}")
+            raise InputError(TIER_HEADER, text, f"integers from {levels[0]} to {levels[-1]}")
         return int(text)
 
     def check_headers(self, headers: CIMultiDictProxy[str]) -> None:
@@ -212,7 +215,7 @@ class ClientRules:
         for name, value in headers.items():
             if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
                 raise InputError(name, "other bytes", "UTF-8")
-        for name in (self._config.tenant_header, self._config.tier_header):
+        for name in (self._config.tenant_header, TIER_HEADER):
             if (count := len(headers.getall(name, ()))) > 1:
                 raise InputError(name, f"{count} times", "once")
         tenant = self._config.tenant_header

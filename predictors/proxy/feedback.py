@@ -112,7 +112,6 @@ class Recorder:
         if config.feedback is not None:
             self._log = FeedbackLog(
                 config.feedback,
-                segment_bytes=config.feedback_segment_mib * 2**20,
                 on_outcome=lambda outcome: metrics.records.labels(outcome).inc(),
             )
 

@@ -11,7 +11,7 @@ from predictors.proxy.errors import Refusal
 from scheduler_core.adapters.live_order import LiveOrder, declared_level
 from scheduler_core.policies.base import Policy
 from scheduler_core.prediction.predictions import Prediction
-from scheduler_core.request import DEFAULT_TIER, Request, RequestState
+from scheduler_core.request import Request, RequestState
 
 
 class AgingPolicy:
@@ -45,13 +45,12 @@ class EngineOrder:
     max_num_seqs: int
     clock: Callable[[], float]
     aging_per_s: float = 0.0
-    default_tier: int = DEFAULT_TIER
     num_running: int = field(default=0, init=False)
     _in_step: set[str] = field(default_factory=set, init=False)
     _step_start_s: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        level = declared_level(self.policy, self.default_tier)
+        level = declared_level(self.policy)
         self.policy = cast(Policy, AgingPolicy(self.policy, self.aging_per_s))
         self._order = LiveOrder(self.policy, self.max_num_seqs, level)
 

@@ -38,8 +38,8 @@ _NOT_SENT = frozenset({"host", "content-length", "expect"})
 #: Headers of the proxy that replace those of the client: the priority contains the client's own.
 _REPLACED = frozenset({"Accept-Encoding", "X-Vllm-Priority", "x-dynamo-request-priority"})
 _ORIGIN = re.compile(r"https?://[^/?#]*", re.IGNORECASE)
-#: Maximum seconds of a probe of the engine.
-PROBE_S = 5.0
+#: Maximum seconds to connect to the engine, and of a probe.
+CONNECT_S = PROBE_S = 5.0
 _OWN_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
 
@@ -236,7 +236,7 @@ class Relay:
                     data=data,
                     allow_redirects=False,
                     timeout=aiohttp.ClientTimeout(
-                        total=None, sock_connect=config.connect_timeout_s, sock_read=config.idle_timeout_s
+                        total=None, sock_connect=CONNECT_S, sock_read=config.idle_timeout_s
                     ),
                 )
         except aiohttp.ConnectionTimeoutError as error:
@@ -261,7 +261,7 @@ class Relay:
         """Sends GET /health; Refusal if there is no response, or one that says that the engine does not serve."""
         assert self._session is not None
         url = URL(f"{self.config.engine_url.rstrip('/')}/health", encoded=True)
-        timeout = aiohttp.ClientTimeout(total=min(PROBE_S, self.config.connect_timeout_s))
+        timeout = aiohttp.ClientTimeout(total=PROBE_S)
         try:
             async with self._session.get(url, timeout=timeout, allow_redirects=False) as response:
                 status = response.status

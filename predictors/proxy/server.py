@@ -73,14 +73,13 @@ class ProxyServer:
         name = default if config.policy is None else config.policy
         policy = order_policy(name, config.policy_parameters, sent_once=sent_once)
         self._order: SentOrder | HoldQueue = (
-            SentOrder(policy, config.max_num_seqs, self._clock, aging_per_s, config.default_tier)
+            SentOrder(policy, config.max_num_seqs, self._clock, aging_per_s)
             if sent_once
             else HoldQueue(
                 policy,
                 config.release,
                 self._clock,
                 aging_per_s,
-                config.default_tier,
                 max_waiting=config.max_waiting,
             )
         )

@@ -38,7 +38,6 @@ class ArtifactSource:
         return open_runtime(
             folder,
             provider=self.config.provider,
-            threads_per_run=self.config.threads_per_worker,
             public_key=self.config.public_key,
         )
 

@@ -38,18 +38,10 @@ class ServeConfig:
     """Device of the model: auto uses CUDA if it works, otherwise the CPU; cuda fails if it does not work."""
     max_batch: int | None = None
     """Maximum number of requests in one model call; default: 4 on a CPU, 32 on a GPU."""
-    max_wait_s: float | None = None
-    """Maximum seconds that an idle worker waits for a full batch; default: 0 on a CPU, 0.003 on a GPU."""
-    max_padding: float | None = None
-    """Maximum ratio of padded to real tokens in a batch; default: 1.1 on a CPU, no limit on a GPU."""
-    max_padded_tokens: int | None = None
-    """Maximum padded tokens of a batch with more than one request; default: 256 on a CPU, 16384 on a GPU."""
     max_queue: int = 512
     """Maximum number of requests in flight; further requests fail immediately with RESOURCE_EXHAUSTED."""
     num_workers: int | None = None
     """Number of concurrent model calls; default: one per core on a CPU, 1 on a GPU."""
-    threads_per_worker: int = 1
-    """Number of threads of one model call on a CPU."""
     max_message_mib: int = 4
     """Maximum gRPC message or HTTP body in MiB; parsing blocks the server for up to 10 ms per MiB."""
     max_prompt_chars: int | None = None
@@ -97,7 +89,6 @@ class ServeConfig:
             drain_timeout_s=day_s,
         )
         check_threads("num_workers", self.num_workers)
-        check_threads("threads_per_worker", self.threads_per_worker)
         if self.workers > 1 and not hasattr(socket, "SO_REUSEPORT"):
             raise InputError("workers", self.workers, "1: this system cannot share a port")
         if (self.tls_cert is None) != (self.tls_key is None):

@@ -43,7 +43,7 @@ def open_server(config: ServeConfig, *, worker: int | None = None) -> Prediction
     provider = runtimes[0].provider
     batching = batching_settings(config, provider)
     cores: list[int] = []
-    if provider == CPU and config.threads_per_worker == 1:
+    if provider == CPU:
         cores = worker_cores(batching.num_workers, worker or 0, config.workers)
     if config.traces:
         set_up_exporting()

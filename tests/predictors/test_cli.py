@@ -186,9 +186,8 @@ def test_broken_artifact_is_one_line(
     [
         ("a --port 70000", "port: got 70000"),
         ("{artifact} --max_batch 0", "max_batch"),
-        ("{artifact} --max_padding 0.5", "max_padding"),
         ("{artifact} --drain_timeout_s -1", "drain_timeout_s"),
-        ("{artifact} --threads_per_worker 0", "threads_per_worker"),
+        ("{artifact} --num_workers 0", "num_workers"),
         ("{artifact} --port_file {artifact}", "port_file"),
         ("a --config {config}", "port: got 70001"),
         ("{artifact} --workers 0", "workers: got 0"),
