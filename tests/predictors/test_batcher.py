@@ -306,7 +306,7 @@ async def test_a_tokenizer_that_fails_fails_its_request_alone(artifact_folder: P
     with pytest.raises(BatchError, match="the batch failed") as caught:
         await pipeline.predict(CheckedRequest(prompt))
     assert str(caught.value.__cause__) == "injected failure"
-    assert (await pipeline.predict(CheckedRequest(prompt))).prediction.mu is not None
+    assert (await pipeline.predict(CheckedRequest(prompt))).prediction.length is not None
     await table.close()
 
 
