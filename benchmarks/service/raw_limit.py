@@ -5,7 +5,6 @@ Prints one JSON object: responses per CPU second for each grouping.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -13,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.service.prompts import make_prompts
+from benchmarks.shared.command import Parser
 
 WAYS = {
     "one by one": (1, 1),
@@ -61,7 +61,7 @@ def measure(folder: Path, seconds: float, seed: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(__doc__)
     parser.add_argument("artifact", type=Path)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)

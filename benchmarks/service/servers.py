@@ -1,13 +1,18 @@
-"""Command lines of the other servers, with the same model and settings."""
+"""The servers under comparison: ours in several settings, and others with the same model and settings."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import subprocess
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.shared.processes import free_port
+from benchmarks.service.load_generator import json_body
+from benchmarks.shared.processes import Process, command_ports, free_port, http_answers, running
 
 PEERS = Path(__file__).resolve().parent / "peers"
 CORES = len(os.sched_getaffinity(0))
@@ -36,40 +41,7 @@ NAIVE = Settings(max_batch=32, max_wait_s=0.003, workers=1, threads=CORES)
 SINGLE = Settings(max_batch=1, max_wait_s=0.0, workers=CORES, threads=1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peer:
-    """One of the other servers: its package, the files a user writes for it, and its request format."""
-
-    label: str
-    package: str
-    app: tuple[str, ...]
-    path: str = "/predict"
-    body: str = "prompt"
-
-
-PEER_KINDS = (
-    Peer(label="LitServe", package="litserve", app=("litserve_app.py",)),
-    Peer(label="Mosec", package="mosec", app=("mosec_app.py",), path="/inference"),
-    Peer(label="BentoML", package="bentoml", app=("bentoml_app.py",), body="prompts"),
-    Peer(label="Ray Serve", package="ray", app=("ray_serve_app.py",)),
-    Peer(
-        label="MLServer",
-        package="mlserver",
-        app=("mlserver_app.py",),
-        path="/v2/models/predict/infer",
-        body="tensors",
-    ),
-    Peer(
-        label="Triton",
-        package="triton",
-        app=("triton_app.py", "triton_config.pbtxt"),
-        path="/v2/models/predict/infer",
-        body="tensors",
-    ),
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Environments:
     """Locations of the other servers.
 
@@ -106,7 +78,7 @@ def start_of(package: str, settings: Settings, places: Environments, folder: Pat
     """Command line and environment of a peer.
 
     Args:
-        package: Key of `PEER_KINDS`.
+        package: Package of a peer.
         settings: Batching and workers.
         places: Locations of the peers.
         folder: An empty folder for its files.
@@ -166,3 +138,83 @@ def _triton(settings: Settings, place: Path, folder: Path, port: int) -> Start:
     command += ["--http-address", "127.0.0.1", "--allow-metrics", "false", "--allow-grpc", "false"]
     libraries = {"LD_LIBRARY_PATH": str(place / "nvidia_pytriton.libs")}
     return Start(command, settings.environment() | libraries)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One row of the table.
+
+    Attributes:
+        name: Name of the row.
+        package: Package of the server; None: ours.
+        app: Files in peers/ that a user writes.
+        scheme: "grpc" or "http".
+        path: Path of the HTTP address.
+        arguments: Options of serve-predictor.
+        settings: Batching and workers of a peer.
+        body: Kind of JSON body; see `load_generator.json_body`.
+    """
+
+    name: str
+    package: str | None = None
+    app: tuple[str, ...] = ()
+    scheme: str = "http"
+    path: str = "/predict"
+    arguments: tuple[str, ...] = ()
+    settings: Settings = SINGLE
+    body: str = "prompt"
+
+    @property
+    def user_lines(self) -> int:
+        """Lines that a user writes for it, without shared_model.py, blank lines and comments."""
+        lines = [line.strip() for app in self.app for line in (PEERS / app).read_text().splitlines()]
+        return sum(bool(line) and not line.startswith("#") for line in lines)
+
+    @contextlib.contextmanager
+    def serve(self, artifact: Path, environments: Environments) -> Iterator[tuple[Process, str]]:
+        """The running server, and its URL for the load generator."""
+        if self.package is None:
+            words = [str(artifact), "--provider", "cpu", *self.arguments]
+            words += ["--http_port", "0"] if self.scheme == "http" else []
+            with command_ports("serve_predictor", *words) as (process, [port, *http]):
+                yield (
+                    process,
+                    f"http://127.0.0.1:{http[0]}{self.path}" if http else f"grpc://127.0.0.1:{port}",
+                )
+            return
+        port = free_port()
+        url = f"http://127.0.0.1:{port}{self.path}"
+        body = json.dumps(json_body(self.body, "name three rivers")).encode()
+        with tempfile.TemporaryDirectory() as folder:
+            start = start_of(self.package, self.settings, environments, Path(folder), port)
+            environment = start.environment | {
+                "ARTIFACT": str(artifact),
+                "PORT": str(port),
+                "PYTHONPATH": str(PEERS),
+                "TOKENIZERS_PARALLELISM": "false",
+            }
+            with running(start.command, lambda: http_answers(url, body), environment=environment) as process:
+                yield process, url
+
+
+def _peers(
+    name: str, package: str, *app: str, path: str = "/predict", body: str = "prompt"
+) -> Iterator[Variant]:
+    for setting, settings in (("32 / 3 ms", NAIVE), (f"batch 1, {CORES} workers", SINGLE)):
+        title = f"{name}, {setting}"
+        yield Variant(name=title, package=package, app=app, path=path, settings=settings, body=body)
+
+
+OURS = Variant(name="tailcast", scheme="grpc")
+OPEN_INFERENCE = "/v2/models/predict/infer"
+VARIANTS = (
+    OURS,
+    Variant(name="tailcast, HTTP", path="/v1/predict"),
+    Variant(name="tailcast, batch 1", scheme="grpc", arguments=("--max_batch=1",)),
+    *_peers("LitServe", "litserve", "litserve_app.py"),
+    *_peers("Mosec", "mosec", "mosec_app.py", path="/inference"),
+    *_peers("BentoML", "bentoml", "bentoml_app.py", body="prompts"),
+    *_peers("Ray Serve", "ray", "ray_serve_app.py"),
+    *_peers("MLServer", "mlserver", "mlserver_app.py", path=OPEN_INFERENCE, body="tensors"),
+    *_peers("Triton", "triton", "triton_app.py", "triton_config.pbtxt", path=OPEN_INFERENCE, body="tensors"),
+)
