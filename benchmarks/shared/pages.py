@@ -1,11 +1,22 @@
-"""Generated sections in Markdown pages, delimited by two comments."""
+"""Cells of tables, and generated sections in Markdown pages, delimited by two comments."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from scheduler_core.errors import InputError
 from scheduler_core.shell.files import atomic_file, writable_target
+from scheduler_core.statistics import interval
+
+
+def mean_cell(values: Sequence[float], digits: int = 2) -> str:
+    """Mean ± half of its 95 % interval; only the mean of one value, and - without a value."""
+    if not values:
+        return "-"
+    mean = interval(values)
+    half = f" ± {mean.high - mean.mean:.{digits}f}" if mean.num > 1 else ""
+    return f"{mean.mean:.{digits}f}{half}"
 
 
 def put_section(path: str | Path, name: str, text: str) -> None:

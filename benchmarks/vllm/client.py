@@ -6,37 +6,19 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import aiohttp
 
 from benchmarks.vllm.clock import EngineClock
+from benchmarks.vllm.plan import Ask
 from benchmarks.vllm.server import StepTail
 
 #: Polling interval of the engine's step log.
 TICK_S = 0.02
 #: Servers close idle connections after some seconds (uvicorn: 5); the client closes them earlier.
 KEEPALIVE_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A request to send.
-
-    Attributes:
-        request_id: Id of the request in this benchmark.
-        prompt: Text of the only message, with the role user.
-        at_s: Due time, in seconds of the clock from the start of the run.
-        seed: Sampling seed.
-        max_tokens: Limit of output tokens.
-    """
-
-    request_id: str
-    prompt: str
-    at_s: float
-    seed: int
-    max_tokens: int
 
 
 @dataclass(slots=True)
@@ -86,28 +68,23 @@ def send_all(
     return asyncio.run(_Run(url, model, asks, temperature, clock, tail).all())
 
 
+@dataclass
 class _Run:
-    def __init__(
-        self,
-        url: str,
-        model: str,
-        asks: Sequence[Ask],
-        temperature: float,
-        clock: EngineClock,
-        tail: StepTail,
-    ) -> None:
-        self._url, self._model, self._temperature = url, model, temperature
-        self._asks = sorted(asks, key=lambda ask: ask.at_s)
-        self._clock, self._tail = clock, tail
-        self._steps: list[list[float]] = []
-        self._begin = 0.0
+    url: str
+    model: str
+    asks: Sequence[Ask]
+    temperature: float
+    clock: EngineClock
+    tail: StepTail
+    steps: list[list[float]] = field(default_factory=list)
+    begin: float = 0.0
 
     async def all(self) -> dict[str, Any]:
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None),
         ) as client:
-            self._begin = time.monotonic()
+            self.begin = time.monotonic()
             work = asyncio.create_task(self._send_all(client))
             watch = asyncio.create_task(self._watch())
             await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -118,15 +95,15 @@ class _Run:
             answers = await work
         end = time.monotonic()
         self._update()
-        return {"begin": self._begin, "end": end, "requests": answers, "steps": self._steps}
+        return {"begin": self.begin, "end": end, "requests": answers, "steps": self.steps}
 
     def _now(self) -> float:
-        return time.monotonic() - self._begin
+        return time.monotonic() - self.begin
 
     def _update(self) -> None:
-        new = [[row[0] - self._begin, *row[1:]] for row in self._tail.read()]
-        self._clock.update(self._now(), new)
-        self._steps += new
+        new = [[row[0] - self.begin, *row[1:]] for row in self.tail.read()]
+        self.clock.update(self._now(), new)
+        self.steps += new
 
     async def _watch(self) -> None:
         while True:
@@ -137,10 +114,10 @@ class _Run:
         tasks = []
         try:
             async with asyncio.TaskGroup() as group:  # the first failure cancels the other requests
-                for ask in self._asks:
-                    while (wait := self._clock.when(ask.at_s) - self._now()) > 0:
+                for ask in sorted(self.asks, key=lambda ask: ask.at_s):
+                    while (wait := self.clock.when(ask.at_s) - self._now()) > 0:
                         await asyncio.sleep(min(wait, TICK_S))
-                    answer = Answer(ask.request_id, self._clock.when(ask.at_s), ask.at_s, self._now())
+                    answer = Answer(ask.request_id, self.clock.when(ask.at_s), ask.at_s, self._now())
                     tasks.append(group.create_task(self._send(client, ask, answer)))
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
@@ -148,16 +125,16 @@ class _Run:
 
     async def _send(self, client: aiohttp.ClientSession, ask: Ask, answer: Answer) -> Answer:
         body = {
-            "model": self._model, "messages": [{"role": "user", "content": ask.prompt}], "max_tokens": ask.max_tokens,
-            "temperature": self._temperature, "seed": ask.seed, "stream": True,
+            "model": self.model, "messages": [{"role": "user", "content": ask.prompt}], "max_tokens": ask.max_tokens,
+            "temperature": self.temperature, "seed": ask.seed, "stream": True,
             "stream_options": {"include_usage": True},
         }  # fmt: skip
-        async with client.post(f"{self._url}/v1/chat/completions", json=body) as response:
+        async with client.post(f"{self.url}/v1/chat/completions", json=body) as response:
             if response.status != 200:
                 raise RuntimeError(f"{ask.request_id}: HTTP {response.status}: {await response.text()}")
             async for line in response.content:
                 now_s = self._now()
-                read_event(line, answer, now_s, self._clock.at(now_s))
+                read_event(line, answer, now_s, self.clock.at(now_s))
         if not answer.output_tokens or not answer.finish_reason:
             raise RuntimeError(f"{ask.request_id}: the stream of its output ended early")
         return answer

@@ -5,23 +5,27 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from benchmarks.vllm.step_work import step_work
-from scheduler_core.simulator.step_time.base import StepTime
+from scheduler_core.engine.plan import PrefillChunk
+from scheduler_core.simulator.step_time.base import StepTime, StepWork
+
+
+def step_work(step: Sequence[float]) -> StepWork:
+    """Work of a row of `step_log.StepLog`; all decodes are assumed to have the same context length."""
+    prefill, decodes, context = (int(value) for value in step[2:5])
+    chunks = (PrefillChunk("", 0, prefill, True),) if prefill else ()
+    each, rest = divmod(context, decodes) if decodes else (0, 0)
+    return StepWork(chunks, [each + (index < rest) for index in range(decodes)])
 
 
 class EngineClock:
     """Seconds on a machine of constant speed: the machine for which a model of step times was fitted.
 
-    Its speed is the ratio of the modeled to the actual duration of the engine's last steps. The amount of
-    work, queue length and policy have no effect, so that requests sent by this clock are an open loop.
-    Before the first step, and without a model, it runs at wall-clock speed.
+    Its speed is the ratio of the modeled to the actual duration of the engine's last `recent` steps, about two
+    seconds. The amount of work, queue length and policy have no effect, so that requests sent by this clock are
+    an open loop. Before the first step, and without a model, it runs at wall-clock speed.
     """
 
     def __init__(self, step_time: StepTime | None = None, recent: int = 16) -> None:
-        """Args:
-        step_time: Model of step times.
-        recent: Number of steps used for the speed, about two seconds.
-        """
         self._step_time = step_time
         self._steps: deque[tuple[float, float]] = deque(maxlen=recent)
         self._at_s = self._reads_s = 0.0

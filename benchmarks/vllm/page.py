@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from benchmarks.shared.pages import mean_cell
 from benchmarks.vllm.plan import CAPACITY, SIDES, Cell
 from benchmarks.vllm.results import (
     CLOCK,
     LEVELS,
     calibrated,
-    interval,
     measured_capacity,
     run_metrics,
-    scheduling_s,
     simulated,
     slowness,
     window_throughput,
@@ -31,7 +31,20 @@ LATENCIES = {
     for name in ("ttft", "ttlt")
     for level in ("mean", *LEVELS)
 } | {"per_token_mean": "per token", "per_token_p90": "per token P90", "per_token_p99": "per token P99"}
-
+#: The same for the second table, which is about wall-clock time, the machine, the scheduler's cost and the simulator.
+CHECKS = {
+    "wall_ttft_mean": "wall clock: TTFT mean",
+    "wall_ttlt_mean": "TTLT mean",
+    "wall_per_token_mean": "per token",
+    "tokens_per_s": "tokens/s while requests come",
+    "simulated_per_token_mean": "simulated per token",
+}
+#: Values of every side.
+ABSOLUTE = {
+    "slowness": "steps, times the fit",
+    "scheduling_ms": "scheduling, ms a step",
+    "simulator_error": "simulated TTLT mean, error in %",
+}
 #: (load, bursts, side) -> repetition -> metric -> value.
 Metrics = dict[tuple[float, bool, str], dict[int, dict[str, float]]]
 
@@ -73,21 +86,22 @@ def report(setting: Setting) -> str:
         assert cell.load is not None
         metrics = run_metrics(run["requests"], CLOCK)
         metrics |= {f"wall_{name}": value for name, value in run_metrics(run["requests"]).items()}
-        metrics |= {
-            "tokens_per_s": window_throughput(run, CLOCK), "slowness": slowness(run["steps"], fit),
-            "scheduling_ms": 1e3 * scheduling_s(run["steps"]),
-        }  # fmt: skip
-        simulated_metrics = simulated(
+        simulation = simulated(
             cell.side, run, setting.predictions, fit.step_time, setting.max_num_seqs, setting.max_tokens
         )
-        metrics |= {f"simulated_{name}": value for name, value in simulated_metrics.items()}
+        metrics |= {
+            "tokens_per_s": window_throughput(run, CLOCK),
+            "slowness": slowness(run["steps"], fit),
+            "scheduling_ms": 1e3 * float(np.mean([step[6] for step in run["steps"]])),
+            "simulated_per_token_mean": simulation["per_token_mean"],
+            "simulator_error": 100 * (simulation["ttlt_mean"] / metrics["ttlt_mean"] - 1),
+        }
         runs.setdefault((cell.load, cell.bursts, cell.side), {})[cell.repetition] = metrics
         late_s = max(late_s, *(row["sent_s"] - row["arrival_s"] for row in run["requests"]))
-        pair = Cell("fcfs", cell.repetition, cell.load, cell.bursts).file(setting.folder)
-        if cell.side != "fcfs" and pair.exists():
-            lengths = {
-                row["request_id"]: row["output_tokens"] for row in json.loads(pair.read_text())["requests"]
-            }
+        pair = Cell("fcfs", cell.repetition, cell.load, cell.bursts)
+        if cell.side != "fcfs" and pair.file(setting.folder).exists():
+            rows = _read(pair, setting.folder)["requests"]
+            lengths = {row["request_id"]: row["output_tokens"] for row in rows}
             same += [lengths[row["request_id"]] == row["output_tokens"] for row in run["requests"]]
     if not runs:
         return "No run yet."
@@ -104,64 +118,24 @@ def report(setting: Setting) -> str:
         f"Maximum delay of the client: {1e3 * late_s:.0f} ms."
         + (f" Outputs as long as in the run of fcfs: {100 * sum(same) / len(same):.1f} %." if same else ""),
     ]
-    return "\n\n".join((_latencies(runs, setting), _checks(runs, setting), "\n".join(notes)))
+    tables = (_table(runs, setting, LATENCIES, {}), _table(runs, setting, CHECKS, ABSOLUTE))
+    return "\n\n".join((*tables, "\n".join(notes)))
 
 
-def _latencies(runs: Metrics, setting: Setting) -> str:
-    """Latencies in engine time: seconds for fcfs, ratios to fcfs for the others."""
+def _table(runs: Metrics, setting: Setting, relative: Mapping[str, str], absolute: Mapping[str, str]) -> str:
+    """A row for each load and side: relative metrics as seconds or rates for fcfs and ratios to it for the others."""
     rows = []
-    for key, head in _heads(runs, setting):
-        ratios = key[2] != "fcfs"
-        values = (_ratios(runs, key, name) if ratios else _values(runs, key, name) for name in LATENCIES)
-        rows.append([*head, *(_cell(*interval(one)) if one else "-" for one in values)])
-    return markdown_table(["load", "side", "runs", *LATENCIES.values()], rows)
-
-
-def _checks(runs: Metrics, setting: Setting) -> str:
-    """Wall-clock time, the machine, the scheduler's cost and the simulator."""
-    header = [
-        "load",
-        "side",
-        "wall clock: TTFT mean",
-        "TTLT mean",
-        "per token",
-        "tokens/s while requests come",
-    ]
-    header += ["steps, times the fit", "scheduling, ms a step", "simulated per token, to fcfs", "simulated TTLT mean, error"]  # fmt: skip
-    rows = []
-    for key, (load, side, _) in _heads(runs, setting):
-        ratios = key[2] != "fcfs"
-        names = [f"wall_{name}" for name in ("ttft_mean", "ttlt_mean", "per_token_mean")] + ["tokens_per_s"]
-        cells = [_ratios(runs, key, name) if ratios else _values(runs, key, name) for name in names]
-        cells += [_values(runs, key, "slowness"), _values(runs, key, "scheduling_ms")]
-        cells.append(_ratios(runs, key, "simulated_per_token_mean") if ratios else [])
-        errors = [100 * (one["simulated_ttlt_mean"] / one["ttlt_mean"] - 1) for one in runs[key].values()]
-        rows.append(
-            [
-                load,
-                side,
-                *(_cell(*interval(one)) if one else "-" for one in cells),
-                f"{_cell(*interval(errors))} %",
-            ]
-        )
-    return markdown_table(header, rows)
-
-
-def _heads(runs: Metrics, setting: Setting) -> Iterator[tuple[tuple[float, bool, str], list[str]]]:
     for load, bursts in setting.loads:
+        base = runs.get((load, bursts, "fcfs"), {})
         for side in SIDES:
-            if (key := (load, bursts, side)) in runs:
-                yield key, [f"{load}{', bursts' if bursts else ''}", side, str(len(runs[key]))]
-
-
-def _values(runs: Metrics, key: tuple[float, bool, str], name: str) -> list[float]:
-    return [metrics[name] for metrics in runs[key].values()]
-
-
-def _ratios(runs: Metrics, key: tuple[float, bool, str], name: str) -> list[float]:
-    """Ratios to fcfs, paired within repetitions."""
-    base = runs.get((*key[:2], "fcfs"), {})
-    return [metrics[name] / base[at][name] for at, metrics in runs[key].items() if at in base]
+            if (own := runs.get((load, bursts, side))) is not None:
+                cells = []
+                for name in (*relative, *absolute):
+                    ratios = [row[name] / base[at][name] for at, row in own.items() if at in base]
+                    values = [row[name] for row in own.values()]
+                    cells.append(mean_cell(values if side == "fcfs" or name in absolute else ratios))
+                rows.append([f"{load}{', bursts' if bursts else ''}", side, str(len(own)), *cells])
+    return markdown_table(["load", "side", "runs", *relative.values(), *absolute.values()], rows)
 
 
 def _runs(setting: Setting) -> Iterator[tuple[Cell, dict[str, Any]]]:
@@ -176,7 +150,3 @@ def _runs(setting: Setting) -> Iterator[tuple[Cell, dict[str, Any]]]:
 def _read(cell: Cell, folder: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads(cell.file(folder).read_text(encoding="utf-8"))
     return content
-
-
-def _cell(mean: float, half: float) -> str:
-    return f"{mean:.2f}" + ("" if math.isnan(half) else f" ± {half:.2f}")

@@ -1,4 +1,4 @@
-"""Order of the runs of a benchmark: an interrupted benchmark has comparable runs."""
+"""Order of the runs of a benchmark, and their requests: an interrupted benchmark has comparable runs."""
 
 from __future__ import annotations
 
@@ -8,15 +8,30 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.vllm.client import Ask
-
-SIDES = ("fcfs", "bounded_shortest", "tie", "ssjf", "oracle", "priority", "fcfs_again")
+SIDES = ("fcfs", "bounded_shortest", "tie", "ssjf", "oracle")
 #: Number of parts of a run; the same number of requests arrives in each.
 PARTS = 10
 #: Number of bursts; half of the requests of each of these parts arrive in its first tenth.
 BURSTS = 4
-#: Side -> engine that runs it.
-ENGINES = {"fcfs_again": "fcfs"}
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request to send.
+
+    Attributes:
+        request_id: Id of the request in this benchmark.
+        prompt: Text of the only message, with the role user.
+        at_s: Due time, in seconds of the clock from the start of the run.
+        seed: Sampling seed.
+        max_tokens: Limit of output tokens.
+    """
+
+    request_id: str
+    prompt: str
+    at_s: float
+    seed: int
+    max_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,30 +59,17 @@ class Cell:
 CAPACITY = Cell("fcfs", 0, None)
 
 
-def cells(
-    loads: Sequence[float],
-    burst_loads: Sequence[float],
-    repetitions: int,
-    sides: Sequence[str],
-    low_sides: Sequence[str],
-    controls: int,
-) -> list[Cell]:
-    """Capacity run first, then the loads, the first one with all sides, by repetition; controls come last.
+def cells(loads: Sequence[tuple[float, bool]], repetitions: int, sides: Sequence[str]) -> list[Cell]:
+    """Capacity run first, then each (load, bursts) with all sides, by repetition.
 
     Every other repetition reverses the sides, so that no side is always the first.
     """
-    cells = [CAPACITY]
-    for index, (load, bursts) in enumerate(arrival_settings(loads, burst_loads)):
-        mine = list(low_sides if index else sides)
-        for repetition in range(repetitions):
-            order = mine[:: 1 if repetition % 2 == 0 else -1]
-            cells += [Cell(side, repetition, load, bursts) for side in order]
-    return cells + [Cell("fcfs_again", repetition, loads[0]) for repetition in range(controls)]
-
-
-def arrival_settings(loads: Sequence[float], burst_loads: Sequence[float]) -> list[tuple[float, bool]]:
-    """(load, bursts) in the order of runs and of the table."""
-    return [(load, False) for load in loads] + [(load, True) for load in burst_loads]
+    return [CAPACITY] + [
+        Cell(side, repetition, load, bursts)
+        for load, bursts in loads
+        for repetition in range(repetitions)
+        for side in sides[:: 1 if repetition % 2 == 0 else -1]
+    ]
 
 
 def asks(

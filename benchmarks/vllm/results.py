@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from scipy.stats import t as student
 
-from benchmarks.vllm.step_work import step_work
+from benchmarks.vllm.clock import step_work
 from scheduler_core.prediction.predictions import LengthPrediction, Prediction
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.commands.calibrate import StepSample, StepTimeFit, fit_step_time
@@ -21,9 +19,6 @@ from scheduler_core.simulator.trace import Trace, TraceRequest
 
 #: Percentiles of TTFT and TTLT that are reported with their means.
 LEVELS = {"p50": 50.0, "p90": 90.0, "p99": 99.0, "max": 100.0}
-#: Simulated policy of sides that are not named after their policy. The proxy's default policy is tie.
-POLICIES = {"priority": "tie", "oracle": "ssjf", "fcfs_again": "fcfs"}
-
 #: Field names of arrival, first token and end in a run's rows.
 Times = tuple[str, str, str]
 REAL: Times = ("arrival_s", "first_token_s", "finish_s")
@@ -74,23 +69,9 @@ def measured_capacity(rows: Sequence[Mapping[str, Any]], max_num_seqs: int) -> f
     return float((last - first) / (finish[last - 1] - finish[first - 1]))
 
 
-def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
-    """(mean, half-width of its confidence interval by Student's t); NaN half-width for a single value."""
-    mean = float(np.mean(values))
-    if len(values) < 2:
-        return mean, math.nan
-    scale = float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    return mean, float(student.ppf(0.5 + level / 2, len(values) - 1)) * scale
-
-
 def slowness(steps: Steps, fit: StepTimeFit) -> float:
     """Ratio of the total duration of the steps to that of the fit."""
     return sum(step[1] for step in steps) / sum(fit.step_time.step_s(step_work(step)) for step in steps)
-
-
-def scheduling_s(steps: Steps) -> float:
-    """Mean scheduling time per step, in seconds."""
-    return float(np.mean([step[6] for step in steps]))
 
 
 def calibrated(steps: Steps) -> StepTimeFit:
@@ -112,49 +93,30 @@ def simulated(
     max_tokens: int,
 ) -> dict[str, float]:
     """`run_metrics` of a simulation with the arrivals (engine clock) and output lengths of a real run."""
-    requests = sorted(
-        (
-            TraceRequest(
-                request_id=row["request_id"],
-                arrival_s=row["arrival_clock_s"],
-                prompt_tokens=row["prompt_tokens"],
-                output_tokens=row["output_tokens"],
-                max_tokens=max_tokens,
-            )
-            for row in run["requests"]
-        ),
-        key=lambda row: row.arrival_s,
-    )
-    trace = Trace(tuple(requests), "engine")
-    columns = (
-        oracle_predictions(trace)
-        if side == "oracle"
-        else Predictions(
-            "recorded",
-            {
-                row.request_id: Prediction(length=predictions[row.request_id])
-                if row.request_id in predictions
-                else None
-                for row in requests
-            },
+    rows = sorted(run["requests"], key=lambda row: row["arrival_clock_s"])
+    requests = [
+        TraceRequest(
+            request_id=row["request_id"],
+            arrival_s=row["arrival_clock_s"],
+            prompt_tokens=row["prompt_tokens"],
+            output_tokens=row["output_tokens"],
+            max_tokens=max_tokens,
         )
-    )
+        for row in rows
+    ]
+    trace = Trace(tuple(requests), "engine")
+    by_id = {name: Prediction(length=length) for name, length in predictions.items()}
+    recorded = Predictions("recorded", {row.request_id: by_id.get(row.request_id) for row in requests})
     config = SimulationConfig(
         trace="engine",
-        policy=POLICIES.get(side, side),
+        policy="ssjf" if side == "oracle" else side,
         predictor_delay_s=0.0,
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
         step_time=step_time,  # type: ignore[arg-type]
     )
-    result = run_simulation(config, trace=trace, predictions=columns)
+    result = run_simulation(
+        config, trace=trace, predictions=oracle_predictions(trace) if side == "oracle" else recorded
+    )
     return run_metrics(
-        [
-            {
-                "arrival_s": record.arrival_s,
-                "first_token_s": record.first_token_s,
-                "finish_s": record.finish_s,
-                "output_tokens": record.output_tokens,
-            }
-            for record in result.records
-        ]
+        [{name: getattr(record, name) for name in (*REAL, "output_tokens")} for record in result.records]
     )

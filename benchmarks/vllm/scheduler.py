@@ -40,6 +40,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from benchmarks.shared.command import Parser
 from benchmarks.vllm.model import NAME, packaged_model
 from scheduler_core.adapters.vllm import scheduler_class
 from scheduler_core.prediction.predictions import LengthPrediction, Prediction
@@ -193,9 +194,7 @@ def rows_of(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--policies", nargs="+", default=[VLLM, "bounded_shortest", "tie", "ssjf"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--together", action="store_true")

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import time
-import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shared.processes import Process, free_port, running
+from benchmarks.shared.processes import ROOT, Process, free_port, http_get_ok, running
 
-ROOT = Path(__file__).resolve().parents[2]
 #: Served model name.
 MODEL = "engine"
 
@@ -68,7 +65,7 @@ def engine_server(
     folder: Path,
     name: str,
     *,
-    options: Mapping[str, str | None],
+    max_num_seqs: int,
     settings: Mapping[str, Any] | None,
 ) -> Iterator[EngineServer]:
     """Starts a server and stops it afterwards.
@@ -78,7 +75,7 @@ def engine_server(
         model: Folder of the model.
         folder: Folder for its files.
         name: Prefix of the files: `NAME.steps`, `NAME.json`.
-        options: Additional options of vLLM's command line; the value is None for flags.
+        max_num_seqs: Slots of the engine.
         settings: Settings of our scheduler; None: vLLM's own scheduler.
 
     Raises:
@@ -98,25 +95,26 @@ def engine_server(
         path = folder / f"{name}.json"  # JSON is YAML
         path.write_text(json.dumps(settings), encoding="utf-8")
         environment["TAILCAST_CONFIG"] = str(path.resolve())
-    words: dict[str, str | None] = {
+    scheduler = f"benchmarks.vllm.step_log.Logged{'Stock' if settings is None else 'Tailcast'}Scheduler"
+    words = {
         "--model": str(model), "--served-model-name": MODEL, "--host": "127.0.0.1", "--port": str(port),
-        "--dtype": "float32", "--max-model-len": "1024", "--enforce-eager": None, "--no-enable-prefix-caching": None,
-        "--disable-log-stats": None, "--disable-uvicorn-access-log": None,
-        "--scheduler-cls": f"benchmarks.vllm.step_log.Logged{'Stock' if settings is None else 'Tailcast'}Scheduler",
-        **options,
+        "--dtype": "float32", "--max-model-len": "1024", "--scheduler-cls": scheduler,
+        "--max-num-seqs": str(max_num_seqs),
     }  # fmt: skip
-    command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
-    for option, value in words.items():
-        command += [option] if value is None else [option, value]
+    command = [
+        str(python),
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        *(word for pair in words.items() for word in pair),
+    ]
+    command += [
+        "--enforce-eager",
+        "--no-enable-prefix-caching",
+        "--disable-log-stats",
+        "--disable-uvicorn-access-log",
+    ]
     url = f"http://127.0.0.1:{port}"
-    with running(command, lambda: _healthy(url), environment=environment, timeout_s=900.0) as process:
+    with running(
+        command, lambda: http_get_ok(f"{url}/health"), environment=environment, timeout_s=900.0
+    ) as process:
         yield EngineServer(url, steps, process)
-
-
-def _healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
-            return bool(response.status == 200)
-    except OSError:
-        time.sleep(0.3)
-        return False

@@ -13,9 +13,7 @@ limit: fixing the lengths by `max_tokens` would reveal them to the policies.
 | --- | --- |
 | fcfs | vLLM without changes |
 | bounded_shortest, tie, ssjf | our scheduler in vLLM, with predictions from a running prediction service |
-| priority | vLLM's `--scheduling-policy priority` behind `tailcast-proxy`, which sets `priority` |
 | oracle | our scheduler with ssjf and the output lengths of the first run |
-| fcfs_again | fcfs again after all other runs; the difference from fcfs is due to the machine |
 
 In the first run all requests are present from the start. It yields the capacity and the output lengths: the
 oracle uses them, and short and long outputs are distributed evenly over the arrivals. Only this run is used
@@ -26,8 +24,7 @@ minutes, and at 1.2 times the capacity 1 % more time per step means about 4 % mo
 also hides the cost of a scheduler or predictor, so the table also has the throughput in wall-clock time and
 the seconds of scheduling.
 
-All sides run at the first load, repetition by repetition, then those of --low-sides at the others. Every run
-is a file, and the table is written after each (OUT/table.md), so that an interrupted benchmark has complete
+All sides run at each load, repetition by repetition. Every run is a file, and the table is written after each (OUT/table.md), so that an interrupted benchmark has complete
 pairs and can be resumed. A second call with more repetitions, or with fewer sides, adds to the same table.
 Each engine starts once; idle engines are paused with SIGSTOP, because five idle vLLMs make the sixth up to a
 fifth slower. --table prints the table of the existing runs and runs nothing.
@@ -40,19 +37,20 @@ import json
 import math
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.shared.command import Parser
 from benchmarks.shared.pages import put_section
-from benchmarks.shared.processes import running
-from benchmarks.vllm.client import Ask, send_all
+from benchmarks.shared.processes import command_ports
+from benchmarks.vllm.client import send_all
 from benchmarks.vllm.clock import EngineClock
 from benchmarks.vllm.model import NAME, packaged_model
 from benchmarks.vllm.page import Setting, report
-from benchmarks.vllm.plan import CAPACITY, ENGINES, SIDES, Cell, arrival_settings, asks, cells
+from benchmarks.vllm.plan import CAPACITY, SIDES, Ask, Cell, asks, cells
 from benchmarks.vllm.results import calibrated, measured_capacity, run_metrics
 from benchmarks.vllm.server import MODEL, EngineServer, StepTail, engine_server
 from data_gen.sources.open import open_prompts
@@ -62,8 +60,6 @@ from scheduler_core.simulator.predictions import ORACLE_NU, ORACLE_SIGMA, fetch_
 from scheduler_core.simulator.trace import Trace, TraceRequest
 
 SECTION = "vllm cpu"
-#: Policies of our scheduler; the other sides use vLLM's own.
-OURS = ("bounded_shortest", "tie", "ssjf", "oracle")
 
 
 @dataclass(slots=True)
@@ -75,14 +71,14 @@ class Bench:
         prompts: Prompts of all runs.
         address: Address of the prediction service.
         stack: Closes what has been started.
-        engines: Running engines by name, with the address for requests.
+        engines: Running engines by side.
     """
 
     options: argparse.Namespace
     prompts: list[str]
     address: str
     stack: ExitStack
-    engines: dict[str, tuple[EngineServer, str]] = field(default_factory=dict)
+    engines: dict[str, EngineServer] = field(default_factory=dict)
 
     def run(self, cell: Cell) -> None:
         """Runs one cell and writes its file."""
@@ -92,11 +88,11 @@ class Bench:
             measured = self._capacity_run()
             rate = cell.load * measured_capacity(measured["requests"], options.max_num_seqs)
             lengths, clock = self.lengths(), EngineClock(calibrated(measured["steps"]).step_time)
-        engine, url = self._engine(ENGINES.get(cell.side, cell.side))
+        engine = self._engine(cell.side)
         rows = asks(
             self.prompts, cell.repetition, rate, options.max_tokens, options.seed, lengths, cell.bursts
         )
-        run = send_all(url, MODEL, rows, options.temperature, clock, StepTail(engine.steps))
+        run = send_all(engine.url, MODEL, rows, options.temperature, clock, StepTail(engine.steps))
         write_json(cell.file(options.out), run)
         metrics = run_metrics(run["requests"])
         name = cell.file(options.out).stem
@@ -111,29 +107,19 @@ class Bench:
         content: dict[str, Any] = json.loads(CAPACITY.file(self.options.out).read_text(encoding="utf-8"))
         return content
 
-    def _engine(self, name: str) -> tuple[EngineServer, str]:
-        for other, (engine, _) in self.engines.items():
-            if other != name:
-                engine.process.pause()
+    def _engine(self, name: str) -> EngineServer:
+        for engine in self.engines.values():
+            engine.process.pause()
         if name in self.engines:
-            self.engines[name][0].process.resume()
+            self.engines[name].process.resume()
         else:
             options = self.options
-            flags: dict[str, str | None] = {"--max-num-seqs": str(options.max_num_seqs)}
-            if name == "priority":
-                flags["--scheduling-policy"] = "priority"
-            settings = self._settings(name) if name in OURS else None
-            engine = self.stack.enter_context(
-                engine_server(
-                    options.vllm_python, options.model, options.out, name, options=flags, settings=settings
-                )
-            )
-            url = engine.url
-            if name == "priority":
-                url = self.stack.enter_context(self._proxy(url))
-            self.engines[name] = engine, url
-            rows, tail = warm_up(3 * options.max_num_seqs), StepTail(engine.steps)
-            send_all(url, MODEL, rows, options.temperature, EngineClock(), tail)
+            settings = None if name == "fcfs" else self._settings(name)
+            python, model, slots = options.vllm_python, options.model, options.max_num_seqs
+            start = engine_server(python, model, options.out, name, max_num_seqs=slots, settings=settings)
+            self.engines[name] = engine = self.stack.enter_context(start)
+            rows, tail = warm_up(3 * slots), StepTail(engine.steps)
+            send_all(engine.url, MODEL, rows, options.temperature, EngineClock(), tail)
         return self.engines[name]
 
     def _settings(self, name: str) -> dict[str, Any]:
@@ -145,17 +131,6 @@ class Bench:
             table, {prompt: [math.log(length), ORACLE_SIGMA, ORACLE_NU] for prompt, length in lengths_by_id}
         )
         return {"policy": "ssjf", "predictor": f"table://{table.resolve()}"}
-
-    @contextmanager
-    def _proxy(self, engine_url: str) -> Iterator[str]:
-        """Runs `tailcast-proxy` with its defaults; yields its address."""
-        port_file = self.options.out / "proxy.port"
-        port_file.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "predictors.commands.tailcast_proxy", engine_url, "--engine", "vllm"]
-        command += ["--predictor", f"grpc://{self.address}", "--max_num_seqs", str(self.options.max_num_seqs)]
-        command += ["--served_model", "", "--deadline_s", "1", "--port", "0", "--port_file", str(port_file)]
-        with running(command, port_file.exists, environment={}):
-            yield f"http://127.0.0.1:{port_file.read_text(encoding='utf-8').split()[0]}"
 
 
 def warm_up(count: int) -> list[Ask]:
@@ -202,12 +177,8 @@ def main(args: Sequence[str] | None = None) -> int:
     """Runs the missing cells and prints the table; returns 2 if a requirement is missing."""
     options = _parser().parse_args(args)
     if options.quick:
-        options.num_prompts, options.repetitions, options.max_tokens, options.controls = 20, 1, 32, 0
-        options.max_num_seqs, options.loads, options.sides = (
-            4,
-            [1.2],
-            ["fcfs", "bounded_shortest", "priority"],
-        )
+        options.num_prompts, options.repetitions, options.max_tokens, options.max_num_seqs = 20, 1, 32, 4
+        options.loads, options.burst_loads, options.sides = [1.2], [], ["fcfs", "bounded_shortest"]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # also stops the engines
     try:
         return _run(options)
@@ -225,7 +196,7 @@ def _run(options: argparse.Namespace) -> int:
         path = getattr(options, name)
         if not path.exists():
             raise InputError(name, str(path), "an existing path; see --help")
-    if options.sides[0] != "fcfs" or options.low_sides[0] != "fcfs":
+    if options.sides[0] != "fcfs":
         raise InputError("sides", options.sides, "fcfs first, because the others are compared with it")
     if options.num_prompts <= 2 * options.max_num_seqs:
         raise InputError("num_prompts", options.num_prompts, "more than twice max_num_seqs")
@@ -233,17 +204,11 @@ def _run(options: argparse.Namespace) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     _same_as_before(options, prompts)
     if not options.table:
-        plan = cells(
-            options.loads,
-            options.burst_loads,
-            options.repetitions,
-            options.sides,
-            options.low_sides,
-            options.controls,
-        )
+        plan = cells(_loads(options), options.repetitions, options.sides)
         missing = [cell for cell in plan if not cell.file(options.out).exists()]
         with ExitStack() as stack:
-            address = stack.enter_context(_service(options))
+            _, [port, *_] = stack.enter_context(command_ports("serve_predictor", str(options.artifact)))
+            address = f"127.0.0.1:{port}"
             predict(options, prompts, address)
             bench = Bench(options, prompts, address, stack)
             for cell in missing:
@@ -276,7 +241,7 @@ def _table(options: argparse.Namespace) -> str:
             options.num_prompts,
             options.max_tokens,
             options.max_num_seqs,
-            arrival_settings(options.loads, options.burst_loads),
+            _loads(options),
             predictions,
         )
     )
@@ -296,15 +261,9 @@ def _same_as_before(options: argparse.Namespace, prompts: Sequence[str]) -> None
             raise InputError(name, value, f"the value of the runs in {options.out}, or another --out")
 
 
-@contextmanager
-def _service(options: argparse.Namespace) -> Iterator[str]:
-    """Runs the prediction service; yields its address."""
-    port_file = options.out / "port"
-    port_file.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "predictors.commands.serve_predictor", str(options.artifact)]
-    command += ["--port", "0", "--port_file", str(port_file)]
-    with running(command, port_file.exists, environment={}, timeout_s=300.0):
-        yield f"127.0.0.1:{port_file.read_text(encoding='utf-8').strip()}"
+def _loads(options: argparse.Namespace) -> list[tuple[float, bool]]:
+    """(load, bursts) in the order of runs and of the table."""
+    return [(load, False) for load in options.loads] + [(load, True) for load in options.burst_loads]
 
 
 def _texts(path: Path) -> list[str]:
@@ -315,21 +274,12 @@ def _texts(path: Path) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
+    add("--artifact", type=Path, default=Path("out/quickstart/artifact"), help="artifact for the predictions")
+    add("--vllm_python", type=Path, default=Path(".venv-vllm/bin/python"), help="see make vllm-env")
     add(
-        "--artifact",
-        type=Path,
-        default=Path("out/quickstart/artifact"),
-        help="artifact for the predictions of tie, ssjf, priority",
-    )
-    add("--vllm-python", type=Path, default=Path(".venv-vllm/bin/python"), help="see make vllm-env")
-    add(
-        "--model",
-        type=Path,
-        help="model folder for vLLM; default: the packaged SmolLM2, saved next to vLLM's environment",
+        "--model", type=Path, help="model folder for vLLM; default: SmolLM2, saved next to vLLM's environment"
     )
     add(
         "--out",
@@ -345,33 +295,18 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="training samples of the artifact: their prompts are not used",
     )
-    add("--num-prompts", type=int, default=300)
-    add("--max-tokens", type=int, default=80)
-    add("--max-num-seqs", type=int, default=20)
+    add("--num_prompts", type=int, default=300)
+    add("--max_tokens", type=int, default=80)
+    add("--max_num_seqs", type=int, default=20)
     add("--temperature", type=float, default=1.0)
     add("--repetitions", type=int, default=3)
-    add(
-        "--loads",
-        type=float,
-        nargs="+",
-        default=[1.2, 0.9],
-        help="mean loads as fractions of the capacity, the main load first",
-    )
-    add("--burst-loads", type=float, nargs="*", default=[0.8], help="mean loads with half of it in bursts")
-    sides = [side for side in SIDES if side != "fcfs_again"]
-    add("--sides", nargs="+", choices=sides, default=sides, help="sides at the first load; fcfs first")
-    add(
-        "--low-sides",
-        nargs="+",
-        choices=sides,
-        default=["fcfs", "bounded_shortest"],
-        help="sides at the other loads",
-    )
-    add("--controls", type=int, default=1, help="repetitions of fcfs_again, at the first load")
+    add("--loads", type=float, nargs="+", default=[1.2, 0.9], help="mean loads as fractions of the capacity")
+    add("--burst_loads", type=float, nargs="*", default=[0.8], help="mean loads with half of it in bursts")
+    add("--sides", nargs="+", choices=SIDES, default=SIDES, help="fcfs first")
     add("--seed", type=int, default=0)
     add("--markdown", help="Markdown page for the table")
     add("--table", action="store_true", help="only print the table of the existing runs")
-    add("--quick", action="store_true", help="few short requests and three sides, to check that it works")
+    add("--quick", action="store_true", help="few short requests and two sides, to check that it works")
     return parser
 
 
