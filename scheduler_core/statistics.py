@@ -1,7 +1,7 @@
 """Statistics shared by all packages: rank correlation, confidence intervals over seeds."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -54,6 +54,10 @@ class Interval:
     high: float
     num: int
 
+    def to_json(self) -> dict[str, float | None]:
+        """The fields by name; None for infinite bounds, those of a single value."""
+        return {name: None if math.isinf(value) else value for name, value in asdict(self).items()}
+
 
 #: Number of values below which the interval of their mean is too wide to be meaningful: with two, t / sqrt(n) is 9.
 MIN_VALUES = 3
@@ -74,26 +78,3 @@ def interval(values: Sequence[float], bounds: tuple[float, float] = UNBOUNDED) -
         return Interval(mean, -math.inf, math.inf, 1)
     half = student_t_quantile(0.975, num - 1) * float(array.std(ddof=1)) / math.sqrt(num)
     return Interval(mean, max(mean - half, bounds[0]), min(mean + half, bounds[1]), num)
-
-
-def over_seeds(
-    runs: Sequence[Mapping[str, Any]],
-    bounds: Callable[[str], tuple[float, float]] = lambda _: UNBOUNDED,
-    prefix: str = "",
-) -> dict[str, Any]:
-    """Merges the metric trees of several runs: each number becomes {mean, low, high, num}, see `interval`.
-
-    Runs in which a number is None or missing are ignored for it. With one run low and high are None. `bounds` returns those
-    of a metric by its dotted name, which starts with `prefix`.
-    """
-    merged: dict[str, Any] = {}
-    for name in dict.fromkeys(name for run in runs for name in run):
-        values = [run[name] for run in runs if run.get(name) is not None]
-        if not values:
-            merged[name] = None
-        elif isinstance(values[0], Mapping):
-            merged[name] = over_seeds(values, bounds, f"{prefix}{name}.")
-        else:
-            ends = asdict(interval([float(value) for value in values], bounds(f"{prefix}{name}")))
-            merged[name] = {key: None if math.isinf(value) else value for key, value in ends.items()}
-    return merged

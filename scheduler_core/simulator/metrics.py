@@ -15,7 +15,7 @@ from scheduler_core.simulator.records import LATENCIES, has_slo, meets_slo, requ
 from scheduler_core.simulator.steady_state import steady_state
 from scheduler_core.simulator.tables import Columns
 from scheduler_core.simulator.watch import GAP_CLASS, QUANTILES, RunWatch, TokenGaps, named_statistics
-from scheduler_core.statistics import UNBOUNDED, FloatArray, kendall_tau
+from scheduler_core.statistics import UNBOUNDED, FloatArray, Interval, interval, kendall_tau
 
 #: Fraction of requests with the longest outputs, for the starvation slope.
 LONG_FRACTION = 0.1
@@ -64,6 +64,15 @@ def metric(tree: Mapping[str, Any], name: str) -> float:
         similar = [other for other in numbers if other.split(".")[0] == head]
         raise InputError("metric", name, ", ".join(similar or heads))
     return numbers[name]
+
+
+def over_seeds(runs: Iterable[Mapping[str, Any]]) -> dict[str, Interval]:
+    """Intervals over the metric trees of several runs of every number, by dotted name, from the runs that have it."""
+    values: dict[str, list[float]] = {}
+    for tree in runs:
+        for name, value in flat(tree):
+            values.setdefault(name, []).append(value)
+    return {name: interval(numbers, metric_bounds(name)) for name, numbers in values.items()}
 
 
 def summary(values: Iterable[float | None] | FloatArray) -> dict[str, float] | None:

@@ -193,7 +193,11 @@ def test_no_file_has_a_negative_latency_and_few_seeds_are_said(short: Path, capl
     assert any(text.startswith("2 seeds:") for text in caplog.messages)
     result = read(folder / "run.json")
     assert "few_seeds" in result["warnings"]
-    ends = [result["intervals"][name][key] for name in ("ttft_s", "ttlt_s") for key in ("mean", "p99", "max")]
+    ends = [
+        result["intervals"][f"{name}.{key}"]
+        for name in ("ttft_s", "ttlt_s")
+        for key in ("mean", "p99", "max")
+    ]
     assert all(0 <= one["low"] < one["mean"] < one["high"] for one in ends)
     search = f"capacity {common} --high 50 --tolerance 0.5 --max_seeds 2 --json {folder}/c.json"
     assert typed(search, "--at_most", "{ttft_s.p99: 2}") == 0

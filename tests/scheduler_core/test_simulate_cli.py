@@ -129,9 +129,9 @@ def test_a_run_with_every_table(spec: Path) -> None:
     assert [one["seed"] for one in content["runs"]] == [0, 1]
     assert content["metrics"] == content["runs"][0]["metrics"]
     mean = sum(one["metrics"]["ttlt_s"]["mean"] for one in content["runs"]) / 2
-    over_seeds = content["intervals"]["ttlt_s"]["mean"]
+    over_seeds = content["intervals"]["ttlt_s.mean"]
     assert over_seeds["low"] < over_seeds["mean"] == pytest.approx(mean)
-    assert over_seeds["num"] == content["intervals"]["prediction"]["kendall_tau"]["num"] == 2
+    assert over_seeds["num"] == content["intervals"]["prediction.kendall_tau"]["num"] == 2
     assert {row["seed"] for row in pq.read_table(folder / "steps.parquet").to_pylist()} == {0, 1}
     requests = pq.read_table(folder / "requests.parquet")
     assert requests.schema.metadata[b"tailcast.schema"] == b"tailcast.simulated_requests/6"
@@ -237,7 +237,7 @@ def test_a_sweep_and_a_capacity(spec: Path) -> None:
     point = next(row for row in points if row["metric"] == "ttlt_s.mean")
     same = [row for row in rows if (row["policy"], row["load"]) == (point["policy"], point["load"])]
     values = [row["ttlt_s.mean"] for row in same]
-    assert (point["mean"], point["num_seeds"]) == (pytest.approx(np.mean(values)), 2)
+    assert (point["mean"], point["num"]) == (pytest.approx(np.mean(values)), 2)
     assert "<svg" in (out / "report.html").read_text()
     search = f"{common} --policy fcfs --max_seeds 2 --low 0.1 --high 3 --tolerance 0.5"
     bound = ("--at_most", "{mean_requests_in_system: 4}")

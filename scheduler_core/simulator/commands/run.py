@@ -27,13 +27,12 @@ from scheduler_core.simulator.latencies import (
     latency_curves,
     latency_table,
 )
-from scheduler_core.simulator.metrics import flat, metric_bounds
+from scheduler_core.simulator.metrics import flat, over_seeds
 from scheduler_core.simulator.records import SCHEMA, request_columns
 from scheduler_core.simulator.run import SimulationResult, prepare_predictions, prepare_trace, run_simulation
 from scheduler_core.simulator.tables import Columns, check_table_path, write_table
 from scheduler_core.simulator.trace import Trace
 from scheduler_core.simulator.watch import STEPS_SCHEMA, RunWatch, StepTable
-from scheduler_core.statistics import over_seeds
 
 logger = logging.getLogger(__name__)
 #: Mean number of waiting requests below which policies make no difference.
@@ -113,7 +112,8 @@ def run(config: RunConfig) -> int:
     ):  # relative to the folder of the result, so that both can be moved together
         content["requests"] = os.path.relpath(config.requests, Path(config.json).parent)
     if config.num_seeds > 1:
-        content["intervals"] = over_seeds([item["metrics"] for item in runs], metric_bounds)
+        intervals = over_seeds(item["metrics"] for item in runs)
+        content["intervals"] = {name: one.to_json() for name, one in intervals.items()}
     if config.report is not None:
         write_run_page(first, config.report, content.get("intervals"), warnings)
     write_json(config.json, content)
@@ -164,7 +164,7 @@ def write_run_page(
     warnings: Mapping[str, str] | None = None,
 ) -> None:
     """Writes the HTML report of a run: latencies (also by group), a figure of their distributions, and all other metrics.
-    With several seeds it is that of the first one; `intervals` (see `statistics.over_seeds`) and `warnings` (None: those of
+    With several seeds it is that of the first one; `intervals` (see `metrics.over_seeds`) and `warnings` (None: those of
     `result`) are those of all seeds."""
     metrics, seed = result.metrics, result.config["seed"]
     page = Page(f"Simulation: {result.config['policy']}, {result.trace['num_requests']} requests")
@@ -178,10 +178,10 @@ def write_run_page(
         page.note(f"Student's t: wide with few seeds. Everything else on this page is for seed {seed} only.")
         rows = []
         for name in NAMES:
-            if latency := intervals.get(name):
-                keys = [(statistic, end) for statistic in ("mean", "p99") for end in ("mean", "low", "high")]
-                ends = [latency[statistic][end] for statistic, end in keys]
-                rows.append([name, *ends, latency["mean"]["num"]])
+            if f"{name}.mean" in intervals:
+                mean, p99 = (intervals[f"{name}.{statistic}"] for statistic in ("mean", "p99"))
+                ends = [one[end] for one in (mean, p99) for end in ("mean", "low", "high")]
+                rows.append([name, *ends, mean["num"]])
         page.table(["seconds", "mean", "low", "high", "P99", "low", "high", "seeds"], rows)
     for name, groups in metrics["groups"].items():
         if groups:

@@ -16,10 +16,10 @@ from scheduler_core.shell.files import check_shared_folder, shared_folder, write
 from scheduler_core.simulator.commands import progress_bar
 from scheduler_core.simulator.commands.last_lines import end_with_warnings, few_seeds, merged_warnings
 from scheduler_core.simulator.config import MAX_SEEDS, SimulationConfig
-from scheduler_core.simulator.metrics import flat, metric_bounds
+from scheduler_core.simulator.metrics import flat, over_seeds
 from scheduler_core.simulator.sweep import Cell, CellStore, Point, SweepWorkers, grid, point_of, run_cells
 from scheduler_core.simulator.tables import columns_of, write_table
-from scheduler_core.statistics import Interval, interval
+from scheduler_core.statistics import Interval
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def run(config: SweepConfig) -> int:
         results = run_cells(cells, store, config, bar.update)
     shared_folder(folder, "sweep", _RESULTS)
     for name, rows in (("cells", [*map(cell_row, results)]), ("points", point_rows(results))):
-        write_table(columns_of(rows), folder / f"{name}.parquet", f"tailcast.sweep_{name}/1", "out")
+        write_table(columns_of(rows), folder / f"{name}.parquet", f"tailcast.sweep_{name}/2", "out")
     write_json(folder / "config.json", asdict(config))
     write_sweep_page(results, folder / "report.html")
     logger.info("%d simulations in %s", len(results), folder)
@@ -111,9 +111,9 @@ def cell_row(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def point_rows(results: Results) -> list[dict[str, Any]]:
-    """One row per point and metric: settings, metric, mean, low, high (None for one seed), num_seeds."""
+    """One row per point and metric: settings, metric, mean, low, high (None for one seed), number of seeds."""
     return [
-        {**dict(point), "metric": name, "mean": one.mean, "low": _finite(one.low), "high": _finite(one.high), "num_seeds": one.num}
+        {**dict(point), "metric": name, **one.to_json()}
         for point, metrics in over_points(results).items()
         for name, one in metrics.items()
     ]  # fmt: skip
@@ -121,15 +121,10 @@ def point_rows(results: Results) -> list[dict[str, Any]]:
 
 def over_points(results: Results) -> dict[Point, dict[str, Interval]]:
     """Intervals of all metrics over seeds, by dotted name, for each point in order of appearance."""
-    points: dict[Point, dict[str, list[float]]] = {}
+    points: dict[Point, list[Mapping[str, Any]]] = {}
     for result in results:
-        metrics = points.setdefault(point_of(result["settings"]), {})
-        for name, value in flat(result["metrics"]):
-            metrics.setdefault(name, []).append(value)
-    return {
-        point: {name: interval(values, metric_bounds(name)) for name, values in one.items()}
-        for point, one in points.items()
-    }
+        points.setdefault(point_of(result["settings"]), []).append(result["metrics"])
+    return {point: over_seeds(metrics) for point, metrics in points.items()}
 
 
 def write_sweep_page(results: Results, path: str | Path) -> None:
@@ -181,10 +176,6 @@ def _load_latency(
         axis.set_xlabel(x_label)
         axis.set_ylabel(f"{title}, s")
     return svg(figure, axes[0])
-
-
-def _finite(value: float) -> float | None:
-    return None if math.isinf(value) else value
 
 
 def _text(one: Interval | None) -> str:
