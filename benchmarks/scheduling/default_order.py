@@ -16,9 +16,9 @@ of the simulator, 64 sequences). Values are ratios to FCFS on the same requests,
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,27 +26,34 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from benchmarks.shared.command import Parser
+from benchmarks.shared.pages import mean_cell
 from data_gen.splits import split_of
 from examples.pretrained.prepare import FRACTIONS, SPLIT_SEED, prompt_hash
 from predictors.pretrained import artifact_folder
 from scheduler_core.prediction.predictions import LengthPrediction, Prediction
+from scheduler_core.report.page import markdown_table
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.predictions import Predictions, oracle_predictions
-from scheduler_core.simulator.records import RequestRecord
 from scheduler_core.simulator.run import run_simulation
 from scheduler_core.simulator.step_time import saturation_rate_rps
 from scheduler_core.simulator.trace import Trace, TraceRequest
 from scheduler_core.simulator.workloads.arrivals import Arrivals, at_rate
-from scheduler_core.statistics import interval
 from training.evaluating.batch_predictor import InferenceOptions, open_batch_predictor
 
 MAX_TOKENS = 8000
-POLICIES = ("bounded_shortest", "ssjf", "tie", "ltr", "trail", "uniboost", "sjf")
+ORDERS = ("bounded_shortest", "ssjf", "tie", "ltr", "trail", "uniboost", "sjf")
+ARRIVALS = ("azure", "gamma", "spikes")
 #: The default order with the true lengths as predictions: an upper bound for better predictors.
 TRUE_LENGTHS = "bounded_shortest, true lengths"
 RATIOS = (1.0, 1.05, 1.15, 1.25, 1.5, 2.0)
 CONFIG = SimulationConfig(trace="benchmark", policy="fcfs", scheduler=SchedulerConfig(max_num_seqs=64))
+LEVELS = {"P50": 50.0, "P90": 90.0, "P99": 99.0, "P99.9": 99.9, "max": 100.0}
+COLUMNS = [f"{name} {level}" for name in ("TTFT", "E2E") for level in ("mean", *LEVELS)] + [
+    "per token",
+    "longest gap",
+]
 Values = dict[str, float]
 
 
@@ -115,18 +122,13 @@ def run(policy: str, trace: Trace, predictions: Predictions, parameters: Mapping
     values = _summary("TTFT", [record.ttft_s for record in records])
     values |= _summary("E2E", [record.ttlt_s for record in records])
     values["per token"] = float(np.mean([record.normalized_latency_s for record in records]))
-    values["longest gap"] = _longest_gap_s(records)
+    values["longest gap"] = max(record.max_tbt_s or 0.0 for record in records)
     return values
 
 
 def _summary(name: str, values_s: Sequence[float]) -> Values:
-    levels = {"P50": 50.0, "P90": 90.0, "P99": 99.0, "P99.9": 99.9, "max": 100.0}
-    percentiles = {f"{name} {level}": float(np.percentile(values_s, at)) for level, at in levels.items()}
+    percentiles = {f"{name} {level}": float(np.percentile(values_s, at)) for level, at in LEVELS.items()}
     return {f"{name} mean": float(np.mean(values_s))} | percentiles
-
-
-def _longest_gap_s(records: Sequence[RequestRecord]) -> float:
-    return max(record.max_tbt_s or 0.0 for record in records)
 
 
 def rows_of(
@@ -146,52 +148,29 @@ def rows_of(
             values = run(policy, trace, lengths, parameters)
             ratios[label].append({name: values[name] / reference[name] for name in reference})
     for label, runs in ratios.items():
-        cells = []
-        for name in runs[0]:
-            mean = interval([one[name] for one in runs])
-            half = f" ± {mean.high - mean.mean:.2f}" if mean.num > 1 else ""
-            cells.append(f"{mean.mean:.2f}{half}")
+        cells = [mean_cell([one[name] for one in runs]) for name in runs[0]]
         yield [arrivals, f"{load:g}", label, *cells]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first_seed", type=int, default=0)
-    parser.add_argument("--orders", nargs="+", choices=POLICIES, default=POLICIES)
+    parser.add_argument("--orders", nargs="+", default=ORDERS, help="names of policies")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.6, 0.8, 0.95, 1.1, 1.2])
-    parser.add_argument(
-        "--arrivals", nargs="+", choices=["azure", "gamma", "spikes"], default=["azure", "gamma", "spikes"]
-    )
+    parser.add_argument("--arrivals", nargs="+", choices=ARRIVALS, default=ARRIVALS)
     parser.add_argument("--frontier", action="store_true")
     options = parser.parse_args()
     population = read_population(options.data)
-    _write(["arrivals", "load", "order", *_COLUMNS])
-    _write(["---"] * (3 + len(_COLUMNS)))
-    for arrivals in options.arrivals:
-        for load in options.loads:
-            for row in rows_of(population, arrivals, load, options):
-                _write(row)
+    rows = [
+        row
+        for arrivals, load in product(options.arrivals, options.loads)
+        for row in rows_of(population, arrivals, load, options)
+    ]
+    print(markdown_table(("arrivals", "load", "order", *COLUMNS), rows))
 
-
-def _write(cells: Sequence[str]) -> None:
-    sys.stdout.write(f"| {' | '.join(cells)} |\n")
-    sys.stdout.flush()
-
-
-_COLUMNS = [
-    *(
-        f"{name} {level}"
-        for name in ("TTFT", "E2E")
-        for level in ("mean", "P50", "P90", "P99", "P99.9", "max")
-    ),
-    "per token",
-    "longest gap",
-]
 
 if __name__ == "__main__":
     main()

@@ -17,16 +17,18 @@ no quadrature nodes with the first three.
 
 from __future__ import annotations
 
-import argparse
 import platform
-import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.shared.command import Parser
+from benchmarks.shared.timing import interleaved
 from scheduler_core.lengths import LogT, expected_and_cvar
+from scheduler_core.report.page import markdown_table
 
 NU, CAP, ALPHA, BETA = 3.5, 2048.0, 0.9, 0.3
 NUM_DRAWS = 10_000
@@ -66,13 +68,6 @@ def exact(mu: Scores, sigma: Scores) -> Scores:
     return np.asarray(mean + BETA * tail_mean)
 
 
-def timed(call: Callable[[], Scores]) -> tuple[float, Scores]:
-    """CPU seconds of a call, and its result."""
-    start = time.process_time()
-    result = call()
-    return time.process_time() - start, result
-
-
 def measure(repeats: int, num_requests: int) -> None:
     """Prints the table."""
     rng = np.random.default_rng(0)
@@ -90,28 +85,31 @@ def measure(repeats: int, num_requests: int) -> None:
     }
     for _, call in sides.values():
         call()
-    times: dict[str, list[float]] = {name: [] for name in sides}
     scores: dict[str, Scores] = {}
-    for _ in range(repeats):
-        for name, (count, call) in sides.items():
-            seconds, scores[name] = timed(call)
-            times[name].append(seconds / count * 1e6)
+
+    def kept(name: str) -> None:
+        scores[name] = sides[name][1]()
+
+    seconds = interleaved({name: partial(kept, name) for name in sides}, repeats)
+    times = {name: [1e6 * one / sides[name][0] for one in values] for name, values in seconds.items()}
     slowest = median(next(iter(times.values())))
     true = exact(mu[:1000], sigma[:1000])
-    print("| method | microseconds per request | times faster | relative error |")
-    print("| --- | ---: | ---: | ---: |")
+    rows = []
     for name, values in times.items():
         estimates = scores[name][:1000]
         error = float(np.sqrt(np.mean((estimates / true[: len(estimates)] - 1) ** 2)))
-        error_text = "-" if "a nu" in name else f"{error:.0e}"
-        print(f"| {name} | {median(values):.2f} | {slowest / median(values):,.0f} | {error_text} |")
+        cells = (
+            f"{median(values):.2f}",
+            f"{slowest / median(values):,.0f}",
+            "-" if "a nu" in name else f"{error:.0e}",
+        )
+        rows.append((name, *cells))
+    print(markdown_table(("method", "microseconds per request", "times faster", "relative error"), rows))
 
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--requests", type=int, default=10_000)
     options = parser.parse_args()

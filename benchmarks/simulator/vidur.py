@@ -1,37 +1,30 @@
 """Validation of the simulator against Vidur, per request: same arrivals, lengths, scheduler and step times.
 
     python -m benchmarks.simulator.vidur DIR [--case NAME ...]
-    python -m benchmarks.simulator.vidur DIR --case NAME --cut 60 FOLDER
 
 DIR holds a folder per case (input.parquet, output.parquet, summary.json with the arguments of Vidur's run)
 and cost_tables/ with a folder per profile. Prints, for each case, the largest differences of first-token
-times, completion times, iterations and restarts. Rules: microsoft/vidur @ 7d47513. --cut writes the first
-requests of a case and the rows of the cost tables that they need, as a test case.
+times, completion times, iterations and restarts. Rules: microsoft/vidur @ 7d47513.
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
-import gzip
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.shared.command import Parser
 from scheduler_core.policies import make_policy
+from scheduler_core.report.page import markdown_table
 from scheduler_core.routing import make_router
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.loop import Simulation, SimulationOutcome
 from scheduler_core.simulator.predictions import Predictions
-from scheduler_core.simulator.step_time.operator_table import (
-    TOKEN_OPERATORS,
-    OperatorTable,
-    read_operator_table,
-)
+from scheduler_core.simulator.step_time.operator_table import OperatorTable, read_operator_table
 from scheduler_core.simulator.trace import Trace, TraceRequest
 
 #: By model: number of layers, and whether it has grouped-query attention (batches then cost 10 % more).
@@ -189,81 +182,21 @@ def errors(case: Case, out: SimulationOutcome) -> Errors:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class WatchedTable(OperatorTable):
-    """Records which entries are used.
-
-    Attributes:
-        used: Indices of the entries by table.
-    """
-
-    used: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
-
-    def _tokens(self, num_tokens: int) -> float:
-        self.used.setdefault("tokens", set()).add((num_tokens, 0))
-        return OperatorTable._tokens(self, num_tokens)
-
-    def _attention(self, table: Any, rows: Any, index: tuple[int, int], num: int, what: Any) -> float:
-        self.used.setdefault("decode" if table is self.decode_s else "prefill", set()).add(index)
-        return OperatorTable._attention(self, table, rows, index, num, what)
-
-
-def cut(case: Case, tables: Path, num: int, folder: Path) -> None:
-    """Writes the first requests of a case, and the rows of the cost tables that they need."""
-    whole = table_of(case, tables)
-    table = WatchedTable(
-        **{item.name: getattr(whole, item.name) for item in fields(OperatorTable) if item.init}
-    )
-    head = Trace(case.trace.requests[:num])
-    core = Scheduler(case.limits, make_policy("fcfs"))
-    Simulation(head, core, table, Predictions(), exact_steps=True).run()
-    folder.mkdir(parents=True, exist_ok=True)
-    names = ("id", "arrived_at", "prompt_tokens", "output_tokens", "prefill_completed_at", "completed_at")
-    _write(folder / "requests.csv", names, [[row[name] for name in names] for row in case.rows[: num + 1]])
-    used = {name: sorted(entries) for name, entries in table.used.items()}
-    exact = {tokens for tokens, _ in used["tokens"]}
-    rounded = {-(-tokens // 8) * 8 for tokens in exact}
-    source = tables / case.profile
-    for operator in (*TOKEN_OPERATORS, "attn_kv_cache_save"):
-        keys = exact if operator == "attn_kv_cache_save" else rounded
-        _copy(source, folder, operator, {(str(key),) for key in keys | {max(rounded)}})
-    _copy(source, folder, "attn_decode", {(str(num), str(column * 64)) for num, column in used["decode"]})
-    _copy(source, folder, "attn_prefill", {(str(row * 64), str(size**2)) for row, size in used["prefill"]})
-
-
-def _copy(source: Path, folder: Path, operator: str, keys: set[tuple[str, ...]]) -> None:
-    with gzip.open(source / f"{operator}.csv.gz", "rt", newline="") as stream:
-        head, *rows = list(csv.reader(stream))
-    _write(folder / f"{operator}.csv", head, [row for row in rows if tuple(row[:-1]) in keys])
-
-
-def _write(path: Path, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(head)
-        writer.writerows(rows)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--case", nargs="*", default=None)
-    parser.add_argument("--cut", nargs=2, metavar=("NUM", "FOLDER"))
     options = parser.parse_args(argv)
-    folders = sorted(path.parent for path in options.directory.glob("*/summary.json"))
-    cases = [read_case(path) for path in folders if options.case is None or path.name in options.case]
-    tables = options.directory / "cost_tables"
-    if options.cut:
-        cut(cases[0], tables, int(options.cut[0]), Path(options.cut[1]))
-        return
-    print("| case | requests | first token, s | completion, s | iterations | restarts |")
-    print("|---|---|---|---|---|---|")
-    for case in cases:
-        records = errors(case, simulate(case, table_of(case, tables)))
-        print(
-            f"| {case.name} | {len(case.trace)} | {records.first_token_s:.1e} | {records.finish_s:.1e} "
-            f"| {records.num_iterations:+d} of {case.num_iterations} | {records.num_restarts:+d} |"
-        )
+    rows = []
+    for path in sorted(path.parent for path in options.directory.glob("*/summary.json")):
+        if options.case is None or path.name in options.case:
+            case = read_case(path)
+            most = errors(case, simulate(case, table_of(case, options.directory / "cost_tables")))
+            cells = (f"{most.first_token_s:.1e}", f"{most.finish_s:.1e}")
+            num_iterations = f"{most.num_iterations:+d} of {case.num_iterations}"
+            rows.append((case.name, str(len(case.trace)), *cells, num_iterations, f"{most.num_restarts:+d}"))
+    header = ("case", "requests", "first token, s", "completion, s", "iterations", "restarts")
+    print(markdown_table(header, rows))
 
 
 if __name__ == "__main__":
