@@ -22,11 +22,11 @@ from scheduler_core.shell.files import existing_file, folder_target, sha256_file
 from scheduler_core.shell.versions import versions_of
 from training.commands.calibrate import CalibrateConfig
 from training.correcting.estimation import METHODS, Residuals, fit_conformal, select_calibration
-from training.evaluating.predictors import DEFAULT_NU, InferenceOptions, distinct, predict_rows
+from training.evaluating.batch_predictor import DEFAULT_NU, InferenceOptions, distinct, predict_rows
 from training.evaluating.rows import EvaluationRows, of_split, warn_of_training_prompts
 from training.evaluating.scores import COVERAGE_LEVELS, percent
 from training.fitting.fits import FitOptions, read_fits_or_fit
-from training.network.prediction import pick_device
+from training.network.inference import pick_device
 
 log = logging.getLogger(__name__)
 #: Folds of the prompts, by hash of the text, for the cross-validation.
