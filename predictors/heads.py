@@ -1,4 +1,4 @@
-"""Heads of a predictor: their names, output tensors, and predictions as arrays and records. Networks: `modules.heads`."""
+"""Heads of a predictor: their names, layers, output tensors, and predictions as arrays and records. Networks: `modules.heads`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,33 @@ from scheduler_core.prediction.predictions import (
     RankPrediction,
     UrgencyPrediction,
 )
+from scheduler_core.ranges import check_choice
 
 Array = NDArray[np.float64]
 
 Head = Literal["length", "urgency", "bucket", "regression", "rank"]
 HEADS: tuple[Head, ...] = get_args(Head)
+
+
+@dataclass(frozen=True)
+class Tower:
+    """Layers of a head; the defaults are those of TIE."""
+
+    hidden_sizes: tuple[int, ...] = (256, 256, 128)
+    """Widths of the hidden layers; empty: a single linear layer."""
+    dropouts: tuple[float, ...] = (0.2, 0.2, 0.1)
+    """Dropout rate after each hidden layer."""
+    activation: Literal["gelu", "relu"] = "gelu"
+    """Activation function between the layers."""
+    layer_norm: bool = True
+    """Apply LayerNorm after every hidden layer except the last."""
+
+    def __post_init__(self) -> None:
+        if any(size < 1 for size in self.hidden_sizes):
+            raise InputError("hidden_sizes", self.hidden_sizes, "integers > 0")
+        if len(self.dropouts) != len(self.hidden_sizes) or not all(0 <= rate < 1 for rate in self.dropouts):
+            raise InputError("dropouts", self.dropouts, f"{len(self.hidden_sizes)} numbers >= 0 and < 1")
+        check_choice("activation", self.activation, ("gelu", "relu"))
 
 
 class HeadFields(Protocol):

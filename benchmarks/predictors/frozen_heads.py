@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from benchmarks.predictors.grid_scores import GRID, Array
 from benchmarks.shared.pooled import pooled
+from predictors.heads import Tower
 from predictors.modules.config import Conditioning
 from predictors.modules.predictor import ConditionFeatures
-from predictors.modules.towers import ConditionedTower, Tower
+from predictors.modules.towers import ConditionedTower
 from training.network.data import SampleLengths
 from training.network.student_t import log_density, log_survival
 

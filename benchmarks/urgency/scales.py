@@ -49,8 +49,8 @@ from data_gen.urgency.seed_set import (
     seed_labels,
     with_phrases,
 )
+from predictors.heads import Tower
 from predictors.modules.heads import UrgencyHead, level_probabilities
-from predictors.modules.towers import Tower
 from scheduler_core.prediction.urgency import LEVELS, expected_cost_levels
 from training.network.losses import ordinal_cross_entropy
 from training.urgency.abstention import ClaimRows, choose_threshold

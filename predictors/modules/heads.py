@@ -12,14 +12,15 @@ from typing import ClassVar, get_args, get_type_hints
 import torch
 from torch import Tensor, nn
 
+from predictors.heads import Tower
 from predictors.modules.normalization import Normalization
-from predictors.modules.towers import ConditionedTower, Tower, build_tower
+from predictors.modules.towers import ConditionedTower, build_tower
 from scheduler_core.errors import InputError
 from scheduler_core.lengths.quantiles import LEVELS
 from scheduler_core.lengths.student_t import student_t_quantile
+from scheduler_core.prediction.urgency import LEVELS as URGENCY_LEVELS
 from scheduler_core.ranges import check_choice
 
-URGENCY_LEVELS = ("emergency", "interactive", "standard", "batch", "background")
 # Range of learned degrees of freedom: below 1 the median is poorly determined, above 100 the distribution is
 # nearly log-normal.
 NU_RANGE = (1.0, 100.0)

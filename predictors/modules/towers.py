@@ -2,34 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from scheduler_core.errors import InputError
-from scheduler_core.ranges import check_choice
+from predictors.heads import Tower
 
 XAVIER_GAIN = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Tower:
-    """Hyperparameters of a tower: widths and dropouts of hidden layers (none: one linear layer), activation
-    (gelu or relu), and LayerNorm after each hidden layer except the last. Defaults are those of TIE."""
-
-    hidden_sizes: tuple[int, ...] = (256, 256, 128)
-    dropouts: tuple[float, ...] = (0.2, 0.2, 0.1)
-    activation: str = "gelu"
-    layer_norm: bool = True
-
-    def __post_init__(self) -> None:
-        if any(size < 1 for size in self.hidden_sizes):
-            raise InputError("hidden_sizes", self.hidden_sizes, "integers > 0")
-        if len(self.dropouts) != len(self.hidden_sizes) or not all(0 <= rate < 1 for rate in self.dropouts):
-            raise InputError("dropouts", self.dropouts, f"{len(self.hidden_sizes)} numbers >= 0 and < 1")
-        check_choice("activation", self.activation, ("gelu", "relu"))
 
 
 def build_tower(

@@ -9,6 +9,7 @@ import yaml
 from safetensors.torch import load_file
 
 import training
+from predictors.heads import Tower
 from predictors.modules.checkpoint import load_checkpoint
 from predictors.modules.encoder import load_encoder
 from scheduler_core.errors import InputError
@@ -17,7 +18,6 @@ from tests.training.tiny import ENCODERS, tiny_bert
 from training.commands.train import main
 from training.network.config import ConditioningOptions, LoraOptions, StageConfig, TrainConfig
 from training.network.module import StageModule
-from training.network.tasks import TowerOptions
 from training.network.train import train
 
 FOLDER = Path(training.__file__).parent / "configs"
@@ -115,7 +115,7 @@ def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lora")
     paths = {"data": str(write_rows(folder / "rows.parquet")), "out": str(folder / "checkpoint")}
     network = {"encoder": tiny_bert(folder / "bert"), "conditioning": ConditioningOptions(width=4)}
-    network["tower"] = TowerOptions(hidden_sizes=(8, 4), dropouts=(0.0, 0.0))
+    network["tower"] = Tower(hidden_sizes=(8, 4), dropouts=(0.0, 0.0))
     network["lora"] = LoraOptions(rank=RANK, layers=1)
     stages = {"stage1": StageConfig(epochs=2, learning_rate=1e-2)}
     stages["stage2"] = StageConfig(epochs=1, learning_rate=1e-3)

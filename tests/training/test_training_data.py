@@ -101,7 +101,7 @@ def test_rows_with_a_flagged_fit_are_left_out_only_where_fits_are_targets(tmp_pa
 def test_one_sample_per_prompt_is_enough_without_fits(tmp_path):
     rows = all_rows(write_lists(tmp_path / "x.parquet", [[5 + row] for row in range(30)]))
     assert rows.counts.tolist() == [1] * 30
-    statistics = length_statistics(rows)
+    statistics = length_statistics(rows, Normalization())
     assert statistics.mu_mean == pytest.approx(np.log(np.arange(5, 35)).mean())
     assert statistics.sigma_log_std > 0
 

@@ -85,14 +85,13 @@ def rows_of(
     sigma: FloatArray | None = None,
     *,
     weight: float = 1.0,
-    censoring: str = "right",
 ) -> Rows:
     """Converts G groups with at least one sample each, and their fitted parameters [G] (NaN if not fitted), to rows.
 
     InputError, with the name of the group, if a prompt or a name is missing, or a temperature is not allowed.
     """
     missing = np.full(len(groups), np.nan)
-    finished = groups.flat_finished | (censoring == "none")
+    finished = groups.flat_finished
     columns = {
         "prompt": texts(groups, "prompt"),
         "prompt_id": texts(groups, "prompt_id"),

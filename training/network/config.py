@@ -6,10 +6,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from predictors.heads import Tower
 from scheduler_core.errors import InputError
 from scheduler_core.ranges import BELOW_ONE, FINITE, INTEGERS, POSITIVE, check_ranges
 from scheduler_core.shell.threads import check_threads
-from training.network.tasks import Tasks, TowerOptions
+from training.network.tasks import Tasks
 
 FILE_OPTIONS = ("data", "validation", "urgency_data", "urgency_validation")
 
@@ -77,7 +78,7 @@ class TrainConfig(Tasks):
     """Train a predictor of output lengths or urgency: first all parameters, then the heads on a frozen encoder."""
 
     INPUTS = ("data", "validation", "urgency_data", "urgency_validation", "encoder", "init")
-    OUTPUTS = ("out", "{out}.partial", "tensorboard", "report")
+    OUTPUTS = ("out", "{out}.partial", "tensorboard")
     SPELLINGS = (("served_model", "model"),)
     RECIPES = Path(__file__).parents[1] / "configs"
 
@@ -113,7 +114,7 @@ class TrainConfig(Tasks):
     """Use the number of tokens of the prompt as an additional feature."""
     conversations: bool = False
     """Encode the whole conversation, including system prompt and earlier turns, for rows with `messages`; false: only the last user message."""
-    tower: TowerOptions = field(default_factory=TowerOptions)
+    tower: Tower = field(default_factory=Tower)
     """Layers of each head."""
     conditioning: ConditioningOptions | None = None
     """Inputs of the heads in addition to the prompt; unset: the prompt only."""
@@ -147,8 +148,6 @@ class TrainConfig(Tasks):
     """Seed of initial weights, order of prompts and dropout."""
     served_model: str | None = None
     """Use only rows whose column `model` has this value."""
-    censoring: Literal["right", "none"] = "right"
-    """Treatment of an output truncated at max_tokens: right = right-censored, none = as if finished; see fit-dist."""
     group_by: str = "prompt_id,model"
     """Columns that identify a row, separated by commas; must include prompt_id. With conditioning on temperature, the column temperature is added if the file has it."""
     max_tokens: int | None = None
@@ -159,7 +158,7 @@ class TrainConfig(Tasks):
     """Number of devices of this machine, or of processes on its CPU, for data-parallel training in both stages."""
     num_nodes: int = 1
     """Number of machines, with `devices` devices each. Run the same command on all of them, with MASTER_ADDR, MASTER_PORT and NODE_RANK (0, 1, ...) in its environment and OUT.partial on a shared file system."""
-    precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
+    precision: Literal["32-true", "bf16-mixed"] = "32-true"
     """Precision of stage 1 and of the features of stage 2."""
     deterministic: bool = False
     """Use only deterministic algorithms, also on a GPU."""
@@ -171,8 +170,6 @@ class TrainConfig(Tasks):
     """Resume an interrupted run from OUT.partial, if it had the same options and data; false starts over."""
     tensorboard: str | None = None
     """Folder for TensorBoard event files; a CSV file with a row for each epoch is always written."""
-    report: str | None = None
-    """HTML page to write: losses, learning rate and validation metrics of each epoch."""
     progress: bool = True
     """Show progress bars on a terminal, or a line for each epoch elsewhere."""
 

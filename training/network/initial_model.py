@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,6 @@ from predictors.modules.encoder import load_encoder, load_tokenizer
 from predictors.modules.heads import HEADS, FreeOdds, Heads, ProportionalOdds
 from predictors.modules.normalization import Normalization
 from predictors.modules.predictor import PromptPredictor
-from predictors.modules.towers import Tower
 from scheduler_core.errors import InputError
 from training.fitting.rows import Rows
 from training.network.config import ConditioningOptions, LoraOptions, StageConfig, TrainConfig
@@ -149,7 +148,7 @@ def _heads(config: TrainConfig, train: Rows) -> Heads:
     for name in config.tasks:
         options = getattr(config, name)
         fields = {field: value for field, value in vars(options).items() if field in HEADS[name].__slots__}
-        fields["tower"] = Tower(**asdict(options.tower or config.tower))
+        fields["tower"] = options.tower or config.tower
         if name == "bucket" and options.edges is None:
             fields["edges"] = quantile_edges(train, options.num_buckets)
         heads[name] = HEADS[name](**fields)
@@ -168,23 +167,18 @@ def quantile_edges(train: Rows, num_buckets: int) -> tuple[float, ...]:
 
 
 def _normalization(config: TrainConfig, train: Rows) -> Normalization:
-    statistics = Normalization()
-    if config.regression is not None:
-        statistics = Normalization.of(tokens=train.lengths)
-    if config.length is None:
-        return statistics
-    length = Normalization.of(train.mu, train.sigma) if config.needs_fits else length_statistics(train)
-    values = {
-        name: getattr(length, name) for name in ("mu_mean", "mu_std", "sigma_log_mean", "sigma_log_std")
-    }
-    if config.length.within:
-        within = Normalization.of(within=train.sigma[np.isfinite(train.sigma)])
-        values |= {name: getattr(within, name) for name in ("within_log_mean", "within_log_std")}
-    return replace(statistics, **values)
+    length, fitted = config.length, np.isfinite(train.sigma)
+    statistics = Normalization.of(
+        mu=train.mu if config.needs_fits else None,
+        sigma=train.sigma if config.needs_fits else None,
+        tokens=None if config.regression is None else train.lengths,
+        within=train.sigma[fitted] if length is not None and length.within else None,
+    )
+    return statistics if length is None or config.needs_fits else length_statistics(train, statistics)
 
 
-def length_statistics(train: Rows) -> Normalization:
-    """Initial normalization of mu and sigma, estimated from raw samples; InputError if all lengths are equal.
+def length_statistics(train: Rows, others: Normalization) -> Normalization:
+    """`others` with an initial normalization of mu and sigma, estimated from raw samples; InputError if all lengths are equal.
 
     mu: mean and standard deviation of the rows' mean log lengths. sigma: scale of the samples within a row, combined with
     a fraction of the scale of mu between rows, to account for the initial error in mu.
@@ -203,7 +197,8 @@ def length_statistics(train: Rows) -> Normalization:
         scale = np.log1p(np.sqrt(variance) / T_STD)
         within, sigma_log_std = float(np.expm1(scale.mean())), max(float(scale.std()), MIN_SIGMA_LOG_STD)
     sigma = np.hypot(within, INITIAL_SIGMA_FRACTION * mu_std / T_STD)
-    return Normalization(
+    return replace(
+        others,
         mu_mean=float(means.mean()),
         mu_std=mu_std,
         sigma_log_mean=float(np.log1p(sigma)),

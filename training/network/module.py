@@ -223,9 +223,7 @@ class StageModule(L.LightningModule):
         # Embeddings of existing served models get no gradient, so they must not decay either.
         decay = 0.0 if self._first_new_model is not None else config.weight_decay
         groups = parameter_groups(self.network, options)
-        # A fused optimizer would unscale half-precision gradients after clipping.
-        fused = self.trainer.precision != "16-mixed"
-        optimizer = kind(groups, eps=config.adam_epsilon, weight_decay=decay, fused=fused)
+        optimizer = kind(groups, eps=config.adam_epsilon, weight_decay=decay, fused=True)
         num_steps = int(self.trainer.estimated_stepping_batches)
         num_warmup = math.ceil(options.warmup_fraction * num_steps)
         scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -242,13 +240,13 @@ class StageModule(L.LightningModule):
         """Clips the global norm of the gradient.
 
         Raises:
-            DivergedError: The norm is not finite; ignored with 16-mixed, where loss scaling can cause overflows.
+            DivergedError: The norm is not finite.
         """
         if self._first_new_model is not None and self._embedding.grad is not None:
             self._embedding.grad[: self._first_new_model] = 0.0
         trained = [value for value in self.network.parameters() if value.requires_grad]
         norm = torch.nn.utils.clip_grad_norm_(trained, self._config.clip_norm)
-        if not torch.isfinite(norm) and self.trainer.precision != "16-mixed":
+        if not torch.isfinite(norm):
             raise self._diverged("gradient", {})
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

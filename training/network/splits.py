@@ -84,7 +84,7 @@ def _read(path: str, weight: float, config: TrainConfig, field: str) -> tuple[Ro
     assert config.length is not None
     fits = read_fits_or_fit(
         path,
-        FitOptions(nu=config.length.nu, censoring=config.censoring, keys=keys, max_tokens=config.max_tokens),
+        FitOptions(nu=config.length.nu, keys=keys, max_tokens=config.max_tokens),
         field=field,
         where=where,
         conversations=config.conversations,
@@ -96,7 +96,7 @@ def _read(path: str, weight: float, config: TrainConfig, field: str) -> tuple[Ro
     if len(usable) == 0:
         raise InputError(f"{Path(path).name}, rows with a usable fit", 0, "at least one")
     fits = fits.take(usable)
-    rows = rows_of(fits.groups, fits.mu, fits.sigma, weight=weight, censoring=config.censoring)
+    rows = rows_of(fits.groups, fits.mu, fits.sigma, weight=weight)
     return rows, num_excluded
 
 
@@ -110,14 +110,14 @@ def _rows(table: pa.Table, path: str, keys: tuple[str, ...], weight: float, conf
     )
     groups = groups.take(np.flatnonzero(groups.counts))
     sigma = _sigma_within(groups, config)
-    return rows_of(groups, None, sigma, weight=weight, censoring=config.censoring)
+    return rows_of(groups, None, sigma, weight=weight)
 
 
 def _sigma_within(groups: GroupedLengths, config: TrainConfig) -> FloatArray | None:
     """Fitted sigma of each group as target of sigma_within; NaN for groups with too few samples."""
     if config.length is None or not config.length.within:
         return None
-    fits = fit_groups(groups, FitOptions(nu=config.length.nu, censoring=config.censoring, keys=groups.keys))
+    fits = fit_groups(groups, FitOptions(nu=config.length.nu, keys=groups.keys))
     return np.where(fits.has_flag(*NOT_FITTED), np.nan, fits.sigma)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from predictors.heads import HEADS
+from predictors.heads import HEADS, Tower
 from scheduler_core.errors import InputError
 from scheduler_core.lengths.quantiles import LEVELS as QUANTILE_LEVELS
 from scheduler_core.prediction.urgency import LEVELS
@@ -18,26 +18,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TowerOptions:
-    """Layers of a head."""
-
-    hidden_sizes: tuple[int, ...] = (256, 256, 128)
-    """Widths of the hidden layers; empty: a single linear layer."""
-    dropouts: tuple[float, ...] = (0.2, 0.2, 0.1)
-    """Dropout rate after each hidden layer."""
-    activation: Literal["gelu", "relu"] = "gelu"
-    """Activation function between the layers."""
-    layer_norm: bool = True
-    """Apply LayerNorm after every hidden layer except the last."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class HeadTask:
     """Options common to all heads."""
 
     weight: float = 1.0
     """Weight of the head in the loss."""
-    tower: TowerOptions | None = None
+    tower: Tower | None = None
     """Layers of this head; unset: the option `tower`."""
 
     def __post_init__(self) -> None:

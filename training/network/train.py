@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,15 +18,12 @@ from predictors.modules.checkpoint import CONFIG, KIND, WEIGHTS, save_checkpoint
 from predictors.modules.encoder import resolve_encoder
 from predictors.modules.predictor import PromptPredictor
 from scheduler_core.errors import InputError
-from scheduler_core.report.page import Page
-from scheduler_core.report.plotting import GRAY, color, new_figure, svg
 from scheduler_core.shell.command import report_left_out
 from scheduler_core.shell.files import (
     existing_file,
     folder_target,
     locked_folder,
     sha256_file,
-    writable_target,
     write_json,
 )
 from scheduler_core.shell.versions import versions_of
@@ -37,8 +33,8 @@ from training.network.config import FILE_OPTIONS, TrainConfig
 from training.network.data import SplitData, UrgencyLabels
 from training.network.distributed import node_rank
 from training.network.failures import NoProgressError
+from training.network.inference import has_bfloat16, pick_device
 from training.network.initial_model import InitialModel, initial_model, with_architecture_of_init
-from training.network.prediction import has_bfloat16, pick_device
 from training.network.splits import SplitRows, read_split_labels, read_split_rows
 from training.network.trainer import COUNTS, LAST, History, best_row, train_stages, write_history
 
@@ -47,7 +43,7 @@ log = logging.getLogger(__name__)
 PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "safetensors", "numpy", "scipy", "pyarrow")
 IDENTITY = "identity.json"
 # Options that are not compared when a run is resumed: they do not affect the result, or their files are hashed.
-NOT_IDENTITY = (*FILE_OPTIONS, "out", "overwrite", "resume", "progress", "threads", "tensorboard", "report")
+NOT_IDENTITY = (*FILE_OPTIONS, "out", "overwrite", "resume", "progress", "threads", "tensorboard")
 
 
 def run(config: TrainConfig) -> int:
@@ -82,7 +78,6 @@ def _train(config: TrainConfig, out: Path, work: Path, is_first: bool) -> dict[s
         resolve_encoder(config.encoder)
     if config.only_conditioning:
         config = with_architecture_of_init(config)
-    page = None if config.report is None else writable_target(config.report, "report")
     device = pick_device(config.accelerator)
     if config.precision == "bf16-mixed" and device.type == "cpu" and not has_bfloat16():
         log.warning(
@@ -125,8 +120,6 @@ def _train(config: TrainConfig, out: Path, work: Path, is_first: bool) -> dict[s
     model, tokenizer = initial.model, initial.tokenizer
     save_checkpoint(out, model, tokenizer, info, extra_files=extra, overwrite=config.overwrite)
     _clear(work)
-    if page is not None:
-        _write_report(page, info, history)
     return info
 
 
@@ -274,36 +267,3 @@ def _throughput(history: History) -> dict[str, Any]:
             "padding_fraction": round(1 - totals[-1] / cells, 4) if cells else None,
         }
     return report
-
-
-def _write_report(path: Path, info: dict[str, Any], history: History) -> None:
-    """Writes an HTML report: losses over the epochs of both stages, and a table of all metrics of each epoch."""
-    metrics, data = info["metrics"], info["data"]
-    lead = (
-        f"Heads {', '.join(info['heads'])}; {data['num_prompts']['train']} prompts and {data['num_labels']['train']} "
-        f"labels of {data['name']}. Best epoch: stage {metrics['best_stage']}, epoch {metrics['best_epoch']}."
-    )
-    page = Page(f"Training of {Path(info['config']['out']).name}", lead)
-    page.figure(
-        svg(_figure(info["heads"], history)), "Loss by epoch; dashed: training; dotted line: start of stage 2"
-    )
-    left_out = {*COUNTS, "train_seconds", "seconds"}
-    names = [name for name in dict.fromkeys(name for row in history for name in row) if name not in left_out]
-    page.table(names, [[row.get(name) for name in names] for row in history])
-    page.note(", ".join(f"{name} {version}" for name, version in info["versions"].items()))
-    page.write(path)
-
-
-def _figure(heads: Sequence[str], history: History) -> Any:
-    """Draws the losses of the heads over the epochs of both stages."""
-    figure, (axis,) = new_figure(8, 4, columns=1)
-    epochs = range(1, len(history) + 1)
-    for number, head in enumerate(heads):
-        for prefix, style in (("validation_", {"label": head}), ("train_", {"linestyle": "--"})):
-            losses = [row.get(prefix + head) for row in history]
-            axis.plot(epochs, losses, marker=".", color=color(number), **style)
-    axis.set(xlabel="epoch", ylabel="loss")
-    axis.legend(fontsize=8)
-    if start := sum(row["stage"] == 1 for row in history):
-        axis.axvline(start + 0.5, color=GRAY, linewidth=1, linestyle=":")
-    return figure

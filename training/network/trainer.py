@@ -39,9 +39,9 @@ from training.network.config import StageConfig, TrainConfig
 from training.network.data import Examples, SplitData, TrainingBatch, loader, prompt_weights
 from training.network.distributed import is_first_process, launch, node_rank, wait_for_others
 from training.network.failures import NoProgressError, memory_errors
+from training.network.inference import pooled_features
 from training.network.initial_model import InitialModel, merge_adapters
 from training.network.module import MONITOR, StageModule
-from training.network.prediction import pooled_features
 from training.progress import tracked
 
 log = logging.getLogger(__name__)
@@ -157,10 +157,9 @@ def _features(
     path = folder / FEATURES
     if is_first_process() and not path.exists():
         initial.model.to(device)
-        precision = torch.bfloat16 if config.precision == "bf16-mixed" else torch.float16
         with (
             memory_errors(lambda: None, f"computing features of {config.batch_size} prompts at a time"),
-            torch.autocast(device.type, precision, enabled=config.precision != "32-true"),
+            torch.autocast(device.type, torch.bfloat16, enabled=config.precision != "32-true"),
         ):
             features = {
                 name: pooled_features(
