@@ -228,36 +228,43 @@ def load_trace(
     return trace
 
 
+def read_number(
+    location: str, name: str, value: object, high: float | None = None, allowed: str = "", hint: str = ""
+) -> float:
+    """The value of a numeric column of a trace, a number or its decimal text. `InputError` with the location, the column and
+    the range, which ends at `high` (None: that of the column), unless `allowed` describes it; `hint` follows."""
+    kind, low, largest = _NUMBERS[name]
+    high = largest if high is None else high
+    try:
+        number: Any = parse_number(value) if isinstance(value, str) else value
+        converted = math.nan if number is None or isinstance(number, bool) else float(number)
+    except (TypeError, ValueError, OverflowError):
+        converted = math.nan
+    if not low <= converted <= high or math.isinf(converted) or (kind is int and converted % 1):
+        unit = "integers" if kind is int else "seconds" if name.endswith("_s") else "numbers"
+        end = high if kind is int else f"{high:g}"
+        allowed = allowed or f"{unit} from {low} to {end}"
+        raise InputError(f"{location} column {name}", value, allowed + hint)
+    return int(converted) if kind is int else converted
+
+
 def _request(location: str, row: Mapping[str, Any], defaults: Mapping[str, float]) -> TraceRequest:
     """Validates one row of a file and converts it to a request."""
 
+    hints = {"max_tokens": "; or default_max_tokens for requests without max_tokens"}
+    if row.get("arrival_s") in (None, ""):
+        hints["arrival_s"] = "; or a rate or load, with which arrivals are drawn"
+
     def error(name: str, value: object, allowed: str) -> InputError:
-        if name == "max_tokens":
-            allowed += "; or default_max_tokens for requests without max_tokens"
-        if name == "arrival_s" and values.get(name) is None:
-            allowed += "; or a rate or load, with which arrivals are drawn"
-        return InputError(f"{location} column {name}", value, allowed)
+        return InputError(f"{location} column {name}", value, allowed + hints.get(name, ""))
+
+    def number(name: str, high: float | None = None, allowed: str = "") -> float:
+        return read_number(location, name, values.get(name), high, allowed, hints.get(name, ""))
 
     values = {**defaults, **{name: value for name, value in row.items() if value is not None and value != ""}}
     for name in REQUIRED:
         if name not in row and name not in defaults:
             raise error(name, ", ".join(map(str, row)), "a trace with columns " + ", ".join(REQUIRED))
-
-    def number(name: str, high: float | None = None, allowed: str = "") -> float:
-        kind, low, largest = _NUMBERS[name]
-        high = largest if high is None else high
-        value = values.get(name)
-        try:
-            number = parse_number(value) if isinstance(value, str) else value
-            converted = math.nan if number is None or isinstance(number, bool) else float(number)
-        except (TypeError, ValueError, OverflowError):
-            converted = math.nan
-        if not low <= converted <= high or math.isinf(converted) or (kind is int and converted % 1):
-            unit = "integers" if kind is int else "seconds" if name.endswith("_s") else "numbers"
-            end = high if kind is int else f"{high:g}"
-            raise error(name, value, allowed or f"{unit} from {low} to {end}")
-        return int(converted) if kind is int else converted
-
     fields: dict[str, Any] = {name: number(name) for name in ("arrival_s", "prompt_tokens", "max_tokens")}
     limit = f"{'max_tokens' if row.get('max_tokens') else 'default_max_tokens'} = {fields['max_tokens']}"
     fields["output_tokens"] = number("output_tokens", fields["max_tokens"], f"integers from 1 to {limit}")

@@ -298,7 +298,7 @@ def test_only_decimal_numbers_in_ascii_digits_are_numbers(
             load_trace(file)
         for column in ("output_tokens", "mu"):
             (tmp_path / "lengths.csv").write_text(f"{column},sigma\n{text},1\n")
-            with pytest.raises(InputError, match=r"lengths.file: got .* is not a decimal number"):
+            with pytest.raises(InputError, match=f"column {column}: got"):
                 read_lengths(str(tmp_path / "lengths.csv"))
         return
     source = SOURCES["log csv"]

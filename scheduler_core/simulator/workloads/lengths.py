@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.predictions import LengthPrediction
-from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges, parse_number
+from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges
 from scheduler_core.shell.files import existing_file
 from scheduler_core.shell.table_files import file_rows
-from scheduler_core.simulator.trace import MAX_TIME_S, MAX_TOKENS
+from scheduler_core.simulator.trace import MAX_TOKENS, read_number
 from scheduler_core.statistics import FloatArray
 
 IntArray = NDArray[np.int64]
@@ -184,41 +184,29 @@ def read_lengths(path: str) -> LengthRows:
 @lru_cache(maxsize=8)
 def _read(file: Path, _modified_ns: int) -> LengthRows:
     source = str(file)
-    rows = [row for _, row in file_rows(file, "lengths.file", _COLUMNS)]
-    table: dict[str, FloatArray] = {}
-    try:
-        for name in _COLUMNS:
-            if rows and name in rows[0]:
-                cells = [row[name] for row in rows]
-                numbers = (parse_number(cell) if isinstance(cell, str) and cell else cell for cell in cells)
-                table[name] = np.array(
-                    [math.nan if number in (None, "") else float(number) for number in numbers]
-                )
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise InputError("lengths.file", source, f"numbers in all rows ({error})") from error
-    if not table:
-        raise InputError("lengths.file", source, "a file with at least one row and a column of lengths")
-    arrival = table.get("arrival_s")
-    if arrival is not None and not np.all(np.abs(arrival) <= MAX_TIME_S):
-        if np.any(np.abs(arrival) > MAX_TIME_S):
-            raise InputError("lengths.file", source, f"arrival_s up to {MAX_TIME_S:g} in all rows")
-        arrival = None
-    prompt, output = (_tokens(file, table.get(name), name) for name in ("prompt_tokens", "output_tokens"))
+    rows = [
+        {
+            name: read_number(f"{file.name} row {number}", name, row[name])
+            for name in _COLUMNS
+            if row.get(name) not in (None, "")
+        }
+        for number, row in file_rows(file, "lengths.file", _COLUMNS)
+    ]
+    columns = {
+        name: np.array([row[name] for row in rows])
+        for name in _COLUMNS
+        if rows and all(name in row for row in rows)
+    }
+    for name in ("prompt_tokens", "output_tokens", "mu", "sigma", "nu"):
+        if name not in columns and any(name in row for row in rows):
+            raise InputError("lengths.file", source, f"a value of {name} in all rows or in none")
+    prompt, output, arrival = (columns.get(name) for name in ("prompt_tokens", "output_tokens", "arrival_s"))
     if output is not None:
         return LengthRows(source, prompt, output, None, arrival)
-    if "mu" not in table or "sigma" not in table:
-        raise InputError("lengths.file", source, "a file with a column output_tokens, or with mu and sigma")
-    parameters = np.stack([table["mu"], table["sigma"], table.get("nu", np.full(len(rows), 3.5))])
-    if not np.all(np.isfinite(parameters)) or np.any(parameters[1:] <= 0):
-        raise InputError("lengths.file", source, "finite mu, sigma and nu above 0 in all rows")
+    if "mu" not in columns or "sigma" not in columns:
+        allowed = "at least one row, and a column output_tokens, or mu and sigma"
+        raise InputError("lengths.file", source, allowed)
+    parameters = np.stack([columns["mu"], columns["sigma"], columns.get("nu", np.full(len(rows), 3.5))])
+    if np.any(parameters[1:] <= 0):
+        raise InputError("lengths.file", source, "sigma and nu above 0 in all rows")
     return LengthRows(source, prompt, None, parameters, arrival)
-
-
-def _tokens(file: Path, column: FloatArray | None, name: str) -> IntArray | None:
-    if column is None or np.all(np.isnan(column)):
-        return None
-    wrong = np.flatnonzero(~((column >= 1) & (column <= MAX_TOKENS)) | (column != np.floor(column)))
-    if len(wrong):
-        location = f"{file.name} row {wrong[0] + 1} column {name}"
-        raise InputError(location, float(column[wrong[0]]), f"integers from 1 to {MAX_TOKENS}")
-    return column.astype(np.int64)
