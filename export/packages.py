@@ -25,8 +25,6 @@ from scheduler_core.shell.files import atomic_directory, folder_target
 
 logger = logging.getLogger(__name__)
 
-#: Tensor type in the manifest -> tensor type in Triton.
-_TYPES = {"float32": "TYPE_FP32", "int64": "TYPE_INT64", "string": "TYPE_STRING"}
 _RESOURCE = """apiVersion: serving.kserve.io/v1beta1
 kind: InferenceService
 metadata:
@@ -121,7 +119,8 @@ def _model_config(artifact: Artifact, config: PackageConfig) -> str:
     for kind, tensors in (("input", (text, *manifest.inputs[2:])), ("output", manifest.outputs)):
         for tensor in tensors:
             dims = ", ".join(map(str, tensor.shape[1:] or (1,)))  # Triton: [ 1 ] for a scalar per row
-            shape = f"data_type: {_TYPES[tensor.dtype]} dims: [ {dims} ]"
+            datatype = tensor.datatype.replace("BYTES", "STRING")  # as Triton's configuration calls it
+            shape = f"data_type: TYPE_{datatype} dims: [ {dims} ]"
             lines.append(f'{kind} {{ name: "{tensor.name}" {shape} }}')
     lines.append("dynamic_batching { max_queue_delay_microseconds: 1000 }")
     lines.append(f"instance_group {{ count: 1 kind: KIND_{config.device.upper()} }}")

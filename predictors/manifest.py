@@ -91,6 +91,11 @@ class TensorSpec(BaseModel):
     shape: tuple[int | str, ...]
     unit: str
 
+    @property
+    def datatype(self) -> str:
+        """The type's name in the Open Inference Protocol."""
+        return {"float32": "FP32", "int64": "INT64", "string": "BYTES"}[self.dtype]
+
 
 TensorSpecs = Annotated[tuple[TensorSpec, ...], Field(min_length=1)]
 

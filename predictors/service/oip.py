@@ -83,7 +83,7 @@ def output_types(served: ServedArtifact) -> list[TensorType]:
     """Outputs of a model; the last three require the input max_tokens."""
     manifest = served.manifest
     types = [
-        TensorType(output.name, "FP32", (-1, *(size for size in output.shape[1:] if isinstance(size, int))))
+        TensorType(output.name, output.datatype, (-1, *map(int, output.shape[1:])))
         for output in manifest.outputs
         if output.name != "sigma_within"  # not in the record of a prediction
     ]
