@@ -37,6 +37,7 @@ from importlib import metadata, util
 from pathlib import Path
 
 from benchmarks.gpu.parts import archives_of, join_parts, write_parts
+from benchmarks.shared.command import Parser
 from scheduler_core.errors import TailcastError
 from scheduler_core.shell.files import atomic_file, inside_package
 
@@ -308,9 +309,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--data", type=Path, help="folder of public length sets")
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), metavar="STEP")
     parser.add_argument("--out", type=Path, help="folder of the pages; default: benchmarks/results/gpu")

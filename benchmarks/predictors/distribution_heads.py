@@ -1,17 +1,13 @@
-"""Comparison of output-length distributions: log-t, mixtures of log-t, and nonparametric ones.
+"""Comparison of output-length distributions: log-t, mixtures of log-t, and quantiles.
 
     python -m benchmarks.predictors.distribution_heads DATA [--encoder ENCODER] [--seeds 3] [--work FOLDER] [--json OUT]
 
 DATA is the folder of public sets that `python -m examples.pretrained` takes. The training, tuning and report
-prompts and the held-out sources are those of the shipped predictor. There are two comparisons:
-
-- heads: all heads use the same frozen encoder, towers, conditions, steps and learning rates; they differ in
-  outputs and loss. The epoch with the lowest loss on the tuning prompts is used. There, too, each head gets
-  a shift and a scale about its median (lowest CRPS of ln tokens), as in `calibrate`. The encoder must not
-  have been trained on the training prompts: its features would fit them better than new prompts.
-- shapes: mu and sigma are those of the shipped predictor. The distribution of (ln length - mu) / sigma is its
-  Student-t, one with nu, shift and scale fitted on the tuning prompts, or the empirical residuals, over all
-  served models or for each of them.
+prompts and the held-out sources are those of the shipped predictor. All heads use the same frozen encoder, towers,
+conditions, steps and learning rates; they differ in outputs and loss. The epoch with the lowest loss on the tuning
+prompts is used. There, too, each head gets a shift and a scale about its median (lowest CRPS of ln tokens), as in
+`calibrate`. The encoder must not have been trained on the training prompts: its features would fit them better
+than new prompts.
 Scores use min(length, 15,000 tokens), weight each (prompt, served model) equally, and are means over seeds.
 Intervals are paired bootstraps over prompts against the first head. For held-out sources the served model is
 unknown.
@@ -19,8 +15,6 @@ unknown.
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import math
 import sys
@@ -34,15 +28,22 @@ import pandas as pd
 import torch
 from numpy.typing import NDArray
 from scipy.optimize import minimize
-from scipy.special import stdtr
-from scipy.stats import t as student_t
 
-from benchmarks.predictors.frozen_heads import HEADS, Kind, Network, Rows, outputs_of, read_rows, train
+from benchmarks.predictors.frozen_heads import (
+    HEADS,
+    Kind,
+    Network,
+    Rows,
+    outputs_of,
+    read_rows,
+    served_models,
+    train,
+)
 from benchmarks.predictors.grid_scores import GRID, LEVELS, LIMIT, Array, crps, mean_over, scores, shifted
+from benchmarks.shared.command import Parser
 from benchmarks.shared.pooled import ENCODER
 from examples.pretrained.prepare import prepare
-from predictors.pretrained import shipped_folder
-from training.evaluating.batch_predictor import InferenceOptions, open_batch_predictor
+from scheduler_core.report.page import markdown_table
 from training.evaluating.scores import kendall_tau
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ log = logging.getLogger(__name__)
 def measure(
     kind: Kind, network: Network, tune: Rows, report: Rows, others: Mapping[str, Rows]
 ) -> dict[str, Array]:
-    """Scores of each row of each set by "SET/SCORE"; raw/ is the report set before shift and scale."""
+    """Scores of each row of each set by "SET/SCORE"."""
     # One served model in four per prompt is enough to fit two parameters.
     at = torch.arange(0, len(tune.prompt), 4)
     cdf, every = kind.cdf(outputs_of(network, tune, at)), np.arange(len(at))
@@ -66,9 +67,9 @@ def measure(
     options = {"xatol": 0.01, "fatol": 1e-5, "initial_simplex": simplex}
     solution = minimize(score, np.zeros(2), method="Nelder-Mead", options=options).x
     shift, scale = float(solution[0]), math.exp(solution[1])
-    result = {"calibration": np.array([shift, scale])}
+    result: dict[str, Array] = {}
     raw, every = kind.cdf(outputs_of(network, report)), np.arange(len(report.prompt))
-    sets = {"raw": (raw, report, every), "report": (shifted(raw, shift, scale), report, every)}
+    sets = {"report": (shifted(raw, shift, scale), report, every)}
     for name, rows in others.items():
         _, first, of = np.unique(rows.prompt.numpy(), return_index=True, return_inverse=True)
         unknown = kind.cdf(outputs_of(network, rows, torch.from_numpy(first), hidden=True))
@@ -76,61 +77,6 @@ def measure(
     for name, (cdf, rows, of) in sets.items():
         result |= {f"{name}/{key}": value for key, value in scores(cdf, rows.samples, of).items()}
     return result
-
-
-def shapes(tune: Rows, report: Rows, others: Mapping[str, Rows]) -> dict[str, dict[str, Array]]:
-    """Scores as in `measure`, by shape, with mu and sigma of the shipped predictor."""
-    predictor = open_batch_predictor(shipped_folder("pretrained"), InferenceOptions(threads=1))
-    known = set(predictor.served_models)
-
-    def parameters(rows: Rows, *, hidden: bool = False) -> tuple[Array, Array]:
-        table = rows.table
-        models = [None if hidden or name not in known else name for name in table.model]
-        temperatures = [None if hidden or math.isnan(value) else value for value in table.temperature]
-        predicted = predictor.predict(table.prompt.tolist(), models, temperatures)
-        return np.asarray(predicted.mu), np.asarray(predicted.sigma)
-
-    mu, sigma = parameters(tune)
-    present, finished = tune.samples.present.numpy(), tune.samples.finished.numpy()
-    z = (np.log(tune.samples.tokens.numpy().astype(float)) - mu[:, None]) / sigma[:, None]
-
-    def loss(x: Array) -> float:
-        nu, t = math.exp(x[0]), (z - x[1]) / math.exp(x[2])
-        values = np.where(finished, -student_t.logpdf(t, nu) + x[2], -student_t.logsf(t, nu))
-        return float(mean_over(present, values).mean())
-
-    nu, shift, log_scale = minimize(loss, np.array([math.log(3.5), 0.0, 0.0]), method="Nelder-Mead").x
-    levels = np.linspace(0.0, 1.0, 401)
-    pooled_z = np.quantile(z[present], levels)
-    by_model = {
-        model: np.quantile(z[tune.model.numpy() == model][present[tune.model.numpy() == model]], levels)
-        for model in np.unique(tune.model.numpy()).tolist()
-    }
-
-    def residuals(table: Mapping[int, Array]) -> Callable[[Array, NDArray[np.int64]], Array]:
-        return lambda t, model: np.stack(
-            [
-                np.interp(row, table.get(number, pooled_z), levels)
-                for row, number in zip(t, model.tolist(), strict=True)
-            ]
-        )
-
-    kinds: dict[str, Callable[[Array, NDArray[np.int64]], Array]] = {
-        "log-t, nu 3.5, as shipped": lambda t, model: stdtr(3.5, t),
-        "log-t, fitted nu": lambda t, model: stdtr(math.exp(nu), (t - shift) / math.exp(log_scale)),
-        "residuals": residuals({}),
-        "residuals by served model": residuals(by_model),
-    }
-    results: dict[str, dict[str, Array]] = {name: {} for name in kinds}
-    log.info("fitted nu %.2f, shift %.3f, scale %.3f", math.exp(nu), shift, math.exp(log_scale))
-    for part, rows in {"report": report, **others}.items():
-        mu, sigma = parameters(rows, hidden=part != "report")
-        model = rows.model.numpy() * (part == "report")
-        for name, shape in kinds.items():
-            cdf = shape((GRID - mu[:, None]) / sigma[:, None], model)
-            one = scores(cdf, rows.samples, np.arange(len(mu)))
-            results[name] |= {f"{part}/{key}": value for key, value in one.items()}
-    return results
 
 
 def gain(
@@ -217,35 +163,23 @@ def interval(values: Sequence[float]) -> str:
 
 def markdown(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Table of one set with a row for each head."""
-    lines = [f"| head | {' | '.join(COLUMNS)} |", "|---|" + "---:|" * len(COLUMNS)]
-    lines += [
-        f"| {name} | {' | '.join(cell(one) for cell in COLUMNS.values())} |" for name, one in results.items()
-    ]
-    return "\n".join(lines) + "\n"
+    rows = [(name, *(cell(one) for cell in COLUMNS.values())) for name, one in results.items()]
+    return markdown_table(("head", *COLUMNS), rows) + "\n"
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Trains the heads that are missing in the work folder, and prints the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("data", type=Path, help="folder of the public sets")
     parser.add_argument("--encoder", default=ENCODER, help="encoder not trained on these prompts")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--heads", nargs="+", choices=HEADS, default=list(HEADS))
     parser.add_argument("--work", type=Path, default=Path("out/distribution_heads"), help="cached results")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(args)
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     files = prepare(options.data, options.work / "data")
-    names = sorted(
-        {
-            str(name)
-            for file in files.training
-            for name in pd.read_parquet(file, columns=["model"]).model.dropna()
-        }
-    )
+    names = served_models(files.training)
 
     def read(file: Path) -> Rows:
         return read_rows({file: 1.0}, names, options.encoder, options.work)
@@ -253,7 +187,6 @@ def main(args: Sequence[str] | None = None) -> int:
     rows = read_rows(files.training, names, options.encoder, options.work)
     tune, report = read(files.calibration), read(files.report)
     others = {name: read(file) for name, file in files.set_aside.items()}
-    shaped = shapes(tune, report, others)
     runs: dict[str, list[dict[str, Array]]] = {name: [] for name in options.heads}
     for seed in range(options.seeds):
         for name in options.heads:
@@ -261,13 +194,7 @@ def main(args: Sequence[str] | None = None) -> int:
             if not file.is_file():
                 since = time.monotonic()
                 kind = HEADS[name]
-                weights = file.with_suffix(".pt")
-                if weights.is_file():
-                    network = Network(kind, rows.features.shape[1], names, seed)
-                    network.load_state_dict(torch.load(weights, weights_only=True))
-                else:
-                    network = train(kind, rows, tune, names, seed)
-                    torch.save(network.state_dict(), weights)
+                network = train(kind, rows, tune, names, seed)
                 np.savez(file, **measure(kind, network, tune, report, others))  # type: ignore[arg-type]
                 log.info("%s, seed %d: %.0f s", name, seed, time.monotonic() - since)
             runs[name].append(dict(np.load(file)))
@@ -277,22 +204,11 @@ def main(args: Sequence[str] | None = None) -> int:
         for title, keep in ((name, ~thinking[name]), (f"{name}, reasoning", thinking[name])):
             if keep.any():
                 sets[title] = (name, other.table, keep)
-    results: dict[str, dict[str, dict[str, Any]]] = {}
-    for way, measured in (("shapes", {name: [one] for name, one in shaped.items()}), ("heads", runs)):
-        base = next(iter(measured.values()))
-        for title, part in sets.items():
-            results[f"{way}, {title}"] = {name: summary(one, base, *part) for name, one in measured.items()}
-    raw = ("raw", report.table, sets["report"][2])
-    results["heads, report, without shift and scale"] = {
-        name: summary(one, base, *raw) for name, one in runs.items()
-    }
-    for title, result in results.items():
-        first = next(iter(result.values()))
-        sys.stdout.write(
-            f"\n{title}: {first['prompts']:,} prompts, {first['rows']:,} rows\n\n{markdown(result)}"
-        )
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    base = next(iter(runs.values()))
+    for title, part in sets.items():
+        results = {name: summary(one, base, *part) for name, one in runs.items()}
+        first = results[options.heads[0]]
+        print(f"\n{title}: {first['prompts']:,} prompts, {first['rows']:,} rows\n\n{markdown(results)}")
     return 0
 
 

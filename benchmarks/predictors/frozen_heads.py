@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -200,6 +200,12 @@ def read_rows(files: Mapping[Path, float], names: Sequence[str], encoder: str, w
         torch.tensor(table.weight.to_numpy(), dtype=torch.float32),
         table,
     )
+
+
+def served_models(files: Iterable[Path]) -> list[str]:
+    """Names of the served models in prepared files."""
+    tables = (pd.read_parquet(file, columns=["model"]) for file in files)
+    return sorted({str(name) for table in tables for name in table.model.dropna()})
 
 
 class Network(nn.Module):

@@ -20,7 +20,6 @@ resumes.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import logging
 import time
@@ -30,12 +29,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 from numpy.typing import NDArray
 
 from benchmarks.predictors.distribution_heads import interval, markdown, measure, summary
-from benchmarks.predictors.frozen_heads import HEADS, Network, Rows, read_rows, train
+from benchmarks.predictors.frozen_heads import HEADS, Network, Rows, read_rows, served_models, train
+from benchmarks.shared.command import Parser
 from benchmarks.shared.pages import put_section
 from benchmarks.shared.pooled import ENCODER, MAX_TOKENS
 from data_gen.transformers_backend import TransformersBackend
@@ -138,9 +137,7 @@ def overview(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Computes the results that are missing in the work folder, and prints the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("data", type=Path, help="folder of the public sets")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--work", type=Path, default=Path("out/distribution_heads"), help="cached results")
@@ -149,13 +146,7 @@ def main(args: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     files = prepare(options.data, options.work / "data")
-    names = sorted(
-        {
-            str(name)
-            for file in files.training
-            for name in pd.read_parquet(file, columns=["model"]).model.dropna()
-        }
-    )
+    names = served_models(files.training)
     states = HiddenStates(options.work)
 
     def read(weights: dict[Path, float]) -> tuple[Rows, NDArray[np.float16]]:

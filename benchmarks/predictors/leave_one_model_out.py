@@ -25,7 +25,6 @@ No prediction is calibrated. Each (prompt, served model) has the same weight. Th
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import logging
@@ -42,6 +41,7 @@ from scipy.special import stdtr
 from benchmarks.predictors.frozen_heads import LogTMixture, Network, Rows, outputs_of, read_rows, train
 from benchmarks.predictors.grid_scores import GRID, LEVELS, Array, mean_over, scores
 from benchmarks.predictors.language_model_features import HiddenStates
+from benchmarks.shared.command import Parser
 from benchmarks.shared.pages import put_section
 from benchmarks.shared.pooled import ENCODER
 from examples.pretrained import tiny, tiny_network
@@ -223,9 +223,7 @@ def measure(trained: Trained, report: Rows, names: Sequence[str]) -> dict[str, l
 
 def main(args: Sequence[str] | None = None) -> None:
     """Trains the heads that are missing in the work folder, and prints the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("data", type=Path, help="folder of the public sets")
     parser.add_argument("--prompts", type=int, default=3_000, help="number of training prompts")
     parser.add_argument("--work", type=Path, default=Path("out/leave_one_model_out"), help="cached results")

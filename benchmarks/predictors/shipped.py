@@ -12,7 +12,6 @@ tokens); their ratios are predicted over observed. CPU times are medians over si
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from benchmarks.shared.command import Parser
 from benchmarks.shared.pages import put_section
 from examples.pretrained.prepare import CASTILLO_LIMIT, prepare
 from examples.pretrained.unseen import SourceScores, score_sources
@@ -97,9 +97,7 @@ def milliseconds(artifact: Path, prompts: Sequence[str]) -> float:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Evaluates all predictors and prints the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("artifacts", nargs="*", help="additional artifacts, NAME=FOLDER")
     parser.add_argument("--data", type=Path, required=True, help="folder of the public sets")
     parser.add_argument("--work", type=Path, default=Path("out/shipped_predictors"), help="folder for files")

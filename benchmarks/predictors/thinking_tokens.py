@@ -9,7 +9,6 @@ independence. Both use heads on a frozen MiniLM, and the same test prompts.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -19,10 +18,12 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from benchmarks.shared.command import Parser
 from data_gen.splits import split_of
 from examples.pretrained.prepare import prompt_hash
 from predictors.modules.checkpoint import load_checkpoint
 from scheduler_core.lengths.distribution import LogT
+from scheduler_core.report.page import markdown_table
 from training.evaluating.scores import kendall_tau
 from training.network.config import ConditioningOptions, StageConfig, TrainConfig
 from training.network.inference import predict_prompts
@@ -112,9 +113,7 @@ def sum_quantiles(quantiles: Mapping[str, Floats]) -> Floats:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of public length sets")
     parser.add_argument("--epochs", type=int, default=60, help="maximum number of passes of the heads")
     options = parser.parse_args()
@@ -133,14 +132,13 @@ def main() -> int:
         "thinking": ("thinking", quantiles["thinking"]),
         "output": ("output", quantiles["output"]),
     }
-    lines = ["| tokens | tau | CRPS, tokens | P90 |", "| --- | ---: | ---: | ---: |"]
+    lines = []
     for name, (column, forecast) in table.items():
         tau, crps, covered = scores(test, column, forecast)
-        lines.append(f"| {name} | {tau:.3f} | {crps:.1f} | {covered:.3f} |")
-    counts = (
-        f"{rows.prompt.nunique()} prompts, {rows.model.nunique()} served models; tested: {len(test)} rows"
-    )
-    sys.stdout.write(f"{counts} of {test.prompt.nunique()} prompts.\n\n" + "\n".join(lines) + "\n")
+        lines.append((name, f"{tau:.3f}", f"{crps:.1f}", f"{covered:.3f}"))
+    text = markdown_table(("tokens", "tau", "CRPS, tokens", "P90"), lines)
+    counts = f"{rows.prompt.nunique()} prompts, {rows.model.nunique()} served models"
+    print(f"{counts}; tested: {len(test)} rows of {test.prompt.nunique()} prompts.\n\n{text}")
     return 0
 
 

@@ -10,15 +10,16 @@ full of other data, and has its own row. Prompts have the median length and the 
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections.abc import Callable
 
 import numpy as np
 
+from benchmarks.shared.command import Parser
 from predictors.runtime import open_runtime
 from predictors.tiny import TinyPredictor
+from scheduler_core.report.page import markdown_table
 
 TINY_CALLS = 20
 CHARACTERS = {"lower quartile": 76, "median": 401, "upper quartile": 1067}
@@ -43,9 +44,7 @@ def prompts_of(data: str | None, num_prompts: int = 50) -> dict[str, list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--data", help="Parquet file with a column prompt")
     parser.add_argument("--rounds", type=int, default=400)
     options = parser.parse_args()
@@ -57,7 +56,7 @@ def main() -> None:
         "pretrained": lambda prompt: minilm.predict([prompt]),
     }
     print(f"microseconds for one prompt, one core, {options.rounds} rounds; load {os.getloadavg()[0]:.1f}")
-    print("| prompt | characters | predictor | minimum | median | P99 |\n|---|---:|---|---:|---:|---:|")
+    rows = []
     for name, prompts in prompts_of(options.data).items():
         times: dict[str, list[float]] = {"pretrained": [], "tiny, first call": [], "tiny": []}
         for number in range(options.rounds):
@@ -71,8 +70,8 @@ def main() -> None:
         characters = np.median([len(prompt) for prompt in prompts])
         for predictor, values in times.items():
             figures = (min(values), *np.quantile(values, (0.5, 0.99)))
-            numbers = " | ".join(f"{value:,.0f}" for value in figures)
-            print(f"| {name} | {characters:,.0f} | {predictor} | {numbers} |")
+            rows.append((name, f"{characters:,.0f}", predictor, *(f"{value:,.0f}" for value in figures)))
+    print(markdown_table(("prompt", "characters", "predictor", "minimum", "median", "P99"), rows))
 
 
 if __name__ == "__main__":

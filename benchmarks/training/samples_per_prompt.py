@@ -25,6 +25,7 @@ from typing import Any
 
 import pyarrow.compute as pc
 
+from benchmarks.shared.command import Parser
 from benchmarks.shared.samples import add_file_options, write_selected
 from benchmarks.shared.study import run_study
 from benchmarks.shared.table import METRICS, Table, metric
@@ -109,12 +110,10 @@ def _measure(folder: Path, objective: Any, count: int, options: argparse.Namespa
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     add_file_options(parser)
     parser.add_argument("--encoder", default=ENCODER, help="encoder, frozen")
-    parser.add_argument("--max-length", type=int, default=192, help="maximum tokens of a prompt")
+    parser.add_argument("--max_length", type=int, default=192, help="maximum tokens of a prompt")
     parser.add_argument("--counts", default="1,3,10", help="outputs per row")
     parser.add_argument("--epochs", type=int, default=12, help="maximum number of epochs")
     return parser

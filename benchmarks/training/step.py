@@ -44,6 +44,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from benchmarks.shared.command import Parser
 from training.network.config import StageConfig, TrainConfig
 from training.network.tasks import LengthTask
 from training.network.train import train
@@ -247,9 +248,7 @@ def _say(line: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--prompts", type=int, default=2048)
     parser.add_argument("--encoder", help="DebertaV2 encoder with tokenizer; default: random weights")
     parser.add_argument("--precision", default="32-true", choices=["32-true", "bf16-mixed"])

@@ -1,6 +1,6 @@
 """Urgency prediction: one ordinal head per labeled set, trained separately or jointly, on one frozen encoder.
 
-    python -m benchmarks.urgency.scales DATA [--encoder ARTIFACT_OR_ENCODER] [--seeds 3] [--work FOLDER] [--json OUT]
+    python -m benchmarks.urgency.scales DATA [--encoder ARTIFACT_OR_ENCODER] [--seeds 3] [--work FOLDER]
 
 DATA holds support_tickets.parquet and seamonkey_bug_priority.parquet. Each set keeps its own scale and its
 own split (60/20/20 by a hash of the text; the rubric's texts have a fixed one), so that no label is mapped to
@@ -19,8 +19,6 @@ Scores are of the test split, means over the seeds, which also change the split 
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -39,6 +37,7 @@ from sklearn.metrics import cohen_kappa_score, roc_auc_score
 from sklearn.pipeline import make_pipeline
 from torch import Tensor, nn
 
+from benchmarks.shared.command import Parser
 from benchmarks.shared.pooled import ENCODER, pooled
 from data_gen.splits import SPLITS, split_of, unit_hash
 from data_gen.urgency.seed_set import (
@@ -52,6 +51,7 @@ from data_gen.urgency.seed_set import (
 from predictors.heads import Tower
 from predictors.modules.heads import UrgencyHead, level_probabilities
 from scheduler_core.prediction.urgency import LEVELS, expected_cost_levels
+from scheduler_core.report.page import markdown_table
 from training.network.losses import ordinal_cross_entropy
 from training.urgency.abstention import ClaimRows, choose_threshold
 
@@ -262,10 +262,6 @@ def scores(
         "auc": float(roc_auc_score(true == 0, test[:, 0])) if 0 < (true == 0).sum() < len(true) else math.nan,
     }
     decided = expected_cost_levels(test)
-    for level, name in enumerate(one.levels):
-        result[f"{name}/recall"] = _mean(top[true == level] == level)
-        result[f"{name}/precision"] = _mean(true[top == level] == level)
-        result[f"{name}/too low"] = _mean(decided[true == level] > level)
     checks: dict[str, dict[str, Any]] = {"answered": {}, "right": {"risk": "wrong"}}
     if claims is not None:
         at = [number for number, pair in enumerate(data.pairs) if pair.split == "validation"]
@@ -277,9 +273,6 @@ def scores(
         result[name] = float(is_in.mean())
         result[f"{name}, certified"] = float(chosen.threshold is not None)
         result[f"{name}, too low"] = _mean(decided[is_in] > true[is_in])
-        result[f"{name}, wrong"] = _mean(decided[is_in] != true[is_in])
-        for level, label in enumerate(one.levels):
-            result[f"{name}, {label}"] = _mean(is_in[true == level])
     return result
 
 
@@ -333,11 +326,8 @@ def percent(values: Sequence[float]) -> str:
 
 
 def markdown(results: Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]) -> str:
-    """Two tables: heads by set, and levels of the separately trained head."""
-    lines = [
-        "| set | head | test texts | majority | accuracy | kappa | AUC | answered | of these too low | claims too | right |",
-        "|---|---|" + "---:|" * 9,
-    ]
+    """A row for each set and head."""
+    rows = []
     for name, heads in results.items():
         for title, runs in heads.items():
 
@@ -348,45 +338,24 @@ def markdown(results: Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]])
                 return f"{percent([run[key] for run in runs])} ({count:.0f})"
 
             mean = {key: float(np.nanmean([run[key] for run in runs])) for key in ("texts", "kappa", "auc")}
-            cells = [f"{mean['texts']:.0f}", percent([run["majority"] for run in runs])]
-            cells += [
-                percent([run["accuracy"] for run in runs]),
-                f"{mean['kappa']:.2f}",
-                f"{mean['auc']:.2f}",
+            cells = [
+                f"{mean['texts']:.0f}",
+                *(percent([run[key] for run in runs]) for key in ("majority", "accuracy")),
             ]
-            cells += [cell("answered"), percent([run["answered, too low"] for run in runs])]
-            cells += [cell("claims too"), cell("right")]
-            lines.append(f"| {name} | {title} | {' | '.join(cells)} |")
-    lines += [
-        "",
-        "| set | head | level | recall | precision | decided too low | answered | claims too |",
-        "|---|---|---|" + "---:|" * 5,
-    ]
-    for name, heads in results.items():
-        for title, runs in heads.items():
-            for level in (key.removesuffix("/recall") for key in runs[0] if key.endswith("/recall")):
-                keys = (
-                    f"{level}/recall",
-                    f"{level}/precision",
-                    f"{level}/too low",
-                    f"answered, {level}",
-                    f"claims too, {level}",
-                )
-                cells = [percent([run.get(key, math.nan) for run in runs]) for key in keys]
-                lines.append(f"| {name} | {title} | {level} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+            cells += [f"{mean['kappa']:.2f}", f"{mean['auc']:.2f}", cell("answered")]
+            cells += [percent([run["answered, too low"] for run in runs]), cell("claims too"), cell("right")]
+            rows.append((name, title, *cells))
+    header = "set|head|test texts|majority|accuracy|kappa|AUC|answered|of these too low|claims too|right"
+    return markdown_table(header.split("|"), rows) + "\n"
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Trains all heads and prints the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("data", type=Path, help="folder of the public sets of urgency")
     parser.add_argument("--encoder", default=ENCODER, help="encoder that no head was trained on")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--work", type=Path, default=Path("out/urgency_scales"), help="cached features")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(args)
     torch.set_num_threads(1)
     sets = read_sets(options.data)
@@ -400,8 +369,6 @@ def main(args: Sequence[str] | None = None) -> int:
             for title, one in heads.items():
                 results.setdefault(name, {}).setdefault(title, []).append(one)
     sys.stdout.write(markdown(results))
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
     return 0
 
 

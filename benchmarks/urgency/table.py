@@ -5,7 +5,6 @@ python -m benchmarks.urgency.table REPORT.json [--markdown benchmarks/results/ur
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -15,6 +14,7 @@ from operator import getitem
 from pathlib import Path
 from typing import Any
 
+from benchmarks.shared.command import Parser
 from benchmarks.shared.pages import put_section
 from scheduler_core.report.page import markdown_table
 from training.urgency.evaluation import COLUMNS, SCORES
@@ -84,7 +84,7 @@ def predictors_of(content: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any
 
 def main(args: Sequence[str] | None = None) -> None:
     """Prints the tables or writes them to a page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__)
     parser.add_argument("report", type=Path, help="JSON of evaluate-urgency")
     parser.add_argument("--markdown", help="Markdown page whose table is replaced; created if missing")
     options = parser.parse_args(args)
