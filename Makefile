@@ -102,6 +102,7 @@ numpy-only:
 
 proto: $(READY)
 	$(BIN)/python -m predictors.proto.generate
+	$(BIN)/python -m predictors.manifest > predictors/manifest.schema.json
 
 # The benchmarks that need neither data nor another server nor a GPU.
 BENCHMARKS := predictors.onnx_latency predictors.tiny proxy.overhead sampling.client sampling.throughput scheduling.length_scores service service.front_end service.hostile_bodies simulator.speed training.fit_dist training.step

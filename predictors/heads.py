@@ -128,7 +128,7 @@ class Predicted:
             return "rank", self.rank
         if self.bucket is not None:
             return "bucket", self.bucket @ np.arange(self.bucket.shape[1], dtype=np.float64)
-        raise InputError("predictor, heads", "urgency only", "a head that predicts the length")
+        raise InputError("predictor, heads", ", ".join(self.arrays()), "a head that predicts the length")
 
     def rows(self) -> list[dict[str, Any]]:
         """The numbers of each prompt by name, for `ArtifactRuntime.prediction`."""

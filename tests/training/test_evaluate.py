@@ -254,7 +254,7 @@ def test_heads_without_a_distribution_get_what_makes_sense(tmp_path):
     by_bucket = metrics(rows, (60.0,), bucket=np.eye(2)[(tokens > 60).astype(int)])
     assert by_bucket["point"]["bucket_accuracy"] == pytest.approx(1.0)
     assert by_bucket["pair_accuracy"]["fitted_mu"] > 0.7
-    with pytest.raises(InputError, match="urgency only"):
+    with pytest.raises(InputError, match="heads: got .*urgency"):
         metrics(rows)
 
 
