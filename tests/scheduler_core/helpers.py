@@ -83,6 +83,11 @@ SMALL_PARAMETERS: dict[str, dict[str, Any]] = {
     "slai": {"max_decodes": 2, "paying_first": True},
 }
 
+#: Batch formers that never preempt under a policy that is not preemptive, because memory is reserved for the longest output.
+NEVER_PREEMPT = {"orca", "request_level"}
+#: Batch formers that process every prompt in one step.
+WHOLE_PROMPTS = {"orca", "request_level", "vllm"}
+
 
 def compatible_pairs(policies: Iterable[str], formers: Iterable[str]) -> list[tuple[str, str]]:
     """Policies and batch formers that a scheduler takes together."""

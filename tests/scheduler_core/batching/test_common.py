@@ -19,8 +19,6 @@ from tests.scheduler_core import helpers
 PAIRS = helpers.compatible_pairs(POLICIES, BATCH_FORMERS)
 #: A static order, one that changes with time, and three ways to preempt.
 FEW = [pair for pair in PAIRS if pair[0] in ("fcfs", "hrrn", "srpt", "las", "semantic")]
-#: Memory is reserved for the longest answer.
-NEVER_PREEMPT = {"orca", "request_level"}
 TIGHT = {"max_num_seqs": 4, "max_num_batched_tokens": 40, "num_kv_blocks": 20, "kv_block_tokens": 2}
 #: Keeping a copy costs nothing, so that all of the cache is kept.
 KEEP: dict[str, dict[str, Any]] = {"stage_aware": {"batching_parameters": {"beta": 0.0}}}
@@ -67,8 +65,8 @@ def test_every_request_is_served_once_and_in_full_when_memory_is_short(pair: tup
     assert run.core.pool.kv.peak_blocks <= TIGHT["num_kv_blocks"]
     assert run.core.pool.kv.num_free_blocks == TIGHT["num_kv_blocks"]
     assert sum(item.num_preemptions for item in run.finished.values()) == counters.num_preemptions
-    if pair[0] == "fcfs" or pair[1] in NEVER_PREEMPT:
-        assert (counters.num_preemptions > 0) == (pair[1] not in NEVER_PREEMPT)
+    if pair[0] == "fcfs" or pair[1] in helpers.NEVER_PREEMPT:
+        assert (counters.num_preemptions > 0) == (pair[1] not in helpers.NEVER_PREEMPT)
     for field in fields(run.core.policy):  # type: ignore[arg-type]
         kept = getattr(run.core.policy, field.name)
         assert field.init or not isinstance(kept, dict | set) or not {"r0", "r9"} & set(kept), field.name
@@ -88,7 +86,7 @@ def test_under_fcfs_requests_start_in_the_order_they_came(former: str) -> None:
     assert starts == sorted(starts)
 
 
-@pytest.mark.parametrize("former", [name for name in BATCH_FORMERS if name not in NEVER_PREEMPT])
+@pytest.mark.parametrize("former", [name for name in BATCH_FORMERS if name not in helpers.NEVER_PREEMPT])
 def test_what_is_swapped_is_not_computed_again(former: str) -> None:
     given = rows()
     run = helpers.Drive(core_of(former, preemption="swap", **KEEP.get(former, {})), given)
@@ -143,8 +141,8 @@ def test_a_request_may_be_aborted_in_every_state(former: str, in_step: bool) -> 
         assert victim not in run.finished
         assert core.pool.kv.num_free_blocks == core.config.num_kv_blocks
     assert {"waiting", "decode"} <= reached
-    assert ("prefill" in reached) == (former not in {"orca", "request_level", "vllm"}), "prompts are split"
-    assert ("preempted" in reached) == ("offloaded" in reached) == (former not in NEVER_PREEMPT)
+    assert ("prefill" in reached) == (former not in helpers.WHOLE_PROMPTS), "prompts are split"
+    assert ("preempted" in reached) == ("offloaded" in reached) == (former not in helpers.NEVER_PREEMPT)
 
 
 def kind(core: Any, name: str) -> str:
@@ -184,7 +182,7 @@ URGENCY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.mend  # The urgent request was preempted by memory pressure, as the one admitted last, and the other one kept.
-@pytest.mark.parametrize("former", [name for name in BATCH_FORMERS if name not in NEVER_PREEMPT])
+@pytest.mark.parametrize("former", [name for name in BATCH_FORMERS if name not in helpers.NEVER_PREEMPT])
 @pytest.mark.parametrize("policy", URGENCY)
 @pytest.mark.parametrize("first", ["low", "high"])
 def test_memory_pressure_evicts_the_least_urgent(policy: str, former: str, first: str) -> None:
