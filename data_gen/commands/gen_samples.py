@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 _ENGINE_OPTIONS = {
     "transformers": ("dtype",),
     "vllm": ("dtype", "engine_args"),
-    "openai": ("api", "samples_per_request", "send_seed", "count_by", "body"),
+    "openai": ("api", "send_seed", "body"),
     "synthetic": ("min_alpha", "max_alpha", "min_typical_tokens", "max_typical_tokens"),
 }
 
@@ -91,8 +91,7 @@ def gen_samples(config: GenSamplesConfig) -> None:
         "skipped": prompts.skipped,
     }
     if config.backend == "openai":
-        notes |= {name: getattr(config.openai, name) for name in ("base_urls", "stream", "tokenizer")}
-        notes["header_names"] = sorted(config.openai.headers)
+        notes |= {"base_urls": config.openai.base_urls, "header_names": sorted(config.openai.headers)}
     backend = make_backend(config)
     if config.ray is not None:
         from data_gen.ray_backend import RayBackend

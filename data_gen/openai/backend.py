@@ -11,14 +11,13 @@ import queue
 import random
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import tenacity
 
 from data_gen.backend import SampledOutput, SampleFailure, SamplingSettings, Work, WorkResult
-from data_gen.filters import token_counter
 from data_gen.openai.http_client import (
     DISCONNECTED,
     SEEDED_ENGINES,
@@ -28,7 +27,7 @@ from data_gen.openai.http_client import (
     allow_descriptors,
 )
 from data_gen.openai.options import EngineError, OpenAIOptions
-from data_gen.openai.responses import RequestBodies, ResponseError, ServerResponse, count_tokens
+from data_gen.openai.responses import RequestBodies, ResponseError, ServerResponse
 from data_gen.prompts import Prompt
 from scheduler_core.errors import InputError
 
@@ -83,15 +82,11 @@ class OpenAIBackend:
     def seeded(self) -> bool:
         """Whether every sample is requested with its own seed, from an engine that is known to use it."""
         options = self._options
-        return (
-            options.send_seed
-            and options.samples_per_request == 1
-            and self._identified().name in SEEDED_ENGINES
-        )
+        return options.send_seed and self._identified().name in SEEDED_ENGINES
 
     @property
     def counters(self) -> dict[str, int]:
-        """Number of events other than outputs, by kind: failed attempts, retries, server_down, tokenizer_mismatch, ..."""
+        """Number of events other than outputs, by kind: failed attempts, retries, server_down, ..."""
         return dict(+self._counters)
 
     def sample(self, work: Iterable[Work], settings: SamplingSettings) -> Generator[WorkResult, None, None]:
@@ -232,10 +227,10 @@ class _Server:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """Sample indices of one prompt that are requested together, and the number of failed attempts."""
+    """A sample of a prompt, and the number of failed attempts."""
 
     prompt: Prompt
-    indices: tuple[int, ...]
+    index: int
     prefix: bytes
     ready_at: float
     num_failed: int = 0
@@ -266,11 +261,8 @@ class _Dispatcher:
         self._deliver, self._counters = deliver, counters
         self._loop = asyncio.get_running_loop()
         self._bodies = RequestBodies(options, settings, identity.model)
-        count = token_counter(options.tokenizer) if options.tokenizer else None
-        self._count_text = None if count is None else lambda text: count([text])[0]
         self._tasks: set[asyncio.Task[None]] = set()
         self._results: list[WorkResult] = []
-        self._per_request = options.samples_per_request
         self._num_refused: int | None = 0  # None once a request has succeeded
         self._ready: deque[_Request] = deque()
         self._stopped = False
@@ -281,12 +273,11 @@ class _Dispatcher:
 
     def feed(self, work: Iterable[Work]) -> None:
         """Queues prompts with their missing indices; every index is delivered exactly once."""
-        now, size = self._loop.time(), self._options.samples_per_request
+        now = self._loop.time()
         try:
             for item in work:
                 prefix = self._bodies.prefix(item.prompt)
-                for first in range(0, len(item.indices), size):
-                    self._ready.append(_Request(item.prompt, item.indices[first : first + size], prefix, now))
+                self._ready += [_Request(item.prompt, index, prefix, now) for index in item.indices]
             self._start_workers()
         except Exception as error:  # re-raised in the thread that waits for results
             self._deliver(error)
@@ -337,10 +328,9 @@ class _Dispatcher:
         """Makes one attempt at a request; an unreachable server does not count as an attempt."""
         sent_at = self._loop.time()
         try:
-            indices = request.indices[: self._per_request]
-            body = self._bodies.body(request.prefix, request.prompt, indices)
-            response = await self._client.complete(server.url, body)
-            problem = self._accept(request, indices, response, sent_at)
+            body = self._bodies.body(request.prefix, request.prompt, request.index)
+            response = await self._client.complete(server.url, body, self._settings.max_tokens)
+            problem = response.problem
             server.on_success()
         except ResponseError as error:
             self._counters[error.kind] += 1
@@ -350,10 +340,13 @@ class _Dispatcher:
                 return
             self._on_error(server, error, sent_at)
             problem = error
+        else:
+            if problem is None:
+                self._accept(request, response, sent_at)
+            else:
+                self._counters[problem.kind] += 1
         if problem is not None:
             self._retry(request, problem)
-        elif request.indices:
-            self._ready.appendleft(request)
 
     def _retry(self, request: _Request, error: ResponseError) -> None:
         """Schedules a retry after exponential back-off with full jitter, or reports the request as failed."""
@@ -366,59 +359,29 @@ class _Dispatcher:
             return
         attempts = f"{options.max_attempts} attempts, the last one: " if error.retry else ""
         reason = f"{attempts}{error.reason}"
-        failures = tuple(SampleFailure(index, reason, error.kind) for index in request.indices)
-        self._put(WorkResult(request.prompt, None, (), failures))
+        self._put(WorkResult(request.prompt, None, (), (SampleFailure(request.index, reason, error.kind),)))
 
     def _queue(self, request: _Request) -> None:
         if not self._stopped:
             self._ready.append(request)
             self._start_workers()
 
-    def _accept(
-        self, request: _Request, indices: Sequence[int], response: ServerResponse, sent_at: float
-    ) -> ResponseError | None:
-        """Delivers the outputs of a response; missing indices stay in the request. Returns the last retryable problem."""
-        ended_at = self._loop.time()
-        num_choices = len(response.choices)
-        if num_choices > len(indices):
-            raise ResponseError(
-                "malformed", f"{num_choices} choices for {len(indices)} requested", retry=True
-            )
-        if num_choices < len(indices):
-            self._counters["fewer_choices"] += 1
-            self._per_request = min(self._per_request, num_choices)
-        counts = count_tokens(response, self._settings.max_tokens, self._count_text)
-        outputs, failures, again = [], [], []
-        last_problem, max_tokens = None, self._settings.max_tokens
-        for index, choice, count in zip(indices, response.choices, counts, strict=False):
-            problem = choice.problem
-            if problem is None and count > max_tokens:
-                reason = f"{count} tokens for max_tokens = {max_tokens}"
-                problem = ResponseError("too_many_tokens", reason, retry=False)
-            if problem is None:
-                self._counters["truncated_early"] += choice.finish_reason == "length" and count < max_tokens
-                output = SampledOutput(
-                    sample_index=index,
-                    output_tokens=count,
-                    finish_reason="stop" if choice.finish_reason == "stop" else "length",
-                    text=choice.text,
-                    queue_s=sent_at - request.ready_at,
-                    ttft_s=None if choice.first_at is None else choice.first_at - sent_at,
-                    total_s=(choice.last_at or ended_at) - sent_at,
-                )
-                outputs.append(output)
-                continue
-            self._counters[problem.kind] += 1
-            if problem.retry:
-                again.append(index)
-                last_problem = problem
-            else:
-                failures.append(SampleFailure(index, problem.reason, problem.kind))
-        request.indices = (*again, *request.indices[num_choices:])
-        if outputs:
-            self._num_refused = None
-        self._put(WorkResult(request.prompt, response.prompt_tokens, tuple(outputs), tuple(failures)))
-        return last_problem
+    def _accept(self, request: _Request, response: ServerResponse, sent_at: float) -> None:
+        """Delivers the output of a response."""
+        is_truncated = response.finish_reason == "length"
+        self._counters["truncated_early"] += (
+            is_truncated and response.output_tokens < self._settings.max_tokens
+        )
+        output = SampledOutput(
+            sample_index=request.index,
+            output_tokens=response.output_tokens,
+            finish_reason=response.finish_reason,
+            text=response.text,
+            queue_s=sent_at - request.ready_at,
+            total_s=self._loop.time() - sent_at,
+        )
+        self._num_refused = None
+        self._put(WorkResult(request.prompt, response.prompt_tokens, (output,)))
 
     def _on_error(self, server: _Server, error: ResponseError, sent_at: float) -> None:
         """Reduces the limit of the server or marks it as down; raises EngineError if no request can succeed."""
@@ -443,10 +406,9 @@ class _Dispatcher:
                 )
 
     def _put(self, result: WorkResult) -> None:
-        if result.outputs or result.failures:
-            if not self._results:
-                self._loop.call_soon(self._flush)
-            self._results.append(result)
+        if not self._results:
+            self._loop.call_soon(self._flush)
+        self._results.append(result)
 
     def _flush(self) -> None:
         """Delivers all results of one event-loop iteration at once, because waking the other thread is expensive."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import email.utils
 import errno
@@ -18,7 +17,6 @@ from yarl import URL
 
 from data_gen.openai.options import EngineError, OpenAIOptions
 from data_gen.openai.responses import (
-    EventStreamParser,
     ResponseError,
     ServerResponse,
     read_error_response,
@@ -72,23 +70,17 @@ class CompletionsClient:
     def __init__(self, options: OpenAIOptions, secrets: Mapping[str, str]) -> None:
         path = "/chat/completions" if options.api == "chat" else "/completions"
         self._urls = {url: URL(url + path) for url in options.base_urls}
-        self._stream = options.stream
         self._secrets = [value.removeprefix("Bearer ") for value in secrets.values() if len(value) > 5]
-        self._now = asyncio.get_running_loop().time
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={"Content-Type": "application/json", "Accept-Encoding": "identity", **secrets},
-            timeout=aiohttp.ClientTimeout(
-                total=options.timeout_s,
-                sock_connect=options.connect_timeout_s,
-                sock_read=options.chunk_timeout_s if options.stream else None,
-            ),
+            timeout=aiohttp.ClientTimeout(total=options.timeout_s, sock_connect=options.connect_timeout_s),
             trust_env=options.trust_env,
             auto_decompress=False,  # compressed responses are not accepted, which rules out decompression bombs
         )
 
-    async def complete(self, base_url: str, body: bytes) -> ServerResponse:
+    async def complete(self, base_url: str, body: bytes, max_tokens: int) -> ServerResponse:
         """Sends one completion request; ResponseError for any failure (kind "unreachable" if no connection could be
         established), EngineError if this process cannot open more connections."""
         try:
@@ -97,12 +89,7 @@ class CompletionsClient:
                     error = read_error_response(response.status, await _body(response))
                     error.retry_after_s = retry_after_s(response.headers, time.time())
                     raise self._redacted(error)
-                if not self._stream or response.content_type != "text/event-stream":
-                    return read_response(await _body(response))
-                parser = EventStreamParser()
-                async for data in response.content.iter_any():
-                    parser.feed(data, self._now())
-                return parser.finish()
+                return read_response(await _body(response), max_tokens)
         except (aiohttp.ClientError, OSError) as error:
             raise self._named(error) from error
 

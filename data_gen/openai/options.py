@@ -1,4 +1,4 @@
-"""Options of the OpenAI backend: addresses, limits, token counting."""
+"""Options of the OpenAI backend: addresses, limits, waits."""
 
 from __future__ import annotations
 
@@ -36,23 +36,12 @@ class OpenAIOptions:
     """chat sends messages, and the server applies the chat template; completions sends the plain text of the prompt."""
     concurrency: int = 256
     """Maximum number of requests in flight per server; reduced while the server responds with 429 or 5xx, or times out."""
-    samples_per_request: int = 1
-    """Outputs per request (`n`). 1 gives exact token counts from any server and a seed for every output."""
     send_seed: bool = True
-    """Send a seed derived from the run's seed, the prompt id and the sample index; only with one output per request."""
-    stream: bool = False
-    """Stream the outputs to measure the time to first token; needs client CPU time for every token."""
-    count_by: Literal["usage", "token_ids", "logprobs", "tokenizer"] = "usage"
-    """Source of output lengths: usage (one output per request), token_ids (vLLM), logprobs (most engines), or tokenizer
-    (counts the text with `tokenizer`; used only if the sum agrees with usage)."""
-    tokenizer: str = ""
-    """The model's tokenizer.json, or a folder with it, to count tokens if the server does not list them."""
+    """Send a seed derived from the run's seed, the prompt id and the sample index."""
     max_tokens_field: str = "max_tokens"
     """Field of the request for the maximum number of output tokens; some hosted models need max_completion_tokens."""
     timeout_s: float = 600.0
     """Timeout of a request."""
-    chunk_timeout_s: float = 120.0
-    """Timeout between two chunks when streaming."""
     connect_timeout_s: float = 20.0
     """Timeout for establishing a connection."""
     max_attempts: int = 10
@@ -85,15 +74,10 @@ class OpenAIOptions:
                 raise InputError("base_urls", f"{parts.scheme}://{parts.hostname}...", allowed)
         if not self.base_urls or len(set(self.base_urls)) < len(self.base_urls):
             raise InputError("base_urls", list(self.base_urls), "at least one address, each once")
-        counts = ("concurrency", "samples_per_request", "max_attempts")
-        times = ("timeout_s", "chunk_timeout_s", "connect_timeout_s", "backoff_s", "max_backoff_s")
+        counts = ("concurrency", "max_attempts")
+        times = ("timeout_s", "connect_timeout_s", "backoff_s", "max_backoff_s")
         check_ranges(self, **dict.fromkeys(counts, (1, INTEGERS)), **dict.fromkeys(times, (POSITIVE, FINITE)))
         check_ranges(self, start_wait_s=(0.0, FINITE), server_wait_s=(0.0, FINITE))
-        if self.samples_per_request > 1 and self.count_by == "usage":
-            allowed = "token_ids, logprobs or tokenizer with samples_per_request above 1, because usage has only the sum"
-            raise InputError("count_by", self.count_by, allowed)
-        if self.count_by == "tokenizer" and not self.tokenizer:
-            raise InputError("tokenizer", "", "the model's tokenizer, for count_by tokenizer")
         taken = sorted({*_OURS, self.max_tokens_field} & set(self.body))
         if taken:
             raise InputError("body", taken, "fields that are not set by other options")
@@ -109,7 +93,7 @@ class OpenAIOptions:
         A factor of 2 increased the CPU time per request by half with 10,000 requests in flight.
         """
         in_flight = self.concurrency * len(self.base_urls)
-        return (in_flight + max(8, in_flight // 4)) * self.samples_per_request
+        return in_flight + max(8, in_flight // 4)
 
     def secrets(self, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
         """Headers to send, including values from the environment; these must not be logged or stored. InputError if a

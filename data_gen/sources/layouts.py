@@ -79,7 +79,7 @@ class Layout:
         ids: tuple[str, ...] = ("prompt_id",)
         if self.is_chat:
             name = self.columns[0]
-            messages = messages_of(row[name], f"{location}: {name}")
+            messages = _sampled_messages(row[name], f"{location}: {name}")
             ids = ("prompt_id", "conversation_id", "conversation_hash", "id")
         else:
             first, *others = (row[name] for name in self.columns)
@@ -133,7 +133,7 @@ def _optional(row: Mapping[str, Any], name: str) -> str:
     return "" if value is None else _valid(str(value), name)
 
 
-def messages_of(value: object, location: str) -> tuple[Message, ...]:
+def _sampled_messages(value: object, location: str) -> tuple[Message, ...]:
     """Converts a list of objects with role or from, and content or value, to messages that can be sampled; InputError for
     another role, content that is not text, or an empty system or user message."""
     if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):

@@ -136,7 +136,7 @@ def test_a_server_of_the_openai_api_and_a_card(tmp_path: Path) -> None:
     assert content["failures"]["too_long"]["count"] == 4
     assert content["notes"]["base_urls"] == [f"{server.url}/v1"]
     assert content["notes"]["header_names"] == ["X-Team"]
-    chosen = {"api": "chat", "samples_per_request": 1, "send_seed": True, "count_by": "usage", "body": {}}
+    chosen = {"api": "chat", "send_seed": True, "body": {}}
     assert content["engine_options"] == chosen
     assert "team-secret" not in (tmp_path / "s.parquet.run.json").read_text()
     assert (card / "card.json").exists()

@@ -259,9 +259,8 @@ def test_a_run_outlives_command_and_server(vllm_python: Path, tmp_path: Path) ->
     command = [sys.executable, "-m", "data_gen.commands.gen_samples", "templates:4?seed=1", "--out", str(out)]
     command += f"--backend openai --num_samples 4 --max_tokens {MAX_TOKENS} --seed 5 --keep_text true".split()
     command += f"--openai.base_urls [http://127.0.0.1:{server.port}/v1] --openai.concurrency 2".split()
-    command += ["--progress", "false", "--openai.stream", "true"]
+    command += ["--progress", "false"]
     command += ["--openai.start_wait_s", "400", "--openai.server_wait_s", "400"]
-    command += ["--openai.tokenizer", str(model_folder)]
 
     def begin() -> subprocess.Popen[bytes]:
         with open(log, "ab") as stream:
@@ -295,9 +294,8 @@ def test_a_run_outlives_command_and_server(vllm_python: Path, tmp_path: Path) ->
         assert row["finish_reason"] == "stop" or row["output_tokens"] == MAX_TOKENS
         assert 1 <= row["output_tokens"] <= MAX_TOKENS
         assert row["prompt_tokens"] > 10
-        assert 0 < row["ttft_s"] <= row["total_s"]
+        assert row["total_s"] > 0
     assert len({row["text"] for row in rows}) > 12, "the outputs of a prompt differ"
     report = json.loads(out.with_name(out.name + ".run.json").read_text())
     assert report["engine_counters"]["server_down"] >= 1
-    assert "tokenizer_mismatch" not in report["engine_counters"]
     assert "resuming" in log.read_text()
