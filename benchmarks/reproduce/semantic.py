@@ -12,9 +12,9 @@ from benchmarks.reproduce.simulate import Outcome, System, over_seeds, simulate
 from benchmarks.reproduce.study import Claim, Effort, Findings, Row, Study
 from scheduler_core.prediction.predictions import BucketPrediction, LengthPrediction, Prediction
 from scheduler_core.scheduler import SchedulerConfig
-from scheduler_core.simulator.predictions import Predictions
 from scheduler_core.simulator.step_time.quadratic import PRESETS
 from scheduler_core.simulator.trace import Trace
+from scheduler_core.simulator.trace_predictions import Predictions
 from scheduler_core.simulator.workloads.arrivals import Arrivals
 from scheduler_core.simulator.workloads.lengths import Lengths, TokenDistribution
 from scheduler_core.simulator.workloads.workload import Tiers, Workload

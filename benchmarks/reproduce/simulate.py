@@ -15,10 +15,10 @@ from scheduler_core.routing.base import Router
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.config import ClusterConfig
 from scheduler_core.simulator.loop import Simulation
-from scheduler_core.simulator.predictions import Predictions
 from scheduler_core.simulator.records import RequestRecord
 from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime
 from scheduler_core.simulator.trace import Trace
+from scheduler_core.simulator.trace_predictions import Predictions
 from scheduler_core.simulator.watch import GapHistogram, RunWatch, StepTable
 
 

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from benchmarks.reproduce.study import Effort
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.predictions import LengthPrediction, Prediction, RankPrediction
-from scheduler_core.simulator.predictions import Predictions, oracle_predictions
 from scheduler_core.simulator.trace import Trace, TraceRequest
+from scheduler_core.simulator.trace_predictions import Predictions, oracle_predictions
 
 #: Longest output in tokens: `max_tokens` in the paper's released code.
 CAP = 2048

@@ -10,10 +10,10 @@ from benchmarks.reproduce.simulate import Outcome, System, percentile, simulate
 from benchmarks.reproduce.study import Effort
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.config import ClusterConfig
-from scheduler_core.simulator.predictions import oracle_predictions
 from scheduler_core.simulator.step_time import saturation_rate_rps
 from scheduler_core.simulator.step_time.roofline import RooflineStepTime
 from scheduler_core.simulator.trace import Trace
+from scheduler_core.simulator.trace_predictions import oracle_predictions
 from scheduler_core.simulator.workloads.arrivals import Arrivals
 from scheduler_core.simulator.workloads.lengths import Lengths, TokenDistribution
 from scheduler_core.simulator.workloads.workload import RequestClass, Workload

@@ -35,10 +35,10 @@ from scheduler_core.prediction.predictions import LengthPrediction, Prediction
 from scheduler_core.report.page import markdown_table
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.config import SimulationConfig
-from scheduler_core.simulator.predictions import Predictions, oracle_predictions
 from scheduler_core.simulator.run import run_simulation
 from scheduler_core.simulator.step_time import saturation_rate_rps
 from scheduler_core.simulator.trace import Trace, TraceRequest
+from scheduler_core.simulator.trace_predictions import Predictions, oracle_predictions
 from scheduler_core.simulator.workloads.arrivals import Arrivals, at_rate
 from training.evaluating.batch_predictor import InferenceOptions, open_batch_predictor
 

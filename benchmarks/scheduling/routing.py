@@ -50,10 +50,10 @@ from scheduler_core.errors import InputError
 from scheduler_core.report.page import markdown_table
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.config import ClusterConfig, SimulationConfig
-from scheduler_core.simulator.predictions import Predictions, fetch_predictions, oracle_predictions
 from scheduler_core.simulator.run import run_simulation
 from scheduler_core.simulator.step_time import saturation_rate_rps
 from scheduler_core.simulator.trace import Trace, TraceRequest
+from scheduler_core.simulator.trace_predictions import Predictions, fetch_predictions, oracle_predictions
 
 FloatArray = NDArray[np.float64]
 HEADER = (

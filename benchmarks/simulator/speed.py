@@ -42,11 +42,11 @@ from scheduler_core.policies import make_policy
 from scheduler_core.report.page import markdown_table
 from scheduler_core.scheduler import Scheduler
 from scheduler_core.simulator.loop import Simulation
-from scheduler_core.simulator.predictions import Predictions
 from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime, StepWork
 from scheduler_core.simulator.step_time.operator_table import OperatorTable
 from scheduler_core.simulator.step_time.roofline import GPUS, RooflineStepTime
 from scheduler_core.simulator.trace import Trace, TraceRequest
+from scheduler_core.simulator.trace_predictions import Predictions
 
 CHUNK = 512
 EMPTY = Case("", Trace(()), limits_of(SARATHI, 30_208), 1, "", 1, "", [], 0)

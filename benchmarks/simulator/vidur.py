@@ -23,9 +23,9 @@ from scheduler_core.report.page import markdown_table
 from scheduler_core.routing import make_router
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.loop import Simulation, SimulationOutcome
-from scheduler_core.simulator.predictions import Predictions
 from scheduler_core.simulator.step_time.operator_table import OperatorTable, read_operator_table
 from scheduler_core.simulator.trace import Trace, TraceRequest
+from scheduler_core.simulator.trace_predictions import Predictions
 
 #: By model: number of layers, and whether it has grouped-query attention (batches then cost 10 % more).
 MODELS = {

@@ -12,10 +12,10 @@ from scheduler_core.prediction.predictions import LengthPrediction, Prediction
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.commands.calibrate import StepSample, StepTimeFit, fit_step_time
 from scheduler_core.simulator.config import SimulationConfig
-from scheduler_core.simulator.predictions import Predictions, oracle_predictions
 from scheduler_core.simulator.run import run_simulation
 from scheduler_core.simulator.step_time.base import StepTime
 from scheduler_core.simulator.trace import Trace, TraceRequest
+from scheduler_core.simulator.trace_predictions import Predictions, oracle_predictions
 
 #: Percentiles of TTFT and TTLT that are reported with their means.
 LEVELS = {"p50": 50.0, "p90": 90.0, "p99": 99.0, "max": 100.0}

@@ -56,8 +56,8 @@ from benchmarks.vllm.server import MODEL, EngineServer, StepTail, engine_server
 from data_gen.sources.open import open_prompts
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.predictions import LengthPrediction
-from scheduler_core.simulator.predictions import ORACLE_NU, ORACLE_SIGMA, fetch_predictions
 from scheduler_core.simulator.trace import Trace, TraceRequest
+from scheduler_core.simulator.trace_predictions import ORACLE_NU, ORACLE_SIGMA, fetch_predictions
 
 SECTION = "vllm cpu"
 

@@ -24,12 +24,12 @@ from scheduler_core.routing.llumnix import AutoScaler, MigrationPlanner, ScaleIn
 from scheduler_core.routing.migration import Aborted, AbortReason, Copy, Migrations, Move, Outcome
 from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot, ReplicaStatus, take_snapshot
 from scheduler_core.scheduler import Scheduler
-from scheduler_core.simulator.predictions import Predictions, Progress
 from scheduler_core.simulator.records import RequestRecord
 from scheduler_core.simulator.replica import PrefixCache, SimulatedReplica, prefix_blocks
 from scheduler_core.simulator.sources import EventSource, TraceEvent
 from scheduler_core.simulator.step_time.base import StepTime
 from scheduler_core.simulator.trace import Trace, TraceRequest
+from scheduler_core.simulator.trace_predictions import Predictions, Progress
 from scheduler_core.simulator.watch import ReplicaWatch, RunWatch, Step
 
 #: A copy of KV blocks between replicas takes `LINK_LATENCY_S` (declared but never charged in the multi-tier paper's code)

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from scheduler_core.errors import InputError
 from scheduler_core.scheduler import Scheduler
 from scheduler_core.simulator.loop import SimulationOutcome
-from scheduler_core.simulator.predictions import Predictions
 from scheduler_core.simulator.records import LATENCIES, has_slo, meets_slo, request_columns
 from scheduler_core.simulator.steady_state import steady_state
 from scheduler_core.simulator.tables import Columns
+from scheduler_core.simulator.trace_predictions import Predictions
 from scheduler_core.simulator.watch import GAP_CLASS, QUANTILES, RunWatch, TokenGaps, named_statistics
 from scheduler_core.statistics import UNBOUNDED, FloatArray, Interval, interval, kendall_tau
 

@@ -17,18 +17,18 @@ from scheduler_core.simulator.config import BOUNDS, SimulationConfig
 from scheduler_core.simulator.latencies import distribution_figure, group_field, latency_curves, latency_table
 from scheduler_core.simulator.loop import Simulation
 from scheduler_core.simulator.metrics import predictor_statistics, run_metrics
-from scheduler_core.simulator.predictions import (
+from scheduler_core.simulator.records import RequestRecord
+from scheduler_core.simulator.steady_state import unsteady
+from scheduler_core.simulator.step_time import isolated_latency_s, saturation_rate_rps
+from scheduler_core.simulator.step_time.roofline import KV_BLOCK_TOKENS, RooflineStepTime
+from scheduler_core.simulator.trace import Trace, load_trace
+from scheduler_core.simulator.trace_predictions import (
     Predictions,
     Progress,
     fetch_predictions,
     oracle_predictions,
     trace_predictions,
 )
-from scheduler_core.simulator.records import RequestRecord
-from scheduler_core.simulator.steady_state import unsteady
-from scheduler_core.simulator.step_time import isolated_latency_s, saturation_rate_rps
-from scheduler_core.simulator.step_time.roofline import KV_BLOCK_TOKENS, RooflineStepTime
-from scheduler_core.simulator.trace import Trace, load_trace
 from scheduler_core.simulator.watch import RunWatch
 from scheduler_core.simulator.workloads.arrivals import check_rate
 

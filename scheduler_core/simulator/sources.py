@@ -6,8 +6,8 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from scheduler_core.simulator.predictions import Predictions
 from scheduler_core.simulator.trace import Trace, TraceRequest
+from scheduler_core.simulator.trace_predictions import Predictions
 
 
 class TraceEvent(NamedTuple):

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from training.correcting.corrections import Correction, Requests
 
 from predictors.artifact import write_manifest
 from predictors.client import GrpcPredictor
@@ -24,7 +25,7 @@ from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.lengths import LogQuantiles, LogT
 from scheduler_core.lengths.quantiles import LEVELS
 from scheduler_core.prediction.predictor import PredictionRequest
-from scheduler_core.simulator.predictions import fetch_predictions
+from scheduler_core.simulator.trace_predictions import fetch_predictions
 from tests.export.conftest import export, write_checkpoint
 from tests.predictors.fakes import read_manifest, running_server, server_and_stub
 from tests.predictors.test_recipes_served import TRACE, Order, simulated
@@ -33,7 +34,6 @@ from tests.training.data import SERVED_MODELS, write_rows
 from tests.training.tiny import tiny_bert
 from training.commands.train import main as train
 from training.correcting.corrected_graph import FeatureRuntime, with_corrections
-from training.correcting.corrections import Correction, Requests
 from training.evaluating.config import EvaluateConfig
 from training.evaluating.run import evaluate
 from training.network.tasks import LengthTask

@@ -14,9 +14,9 @@ from predictors.runtime import open_runtime
 from scheduler_core.policies import make_policy
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.loop import Simulation
-from scheduler_core.simulator.predictions import Predictions, fetch_predictions
 from scheduler_core.simulator.step_time import LinearStepTime
 from scheduler_core.simulator.trace import Trace, TraceRequest
+from scheduler_core.simulator.trace_predictions import Predictions, fetch_predictions
 from tests.predictors.fakes import running_server
 from tests.predictors.proxy.fake_engine import chat, gated, running_engine, running_proxy, until
 from tests.training.data import prompts

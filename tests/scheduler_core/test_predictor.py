@@ -14,8 +14,8 @@ from scheduler_core.prediction import predictor as predictors
 from scheduler_core.prediction.predictions import LengthPrediction, Prediction
 from scheduler_core.prediction.predictor import AsyncPredictor, PredictionRequest, Predictor, open_predictor
 from scheduler_core.scheduler import SchedulerConfig
-from scheduler_core.simulator.predictions import Predictions
 from scheduler_core.simulator.records import RequestRecord
+from scheduler_core.simulator.trace_predictions import Predictions
 from tests.scheduler_core.helpers import random_trace, settle, simulate
 
 PREDICTION = Prediction(length=LengthPrediction(4.0, 0.5, 3.5, "artifact", "1"))

@@ -19,11 +19,11 @@ from scheduler_core.simulator.commands.replicas import ReplicasConfig, find_repl
 from scheduler_core.simulator.commands.simulate import main
 from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.metrics import metric_bounds
-from scheduler_core.simulator.predictions import fetch_predictions
 from scheduler_core.simulator.run import prepare_trace, run_simulation
 from scheduler_core.simulator.step_time.roofline import GPUS, MODELS, RooflineStepTime
 from scheduler_core.simulator.sweep import Cell
 from scheduler_core.simulator.trace import MAX_TIME_S, Trace, load_trace, write_trace
+from scheduler_core.simulator.trace_predictions import fetch_predictions
 from scheduler_core.simulator.workloads.workload import Sessions, Workload
 from scheduler_core.statistics import interval
 from tests.scheduler_core.helpers import predicted, random_trace, simulate, trace_row

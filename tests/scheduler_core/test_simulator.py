@@ -22,12 +22,12 @@ from scheduler_core.request import Request, RequestState
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.config import BOUNDS, ClusterConfig, SimulationConfig
 from scheduler_core.simulator.loop import Simulation, SimulationOutcome
-from scheduler_core.simulator.predictions import Predictions, fetch_predictions, trace_predictions
 from scheduler_core.simulator.replica import PrefixCache
 from scheduler_core.simulator.run import SimulationResult
 from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime
 from scheduler_core.simulator.step_time.staircase import StaircaseStepTime
 from scheduler_core.simulator.trace import Trace, load_trace, write_trace
+from scheduler_core.simulator.trace_predictions import Predictions, fetch_predictions, trace_predictions
 from scheduler_core.simulator.watch import GapHistogram, RunWatch
 from tests.scheduler_core import helpers
 from tests.scheduler_core.helpers import random_trace, scheduler, simulate, trace_row

@@ -24,9 +24,9 @@ from scheduler_core.shell.files import writable_target, write_json
 from scheduler_core.simulator.commands import progress_bar
 from scheduler_core.simulator.engine_probe import Endpoint, Probe, random_prompt, send
 from scheduler_core.simulator.loop import Simulation
-from scheduler_core.simulator.predictions import Predictions
 from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime, StepWork
 from scheduler_core.simulator.trace import Trace, TraceRequest
+from scheduler_core.simulator.trace_predictions import Predictions
 
 logger = logging.getLogger(__name__)
 

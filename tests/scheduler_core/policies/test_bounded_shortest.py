@@ -14,10 +14,10 @@ from scheduler_core.policies.fcfs_estimate import ArrivalOrder, Load, RecentValu
 from scheduler_core.request import RequestState
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.config import SimulationConfig
-from scheduler_core.simulator.predictions import Predictions, oracle_predictions
 from scheduler_core.simulator.run import run_simulation
 from scheduler_core.simulator.step_time import saturation_rate_rps
 from scheduler_core.simulator.trace import Trace
+from scheduler_core.simulator.trace_predictions import Predictions, oracle_predictions
 from tests.scheduler_core.helpers import predicted, request, run_step, scheduler, trace_row
 
 CONFIG = SimulationConfig(trace="test", policy="fcfs", scheduler=SchedulerConfig(max_num_seqs=16))

@@ -14,9 +14,9 @@ from scheduler_core.routing.llumnix import AutoScaler, Headroom, MigrationPlanne
 from scheduler_core.routing.snapshot import ReplicaRole
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.loop import Simulation, SimulationOutcome
-from scheduler_core.simulator.predictions import Predictions, trace_predictions
 from scheduler_core.simulator.step_time.base import LinearStepTime
 from scheduler_core.simulator.trace import Trace
+from scheduler_core.simulator.trace_predictions import Predictions, trace_predictions
 from tests.scheduler_core.helpers import random_trace, trace_row
 from tests.scheduler_core.routing.helpers import router
 
