@@ -27,11 +27,3 @@ def mean_lengths(groups, options=None, log=None, stop_at=None, how=signal.SIGKIL
     table = groups.rows.append_column("total", pa.array(sums))
     table = table.append_column("num_samples", pa.array(groups.counts))
     return table.replace_schema_metadata({"kind": "totals"})
-
-
-def die_once(groups, options, marker, stop_at):
-    """The first process that comes to `stop_at` dies."""
-    if stop_at in [groups.name(number) for number in range(len(groups))] and not marker.exists():
-        marker.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return mean_lengths(groups)

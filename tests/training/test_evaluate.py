@@ -254,7 +254,7 @@ def test_heads_without_a_distribution_get_what_makes_sense(tmp_path):
     by_bucket = metrics(rows, (60.0,), bucket=np.eye(2)[(tokens > 60).astype(int)])
     assert by_bucket["point"]["bucket_accuracy"] == pytest.approx(1.0)
     assert by_bucket["pair_accuracy"]["fitted_mu"] > 0.7
-    with pytest.raises(InputError, match="heads: got 'urgency'"):
+    with pytest.raises(InputError, match="heads: got '.*urgency'"):
         metrics(rows, urgency=np.ones((len(rows), 2)) / 2)
 
 
@@ -398,7 +398,7 @@ def test_one_run_of_the_encoder_per_prompt_gives_the_predictions_of_the_whole_gr
 def test_all_heads_compared_in_every_report(folder, tmp_path):
     others = ("regression", "rank", "bucket", "learnt")
     options = [word for name in others for word in ("--compare+", f"{name}={folder / name / 'checkpoint'}")]
-    paths = {name: tmp_path / f"e.{name}" for name in ("html", "markdown", "predictions")}
+    paths = {name: tmp_path / f"e.{name}" for name in ("html", "markdown")}
     options += [word for name, path in paths.items() for word in (f"--{name}", path)]
     found = evaluate(folder / "known/checkpoint", folder / "lists.parquet", tmp_path / "e.json", *options)
     assert set(found["compared"]) == set(others)
@@ -413,9 +413,6 @@ def test_all_heads_compared_in_every_report(folder, tmp_path):
         assert row in text
     for line in re.findall(r"(?m)^\| rank .*$", text):
         assert line.count("|") == 2 + len(COLUMNS)
-    predictions = pq.read_table(paths["predictions"])
-    assert predictions.num_rows == 120
-    assert {"prompt_id", "model", "prompt", "mu", "sigma", "nu", "fitted_mu"} <= set(predictions.column_names)
 
 
 def test_some_groups_of_one_served_model_also_for_a_ranking_predictor(folder, tmp_path):
@@ -472,7 +469,6 @@ def test_a_single_output_per_prompt_is_enough_for_the_distribution(folder, tmp_p
         (["{root}/bare/checkpoint", "--split", "test"], "split: got 'test'; allowed: all"),
         (["{root}/known/checkpoint", "--compare+", "x={root}/bare"], "compare: got"),
         (["{root}/urgency/checkpoint"], "a head that predicts the length"),
-        (["{root}/rank/checkpoint", "--predictions", "{dir}/p.parquet"], "predictions: got"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(options, message, folder, tmp_path, capsys):

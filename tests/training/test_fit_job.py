@@ -14,8 +14,7 @@ import pytest
 
 from scheduler_core.errors import InputError, TailcastError
 from tests.data_gen.fake_backend import largest_file
-from tests.properties import RAY_WARNINGS
-from tests.training.stand_in_fit import die_once, mean_lengths
+from tests.training.stand_in_fit import mean_lengths
 from training.fitting import sample_files
 from training.fitting.fit_job import fit_file
 from training.fitting.fits import FitOptions
@@ -97,12 +96,10 @@ def test_what_is_wrong_is_named_by_its_row_in_the_file(form, column, value, mess
     assert list(tmp_path.iterdir()) == [path]
 
 
-@RAY_WARNINGS
 @pytest.mark.parametrize(
     ("num_groups", "limits", "workers"),
     [
         (400, {}, {"processes": 2}),
-        (400, {}, {"ray": "local"}),
         # Scattered rows that do not fit into memory are grouped on disk.
         (60_000, {"MEMORY_LIMIT": "48MB", "THREADS": 1, "BATCH_ROWS": 2048}, {"block_groups": 10_000}),
     ],
@@ -114,46 +111,6 @@ def test_workers_and_little_memory_write_the_same_bytes(num_groups, limits, work
         monkeypatch.setattr(sample_files, name, value)
     fit(path, tmp_path / "two.parquet", **workers)
     assert (tmp_path / "one.parquet").read_bytes() == (tmp_path / "two.parquet").read_bytes()
-    assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
-
-
-@pytest.mark.slow
-@RAY_WARNINGS
-def test_an_existing_ray_cluster_is_used_and_left_as_it_is(tmp_path):
-    ray = pytest.importorskip("ray")
-    path, out = write(lists(100), tmp_path / "samples.parquet"), tmp_path / "out.parquet"
-    fit(path, tmp_path / "one.parquet")
-    workers = {"ray": "auto"}
-    name = "prompt_id='p60', model='m'"
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-    try:
-        with pytest.raises(InputError, match="nu: got 0"):
-            fit(path, out, partial(mean_lengths, stop_at=name, how=InputError), **workers)
-        assert not (tmp_path / "out.parquet.parts").exists()
-        # A worker that dies once is no matter; a block that kills all of them is named in one line.
-        fit(path, out, partial(die_once, marker=tmp_path / "died", stop_at=name), **workers)
-        assert (tmp_path / "died").exists()
-        assert out.read_bytes() == (tmp_path / "one.parquet").read_bytes()
-        with pytest.raises(TailcastError, match="lost on the Ray cluster"):
-            fit(path, out, partial(mean_lengths, stop_at=name), **workers)
-        assert ray.is_initialized()
-        out.unlink()
-
-        # Another process comes by address; it resumes what this one left.
-        address = ray.get_runtime_context().gcs_address
-        run_script(RAY_SCRIPT, tmp_path / "run.py", str(path), str(out), address)
-        assert out.read_bytes() == (tmp_path / "one.parquet").read_bytes()
-    finally:
-        ray.shutdown()
-
-
-RAY_SCRIPT = """
-import sys
-from tests.training.test_fit_job import fit
-if __name__ == "__main__":
-    path, out, address = sys.argv[1:]
-    fit(path, out, ray=address)
-"""
 
 
 def run_script(script, at, *arguments):

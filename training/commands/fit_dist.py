@@ -51,8 +51,6 @@ class FitDistConfig:
     """Seed of the bootstrap."""
     processes: int | None = None
     """Number of processes; unset = one, or one per core for slow fits (--bootstrap, --nu free or --solver lbfgsb). The result does not depend on it."""
-    ray: str | None = None
-    """Address of a Ray cluster to fit on (HOST:PORT, ray://HOST:PORT or auto), or local to start one on this machine with --processes CPUs. Every node needs this version of tailcast."""
     block_groups: int = 16_384
     """Maximum number of groups that one process fits at a time; a smaller number needs less memory."""
     resume: bool = True
@@ -112,7 +110,7 @@ def fit_dist(config: FitDistConfig) -> dict[str, Any]:
     is_slow = config.bootstrap > 0 or config.nu == "free" or config.solver == "lbfgsb"
     processes = config.processes or (len(os.sched_getaffinity(0)) if is_slow else 1)
     versions = versions_of(("numpy", "scipy", "pyarrow", "numba", "duckdb"))
-    run_options = {name: getattr(config, name) for name in ("block_groups", "ray", "resume", "progress")}
+    run_options = {name: getattr(config, name) for name in ("block_groups", "resume", "progress")}
     samples = fit_file(config.samples, out, options, versions=versions, processes=processes, **run_options)
     summary = summarize_file(out, options.family, options.nu)
     run = {"config": asdict(config), "samples": samples, "versions": versions}

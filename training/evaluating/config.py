@@ -15,7 +15,7 @@ class EvaluateConfig:
     """Compare a predictor's distributions with sampled outputs: parameters, ranking, coverage, CRPS, PIT."""
 
     INPUTS = ("predictor", "data", "compare", "baselines_from")
-    OUTPUTS = ("json", "html", "markdown", "predictions")
+    OUTPUTS = ("json", "html", "markdown")
     SPELLINGS = (("served_model", "model"),)
 
     predictor: str
@@ -30,8 +30,6 @@ class EvaluateConfig:
     """HTML page to write, with figures."""
     markdown: str | None = None
     """Markdown file to write: the table of all predictors, by data set and served model."""
-    predictions: str | None = None
-    """Parquet file to write: predicted and fitted mu and sigma of each group."""
     compare: list[str] | None = None
     """Other predictors to include in the tables, each NAME=FOLDER; --compare+ NAME=FOLDER adds one."""
     baselines_from: str | None = None
@@ -46,8 +44,6 @@ class EvaluateConfig:
     """Maximum number of groups, drawn by seed; unset: all."""
     seed: int = 0
     """Seed of max_groups and of the noise ceiling."""
-    censoring: Literal["right", "none"] = "right"
-    """Treatment of truncated outputs, when the data are output lengths; see fit-dist."""
     group_by: str = "prompt_id,model"
     """Columns that identify a group, separated by commas."""
     max_tokens: int | None = None

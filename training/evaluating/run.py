@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 from sklearn.ensemble import HistGradientBoostingRegressor
@@ -20,7 +18,7 @@ from sklearn.preprocessing import OrdinalEncoder
 from predictors.heads import Predicted
 from scheduler_core.errors import InputError
 from scheduler_core.shell.command import report_left_out
-from scheduler_core.shell.files import atomic_file, existing_file, sha256_file, writable_target, write_json
+from scheduler_core.shell.files import existing_file, sha256_file, writable_target, write_json
 from scheduler_core.shell.versions import versions_of
 from training.evaluating.batch_predictor import (
     BatchPredictor,
@@ -95,8 +93,6 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
         "config": asdict(config),
         "versions": versions_of(("numpy", "scipy", "pyarrow")),
     }
-    if "predictions" in targets:
-        _write_predictions(targets["predictions"], rows, scored.prediction)
     if "markdown" in targets:
         write_markdown(content, targets["markdown"])
     if "html" in targets:
@@ -118,9 +114,7 @@ def _candidate(name: str, predictor: BatchPredictor, rows: EvaluationRows) -> Ca
 
 
 def _read(path: str, config: EvaluateConfig, predictor: BatchPredictor, field: str = "data") -> FittedGroups:
-    options = FitOptions(
-        nu=predictor.fit_nu, censoring=config.censoring, keys=config.keys, max_tokens=config.max_tokens
-    )
+    options = FitOptions(nu=predictor.fit_nu, keys=config.keys, max_tokens=config.max_tokens)
     where = {} if config.served_model is None else {"model": config.served_model}
     fits = read_fits_or_fit(
         path, options, field=field, where=where, min_samples=1, conversations=predictor.conversations
@@ -183,21 +177,3 @@ def _inputs(rows: EvaluationRows, words: Any, models: Any) -> NDArray[np.float64
     ]
     present = words.transform(rows.prompts).toarray()
     return np.hstack([models.transform(_as_column(rows.served_models)), np.array(numbers), present])
-
-
-def _write_predictions(path: Path, rows: EvaluationRows, prediction: Predicted) -> None:
-    """Writes key columns, prompt, predicted mu, sigma and nu, and fitted mu and sigma as Parquet."""
-    if prediction.mu is None or prediction.sigma is None:
-        raise InputError("predictions", str(path), "unset: this predictor has no distribution")
-    table = rows.fits.groups.rows
-    columns = {
-        "mu": prediction.mu,
-        "sigma": prediction.sigma,
-        "nu": prediction.arrays()["nu"],
-        "fitted_mu": rows.fits.mu,
-        "fitted_sigma": rows.fits.sigma,
-    }
-    for name, column in columns.items():
-        table = table.append_column(name, pa.array(column))
-    with atomic_file(path) as temporary:
-        pq.write_table(table, temporary, compression="zstd")

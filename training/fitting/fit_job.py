@@ -1,4 +1,4 @@
-"""Resumable fitting of a file of output lengths, block by block, in several processes or on a Ray cluster.
+"""Resumable fitting of a file of output lengths, block by block, in several processes.
 
 The folder OUT.parts stores the state of an unfinished run:
 
@@ -9,7 +9,7 @@ The folder OUT.parts stores the state of an unfinished run:
 | whole.parquet | fits of all blocks, before the file is moved to OUT |
 | grouping/ | temporary files of DuckDB |
 
-The output does not depend on the number of processes or machines, nor on interruptions.
+The output does not depend on the number of processes, nor on interruptions.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ import contextlib
 import json
 import multiprocessing
 import os
-import pickle
 import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, wait
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict
 from itertools import chain, islice
 from pathlib import Path
@@ -39,7 +38,6 @@ from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.shell.files import atomic_file, locked_folder, write_json
 from scheduler_core.shell.json_text import parse_json
 from scheduler_core.shell.processes import worker_processes
-from scheduler_core.shell.ray_cluster import fetch_result, ray_cluster
 from training.fitting.fits import NUM_ERRORS, FitOptions, fit_groups, fits_table
 from training.fitting.sample_files import SampleFile, open_samples
 from training.fitting.samples import GROUP, ROW, GroupedLengths, check_enough, group_table
@@ -51,7 +49,6 @@ Result = tuple[int, pa.Table]
 
 MANIFEST = "manifest.json"
 _TASKS_PER_PROCESS = 2
-_RAY_RETRIES = 3
 
 
 def fit_block(groups: GroupedLengths, options: FitOptions) -> pa.Table:
@@ -67,7 +64,6 @@ def fit_file(
     versions: Mapping[str, str] | None = None,
     block_groups: int = 16_384,
     processes: int = 1,
-    ray: str | None = None,
     resume: bool = True,
     progress: bool = False,
     fit: Fit = fit_block,
@@ -81,7 +77,7 @@ def fit_file(
         samples, out: The input, see `sample_files`, and the Parquet file to write.
         options: Grouping and fitting options.
         versions: Versions of the packages that the result depends on.
-        block_groups, processes, ray, resume, progress: See `fit-dist --help`.
+        block_groups, processes, resume, progress: See `fit-dist --help`.
         fit: Function that fits a block; the result of a group must not depend on the other groups of the block.
 
     Returns:
@@ -114,12 +110,7 @@ def fit_file(
             ) as bar:
                 rows: dict[int, int] = {}
                 tasks = _tasks(source, options, block_groups, parts, rows, bar)
-                results = (
-                    _run_processes(fit, options, tasks, processes)
-                    if ray is None
-                    else _run_ray(fit, options, tasks, processes, ray)
-                )
-                with contextlib.closing(results):
+                with contextlib.closing(_run_processes(fit, options, tasks, processes)) as results:
                     for number, shard in results:
                         parts.write(number, shard)
                         bar.update(rows.pop(number))
@@ -259,59 +250,14 @@ def _run_processes(
         "resume; fewer --processes or a smaller --block-groups need less memory"
     )
     with worker_processes(len(first), dead, _start_worker) as pool:
-        yield from _in_flight(
-            tasks,
-            lambda groups: pool.submit(_fit_shard, fit, options, groups),
-            lambda futures: wait(futures, return_when=FIRST_COMPLETED).done,
-            lambda future: future.result(),
-            lambda: len(first) * _TASKS_PER_PROCESS,
-        )
-
-
-def _run_ray(
-    fit: Fit, options: FitOptions, tasks: Iterator[Task], num_cpus: int, address: str
-) -> Generator[Result, None, None]:
-    """Fits tasks on a Ray cluster; all of its nodes need this version of tailcast.
-
-    If this process is already connected to a cluster, that one is used, and the connection is kept.
-    """
-    with ray_cluster(address, "ray", num_cpus) as ray:
-        remote = ray.remote(max_retries=_RAY_RETRIES)(_fit_pickled)
-        shared = ray.put((fit, options))
-        yield from _in_flight(
-            tasks,
-            lambda groups: remote.remote(shared, pickle.dumps(groups, protocol=5)),
-            lambda references: ray.wait(references, num_returns=1)[0],
-            lambda reference: fetch_result(
-                ray, reference, "a block", _RAY_RETRIES, "finished blocks are kept"
-            ),
-            # Nodes may join or leave while tasks are running.
-            lambda: _TASKS_PER_PROCESS * max(int(ray.cluster_resources().get("CPU", 1)), 1),
-        )
-
-
-def _fit_pickled(shared: tuple[Fit, FitOptions], groups: bytes) -> pa.Table:
-    # Pickled explicitly, because arrays deserialized by Ray are read-only.
-    return _fit_shard(*shared, pickle.loads(groups))
-
-
-def _in_flight(
-    tasks: Iterable[Task],
-    submit: Callable[[GroupedLengths], Any],
-    wait_for_any: Callable[[list[Any]], Iterable[Any]],
-    result: Callable[[Any], pa.Table],
-    limit: Callable[[], int],
-) -> Iterator[Result]:
-    """Yields results as they finish, with up to `limit` tasks in flight."""
-    tasks = iter(tasks)
-    running: dict[Any, int] = {}
-    while True:
-        for number, groups in islice(tasks, max(limit() - len(running), 0)):
-            running[submit(groups)] = number
-        if not running:
-            return
-        for handle in wait_for_any(list(running)):
-            yield running.pop(handle), result(handle)
+        running: dict[Future[pa.Table], int] = {}
+        while True:
+            for number, groups in islice(tasks, len(first) * _TASKS_PER_PROCESS - len(running)):
+                running[pool.submit(_fit_shard, fit, options, groups)] = number
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                yield running.pop(future), future.result()
 
 
 def _start_worker() -> None:
