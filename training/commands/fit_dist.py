@@ -19,7 +19,7 @@ class FitDistConfig:
     """Fit a length distribution to the sampled outputs of each prompt, by maximum likelihood."""
 
     INPUTS = ("samples",)
-    OUTPUTS = ("out", "{out}.run.json", "{out}.parts", "json", "figure", "report")
+    OUTPUTS = ("out", "{out}.run.json", "json", "figure", "report")
 
     samples: str
     """Output lengths: a Parquet file or a folder of Parquet files, with one row for each sample (samples/2), or one row for each group and lists in output_tokens; import-lengths converts other formats."""
@@ -53,8 +53,6 @@ class FitDistConfig:
     """Number of processes; unset = one, or one per core for slow fits (--bootstrap, --nu free or --solver lbfgsb). The result does not depend on it."""
     block_groups: int = 16_384
     """Maximum number of groups that one process fits at a time; a smaller number needs less memory."""
-    resume: bool = True
-    """Resume an interrupted run of the same command; false = start over."""
     json: str | None = None
     """JSON file to write: counts, flags, and goodness of fit of each family."""
     figure: str | None = None
@@ -109,10 +107,10 @@ def fit_dist(config: FitDistConfig) -> dict[str, Any]:
     # Sending samples to another process costs more than a fast fit, which takes microseconds.
     is_slow = config.bootstrap > 0 or config.nu == "free" or config.solver == "lbfgsb"
     processes = config.processes or (len(os.sched_getaffinity(0)) if is_slow else 1)
-    versions = versions_of(("numpy", "scipy", "pyarrow", "numba", "duckdb"))
-    run_options = {name: getattr(config, name) for name in ("block_groups", "resume", "progress")}
-    samples = fit_file(config.samples, out, options, versions=versions, processes=processes, **run_options)
+    run_options = {name: getattr(config, name) for name in ("block_groups", "progress")}
+    samples = fit_file(config.samples, out, options, processes=processes, **run_options)
     summary = summarize_file(out, options.family, options.nu)
+    versions = versions_of(("numpy", "scipy", "pyarrow", "numba", "duckdb"))
     run = {"config": asdict(config), "samples": samples, "versions": versions}
     write_json(out.with_name(out.name + ".run.json"), run)
     if "json" in others:

@@ -77,7 +77,7 @@ def summarize_file(path: str | Path, family: FamilyName = "log-t", nu: float | N
         "num_groups": len(numbers),
         "num_samples": int(numbers["num_samples"].sum()),
         "num_censored": int(numbers["num_censored"].sum()),
-        "num_errors_left_out": int((pq.read_schema(path).metadata or {}).get(NUM_ERRORS, 0)),
+        "num_errors_left_out": int((pq.read_metadata(path).metadata or {}).get(NUM_ERRORS, 0)),
         "num_not_converged": int((~numbers["converged"]).sum()),
         "flags": dict(sorted(Counter(chain.from_iterable(numbers["flags"])).items())),
         "family": main.label,
