@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -209,6 +210,20 @@ def test_predictors_without_lengths_and_checkpoints_are_refused(tmp_path: Path) 
     for open_it in (tailcast.load, open_predictor, lambda path: Forecaster(path, "predictor", 1.0)):
         with pytest.raises(InputError, match="is a checkpoint; run export-onnx"):
             open_it(str(tmp_path / "checkpoint"))
+
+
+@pytest.mark.parametrize("address", ["no/such/folder", "local://no/such/folder", "nosuch://host:1", "grpc://"])
+def test_every_command_refuses_an_address_with_the_same_words(address: str) -> None:
+    allowed = f"predictor: got {address!r}; allowed: pretrained, tiny, an artifact folder, or grpc://HOST:PORT"
+    openers: tuple[Callable[[], object], ...] = (
+        lambda: open_predictor(address),
+        lambda: Forecaster(address, "predictor", 1.0),
+        lambda: tailcast.predict(PROMPT, predictor=address),
+    )
+    for opener in openers:
+        with pytest.raises(InputError) as error:
+            opener()
+        assert str(error.value) == allowed
 
 
 def test_missing_packages_are_named_with_their_extra(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
