@@ -192,7 +192,7 @@ SUCCEEDS = {
     "tailcast predict": "--data GOOD/prompts.jsonl --predictor tiny --out OUT/p.csv",
     "gen-samples": "GOOD/prompts.jsonl --backend synthetic --num_samples 2 --out OUT/s.parquet --card OUT/card",
     "import-lengths": "log GOOD/samples.parquet --out OUT/i.parquet",
-    "fit-dist": "GOOD/samples.parquet --alternatives false --out OUT/f.parquet --json OUT/f.json --figure OUT/f.svg --report OUT/f.html",
+    "fit-dist": "GOOD/samples.parquet --alternatives false --out OUT/f.parquet --json OUT/f.json --figure OUT/f.svg",
     "evaluate-stream": "GOOD/stream.jsonl --out OUT/events.jsonl",
     "package-artifact": "kserve GOOD/tiny --storage_uri s3://x --out OUT/k",
     "simulate run": f"{_SIMULATED} --json OUT/r.json --requests OUT/r.csv --steps OUT/s.csv --decisions OUT/d.jsonl --report OUT/r.html",

@@ -19,7 +19,7 @@ class FitDistConfig:
     """Fit a length distribution to the sampled outputs of each prompt, by maximum likelihood."""
 
     INPUTS = ("samples",)
-    OUTPUTS = ("out", "{out}.run.json", "json", "figure", "report")
+    OUTPUTS = ("out", "{out}.run.json", "json", "figure")
 
     samples: str
     """Output lengths: a Parquet file or a folder of Parquet files, with one row for each sample (samples/2), or one row for each group and lists in output_tokens; import-lengths converts other formats."""
@@ -57,8 +57,6 @@ class FitDistConfig:
     """JSON file to write: counts, flags, and goodness of fit of each family."""
     figure: str | None = None
     """PNG file to write: histograms of some prompts with the fitted curves."""
-    report: str | None = None
-    """HTML file to write: a report on the fits."""
     progress: bool = True
     """Show a progress bar on a terminal, or a line every ten seconds elsewhere."""
 
@@ -66,7 +64,7 @@ class FitDistConfig:
         if self.nu != "free" and not 0 < self.nu < float("inf"):
             raise InputError("nu", self.nu, "a finite number above 0, or free")
         check_ranges(self, max_tokens=(1, 2**31 - 1), block_groups=(1, INTEGERS), processes=(1, INTEGERS))
-        for name in ("out", "json", "figure", "report"):
+        for name in ("out", "json", "figure"):
             if getattr(self, name) == "":
                 raise InputError(name, "", "a path")
         names = [name.strip() for name in self.group_by.split(",")]
@@ -92,12 +90,12 @@ def fit_dist(config: FitDistConfig) -> dict[str, Any]:
     from scheduler_core.shell.versions import versions_of
     from training.fitting.fit_job import fit_file
     from training.fitting.fits import FitOptions
-    from training.fitting.report import families_rows, summarize_file, write_figure, write_report
+    from training.fitting.report import families_rows, summarize_file, write_figure
 
     out = writable_target(config.out, "out")
     others = {
         name: writable_target(path, name)
-        for name in ("json", "figure", "report")
+        for name in ("json", "figure")
         if (path := getattr(config, name)) is not None
     }
     options = FitOptions(
@@ -117,8 +115,6 @@ def fit_dist(config: FitDistConfig) -> dict[str, Any]:
         write_json(others["json"], summary | run)
     if "figure" in others:
         write_figure(out, others["figure"], summary["family"])
-    if "report" in others:
-        write_report(out, others["report"], summary)
     message = (
         "%(num_groups)d groups, %(num_samples)d samples (%(num_censored)d censored); %(num_errors_left_out)d failed "
         "samples left out; %(num_not_converged)d groups not converged; flags %(flags)s"

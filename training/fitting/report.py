@@ -1,4 +1,4 @@
-"""Summary statistics of a file of fits, and reports: a self-contained HTML page, and a figure as PNG."""
+"""Summary statistics of a file of fits, and its figure as PNG."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ import pyarrow.parquet as pq
 from scipy import stats
 
 from scheduler_core.lengths import LogT
-from scheduler_core.report.page import Page
-from scheduler_core.report.plotting import COLORS, new_figure, svg, write_png
+from scheduler_core.report.plotting import COLORS, new_figure, write_png
 from training.fitting.estimate import FamilyName, FloatArray, compared_families, family_of
-from training.fitting.fits import FLAGS, NOT_FITTED, NOT_TESTED, NUM_ERRORS
+from training.fitting.fits import NOT_FITTED, NOT_TESTED, NUM_ERRORS
 from training.fitting.samples import CARRIED
 
 PASS_ABOVE = 0.05
@@ -153,46 +152,7 @@ def _quantiles(values: FloatArray) -> dict[str, float | None] | None:
 _NUM_PANELS = 6
 
 
-def write_report(fits_path: str | Path, html_path: str | Path, summary: dict[str, Any]) -> None:
-    """Writes an HTML report on a file `fits/2` from its summary by `summarize_file`."""
-    page = Page(
-        f"Fits of {Path(fits_path).name}",
-        f"{FAMILY_NAMES[summary['family']]} distributions of output length, one for each of {summary['num_groups']} "
-        "groups.",
-    )
-    counts = ("num_samples", "num_censored", "num_not_converged", "num_errors_left_out")
-    rows = [(name.removeprefix("num_"), summary[name], "") for name in counts]
-    rows += [(name, summary["flags"].get(name, 0), text) for name, text in FLAGS.items()]
-    page.table(("", "number", "meaning of the flag"), rows, text_columns=(2,))
-    page.note("Flagged groups are included in the file; a group may have several flags.")
-    page.heading("Goodness of fit")
-    page.table(_HEADER, families_rows(summary)[1:])
-    page.note(
-        "The plain Kolmogorov-Smirnov p-value ignores that the parameters were fitted to the same samples (Lilliefors), "
-        "which makes it too high, and that lengths are integers, which makes it too low with many ties. It is only "
-        "suitable to compare families. The bootstrap treats its replicates like the samples; if the family were correct, "
-        "95 % would pass. AD: Anderson-Darling statistic. ln L ratio: mean of ln L minus ln L of the main fit. Constant, "
-        "fully censored and too small groups are not tested."
-    )
-    if summary["ks"][summary["family"]]["num_tested"]:
-        page.heading("Six groups")
-        page.figure(
-            svg(draw_fits(fits_path, summary["family"])),
-            "Histograms of six groups' lengths with the fitted densities",
-        )
-        page.note("Groups at equally spaced ranks of the typical output length, in ascending order.")
-        page.heading("Parameters")
-        quantiles = [(name, *values.values()) for name, values in summary["parameters"].items()]
-        page.table(("", "P5", "median", "P95", "largest", "infinite"), quantiles)
-    page.write(html_path)
-
-
-def write_figure(fits_path: str | Path, png_path: str | Path, family: str) -> None:
-    """Writes the figure of `draw_fits` as a PNG file."""
-    write_png(draw_fits(fits_path, family), png_path)
-
-
-def draw_fits(path: str | Path, family: str) -> Any:
+def write_figure(path: str | Path, png_path: str | Path, family: str) -> None:
     """Draws histograms and fitted densities of up to six groups, in ascending order of the typical output length.
 
     Markers show where samples were censored. Censored samples are not part of the histogram, so bars and curve are
@@ -208,7 +168,7 @@ def draw_fits(path: str | Path, family: str) -> Any:
         figure, axes = new_figure(6, 1)
         axes[0].set_axis_off()
         figure.text(0.5, 0.5, "no group has enough samples of different length", ha="center", va="center")
-        return figure
+        return write_png(figure, png_path)
     lines = -(-len(rows) // 3)
     figure, axes = new_figure(12, 0.6 + 3.4 * lines, rows=lines, columns=3)
     for axis, row in zip(axes, rows, strict=False):
@@ -216,7 +176,8 @@ def draw_fits(path: str | Path, family: str) -> Any:
     for axis in axes[len(rows) :]:
         axis.set_visible(False)
     axes[0].legend(fontsize=7)
-    return figure
+    write_png(figure, png_path)
+    return None
 
 
 def _distribution(row: dict[str, Any], family: str) -> Any:
