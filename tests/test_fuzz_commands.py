@@ -71,16 +71,16 @@ COMMANDS = {
     "simulate replicas": Command("scheduler_core.simulator.commands.simulate", "scheduler_core.simulator.commands.replicas:ReplicasConfig", {"workload": _WORKLOAD, "at_most": "{ttft_s.mean: 0.018}", "json": "OUT/c.json", "max_replicas": "4", "max_seeds": "2"}, ("replicas",)),
     "simulate calibrate": Command("scheduler_core.simulator.commands.simulate", "scheduler_core.simulator.commands.calibrate:EngineCalibrationConfig", {"url": "http://127.0.0.1:9", "num_requests": "2", "json": "OUT/c.json", "rate": "1000", "held_out_rate": "1000"}, ("calibrate",)),
     "tailcast predict": Command("tailcast.cli", "tailcast.commands.predict:PredictConfig", {"data": "GOOD/prompts.jsonl", "out": "OUT/p.csv", "predictor": "BAD/artifact"}, ("predict",)),
-    "adapt": Command("training.commands.adapt", "training.correcting.adapt:AdaptConfig", {"log": "BAD/list.jsonl", "out": "OUT/a", "artifact": "BAD/artifact"}, (), ("log",)),
+    "adapt": Command("training.commands.adapt", "training.correcting.config:AdaptConfig", {"log": "BAD/list.jsonl", "out": "OUT/a", "artifact": "BAD/artifact"}, (), ("log",)),
     "gen-samples": Command("data_gen.commands.gen_samples", "data_gen.config:GenSamplesConfig", {"prompts": "GOOD/prompts.jsonl", "out": "OUT/s.parquet", "backend": "synthetic", "num_samples": "2"}, (), ("prompts",)),
     "import-lengths": Command("data_gen.commands.import_lengths", "data_gen.importers.config:ImportLengthsConfig", {"kind": "log", "file": "GOOD/samples.parquet", "out": "OUT/i.parquet"}, (), ("kind", "file")),
     "import-urgency": Command("data_gen.commands.import_urgency", "data_gen.commands.import_urgency:ImportUrgencyConfig", {"out": "OUT/u.parquet", "sources": "quiet"}, (), ("out",)),
     "fit-dist": Command("training.commands.fit_dist", "training.commands.fit_dist:FitDistConfig", {"samples": "GOOD/samples.parquet", "out": "OUT/f.parquet", "alternatives": "false"}, (), ("samples",)),
     "train": Command("training.commands.train", "training.network.config:TrainConfig", {"data": "BAD/rowless.parquet", "out": "OUT/t"}),
-    "evaluate": Command("training.commands.evaluate", "training.commands.evaluate:EvaluateConfig", {"predictor": "BAD/checkpoint", "data": "GOOD/samples.parquet", "json": "OUT/e.json"}, (), ("predictor",)),
+    "evaluate": Command("training.commands.evaluate", "training.evaluating.config:EvaluateConfig", {"predictor": "BAD/checkpoint", "data": "GOOD/samples.parquet", "json": "OUT/e.json"}, (), ("predictor",)),
     "evaluate-stream": Command("training.commands.evaluate_stream", "training.commands.evaluate_stream:StreamConfig", {"stream": "GOOD/trace.jsonl", "out": "OUT/events.jsonl"}, (), ("stream",)),
     "calibrate": Command("training.commands.calibrate", "training.commands.calibrate:CalibrateConfig", {"predictor": "BAD/checkpoint", "data": "GOOD/samples.parquet", "out": "OUT/c"}, (), ("predictor",)),
-    "evaluate-urgency": Command("training.commands.evaluate_urgency", "training.commands.evaluate_urgency:EvaluateUrgencyConfig", {"predictor": "BAD/checkpoint", "data": "GOOD/labels.parquet", "json": "OUT/u.json", "baselines": "false"}, (), ("predictor",)),
+    "evaluate-urgency": Command("training.commands.evaluate_urgency", "training.urgency.config:EvaluateUrgencyConfig", {"predictor": "BAD/checkpoint", "data": "GOOD/labels.parquet", "json": "OUT/u.json", "baselines": "false"}, (), ("predictor",)),
     "export-onnx": Command("export.commands.export_onnx", "export.exporter:ExportConfig", {"checkpoint": "BAD/checkpoint", "out": "OUT/a"}, (), ("checkpoint",)),
     "package-artifact": Command("export.commands.package_artifact", "export.packages:PackageConfig", {"target": "triton", "artifact": "BAD/artifact", "out": "OUT/p"}, (), ("target", "artifact")),
     "export-variants": Command("tailcast.commands.export_variants", "export.variants.run:VariantsConfig", {"artifact": "BAD/artifact", "out": "OUT/v"}, (), ("artifact",)),
@@ -252,10 +252,10 @@ def _arguments(command: Command, call: Call, inputs: Path, out: Path) -> list[st
 @pytest.fixture
 def no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that has been built ends at once."""
-    from predictors.commands import serve_predictor as cli
-    from predictors.commands import tailcast_proxy as cli_proxy
+    from predictors.hosting import process as hosting
+    from predictors.service import process as service
 
-    for module in (cli, cli_proxy):
+    for module in (hosting, service):
         monkeypatch.setattr(module, "run", lambda work: work.close())
 
 

@@ -14,7 +14,8 @@ from functools import reduce
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from scheduler_core.errors import InputError, MissingExtraError, TailcastError, unknown_name
 from scheduler_core.shell.files import is_stream
@@ -58,7 +59,6 @@ def read_config(
 
     defaults = {field.name: field.default for field in fields(config_class)}  # type: ignore[arg-type]
     required = [name for name in positionals if defaults[name] is MISSING]
-
     for number, word in enumerate(args, start=1):
         _check_value(f"argument {number}", word)
     args = _with_recipes(args, getattr(config_class, "RECIPES", None))
@@ -66,25 +66,19 @@ def read_config(
         options = _parse(parser, args)
         if any(options.get(name) is None for name in required):
             raise ArgumentError(None, _REQUIRED)
-        for name, value in options.items():
-            if name != "config":
-                _check_value(name, value)
-        _check_groups(config_class, options, "")
-        values = parser.instantiate(options)
-        config = config_class(**{name: values[name] for name in config_class.__dataclass_fields__})  # type: ignore[attr-defined]
     except UnicodeDecodeError as error:
         message = f"--config: not a text in UTF-8 ({error.reason} at byte {error.start})"
         raise TailcastError(message) from error
     except (ArgumentError, ValueError) as error:
-        cause: BaseException | None = error
-        while cause is not None:  # jsonargparse wraps the error of the configuration class
-            if isinstance(cause, TailcastError):
-                raise cause from None
-            cause = cause.__cause__
         if isinstance(error, ArgumentError) or "null byte" in str(error):
             raise TailcastError(_explained(str(error), prog, parser, required, args)) from error
         raise
-    check_command_paths(config, [str(path) for path in values.get("config") or ()])
+    values = _plain(options)
+    config_files = values.pop("config") or ()
+    for name, value in values.items():
+        _check_value(name, value)
+    config = from_mapping(config_class, values)
+    check_command_paths(config, [str(path) for path in config_files])
     return config
 
 
@@ -203,21 +197,18 @@ def _parse(parser: Any, args: Sequence[str]) -> Any:
         raise TailcastError(f"the options cannot be read ({type(error).__name__}: {error})") from error
 
 
-def _check_groups(config_class: type[Any], values: Any, prefix: str) -> None:
-    """Raises InputError if a nested configuration is not a mapping, or a required value is null."""
+def _plain(value: Any) -> Any:
+    """A Namespace of jsonargparse as a dict; in lists, jsonargparse wraps groups as {class_path, init_args}."""
     from jsonargparse import Namespace
 
-    for name, hint in get_type_hints(config_class).items():
-        members = get_args(hint) or (hint,)
-        value = values.get(name)
-        if isinstance(value, Namespace):
-            for member in members:
-                if isinstance(member, type) and is_dataclass(member):
-                    _check_groups(member, value, f"{prefix}{name}.")
-        elif is_dataclass(hint):
-            raise InputError(prefix + name, value, "a mapping of its options")
-        elif value is None and name in values and not {type(None), Any} & set(members):
-            raise InputError(prefix + name, None, "a value; leave it out for the default")
+    if isinstance(value, Namespace):
+        members = vars(value)
+        return (
+            _plain(members["init_args"])
+            if "class_path" in members
+            else {k: _plain(v) for k, v in members.items()}
+        )
+    return type(value)(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
 def from_mapping(kind: type[C], values: Mapping[str, Any], prefix: str = "") -> C:
@@ -235,32 +226,38 @@ def from_mapping(kind: type[C], values: Mapping[str, Any], prefix: str = "") -> 
 
 def _converted(name: str, value: Any, hint: Any) -> Any:
     """The value of an option with mappings converted to its dataclasses, and numpy numbers to those of Python."""
-    import numpy as np  # most commands do not need it
-
-    if isinstance(value, np.generic):
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         value = value.item()
-    members = get_args(hint) or (hint,)
-    group = next((member for member in members if isinstance(member, type) and is_dataclass(member)), None)
-    if group is None:
-        check_type(name, value, hint)
-    elif isinstance(value, Mapping):
-        return from_mapping(group, value, f"{name}.")
-    elif get_origin(hint) is tuple and isinstance(value, list | tuple):
-        return tuple(_converted(f"{name}[{index}]", item, group) for index, item in enumerate(value))
-    elif not isinstance(value, group) and not (value is None and type(None) in members):
-        raise InputError(name, value, f"a mapping of options, or a {group.__name__}")
+    for member in _members(hint):
+        if is_dataclass(member) and isinstance(member, type):
+            if isinstance(value, Mapping):
+                return from_mapping(member, value, f"{name}.")
+            if not isinstance(value, member) and not (value is None and type(None) in _members(hint)):
+                raise InputError(name, value, f"a mapping of options, or a {member.__name__}")
+        elif get_origin(member) in (list, tuple) and isinstance(value, list | tuple):
+            item = get_args(member)[0]
+            return type(value)(
+                _converted(f"{name}[{number}]", each, item) for number, each in enumerate(value)
+            )
+    check_type(name, value, hint)
     return value
 
 
+def _members(hint: Any) -> tuple[Any, ...]:
+    """The members of a union, or the type itself."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
 def check_type(name: str, value: Any, hint: Any) -> None:
-    """Raises `InputError` if a value has not the type of its option, where that is a number, a text, a boolean or a mapping."""
-    if get_origin(hint) is dict:
-        if not isinstance(value, Mapping):
-            raise InputError(name, value, "names with values")
-        return
-    types = {get_origin(member) or member for member in get_args(hint) or (hint,)}
+    """Raises `InputError` if a value has not the type of its option, where that is a number, a text, a boolean or a
+    mapping, or if it is None and may not be."""
+    types = {get_origin(member) or member for member in _members(hint)}
     if float in types:
         types.add(int)
+    if value is None and not types & {type(None), Any}:
+        raise InputError(name, None, "a value; leave it out for the default")
+    if types == {dict} and not isinstance(value, Mapping):
+        raise InputError(name, value, "names with values")
     if types <= {int, float, str, bool, type(None)} and type(value) not in types:
         names = sorted("unset" if kind is type(None) else kind.__name__ for kind in types)
         raise InputError(name, value, " or ".join(names))

@@ -85,7 +85,7 @@ def test_a_field_has_a_second_spelling_in_options_and_files(tmp_path: Path, caps
         "predictors.proxy.config:ProxyConfig",
         "scheduler_core.simulator.commands.run:RunConfig",
         "scheduler_core.simulator.commands.capacity:CapacityConfig",
-        "training.commands.evaluate:EvaluateConfig",
+        "training.evaluating.config:EvaluateConfig",
         "training.network.config:TrainConfig",
     ],
 )
