@@ -16,6 +16,8 @@ import argparse
 import datetime
 import sys
 import time
+import tomllib
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -31,20 +33,41 @@ from benchmarks.reproduce import (
     uniboost_appendix,
 )
 from benchmarks.reproduce.page import load, pages, save, section
-from benchmarks.reproduce.study import Effort, Study
+from benchmarks.reproduce.study import Effort, Findings, Study
 from scheduler_core.errors import InputError
 
-STUDIES: tuple[Study, ...] = (
-    *multitier.STUDIES,
-    *multitier_figures.STUDIES,
-    *semantic.STUDIES,
-    *slai.STUDIES,
-    *rad.STUDIES,
-    *uniboost.STUDIES,
-    *uniboost_appendix.STUDIES,
-    *tie.STUDIES,
-    *tie_lengths.STUDIES,
-)
+#: Study -> its function; the texts are in studies.toml.
+RUNS: dict[str, Callable[[Effort], Findings]] = {
+    "multitier-tables": multitier.tables,
+    "multitier-tiers": multitier_figures.tiers,
+    "multitier-figures": multitier_figures.figures,
+    "semantic-spikes": semantic.spike_response,
+    "semantic-engines": semantic.other_engines,
+    "semantic-errors": semantic.predictor_errors,
+    "semantic-predictor": semantic.predictor_speed,
+    "slai-figure7": slai.figure_7,
+    "slai-figure8": slai.figure_8,
+    "slai-appendix": slai.appendix,
+    "rad-stability": rad.stability,
+    "uniboost-table2": uniboost.table_2,
+    "uniboost-figure6": uniboost.figure_6,
+    "uniboost-figure8": uniboost.figure_8,
+    "uniboost-ablation": uniboost.ablation,
+    "uniboost-starvation": uniboost_appendix.starvation,
+    "uniboost-sensitivity": uniboost_appendix.sensitivity,
+    "uniboost-chunks": uniboost_appendix.chunks,
+    "uniboost-cluster": uniboost_appendix.cluster,
+    "tie-table2": tie.table_2,
+    "tie-table3": tie.table_3,
+    "tie-table4": tie.table_4,
+    "tie-table5": tie.table_5,
+    "tie-table1": tie_lengths.table_1,
+    "tie-figure7": tie_lengths.figure_7,
+    "tie-figure8": tie_lengths.figure_8,
+}
+with Path(__file__).with_name("studies.toml").open("rb") as _file:
+    _TEXTS = tomllib.load(_file)
+STUDIES = tuple(Study(name=name, run=run, **_TEXTS[name]) for name, run in RUNS.items())
 
 
 def _parser() -> argparse.ArgumentParser:

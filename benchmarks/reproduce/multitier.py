@@ -17,7 +17,7 @@ from benchmarks.reproduce.multitier_systems import (
     workload,
 )
 from benchmarks.reproduce.simulate import Outcome, over_seeds, simulate
-from benchmarks.reproduce.study import NO_EFFECT, Claim, Effort, Findings, Row, Study
+from benchmarks.reproduce.study import NO_EFFECT, Claim, Effort, Findings, Row
 
 MIXES = {
     "table 2, uniform": "uniform",
@@ -149,31 +149,3 @@ def _gain(where: str, got: dict[str, float]) -> Claim:
         " / ".join(f"{a:.2f}" for a in ours) + " against " + " / ".join(f"{b:.2f}" for b in paper),
         own_variant=True,
     )
-
-
-STUDIES = (
-    Study(
-        name="multitier-tables",
-        paper="Multi-tier Llumnix",
-        title="Tables 2 to 4: speed-up over INFaaS + vLLM",
-        why=(
-            "The paper's simulator charges its own system no memory for generated tokens, frees every block "
-            "at each step, ignores the batch limit of 64, charges attention of any batch as one of 32, and "
-            "stops after 60 s, while the baseline keeps all limits. The column `as-released accounting` "
-            "reproduces this. `ours` gives both systems the same memory and batch, charges every resident "
-            "token and includes every request. The paper's dispatch rule then loses: its freeness (Eq. 1 and "
-            "2) counts only the first waiting request, so in a burst of 1,250 requests/s it keeps sending to "
-            "a replica with a long queue while others are idle. In the released code no request waits, "
-            "because everything is admitted; Llumnix's own public code counts all waiting requests when it "
-            "dispatches. The column `correct, whole queue` does the same (`Llumnix(whole_queue=True)`) and "
-            "otherwise follows the paper; `correct, tiers on round robin` is an approximate upper bound of the "
-            "gain. Step times are Llama-2-7B on an A100 from data sheets, not Vidur's "
-            "profiles. Cost per latency has no formula in the paper or its code and no row of its own: both "
-            "systems run four replicas, so its -54 to -68 % correspond to the ratios of P99 E2E (2.2 to "
-            "3.1)."
-        ),
-        cost_s=(15, 2200),
-        run=tables,
-        columns=("as-released accounting", "correct, whole queue"),
-    ),
-)

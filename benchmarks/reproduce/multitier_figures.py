@@ -15,7 +15,7 @@ from benchmarks.reproduce.multitier_systems import (
     workload,
 )
 from benchmarks.reproduce.simulate import Outcome, System, over_seeds, simulate
-from benchmarks.reproduce.study import Claim, Effort, Findings, Row, Study
+from benchmarks.reproduce.study import Claim, Effort, Findings, Row
 from scheduler_core.simulator.config import ClusterConfig
 
 MIXES = {
@@ -151,33 +151,3 @@ def _figure_claims(counts: tuple[int, ...], results: dict[tuple[str, int], dict[
         Claim("figure 7", "without migration it is no worse either", worst[STILL] < 1.05,
               f"largest ratio of P99 to vLLM: {worst[STILL]:.3f}", own_variant=True),
     ]  # fmt: skip
-
-
-STUDIES = (
-    Study(
-        name="multitier-tiers",
-        paper="Multi-tier Llumnix",
-        title="Figures 5, 8 and 9: latency by tier",
-        why=(
-            "The paper shows curves and gives few numbers. Its simulator admits everything, so a tier's wait "
-            "is that in an unlimited batch; here a tier waits for memory. The column `whole queue` is "
-            "`Llumnix(whole_queue=True)`, see tables 2 to 4."
-        ),
-        cost_s=(15, 5000),
-        run=tiers,
-    ),
-    Study(
-        name="multitier-figures",
-        paper="Multi-tier Llumnix",
-        title="Figures 6 and 7: K = 1 to 10 at 10 requests per second",
-        why=(
-            "Step times are from data sheets. Llumlet is slower than vLLM because of its migration. At this "
-            "load some replica is idle most of the time, so the difference in freeness is an idle replica's "
-            "whole memory, which exceeds the threshold of 0.3 at every tick, and there is more than one "
-            "migration per request. The paper's simulator charges no time for a migration; here a request is "
-            "stopped while its last blocks are copied. The rows `no migration` show the system without it."
-        ),
-        cost_s=(20, 600),
-        run=figures,
-    ),
-)

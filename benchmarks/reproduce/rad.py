@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from benchmarks.reproduce.simulate import System, over_seeds, simulate
-from benchmarks.reproduce.study import Claim, Effort, Findings, Row, Study
+from benchmarks.reproduce.study import Claim, Effort, Findings, Row
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.step_time import rad_bounds
 from scheduler_core.simulator.step_time.base import DecodeRun, PolynomialRun, StepWork
@@ -118,19 +118,3 @@ def stability(effort: Effort) -> Findings:
               all(late[name, 1.1] > 3 for name in SYSTEMS), ", ".join(f"{name} {late[name, 1.1]:.2f}" for name in SYSTEMS)),
     ]  # fmt: skip
     return findings
-
-
-STUDIES = (
-    Study(
-        name="rad-stability",
-        paper="RAD and SLAI",
-        title="Theorems 1 and 2: stability at 0.9 and 1.1 of the bound",
-        why=(
-            "The paper proves this and shows no run of RAD. Step times are the first two terms of its Eq. 7, "
-            "and prompts are whole tiles. With a step time that is linear in the tokens, a step with prompts "
-            "and decodes would save the time of one tile, and a mixing scheduler could exceed this bound."
-        ),
-        cost_s=(10, 250),
-        run=stability,
-    ),
-)

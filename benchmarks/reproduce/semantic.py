@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.reproduce.simulate import Outcome, System, over_seeds, simulate
-from benchmarks.reproduce.study import Claim, Effort, Findings, Row, Study
+from benchmarks.reproduce.study import Claim, Effort, Findings, Row
 from scheduler_core.prediction.predictions import BucketPrediction, LengthPrediction, Prediction
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.step_time.quadratic import PRESETS
@@ -365,62 +365,3 @@ def predictor_speed(effort: Effort) -> Findings:
         Claim("table 2", "immediate processing hardly depends on the batch size", flat < 0.1, f"{100 * flat:.1f} %"),
     ]  # fmt: skip
     return findings
-
-
-STUDIES = (
-    Study(
-        name="semantic-spikes",
-        paper="Semantic scheduling",
-        title="Figure 2 (c), (d) and figure 3: level 0 in spikes of requests",
-        why=(
-            "The released simulator sleeps in real time, gives semantic scheduling a batch of 16 and every "
-            "baseline 12 by default, and charges evicted tokens twice; here all have 16 and the same memory. "
-            "A batch costs as much as its largest request, as here. Waiting is from arrival to the end, per "
-            "generated token, as in section 3 and the released code; one column has the ratios of the delay "
-            "to admission per token instead, which are larger. The emergency conversations of figure 3 are "
-            "not public, so its rows are those of figure 2."
-        ),
-        cost_s=(8, 150),
-        run=spike_response,
-        columns=("all levels",),
-    ),
-    Study(
-        name="semantic-engines",
-        paper="Semantic scheduling",
-        title="Figure 4: Qwen1.5-7B on an A100 and Qwen1.5-4B on an A5000",
-        why=(
-            "Constants and KV cache sizes are those of the released code: 4,915 and 5,872 tokens, so memory "
-            "is the limit before the batch of 16. Its fourth setting, Qwen1.5-7B on an A5000, has a negative "
-            "KV cache size."
-        ),
-        cost_s=(4, 80),
-        run=other_engines,
-    ),
-    Study(
-        name="semantic-errors",
-        paper="Semantic scheduling",
-        title="Figure 2 (a), (b): wrong levels and wrong length buckets",
-        why=(
-            "The paper does not give the load of its error-rate sweep. Here it is spikes of up to 50 "
-            "requests every 0.1 s, for which all levels together wait as long as in the paper (0.12 and 0.13 "
-            "s per token). Buckets that are off by 0.9 of all buckets almost reverse the order within a "
-            "level, so level 0 waits longer too; the paper prints 0.01 s for it, one digit."
-        ),
-        cost_s=(6, 90),
-        run=predictor_errors,
-        columns=("s per token at 0.1", "s per token at 0.9"),
-    ),
-    Study(
-        name="semantic-predictor",
-        paper="Semantic scheduling",
-        title="Tables 1 and 2: speed and batching of the predictor",
-        why=(
-            "Here a request waits for its prediction, from one predictor that processes batches. The paper's "
-            "values at 0.01 s and above grow with the level, up to 4.7 s per token at level 4, as if every "
-            "request waited for the predictor and then for the engine; our values show only the cost of the "
-            "predictor."
-        ),
-        cost_s=(8, 60),
-        run=predictor_speed,
-    ),
-)

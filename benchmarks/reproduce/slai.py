@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.reproduce.simulate import Outcome, System, over_seeds, percentile, simulate
-from benchmarks.reproduce.study import Claim, Effort, Findings, Row, Study
+from benchmarks.reproduce.study import Claim, Effort, Findings, Row
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.step_time.base import LinearStepTime
 from scheduler_core.simulator.workloads.arrivals import Arrivals
@@ -279,19 +279,4 @@ def appendix(effort: Effort) -> Findings:
     return findings
 
 
-_WHY = (
-    "Step times are linear in the chunk size, fitted to the chunk timings that the released code has for "
-    "Mistral-7B on an RTX 6000 Ada, plus cache reads at the card's bandwidth. A real engine has overhead of "
-    "Python and telemetry, so ours sustains a higher load at the same latency: it saturates at about 2.2 "
-    "requests per second instead of 1.6. Loads therefore go up to 2.8, and the paper's high load is the one "
-    "at which Sarathi (FCFS) has the paper's median TTFT of 1.5 s."
-)
 FIGURES = {0.05: 7, 0.5: 11, 0.95: 12}
-STUDIES = (
-    Study(name="slai-figure7", paper="RAD and SLAI", title="Figures 7, 9 and 10: SLAI and Sarathi, 5 % paying users", why=_WHY,
-          cost_s=(22, 3300), run=figure_7),
-    Study(name="slai-figure8", paper="RAD and SLAI", title="Figure 8: memory under three offsets", why=_WHY,
-          cost_s=(5, 400), run=figure_8),
-    Study(name="slai-appendix", paper="RAD and SLAI", title="Appendix F: 50 % and 95 % paying users", why=_WHY,
-          cost_s=(20, 2100), run=appendix),
-)  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from benchmarks.reproduce.simulate import over_seeds
-from benchmarks.reproduce.study import Claim, Effort, Findings, Row, Study
+from benchmarks.reproduce.study import Claim, Effort, Findings, Row
 from benchmarks.reproduce.tie_requests import FAMILIES, Order, requests, with_worse_points
 from benchmarks.reproduce.tie_systems import (
     ALPACA_8B,
@@ -228,33 +228,3 @@ def _worse_regressor(effort: Effort, got: Mapping[str, float]) -> list[Row]:
             for key in ("token mean", "ttft mean")
         ]  # fmt: skip
     return rows
-
-
-_WHY = (
-    "The paper's prompts, trained predictors and generations are not public. Here all of CASTILLO's prompts "
-    "replace LMSYS, and its prompts from ShareGPT and Alpaca replace these sets. Times are from data sheets "
-    "for as many A6000 as in the paper. The load is the ratio of the paper's rates to the capacity of its "
-    "engine, 19 requests per second (see `tie_systems`), so our seconds differ from the paper's.\n\n"
-    "Predictors: the paper's SSJF "
-    "and LTR learn from single outputs, TIE from twenty per prompt. Here all learn from ten, on the same "
-    "encoder, and order prompts about equally well (see the note on the requests); the rows `sensitivity` of "
-    "table 4 show the loss of SSJF with a worse regressor. The families of table 4 are compared with a log-t "
-    "head with the same training, on an encoder that was trained on none of the prompts, and not with TIE's "
-    "own predictor.\n\nOrder: `SSJF, TIE's median` gets the same predictor, so the remaining difference is due "
-    "to the score. Output lengths of CASTILLO vary within a prompt a fifth as much as the paper's, so the "
-    "tail has little information. TIE's sigma includes the predictor's error in mu, which is largest for "
-    "short outputs and delays them (`TIE, sigma within a prompt` gets only the sigma of the outputs, as the "
-    "paper's predictor is trained to give). Per-token latency weighs a request by 1 / X, and Smith's rule, "
-    "E[X] / E[1 / X], is the order by the median for every distribution that is symmetric in log X. LTR is "
-    "non-preemptive, as the paper says of all its baselines. `LTR, preemptive` follows its own paper, which "
-    "promotes a request after 200 steps of waiting: with recomputation, under this overload, little time "
-    "remains for useful work."
-)
-STUDIES = (
-    Study(name="tie-table2", paper="TIE", title="Table 2, figure 4 and section 6.2: online", why=_WHY, cost_s=(30, 400), run=table_2,
-          measures=("mean per-token latency", "mean TTFT")),
-    Study(name="tie-table3", paper="TIE", title="Table 3: offline", why=_WHY, cost_s=(15, 200), run=table_3),
-    Study(name="tie-table4", paper="TIE", title="Table 4: ablations", why=_WHY, cost_s=(20, 100), run=table_4,
-          measures=("mean per-token latency", "time for 3 of 10")),
-    Study(name="tie-table5", paper="TIE", title="Tables 5 and 6: Mistral-7B", why=_WHY, cost_s=(20, 250), run=table_5),
-)  # fmt: skip

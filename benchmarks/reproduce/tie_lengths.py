@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from scipy import stats
 
-from benchmarks.reproduce.study import Claim, Effort, Findings, Row, Study
+from benchmarks.reproduce.study import Claim, Effort, Findings, Row
 from training.fitting.estimate import Estimates, SortedLengths, compared_families, estimate, family_of
 from training.fitting.goodness import bootstrap, group_seed, ks_p_values
 from training.fitting.kernels.groups import CONSTANT, SIGMA_FLOOR
@@ -308,18 +308,3 @@ def _errors_by_sample_size(
                 more={"of mu": errors[size][0], "predicted rms of mu": float(np.sqrt(np.nanmean(again.solution.se_m**2)))})
         )  # fmt: skip
     return errors, len(rows)
-
-
-_WHY = (
-    "The paper's 1,000 LMSYS prompts with 100 outputs each are not public. CASTILLO has 10 samples per "
-    "prompt: a test of goodness of fit rejects less with 10 samples than with 100, the skewness of N samples "
-    "is at most (N - 2) / sqrt(N - 1), and their P99 hardly exceeds the longest sample. Tree of Thoughts has "
-    "100 outputs per prompt with few different lengths, which the plain test takes for a bad fit. The ten "
-    "samples of OASST have several sampling settings. The plain p-value ignores that the parameters come "
-    "from the same samples; the bootstrap does not (95 % pass if the family is true)."
-)
-STUDIES = (
-    Study(name="tie-table1", paper="TIE", title="Table 1 and section 3.1: families and tails", why=_WHY, cost_s=(3, 20), run=table_1),
-    Study(name="tie-figure7", paper="TIE", title="Figure 7: samples per prompt", why=_WHY, cost_s=(1, 5), run=figure_7),
-    Study(name="tie-figure8", paper="TIE", title="Figure 8: degrees of freedom", why=_WHY, cost_s=(1, 5), run=figure_8),
-)  # fmt: skip

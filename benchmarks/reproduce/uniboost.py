@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from benchmarks.reproduce.simulate import over_seeds
-from benchmarks.reproduce.study import NO_EFFECT, Claim, Effort, Findings, Row, Study
+from benchmarks.reproduce.study import NO_EFFECT, Claim, Effort, Findings, Row
 from benchmarks.reproduce.uniboost_systems import (
     A100,
     DECODES_FIRST,
@@ -15,7 +15,6 @@ from benchmarks.reproduce.uniboost_systems import (
     ONE_ORDER,
     SYSTEMS,
     TRAIL,
-    WHY,
     Engine,
     Order,
     compared,
@@ -195,19 +194,3 @@ def ablation(effort: Effort) -> Findings:
 
 #: Figure 7 has less memory: half of the KV cache of table 2.
 _TIGHT = replace(A100, kv_bytes=10e9)
-
-STUDIES = (
-    Study(name="uniboost-table2", paper="UniBoost", title="Table 2: against TRAIL with perfect lengths",
-          why=(
-              "The paper does not give the load of this table, so there are three. UniBoost improves TTFT "
-              "over FCFS (Sarathi), but not over TRAIL+ with true lengths; at load 1.0 it has the lowest "
-              "throughput in tokens and the worst TTFT. The paper's table 8 prints UniBoost's row again, as "
-              "improvement over FCFS, so this is also a column here. "
-              + WHY
-          ),
-          cost_s=(35, 200), run=table_2),
-    Study(name="uniboost-figure6", paper="UniBoost", title="Figure 6: slowdown by percentile", why=WHY, cost_s=(10, 85), run=figure_6,
-          measures=("E2E", "TTFT")),
-    Study(name="uniboost-figure8", paper="UniBoost", title="Figure 8: how tight a target may be", why=WHY, cost_s=(20, 45), run=figure_8),
-    Study(name="uniboost-ablation", paper="UniBoost", title="Figure 7: the four phases", why=WHY, cost_s=(15, 300), run=ablation),
-)  # fmt: skip

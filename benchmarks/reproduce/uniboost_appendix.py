@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from benchmarks.reproduce.simulate import Outcome, over_seeds, percentile
-from benchmarks.reproduce.study import NO_EFFECT, Claim, Effort, Findings, Row, Study
+from benchmarks.reproduce.study import NO_EFFECT, Claim, Effort, Findings, Row
 from benchmarks.reproduce.uniboost_systems import (
     A100,
     CHUNK,
@@ -15,7 +15,6 @@ from benchmarks.reproduce.uniboost_systems import (
     ONE_ORDER,
     SYSTEMS,
     TRAIL,
-    WHY,
     Engine,
     Order,
     azure,
@@ -251,22 +250,3 @@ def cluster(effort: Effort) -> Findings:
               ", ".join(f"{scale}x {value:+.1f} %" for scale, value in p99.items()))
     )  # fmt: skip
     return findings
-
-
-STUDIES = (
-    Study(name="uniboost-starvation", paper="UniBoost", title="Tables 3 to 5: starvation", why=WHY, cost_s=(8, 30), run=starvation,
-          measures=("long requests, E2E mean", "slope")),
-    Study(name="uniboost-sensitivity", paper="UniBoost", title="Tables 6 and 7: bins and hysteresis",
-          why=(
-              "The paper does not name the workload; latencies of 8.5 s at 54 ms per token are outputs of about 150 "
-              "tokens, so it is Azure's conversations here. " + WHY
-          ),
-          cost_s=(8, 20), run=sensitivity),
-    Study(name="uniboost-chunks", paper="UniBoost", title="Table 8: chunk size",
-          why=(
-              "The paper's row for 1024 is that of its table 2, which is relative to TRAIL+ and not to FCFS as in "
-              "table 8; both are here. " + WHY
-          ),
-          cost_s=(8, 60), run=chunks),
-    Study(name="uniboost-cluster", paper="UniBoost", title="Tables 9 and 10: routing and scale", why=WHY, cost_s=(15, 80), run=cluster),
-)  # fmt: skip

@@ -213,12 +213,3 @@ def compared(
 def part(got: Mapping[str, float], name: str) -> dict[str, float]:
     """Measures of one system in the result of `compared`."""
     return {key.removeprefix(f"{name} "): value for key, value in got.items() if key.startswith(f"{name} ")}
-
-
-WHY = (
-    "The paper gives neither its traces nor its code: memory, load and the lengths of the reasoning tasks "
-    "are ours (short questions; outputs with median 4,000 and P90 6,000 tokens, light-tailed as in the "
-    "paper's figure 1 (a)). Times are Llama-3-8B on an A100 from data sheets, unless a table says otherwise. "
-    "TRAIL+ and SJF use the true lengths, as in the paper. UniBoost's steps are formed by Algorithm 1 (batch "
-    "former `uniboost`), those of the others by chunked prefill; all use preemption by swap."
-)
