@@ -78,7 +78,7 @@ def proxy(name: str, engine: Any) -> ProxyServer:
 
 def in_proxy_queue(name: str) -> list[str]:
     """The queue of the proxy, with streams of one token per step."""
-    queue = proxy(name, "none").queue
+    queue = proxy(name, "none").handler.queue
     assert queue is not None
     return asyncio.run(held(queue, name))
 
@@ -113,7 +113,7 @@ async def held(queue: HoldQueue, name: str) -> list[str]:
 def in_engine_hints(name: str) -> list[str]:
     """An engine that serves by the priorities that the proxy has sent."""
     parts = proxy(name, "vllm")
-    order, engine = parts._order, parts._engine
+    order, engine = parts.handler.order, parts.handler._engine
     assert isinstance(order, SentOrder)
     assert isinstance(engine, PriorityEngine)
     now = 0.0

@@ -1,4 +1,4 @@
-"""Scheduling hints for each engine (body members or headers added to a request), and the rules for clients.
+"""Scheduling hints for each engine: body members or headers added to a request.
 
 docs/proxy-hints.md lists the hints of each engine. Engines do not age priorities.
 
@@ -12,41 +12,17 @@ for Dynamo) count as the outermost ones.
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from multidict import CIMultiDictProxy
-
 from predictors.proxy.config import ProxyConfig
 from predictors.proxy.parsing import CHAT, MESSAGES, RESPONSES, TEXT, ParsedRequest
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.api_request import integer
-from scheduler_core.prediction.correction import MAX_NAME_CHARS
 from scheduler_core.prediction.prompt_text import member
-from scheduler_core.prediction.urgency import LEVELS
-from scheduler_core.request import DEFAULT_TIER, RequestState
-
-#: Hints that let a client set its own priority, for all engines, because a gateway can forward to other
-#: engines: paths of body members, and prefixes of header names in lower case.
-CLIENT_MEMBERS: tuple[tuple[str, ...], ...] = (
-    ("priority",),
-    ("parameters", "priority"),
-    ("nvext", "agent_hints"),
-)
-CLIENT_HEADERS = (
-    "x-vllm-priority",
-    *("x-smg-priority", "x-smg-tenant-id"),  # SGLang's gateway
-    *("x-dynamo-request-priority", "x-dynamo-request-strict-priority"),
-    *("x-llm-d-", "x-gateway-inference-", "x-slo-"),  # llm-d's router, including older names
-)
-
-
-#: Header with the declared urgency, 0 (most urgent) to 4.
-TIER_HEADER = "x-tailcast-tier"
+from scheduler_core.request import RequestState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,58 +158,3 @@ def make_engine(config: ProxyConfig) -> PriorityEngine | LlmD | None:
             return LlmD(config)
         case _:
             return None
-
-
-class ClientRules:
-    """Rules for what clients may declare; `restricts` is true if their own hints are replaced."""
-
-    def __init__(self, config: ProxyConfig) -> None:
-        self._config = config
-        self.restricts = config.client_priority == "replace" or config.most_urgent_tier > 0
-
-    def tenant(self, headers: Mapping[str, str]) -> str:
-        """The value of the tenant header, or a hash of the API key (keys are never logged), or ""."""
-        name = headers.get(self._config.tenant_header, "").strip()
-        if name:
-            return name
-        key = headers.get("Authorization", "") or headers.get("api-key", "")
-        return "key-" + hashlib.sha256(key.encode()).hexdigest()[:12] if key else ""
-
-    def tier(self, headers: Mapping[str, str]) -> int:
-        """The declared urgency tier, or the default; InputError if clients may not declare it."""
-        text = headers.get(TIER_HEADER)
-        if text is None:
-            return max(DEFAULT_TIER, self._config.most_urgent_tier)
-        levels = range(self._config.most_urgent_tier, len(LEVELS))
-        if text not in map(str, levels):
-            raise InputError(TIER_HEADER, text, f"integers from {levels[0]} to {levels[-1]}")
-        return int(text)
-
-    def check_headers(self, headers: CIMultiDictProxy[str]) -> None:
-        """Raises InputError for a value that is not UTF-8, which cannot be forwarded unchanged, for a
-        repeated tenant or tier header, which is ambiguous, and for a long name of a tenant."""
-        for name, value in headers.items():
-            if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
-                raise InputError(name, "other bytes", "UTF-8")
-        for name in (self._config.tenant_header, TIER_HEADER):
-            if (count := len(headers.getall(name, ()))) > 1:
-                raise InputError(name, f"{count} times", "once")
-        tenant = self._config.tenant_header
-        if (length := len(headers.get(tenant, ""))) > MAX_NAME_CHARS:
-            raise InputError(tenant, f"a name of {length} characters", f"at most {MAX_NAME_CHARS}")
-
-    def allowed_content(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The body without the client's hints; `content` itself if it has none."""
-        allowed = functools.reduce(_without, CLIENT_MEMBERS, content)
-        return content if allowed == content else allowed
-
-
-def _without(node: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """The object without the member at `path`; names are case-insensitive."""
-    others: dict[str, Any] = {}
-    for name, value in node.items():
-        if name.casefold() != path[0]:
-            others[name] = value
-        elif len(path) > 1:
-            others[name] = _without(value, path[1:]) if isinstance(value, dict) else value
-    return others

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+from predictors.proxy.config import ProxyConfig
 from predictors.proxy.errors import Refusal
-from scheduler_core.adapters.live_order import LiveOrder, declared_level
+from scheduler_core.adapters.live_order import LiveOrder, declared_level, order_policy
 from scheduler_core.policies.base import Policy
 from scheduler_core.prediction.predictions import Prediction
 from scheduler_core.request import Request, RequestState
@@ -183,3 +184,13 @@ class HoldQueue(EngineOrder):
             turn = self._turns[head.request_id]
             if not turn.done():
                 turn.set_result(None)
+
+
+def make_order(config: ProxyConfig, clock: Callable[[], float]) -> SentOrder | HoldQueue:
+    """The order of a proxy in front of an engine with priorities, or without (`config.engine` none)."""
+    sent_once = config.engine != "none"
+    name = config.policy or ("tie" if sent_once else "bounded_shortest")
+    policy = order_policy(name, config.policy_parameters, sent_once=sent_once)
+    if sent_once:
+        return SentOrder(policy, config.max_num_seqs, clock, config.aging_per_s)
+    return HoldQueue(policy, config.release, clock, config.aging_per_s, max_waiting=config.max_waiting)

@@ -84,7 +84,7 @@ def test_the_commands_take_them_and_pretrained_by_default(shipped: Path, empty_c
     defaults = ServeConfig(), ProxyConfig(engine_url="http://engine")
     for (serving, proxy), folder in ((defaults, shipped), (tiny, FOLDERS[TINY])):
         assert open_server(serving).artifacts.default.runtime.artifact.path == folder.resolve()
-        predictor = ProxyServer(proxy)._forecaster._predictor
+        predictor = ProxyServer(proxy).handler.forecaster._predictor
         if folder is shipped:
             assert isinstance(predictor, InProcessPredictor)
             assert predictor.address == str(folder)

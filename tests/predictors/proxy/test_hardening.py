@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client import generate_latest
 
-from predictors.proxy import body_rules, server
+from predictors.proxy import client_rules, handler, server
 from predictors.proxy.config import ProxyConfig
 from predictors.proxy.parsing import MAX_VALUES, json_body
 from scheduler_core.errors import InputError
@@ -91,7 +91,7 @@ async def test_the_bytes_of_all_bodies_are_bounded() -> None:
     options = {"max_held_mib": 1, "release": 1}
     async with running_engine(fake_engine.gated(go)) as fake, running_proxy(fake.url, **options) as proxy:
         posts = [asyncio.create_task(proxy.post(chat("x" * size))) for _ in range(2)]
-        held = proxy.server._relay
+        held = proxy.server.handler.relay
         await until(lambda: held.num_held_bytes > 2 * size and fake.num_in_flight == 1)
         assert held._num_reading == 0
         for method, path in (("POST", CHAT), ("POST", "/new"), ("DELETE", "/files"), ("POST", "/tokenize")):
@@ -295,12 +295,12 @@ async def test_large_bodies_are_parsed_in_a_thread(monkeypatch: pytest.MonkeyPat
     threads = {}
 
     def parsed(data: bytes) -> Any:
-        threads[len(data) > server.LARGE_BYTES] = threading.current_thread()
+        threads[len(data) > handler.LARGE_BYTES] = threading.current_thread()
         return json_body(data)
 
-    monkeypatch.setattr(body_rules, "json_body", parsed)
+    monkeypatch.setattr(client_rules, "json_body", parsed)
     async with running_engine() as fake, running_proxy(fake.url, engine="vllm") as proxy:
-        for text in ("x", "x" * server.LARGE_BYTES):
+        for text in ("x", "x" * handler.LARGE_BYTES):
             assert (await proxy.post(chat(text)))[0] == 200
         assert fake.bodies[1]["messages"][0]["content"] == text
     assert threads[False] is threading.main_thread()

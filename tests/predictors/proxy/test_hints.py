@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from predictors.proxy.client_rules import ClientRules
 from predictors.proxy.config import ProxyConfig
-from predictors.proxy.engines import ClientRules
 from predictors.proxy.order import HoldQueue
 from scheduler_core.lengths import LogT
 from scheduler_core.policies import make_policy
@@ -177,7 +177,7 @@ async def test_a_starving_request_is_promoted_by_steps_seen_in_the_stream(stream
     options: dict[str, Any] = {"release": 1, "policy": "ltr", "policy_parameters": {"starvation_steps": 2}}
     go = asyncio.Event()
     async with running_engine(gated(go, tokens=3)) as fake, running_proxy(fake.url, **options) as proxy:
-        queue = proxy.server.queue
+        queue = proxy.server.handler.queue
         assert queue is not None
         tasks = []
         for name in ("first", "long", "short", "short", "short"):
@@ -233,7 +233,7 @@ async def test_a_full_queue_refuses_at_once() -> None:
     go = asyncio.Event()
     async with running_engine(gated(go)) as fake, running_proxy(fake.url, release=1, max_waiting=1) as proxy:
         tasks = [asyncio.create_task(proxy.post(chat("x"))) for _ in range(2)]
-        queue = proxy.server.queue
+        queue = proxy.server.handler.queue
         await until(lambda: queue is not None and queue.num_waiting == 1 and fake.requests)
         status, body = await proxy.post(chat("x"))
         assert (status, json.loads(body)["error"]["code"]) == (429, "queue_full")

@@ -80,7 +80,7 @@ async def test_ollamas_requests_are_predicted() -> None:
         )
         tasks = [asyncio.create_task(proxy.post(body, path=path)) for path, body in bodies]
         await proxy.reaches('tailcast_proxy_predictions_total{outcome="answered"}', 2)
-        states = [*proxy.server._order._order.states.values()]
+        states = [*proxy.server.handler.order._order.states.values()]
         assert [state.request.max_tokens for state in states] == [16, 16]
         assert states[0].prediction == states[1].prediction is not None
         go.set()
@@ -189,7 +189,7 @@ async def test_a_priority_in_the_engines_header_counts_before_the_one_in_the_bod
 async def test_a_tier_is_one_step_of_priority(engine: str) -> None:
     """With the default policy, which does not use tiers itself."""
     async with running_engine() as fake, running_proxy(fake.url, engine=engine, **TINY) as proxy:
-        order = proxy.server._order._order
+        order = proxy.server.handler.order._order
         levels = []
         for headers, priority in (
             ({}, 0),

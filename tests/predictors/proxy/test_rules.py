@@ -15,8 +15,8 @@ from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from predictors.proxy.engines import CLIENT_HEADERS
-from predictors.proxy.server import ProxyServer
+from predictors.proxy.client_rules import CLIENT_HEADERS
+from predictors.proxy.handler import RequestHandler
 from predictors.service.in_process import InProcessPredictor
 from scheduler_core.errors import InputError
 from tests.predictors.proxy import fake_engine
@@ -361,10 +361,10 @@ async def test_an_engine_that_is_gone_or_breaks_off_or_is_silent_or_sends_no_htt
 
 
 async def test_a_proxy_fault(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    async def fails(self: ProxyServer, request: web.Request) -> web.StreamResponse:
+    async def fails(self: RequestHandler, request: web.Request) -> web.StreamResponse:
         raise RuntimeError(f"{await request.read()!r} {request.headers}")
 
-    monkeypatch.setattr(ProxyServer, "_generate", fails)
+    monkeypatch.setattr(RequestHandler, "_generate", fails)
     async with running_engine() as fake, running_proxy(fake.url, engine="vllm") as proxy:
         assert (await proxy.raw(with_canary()))[9:12] == b"500"
     assert "RuntimeError" in caplog.text

@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def config_of(server: ProxyServer, **options: Any) -> ProxyConfig:
-    return replace(server._config, **options)
+    return replace(server.handler.config, **options)
 
 
 @pytest.mark.mend  # SIGHUP ended the proxy, its requests in flight and its feedback (exit code 129)
@@ -132,7 +132,7 @@ async def test_a_reload_that_fails_changes_nothing(artifact_folder: Path, tmp_pa
             new = config_of(proxy.server, predictor=predictor, max_in_flight=1, warm_up_s=0.5)
             with pytest.raises(TailcastError):
                 await proxy.server.reload(new)
-        assert proxy.server._config.max_in_flight > 1
+        assert proxy.server.handler.config.max_in_flight > 1
         assert (await proxy.post(chat("name sea")))[0] == 200
         assert await proxy.metric(answered) == 1
 
@@ -145,7 +145,7 @@ async def test_no_prediction_is_lost_while_artifacts_are_replaced(tmp_path: Path
         for version in range(1, 4):
             posts += [asyncio.create_task(proxy.post(chat("name sea"))) for _ in range(10)]
             replace_artifact(tmp_path, f"v{version}")
-            await proxy.server.reload(proxy.server._config)
+            await proxy.server.reload(proxy.server.handler.config)
         assert [status for status, _ in await asyncio.gather(*posts)] == [200] * 30
         assert await proxy.metric('tailcast_proxy_predictions_total{outcome="answered"}') == 30
 

@@ -647,8 +647,8 @@ async def test_nothing_is_held_after_a_client_has_gone(stream: bool) -> None:
         running_proxy(fake.url, engine="vllm", predictor="tiny") as proxy,
     ):
         task = asyncio.create_task(proxy.post(chat(SHORT, stream=stream)))
-        await until(lambda: proxy.server._budget.num_bytes)
+        await until(lambda: proxy.server.handler.budget.num_bytes)
         task.cancel()
-        await until(lambda: not proxy.server._budget.num_bytes)
+        await until(lambda: not proxy.server.handler.budget.num_bytes)
         assert proxy.server.num_in_flight == 0
         go.set()

@@ -1,4 +1,4 @@
-"""Bodies that clients may send.
+"""What clients may send: tenant, tier, hints to the engine, and bodies.
 
 A body of a restricted client is a JSON object, whose hints are removed; a form without hints; or data that no parser
 reads as JSON. Others are refused, because an engine may find hints in them that the proxy cannot remove.
@@ -6,18 +6,39 @@ reads as JSON. Others are refused, because an engine may find hints in them that
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import re
+from collections.abc import Mapping
+from typing import Any
 from urllib.parse import parse_qsl
 
 from aiohttp import web
 from multidict import CIMultiDictProxy
 
-from predictors.proxy.engines import ClientRules
+from predictors.proxy.config import ProxyConfig
 from predictors.proxy.errors import Refusal
 from predictors.proxy.parsing import CHAT, TEXT, JsonBody, endpoint_of, json_body
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.correction import MAX_NAME_CHARS
+from scheduler_core.prediction.urgency import LEVELS
+from scheduler_core.request import DEFAULT_TIER
 
+#: Hints that let a client set its own priority, for all engines, because a gateway can forward to other
+#: engines: paths of body members, and prefixes of header names in lower case.
+CLIENT_MEMBERS: tuple[tuple[str, ...], ...] = (
+    ("priority",),
+    ("parameters", "priority"),
+    ("nvext", "agent_hints"),
+)
+CLIENT_HEADERS = (
+    "x-vllm-priority",
+    *("x-smg-priority", "x-smg-tenant-id"),  # SGLang's gateway
+    *("x-dynamo-request-priority", "x-dynamo-request-strict-priority"),
+    *("x-llm-d-", "x-gateway-inference-", "x-slo-"),  # llm-d's router, including older names
+)
+#: Header with the declared urgency, 0 (most urgent) to 4.
+TIER_HEADER = "x-tailcast-tier"
 #: Names of form fields, or parts of them, that are hints.
 _HINTS = frozenset({"priority", "agent_hints", "nvext"})
 _CHARSET = re.compile(r"charset[^=;,]*=([^;,]*)", re.IGNORECASE)
@@ -28,6 +49,61 @@ _JSON_PART = re.compile(rb"[\r\n]content-type[ \t]*:[^\r\n]*json", re.IGNORECASE
 _PLAIN = re.compile(r"[\w.\[\] -]*", re.ASCII)
 # What lenient parsers skip (spaces of any encoding, byte order marks, NULs), then an object, a list or a comment.
 _JSON_START = re.compile(rb"[^0-9A-Za-z\"{\[/#]*[{\[/#]")
+
+
+class ClientRules:
+    """Rules for what clients may declare; `restricts` is true if their own hints are replaced."""
+
+    def __init__(self, config: ProxyConfig) -> None:
+        self._config = config
+        self.restricts = config.client_priority == "replace" or config.most_urgent_tier > 0
+
+    def tenant(self, headers: Mapping[str, str]) -> str:
+        """The value of the tenant header, or a hash of the API key (keys are never logged), or ""."""
+        name = headers.get(self._config.tenant_header, "").strip()
+        if name:
+            return name
+        key = headers.get("Authorization", "") or headers.get("api-key", "")
+        return "key-" + hashlib.sha256(key.encode()).hexdigest()[:12] if key else ""
+
+    def tier(self, headers: Mapping[str, str]) -> int:
+        """The declared urgency tier, or the default; InputError if clients may not declare it."""
+        text = headers.get(TIER_HEADER)
+        if text is None:
+            return max(DEFAULT_TIER, self._config.most_urgent_tier)
+        levels = range(self._config.most_urgent_tier, len(LEVELS))
+        if text not in map(str, levels):
+            raise InputError(TIER_HEADER, text, f"integers from {levels[0]} to {levels[-1]}")
+        return int(text)
+
+    def check_headers(self, headers: CIMultiDictProxy[str]) -> None:
+        """Raises InputError for a value that is not UTF-8, which cannot be forwarded unchanged, for a
+        repeated tenant or tier header, which is ambiguous, and for a long name of a tenant."""
+        for name, value in headers.items():
+            if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
+                raise InputError(name, "other bytes", "UTF-8")
+        for name in (self._config.tenant_header, TIER_HEADER):
+            if (count := len(headers.getall(name, ()))) > 1:
+                raise InputError(name, f"{count} times", "once")
+        tenant = self._config.tenant_header
+        if (length := len(headers.get(tenant, ""))) > MAX_NAME_CHARS:
+            raise InputError(tenant, f"a name of {length} characters", f"at most {MAX_NAME_CHARS}")
+
+    def allowed_content(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The body without the client's hints; `content` itself if it has none."""
+        allowed = functools.reduce(_without, CLIENT_MEMBERS, content)
+        return content if allowed == content else allowed
+
+
+def _without(node: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    """The object without the member at `path`; names are case-insensitive."""
+    others: dict[str, Any] = {}
+    for name, value in node.items():
+        if name.casefold() != path[0]:
+            others[name] = value
+        elif len(path) > 1:
+            others[name] = _without(value, path[1:]) if isinstance(value, dict) else value
+    return others
 
 
 def allowed_body(request: web.Request, data: bytes, rules: ClientRules) -> JsonBody | None:
