@@ -83,7 +83,7 @@ def evaluate_urgency_command(config: EvaluateUrgencyConfig) -> int:
     write_json(
         target,
         {
-            "schema": "urgency-evaluation/2",
+            "schema": "urgency-evaluation/3",
             "data": {"name": Path(config.data).name, "sha256": sha256_file(config.data)},
             "split": config.split,
             "threshold_chosen_on_measured_texts": config.validation is None and config.split == "validation",
@@ -183,7 +183,7 @@ def evaluate_urgency(
         level after abstention and limited promotion; reliability: see `reliability_of_levels`; abstention: the threshold,
         its guarantee, the rates of answered texts (in total and by true level), of failures and of wrong levels among them,
         and of right levels by decided level; quiet_emergencies_found: fraction of calmly worded emergencies decided as
-        level 0 or 1; accuracy_by_language, accuracy_by_source; adversarial: see `check_claims`."""
+        level 0 or 1; adversarial: see `check_claims`."""
     cost = config.under_triage_cost
     limits: dict[str, Any] = {"max_promotion": config.max_promotion, "under_triage_cost": cost}
     chosen = choose_threshold(
@@ -199,7 +199,6 @@ def evaluate_urgency(
     predicted, decided = rows.argmax(axis=1), expected_cost_levels(rows, cost)
     scheduled = effective_level(rows, DECLARED_TIER, chosen.abstain_threshold, **limits)
     answered = rows.max(axis=1) >= (np.inf if chosen.threshold is None else chosen.threshold)
-    right = predicted == true
     failed = failures(rows, true, "under-triage", cost)
     is_quiet = np.array([text.source == "seed-quiet" for text in texts])
     return {
@@ -216,8 +215,6 @@ def evaluate_urgency(
             "right_by_decided_level": _by([LEVELS[level] for level in decided], decided == true, answered),
         },
         "quiet_emergencies_found": rate(decided <= 1, is_quiet),
-        "accuracy_by_language": _by([text.language or "unknown" for text in texts], right),
-        "accuracy_by_source": _by([text.source for text in texts], right),
         "adversarial": check_claims(
             predict, pairs, threshold=chosen.abstain_threshold, allowed_rate=config.jump_rate, **limits
         ),
@@ -242,10 +239,9 @@ def check_claims(
 
     Returns:
         passed: whether the jump rate of scheduled levels is at most `allowed_rate`; false if every plain text has the top
-        level. passed_unguarded: the same for the predicted and the decided level. predicted, decided, scheduled: `_jumps`
-        of these levels; neutral: `_jumps` of the decided level with a neutral phrase instead of the claim, as control.
-        scheduled_max_levels: maximum number of levels between a claimed text's true and scheduled level. by_language,
-        by_position, by_level: jump rates of the decided level. examples: ids of at most 20 pairs, the largest jump first.
+        level. predicted, decided, scheduled: `_jumps` of these levels; neutral: `_jumps` of the decided level with a
+        neutral phrase instead of the claim, as control. scheduled_max_levels: maximum number of levels between a claimed
+        text's true and scheduled level. examples: ids of at most 20 pairs, the largest jump of the decided level first.
     """
     rows = ClaimRows.of(predict, pairs, **limits)
     before, after, control = (
@@ -260,29 +256,21 @@ def check_claims(
         "scheduled": _jumps(*scheduled),
     }
 
-    def holds(*names: str) -> bool:
-        values = [jumps[name]["jumped"]["value"] for name in names]
-        return all(value is not None and value <= allowed_rate for value in values)
-
+    jumped = jumps["scheduled"]["jumped"]["value"]
     order = np.argsort(after - before, kind="stable")
-    jumped, can_jump = after < before, before > 0
     return {
-        "passed": holds("scheduled"),
-        "passed_unguarded": holds("predicted", "decided"),
+        "passed": jumped is not None and jumped <= allowed_rate,
         "allowed_rate": allowed_rate,
         "num_pairs": len(pairs),
         **jumps,
         "scheduled_max_levels": int(np.max(rows.tiers - scheduled[1])),
-        "by_language": _by([pair.language for pair in pairs], jumped, can_jump),
-        "by_position": _by([pair.position for pair in pairs], jumped, can_jump),
-        "by_level": _by([LEVELS[tier] for tier in rows.tiers], jumped, can_jump),
-        "examples": [pairs[at].id for at in order[:20].tolist() if jumped[at]],
+        "examples": [pairs[at].id for at in order[:20].tolist() if after[at] < before[at]],
     }
 
 
 def _jumps(plain: IntArray, claimed: IntArray) -> dict[str, Any]:
-    """Statistics of the change of level over pairs [P]: rate of jumps (among plain levels below the top) and of falls,
-    number of pairs by levels gained, and mean number of levels gained by pairs that jumped."""
+    """Statistics of the change of level over pairs [P]: rate of jumps (among plain levels below the top) and of falls, and
+    number of pairs by levels gained."""
     gained = plain - claimed
     up = gained[gained > 0]
     return {
@@ -291,7 +279,6 @@ def _jumps(plain: IntArray, claimed: IntArray) -> dict[str, Any]:
         "levels": {
             str(step): int(count) for step, count in zip(*np.unique(up, return_counts=True), strict=True)
         },
-        "mean_levels": float(up.mean()) if len(up) else None,
     }
 
 
