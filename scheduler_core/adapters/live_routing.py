@@ -183,7 +183,7 @@ class LiveRouting:
             self._on.setdefault(replica_id, {})[request_id] = live
             self._router.on_dispatched(item, replica_id, now)
             if self._thread is not None:
-                limit, model = self._limit(prompt.request), self._settings.served_model
+                limit, model = self._limit(prompt.request), self._settings.model
                 text, temperature = prompt.request.text(), prompt.request.temperature
                 self._thread.submit(PredictionRequest(request_id, text, limit, model, temperature))
             return replica_id

@@ -32,14 +32,14 @@ class PredictorSettings:
     Attributes:
         predictor: pretrained or tiny (shipped with tailcast) or an artifact folder, in this process;
             grpc://HOST:PORT; None: no predictions.
-        served_model: Name of the served model, for predictors of several models.
+        model: Name of the served model, for predictors of several models.
         timeout_s: Timeout of a prediction in seconds.
         max_in_flight: Maximum number of concurrent calls.
         max_batch: Maximum number of requests in one call.
     """
 
     predictor: str | None = None
-    served_model: str = ""
+    model: str = ""
     timeout_s: float = 5.0
     max_in_flight: int = 64
     max_batch: int = 16
@@ -60,17 +60,9 @@ class PredictorSettings:
             raise InputError(source, values, "names with values, such as {predictor: pretrained}")
         names = [each.name for each in fields(cls)]
         for name in values:
-            if name not in (*names, *_SPELLINGS):
+            if name not in names:
                 raise unknown_name(f"{source}, setting", name, names)
-        given = {name: value for name, value in values.items() if value is not None}
-        for spelling, name in _SPELLINGS.items():
-            if spelling in given:
-                value = given.pop(spelling)
-                if given.setdefault(name, value) != value:
-                    raise InputError(
-                        f"{source}, {spelling}", value, f"{given[name]!r}, as {name}, or one of them"
-                    )
-        return cls(**given)
+        return cls(**{name: value for name, value in values.items() if value is not None})
 
     def start_thread(
         self, predictor: Predictor, decode: Callable[[Sequence[int]], str] | None = None
@@ -78,10 +70,6 @@ class PredictorSettings:
         """A `PredictionThread` for the predictor with these limits."""
         limits = {"max_in_flight": self.max_in_flight, "max_batch": self.max_batch}
         return PredictionThread(AsyncPredictor(predictor, **limits, timeout_s=self.timeout_s), decode)
-
-
-#: Other names of settings.
-_SPELLINGS = {"model": "served_model"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

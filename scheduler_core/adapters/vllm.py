@@ -194,7 +194,7 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
             if self._tailcast_thread is None:
                 self._tailcast_metrics.predictions.labels(PredictionStatus.ABSENT.value).inc()
             else:
-                sampling, served_model = request.sampling_params, self._tailcast_settings.served_model
+                sampling, served_model = request.sampling_params, self._tailcast_settings.model
                 temperature = None if sampling is None else float(sampling.temperature)
                 query = PredictionRequest(ours.request_id, "", ours.max_tokens, served_model, temperature)
                 self._tailcast_thread.submit(query, request.prompt_token_ids)
@@ -290,7 +290,7 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
             return prediction
         if prediction is not None and calibration is not None:
             self._tailcast_predictions[request_id] = prediction
-            served_model = self._tailcast_settings.served_model
+            served_model = self._tailcast_settings.model
             prediction = calibration.correct(served_model, prediction, int(request.num_prompt_tokens))
         min_tokens, ignores_eos = _forced_length(request)
         limit = max(int(request.max_tokens), 1)
@@ -316,7 +316,7 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
             finished=reason == "stop",
             max_tokens=int(request.max_tokens),
         )
-        calibration.observe(self._tailcast_settings.served_model, outcome)
+        calibration.observe(self._tailcast_settings.model, outcome)
 
     def _tailcast_sort_running(self, now: float) -> None:
         """Sorts the running requests by eviction key, because vLLM preempts the last one when memory runs out. Before

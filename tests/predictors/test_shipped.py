@@ -97,14 +97,7 @@ def test_the_commands_take_them_and_pretrained_by_default(shipped: Path, empty_c
 
 
 def test_settings_of_adapters_name_the_model() -> None:
-    for names, model in (
-        ({"model": "m"}, "m"),
-        ({"served_model": "m"}, "m"),
-        ({"model": "m", "served_model": "m"}, "m"),
-    ):
-        assert read_settings({"tailcast": {"policy": "tie", **names}}, {}).served_model == model
-    with pytest.raises(InputError, match="model: got 'a'; allowed: 'b', as served_model, or one of them"):
-        read_settings({"tailcast": {"policy": "tie", "model": "a", "served_model": "b"}}, {})
+    assert read_settings({"tailcast": {"policy": "tie", "model": "m"}}, {}).model == "m"
 
 
 def test_simulate_asks_it(shipped: Path, tmp_path: Path) -> None:

@@ -212,11 +212,11 @@ def test_a_closed_thread_fails_what_it_has_and_what_comes(start: Start) -> None:
 
 def test_a_real_artifact_in_the_threads_of_this_process(tmp_path: Path, start: Start) -> None:
     """What an artifact folder opens, with all heads, as many queries at once as may come."""
-    from predictors.client import load
+    from predictors.service.in_process import InProcessPredictor
     from tests.predictors.fakes import write_rich_artifact
 
     folder = write_rich_artifact(tmp_path / "artifact")
-    thread = start(load(str(folder)), lambda ids: "name three rivers " * len(ids))
+    thread = start(InProcessPredictor(str(folder)), lambda ids: "name three rivers " * len(ids))
     for number in range(40):
         thread.submit(PredictionRequest(f"r{number}", "", 64), [0] * (1 + number))
     rows = events(thread, 40).values()

@@ -236,7 +236,7 @@ def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
         ("policy: tie\npredictor: ''", "predictor: got ''"),
         ("policy: tie\ntimeout_s: 0", "timeout_s: got 0; allowed: seconds > 0"),
         ("policy: tie\nprompt: some", "prompt: got 'some'; allowed: user, whole"),
-        ("policy: tie\npolice: 1", "setting: got 'police'; allowed: predictor, served_model"),
+        ("policy: tie\npolice: 1", "setting: got 'police'; allowed: predictor, model"),
         ("{}", "TAILCAST_CONFIG, policy: got None; allowed: fcfs, "),
         ("- tie", "TAILCAST_CONFIG: .*names with values"),
         ("policy: [", "TAILCAST_CONFIG: .*readable YAML"),
