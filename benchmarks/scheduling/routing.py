@@ -204,13 +204,8 @@ def engine(binary: str, core: int) -> Iterator[str]:
         "--no-webui", "--no-cache-prompt",
     ]  # fmt: skip
     url = f"http://127.0.0.1:{port}/v1"
-    with running(command, lambda: http_get_ok(f"http://127.0.0.1:{port}/health"), environment={}) as process:
-        try:
-            yield url
-        except Exception as error:
-            code = process.popen.poll()
-            error.add_note(f"engine {url}: " + ("runs" if code is None else f"ended with status {code}"))
-            raise
+    with running(command, lambda: http_get_ok(f"http://127.0.0.1:{port}/health"), environment={}):
+        yield url
 
 
 async def pieces(send: Send, chat: Chat) -> AsyncIterator[object]:

@@ -1,7 +1,7 @@
 """Cost of a step in vLLM's scheduler and in ours, without a model.
 
     PYTHONPATH=. .venv-vllm/bin/python -m benchmarks.vllm.scheduler [--policies vllm bounded_shortest tie ssjf] [--rounds 3]
-                                                   [--together] [--running 256] [--waiting 2000] [--steps 2000]
+                                                   [--running 256] [--waiting 2000] [--steps 2000]
 
 Run by vLLM's Python (`make vllm-env`). Every scheduler is vLLM's real AsyncScheduler with its KV cache
 manager. Ours also has a policy, a prediction for each request that arrives one step later, and online
@@ -10,9 +10,6 @@ and waiting requests are constant. With shortest-first policies more requests fi
 code has more work too. Per step: CPU time of `schedule`, `update_from_output` and the arrivals, in the
 calling thread, without garbage collection. Each scheduler runs in its own process, as in an engine, round by
 round.
-
---together: all in one process, in turn, step by step: the CPU's caches then hold data of the other
-schedulers.
 """
 
 from __future__ import annotations
@@ -182,12 +179,11 @@ def measured(options: argparse.Namespace) -> None:
 
 def rows_of(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of one round."""
-    groups = [options.policies] if options.together else [[name] for name in options.policies]
     rows: list[dict[str, Any]] = []
-    for names in groups:
-        command = [sys.executable, "-m", "benchmarks.vllm.scheduler", "--measure", "--policies", *names]
-        for name in ("running", "waiting", "steps"):
-            command += [f"--{name}", str(getattr(options, name))]
+    for name in options.policies:
+        command = [sys.executable, "-m", "benchmarks.vllm.scheduler", "--measure", "--policies", name]
+        for option in ("running", "waiting", "steps"):
+            command += [f"--{option}", str(getattr(options, option))]
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         rows += [json.loads(line) for line in output.splitlines() if line.startswith('{"scheduler"')]
     return rows
@@ -197,7 +193,6 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--policies", nargs="+", default=[VLLM, "bounded_shortest", "tie", "ssjf"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--together", action="store_true")
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--waiting", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=2000)
