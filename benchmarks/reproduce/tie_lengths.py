@@ -203,7 +203,6 @@ def _bootstrap_pass_rate(effort: Effort, data: Lengths, fit: Estimates) -> float
         part,
         fits,
         replicates=effort.num(199, 19),
-        confidence=0.9,
         integers=False,
         limits=chosen.limits,
         seeds=[group_seed(0, str(row)) for row in rows],

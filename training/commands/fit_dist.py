@@ -44,9 +44,7 @@ class FitDistConfig:
     alternatives: bool = True
     """Also fit the other families, for comparison."""
     bootstrap: int = 0
-    """Replicates of the parametric bootstrap for each group, for p-values and confidence intervals; 0 = none."""
-    confidence: float = 0.9
-    """Confidence level of the bootstrap intervals."""
+    """Replicates of the parametric bootstrap for each group, for p-values; 0 = none."""
     seed: int = 0
     """Seed of the bootstrap."""
     processes: int | None = None

@@ -17,7 +17,7 @@ A table or Parquet file `fits/2` has one row for each group:
 | converged | bool | see `estimate.Estimates` |
 | flags | list of string | see `FLAGS` |
 | FAMILY_log_likelihood, _ks_stat, _ks_p, _ad_stat | double | the same for each compared family |
-| ks_p_boot, ad_p_boot, mu_low, mu_high, ... | double | p-values and intervals of the parametric bootstrap |
+| ks_p_boot, ad_p_boot | double | p-values of the parametric bootstrap |
 | output_tokens | list of int32 | output lengths; the truncated length for censored samples |
 | finished | list of bool | false: censored |
 """
@@ -48,7 +48,7 @@ from training.fitting.estimate import (
     estimate,
     family_of,
 )
-from training.fitting.goodness import bootstrap, group_seed, interval_columns, ks_p_values
+from training.fitting.goodness import bootstrap, group_seed, ks_p_values
 from training.fitting.samples import CheckedTable, GroupedLengths, group_table, with_conversations
 
 log = logging.getLogger(__name__)
@@ -86,14 +86,11 @@ class FitOptions:
     max_tokens: int | None = None
     alternatives: bool = False
     bootstrap: int = 0
-    confidence: float = 0.9
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.bootstrap and not 19 <= self.bootstrap <= 100_000:
             raise InputError("bootstrap", self.bootstrap, "0 for none, or 19 to 100000 replicates")
-        if not 0 < self.confidence < 1:
-            raise InputError("confidence", self.confidence, "a number between 0 and 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,13 +178,12 @@ def fit_groups(groups: GroupedLengths, options: FitOptions) -> FittedGroups:
             sample,
             fits,
             replicates=options.bootstrap,
-            confidence=options.confidence,
             integers=options.integers,
             solver=options.solver,
             limits=_censoring_limits(groups, options),
             seeds=[group_seed(options.seed, groups.name(g)) for g in range(len(groups))],
         )
-        columns |= {"ks_p_boot": result.ks_p, "ad_p_boot": result.ad_p} | interval_columns(fits, result)
+        columns |= {"ks_p_boot": result.ks_p, "ad_p_boot": result.ad_p}
     return FittedGroups(groups, parameters, fits.flags, columns)
 
 

@@ -60,9 +60,6 @@ class Bootstrap(NamedTuple):
     # + replicates), [G].
     ks_p: FloatArray
     ad_p: FloatArray
-    # low, high: bounds of the central interval of m and s, [G, 2] each (`interval_columns`).
-    low: FloatArray
-    high: FloatArray
 
 
 def bootstrap(
@@ -70,7 +67,6 @@ def bootstrap(
     fits: Estimates,
     *,
     replicates: int,
-    confidence: float,
     integers: bool,
     limits: FloatArray,
     seeds: Sequence[int],
@@ -78,21 +74,15 @@ def bootstrap(
 ) -> Bootstrap:
     """Draws samples from each fit, rounds and censors them like the observed ones, and refits and tests them.
 
-    Intervals are pivotal: for a location-scale family, the distributions of (m* - m) / sigma* and s* - s do not depend on
-    the parameters, so coverage is exact for uncensored continuous samples.
-
     Args:
         sample, fits: The fitted lengths and their fits.
         replicates: Number of replicates for each group.
-        confidence: Confidence level of the intervals, in (0, 1).
         integers, solver: The settings of the original fits.
         limits: Length in tokens above which replicates are censored, inf for no censoring [G].
         seeds: Seed of each group's random stream [G], see `group_seed`.
     """
-    result = Bootstrap(*(np.full((len(sample), *shape), np.nan) for shape in ((), (), (2,), (2,))))
-    at = fits.solution
+    result = Bootstrap(np.full(len(sample), np.nan), np.full(len(sample), np.nan))
     ks, ad = fits.distances(sample)
-    levels = np.array([0.5 - 0.5 * confidence, 0.5 + 0.5 * confidence])
     for g in np.flatnonzero(fits.fitted).tolist():
         size = int(sample.offsets[g + 1] - sample.offsets[g])
         rng = np.random.Generator(np.random.PCG64(seeds[g]))
@@ -102,14 +92,6 @@ def bootstrap(
         ks_drawn, ad_drawn = refits.distances(again)
         result.ks_p[g] = _exceeds(ks_drawn, ks[g])
         result.ad_p[g] = _exceeds(ad_drawn, ad[g])
-        usable = refits.fitted
-        if not usable.any():
-            continue
-        m, s = refits.solution.m[usable], refits.solution.s[usable]
-        by_m = np.quantile((m - at.m[g]) / np.exp(s), levels)
-        by_s = np.quantile(s - at.s[g], levels)
-        result.low[g] = at.m[g] - math.exp(at.s[g]) * by_m[1], at.s[g] - by_s[1]
-        result.high[g] = at.m[g] - math.exp(at.s[g]) * by_m[0], at.s[g] - by_s[0]
     return result
 
 
@@ -142,21 +124,3 @@ def _exceeds(drawn: FloatArray, observed: float) -> float:
 def group_seed(seed: int, name: str) -> int:
     """Seed of a group's random stream, derived from its name and thus independent of the other groups."""
     return int.from_bytes(hashlib.blake2b(f"{seed}|{name}".encode(), digest_size=8).digest(), "little")
-
-
-def interval_columns(fits: Estimates, result: Bootstrap) -> dict[str, FloatArray]:
-    """Interval bounds of each parameter except nu, as columns `<parameter>_low` and `<parameter>_high`.
-
-    For the gamma family, the bounds of shape and scale are derived from those of s and m separately.
-    """
-    at = fits.solution
-    ends = []
-    for limits in (result.low, result.high):
-        by_m, _ = fits.family.parameters(at._replace(m=limits[:, 0]))
-        by_s, _ = fits.family.parameters(at._replace(s=limits[:, 1]))
-        ends.append({name: by_m[name] if name in ("mu", "scale") else by_s[name] for name in by_m})
-    columns = {}
-    for name in [name for name in ends[0] if name != "nu"]:
-        pair = np.stack([end[name] for end in ends])
-        columns[f"{name}_low"], columns[f"{name}_high"] = pair.min(axis=0), pair.max(axis=0)
-    return columns
