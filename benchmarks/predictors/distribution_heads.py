@@ -1,6 +1,6 @@
 """Comparison of output-length distributions: log-t, mixtures of log-t, and quantiles.
 
-    python -m benchmarks.predictors.distribution_heads DATA [--encoder ENCODER] [--seeds 3] [--work FOLDER] [--json OUT]
+    python -m benchmarks.predictors.distribution_heads DATA [--encoder ENCODER] [--seeds 3] [--work FOLDER]
 
 DATA is the folder of public sets that `python -m examples.pretrained` takes. The training, tuning and report
 prompts and the held-out sources are those of the shipped predictor. All heads use the same frozen encoder, towers,
