@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import sys
 import time
 import uuid
 from collections import Counter
@@ -16,14 +15,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from data_gen.backend import Backend, SampleFailure, SamplingSettings, Work, WorkResult
 from data_gen.prompts import Prompt
 from data_gen.samples import SCHEMA_NAME
 from data_gen.store import FAILED, RunStoppedError, SampleStore, disk_errors
 from scheduler_core.errors import InputError
 from scheduler_core.shell.files import locked_folder, writable_target, write_json
+from scheduler_core.shell.progress import progress_bar
 from scheduler_core.shell.versions import versions_of
 
 log = logging.getLogger(__name__)
@@ -229,13 +227,8 @@ class _Session:
 
     def _round(self) -> None:
         self.pending.clear()
-        bar = tqdm(
-            total=self.num_samples,
-            initial=self.store.count(f"NOT {FAILED}"),
-            unit="sample",
-            disable=not self.options.progress,
-            mininterval=0.1 if sys.stderr.isatty() else 10.0,
-        )
+        done = self.store.count(f"NOT {FAILED}")
+        bar = progress_bar(self.num_samples, "sample", enabled=self.options.progress, initial=done)
         with bar, contextlib.closing(self.backend.sample(self._work(), self.settings)) as results:
             for result in results:
                 bar.update(self._take(result))

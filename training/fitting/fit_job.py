@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import threading
 from collections import deque
@@ -19,11 +18,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from tqdm import tqdm
 
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.shell.files import atomic_file
 from scheduler_core.shell.processes import worker_processes
+from scheduler_core.shell.progress import progress_bar
 from training.fitting.fits import NUM_ERRORS, FitOptions, fit_groups, fits_table
 from training.fitting.sample_files import SampleFile, open_samples
 from training.fitting.samples import GROUP, ROW, GroupedLengths, check_enough, group_table
@@ -75,14 +74,7 @@ def fit_file(
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent)))
         temporary = stack.enter_context(atomic_file(out))
         bar = stack.enter_context(
-            tqdm(
-                total=source.num_rows,
-                desc="fitting",
-                unit="row",
-                unit_scale=True,
-                disable=not progress,
-                mininterval=0.1 if sys.stderr.isatty() else 10.0,
-            )
+            progress_bar(source.num_rows, "row", enabled=progress, desc="fitting", unit_scale=True)
         )
         blocks = _blocks(source, options, block_groups, work)
         fitted = stack.enter_context(contextlib.closing(_fitted(fit, options, blocks, processes)))

@@ -21,7 +21,7 @@ from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.shell.command import CHECK_FAILED, report_left_out
 from scheduler_core.shell.files import writable_target, write_json
-from scheduler_core.simulator.commands import progress_bar
+from scheduler_core.shell.progress import progress_bar
 from scheduler_core.simulator.engine_probe import Endpoint, Probe, random_prompt, send
 from scheduler_core.simulator.loop import Simulation
 from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime, StepWork
@@ -82,7 +82,7 @@ class EngineCalibrationConfig(Endpoint):
 def run(config: EngineCalibrationConfig) -> int:
     """Runs `simulate calibrate`; the exit code is 3 if the held-out error is too large, or most requests failed."""
     target = writable_target(config.json, "json")
-    with progress_bar(2 * config.num_requests, "measuring") as bar:
+    with progress_bar(2 * config.num_requests, "req", enabled=None, desc="measuring") as bar:
         api_key = os.environ.get("OPENAI_API_KEY")
         result = run_calibration(config, api_key=api_key, progress=bar.update)
     error = result["held_out"]["error"].get("ttlt_s", math.inf)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from scheduler_core.errors import InputError
 from scheduler_core.ranges import check_choice, check_ranges
 from scheduler_core.shell.files import writable_target, write_json
-from scheduler_core.simulator.commands import progress_bar
+from scheduler_core.shell.progress import progress_bar
 from scheduler_core.simulator.commands.last_lines import end_with_warnings, seed_warnings
 from scheduler_core.simulator.commands.sweep import BaseConfig
 from scheduler_core.simulator.config import MAX_SEEDS
@@ -158,7 +158,7 @@ def run_search(
     """Runs a search and writes its result, with schema, config and warnings, those of the probe of the level at the key
     `answer`. Logs `text`, formatted with the result, and the warnings; returns the exit code."""
     target = writable_target(config.json, "json")
-    bar = progress_bar(None, "simulating", "run")
+    bar = progress_bar(None, "run", enabled=None, desc="simulating")
     simulated: dict[float, Sequence[Mapping[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as scratch, bar, config.ready():
         store = CellStore(config.cells or scratch)

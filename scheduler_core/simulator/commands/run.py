@@ -16,7 +16,7 @@ from scheduler_core.ranges import check_ranges
 from scheduler_core.report.page import Page
 from scheduler_core.report.plotting import svg
 from scheduler_core.shell.files import writable_target, write_json
-from scheduler_core.simulator.commands import progress_bar
+from scheduler_core.shell.progress import progress_bar
 from scheduler_core.simulator.commands.last_lines import end_with_warnings, few_seeds, seed_warnings
 from scheduler_core.simulator.config import MAX_SEEDS, SimulationConfig
 from scheduler_core.simulator.latencies import (
@@ -140,7 +140,7 @@ def _simulated(config: RunConfig, simulation: SimulationConfig, trace: Trace) ->
     """Runs one seed, with progress bars and the decision log."""
     log = DecisionLog() if config.decisions is not None else None
     if "://" in simulation.prediction_source:
-        with progress_bar(len(trace), "predicting") as bar:
+        with progress_bar(len(trace), "req", enabled=None, desc="predicting") as bar:
             predictions = prepare_predictions(simulation, trace, bar.update)
     else:
         predictions = prepare_predictions(simulation, trace)
@@ -148,7 +148,7 @@ def _simulated(config: RunConfig, simulation: SimulationConfig, trace: Trace) ->
     if config.num_seeds > 1:
         description += f", seed {simulation.seed}"
     watch = RunWatch(steps=None if config.steps is None else StepTable())
-    with progress_bar(len(trace), description) as bar:
+    with progress_bar(len(trace), "req", enabled=None, desc=description) as bar:
         result = run_simulation(
             simulation, trace=trace, predictions=predictions, log=log, progress=bar.update, watch=watch
         )

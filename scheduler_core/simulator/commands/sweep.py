@@ -13,7 +13,7 @@ from scheduler_core.ranges import check_ranges
 from scheduler_core.report.page import Page
 from scheduler_core.report.plotting import color, dash, mark_decades, new_figure, svg
 from scheduler_core.shell.files import check_shared_folder, shared_folder, write_json
-from scheduler_core.simulator.commands import progress_bar
+from scheduler_core.shell.progress import progress_bar
 from scheduler_core.simulator.commands.last_lines import end_with_warnings, few_seeds, merged_warnings
 from scheduler_core.simulator.config import MAX_SEEDS, SimulationConfig
 from scheduler_core.simulator.metrics import flat, over_seeds
@@ -92,7 +92,7 @@ def run(config: SweepConfig) -> int:
     cells = config.cells()
     folder = check_shared_folder(config.out, "sweep", _RESULTS)
     store = CellStore(folder / "cells")
-    with progress_bar(len(cells), "simulating", "cell") as bar:
+    with progress_bar(len(cells), "cell", enabled=None, desc="simulating") as bar:
         results = run_cells(cells, store, config, bar.update)
     shared_folder(folder, "sweep", _RESULTS)
     for name, rows in (("cells", [*map(cell_row, results)]), ("points", point_rows(results))):
