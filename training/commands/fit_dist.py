@@ -10,12 +10,13 @@ from typing import Any, Literal
 from scheduler_core.errors import InputError
 from scheduler_core.ranges import INTEGERS, check_ranges
 from scheduler_core.shell.command import command, report_left_out
+from training.fitting.grouping import GroupingOptions
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitDistConfig:
+class FitDistConfig(GroupingOptions):
     """Fit a length distribution to the sampled outputs of each prompt, by maximum likelihood."""
 
     INPUTS = ("samples",)
@@ -33,10 +34,6 @@ class FitDistConfig:
     """Degrees of freedom of the log-t distribution, or free to fit them for each group."""
     censoring: Literal["right", "none"] = "right"
     """Treatment of a sample truncated at max_tokens: right = right-censored; none = as if finished (as in the TIE paper; biased low)."""
-    max_tokens: int | None = None
-    """Limit of all samples: longer ones are censored at this length. Needed for lists without a column `finished`, where samples of at least this length are censored."""
-    group_by: str = "prompt_id,model"
-    """Columns that identify a group, separated by commas."""
     solver: Literal["batched", "lbfgsb"] = "batched"
     """batched = all groups at once with Newton's method; lbfgsb = one by one with scipy's L-BFGS-B (as in the TIE paper)."""
     integers: bool = False
@@ -59,20 +56,13 @@ class FitDistConfig:
     """Show a progress bar on a terminal, or a line every ten seconds elsewhere."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.nu != "free" and not 0 < self.nu < float("inf"):
             raise InputError("nu", self.nu, "a finite number above 0, or free")
-        check_ranges(self, max_tokens=(1, 2**31 - 1), block_groups=(1, INTEGERS), processes=(1, INTEGERS))
+        check_ranges(self, block_groups=(1, INTEGERS), processes=(1, INTEGERS))
         for name in ("out", "json", "figure"):
             if getattr(self, name) == "":
                 raise InputError(name, "", "a path")
-        names = [name.strip() for name in self.group_by.split(",")]
-        if not all(names) or len(set(names)) < len(names):
-            raise InputError("group_by", self.group_by, "column names separated by commas, each once")
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Columns that identify a group."""
-        return tuple(name.strip() for name in self.group_by.split(","))
 
 
 def run(config: FitDistConfig) -> int:

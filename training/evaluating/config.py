@@ -8,10 +8,11 @@ from typing import Literal
 from scheduler_core.errors import InputError
 from scheduler_core.ranges import INTEGERS, check_ranges
 from scheduler_core.shell.threads import check_threads
+from training.fitting.grouping import GroupingOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateConfig:
+class EvaluateConfig(GroupingOptions):
     """Compare a predictor's distributions with sampled outputs: parameters, ranking, coverage, CRPS, PIT."""
 
     INPUTS = ("predictor", "data", "compare", "baselines_from")
@@ -44,10 +45,6 @@ class EvaluateConfig:
     """Maximum number of groups, drawn by seed; unset: all."""
     seed: int = 0
     """Seed of max_groups and of the noise ceiling."""
-    group_by: str = "prompt_id,model"
-    """Columns that identify a group, separated by commas."""
-    max_tokens: int | None = None
-    """Limit of all outputs, when the data are output lengths; see fit-dist."""
     batch_size: int = 16
     """Prompts per call of the model."""
     threads: int | None = None
@@ -56,17 +53,11 @@ class EvaluateConfig:
     """Show progress bars on a terminal, or a line every ten seconds elsewhere."""
 
     def __post_init__(self) -> None:
-        counts = dict.fromkeys(("batch_size", "max_tokens", "max_groups"), (1, INTEGERS))
+        super().__post_init__()
+        counts = dict.fromkeys(("batch_size", "max_groups"), (1, INTEGERS))
         check_ranges(self, seed=(0, INTEGERS), **counts)
         check_threads("threads", self.threads)
-        if not all(self.keys):
-            raise InputError("group_by", self.group_by, "column names separated by commas")
         self.others  # noqa: B018  (raises for a wrong NAME=FOLDER)
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Columns that identify a group."""
-        return tuple(name.strip() for name in self.group_by.split(","))
 
     @property
     def others(self) -> dict[str, str]:

@@ -10,6 +10,7 @@ from predictors.heads import Tower
 from scheduler_core.errors import InputError
 from scheduler_core.ranges import BELOW_ONE, FINITE, INTEGERS, POSITIVE, check_ranges
 from scheduler_core.shell.threads import check_threads
+from training.fitting.grouping import GroupingOptions
 from training.network.tasks import Tasks
 
 FILE_OPTIONS = ("data", "validation", "urgency_data", "urgency_validation")
@@ -74,7 +75,7 @@ class StageConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(Tasks):
+class TrainConfig(Tasks, GroupingOptions):
     """Train a predictor of output lengths or urgency: first all parameters, then the heads on a frozen encoder."""
 
     INPUTS = ("data", "validation", "urgency_data", "urgency_validation", "encoder", "init")
@@ -148,10 +149,6 @@ class TrainConfig(Tasks):
     """Seed of initial weights, order of prompts and dropout."""
     served_model: str | None = None
     """Use only rows whose column `model` has this value."""
-    group_by: str = "prompt_id,model"
-    """Columns that identify a row, separated by commas; must include prompt_id. With conditioning on temperature, the column temperature is added if the file has it."""
-    max_tokens: int | None = None
-    """Limit of all outputs; see fit-dist."""
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     """Device; auto: a GPU if available."""
     devices: int = 1
@@ -174,6 +171,7 @@ class TrainConfig(Tasks):
     """Show progress bars on a terminal, or a line for each epoch elsewhere."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._check_numbers()
         self._check_tasks()
         if self.stage(1).epochs + self.stage(2).epochs == 0:
@@ -210,7 +208,7 @@ class TrainConfig(Tasks):
             raise InputError("oversampling", self.oversampling, "nothing, where no parameters are fitted")
 
     def _check_numbers(self) -> None:
-        counts = ("batch_size", "batch_tokens", "rows_per_prompt", "max_tokens", "devices", "num_nodes")
+        counts = ("batch_size", "batch_tokens", "rows_per_prompt", "devices", "num_nodes")
         check_ranges(self, **dict.fromkeys(counts, (1, INTEGERS)))
         check_threads("threads", self.threads)
         check_ranges(self, clip_norm=(POSITIVE, FINITE), adam_epsilon=(POSITIVE, FINITE))
@@ -221,11 +219,6 @@ class TrainConfig(Tasks):
         """Options of stage 1 or 2; with `only_conditioning`, stage 1 has 0 epochs."""
         options = self.stage1 if number == 1 else self.stage2
         return replace(options, epochs=0) if number == 1 and self.only_conditioning else options
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Columns that identify a row."""
-        return tuple(name.strip() for name in self.group_by.split(","))
 
     @property
     def files(self) -> dict[str, tuple[str, ...]]:

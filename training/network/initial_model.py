@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from predictors.modules.checkpoint import TRAINING, load_checkpoint
-from predictors.modules.config import Calibration, Conditioning, PredictorConfig
+from predictors.modules.config import Conditioning, PredictorConfig
 from predictors.modules.encoder import load_encoder, load_tokenizer
 from predictors.modules.heads import HEADS, FreeOdds, Heads, ProportionalOdds
 from predictors.modules.normalization import Normalization
@@ -285,23 +285,16 @@ def with_architecture_of_init(config: TrainConfig) -> TrainConfig:
 
 def _check_heads(config: TrainConfig, heads: Heads, path: str) -> None:
     for name in config.tasks:
-        if getattr(heads, name) is None:
+        head, task = getattr(heads, name), getattr(config, name)
+        if head is None:
             raise InputError(name, path, f"a checkpoint with this head; it has {', '.join(heads.names)}")
-    if config.length is not None and heads.length is not None and config.length.nu != heads.length.nu:
-        raise InputError("length.nu", config.length.nu, f"{heads.length.nu:g}, as in the checkpoint")
-    if config.length is not None and heads.length is not None and config.length.within > heads.length.within:
-        raise InputError("length.within", True, "false, because the checkpoint does not predict sigma_within")
-    if (
-        config.length is not None
-        and heads.length is not None
-        and config.length.quantiles != heads.length.quantiles
-    ):
-        raise InputError(
-            "length.quantiles", config.length.quantiles, f"{heads.length.quantiles}, as in the checkpoint"
-        )
-    urgency = config.urgency
-    if urgency is not None and heads.urgency is not None and urgency.levels != heads.urgency.levels:
-        raise InputError("urgency.levels", urgency.levels, f"{heads.urgency.levels}, as in the checkpoint")
+        for field in ("nu", "quantiles", "levels"):
+            if (value := getattr(task, field, None)) != (stored := getattr(head, field, None)):
+                raise InputError(f"{name}.{field}", value, f"{stored}, as in the checkpoint")
+        if name == "length" and task.within > head.within:
+            raise InputError(
+                "length.within", True, "false, because the checkpoint does not predict sigma_within"
+            )
 
 
 def with_served_models(model: PromptPredictor, names: Sequence[str]) -> PromptPredictor:
@@ -312,15 +305,11 @@ def with_served_models(model: PromptPredictor, names: Sequence[str]) -> PromptPr
     conditioning, table = model.config.conditioning, model.calibration
     assert conditioning is not None
     larger_conditioning = replace(conditioning, served_models=(*conditioning.served_models, *names))
-    calibration = Calibration(
-        (*table.sigma_scale, *(table.sigma_scale[:1] * len(names))),
-        (*table.mu_shift, *(table.mu_shift[:1] * len(names))),
-    )
     larger = PromptPredictor(
         replace(model.config, conditioning=larger_conditioning),
         model.encoder,
         model.normalization,
-        calibration=calibration,
+        calibration=table.with_models(len(names)),
     )
     weights = model.state_dict()
     name = "conditions.served_model.weight"
