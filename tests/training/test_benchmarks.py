@@ -15,7 +15,7 @@ from benchmarks.correcting import drift, online_calibration
 from benchmarks.reproduce.study import Effort
 from benchmarks.reproduce.tie_lengths import figure_7, figure_8, tails
 from benchmarks.shared.pages import put_section
-from benchmarks.shared.samples import values_of, write_selected
+from benchmarks.shared.study import values_of, write_selected
 from scheduler_core.errors import InputError
 from scheduler_core.report.page import markdown_table
 from tests.training.checkpoints import MODELS, random_checkpoint, write_drawn_answers
