@@ -283,7 +283,7 @@ def test_standard_output_that_takes_nothing(target: str, code: int, stderr: str,
     script = tmp_path / "writer.py"
     script.write_text(_WRITER)
     shell = f"set -o pipefail; {shlex.quote(sys.executable)} {script} {target}"
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=60, env=env)
     assert (done.returncode, done.stderr) == (code, stderr)
 
