@@ -6,7 +6,7 @@ import asyncio
 import functools
 import math
 import time
-from collections.abc import Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from typing import Any, TypeVar
@@ -51,6 +51,11 @@ class PredictorCalls:
             served.metrics.request(method, status_code(error).name, 0.0, None)
             raise error
 
+    def receive_trace(self, headers: Iterable[tuple[str, str | bytes]]) -> None:
+        """Makes the spans of the running task children of the caller's span in `headers`."""
+        if self.tracing is not None:
+            self.tracing.receive(dict(headers))
+
     @contextmanager
     def counted(self, method: str) -> Iterator[None]:
         """Counts a request that is refused before an artifact is known, as one of the default artifact."""
@@ -70,16 +75,15 @@ class PredictorCalls:
         timeout_s: float | None,
         *,
         method: str,
-        trace: Mapping[str, str] | None = None,
     ) -> pb.PredictResponse:
         """Predicts one prompt within `timeout_s` (None: no limit); errors are those in `errors.STATUS`.
-        `method` is the name for metrics and spans; `trace` is the W3C trace context of the caller."""
+        `method` is the name for metrics and spans."""
         with self.counted(method):
             served = self.artifacts.get(request.artifact_id)
         start = time.monotonic()
         result: PipelineResult | None = None
         code = "OK"
-        span = None if self.tracing is None else self.tracing.start(method, trace)
+        span = None if self.tracing is None else self.tracing.start(method)
         try:
             checked = served.reader.read(request)
             result = await served.predict(checked, deadline=_deadline(start, timeout_s, request))
@@ -102,24 +106,23 @@ class PredictorCalls:
         *,
         method: str,
         prefix: str = "",
-        trace: Mapping[str, str] | None = None,
     ) -> pb.Outcome:
         """Predicts one prompt of a batch; returns the prediction or error. `prefix` is for field names."""
         try:
-            return pb.Outcome(prediction=await self.predict(request, timeout_s, method=method, trace=trace))
+            return pb.Outcome(prediction=await self.predict(request, timeout_s, method=method))
         except Exception as error:
             if prefix and isinstance(error, InputError):
                 error = renamed(error, prefix + error.field)
             return ErrorStatus.of(error).outcome(request.request_id)
 
     async def predict_batch(
-        self, request: pb.PredictBatchRequest, timeout_s: float | None, trace: Mapping[str, str] | None = None
+        self, request: pb.PredictBatchRequest, timeout_s: float | None
     ) -> pb.PredictBatchResponse:
         """Predicts a batch of prompts, each with its own outcome. InputError for no or too many prompts;
         ClosedError, which gRPC clients retry, if the service accepted none of them."""
         with self.counted("PredictBatch"):
             check_batch(len(request.requests))
-        outcome = functools.partial(self.outcome, timeout_s=timeout_s, method="PredictBatch", trace=trace)
+        outcome = functools.partial(self.outcome, timeout_s=timeout_s, method="PredictBatch")
         outcomes = await gather_in_chunks(
             (message.ByteSize(), outcome(message, prefix=f"requests[{index}]."))
             for index, message in enumerate(request.requests)

@@ -22,7 +22,6 @@ from predictors.service.metrics import ServiceMetrics
 from predictors.service.oip import SERVER_METADATA, InputTensor, find, infer, model_metadata
 from predictors.service.pipeline import ServedArtifact
 from predictors.service.security import BearerTokens, http_context
-from predictors.service.tracing import TRACE_KEYS
 from scheduler_core.errors import InputError
 from scheduler_core.shell.json_text import num_separators, parse_json
 
@@ -54,7 +53,7 @@ async def start_gateway(
         with calls.counted("HTTP Predict"):
             content, message = await _read(request, request_message)
         try:
-            response = await calls.predict(message, None, method="HTTP Predict", trace=_trace(request))
+            response = await calls.predict(message, None, method="HTTP Predict")
         except InputError as error:
             is_model = error.field == "served_model" and content.get("model")
             raise renamed(error, "model" if is_model else error.field) from error
@@ -64,7 +63,7 @@ async def start_gateway(
     async def predict_batch(request: web.Request) -> web.Response:
         with calls.counted("PredictBatch"):
             _, batch = await _read(request, batch_message)
-        response = await calls.predict_batch(batch, None, _trace(request))
+        response = await calls.predict_batch(batch, None)
         outcomes = []
         for outcome in response.outcomes:
             outcomes.append(json.dumps(message_json(outcome)))
@@ -96,6 +95,7 @@ def _middleware(calls: PredictorCalls, tokens: BearerTokens | None) -> Any:
     @web.middleware
     async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
         """Checks the bearer token, and converts errors to responses."""
+        calls.receive_trace((name.lower(), value) for name, value in request.headers.items())
         try:
             if tokens is not None and request.path not in OPEN_PATHS:
                 with calls.counted("HTTP"):
@@ -112,11 +112,6 @@ def _middleware(calls: PredictorCalls, tokens: BearerTokens | None) -> Any:
             return web.json_response(content, status=status.http_status)
 
     return handle
-
-
-def _trace(request: web.Request) -> dict[str, str]:
-    """The trace context of the caller, without non-ASCII values."""
-    return {key: request.headers[key] for key in TRACE_KEYS if request.headers.get(key, "é").isascii()}
 
 
 async def json_object(body: bytes) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from predictors.proto import predictor_v1_pb2 as pb
 from predictors.service.calls import PredictorCalls
 from predictors.service.errors import ErrorStatus, trailing_metadata
 from predictors.service.messages import parse
-from predictors.service.tracing import TRACE_KEYS
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Predictor"].full_name
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -51,21 +50,17 @@ def predictor_handler(calls: PredictorCalls) -> grpc.GenericRpcHandler[Any, Any]
         calls.check_capacity("Predict")
         with calls.counted("Predict"):
             request = parse(pb.PredictRequest, data)
-        return await calls.predict(request, context.time_remaining(), method="Predict", trace=trace(context))
+        calls.receive_trace(context.invocation_metadata() or ())
+        return await calls.predict(request, context.time_remaining(), method="Predict")
 
     async def predict_batch(data: bytes, context: Context) -> Message:
         with calls.counted("PredictBatch"):
             request = parse(pb.PredictBatchRequest, data)
-        return await calls.predict_batch(request, context.time_remaining(), trace(context))
+        calls.receive_trace(context.invocation_metadata() or ())
+        return await calls.predict_batch(request, context.time_remaining())
 
     async def metadata(request: pb.GetMetadataRequest, context: Context) -> Message:
         return calls.metadata(request)
-
-    def trace(context: Context) -> dict[str, str] | None:
-        if calls.tracing is None:
-            return None
-        headers = dict(context.invocation_metadata() or ())
-        return {key: value for key in TRACE_KEYS if isinstance(value := headers.get(key), str)}
 
     methods = {
         "Predict": unary(predict),

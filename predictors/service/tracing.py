@@ -22,18 +22,24 @@ class Tracing:
 
     def __init__(self) -> None:
         try:
-            from opentelemetry import trace
+            from opentelemetry import context, trace
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as error:
             raise MissingExtraError("opentelemetry-api", "traces") from error
-        self._trace: Any = trace
+        self._context, self._trace = context, trace
         self._tracer = trace.get_tracer("tailcast")
         self._propagator = TraceContextTextMapPropagator()
 
-    def start(self, method: str, carrier: Mapping[str, str] | None) -> Any:
-        """Starts a span as a child of the span in `carrier` (W3C trace context)."""
-        context = self._propagator.extract(carrier) if carrier else None
-        return self._tracer.start_span(method, context=context, kind=self._trace.SpanKind.SERVER)
+    def receive(self, headers: Mapping[str, object]) -> None:
+        """Makes the caller's span in `headers` (W3C trace context) the current one of the running task. Values that are not
+        ASCII are left out."""
+        values = {key: headers.get(key) for key in TRACE_KEYS}
+        carrier = {key: value for key, value in values.items() if isinstance(value, str) and value.isascii()}
+        self._context.attach(self._propagator.extract(carrier))
+
+    def start(self, method: str) -> Any:
+        """Starts a span as a child of the current one."""
+        return self._tracer.start_span(method, kind=self._trace.SpanKind.SERVER)
 
     def end(self, span: Any, artifact: str, version: str, code: str, result: PipelineResult | None) -> None:
         """Ends a span; its attributes are the artifact, the status code and the durations of the parts."""

@@ -256,6 +256,7 @@ class GatedRuntime:
 
     def __init__(self, folder: Path, *, is_open: bool = True, num_failures: int = 0) -> None:
         self._runtime = open_runtime(folder, provider="cpu")
+        self.prediction = self._runtime.prediction
         self.artifact = self._runtime.artifact
         self.tokenizer = self._runtime.tokenizer
         self.provider = self._runtime.provider
