@@ -119,21 +119,16 @@ def _parser(prog: str, config_class: type[Any], positionals: Sequence[str], extr
 
 
 def _add_completers(parser: Any) -> None:
-    """Makes argcomplete complete choices and, for other options, files; those of jsonargparse do neither."""
-    from argcomplete.completers import ChoicesCompleter, FilesCompleter
+    """Makes argcomplete complete choices and, for other options, files; jsonargparse does so for booleans only."""
+    from argcomplete.completers import FilesCompleter
 
     for action in parser._actions:
         hint = getattr(action, "_typehint", None)
-        choices = [
-            value
-            for part in (hint, *get_args(hint))
-            if get_origin(part) is Literal
-            for value in get_args(part)
-        ]
-        choices += ["true", "false"] if hint is bool else []
-        action.completer = (
-            ChoicesCompleter(dict.fromkeys(map(str, choices), "")) if choices else FilesCompleter()
-        )
+        literals = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
+        if literals:
+            action.choices = get_args(literals[0])
+        elif hint is not bool:
+            action.completer = FilesCompleter()
 
 
 def _with_recipes(args: Sequence[str], folder: Path | None) -> list[str]:
