@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from predictors.artifact import KIND, write_manifest
 from predictors.manifest import (
-    CONFORMAL,
     MANIFEST,
     MODEL,
     NORMALIZATION,
@@ -125,9 +124,8 @@ def _write(config: ExportConfig, checkpoint: Checkpoint, folder: Path) -> Manife
 
     manifest = _manifest(config, checkpoint)
     export_graph(checkpoint.model, manifest, folder / MODEL, legacy_exporter=config.legacy_exporter)
-    for name in (TOKENIZER, NORMALIZATION, CONFORMAL):
-        if name != CONFORMAL or (checkpoint.path / name).is_file():
-            shutil.copyfile(checkpoint.path / name, folder / name)
+    for name in (TOKENIZER, NORMALIZATION):
+        shutil.copyfile(checkpoint.path / name, folder / name)
     run = {"command": "export-onnx", "config": dataclasses.asdict(config), "versions": manifest.versions}
     write_json(folder / "run.json", run)
     write_manifest(folder, manifest)
@@ -181,7 +179,9 @@ def _manifest(config: ExportConfig, checkpoint: Checkpoint) -> Manifest:
         urgency_levels=() if heads.urgency is None else heads.urgency.levels,
         abstain_threshold=threshold,
         bucket_edges=() if heads.bucket is None else heads.bucket.edges,
-        calibration={} if calibration.is_identity else dataclasses.asdict(calibration),
+        calibration={}
+        if calibration.is_identity
+        else {name: table for name, table in dataclasses.asdict(calibration).items() if table},
         training_data=training.get("data", {}),
         metrics=training.get("metrics", {}),
         versions=versions_of(TOOLCHAIN),

@@ -28,15 +28,14 @@ SIGNATURE = "manifest.json.sig"
 MODEL = "model.onnx"
 TOKENIZER = "tokenizer.json"
 NORMALIZATION = "normalization.json"
-#: Conformal quantiles of `calibrate`; optional.
-CONFORMAL = "conformal.json"
 
 # Fields of the file that are derived from the others; they are verified, not loaded.
 _DERIVED = ("format_version", "tokenizer_files", "inputs", "outputs")
 # Not part of the version, so that repeated exports have the same version.
 _UNVERSIONED = ("artifact_version", "created")
 _RUN = "run.json"
-_CALIBRATION = ("sigma_scale", "mu_shift")
+#: Tables of a calibration; see `predictors.modules.config.Calibration`. Earlier artifacts have only the first two.
+_CALIBRATION, _COEFFICIENTS = ("sigma_scale", "mu_shift"), ("location", "log_scale")
 #: Maximum number of served models that an error lists.
 _MAX_LISTED = 20
 
@@ -75,7 +74,10 @@ Count = Annotated[int, Field(ge=1, le=10**13)]
 Edge = Annotated[float, Field(gt=0, le=1e9)]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=255)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-CalibrationTable = Annotated[tuple[Annotated[float, Field(ge=-1e6, le=1e6)], ...], Field(min_length=1)]
+_Coefficient = Annotated[float, Field(ge=-1e6, le=1e6)]
+CalibrationTable = Annotated[
+    tuple[_Coefficient | tuple[_Coefficient, _Coefficient, _Coefficient], ...], Field(min_length=1)
+]
 _STRICT = ConfigDict(
     strict=True, extra="forbid", frozen=True, json_schema_serialization_defaults_required=True
 )
@@ -360,11 +362,18 @@ def _contradictions(manifest: Manifest) -> Iterator[tuple[str, str]]:
         yield "served_models", "one or more names, because conditioning is set"
     tables = manifest.calibration
     rows = 1 if manifest.conditioning is None else len(manifest.served_models) + 1
-    if tables and (
-        {name: len(table) for name, table in tables.items()} != dict.fromkeys(_CALIBRATION, rows)
-        or min(tables["sigma_scale"]) <= 0
+    forms = [dict.fromkeys(names, rows) for names in (_CALIBRATION, (*_CALIBRATION, *_COEFFICIENTS))]
+    if tables and not (
+        {name: len(table) for name, table in tables.items()} in forms
+        and all(isinstance(value, float) for name in _CALIBRATION for value in tables[name])
+        and all(isinstance(row, tuple) for name in _COEFFICIENTS for row in tables.get(name, ()))
+        and all(isinstance(factor, float) and factor > 0 for factor in tables["sigma_scale"])
     ):
-        yield "calibration", f"empty, or {rows} numbers each: sigma_scale, all above 0, and mu_shift"
+        yield (
+            "calibration",
+            f"empty, or {rows} numbers each: sigma_scale, all above 0, and mu_shift; with or without {rows} rows of three "
+            "numbers each: location and log_scale",
+        )
     for name in (TOKENIZER, *(() if WEIGHTS in manifest.files else (MODEL, NORMALIZATION))):
         if name not in manifest.files:
             yield "files", f"an object with the key {name}"

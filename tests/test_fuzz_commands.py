@@ -79,7 +79,7 @@ COMMANDS = {
     "train": Command("training.commands.train", "training.network.config:TrainConfig", {"data": "BAD/rowless.parquet", "out": "OUT/t"}),
     "evaluate": Command("training.commands.evaluate", "training.evaluating.config:EvaluateConfig", {"predictor": "BAD/checkpoint", "data": "GOOD/samples.parquet", "json": "OUT/e.json"}, (), ("predictor",)),
     "evaluate-stream": Command("training.commands.evaluate_stream", "training.commands.evaluate_stream:StreamConfig", {"stream": "GOOD/trace.jsonl", "out": "OUT/events.jsonl"}, (), ("stream",)),
-    "calibrate": Command("training.commands.calibrate", "training.commands.calibrate:CalibrateConfig", {"predictor": "BAD/checkpoint", "data": "GOOD/samples.parquet", "out": "OUT/c"}, (), ("predictor",)),
+    "calibrate": Command("training.commands.calibrate", "training.correcting.config:CalibrateConfig", {"predictor": "BAD/checkpoint", "data": "GOOD/samples.parquet", "out": "OUT/c"}, (), ("predictor",)),
     "evaluate-urgency": Command("training.commands.evaluate_urgency", "training.urgency.config:EvaluateUrgencyConfig", {"predictor": "BAD/checkpoint", "data": "GOOD/labels.parquet", "json": "OUT/u.json", "baselines": "false"}, (), ("predictor",)),
     "export-onnx": Command("export.commands.export_onnx", "export.exporter:ExportConfig", {"checkpoint": "BAD/checkpoint", "out": "OUT/a"}, (), ("checkpoint",)),
     "package-artifact": Command("export.commands.package_artifact", "export.packages:PackageConfig", {"target": "triton", "artifact": "BAD/artifact", "out": "OUT/p"}, (), ("target", "artifact")),

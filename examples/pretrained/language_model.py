@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from data_gen.transformers_backend import TransformersBackend
 from examples.shell import Shell
-from predictors.manifest import CONFORMAL, NORMALIZATION, TOKENIZER
+from predictors.manifest import NORMALIZATION, TOKENIZER
 from predictors.modules.checkpoint import CONFIG, KIND, TOKENIZER_CONFIG, TRAINING, WEIGHTS
 from scheduler_core.shell.command import command
 from scheduler_core.shell.files import atomic_directory, atomic_file, shared_folder
@@ -107,8 +107,7 @@ def split_checkpoint(checkpoint: Path, encoder: Path, out: Path) -> None:
     _save(trained, out)
     for name, content in ((CONFIG, config), (TRAINING, record)):
         (out / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
-    for file in (CONFORMAL, NORMALIZATION):
-        shutil.copyfile(checkpoint / file, out / file)
+    shutil.copyfile(checkpoint / NORMALIZATION, out / NORMALIZATION)
 
 
 def join_checkpoint(trained: Path, out: Path) -> None:
@@ -123,7 +122,7 @@ def join_checkpoint(trained: Path, out: Path) -> None:
         elif factor != "A":
             weights[name] = value
     with atomic_directory(out, KIND) as folder:
-        for file in (CONFIG, TRAINING, CONFORMAL, NORMALIZATION):
+        for file in (CONFIG, TRAINING, NORMALIZATION):
             shutil.copyfile(trained / file, folder / file)
         _save(weights, folder)
         _save_tokenizer(tokenizer, folder)

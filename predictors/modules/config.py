@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -93,18 +93,21 @@ class PredictorConfig:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Post-hoc calibration: mu' = mu + mu_shift[m] sigma, sigma' = sigma sigma_scale[m], m the served model's number.
+    """Post-hoc calibration of each served model, by the coefficients of `scheduler_core.prediction.correction`.
 
     Attributes:
-        sigma_scale: Factors > 0 [num_models + 1]. Entry 0 is for an unknown served model (unused with
-            `unknown_is_mean`) and for predictors without conditioning.
-        mu_shift: Shifts in units of the uncalibrated sigma [num_models + 1].
+        sigma_scale, mu_shift: Factors of sigma > 0, and shifts of mu in units of the uncalibrated sigma
+            [num_models + 1]; 1 and 0 except in earlier checkpoints. Entry 0 is for an unknown served model (unused
+            with `unknown_is_mean`) and for predictors without conditioning.
+        location, log_scale: Coefficients of the features f, without ln prompt_tokens [num_models + 1, 3]; empty: zeros.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
 
     sigma_scale: tuple[float, ...]
     mu_shift: tuple[float, ...]
+    location: tuple[tuple[float, float, float], ...] = ()
+    log_scale: tuple[tuple[float, float, float], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("sigma_scale", "mu_shift"):
@@ -113,11 +116,21 @@ class Calibration:
             raise InputError("sigma_scale", self.sigma_scale, "finite numbers > 0")
         if len(self.mu_shift) != len(self.sigma_scale) or not all(map(math.isfinite, self.mu_shift)):
             raise InputError("mu_shift", self.mu_shift, f"{len(self.sigma_scale)} finite numbers")
+        for name in ("location", "log_scale"):
+            rows = getattr(self, name)
+            lengths = {0, len(self.sigma_scale)} if not self.location else {len(self.sigma_scale)}
+            if len(rows) not in lengths or not all(math.isfinite(value) for row in rows for value in row):
+                raise InputError(name, rows, f"{len(self.sigma_scale)} rows of three finite numbers")
 
     @classmethod
     def identity(cls, num_models: int = 0) -> Calibration:
         """The calibration that changes nothing: shift 0 and scale 1."""
         return cls((1.0,) * (num_models + 1), (0.0,) * (num_models + 1))
+
+    def with_models(self, count: int) -> Calibration:
+        """The calibration with further served models, like the unknown one."""
+        tables = (getattr(self, field.name) for field in fields(self))
+        return Calibration(*((*table, *(table[:1] * count)) for table in tables))
 
     @property
     def num_models(self) -> int:

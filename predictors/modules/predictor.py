@@ -15,6 +15,8 @@ from predictors.modules.encoder import num_positions, pool, state_width
 from predictors.modules.heads import SIGMA_FLOOR
 from predictors.modules.normalization import Normalization
 from scheduler_core.errors import InputError
+from scheduler_core.lengths.quantiles import moved
+from scheduler_core.prediction.correction import CENTERS, MAX_FEATURE
 
 # ln(512) / 5 is about 1, the scale of the other features.
 PROMPT_LENGTH_SCALE = 5.0
@@ -64,6 +66,8 @@ class PromptPredictor(nn.Module):
 
     sigma_scale: Tensor
     mu_shift: Tensor
+    location: Tensor
+    log_scale: Tensor
 
     def __init__(
         self,
@@ -110,7 +114,7 @@ class PromptPredictor(nn.Module):
             raise InputError("calibration", f"{calibration.num_models} served models", allowed)
         self.calibration = calibration
         # Not saved with the weights, because config.json contains the calibration.
-        for name in ("sigma_scale", "mu_shift"):
+        for name in ("sigma_scale", "mu_shift", "location", "log_scale"):
             table = torch.tensor(getattr(calibration, name), dtype=torch.float32, device=self.device)
             self.register_buffer(name, table, persistent=False)
 
@@ -170,10 +174,18 @@ class PromptPredictor(nn.Module):
             row = 0 if self.conditions is None or served_model is None else served_model
             mu, sigma = outputs["mu"], outputs["sigma"]
             outputs["mu"] = mu + self.mu_shift[row] * sigma
-            outputs["sigma"] = (sigma * self.sigma_scale[row]).clamp_min(SIGMA_FLOOR)
+            scale = self.sigma_scale[row]
+            if self.calibration.location:
+                columns = torch.stack(
+                    [torch.ones_like(mu), mu - CENTERS[0], sigma.log() - CENTERS[1]], dim=-1
+                )
+                features = columns.clamp(-MAX_FEATURE, MAX_FEATURE)
+                outputs["mu"] = outputs["mu"] + (features * self.location[row]).sum(dim=-1)
+                scale = scale * (features * self.log_scale[row]).sum(dim=-1).exp()
+            outputs["sigma"] = (sigma * scale).clamp_min(SIGMA_FLOOR)
             if "quantiles" in outputs:
                 factor = outputs["sigma"] / sigma
-                outputs["quantiles"] = _moved(outputs["quantiles"], mu, outputs["mu"], factor)
+                outputs["quantiles"] = moved(outputs["quantiles"], mu, outputs["mu"], factor)
         return outputs
 
     def predict(
@@ -204,7 +216,7 @@ class PromptPredictor(nn.Module):
             outputs["sigma"] = torch.sqrt(weight @ (of_rows["sigma"] ** 2 + deviation**2))
             if "quantiles" in outputs:
                 mu, factor = outputs["mu"], outputs["sigma"] / mean_sigma
-                outputs["quantiles"] = _moved(outputs["quantiles"], mu, mu, factor)
+                outputs["quantiles"] = moved(outputs["quantiles"], mu, mu, factor)
         return outputs
 
     def forward(
@@ -217,9 +229,3 @@ class PromptPredictor(nn.Module):
         """The `outputs` in float32 for int64 token ids and mask [B, S], with at least one token in each row;
         served_model and temperature [B] are as in `scores`."""
         return self.predict(self.features(input_ids, attention_mask), served_model, temperature)
-
-
-def _moved(quantiles: Tensor, old_mu: Tensor, new_mu: Tensor, factor: Tensor) -> Tensor:
-    """Quantiles [B, K] moved from `old_mu` to `new_mu` [B], with distances from mu scaled by `factor` [B]."""
-    distances = quantiles - old_mu.unsqueeze(-1)
-    return new_mu.unsqueeze(-1) + distances * factor.unsqueeze(-1)

@@ -163,6 +163,11 @@ def _log(x: ArrayLike) -> FloatArray:
         return np.log(np.maximum(np.asarray(x, dtype=np.float64), 0.0))
 
 
+def moved(quantiles: Any, mu: Any, new_mu: Any, factor: Any) -> Any:
+    """Quantiles [..., K] moved from `mu` to `new_mu`, with distances from mu times `factor` [...]; arrays or tensors."""
+    return new_mu[..., None] + (quantiles - mu[..., None]) * factor[..., None]
+
+
 def cdf(quantiles: Sequence[float], tokens: float) -> float:
     """P(X <= tokens) of one request: `LogQuantiles.cdf` for valid quantiles and a number of tokens > 0, without arrays."""
     z = math.log(tokens)

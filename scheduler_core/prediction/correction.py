@@ -60,8 +60,8 @@ from scheduler_core.ranges import FINITE, check_ranges
 from scheduler_core.statistics import kendall_tau
 
 COVERAGE_LEVELS = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-#: Number of features, f.
-NUM_FEATURES = 4
+#: Subtracted from mu, ln sigma and ln prompt_tokens in f.
+CENTERS = (6.0, -1.0, 5.0)
 #: P: standard deviations of the coefficients of f, for mu' and for ln sigma'.
 _PRECISION = np.stack(
     [np.diag(np.array(deviations) ** -2.0) for deviations in ((0.4, 0.25, 0.25, 0.1), (0.25, 0.1, 0.1, 0.05))]
@@ -111,9 +111,12 @@ class Coefficients:
 
 def features_of(prediction: LengthPrediction, prompt_tokens: int | None) -> _Features:
     """f of a prediction; `prompt_tokens` is the length of the prompt, None if unknown."""
-    log_prompt = 5.0 if prompt_tokens is None else math.log(max(prompt_tokens, 1))
-    values = (prediction.mu - 6.0, math.log(prediction.sigma) + 1.0, log_prompt - 5.0)
-    x, y, z = (min(max(value, -MAX_FEATURE), MAX_FEATURE) for value in values)
+    log_prompt = CENTERS[2] if prompt_tokens is None else math.log(max(prompt_tokens, 1))
+    columns = (prediction.mu, math.log(prediction.sigma), log_prompt)
+    x, y, z = (
+        min(max(value - center, -MAX_FEATURE), MAX_FEATURE)
+        for value, center in zip(columns, CENTERS, strict=True)
+    )
     return 1.0, x, y, z
 
 

@@ -10,6 +10,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogQuantiles, LogT, expected_and_cvar
 from scheduler_core.lengths import quantiles as by_quantiles
@@ -78,9 +80,11 @@ class LengthPrediction:
 
     def moved(self, mu: float, sigma: float) -> "LengthPrediction":
         """The prediction with another mu and sigma; quantiles keep their distances from mu in units of sigma."""
-        scale = sigma / self.sigma
-        moved = tuple(min(max(mu + scale * (value - self.mu), -50.0), 50.0) for value in self.quantiles)
-        return replace(self, mu=mu, sigma=sigma, quantiles=moved)
+        if not self.quantiles:
+            return replace(self, mu=mu, sigma=sigma)
+        old_mu, new_mu, factor = np.array((self.mu, mu, sigma / self.sigma))
+        quantiles = by_quantiles.moved(np.array(self.quantiles), old_mu, new_mu, factor).clip(-50.0, 50.0)
+        return replace(self, mu=mu, sigma=sigma, quantiles=tuple(quantiles.tolist()))
 
     def at_least(self, min_tokens: int) -> "LengthPrediction":
         """The distribution of max(X, min_tokens), by quantiles; the prediction itself if nearly all of X is longer."""
@@ -89,8 +93,8 @@ class LengthPrediction:
         floor = math.log(min_tokens)
         values = self.quantiles or self.distribution().logppf(LEVELS).tolist()
         quantiles = tuple(min(max(value, floor), 50.0) for value in values)
-        spread = (quantiles[-1] - quantiles[_MEDIAN]) / max(values[-1] - values[_MEDIAN], 1e-9)
-        sigma = min(max(self.sigma * spread, EXACT_SIGMA), 50.0)
+        scale = (quantiles[-1] - quantiles[_MEDIAN]) / max(values[-1] - values[_MEDIAN], 1e-9)
+        sigma = min(max(self.sigma * scale, EXACT_SIGMA), 50.0)
         return replace(self, mu=quantiles[_MEDIAN], sigma=sigma, quantiles=quantiles)
 
 

@@ -71,9 +71,7 @@ def test_a_checkpoint_is_whole_again_from_its_trained_weights(encoder: Path, tmp
         weight += 0.3 * torch.randn(16, 2) @ torch.randn(2, 16)
     record = {"config": {"data": "/a/file", "seed": 1}, "data": {"name": "x"}}
     tokenizer = load_tokenizer(str(encoder))
-    conformal = tmp_path / "conformal.json"
-    conformal.write_text("{}")
-    save_checkpoint(tmp_path / "whole", model, tokenizer, record, extra_files={"conformal.json": conformal})
+    save_checkpoint(tmp_path / "whole", model, tokenizer, record)
     language_model.split_checkpoint(tmp_path / "whole", encoder, tmp_path / "trained")
     stored = sum(file.stat().st_size for file in (tmp_path / "trained").iterdir())
     assert stored < (tmp_path / "whole" / "model.safetensors").stat().st_size

@@ -27,11 +27,10 @@ from predictors.tiny import WEIGHTS, TinyModel
 from predictors.tokenizer import PromptTokenizer
 from scheduler_core.errors import InputError
 from tests.training.tiny import tiny_bert
-from training.correcting.corrected_graph import FeatureRuntime
-from training.correcting.corrections import Requests
+from training.correcting.encoder_shift import FeatureRuntime
 from training.network.data import SampleLengths
-from training.network.losses import log_t_crps
 from training.network.inference import predict_prompts
+from training.network.losses import log_t_crps
 
 NUM_PROMPTS = 30
 
@@ -253,10 +252,7 @@ def test_the_encoder_of_the_shipped_artifact_has_the_features_of_its_graph(tmp_p
     minilm.write_encoder(tmp_path / "trained", shipped_folder("pretrained"))
     runtime = open_runtime("pretrained")
     states = FeatureRuntime(runtime, threads=1)
-    texts, unknown = np.array(PROMPTS[:2], dtype=object), np.full(2, np.nan)
-    requests = Requests(texts, texts, texts, unknown, unknown, np.zeros(2, dtype=bool), unknown)
-    requests = states.predict(requests, np.array(["", ""], dtype=object))
-    features = requests.features[:, :384]
+    features = states.features(PROMPTS[:2])[:, :384]
     errors = {}
     for name in ("initial", "trained"):
         encoder, tokenizer = load_encoder(str(tmp_path / name)), load_tokenizer(str(tmp_path / name))

@@ -10,7 +10,6 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from training.correcting.corrections import Correction, Requests
 
 from predictors.artifact import write_manifest
 from predictors.client import GrpcPredictor
@@ -24,6 +23,7 @@ from predictors.service.in_process import InProcessPredictor
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.lengths import LogQuantiles, LogT
 from scheduler_core.lengths.quantiles import LEVELS
+from scheduler_core.prediction.correction import Coefficients, features_of
 from scheduler_core.prediction.predictor import PredictionRequest
 from scheduler_core.simulator.trace_predictions import fetch_predictions
 from tests.export.conftest import export, write_checkpoint
@@ -33,7 +33,7 @@ from tests.training.checkpoints import CONDITIONING, NORMALIZATION, TOWER, predi
 from tests.training.data import SERVED_MODELS, write_rows
 from tests.training.tiny import tiny_bert
 from training.commands.train import main as train
-from training.correcting.corrected_graph import FeatureRuntime, with_corrections
+from training.correcting.corrected_graph import Adaptation, with_corrections
 from training.evaluating.config import EvaluateConfig
 from training.evaluating.run import evaluate
 from training.network.tasks import LengthTask
@@ -178,8 +178,9 @@ def test_adapted_predictions_have_their_quantiles_moved_along(trained: Path, tmp
     shutil.copytree(trained / "artifact", tmp_path / "a")
     before = open_runtime(tmp_path / "a")
     model = onnx.load(tmp_path / "a/model.onnx")
-    correction = Correction("small", terms=(0.4, 0.1, 0.0, 0.0), scale=0.5, power=1.2)
-    manifest = with_corrections(model, before.artifact.manifest, {"small": correction}, None)
+    coefficients = Coefficients((0.4, 0.1, 0.0, 0.0), (-0.7, 0.0, 0.2, 0.1))
+    adaptation = {"small": Adaptation("small", coefficients)}
+    manifest = with_corrections(model, before.artifact.manifest, adaptation, None)
     onnx.save(model, tmp_path / "a/model.onnx")
     write_manifest(tmp_path / "a", manifest)
     after = open_runtime(tmp_path / "a")
@@ -191,13 +192,14 @@ def test_adapted_predictions_have_their_quantiles_moved_along(trained: Path, tmp
     ]
     np.testing.assert_allclose(*standard, rtol=1e-4, atol=1e-4)
     assert plain.mu is not None and corrected.mu is not None  # noqa: PT018
-    assert corrected.mu - plain.mu == pytest.approx(0.4 + 0.1 * plain.mu, rel=1e-4)
-    rows, unknown = np.array(texts, dtype=object), np.full(len(texts), np.nan)
-    requests = Requests(rows, rows, rows, unknown, np.full(len(texts), 90.0), unknown > 0, unknown)
-    names = np.full(len(texts), "small", dtype=object)
-    original = FeatureRuntime(open_runtime(trained / "artifact"), threads=1)
-    fitted = original.predict(requests, names, progress=False)
-    np.testing.assert_allclose(fitted.corrected(correction).quantiles, corrected.quantiles, atol=1e-4)
+    slope = np.clip(plain.mu - 6, -4, 4)
+    assert corrected.mu - plain.mu == pytest.approx(0.4 + 0.1 * slope, abs=1e-4)
+    num_tokens = [each.num_tokens for each in before.tokenizer(texts)]
+    for number, (old, new) in enumerate(zip(plain.rows(), corrected.rows(), strict=True)):
+        prediction = before.prediction(old).length
+        assert prediction is not None
+        expected = coefficients.corrected(prediction, features_of(prediction, num_tokens[number]))
+        np.testing.assert_allclose(expected.quantiles, new["quantiles"], atol=1e-3)
     one, other = (side.predict(texts, ["large"] * len(texts)).quantiles for side in (before, after))
     assert np.array_equal(one, other)  # type: ignore[arg-type]
 

@@ -17,11 +17,11 @@ from predictors.runtime import open_runtime
 from predictors.service.artifacts import ArtifactSource
 from scheduler_core.errors import InputError
 from scheduler_core.shell.files import atomic_directory
-from tests.export.conftest import export, write_checkpoint
 from tests.predictors import fakes
 from tests.predictors.proxy.fake_engine import chat, completion, running_engine, running_proxy
 from training.commands.adapt import main
-from training.correcting.adapt import NOT_BETTER, AdaptConfig, adapt
+from training.correcting.adapt import NOT_BETTER, adapt
+from training.correcting.config import AdaptConfig
 
 #: Words that the tiny model knows, without those that break it.
 TEXT = fakes.WORDS[: fakes.WORDS.index("nan")]
@@ -208,12 +208,11 @@ def test_features_of_the_encoder_say_what_the_heads_do_not(tmp_path: Path) -> No
     def draw(text: str, rng: np.random.Generator) -> int:
         return drawn(6.5 if "essay" in text else 3.5, 0.3, rng)
 
-    export(write_checkpoint(tmp_path, "bert"), tmp_path / "artifact")
     log = write_log(tmp_path / "log.jsonl", draw, "new-llm", 300)
-    assert adapted(log, tmp_path / "artifact", tmp_path / "new") == 0
+    assert adapt(AdaptConfig(log=str(log), out=str(tmp_path / "new"), progress=False)) == 0
     runtime = open_runtime(tmp_path / "new", provider="cpu")
     [record] = runtime.artifact.manifest.metrics["adaptations"]
-    assert record["corrections"]["new-llm"]["kind"] == "features"
+    assert record["corrections"]["new-llm"]["uses_features"]
     texts = prompts(60)
     mu = np.asarray(runtime.predict(texts, ["new-llm"] * 60).mu)
     is_essay = np.array(["essay" in text for text in texts])

@@ -3,7 +3,6 @@
 import itertools
 import json
 import re
-import shutil
 from dataclasses import asdict
 
 import numpy as np
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 from scipy import integrate, stats
 
 from predictors.heads import Predicted
-from predictors.manifest import CONFORMAL
 from predictors.modules.heads import BucketHead, Heads, LengthHead, RankHead, RegressionHead, UrgencyHead
 from predictors.pretrained import shipped_folder
 from predictors.runtime import open_runtime
@@ -35,7 +33,7 @@ from training.commands.evaluate import main
 from training.commands.fit_dist import main as fit_dist
 from training.evaluating import scores as scoring
 from training.evaluating.batch_predictor import InferenceOptions, open_batch_predictor
-from training.evaluating.evaluation import CONFORMAL_SCHEMA, Candidate, ScoredPredictor, ceilings, compare
+from training.evaluating.evaluation import Candidate, ScoredPredictor, ceilings, compare
 from training.evaluating.report import COLUMNS, report_lines, table_rows
 from training.evaluating.rows import EvaluationRows
 from training.evaluating.scores import OutputLengths, kendall_tau, ranking, regression, score_outputs
@@ -426,7 +424,6 @@ def test_some_groups_of_one_served_model_also_for_a_ranking_predictor(folder, tm
     assert found["model"]["num_prompts"] == 20
     found = ranked
     assert found["model"]["ordered_by"] == "rank"
-    assert found["conformal"] is None
     assert "<h2>Reliability</h2>" not in page.read_text()
 
 
@@ -480,14 +477,3 @@ def test_bad_input_is_one_line_and_writes_nothing(options, message, folder, tmp_
         words += ["--data", str(folder / "lists.parquet")]
     words += ["--json", str(tmp_path / "e.json"), "--progress", "false"]
     assert_refused(main, words, message, tmp_path, capsys)
-
-
-def test_conformal_quantiles_of_a_checkpoint_are_evaluated(folder, tmp_path):
-    shutil.copytree(folder / "known/checkpoint", tmp_path / "checkpoint")
-    offsets = zip(("unknown", *MODELS), (0.0, 10.0, None), strict=True)
-    quantiles = {"schema": CONFORMAL_SCHEMA, "levels": [0.9], "served_models": MODELS}
-    quantiles["offsets"] = {name: {"p90": {"offset": offset}} for name, offset in offsets}
-    (tmp_path / "checkpoint" / CONFORMAL).write_text(json.dumps(quantiles))
-    found = evaluate(tmp_path / "checkpoint", folder / "lists.parquet", tmp_path / "e.json")["conformal"]
-    assert found["coverage"][MODELS[1]]["p90"] is None
-    assert found["coverage"][MODELS[0]]["p90"] is None or found["coverage"][MODELS[0]]["p90"] > 0.95

@@ -6,7 +6,7 @@ from scheduler_core.shell.command import command
 
 main = command(
     "adapt",
-    "training.correcting.adapt:AdaptConfig",
+    "training.correcting.config:AdaptConfig",
     "training.correcting.adapt:adapt",
     positionals=("log",),
     extra="adapt",

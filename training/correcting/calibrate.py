@@ -1,10 +1,9 @@
-"""Calibration of a checkpoint on samples that it was not trained on, and its report."""
+"""Calibration of a checkpoint on samples that it was not trained on, by the batch fit of `Correction`."""
 
 from __future__ import annotations
 
 import logging
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,29 +13,29 @@ import torch
 from numpy.typing import NDArray
 
 from data_gen.splits import unit_hash
-from predictors.manifest import CONFORMAL
 from predictors.modules.checkpoint import KIND, Checkpoint, load_checkpoint, save_checkpoint
+from predictors.modules.config import Calibration
 from scheduler_core.errors import InputError
-from scheduler_core.report.page import Page
-from scheduler_core.shell.files import existing_file, folder_target, sha256_file, writable_target, write_json
+from scheduler_core.prediction.correction import Coefficients, fit_each
+from scheduler_core.prediction.outcome import Outcome
+from scheduler_core.prediction.predictions import LengthPrediction
+from scheduler_core.shell.command import CHECK_FAILED
+from scheduler_core.shell.files import existing_file, folder_target, sha256_file, writable_target
 from scheduler_core.shell.versions import versions_of
-from training.commands.calibrate import CalibrateConfig
-from training.correcting.estimation import METHODS, Residuals, fit_conformal, select_calibration
+from training.correcting.comparison import DECIDING, METRICS, SIDES, Comparison, corrected
+from training.correcting.config import CalibrateConfig
 from training.evaluating.batch_predictor import DEFAULT_NU, InferenceOptions, distinct, predict_rows
 from training.evaluating.rows import EvaluationRows, of_split, warn_of_training_prompts
-from training.evaluating.scores import COVERAGE_LEVELS, percent
 from training.fitting.fits import FitOptions, read_fits_or_fit
 from training.network.inference import pick_device
 
 log = logging.getLogger(__name__)
-#: Folds of the prompts, by hash of the text, for the cross-validation.
-FOLDS = 5
 _COPIED_FILES = ("metrics.csv", "run.json")
 
 
 def calibrate_command(config: CalibrateConfig) -> int:
-    """Runs the command; returns 3 if coverage became worse, else 0."""
-    return 3 if calibrate(config)["is_worse"] else 0
+    """Runs the command; returns 3 if the predictions did not become better, else 0."""
+    return 0 if calibrate(config)["is_better"] else CHECK_FAILED
 
 
 def calibrate(config: CalibrateConfig) -> dict[str, Any]:
@@ -56,65 +55,55 @@ def calibrate(config: CalibrateConfig) -> dict[str, Any]:
     rows = _rows(config, checkpoint)
     warn_of_training_prompts(checkpoint.training_info.get("data", {}), rows.prompts, config.split)
     options = InferenceOptions(config.batch_size, config.threads, config.progress)
-    residuals = _residuals(checkpoint, rows, names, options)
-    for_conformal, fitting = _parts(
-        residuals, rows, f"conformal\x00{config.seed}", [config.conformal_fraction]
+    outcomes = _outcomes(checkpoint, rows, names, options)
+    is_held_back = _held_back(rows, config)[rows.outputs.owner]
+    fitting, before = (
+        [outcome for outcome, is_out in zip(outcomes, is_held_back, strict=True) if is_out == side]
+        for side in (False, True)
     )
-    folds = _parts(fitting, rows, f"folds\x00{config.seed}", np.arange(1, FOLDS) / FOLDS)
-    selected = select_calibration(
-        folds, len(names), list(METHODS) if config.method == "auto" else [config.method]
-    )
-    calibrated = for_conformal.calibrated(selected.calibration)
-    conformal = fit_conformal(calibrated, names, np.random.default_rng(config.seed))
-    coverage = {"before": for_conformal.coverage(), "after": calibrated.coverage()}
+    fitted = fit_each(fitting)
+    corrections = {name: fitted.get(name, fitted[""]) for name in ("", *names)}
+    prompt = distinct(rows.prompts)[1][rows.outputs.owner][is_held_back]
+    groups = np.unique(prompt, return_inverse=True)[1]
+    comparison = Comparison(before, corrected(before, corrections), groups, config.seed)
+    calibration = _calibration([corrections[name] for name in ("", *names)])
     summary = {
-        "method": selected.method,
-        "pooling": selected.pooling,
-        **asdict(selected.calibration),
+        **asdict(calibration),
         "served_models": list(names),
-        "selected_by": "mean_largest_shift",
-        "held_out_trials": selected.trials,
-        "coverage_of_conformal_rows": coverage,
-        "is_worse": coverage["after"]["mean_largest_shift"] > coverage["before"]["mean_largest_shift"],
+        "held_back": {name: [each.estimate for each in comparison.metrics[name]] for name in METRICS},
+        "is_better": comparison.is_better,
         "data": {
             "name": Path(config.data).name,
             "sha256": sha256_file(config.data),
             "split": config.split,
             "num_rows": len(rows),
-            "num_samples": len(residuals),
+            "num_samples": len(outcomes),
         },
         "config": asdict(config),
-        "versions": versions_of(("numpy", "scipy", "torch")),
+        "versions": versions_of(("numpy", "torch")),
     }
-    checkpoint.model.set_calibration(selected.calibration)
-    copies = {name: checkpoint.path / name for name in _COPIED_FILES if (checkpoint.path / name).is_file()}
-    with tempfile.TemporaryDirectory() as folder:
-        write_json(Path(folder) / CONFORMAL, conformal)
-        save_checkpoint(
-            out,
-            checkpoint.model,
-            checkpoint.tokenizer,
-            checkpoint.training_info | {"calibration": summary},
-            extra_files=copies | {CONFORMAL: Path(folder) / CONFORMAL},
-            overwrite=config.overwrite,
-        )
-    if report is not None:
-        _write_report(report, summary)
-    points = {name: 100 * trial["mean_largest_shift"] for name, trial in selected.trials.items()}
-    log.info(
-        "method %s, pooling %g: %.1f points of coverage error in cross-validation (largest of P50, P90 and P99, mean over "
-        "served models); uncalibrated: %s",
-        selected.method,
-        selected.pooling,
-        points[f"{selected.method}, {selected.pooling:g}"],
-        f"{points['identity, 1']:.1f}" if config.method == "auto" else "not evaluated",
+    checkpoint.model.set_calibration(calibration)
+    save_checkpoint(
+        out,
+        checkpoint.model,
+        checkpoint.tokenizer,
+        checkpoint.training_info | {"calibration": summary},
+        extra_files={
+            name: checkpoint.path / name for name in _COPIED_FILES if (checkpoint.path / name).is_file()
+        },
+        overwrite=config.overwrite,
     )
-    shifts = {side: 100 * coverage[side]["mean_largest_shift"] for side in coverage}
-    message = "coverage error on held-out prompts: %.1f points before, %.1f after"
-    log.info(message, shifts["before"], shifts["after"])
-    if summary["is_worse"]:
-        advice = "COVERAGE IS WORSE THAN BEFORE on held-out prompts: use %s, or calibrate on more prompts"
-        log.warning(advice, config.predictor)
+    if report is not None:
+        lead = (
+            f"Fitted to {len(fitting)} samples of {Path(config.data).name}, compared on {len(before)} samples of prompts that "
+            "were held back."
+        )
+        comparison.page("Calibration", lead, corrections).write(report)
+    for name, *sides in (("metric", *SIDES), *comparison.table()):
+        log.info("%-18s%28s%28s%28s", name, *sides)
+    if not comparison.is_better:
+        advice = "%s IS NOT BETTER THAN BEFORE on held-back prompts: use %s, or calibrate on more prompts"
+        log.warning(advice, DECIDING, config.predictor)
     return summary
 
 
@@ -135,68 +124,53 @@ def _rows(config: CalibrateConfig, checkpoint: Checkpoint) -> EvaluationRows:
     return EvaluationRows.of(fits)
 
 
-def _residuals(
+def _outcomes(
     checkpoint: Checkpoint, rows: EvaluationRows, names: Sequence[str], options: InferenceOptions
-) -> Residuals:
-    prediction = predict_rows(checkpoint, rows.prompts, rows.served_models, rows.temperatures, options)
-    mu, sigma = prediction.mu, prediction.sigma
-    assert mu is not None and sigma is not None  # noqa: PT018
-    number = {name: number for number, name in enumerate(names, start=1)}
-    model = np.array([number.get(name or "", 0) for name in rows.served_models], dtype=np.intp)
-    _, prompt = distinct(rows.prompts)
-    owner = rows.outputs.owner
-    nu = np.broadcast_to(np.asarray(prediction.nu, dtype=np.float64), len(rows))
-    quantiles = np.zeros((len(rows), 0))
-    if prediction.quantiles is not None:
-        quantiles = (prediction.quantiles - mu[:, None]) / sigma[:, None]
-    with np.errstate(divide="ignore"):
-        z_limit = (np.log(rows.outputs.max_tokens) - mu) / sigma
-    return Residuals(
-        z=(np.log(rows.outputs.lengths) - mu[owner]) / sigma[owner],
-        finished=rows.outputs.finished,
-        z_limit=z_limit[owner],
-        model=model[owner],
-        prompt=prompt[owner],
-        row=owner,
-        nu=nu[owner],
-        quantiles=quantiles[owner],
+) -> list[Outcome]:
+    """The samples of all rows with the checkpoint's predictions; served models that it does not know have no name."""
+    predicted = predict_rows(checkpoint, rows.prompts, rows.served_models, rows.temperatures, options)
+    assert predicted.mu is not None and predicted.sigma is not None  # noqa: PT018
+    nu = np.broadcast_to(np.asarray(predicted.nu, dtype=np.float64), len(rows)).tolist()
+    quantiles = [()] * len(rows) if predicted.quantiles is None else map(tuple, predicted.quantiles.tolist())
+    columns = zip(predicted.mu.tolist(), predicted.sigma.tolist(), nu, quantiles, strict=True)
+    predictions = [LengthPrediction(mu, sigma, each, quantiles=values) for mu, sigma, each, values in columns]
+    limits = [int(limit) if np.isfinite(limit) else None for limit in rows.outputs.max_tokens.tolist()]
+    served_models = [name if name in names else None for name in rows.served_models]
+    samples = zip(
+        rows.outputs.owner.tolist(),
+        rows.outputs.lengths.tolist(),
+        rows.outputs.finished.tolist(),
+        strict=True,
     )
-
-
-def _parts(
-    residuals: Residuals, rows: EvaluationRows, purpose: str, bounds: Sequence[float] | NDArray[np.float64]
-) -> list[Residuals]:
-    """Splits residuals by a hash of the prompt's text in [0, 1) at the ascending `bounds`."""
-    hashes = {text: unit_hash(f"{purpose}\x00{text}") for text in set(rows.prompts)}
-    part = np.searchsorted(bounds, [hashes[text] for text in rows.prompts], side="right")
-    parts = [residuals.take(part[residuals.row] == number) for number in range(len(bounds) + 1)]
-    if not all(len(part) for part in parts):
-        allowed = f"enough of them for {len(parts)} parts by a hash of the text"
-        raise InputError("data, prompts", len(hashes), allowed)
-    return parts
-
-
-def _write_report(path: str | Path, summary: Mapping[str, Any]) -> None:
-    """Writes the HTML page for the summary of `calibrate`."""
-    names = ["unknown", *summary["served_models"]]
-    sides = [summary["coverage_of_conformal_rows"][side]["by_model"] for side in ("before", "after")]
-    levels = [percent(level) for level in COVERAGE_LEVELS]
-    page = Page(
-        "Calibration",
-        f"Method {summary['method']}, pooling {summary['pooling']:g}: shift of mu and scale of sigma for each served "
-        f"model, estimated from {summary['data']['num_samples']} samples of {summary['data']['num_rows']} rows.",
-    )
-    page.heading("Coverage on held-out prompts")
-    header = ("served model", "mu shift", "sigma scale", *(f"{level}, before" for level in levels), *levels)
-    rows = [
-        (
-            names[int(number)],
-            summary["mu_shift"][int(number)],
-            summary["sigma_scale"][int(number)],
-            *(side[number][level] for side in sides for level in levels),
+    return [
+        Outcome(
+            output_tokens=int(length),
+            finished=is_finished,
+            max_tokens=limits[row],
+            served_model=served_models[row],
+            prediction=predictions[row],
         )
-        for number in sides[0]
+        for row, length, is_finished in samples
     ]
-    page.table(header, rows)
-    page.note("Fraction of samples below the predicted quantile, for quantiles below max_tokens.")
-    page.write(path)
+
+
+def _held_back(rows: EvaluationRows, config: CalibrateConfig) -> NDArray[np.bool_]:
+    """Mask of the rows held back from fitting, by a hash of the prompt's text."""
+    texts = set(rows.prompts)
+    held_back = {
+        text for text in texts if unit_hash(f"held back\x00{config.seed}\x00{text}") < config.held_back
+    }
+    if not held_back or held_back == texts:
+        raise InputError("data, prompts", len(texts), "enough of them for two parts by a hash of the text")
+    return np.array([text in held_back for text in rows.prompts])
+
+
+def _calibration(corrections: Sequence[Coefficients]) -> Calibration:
+    """The tables of a checkpoint, which does not have ln prompt_tokens: the outcomes have none, so those coefficients are 0."""
+    count = len(corrections)
+    return Calibration(
+        (1.0,) * count,
+        (0.0,) * count,
+        tuple(each.location[:3] for each in corrections),
+        tuple(each.log_scale[:3] for each in corrections),
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,15 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from predictors.heads import Predicted
-from predictors.manifest import CONFORMAL
-from scheduler_core.errors import InputError
-from training.evaluating.batch_predictor import BatchPredictor
 from training.evaluating.rows import EvaluationRows
 from training.evaluating.scores import (
     NO_SUMMARY,
     OutputScores,
     kendall_tau,
-    percent,
     ranking,
     regression,
     score_outputs,
@@ -31,7 +26,6 @@ from training.fitting.samples import GroupedLengths
 
 FloatArray = NDArray[np.float64]
 SCHEMA = "evaluation/4"
-CONFORMAL_SCHEMA = "conformal/1"
 #: Columns of the breakdowns, and the maximum number of distinct values of such a column.
 BREAKDOWNS = ("model", "dataset", "category")
 MAX_BREAKDOWN = 40
@@ -282,48 +276,3 @@ def compare(
         "ceiling": ceiling,
         **{f"by_{column}": part for column in BREAKDOWNS if (part := scored.by(column)) is not None},
     }, scored
-
-
-def conformal_coverage(
-    predictor: BatchPredictor, rows: EvaluationRows, prediction: Predicted
-) -> dict[str, Any] | None:
-    """Coverage of the predictor's conformal quantiles, overall and by served model; None if the predictor has none.
-
-    Only outputs of prompts whose quantile is below max_tokens are counted. InputError if the file of quantiles is invalid
-    or belongs to other served models.
-    """
-    if prediction.mu is None or prediction.sigma is None:
-        return None
-    path = predictor.folder / CONFORMAL
-    if not path.is_file():
-        return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["schema"] != CONFORMAL_SCHEMA:
-            raise ValueError(f"schema {content['schema']}")
-        served_models, levels = content["served_models"], [percent(level) for level in content["levels"]]
-        cells = [
-            [content["offsets"][name][level] for level in levels] for name in ("unknown", *served_models)
-        ]
-        offsets = np.array([[cell["offset"] for cell in row] for row in cells], dtype=np.float64)
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(CONFORMAL, str(error), "the tables that calibrate writes") from error
-    if served_models != list(predictor.served_models):
-        raise InputError(CONFORMAL, served_models, "the predictor's served models")
-    offsets[np.isnan(offsets)] = np.inf
-    numbers = {name: number for number, name in enumerate(served_models, start=1)}
-    model = np.array([numbers.get(name or "", 0) for name in rows.served_models], dtype=np.intp)
-    with np.errstate(over="ignore"):
-        bound = np.exp(prediction.mu[:, None] + prediction.sigma[:, None] * offsets[model])
-    outputs, owner = rows.outputs, rows.outputs.owner
-    names = np.array([name or "(unnamed)" for name in rows.served_models], dtype=object)[owner]
-    parts = {"all": np.ones(len(owner), dtype=bool)} | {name: names == name for name in sorted(set(names))}
-    coverage: dict[str, dict[str, float | None]] = {name: {} for name in parts}
-    for column, level in enumerate(levels):
-        below = bound[:, column][owner]
-        observed = below <= outputs.max_tokens[owner]
-        covered = outputs.finished & (outputs.lengths <= below)
-        for name, own in parts.items():
-            chosen = observed & own
-            coverage[name][level] = float(covered[chosen].mean()) if chosen.any() else None
-    return {"levels": levels, "coverage": coverage}

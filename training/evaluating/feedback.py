@@ -9,10 +9,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from scheduler_core.lengths.quantiles import LEVELS
 from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import LengthPrediction
-from training.evaluating.scores import OutputLengths, OutputScores, finite, score_outputs
+from training.evaluating.scores import finite, score_outcomes
 
 Side = Literal["main", "shadow"]
 #: 97.5 % quantile of the normal distribution, which approximates the mean of many differences.
@@ -50,7 +49,7 @@ def summarize(outcomes: Iterable[Outcome]) -> dict[str, Any]:
                 sides[side].append((outcome, prediction))
         if all(predictions.values()):
             both.append((len(sides["main"]) - 1, len(sides["shadow"]) - 1))
-    scores = {side: _scores(rows) for side, rows in sides.items() if rows}
+    scores = {side: score_outcomes(rows) for side, rows in sides.items() if rows}
     report: dict[str, Any] = {
         "num_records": counted_by.total(),
         "counted_by": dict(counted_by),
@@ -79,17 +78,3 @@ def summarize(outcomes: Iterable[Outcome]) -> dict[str, Any]:
         interval = {"mean": mean, "standard_error": error, "low": mean - Z * error, "high": mean + Z * error}
         report["crps_difference_tokens"] = {name: finite(value) for name, value in interval.items()}
     return report
-
-
-def _scores(rows: list[tuple[Outcome, LengthPrediction]]) -> OutputScores:
-    mu, sigma, nu = np.array([(each.mu, each.sigma, each.nu) for _, each in rows], dtype=np.float64).T
-    lengths = np.array([outcome.output_tokens for outcome, _ in rows], dtype=np.float64)
-    finished = np.array([outcome.is_finished for outcome, _ in rows])
-    limits = np.array([outcome.limit or np.inf for outcome, _ in rows])
-    # If the client disconnected, the length received so far is used as max_tokens.
-    limits = np.where(finished, limits, np.minimum(limits, lengths))
-    outputs = OutputLengths(np.arange(len(rows)), lengths, finished, limits)
-    quantiles = None
-    if any(prediction.quantiles for _, prediction in rows):
-        quantiles = np.array([each.quantiles or each.distribution().logppf(LEVELS) for _, each in rows])
-    return score_outputs(mu, sigma, nu, outputs, quantiles)

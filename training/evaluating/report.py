@@ -176,16 +176,6 @@ def _tables(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Sequence[str
         if parts := content.get(f"by_{column}"):
             rows = [(name, str(part["num_prompts"]), *_cells(part)) for name, part in parts.items()]
             yield f"By {title}", "", (title, "prompts", *COLUMNS), rows
-    if conformal := content["conformal"]:
-        text = (
-            "Coverage in percent of the conformal quantiles of `calibrate`, which have a finite-sample guarantee for "
-            "rows exchangeable with the calibration rows."
-        )
-        rows = [
-            (name, *("-" if fraction is None else f"{100 * fraction:.1f}" for fraction in levels.values()))
-            for name, levels in conformal["coverage"].items()
-        ]
-        yield "Conformal quantiles", text, ("served model", *map(str.upper, conformal["levels"])), rows
 
 
 def _command(content: Mapping[str, Any]) -> str:

@@ -27,7 +27,7 @@ from training.evaluating.batch_predictor import (
     open_batch_predictor,
 )
 from training.evaluating.config import EvaluateConfig
-from training.evaluating.evaluation import Candidate, compare, conformal_coverage
+from training.evaluating.evaluation import Candidate, compare
 from training.evaluating.report import report_lines, write_html, write_markdown
 from training.evaluating.rows import EvaluationRows, of_split, warn_of_training_prompts
 from training.fitting.baselines import Baselines, baselines_of
@@ -89,7 +89,6 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
             "num_samples": len(fits.groups.flat_lengths),
             "num_failed_samples": fits.groups.num_errors,
         },
-        "conformal": conformal_coverage(predictor, rows, scored.prediction),
         "config": asdict(config),
         "versions": versions_of(("numpy", "scipy", "pyarrow")),
     }

@@ -15,7 +15,7 @@ All scores of distributions account for outputs truncated at max_tokens (censori
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,9 @@ from sklearn.metrics import (
 )
 
 from scheduler_core.lengths import LogQuantiles, LogT
+from scheduler_core.lengths.quantiles import LEVELS
+from scheduler_core.prediction.outcome import Outcome
+from scheduler_core.prediction.predictions import LengthPrediction
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
@@ -190,6 +193,21 @@ def score_outputs(
         crps_log=crps_log,
         nll=-np.where(outputs.finished, each.logpdf(lengths), log_sf),
     )
+
+
+def score_outcomes(rows: Sequence[tuple[Outcome, LengthPrediction]]) -> OutputScores:
+    """Scores of predictions for outcomes, each with a length."""
+    mu, sigma, nu = np.array([(each.mu, each.sigma, each.nu) for _, each in rows], dtype=np.float64).T
+    lengths = np.array([outcome.output_tokens for outcome, _ in rows], dtype=np.float64)
+    finished = np.array([outcome.is_finished for outcome, _ in rows])
+    limits = np.array([outcome.limit or np.inf for outcome, _ in rows])
+    # If the client disconnected, the length received so far is used as max_tokens.
+    limits = np.where(finished, limits, np.minimum(limits, lengths))
+    outputs = OutputLengths(np.arange(len(rows)), lengths, finished, limits)
+    quantiles = None
+    if any(prediction.quantiles for _, prediction in rows):
+        quantiles = np.array([each.quantiles or each.distribution().logppf(LEVELS) for _, each in rows])
+    return score_outputs(mu, sigma, nu, outputs, quantiles)
 
 
 def regression(true: FloatArray, predicted: FloatArray | None) -> dict[str, float | None]:

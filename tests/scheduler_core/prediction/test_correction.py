@@ -15,8 +15,12 @@ from scheduler_core.errors import InputError
 from scheduler_core.lengths.student_t import student_t_cdf
 from scheduler_core.prediction.correction import (
     ADMITTED_OUTPUTS,
+    Coefficients,
     Correction,
     CorrectionConfig,
+    features_of,
+    fit,
+    fit_each,
 )
 from scheduler_core.prediction.drift import DriftAlarm
 from scheduler_core.prediction.outcome import Outcome
@@ -324,3 +328,47 @@ def test_crps_and_tau_are_those_of_their_definitions() -> None:
     expected = np.mean([crps(center, y) for center, y in zip(mu, log_length, strict=True)])
     assert before["crps"] == pytest.approx(expected, rel=0.03)
     assert before["tau"] == pytest.approx(stats.kendalltau(mu, log_length).statistic, abs=1e-12)
+
+
+def outcomes_of(
+    count: int, lengths: Lengths, *, model: str = "m", seed: int = 0, cap: int | None = None
+) -> list[Outcome]:
+    rng = np.random.default_rng(seed)
+    result = []
+    for _ in range(count):
+        prediction = drawn(rng)
+        prompt_tokens = int(np.exp(rng.normal(5, 1))) + 1
+        tokens = max(1, round(math.exp(min(lengths(prediction, prompt_tokens, rng), 25.0))))
+        finished = cap is None or tokens < cap
+        length = tokens if finished else cap
+        result.append(
+            outcome(prediction, prompt_tokens, length, finished=finished, max_tokens=cap, served_model=model)  # type: ignore[arg-type]
+        )
+    return result
+
+
+@pytest.mark.parametrize("cap", [None, 500], ids=["complete", "a third truncated"])
+@pytest.mark.parametrize("lengths", [as_predicted, longer_and_wider, steeper])
+def test_the_batch_fit_is_the_limit_of_the_online_update(lengths: Lengths, cap: int | None) -> None:
+    rows = outcomes_of(3000, lengths, cap=cap)
+    fitted = fit(rows)
+    online = Correction(CorrectionConfig(memory=1_000_000))
+    for row in rows:
+        online.observe("m", row)
+    learned = online._models["m"].coefficients
+    assert fitted.distance(learned) < 0.05
+    prediction = fitted.corrected(TYPICAL, features_of(TYPICAL, 150))
+    expected = {as_predicted: (6.0, 0.4), longer_and_wider: (6.5, 0.72), steeper: (6.0, 0.4)}[lengths]
+    assert prediction.mu == pytest.approx(expected[0], abs=0.08)
+    assert prediction.sigma == pytest.approx(expected[1], rel=0.12)
+
+
+def test_a_served_model_with_few_outputs_is_fitted_like_all_of_them() -> None:
+    many, few = outcomes_of(2000, longer_and_wider), outcomes_of(3, longer_and_wider, model="few", seed=1)
+    other = outcomes_of(2000, as_predicted, model="other", seed=2)
+    fitted = fit_each([*many, *few])
+    assert fitted["few"].distance(fitted[""]) < 0.2 < fitted["few"].distance(Coefficients())
+    apart = fit_each([*many, *other])
+    assert apart["m"].location[0] == pytest.approx(0.5, abs=0.1)
+    assert apart["other"].location[0] == pytest.approx(0.0, abs=0.1)
+    assert fit([]) == Coefficients()
