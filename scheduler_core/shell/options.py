@@ -170,17 +170,13 @@ def _explained(message: str, prog: str, parser: Any, positionals: Sequence[str],
 
 def _parse(parser: Any, args: Sequence[str]) -> Any:
     """The values of the options and configuration files, as a Namespace of jsonargparse."""
-    # Option names are field names; hyphens are accepted too: `--max-tokens 5` means `--max_tokens 5`.
     words = []
-    for word in args:
+    for word, following in pairwise([*args, ""]):
         name, equals, value = word.partition("=")
-        if name.startswith("--"):
+        if name.startswith("--"):  # `--max-tokens 5` means `--max_tokens 5`
             name = "--" + name[2:].replace("-", "_")
         words.append(name + equals + value)
-    for word, following in pairwise([*words, ""]):
-        name, equals, value = word.partition("=")
-        action = parser._option_string_actions.get(name)
-        hint = getattr(action, "_typehint", None)
+        hint = getattr(parser._option_string_actions.get(name), "_typehint", None)
         types = {hint, *get_args(hint)}
         value = value if equals else following
         if {int, float} & types and str not in types and _is_odd_number(value.strip()):
