@@ -20,27 +20,21 @@ from dataclasses import dataclass
 from data_gen.backend import SampledOutput, SamplingSettings, Work, WorkResult, uniforms
 from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 
+#: Limits of a prompt's tail index (the mean length is finite above 1, the variance above 2), and of its typical length,
+#: 1 / p_max, the inverse of its maximum termination rate.
+ALPHA = (1.5, 4.0)
+TYPICAL_TOKENS = (10.0, 300.0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticOptions:
     """Synthetic output lengths of a power-law mixture, whose parameters are determined by the prompt id."""
 
-    min_alpha: float = 1.5
-    """Minimum tail index of a prompt; the mean length is finite above 1, the variance above 2."""
-    max_alpha: float = 4.0
-    """Maximum tail index of a prompt."""
-    min_typical_tokens: float = 10.0
-    """Minimum typical length of a prompt, defined as 1 / p_max, the inverse of its maximum termination rate; at least 1."""
-    max_typical_tokens: float = 300.0
-    """Maximum typical length of a prompt."""
     samples_per_s: float | None = None
     """Maximum sampling rate, for demos; unset: unlimited."""
 
     def __post_init__(self) -> None:
-        positive = (POSITIVE, FINITE)
-        check_ranges(self, max_alpha=positive, max_typical_tokens=positive, samples_per_s=positive)
-        typical = (1.0, self.max_typical_tokens)
-        check_ranges(self, min_alpha=(POSITIVE, self.max_alpha), min_typical_tokens=typical)
+        check_ranges(self, samples_per_s=(POSITIVE, FINITE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +45,13 @@ class TerminationMixture:
     p_max: float
 
     @classmethod
-    def of(cls, prompt_id: str, options: SyntheticOptions) -> TerminationMixture:
+    def of(cls, prompt_id: str) -> TerminationMixture:
         """The mixture of a prompt, from a hash of its id: alpha is uniform, 1/p_max log-uniform between the limits."""
         digest = hashlib.sha256(f"synthetic\x00{prompt_id}".encode()).digest()
         first, second = (int.from_bytes(digest[i : i + 8], "big") / 2**64 for i in (0, 8))
-        alpha = options.min_alpha + first * (options.max_alpha - options.min_alpha)
-        tokens = (
-            options.min_typical_tokens * (options.max_typical_tokens / options.min_typical_tokens) ** second
-        )
+        (low, high), (shortest, longest) = ALPHA, TYPICAL_TOKENS
+        alpha = low + first * (high - low)
+        tokens = shortest * (longest / shortest) ** second
         return cls(alpha, 1 / tokens)
 
     def length(self, first: float, second: float) -> float:
@@ -73,7 +66,7 @@ class TerminationMixture:
 class SyntheticBackend:
     """Outputs with lengths of `TerminationMixture` and no text; recorded as engine and model "synthetic".
 
-    An output depends only on (options, seed, prompt id, sample index); temperature and top_p are ignored. prompt_tokens is
+    An output depends only on (seed, prompt id, sample index); temperature and top_p are ignored. prompt_tokens is
     the number of words.
     """
 
@@ -89,7 +82,7 @@ class SyntheticBackend:
         """See `Backend.sample`; one result for each output."""
         pause = 1 / self._options.samples_per_s if self._options.samples_per_s else 0.0
         for item in work:
-            mixture = TerminationMixture.of(item.prompt.prompt_id, self._options)
+            mixture = TerminationMixture.of(item.prompt.prompt_id)
             words = sum(len(message.text.split()) for message in item.prompt.chat)
             for index in item.indices:
                 length = mixture.length(*uniforms(settings.seed, item.prompt.prompt_id, index, 2))

@@ -25,7 +25,7 @@ _ENGINE_OPTIONS = {
     "transformers": ("dtype",),
     "vllm": ("dtype", "engine_args"),
     "openai": ("api", "send_seed", "body"),
-    "synthetic": ("min_alpha", "max_alpha", "min_typical_tokens", "max_typical_tokens"),
+    "synthetic": (),
 }
 
 

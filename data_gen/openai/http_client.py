@@ -32,6 +32,7 @@ DISCONNECTED = "disconnected"
 MAX_BODY_BYTES = 64 << 20
 _KEEP_ALIVE_S = 30.0
 _PROBE_S = 10.0
+_CONNECT_S = 20.0
 _SPARE_DESCRIPTORS = 128
 
 #: Exception types of aiohttp -> kind of failure; the first match is used.
@@ -75,8 +76,7 @@ class CompletionsClient:
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={"Content-Type": "application/json", "Accept-Encoding": "identity", **secrets},
-            timeout=aiohttp.ClientTimeout(total=options.timeout_s, sock_connect=options.connect_timeout_s),
-            trust_env=options.trust_env,
+            timeout=aiohttp.ClientTimeout(total=options.timeout_s, sock_connect=_CONNECT_S),
             auto_decompress=False,  # compressed responses are not accepted, which rules out decompression bombs
         )
 

@@ -42,8 +42,6 @@ class OpenAIOptions:
     """Field of the request for the maximum number of output tokens; some hosted models need max_completion_tokens."""
     timeout_s: float = 600.0
     """Timeout of a request."""
-    connect_timeout_s: float = 20.0
-    """Timeout for establishing a connection."""
     max_attempts: int = 10
     """Maximum number of attempts per request; an unreachable server does not count as an attempt."""
     backoff_s: float = 0.5
@@ -60,8 +58,6 @@ class OpenAIOptions:
     """Additional headers; a value env:NAME is read from the environment. Only the names of headers are recorded."""
     body: dict[str, Any] = field(default_factory=dict)
     """Additional fields of the request, e.g. {"priority": 1} or {"chat_template_kwargs": {"enable_thinking": false}}."""
-    trust_env: bool = False
-    """Use the proxies configured in the environment."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "base_urls", tuple(url.rstrip("/") for url in self.base_urls))
@@ -75,7 +71,7 @@ class OpenAIOptions:
         if not self.base_urls or len(set(self.base_urls)) < len(self.base_urls):
             raise InputError("base_urls", list(self.base_urls), "at least one address, each once")
         counts = ("concurrency", "max_attempts")
-        times = ("timeout_s", "connect_timeout_s", "backoff_s", "max_backoff_s")
+        times = ("timeout_s", "backoff_s", "max_backoff_s")
         check_ranges(self, **dict.fromkeys(counts, (1, INTEGERS)), **dict.fromkeys(times, (POSITIVE, FINITE)))
         check_ranges(self, start_wait_s=(0.0, FINITE), server_wait_s=(0.0, FINITE))
         taken = sorted({*_OURS, self.max_tokens_field} & set(self.body))

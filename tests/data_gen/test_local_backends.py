@@ -11,7 +11,7 @@ from scipy.special import beta, betainc
 
 from data_gen.backend import SampledOutput, SamplingSettings, Work, sample_seed, uniforms
 from data_gen.prompts import Message, Prompt
-from data_gen.synthetic_backend import SyntheticBackend, SyntheticOptions, TerminationMixture
+from data_gen.synthetic_backend import ALPHA, TYPICAL_TOKENS, SyntheticBackend, TerminationMixture
 from data_gen.transformers_backend import TransformersBackend, TransformersOptions
 from scheduler_core.errors import InputError
 
@@ -210,12 +210,11 @@ def test_an_output_depends_on_seed_prompt_and_index_alone() -> None:
         assert 1 <= output.output_tokens <= 200
         assert output.finish_reason == "stop" or output.output_tokens == 200
     assert 0 < sum(output.finish_reason == "length" for output in outputs.values()) < 600
-    options = SyntheticOptions()
-    mixtures = [TerminationMixture.of(prompt.prompt_id, options) for prompt in prompts]
+    mixtures = [TerminationMixture.of(prompt.prompt_id) for prompt in prompts]
     assert len({mixture.alpha for mixture in mixtures}) == 200
     for mixture in mixtures:
-        assert options.min_alpha <= mixture.alpha <= options.max_alpha
-        assert options.min_typical_tokens <= 1 / mixture.p_max <= options.max_typical_tokens * 1.001
+        assert ALPHA[0] <= mixture.alpha <= ALPHA[1]
+        assert TYPICAL_TOKENS[0] <= 1 / mixture.p_max <= TYPICAL_TOKENS[1] * 1.001
 
 
 def test_streams_of_outputs_are_independent() -> None:
