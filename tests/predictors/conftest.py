@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from predictors.hosting.logs import set_up_logs
 
+from predictors.hosting.logs import set_up_logs
 from tests.predictors.fakes import write_artifact, write_rich_artifact
 
 

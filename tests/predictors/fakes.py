@@ -1,6 +1,5 @@
 """Tiny artifacts whose numbers can be computed by hand, and a clock that is moved by hand."""
 
-import asyncio
 import contextlib
 import dataclasses
 import json
@@ -17,18 +16,20 @@ import pytest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from numpy.typing import NDArray
 from onnx import numpy_helper
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
 from predictors.artifact import open_artifact, write_manifest
+from predictors.heads import Predicted
 from predictors.manifest import Conditions, EncoderCard, Manifest
 from predictors.proto.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from predictors.proto.predictor_v1_pb2_grpc import PredictorStub
-from predictors.runtime import Predicted, open_runtime
+from predictors.runtime import open_runtime
 from predictors.service.artifacts import Reopen
 from predictors.service.batcher import BatchingSettings
 from predictors.service.config import ServeConfig
 from predictors.service.grpc_methods import SERVICE
 from predictors.service.server import PredictionServer
 from tests.scheduler_core.helpers import settle
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 WORDS = "name three rivers write a long essay about the sea nan crash last".split()  # noqa: SIM905
 VOCAB = {token: number for number, token in enumerate(("[PAD]", "[CLS]", "[SEP]", "[UNK]", *WORDS))}
@@ -256,10 +257,10 @@ class GatedRuntime:
 
     def __init__(self, folder: Path, *, is_open: bool = True, num_failures: int = 0) -> None:
         self._runtime = open_runtime(folder, provider="cpu")
-        self.prediction = self._runtime.prediction
         self.artifact = self._runtime.artifact
         self.tokenizer = self._runtime.tokenizer
         self.provider = self._runtime.provider
+        self.prediction = self._runtime.prediction
         self.gate = threading.Event()
         if is_open:
             self.gate.set()
@@ -339,10 +340,3 @@ async def status(call: Any) -> tuple[grpc.StatusCode, str]:
     """Code and message of the error that a call ends with."""
     error = await failure(call)
     return error.code(), error.details() or ""
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Lets the loop run until `condition` holds; pytest's own limit is the only time-out needed."""
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0)

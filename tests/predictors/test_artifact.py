@@ -32,6 +32,7 @@ from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.prediction.predictor import PredictionRequest
 from tests.predictors import fakes
 from tests.predictors.fakes import GatedRuntime, expected, read_manifest, server_and_stub, write_artifact
+from tests.waiting import until
 
 OURS = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 OTHER = Ed25519PrivateKey.from_private_bytes(bytes(range(32, 64)))
@@ -393,7 +394,7 @@ async def test_a_new_version_takes_over_and_no_request_is_lost(tmp_path: Path) -
     async with server_and_stub(old, **options) as (server, stub):
         # One stays inside the old version, behind its gate; the second worker is free.
         inside = asyncio.ensure_future(stub.Predict(SEA))
-        await fakes.until(lambda: server.artifacts.num_in_flight == 1)
+        await until(lambda: server.artifacts.num_in_flight == 1)
         assert not await server.artifacts.reload("tiny")
         fakes.replace_artifact(tmp_path, "two")
         assert await server.artifacts.reload("tiny")
@@ -431,7 +432,7 @@ async def test_many_reloads_under_load_lose_nothing(tmp_path: Path) -> None:
         for _ in range(6):
             assert await server.artifacts.reload("tiny")
             target = len(versions) + 10
-            await fakes.until(lambda target=target: len(versions) > target)  # type: ignore[misc]
+            await until(lambda target=target: len(versions) > target)  # type: ignore[misc]
         done.set()
         await asyncio.gather(*askers)
     assert set(versions) == {"v0", "v1"}

@@ -25,7 +25,8 @@ from predictors.service.messages import CheckedRequest
 from predictors.service.metrics import DIRECTORY_VARIABLE
 from predictors.service.pipeline import MAX_INLINE_CHARS, ServiceThreads, worker_cores
 from scheduler_core.errors import InputError
-from tests.predictors.fakes import GatedRuntime, ManualClock, failure, server_and_stub, settle, until
+from tests.predictors.fakes import GatedRuntime, ManualClock, failure, server_and_stub, settle
+from tests.waiting import until
 
 
 class Bench:

@@ -25,6 +25,7 @@ from predictors.service.in_process import InProcessPredictor
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.prediction.predictor import PredictionRequest
 from tests.predictors import fakes
+from tests.waiting import until
 
 PROMPTS = ["name three rivers", "sea", "write a long essay about the sea", "a a a"]
 KINDS = ("calls", "blocking")
@@ -224,9 +225,9 @@ async def test_cancelling_the_caller_frees_the_service(artifact_folder: Path) ->
     async with fakes.running_server(runtime, batching=batching) as (server, address):
         async with GrpcPredictor(address) as predictor:
             call = asyncio.ensure_future(predictor.predict(requests()))
-            await fakes.until(lambda: server.artifacts.num_in_flight == 4)
+            await until(lambda: server.artifacts.num_in_flight == 4)
             call.cancel()
-            await fakes.until(lambda: server.artifacts.num_in_flight == 0)
+            await until(lambda: server.artifacts.num_in_flight == 0)
         runtime.gate.set()
     assert len(runtime.batches) <= 1
 
@@ -293,7 +294,7 @@ async def test_every_caller_has_a_call_of_its_own_over_connections_in_turn() -> 
     servicer.gate.clear()
     async with serving(servicer) as address, Client("calls", address, num_connections=3) as client:
         calls = [asyncio.ensure_future(client.mus(requests(["sea"]))) for _ in range(6)]
-        await fakes.until(lambda: servicer.num_under_way == 6)
+        await until(lambda: servicer.num_under_way == 6)
         assert sorted(servicer.num_calls_by_peer.values()) == [2, 2, 2]
         servicer.gate.set()
         assert await asyncio.gather(*calls) == [[3.0]] * 6
@@ -375,7 +376,7 @@ async def test_an_artifact_that_cannot_predict_is_refused_and_leaves_no_thread(t
     def num_threads() -> int:
         return sum(thread.name.startswith("tailcast") for thread in set(threading.enumerate()) - before)
 
-    await fakes.until(lambda: num_threads() == 0)
+    await until(lambda: num_threads() == 0)
 
 
 def test_client_imports_without_what_only_the_service_needs() -> None:

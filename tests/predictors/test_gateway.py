@@ -22,7 +22,8 @@ from predictors.service.json_request import LIMITS, request_message
 from predictors.service.messages import MAX_ELEMENTS, parse
 from predictors.service.tracing import Tracing
 from scheduler_core.errors import InputError
-from tests.predictors.fakes import GatedRuntime, expected_rich, running_server, until, write_rich_artifact
+from tests.predictors.fakes import GatedRuntime, expected_rich, running_server, write_rich_artifact
+from tests.waiting import until
 
 
 @contextlib.asynccontextmanager

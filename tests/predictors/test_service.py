@@ -35,6 +35,7 @@ from scheduler_core.lengths import LogT
 from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS, LengthPrediction, Prediction
 from scheduler_core.prediction.predictor import PredictionRequest
 from tests.predictors import fakes
+from tests.waiting import until
 
 ONE_BY_ONE = BatchingSettings(max_batch=1, max_wait_s=0.0, max_queue=2)
 SEA = pb.PredictRequest(prompt="sea")
@@ -182,7 +183,7 @@ async def full(runtime: fakes.GatedRuntime, others: Any = ()) -> AsyncIterator[t
     """A server whose first artifact has no free slot, until the runtime's gate opens."""
     async with fakes.server_and_stub([runtime, *others], batching=ONE_BY_ONE) as (server, stub):
         accepted = [asyncio.ensure_future(stub.Predict(SEA)) for _ in range(2)]
-        await fakes.until(lambda: server.artifacts.num_in_flight == 2)
+        await until(lambda: server.artifacts.num_in_flight == 2)
         yield server, stub
         runtime.gate.set()
         await asyncio.gather(*accepted)
@@ -201,7 +202,7 @@ async def test_a_full_queue_refuses_at_once_without_parsing_and_recovers(runtime
         assert server.artifacts.num_in_flight == 2
         assert 'code="RESOURCE_EXHAUSTED",method="Predict"} 3.0' in server.metrics.exposition().decode()
         runtime.gate.set()
-        await fakes.until(lambda: server.artifacts.num_in_flight == 0)
+        await until(lambda: server.artifacts.num_in_flight == 0)
         assert (await stub.Predict(SEA)).mu > 0
         assert (await fakes.failure(stub.call("Predict", b"\xff\xff\xff"))).code() == INVALID
 
@@ -224,7 +225,7 @@ async def test_a_full_service_answers_from_its_cache(artifact_folder: Path) -> N
         runtime.gate.clear()
         requests = [pb.PredictRequest(prompt=text) for text in ("sea", "name")]
         inside = [asyncio.ensure_future(stub.Predict(request)) for request in requests]
-        await fakes.until(lambda: server.artifacts.num_in_flight == 2)
+        await until(lambda: server.artifacts.num_in_flight == 2)
         response = await stub.Predict(pb.PredictRequest(prompt="a long essay"))
         assert response.cached
         assert response.mu == pytest.approx(fakes.expected("a long essay")[0], rel=1e-6)
@@ -239,14 +240,14 @@ async def test_late_and_cancelled_calls_leave_the_queue_and_cost_no_work(
 ) -> None:
     async with fakes.server_and_stub(runtime, batching=ONE_BY_ONE) as (server, stub):
         first = asyncio.ensure_future(stub.Predict(SEA))
-        await fakes.until(lambda: server.artifacts.num_in_flight == 1)
+        await until(lambda: server.artifacts.num_in_flight == 1)
         second = stub.Predict(pb.PredictRequest(prompt="a", timeout_s=timeout_s), timeout=timeout)
         if timeout is None and timeout_s is None:
-            await fakes.until(lambda: server.artifacts.num_in_flight == 2)
+            await until(lambda: server.artifacts.num_in_flight == 2)
             second.cancel()
         else:
             assert (await fakes.failure(second)).code() == grpc.StatusCode.DEADLINE_EXCEEDED
-        await fakes.until(lambda: server.artifacts.num_in_flight == 1)
+        await until(lambda: server.artifacts.num_in_flight == 1)
         runtime.gate.set()
         await first
     assert runtime.batches == [1]
@@ -298,7 +299,7 @@ async def test_stop_answers_what_is_inside_and_ends_health_watchers(runtime: fak
         watch = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
         assert (await watch.read()).status == SERVING
         inside = [asyncio.ensure_future(stub.Predict(SEA)) for _ in range(2)]
-        await fakes.until(lambda: server.artifacts.num_in_flight == 2)
+        await until(lambda: server.artifacts.num_in_flight == 2)
         stopping = asyncio.create_task(server.stop())
         assert (await watch.read()).status == NOT_SERVING
         refused = await fakes.status(stub.Predict(SEA))
@@ -313,7 +314,7 @@ async def test_stop_does_not_wait_longer_than_allowed(runtime: fakes.GatedRuntim
     server = PredictionServer([runtime], ONE_BY_ONE, fakes.serve_config(drain_timeout_s=0.01))
     async with grpc.aio.insecure_channel(f"127.0.0.1:{await server.start()}") as channel:
         call = asyncio.ensure_future(fakes.Stub(channel).Predict(SEA))
-        await fakes.until(lambda: server.artifacts.num_in_flight == 1)
+        await until(lambda: server.artifacts.num_in_flight == 1)
         stopping = asyncio.create_task(server.stop())
         await fakes.status(call)
         runtime.gate.set()
@@ -348,7 +349,7 @@ async def test_readiness_ends_before_service(artifact_folder: Path, monkeypatch:
 
         assert all(await readiness())
         stopping = asyncio.create_task(server.stop())
-        await fakes.until(lambda: not server.artifacts.is_ready)
+        await until(lambda: not server.artifacts.is_ready)
         assert not any(await readiness())
         assert (await stub.Predict(SEA)).prompt_tokens == 3
         async with http.get("/healthz") as response:
