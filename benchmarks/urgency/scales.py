@@ -269,9 +269,9 @@ def scores(
         checks["claims too"] = {"claims": ClaimRows(plain=claims[0][at], claimed=claims[1][at], tiers=tiers)}
     for name, kwargs in checks.items():
         chosen = choose_threshold(rows["validation"], data.level["validation"].numpy(), **kwargs)
-        is_in = test.max(axis=1) >= (math.inf if chosen.threshold is None else chosen.threshold)
+        is_in = chosen.answered(test)
         result[name] = float(is_in.mean())
-        result[f"{name}, certified"] = float(chosen.threshold is not None)
+        result[f"{name}, certified"] = float(chosen.threshold < 1)
         result[f"{name}, too low"] = _mean(decided[is_in] > true[is_in])
     return result
 

@@ -65,8 +65,8 @@ class ClaimRows:
 class AbstainThreshold:
     """A threshold and its guarantee."""
 
-    # Minimum of the highest probability for which the prediction is used; None: no threshold certified, always abstain.
-    threshold: float | None
+    # Minimum of the highest probability for which the prediction is used; 1: none certified, always abstain.
+    threshold: float
     # Definition of a failure: under-triage = decided less urgent than true; wrong = decided differently from true.
     risk: Risk
     allowed_rate: float  # with confidence 1 - delta, at most this fraction of the answered texts fails
@@ -75,17 +75,16 @@ class AbstainThreshold:
     num_texts: int
     num_answered: int
     num_failures: int
-    # Upper confidence bound of the failure rate; None without a threshold.
+    # Upper confidence bound of the failure rate; None if none is certified.
     bound: float | None
     under_triage_cost: float  # cost of deciding one level too low
     # Effect of claims of urgency at the threshold: allowed_rate, num_pairs (pairs whose plain text is scheduled below the
-    # top level), num_jumps, bound; None without a threshold, or if claims were not measured.
+    # top level), num_jumps, bound; None if none is certified, or if claims were not measured.
     jumps: dict[str, Any] | None = None
 
-    @property
-    def abstain_threshold(self) -> float:
-        """The threshold to schedule with, of `effective_level`: 1, always abstain, if none was certified."""
-        return 1.0 if self.threshold is None else self.threshold
+    def answered(self, probabilities: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Whether the predictions [N, K] are used [N]."""
+        return np.asarray((probabilities.max(axis=1) >= self.threshold) & (self.threshold < 1))
 
 
 def failures(
@@ -131,7 +130,7 @@ def choose_threshold(
     confidence = probabilities.max(axis=1)
     failed = failures(probabilities, true, risk, under_triage_cost)
     chain_delta = delta / len(CHAIN_STARTS)
-    best: tuple[float, float, dict[str, Any] | None] | None = None
+    best: tuple[float, float | None, dict[str, Any] | None] = (1.0, None, None)
     for start in CHAIN_STARTS:
         for step in range(round(start / STEP), -1, -1):
             threshold = round(step * STEP, 10)
@@ -140,20 +139,20 @@ def choose_threshold(
             jumps = None if claims is None else _jumps(claims, threshold, jump_rate, chain_delta)
             if bound > allowed_rate or (jumps is not None and jumps["bound"] > jump_rate):
                 break
-            if best is None or threshold < best[0]:
+            if threshold < best[0]:
                 best = (threshold, bound, jumps)
-    answered = confidence >= (np.inf if best is None else best[0])
+    answered = (confidence >= best[0]) & (best[0] < 1)
     return AbstainThreshold(
-        threshold=None if best is None else best[0],
+        threshold=best[0],
         risk=risk,
         allowed_rate=allowed_rate,
         delta=delta,
         num_texts=len(true),
         num_answered=int(answered.sum()),
         num_failures=int(failed[answered].sum()),
-        bound=None if best is None else best[1],
+        bound=best[1],
         under_triage_cost=under_triage_cost,
-        jumps=None if best is None else best[2],
+        jumps=best[2],
     )
 
 

@@ -110,8 +110,6 @@ def evaluate_urgency_command(config: EvaluateUrgencyConfig) -> int:
 def save_threshold(path: str | Path, abstention: dict[str, Any]) -> None:
     """Writes the abstain threshold to a checkpoint's training.json, as `urgency.abstain_threshold`; InputError for an
     artifact, whose files must not change.
-
-    If no threshold was certified, 1 is written, so that the declared tier is always used.
     """
     from predictors.modules.checkpoint import TRAINING
 
@@ -119,8 +117,7 @@ def save_threshold(path: str | Path, abstention: dict[str, Any]) -> None:
         raise InputError("save_threshold", str(path), "a checkpoint; export it again afterwards")
     file = existing_file(Path(path) / TRAINING, "predictor")
     content = json.loads(file.read_text(encoding="utf-8"))
-    threshold = 1.0 if abstention["threshold"] is None else abstention["threshold"]
-    entry = {"abstain_threshold": threshold, "abstention": abstention}
+    entry = {"abstain_threshold": abstention["threshold"], "abstention": abstention}
     write_json(file, content | {"urgency": (content.get("urgency") or {}) | entry})
 
 
@@ -197,8 +194,8 @@ def evaluate_urgency(
     )
     rows, true = predict([text.text for text in texts]), _levels(texts)
     predicted, decided = rows.argmax(axis=1), expected_cost_levels(rows, cost)
-    scheduled = effective_level(rows, DECLARED_TIER, chosen.abstain_threshold, **limits)
-    answered = rows.max(axis=1) >= (np.inf if chosen.threshold is None else chosen.threshold)
+    scheduled = effective_level(rows, DECLARED_TIER, chosen.threshold, **limits)
+    answered = chosen.answered(rows)
     failed = failures(rows, true, "under-triage", cost)
     is_quiet = np.array([text.source == "seed-quiet" for text in texts])
     return {
@@ -216,7 +213,7 @@ def evaluate_urgency(
         },
         "quiet_emergencies_found": rate(decided <= 1, is_quiet),
         "adversarial": check_claims(
-            predict, pairs, threshold=chosen.abstain_threshold, allowed_rate=config.jump_rate, **limits
+            predict, pairs, threshold=chosen.threshold, allowed_rate=config.jump_rate, **limits
         ),
     }
 
