@@ -120,6 +120,11 @@ class RequestRecord:
         return self.ttlt_s / self.output_tokens
 
     @property
+    def queueing_delay_per_token_s(self) -> float:
+        """Time from arrival to admission per output token."""
+        return self.queueing_delay_s / self.output_tokens
+
+    @property
     def tpot_s(self) -> float | None:
         """Mean gap between output tokens; None if there was only one token."""
         gaps = self.output_tokens - 1
@@ -133,17 +138,9 @@ def request_columns(records: Sequence[RequestRecord], seed: int = 0) -> Columns:
     for item in fields(RequestRecord):
         dtype = types[str(item.type).removesuffix(" | None")]
         columns[item.name] = np.array([*map(attrgetter(item.name), records)], dtype)
-    tokens, delay_s = columns["output_tokens"], columns["first_scheduled_s"] - columns["arrival_s"]
-    ttlt_s = columns["finish_s"] - columns["arrival_s"]
-    gaps = np.where(tokens > 1, tokens - 1, np.nan)
-    return columns | {
-        "ttft_s": columns["first_token_s"] - columns["arrival_s"],
-        "ttlt_s": ttlt_s,
-        "normalized_latency_s": ttlt_s / tokens,
-        "tpot_s": (columns["finish_s"] - columns["first_token_s"]) / gaps,
-        "queueing_delay_s": delay_s,
-        "queueing_delay_per_token_s": delay_s / tokens,
-    }
+    for name in LATENCIES:
+        columns[name] = np.array([*map(attrgetter(name), records)], np.float64)
+    return columns
 
 
 def has_slo(columns: Columns) -> BoolArray:
