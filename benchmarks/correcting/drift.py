@@ -1,7 +1,7 @@
 """Drift detection on real outputs: one served model is replaced by another under the same name.
 
     python -m benchmarks.correcting.drift PREDICTOR --data FILE [--swap OLD=NEW ...] [--before 1500] [--after 3000] [--json OUT]
-        [--markdown docs/drift.md]
+        [--markdown benchmarks/results/drift.md]
 
 FILE holds samples of several served models that PREDICTOR was not trained on. A stream has up to --before
 outputs of OLD in random order, then up to --after outputs of NEW to the same prompts, as if the model behind

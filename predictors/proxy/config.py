@@ -109,7 +109,7 @@ class ProxyConfig:
     objectives: list[str] = field(default_factory=list)
     """For llm-d: name of the InferenceObjective of each tier."""
     online_calibration: bool = True
-    """Calibrate predicted lengths per served model with finished outputs, see docs/online-calibration.md."""
+    """Calibrate predicted lengths per served model with finished outputs, see docs/correcting.md."""
     calibration_file: str | None = None
     """JSON file that keeps the state of online calibration across restarts; default: none."""
     feedback: str | None = None

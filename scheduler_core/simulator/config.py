@@ -173,7 +173,7 @@ class SimulationConfig:
     """Name of the served model, for predictors of several models. Unset: the column model of the trace."""
     online_calibration: bool = False
     """Correct the predicted lengths of each served model with the lengths of finished requests, see
-    docs/online-calibration.md. Policies and metrics then use the corrected predictions."""
+    docs/correcting.md. Policies and metrics then use the corrected predictions."""
     predictor_noise: float = 0.0
     """Oracle: standard deviation of the error of ln length, and scale of the predicted distribution."""
     rate: float | None = None
