@@ -438,8 +438,8 @@ def format_rows(
         location = f"{path.name} row {number}"
         if is_table:
             is_table = False  # the first row speaks for the others
-            known = {path for paths in columns.values() for path in paths}
-            if ignored := sorted(str(name) for name in raw if name not in known):
+            used = {path for paths in columns.values() for path in paths}
+            if ignored := sorted(str(name) for name in raw if name not in used):
                 log.info(
                     "%s: columns that are not used (see --columns): %s", path.name, ", ".join(ignored)[:300]
                 )

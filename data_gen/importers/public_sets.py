@@ -58,10 +58,10 @@ def castillo_rows(path: Path, skipped: SkippedRows) -> Iterator[Row]:
 
 
 def sharegpt_rows(path: Path, tokenizer: str, skipped: Counter[str]) -> Iterator[Row]:
-    """Yields a request for each answer of the assistant; its prompt is the preceding conversation, its tenant the
+    """Yields a request for each output of the assistant; its prompt is the preceding conversation, its tenant the
     conversation id.
 
-    Calls of tools and their results are part of the prompt of the answer that follows. Lengths are tokens of the texts
+    Calls of tools and their results are part of the prompt of the output that follows. Lengths are tokens of the texts
     without a chat template; an output includes its EOS token. Repeated and invalid conversations (an empty text, a missing
     beginning or turn) are skipped.
     """
@@ -82,8 +82,8 @@ def sharegpt_rows(path: Path, tokenizer: str, skipped: Counter[str]) -> Iterator
             continue
         identifiers.add(digest)
         lengths = count_tokens([message.text for message in messages])
-        answers = [position for position in range(len(messages)) if _is_answer(messages, position)]
-        for turn, position in enumerate(answers, start=1):
+        outputs = [position for position in range(len(messages)) if _is_output(messages, position)]
+        for turn, position in enumerate(outputs, start=1):
             users = [message.text for message in messages[:position] if message.role == USER]
             yield (
                 number,
@@ -115,13 +115,13 @@ def _conversation(raw: Mapping[str, Any], layout: Layout) -> Sequence[Message] |
     turns = [
         message
         for position, message in enumerate(messages)
-        if message.role == USER or _is_answer(messages, position) or (position and message.role == SYSTEM)
+        if message.role == USER or _is_output(messages, position) or (position and message.role == SYSTEM)
     ]
     in_order = all(turn.role == (ASSISTANT if number % 2 else USER) for number, turn in enumerate(turns))
     return messages if turns and in_order else None
 
 
-def _is_answer(messages: Sequence[Message], position: int) -> bool:
+def _is_output(messages: Sequence[Message], position: int) -> bool:
     """Whether a message is an output to the user, and not a call of a tool."""
     following = messages[position + 1] if position + 1 < len(messages) else None
     return messages[position].role == ASSISTANT and (following is None or following.role != TOOL)

@@ -113,8 +113,8 @@ def canonical_row(
         except ValueError as error:
             raise InputError(f"{location} column {path}", value, str(error)) from error
     if prompts:
-        known = {name: value for name, value in row.items() if value is not None}
-        row = {**row, **_prompt_columns(**prompts), **known}
+        present = {name: value for name, value in row.items() if value is not None}
+        row = {**row, **_prompt_columns(**prompts), **present}
     start = row.get("arrival_s")
     for name, instant in (("ttft_s", "first_token_s"), ("total_s", "end_s")):
         end = row.pop(instant, None)
