@@ -35,11 +35,7 @@ class ArtifactSource:
         """Verifies and loads the current content; raises as `open_runtime`."""
         # Resolve a link once, so that all files come from the same folder.
         folder = Path(self.path).resolve() if Path(self.path).exists() else Path(self.path)
-        return open_runtime(
-            folder,
-            provider=self.config.provider,
-            public_key=self.config.public_key,
-        )
+        return open_runtime(folder, provider=self.config.provider, public_key=self.config.public_key)
 
     def state(self) -> tuple[object, ...]:
         """A value that changes when the manifest or its signature is replaced."""

@@ -80,18 +80,18 @@ def request_message(content: object) -> pb.PredictRequest:
 
 def _input(members: Mapping[str, Any], api: ApiRequest) -> dict[str, Any]:
     """The field of the oneof `input`, from the only member with a prompt."""
-    given = {name: members[name] for name in INPUTS if name in members}
+    inputs = {name: members[name] for name in INPUTS if name in members}
     # The Responses API has a format in `text`, and the name of a stored prompt in `prompt`.
-    given = {
+    inputs = {
         name: value
-        for name, value in given.items()
+        for name, value in inputs.items()
         if name not in ("text", "prompt") or not isinstance(value, dict)
     }
-    if "prompt" in members and not given:
+    if "prompt" in members and not inputs:
         raise InputError("prompt", members["prompt"], "a text")
-    if len(given) > 1:
-        raise InputError(", ".join(given), f"{len(given)} inputs", "one of them")
-    for name, value in given.items():
+    if len(inputs) > 1:
+        raise InputError(", ".join(inputs), f"{len(inputs)} inputs", "one of them")
+    for name, value in inputs.items():
         if name in ("token_ids", "tokenIds"):
             return {"token_ids": _token_ids(name, value)}
         if name == "messages" and not isinstance(value, list):

@@ -159,10 +159,10 @@ class RequestReader:
 
     def _log_unknown(self, model: str) -> None:
         """Logs, once for each of the first names, the served models similar to an unknown one, which could be a secret."""
-        names, seen = self._manifest.served_models, self._unknown_models
-        if len(seen) >= MAX_LOGGED_MODELS or hash(model) in seen or not names or model in names:
+        names, logged = self._manifest.served_models, self._unknown_models
+        if len(logged) >= MAX_LOGGED_MODELS or hash(model) in logged or not names or model in names:
             return
-        seen.add(hash(model))
+        logged.add(hash(model))
         text = "artifact %s: requests name a model that is none of its %d served models; it is predicted as an unknown one%s"
         logger.warning(text, self._manifest.artifact_id, len(names), suggestion(model, names))
 

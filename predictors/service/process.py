@@ -63,10 +63,9 @@ def batching_settings(config: ServeConfig, provider: str) -> BatchingSettings:
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     on_cpu = BatchingSettings.cpu(max(1, num_cores // config.workers))
     defaults = on_cpu if provider == CPU else BatchingSettings.gpu()
-    options = {name: getattr(config, name, None) for name in dataclasses.asdict(defaults)}
-    return dataclasses.replace(
-        defaults, **{name: value for name, value in options.items() if value is not None}
-    )
+    options = {name: getattr(config, name) for name in ("max_batch", "max_queue", "num_workers")}
+    overrides = {name: value for name, value in options.items() if value is not None}
+    return dataclasses.replace(defaults, **overrides)
 
 
 def main(text: str, number: int) -> int:
