@@ -10,7 +10,8 @@ import onnx
 import onnxruntime as ort
 from numpy.typing import ArrayLike, NDArray
 
-from predictors.runtime import CPU, ArtifactRuntime, Predicted
+from predictors.heads import Predicted
+from predictors.runtime import CPU, ArtifactRuntime
 from training.progress import tracked
 
 #: Inputs of the heads; all other inputs are those of the encoder.
