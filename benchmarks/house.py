@@ -253,7 +253,7 @@ def _num_sleeps(text: str) -> int:
 def _long_subjects(root: Path, revision: str) -> int:
     log = ["git", "log", "--format=%s", f"{revision}..HEAD"]
     subjects = subprocess.check_output(log, cwd=root, text=True).splitlines()
-    return sum(len(subject) > SUBJECT_CHARACTERS for subject in subjects)
+    return sum(len(line) > SUBJECT_CHARACTERS for line in subjects)
 
 
 def main() -> None:

@@ -225,7 +225,7 @@ def user_code_message(error: BaseException) -> str | None:
         for group in ("tailcast.policies", "tailcast.predictors")
         for point in metadata.entry_points(group=group)
     }
-    is_called, place = False, None
+    is_called, location = False, None
     for frame, line in walk_tb(error.__traceback__):
         file = Path(frame.f_code.co_filename).resolve()
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
@@ -233,8 +233,8 @@ def user_code_message(error: BaseException) -> str | None:
         if any(file.is_relative_to(folder) for folder in own):
             is_called = is_called or file != Path(__file__).resolve()
         elif is_called and not is_installed and file.is_file():
-            place = f"{file}, line {line}, in {frame.f_code.co_name}"
-    return None if place is None else f"{place}: {type(error).__name__}: {error}"
+            location = f"{file}, line {line}, in {frame.f_code.co_name}"
+    return None if location is None else f"{location}: {type(error).__name__}: {error}"
 
 
 def _user_message(error: BaseException, extra: str) -> str | None:
