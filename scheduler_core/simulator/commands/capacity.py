@@ -153,10 +153,10 @@ def probe_level(config: SearchConfig, level: float, simulate: Simulate) -> dict[
 
 
 def run_search(
-    config: SearchConfig, schema: str, find: Callable[[Simulate], dict[str, Any]], answer: str, text: str
+    config: SearchConfig, schema: str, find: Callable[[Simulate], dict[str, Any]], level_key: str, text: str
 ) -> int:
     """Runs a search and writes its result, with schema, config and warnings, those of the probe of the level at the key
-    `answer`. Logs `text`, formatted with the result, and the warnings; returns the exit code."""
+    `level_key`. Logs `text`, formatted with the result, and the warnings; returns the exit code."""
     target = writable_target(config.json, "json")
     bar = progress_bar(None, "run", enabled=None, desc="simulating")
     simulated: dict[float, Sequence[Mapping[str, Any]]] = {}
@@ -169,9 +169,9 @@ def run_search(
             simulated[level] = run_cells(cells, store, config, bar.update)
             return simulated[level]
 
-        found = find(simulate)
-    level = found[answer]
-    probe = next(probe for probe in found["probes"] if probe["level"] == level)
+        result = find(simulate)
+    level = result[level_key]
+    probe = next(probe for probe in result["probes"] if probe["level"] == level)
     warnings = dict(probe["warnings"])
     if not probe["clear"]:
         num = max(estimate["num"] for estimate in probe["estimates"].values())
@@ -179,12 +179,12 @@ def run_search(
             f"the intervals over {num} seeds contain a target, so the means decided; use a higher --max_seeds"
         )
         warnings = {"not_clear": unclear} | warnings
-    if config.workload is None and config.rate is None and answer == "num_replicas":
+    if config.workload is None and config.rate is None and level_key == "num_replicas":
         same = "all seeds have the arrivals of the trace, so the intervals do not include other traffic; see --rate"
         warnings = {"same_arrivals": same} | warnings
-    write_json(target, {"schema": schema, "config": asdict(config), **found, "warnings": warnings})
-    logger.info(text.format(means=means_of(probe), **found))
-    return end_with_warnings(warnings, [result["metrics"] for result in simulated[level]])
+    write_json(target, {"schema": schema, "config": asdict(config), **result, "warnings": warnings})
+    logger.info(text.format(means=means_of(probe), **result))
+    return end_with_warnings(warnings, [one["metrics"] for one in simulated[level]])
 
 
 def run(config: CapacityConfig) -> int:

@@ -65,8 +65,8 @@ def find_replicas(config: ReplicasConfig, simulate: Simulate) -> dict[str, Any]:
             best, good = probes[-1], probes[-1]["level"]
         else:
             bad = probes[-1]["level"]
-    answer = {"num_replicas": good, "failing": bad or None, "clear": best["clear"]}
-    return answer | {"estimates": best["estimates"], "probes": probes}
+    result = {"num_replicas": good, "failing": bad or None, "clear": best["clear"]}
+    return result | {"estimates": best["estimates"], "probes": probes}
 
 
 def run(config: ReplicasConfig) -> int:
