@@ -70,7 +70,10 @@ def calibrate(config: CalibrateConfig) -> dict[str, Any]:
     summary = {
         **asdict(calibration),
         "served_models": list(names),
-        "held_back": {name: [each.estimate for each in comparison.metrics[name]] for name in METRICS},
+        "held_back": {
+            name: [None if np.isnan(each.estimate) else each.estimate for each in comparison.metrics[name]]
+            for name in METRICS
+        },
         "is_better": comparison.is_better,
         "data": {
             "name": Path(config.data).name,
