@@ -23,7 +23,7 @@ import pytest
 import tailcast
 from predictors.manifest import Conditions
 from predictors.proto import predictor_v1_pb2 as pb
-from predictors.proxy.prediction import Forecaster
+from predictors.proxy.forecast import Forecaster
 from predictors.runtime import open_runtime
 from predictors.service.json_request import request_message
 from predictors.service.messages import RequestReader

@@ -145,8 +145,8 @@ def checked_address(address: str) -> str:
     match = re.fullmatch(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})", address)
     if match is None or not 1 <= int(match[1]) <= 65535:
         host = address.rpartition("@")[2]
-        shown = address if host == address else f"...@{host}"  # without user and password
-        raise InputError("predictor address", shown, "HOST:PORT with a port from 1 to 65535, or unix:PATH")
+        public = address if host == address else f"...@{host}"  # without user and password
+        raise InputError("predictor address", public, "HOST:PORT with a port from 1 to 65535, or unix:PATH")
     return address
 
 

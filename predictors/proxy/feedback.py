@@ -12,9 +12,9 @@ from typing import Literal
 
 from predictors.proxy.config import ProxyConfig
 from predictors.proxy.feedback_log import FeedbackLog
+from predictors.proxy.forecast import Forecast, Forecaster
 from predictors.proxy.metrics import ProxyMetrics
 from predictors.proxy.parsing import ParsedRequest
-from predictors.proxy.prediction import Forecast, Forecaster
 from predictors.proxy.responses import ResponseStats, output_length
 from scheduler_core.adapters.live_calibration import FORCED_LENGTH, LiveCalibration
 from scheduler_core.prediction.outcome import Outcome, is_finished

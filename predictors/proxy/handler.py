@@ -20,10 +20,10 @@ from predictors.proxy.config import ProxyConfig
 from predictors.proxy.engines import Hint, make_engine
 from predictors.proxy.errors import EngineLostError, Refusal
 from predictors.proxy.feedback import Exchange, Recorder
+from predictors.proxy.forecast import Forecast, Forecaster
 from predictors.proxy.metrics import ProxyMetrics
 from predictors.proxy.order import HoldQueue, make_order
 from predictors.proxy.parsing import JsonBody, ParsedRequest, endpoint_of, parse_request, parsed_bytes
-from predictors.proxy.prediction import Forecast, Forecaster
 from predictors.proxy.relay import HeldBody, Relay, origin_form
 from predictors.proxy.responses import EventStreamReader, JsonReader, ReadBudget, Reader
 from scheduler_core.errors import InputError

@@ -11,8 +11,8 @@ from prometheus_client import Gauge, generate_latest
 
 from predictors.hosting.http import HttpRunner, probe_routes
 from predictors.proxy.config import RELOADED, ProxyConfig
+from predictors.proxy.forecast import Forecaster
 from predictors.proxy.handler import RequestHandler
-from predictors.proxy.prediction import Forecaster
 
 logger = logging.getLogger(__name__)
 

@@ -134,7 +134,7 @@ def read_request(body: object) -> ApiRequest:
     read = _reader(body)
     readers = [read, *(_reader(inner) for name in _NESTED if (inner := read(name)) is not None)]
     prompt: dict[str, Any] = {}
-    messages, given = read("messages"), read("input")
+    messages, input_ = read("messages"), read("input")
     if not is_list(messages):
         messages = read("contents")
     num_prompts = 1
@@ -144,12 +144,12 @@ def read_request(body: object) -> ApiRequest:
             num_prompts = len(items)
             items = [message for item in items for message in item]
         prompt["messages"] = (*_system(read), *messages_of(items))
-    elif isinstance(given, str):
-        prompt["messages"] = (*_system(read), Message(USER, given))
-    elif is_list(given) and any(isinstance(item, dict | Mapping) for item in given):
-        prompt["messages"] = (*_system(read), *messages_of(given))
+    elif isinstance(input_, str):
+        prompt["messages"] = (*_system(read), Message(USER, input_))
+    elif is_list(input_) and any(isinstance(item, dict | Mapping) for item in input_):
+        prompt["messages"] = (*_system(read), *messages_of(input_))
     else:
-        source = next((value for name in _PROMPTS if (value := read(name)) is not None), given)
+        source = next((value for name in _PROMPTS if (value := read(name)) is not None), input_)
         texts, num_ids, num_prompts = _prompts(source)
         if texts and (system := _system(read)):
             prompt["messages"] = (*system, *(Message(USER, text) for text in texts))

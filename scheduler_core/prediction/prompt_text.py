@@ -139,8 +139,8 @@ def _call(call: object) -> str:
     function = member(call, "function")
     source = call if function is None or isinstance(function, str) else function
     name = function if isinstance(function, str) else member(source, "name")
-    given = (member(source, key) for key in ("arguments", "input", "args"))
-    arguments = next((value for value in given if value is not None), "")
+    values = (member(source, key) for key in ("arguments", "input", "args"))
+    arguments = next((value for value in values if value is not None), "")
     if not isinstance(arguments, str):
         arguments = _json(arguments)
     return f"{name}({arguments})" if isinstance(name, str) else ""

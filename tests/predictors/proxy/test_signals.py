@@ -18,8 +18,8 @@ from predictors.proxy import engine_monitor
 from predictors.proxy.config import RELOADED, ProxyConfig
 from predictors.proxy.engine_monitor import FRESH_S, GONE_S, EngineMonitor
 from predictors.proxy.errors import engine_failed
-from predictors.proxy.prediction import GONE_S as PREDICTOR_GONE_S
-from predictors.proxy.prediction import REFUSED_S, WINDOW, Forecaster, PredictorLog
+from predictors.proxy.forecast import GONE_S as PREDICTOR_GONE_S
+from predictors.proxy.forecast import REFUSED_S, WINDOW, Forecaster, PredictorLog
 from predictors.proxy.server import ProxyServer
 from predictors.service.workers import Supervisor
 from scheduler_core.errors import InputError, TailcastError
