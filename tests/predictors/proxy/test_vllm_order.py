@@ -20,14 +20,14 @@ from tests.data_gen.conftest import save_tiny_llama, vllm_environment, vllm_pyth
 from tests.predictors.fakes import running_server
 from tests.predictors.proxy.fake_engine import CHAT, RunningProxy, running_proxy
 from tests.scheduler_core.adapters.test_vllm_engine import Server, answers
-from tests.waiting import until
+from tests.waiting import taken, until
 
 __all__ = ["vllm_python"]  # a fixture
 pytestmark = pytest.mark.slow
 
 LONG, SHORT = "essay essay", "name name name"  # the artifact's predictions: see test_limits.py
 NUM_LONG = 8
-#: Until requests that have been asked for are in vLLM's queue.
+#: Until requests that the proxy has received are in the queue of vLLM, whose stopped engine reports nothing.
 SENDING_S = 1.0
 
 
@@ -85,7 +85,7 @@ async def finish_order(
             tasks.append(asyncio.create_task(send(f"long{number}", LONG, 80, None)))
             await until(lambda number=number: proxy.server.num_in_flight == number + 1)
         tasks.append(asyncio.create_task(send("last", last_prompt, 4, last_tier)))
-        await until(lambda: proxy.server.num_in_flight == len(tasks))
+        await taken(SENDING_S)
         assert not finished
     await asyncio.gather(*tasks)
     return finished
@@ -146,7 +146,7 @@ async def test_anthropics_endpoint_is_ordered_by_the_header(engine: Engine, arti
                 await until(lambda number=number: proxy.server.num_in_flight == number + 1)
             for name, headers in (("batch", batch), ("urgent", urgent)):
                 tasks.append(asyncio.create_task(send(name, "/v1/messages", message, headers)))
-            await until(lambda: proxy.server.num_in_flight == len(tasks))
+            await taken(SENDING_S)
         await asyncio.gather(*tasks)
     assert finished.index("urgent") < NUM_LONG // 2
     assert finished[-1] == "batch"
