@@ -19,7 +19,12 @@ PLAIN: dict[str, Any] = {"heads": Heads(length=LengthHead(TOWER)), "conditioning
 PLAIN["served_models"] = ("tiny-llm",)
 #: Folders by name.
 Folders = dict[str, Path]
-CALIBRATION = Calibration((1.0, 1.5, 0.7), (0.0, 0.3, -0.2))
+CALIBRATION = Calibration(
+    (1.0, 1.5, 0.7),
+    (0.0, 0.3, -0.2),
+    ((0.1, 0.05, -0.1), (0.2, 0.0, 0.1), (0.0, 0.0, 0.0)),
+    ((-0.1, 0.05, 0.1), (0.0, 0.1, 0.0), (0.3, 0.0, -0.1)),
+)
 LEGACY = ("bert", "deberta", "distilbert", "modernbert", "opt", "plain")
 #: Name -> checkpoint, older exporter.
 EXPORTS = {name: (name, False) for name in ("bert", "deberta")}
