@@ -49,7 +49,7 @@ class PredictConfig:
         check_ranges(self, max_tokens=(1, INTEGERS), temperature=(0.0, FINITE))
 
 
-def predict(config: PredictConfig) -> int:
+def _predict(config: PredictConfig) -> int:
     """Prints the prediction of the prompt, or writes the predictions of the file; returns the exit code."""
     import sys
 
@@ -82,4 +82,4 @@ def predict(config: PredictConfig) -> int:
     return 0
 
 
-main = command("tailcast predict", PredictConfig, predict, positionals=("prompt",), extra="predict")
+main = command("tailcast predict", PredictConfig, _predict, positionals=("prompt",), extra="predict")
