@@ -139,8 +139,8 @@ def table(runtime: ArtifactRuntime, data: Path, size: int, seeds: int) -> list[l
             results.setdefault((name, side), []).append(values)
         print(name, len(log), file=sys.stderr)
     rows = []
-    for key, values in results.items():
-        tau, crps, *coverage = np.nanmean(values, axis=0)
+    for key, of_logs in results.items():
+        tau, crps, *coverage = np.nanmean(of_logs, axis=0)
         rows.append([*key, f"{tau:.3f}", f"{crps:.3f}", *(f"{value:.1f}" for value in coverage)])
     return rows
 

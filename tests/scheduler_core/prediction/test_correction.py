@@ -358,7 +358,7 @@ def test_the_batch_fit_is_the_limit_of_the_online_update(lengths: Lengths, cap: 
     learned = online._models["m"].coefficients
     assert fitted.distance(learned) < 0.05
     prediction = fitted.corrected(TYPICAL, features_of(TYPICAL, 150))
-    expected = {as_predicted: (6.0, 0.4), longer_and_wider: (6.5, 0.72), steeper: (6.0, 0.4)}[lengths]
+    expected = (6.5, 0.72) if lengths is longer_and_wider else (6.0, 0.4)
     assert prediction.mu == pytest.approx(expected[0], abs=0.08)
     assert prediction.sigma == pytest.approx(expected[1], rel=0.12)
 
