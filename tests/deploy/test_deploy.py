@@ -17,18 +17,18 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from prometheus_client import CollectorRegistry, generate_latest
+
 from predictors.artifact import open_artifact
 from predictors.client import ClientSettings, PredictorError, SyncPredictor
 from predictors.runtime import open_runtime
 from predictors.service.config import ServeConfig
-from prometheus_client import CollectorRegistry, generate_latest
+from predictors.service.metrics import ArtifactMetrics, ServiceMetrics
 from scheduler_core.adapters.engine_metrics import EngineMetrics
 from scheduler_core.prediction.predictor import PredictionRequest
 from scheduler_core.shell.command import command as make_command
-from tests.predictors.proxy.fake_engine import chat, plain, running_engine, running_proxy
-
-from predictors.service.metrics import ArtifactMetrics, ServiceMetrics
 from tests.predictors.fakes import expected, running_server
+from tests.predictors.proxy.fake_engine import chat, plain, running_engine, running_proxy
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -223,7 +223,7 @@ async def test_health_check_tells_a_server_that_serves_from_none(artifact_folder
 def test_ray_serve_answers_over_grpc_and_http(artifact_folder: Path, tmp_path: Path) -> None:
     import urllib.request
 
-    from benchmarks.serving.processes import free_port, running
+    from benchmarks.shared.processes import free_port, running
 
     [config] = documents(DEPLOY / "ray_serve.yaml")
     grpc_port, http_port = free_port(), free_port()
