@@ -78,13 +78,14 @@ FIT = {
     "prompt_id": "p", "model": "m", "prompt": "Hi", "run_id": "r", "output_tokens": 7, "finish_reason": "stop",
     "max_tokens": 50,
 }  # fmt: skip
-WRONG = [("fit-dist", "max_tokens", 2**31)]
+WRONG = [("fit-dist jsonl", "max_tokens", 2**31), ("fit-dist parquet", "max_tokens", 2**31)]
 WRONG += [("lists", "p", []), ("lists", "tokens", True), ("lengths", "arrival_s", 1e308)]
 SIZES = [
     ("azure", 500),
     ("castillo", 500),
     ("read-feedback", 50),
-    ("fit-dist", 500),
+    ("fit-dist jsonl", 500),
+    ("fit-dist jsonl", 3000),
 ]
 
 
@@ -149,8 +150,9 @@ SOURCES = {
     "langfuse csv": imports("auto", [LANGFUSE, LANGFUSE | {"id": "b"}], ".csv"),
     "lengths": imports("log", [{"output_tokens": 4, "arrival_s": 1.5, "tier": 0}], ".jsonl", "--schema", "trace"),
     "lists": imports("log", [LISTS], ".parquet", "--columns", "output_tokens=tokens,finish_reason=finished,model=m,prompt=p"),
-    "fit-dist": fits(FIT_ROWS, ".parquet"),
-    "fit-dist lists": fits([{"prompt_id": "p", "model": "m", "output_tokens": [3, 4, 9], "finished": [True] * 3}], ".parquet"),
+    "fit-dist jsonl": fits(FIT_ROWS, ".jsonl"),
+    "fit-dist parquet": fits(FIT_ROWS, ".parquet"),
+    "fit-dist lists": fits([{"prompt_id": "p", "model": "m", "output_tokens": [3, 4, 9], "finished": [True] * 3}], ".jsonl"),
 }  # fmt: skip
 
 # Values that a field may wrongly have; JSON writes all of them, CSV their text.
@@ -287,7 +289,7 @@ def test_a_damaged_row_is_one_row(suffix: str, bad: bytes, caplog: pytest.LogCap
 # `1_000` was 1000 and digits of other scripts were numbers, in options, tables and traces.
 @pytest.mark.mend
 @pytest.mark.parametrize("text", ["1_000", "\u0663", "\uff11", "0x10", "1_0.0", "\u0967e1"])
-@pytest.mark.parametrize("name", ["log csv", "trace"])
+@pytest.mark.parametrize("name", ["fit-dist", "log csv", "trace"])
 def test_only_decimal_numbers_in_ascii_digits_are_numbers(
     name: str, text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -302,5 +304,8 @@ def test_only_decimal_numbers_in_ascii_digits_are_numbers(
                 read_lengths(str(tmp_path / "lengths.csv"))
         return
     source = SOURCES["log csv"]
-    code, lines = run(source, source.content([*source.rows, source.rows[0] | {"n": text}]))
+    if name == "fit-dist":
+        source = fits([FIT | {"sample_index": row, "output_tokens": 7 + row} for row in range(5)], ".csv")
+    key = "output_tokens" if name == "fit-dist" else "n"
+    code, lines = run(source, source.content([*source.rows, source.rows[0] | {key: text}]))
     assert code == 2 or "left out 1 of 2 rows" in caplog.text, lines

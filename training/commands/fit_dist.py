@@ -23,7 +23,7 @@ class FitDistConfig(GroupingOptions):
     OUTPUTS = ("out", "{out}.run.json", "json", "figure")
 
     samples: str
-    """Output lengths: a Parquet file or a folder of Parquet files, with one row for each sample (samples/2), or one row for each group and lists in output_tokens; import-lengths converts other formats."""
+    """Output lengths: a Parquet, CSV or JSON lines file, or a folder of Parquet files, with one row for each sample (samples/2), or one row for each group and lists in output_tokens; import-lengths reads logs."""
     out: str
     """Parquet file to write, one row for each group (schema fits/2)."""
     overwrite: bool = False

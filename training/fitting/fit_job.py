@@ -64,14 +64,14 @@ def fit_file(
         TailcastError: A worker died, or the output cannot be written.
     """
     out = Path(out)
-    source = open_samples(samples, options.keys)
-    if out.resolve() in {file.resolve() for file in source.files}:
-        raise InputError("out", str(out), "another file than the samples")
-    identity = source.identity()
     largest = num_errors = 0
     with contextlib.ExitStack() as stack:
         stack.enter_context(_writing(out))
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent)))
+        source = open_samples(samples, options.keys, work=work)
+        if out.resolve() in {file.resolve() for file in source.files}:
+            raise InputError("out", str(out), "another file than the samples")
+        identity = source.identity()
         temporary = stack.enter_context(atomic_file(out))
         bar = stack.enter_context(
             progress_bar(source.num_rows, "row", enabled=progress, desc="fitting", unit_scale=True)

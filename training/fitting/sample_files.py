@@ -1,26 +1,31 @@
-"""Parquet files of output lengths of any size, read in blocks of whole groups.
+"""Files of output lengths of any size, read in blocks of whole groups.
 
-DuckDB groups the rows, and spills to disk if they do not fit into memory. Other formats: `import-lengths`.
+CSV and JSON lines become a temporary Parquet file. DuckDB groups the rows, and spills to disk if they do not fit into memory.
+Logs of servers and tools: `import-lengths`.
 """
 
 from __future__ import annotations
 
 import glob
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from scheduler_core.errors import InputError, TailcastError
+from scheduler_core.ranges import parse_number
 from scheduler_core.shell.files import existing_file, sha256_file
-from scheduler_core.shell.table_files import open_parquet
+from scheduler_core.shell.json_text import from_json
+from scheduler_core.shell.table_files import SUFFIXES, file_rows, file_suffix, open_parquet
 from training.fitting.samples import GROUP, ROW, check_columns, is_list, used_columns
 
 #: Maximum number of samples of a block; only a block with a single group may have more.
@@ -28,6 +33,17 @@ BLOCK_SAMPLES = 1 << 20
 MEMORY_LIMIT, THREADS = "1GB", 2
 BATCH_ROWS = 16_384
 _PARQUET_MAGIC = b"PAR1"
+#: Types of the columns of CSV and JSON lines; other columns are text.
+_TYPES = {
+    "output_tokens": pa.float64(),
+    "finished": pa.bool_(),
+    "prompt_tokens": pa.int64(),
+    "max_tokens": pa.int64(),
+    "sample_index": pa.int64(),
+    "temperature": pa.float64(),
+}
+_LISTABLE = ("output_tokens", "finished")
+_TEXT_SUFFIXES = tuple(suffix for suffix in SUFFIXES if suffix not in (".parquet", ".txt"))
 # Name of the option, for error messages.
 _FIELD = "samples"
 
@@ -38,6 +54,7 @@ class SampleFile:
 
     path: Path
     files: tuple[Path, ...]
+    parquet: tuple[Path, ...]  # `files`, or what they were converted to
     keys: tuple[str, ...]  # columns that identify a group
     columns: tuple[str, ...]  # columns that are read
     lists: bool  # True: a row is a group with a list of lengths; False: a row is one sample
@@ -93,7 +110,7 @@ class SampleFile:
                     "autoinstall_known_extensions": False,
                 }
             )
-            files = ", ".join(_literal(glob.escape(str(file))) for file in self.files)
+            files = ", ".join(_literal(glob.escape(str(file))) for file in self.parquet)
             columns = ", ".join(map(_quoted, self.columns))
             rows = f"(SELECT {columns}, row_number() OVER () - 1 AS {ROW} FROM read_parquet([{files}]))"
             keys = ", ".join(map(_quoted, self.keys))
@@ -180,21 +197,90 @@ def _divided(table: pa.Table, max_groups: int) -> list[pa.Table]:
     return parts
 
 
-def open_samples(path: str | Path, keys: Sequence[str] = ("prompt_id", "model")) -> SampleFile:
-    """Opens a Parquet file, or a folder of Parquet files in order of name; InputError if it is missing, empty or damaged,
-    has another format, or lacks a column."""
+def _converted(file: Path, keys: Sequence[str], folder: Path) -> Path:
+    """Writes the used columns of CSV or JSON as Parquet to the folder, which is created; InputError names row and column."""
+    names: dict[str, bool] = {}  # column -> whether it has lists
+    for _, row in file_rows(file, _FIELD):
+        for name, value in row.items():
+            names[name] = names.get(name, False) or isinstance(_parsed(name, value), list)
+    if not names:
+        raise InputError(file.name, "no rows", "at least one row")
+    check_columns([*names], file, keys)
+    lists = names["output_tokens"]
+    schema = pa.schema(
+        (name, pa.list_(kind) if lists and name in _LISTABLE else kind)
+        for name in used_columns([*names], keys)
+        for kind in [_TYPES.get(name, pa.string())]
+    )
+    rows = (
+        {field.name: _cell(f"{file.name} row {number}", field, row.get(field.name)) for field in schema}
+        for number, row in file_rows(file, _FIELD)
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / "samples.parquet"
+    with pq.ParquetWriter(target, schema) as writer:
+        while batch := list(islice(rows, BATCH_ROWS)):
+            writer.write_table(pa.Table.from_pylist(batch, schema))
+    return target
+
+
+def _parsed(name: str, value: object) -> object:
+    """A list in the text of a CSV cell as a list; other values unchanged."""
+    is_text_of_list = name in _LISTABLE and isinstance(value, str) and value.lstrip().startswith("[")
+    return from_json(value) if is_text_of_list else value
+
+
+def _cell(row: str, field: pa.Field, value: object) -> object:
+    is_list_column = is_list(field.type)
+    kind = field.type.value_type if is_list_column else field.type
+    value = _parsed(field.name, value)
+    if value is None or value == "":
+        return None
+
+    def one(value: object) -> object:
+        allowed = {pa.bool_(): "true or false", pa.int64(): "an integer", pa.float64(): "a number"}
+        try:
+            if kind == pa.string():
+                if not isinstance(value, list | dict):
+                    return value if isinstance(value, str) else str(value)
+            elif kind == pa.bool_():
+                flag = {"true": True, "false": False}.get(str(value).lower())
+                if flag is not None:
+                    return flag
+            elif not isinstance(value, bool):
+                number = parse_number(value) if isinstance(value, str) else float(value)  # type: ignore[arg-type]
+                if kind == pa.float64() or (number == math.floor(number) and abs(number) < 2**53):
+                    return number if kind == pa.float64() else int(number)
+        except (TypeError, ValueError, OverflowError):
+            pass
+        raise InputError(f"{row}, column {field.name}", value, allowed.get(kind, "a text"))
+
+    if isinstance(value, list) != is_list_column:
+        allowed = "a list, as in other rows" if is_list_column else "one value, as in other rows"
+        raise InputError(f"{row}, column {field.name}", value, allowed)
+    return [one(each) for each in value] if isinstance(value, list) else one(value)
+
+
+def open_samples(path: str | Path, keys: Sequence[str] = ("prompt_id", "model"), *, work: Path) -> SampleFile:
+    """Opens a Parquet, CSV or JSON lines file, or a folder of Parquet files in order of name; other formats than Parquet are
+    converted in the folder `work`. InputError if it is missing, empty or damaged, has another format, or lacks a column."""
     path = Path(path)
     if path.is_dir():
         files = tuple(sorted(entry for entry in path.glob("*.parquet") if entry.name[0] not in "._"))
     else:
         with open(existing_file(path, _FIELD), "rb") as stream:
             is_parquet = stream.read(len(_PARQUET_MAGIC)) == _PARQUET_MAGIC
-        files = (path,) if is_parquet or path.suffix in (".parquet", ".pq") else ()
+        is_parquet = is_parquet or path.suffix in (".parquet", ".pq")
+        files = (path,) if is_parquet or file_suffix(path) in _TEXT_SUFFIXES else ()
     if not files:
-        allowed = "a Parquet file or a folder of .parquet files; import-lengths log converts other tables"
+        allowed = (
+            f"a file of Parquet, CSV or JSON lines ({', '.join(_TEXT_SUFFIXES)}) or a folder of .parquet files; "
+            "import-lengths reads logs of servers and tools"
+        )
         raise InputError(_FIELD, str(path), allowed)
+    parquets = files if path.is_dir() or is_parquet else (_converted(path, keys, work),)
     schemas, counts = [], []
-    for file in files:
+    for file in parquets:
         with open_parquet(file, _FIELD) as parquet:
             schemas.append(parquet.schema_arrow)
             counts.append(parquet.metadata.num_rows)
@@ -214,6 +300,7 @@ def open_samples(path: str | Path, keys: Sequence[str] = ("prompt_id", "model"))
     return SampleFile(
         path=path,
         files=files,
+        parquet=parquets,
         keys=tuple(keys),
         columns=tuple(used_columns(schema.names, keys)),
         lists=pa.types.is_nested(schema.field("output_tokens").type),
