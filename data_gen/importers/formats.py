@@ -348,7 +348,11 @@ FORMATS: Mapping[str, Format] = {
     "log": Format(
         marks=[("output_tokens",), ("completion_tokens",)],
         columns={name: name for name in MAPPED}
-        | {"prompt_tokens": "prompt_tokens | input_tokens", "output_tokens": "output_tokens | completion_tokens"},
+        | {
+            "prompt_tokens": "prompt_tokens | input_tokens",
+            "output_tokens": "output_tokens | completion_tokens",
+            "finish_reason": "finish_reason | finished",
+        },
     ),
 }  # fmt: skip
 

@@ -195,6 +195,8 @@ def ending(value: object) -> dict[str, Any]:
         if len(value) > 1:
             return shared_count(len(value))
         value = value[0] if value else None
+    if isinstance(value, str):
+        value = {"true": True, "false": False}.get(value.lower(), value)
     if value is None or isinstance(value, bool):
         return {"finish_reason": {None: None, True: STOP, False: LENGTH}[value]}
     if isinstance(value, Mapping | list):

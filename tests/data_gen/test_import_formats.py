@@ -740,3 +740,19 @@ def test_conversations_as_json_text(tmp_path: Path, word_tokenizer: Path) -> Non
     )
     _, rows = rows_of("sharegpt", path, tmp_path, tokenizer=str(word_tokenizer))
     assert values_of(rows, "prompt", "output_tokens") == [("Hi", 3), ("Hi", 3)]
+
+
+@pytest.mark.mend  # a column `finished` was not read, so that truncated outputs counted as unknown
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
+def test_a_column_finished_is_a_finish_reason(suffix: str, tmp_path: Path) -> None:
+    file = tmp_path / f"log{suffix}"
+    if suffix == ".csv":
+        file.write_text("prompt,model,output_tokens,finished\nHi,m,5,true\nHi,m,9,False\nHi,m,7,\n")
+    else:
+        rows = [
+            {"prompt": "Hi", "model": "m", "output_tokens": 5, "finished": each}
+            for each in (True, False, None)
+        ]
+        file.write_text("\n".join(map(json.dumps, rows)))
+    report, _ = rows_of("auto", file, tmp_path)
+    assert report["finish_reasons"] == {"stop": 1, "length": 1, "unknown": 1}
