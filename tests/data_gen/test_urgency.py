@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_gen.commands.import_urgency import main
-from data_gen.filters import normalized
+from data_gen.filters import NearDuplicates, normalized
 from data_gen.urgency import seed_set
 from data_gen.urgency.labels import read_labels, text_split
 from data_gen.urgency.seed_set import with_phrases
@@ -160,11 +160,12 @@ def test_quiet_emergencies_are_emergencies_without_loud_words() -> None:
     assert [seed["id"] for seed in quiet if loud.search(seed["text"])] == []
 
 
-def test_ids_and_texts_are_unique() -> None:
+def test_ids_are_unique_and_no_two_texts_nearly_the_same() -> None:
     ids = [seed["id"] for seed in EVERY_TEXT] + [pair.id for pair in PAIRS]
     assert len(set(ids)) == len(ids)
+    index = NearDuplicates(0.7)
     texts = [seed["text"] for seed in EVERY_TEXT] + [pair.text for pair in PAIRS]
-    assert len({normalized(text) for text in texts}) == len(texts)
+    assert [text for text in texts if not index.add(normalized(text))] == []
 
 
 @pytest.mark.parametrize("part", list(seed_set.PARTS))
