@@ -16,11 +16,11 @@ from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS, Prediction
 from scheduler_core.shell.command import report_left_out
 from scheduler_core.shell.files import existing_file
 from scheduler_core.shell.json_text import from_json
+from scheduler_core.shell.progress import tracked
 from scheduler_core.shell.table_files import file_rows
 from scheduler_core.simulator.tables import check_table_path, columns_of, write_table
 from tailcast.length_predictor import LengthPredictor
 from tailcast.output_length import OutputLength
-from training.progress import tracked
 
 log = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from predictors.modules.checkpoint import load_checkpoint
 from predictors.runtime import ArtifactRuntime
 from scheduler_core.errors import InputError
 from scheduler_core.shell.files import atomic_file
+from scheduler_core.shell.progress import tracked
 from training.evaluating.split_runtime import SplitRuntime
 from training.network.inference import has_bfloat16, predict_prompts
-from training.progress import tracked
 
 #: Sampling weight of prompts of other sources than CASTILLO, as parts of synthetic prompts.
 OTHER_SOURCES = 0.35

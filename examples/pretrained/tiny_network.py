@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from predictors.tiny import LAYERS, TABLES, hashed_pairs, hashed_starts, length_features
 from predictors.tokenizer import PromptTokenizer
+from scheduler_core.shell.progress import tracked
 from training.network.data import SampleLengths
 from training.network.losses import log_t_nll
-from training.progress import tracked
 
 #: Rows of the tables of pairs and of starts; widths of the tables of tokens, pairs and starts; width of the hidden layers.
 NUM_PAIRS, NUM_STARTS, WIDTHS, HIDDEN = 2**15, 2**13, (64, 32, 32), 256

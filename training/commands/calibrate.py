@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scheduler_core.shell.command import command
-from training.progress import prepare_models
+from training.commands import prepare_models
 
 main = command(
     "calibrate",

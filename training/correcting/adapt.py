@@ -26,6 +26,7 @@ from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.shell.command import CHECK_FAILED, report_left_out
 from scheduler_core.shell.files import atomic_directory, folder_target, writable_target, write_json
 from scheduler_core.shell.options import check_outputs
+from scheduler_core.shell.progress import tracked
 from scheduler_core.shell.versions import versions_of
 from training.correcting.comparison import SIDES, Comparison, corrected
 from training.correcting.config import AdaptConfig
@@ -33,7 +34,6 @@ from training.correcting.corrected_graph import Adaptation, with_corrections
 from training.correcting.encoder_shift import FeatureRuntime, fit_shift
 from training.evaluating.scores import score_outcomes
 from training.evaluating.split_runtime import SplitRuntime
-from training.progress import tracked
 
 log = logging.getLogger(__name__)
 #: Minimum number of distinct prompts to fit a correction; served models with fewer keep their predictions.

@@ -15,7 +15,7 @@ from predictors.heads import Predicted
 from predictors.manifest import MANIFEST, MODEL
 from predictors.pretrained import predictor_folder
 from scheduler_core.errors import InputError
-from training.progress import tracked
+from scheduler_core.shell.progress import tracked
 
 if TYPE_CHECKING:
     from predictors.modules.checkpoint import Checkpoint

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from predictors.heads import Predicted
 from predictors.runtime import CPU, ArtifactRuntime
-from training.progress import tracked
+from scheduler_core.shell.progress import tracked
 
 #: Inputs of the heads; all other inputs are those of the encoder.
 _CONDITIONS = ("served_model", "temperature")

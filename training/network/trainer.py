@@ -34,6 +34,7 @@ from torch import distributed as dist
 from predictors.modules.predictor import PromptPredictor
 from scheduler_core.errors import InputError, first_line
 from scheduler_core.shell.files import atomic_file
+from scheduler_core.shell.progress import tracked
 from training.network.batches import Batching, EpochPlans, padded_widths
 from training.network.config import StageConfig, TrainConfig
 from training.network.data import Examples, SplitData, TrainingBatch, loader, prompt_weights
@@ -42,7 +43,6 @@ from training.network.failures import NoProgressError, memory_errors
 from training.network.inference import pooled_features
 from training.network.initial_model import InitialModel, merge_adapters
 from training.network.module import MONITOR, StageModule
-from training.progress import tracked
 
 log = logging.getLogger(__name__)
 
