@@ -40,7 +40,7 @@ CLIENT_HEADERS = (
 #: Header with the declared urgency, 0 (most urgent) to 4.
 TIER_HEADER = "x-tailcast-tier"
 #: Names of form fields, or parts of them, that are hints.
-_HINTS = frozenset({"priority", "agent_hints", "nvext"})
+_HINTS = frozenset(name for path in CLIENT_MEMBERS for name in path)
 _CHARSET = re.compile(r"charset[^=;,]*=([^;,]*)", re.IGNORECASE)
 _CHARSETS = frozenset({"utf-8", "utf8", "us-ascii", "ascii"})
 _DISPOSITION = re.compile(rb"content-disposition[ \t]*:((?:[^\r\n]|\r?\n[ \t])*)", re.IGNORECASE)
