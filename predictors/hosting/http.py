@@ -25,8 +25,8 @@ logger.addFilter(RequestDataFilter())
 class HttpRunner(web.AppRunner):
     """aiohttp's runner without access log; a disconnect cancels the request, bodies are not decompressed.
 
-    A connection without a complete head for `keepalive_timeout` seconds is closed by aiohttp. A malformed request gets a
-    fixed error page and a log line without its bytes; `on_refused` gets its status.
+    A connection without a complete head for `keepalive_timeout` seconds is closed by aiohttp. A malformed request, also
+    one with an unknown `Expect`, gets a fixed error page; `on_refused` gets its status. Its bytes are not logged.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class HttpRunner(web.AppRunner):
     ) -> None:
         # aiohttp would also decompress data that is not read, possibly gigabytes.
         options = {"keepalive_timeout": KEEPALIVE_S, "auto_decompress": False, "logger": logger} | options
+        self._on_refused = on_refused
         self._connect = partial(_Connection, on_refused, access_log=None, **options)
         super().__init__(application, handler_cancellation=True, shutdown_timeout=shutdown_timeout)
 
@@ -49,6 +50,22 @@ class HttpRunner(web.AppRunner):
 
     def _new_connection(self) -> web.RequestHandler:
         return self._connect(super().server, loop=asyncio.get_running_loop())
+
+    async def setup(self) -> None:
+        """Prepares the application; before any port is bound."""
+        await super().setup()
+        server = super().server
+        assert server is not None
+        handle_request = server.request_handler
+
+        async def handle(request: web.BaseRequest) -> web.StreamResponse:
+            # aiohttp's page quotes the header, and fails with status 500 if that is not UTF-8.
+            if request.headers.get("Expect", "100-continue").lower() != "100-continue":
+                self._on_refused(web.HTTPExpectationFailed.status_code)
+                return web.Response(status=417, text="Expect can only be 100-continue\n")
+            return await handle_request(request)
+
+        server.request_handler = handle
 
     async def bind(self, field: str, host: str, port: int, **options: Any) -> int:
         """Binds and serves a port; returns its number. InputError about the option `field` on failure."""

@@ -164,6 +164,15 @@ async def test_compressed_bodies_are_refused_unread(port: int, encoding: bytes) 
     assert SECRET not in page
 
 
+# aiohttp's page quoted the header, and bytes that are not UTF-8 were a 500 with a traceback.
+@pytest.mark.mend
+@pytest.mark.parametrize("value", [SECRET, b"\xff" + SECRET])
+async def test_an_unknown_expectation_is_not_quoted(port: int, value: bytes) -> None:
+    page = await replies(port, whole(b"", b"Expect: " + value))
+    assert page.startswith(b"HTTP/1.1 417 ")
+    assert SECRET not in page
+
+
 def http_request(*headers: bytes, body: bytes = b"", path: bytes = b"/v1/predict") -> bytes:
     lines = [b"POST " + path + b" HTTP/1.1", b"Host: x", b"Connection: close", *headers]
     if not any(header.lower().startswith(b"transfer-encoding") for header in headers):
