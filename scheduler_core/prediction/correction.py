@@ -70,8 +70,9 @@ MAX_FEATURE = 4.0
 #: Lower bound of sigma' in the scores, and of the gap between two quantiles in the likelihood.
 MIN_SIGMA, MIN_GAP = 0.01, 1e-3
 RIGHT = 1.5
-#: Maximum number of steps of `fit`, and the change of coefficients at which it ends.
-MAX_STEPS, CONVERGED = 100, 1e-4
+#: Maximum number of steps of `fit`, and the change of coefficients at which it ends. After the first `FULL_STEPS` it takes
+#: half steps: whole ones can go to and fro without end if nearly all outputs are censored.
+MAX_STEPS, FULL_STEPS, CONVERGED = 100, 20, 1e-4
 #: Outputs since the start or the last alarm before the test begins.
 MIN_OUTPUTS = 50
 MAX_WINDOW = 100_000
@@ -102,6 +103,13 @@ class Coefficients:
         log_sigma = math.log(prediction.sigma) + b[0] + b[1] * x + b[2] * y + b[3] * z
         sigma = math.exp(min(max(log_sigma, -20.0), 3.9))
         return prediction.moved(min(max(mu, -50.0), 50.0), sigma)
+
+    def halfway(self, other: "Coefficients") -> "Coefficients":
+        """The coefficients in the middle of these and `other`."""
+        middle = 0.5 * (
+            np.array([self.location, self.log_scale]) + np.array([other.location, other.log_scale])
+        )
+        return Coefficients(*map(tuple, middle.tolist()))
 
     def distance(self, other: "Coefficients") -> float:
         """Largest difference of a coefficient."""
@@ -186,7 +194,7 @@ def fit(outcomes: Sequence[Outcome], mean: Coefficients | None = None) -> Coeffi
         for outcome in outcomes
         if outcome.prediction is not None
     ]
-    for _ in range(MAX_STEPS):
+    for number in range(MAX_STEPS):
         before = estimate.coefficients
         estimate.information[:], estimate.response[:] = 0.0, 0.0
         for raw, outcome, features in rows:
@@ -194,6 +202,8 @@ def fit(outcomes: Sequence[Outcome], mean: Coefficients | None = None) -> Coeffi
         estimate.solve()
         if before.distance(estimate.coefficients) < CONVERGED:
             break
+        if number >= FULL_STEPS:
+            estimate.coefficients = before.halfway(estimate.coefficients)
     return estimate.coefficients
 
 

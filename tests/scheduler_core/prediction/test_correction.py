@@ -13,6 +13,7 @@ from scipy import integrate, stats
 
 from scheduler_core.errors import InputError
 from scheduler_core.lengths.student_t import student_t_cdf
+from scheduler_core.prediction import correction
 from scheduler_core.prediction.correction import (
     ADMITTED_OUTPUTS,
     Coefficients,
@@ -372,3 +373,16 @@ def test_a_served_model_with_few_outputs_is_fitted_like_all_of_them() -> None:
     assert apart["m"].location[0] == pytest.approx(0.5, abs=0.1)
     assert apart["other"].location[0] == pytest.approx(0.0, abs=0.1)
     assert fit([]) == Coefficients()
+
+
+# Of a log whose outputs were nearly all truncated, the coefficients went to and fro by 0.6 until the last step.
+@pytest.mark.mend
+def test_the_fit_to_truncated_outputs_converges(monkeypatch: pytest.MonkeyPatch) -> None:
+    def much_longer(prediction: LengthPrediction, prompt_tokens: int, rng: np.random.Generator) -> float:
+        return 8.0 + 0.5 * float(rng.standard_t(NU))
+
+    rows = outcomes_of(300, much_longer, cap=500)
+    fitted = fit(rows)
+    monkeypatch.setattr(correction, "MAX_STEPS", correction.MAX_STEPS - 1)
+    assert fitted.distance(fit(rows)) < 1e-3
+    assert fitted.corrected(TYPICAL, features_of(TYPICAL, 150)).mu > 7.0
