@@ -195,6 +195,13 @@ def test_what_cannot_be_adapted_is_refused_with_the_reason(tmp_path: Path) -> No
     log = write_log(tmp_path / "log.jsonl", shifted, "tiny-llm", 40)
     with pytest.raises(InputError, match="prompts with outputs: got '.* and .*'; allowed: at least 20"):
         adapted(log, old, tmp_path / "new")
+    few = tmp_path / "few.jsonl"
+    lines = [
+        entry(number, f"{text} {number}", 9, f"m{number % 5}") for number, text in enumerate(prompts(90))
+    ]
+    few.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(InputError, match="no served model has 20 prompts to fit to"):
+        adapted(few, old, tmp_path / "new")
     short = fakes.write_rich_artifact(tmp_path / "short", heads=("urgency",))
     with pytest.raises(InputError, match="a length head"):
         adapted(log, short, tmp_path / "new")

@@ -229,6 +229,8 @@ def _fit(
             if base_of[name] != base:
                 bases = [base_of[name]] * len(part)
                 parts[name] = predicted(runtime, part, bases, progress=config.progress)
+    if not parts:
+        raise InputError(f"log: no served model has {MIN_PROMPTS} prompts to fit to")
     linear = fit_each(outcome for part in parts.values() for outcome in part)
     adaptations = {}
     for name, part in parts.items():
