@@ -438,8 +438,8 @@ class Correction:
             raise InputError("state", state, f"a mapping of format {STATE_FORMAT}")
         models: OrderedDict[str, _ServedModel] = OrderedDict()
         try:
-            kept = [item for item in state["served_models"].items() if len(str(item[0])) <= MAX_NAME_CHARS]
-            for name, content in kept[-self._config.max_models :]:
+            items = [item for item in state["served_models"].items() if len(str(item[0])) <= MAX_NAME_CHARS]
+            for name, content in items[-self._config.max_models :]:
                 models[str(name)] = _ServedModel(self._config)
                 models[str(name)].restore(content)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
