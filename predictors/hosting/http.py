@@ -15,8 +15,8 @@ from scheduler_core.errors import InputError
 
 # A body of several MiB over a slow connection takes seconds.
 REQUEST_TIMEOUT_S = 30.0
-# For idle connections and for heads (request line and headers); longer than the pools of usual clients keep a connection.
-KEEPALIVE_S = 75.0
+# For idle connections and for heads (request line and headers); longer than pools keep a connection (Go: 90 s).
+KEEPALIVE_S = 120.0
 
 logger = logging.getLogger(__name__)
 logger.addFilter(RequestDataFilter())
