@@ -8,7 +8,8 @@
 | other fields of PredictRequest | as in protobuf's JSON mapping: numbers may be texts |
 | other members (tools, stream, stop, ...) | ignored |
 
-Members that differ from one of these names by one letter are refused, because they are probably misspelled.
+Members that differ from one of these names by one letter, and a few names of other libraries (model_name, max_length, ...), are
+refused, because they are probably meant as these.
 """
 
 from __future__ import annotations
@@ -47,6 +48,12 @@ def _without_letter(name: str) -> set[str]:
 #: Names of members that are read, without up to one letter -> name.
 _SIMILAR = {variant: name for name in sorted(_READ) for variant in _without_letter(name)}
 _LONGEST = max(map(len, _READ)) + 1
+#: Names of such members in other libraries -> name; no generation API has them.
+_OTHER_NAMES = {
+    **dict.fromkeys(("model_name", "model_id"), "model"),
+    **dict.fromkeys(("max_length", "max_gen_tokens"), "max_tokens"),
+    "temp": "temperature",
+}
 #: Not misspelled: OpenRouter's list of models.
 _NOT_READ = frozenset({"models"})
 
@@ -60,8 +67,10 @@ def request_message(content: object) -> pb.PredictRequest:
     for name, value in members.items():
         field = FIELDS.get(name)
         if name not in _READ | _NOT_READ and len(name) <= _LONGEST:
-            for variant in _without_letter(name) & _SIMILAR.keys():
-                allowed = f"{_SIMILAR[variant]}, or the name of another member of a generation API"
+            similar = sorted(_SIMILAR[variant] for variant in _without_letter(name) & _SIMILAR.keys())
+            if name in _OTHER_NAMES or similar:
+                known = _OTHER_NAMES.get(name) or similar[0]
+                allowed = f"{known}, or the name of another member of a generation API"
                 raise InputError("member", name, allowed)
         if field is None or {field.name, name} & {*INPUTS, *MODELS, *LIMITS}:
             continue

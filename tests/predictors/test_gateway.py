@@ -261,6 +261,11 @@ def test_json_may_be_that_of_protobuf(content: dict[str, Any], expected: pb.Pred
         ({"model": "a", "served_model": "b"}, "model, served_model: got "),
         ({"promt": "sea"}, "member: got 'promt'; allowed: prompt, or the name of another member"),
         *[({name: 5}, f"member: got '{name}'; allowed: max_tokens") for name in ("max_token", "max_toknes")],
+        *[({name: "m"}, f"member: got '{name}'; allowed: model, or") for name in ("model_name", "model_id")],
+        *[
+            ({name: 5}, f"member: got '{name}'; allowed: max_tokens")
+            for name in ("max_length", "max_gen_tokens")
+        ],
         ([], "request: got 'a value of type list'; allowed: a JSON object"),
     ],
 )
