@@ -69,8 +69,7 @@ def request_message(content: object) -> pb.PredictRequest:
         if name not in _READ | _NOT_READ and len(name) <= _LONGEST:
             similar = sorted(_SIMILAR[variant] for variant in _without_letter(name) & _SIMILAR.keys())
             if name in _OTHER_NAMES or similar:
-                known = _OTHER_NAMES.get(name) or similar[0]
-                allowed = f"{known}, or the name of another member of a generation API"
+                allowed = f"{_OTHER_NAMES.get(name) or similar[0]}, or the name of another member of a generation API"
                 raise InputError("member", name, allowed)
         if field is None or {field.name, name} & {*INPUTS, *MODELS, *LIMITS}:
             continue
