@@ -77,6 +77,7 @@ class CompletionsClient:
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={"Content-Type": "application/json", "Accept-Encoding": "identity", **secrets},
             timeout=aiohttp.ClientTimeout(total=options.timeout_s, sock_connect=_CONNECT_S),
+            trust_env=options.trust_env,
             auto_decompress=False,  # compressed responses are not accepted, which rules out decompression bombs
         )
 

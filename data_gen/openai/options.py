@@ -58,6 +58,8 @@ class OpenAIOptions:
     """Additional headers; a value env:NAME is read from the environment. Only the names of headers are recorded."""
     body: dict[str, Any] = field(default_factory=dict)
     """Additional fields of the request, e.g. {"priority": 1} or {"chat_template_kwargs": {"enable_thinking": false}}."""
+    trust_env: bool = False
+    """Use the proxies configured in the environment."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "base_urls", tuple(url.rstrip("/") for url in self.base_urls))

@@ -507,3 +507,15 @@ def test_a_broken_server_is_put_aside_when_its_retry_budget_is_spent() -> None:
         outputs, failures = gathered(engine.sample(works(100), SETTINGS))
         assert (len(outputs), failures) == (400, {})
         assert len(bad.bodies) < len(good.bodies)
+
+
+def test_requests_take_the_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In company networks, hosted models are reached through a proxy alone."""
+    with running(Completions()) as (proxy,):
+        monkeypatch.setenv("http_proxy", proxy.url)
+        monkeypatch.delenv("no_proxy", raising=False)
+        options = OpenAIOptions(base_urls=("http://models.invalid/v1",), trust_env=True, start_wait_s=0.0)
+        with closing(OpenAIBackend(options, {})) as client:
+            outputs, failures = gathered(client.sample(WORK, SETTINGS))
+    assert outputs
+    assert not failures
