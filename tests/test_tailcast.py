@@ -212,9 +212,13 @@ def test_predictors_without_lengths_and_checkpoints_are_refused(tmp_path: Path) 
             open_it(str(tmp_path / "checkpoint"))
 
 
-@pytest.mark.parametrize("address", ["no/such/folder", "local://no/such/folder", "nosuch://host:1", "grpc://"])
+@pytest.mark.parametrize(
+    "address", ["no/such/folder", "local://no/such/folder", "nosuch://host:1", "grpc://"]
+)
 def test_every_command_refuses_an_address_with_the_same_words(address: str) -> None:
-    allowed = f"predictor: got {address!r}; allowed: pretrained, tiny, an artifact folder, or grpc://HOST:PORT"
+    allowed = (
+        f"predictor: got {address!r}; allowed: pretrained, tiny, an artifact folder, or grpc://HOST:PORT"
+    )
     openers: tuple[Callable[[], object], ...] = (
         lambda: open_predictor(address),
         lambda: Forecaster(address, "predictor", 1.0),

@@ -8,8 +8,8 @@
 | other fields of PredictRequest | as in protobuf's JSON mapping: numbers may be texts |
 | other members (tools, stream, stop, ...) | ignored |
 
-Members that differ from one of these names by one letter, and a few names of other libraries (model_name, max_length, ...), are
-refused, because they are probably meant as these.
+Members that differ from one of these names by one letter, case, _ or -, and a few names of other libraries (model_name,
+max_length, ...), are refused, because they are probably meant as these.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ _READ = frozenset({*FIELDS, *INPUTS, *MODELS, *LIMITS})
 
 
 def _without_letter(name: str) -> set[str]:
-    """The name, and the name without each of its letters. Two names that differ by one letter, added, missing, other or
-    exchanged with the next one, have one of them in common."""
+    """The name in lower case without _ and -, and that without each of its letters. Two names that differ by one letter, added,
+    missing, other or exchanged with the next one, have one of them in common."""
+    name = name.lower().replace("_", "").replace("-", "")
     return {name, *(name[:index] + name[index + 1 :] for index in range(len(name)))}
 
 

@@ -263,6 +263,10 @@ def test_json_may_be_that_of_protobuf(content: dict[str, Any], expected: pb.Pred
         *[({name: 5}, f"member: got '{name}'; allowed: max_tokens") for name in ("max_token", "max_toknes")],
         *[({name: "m"}, f"member: got '{name}'; allowed: model, or") for name in ("model_name", "model_id")],
         *[
+            ({name: 5}, f"member: got '{name}'; allowed: max_tokens, or")
+            for name in ("maxtoken", "MAX_TOKENS", "max-tokens")
+        ],
+        *[
             ({name: 5}, f"member: got '{name}'; allowed: max_tokens")
             for name in ("max_length", "max_gen_tokens")
         ],
