@@ -8,6 +8,7 @@ from typing import Literal
 from predictors.pretrained import PRETRAINED
 from scheduler_core.ranges import INTEGERS, check_ranges
 from scheduler_core.shell.threads import check_threads
+from training.fitting.grouping import GroupingOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,7 @@ class AdaptConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateConfig:
+class CalibrateConfig(GroupingOptions):
     """Calibrate a predictor's distributions for each served model, compare them with the old ones on held-back prompts, and write a new checkpoint."""
 
     INPUTS = ("predictor", "data")
@@ -77,10 +78,6 @@ class CalibrateConfig:
     """Fraction of the prompts excluded from fitting; old and new predictions are compared on them."""
     seed: int = 0
     """Seed of the split and of the bootstrap intervals."""
-    group_by: str = "prompt_id,model"
-    """Columns that identify a group, separated by commas."""
-    max_tokens: int | None = None
-    """Limit of all outputs; see evaluate."""
     batch_size: int = 16
     """Prompts per call of the model."""
     threads: int | None = None
@@ -91,11 +88,6 @@ class CalibrateConfig:
     """Show progress bars on a terminal, or a line every ten seconds elsewhere."""
 
     def __post_init__(self) -> None:
-        check_ranges(self, batch_size=(1, INTEGERS), max_tokens=(1, INTEGERS), seed=(0, INTEGERS))
-        check_ranges(self, held_back=(0.1, 0.9))
+        super().__post_init__()
+        check_ranges(self, batch_size=(1, INTEGERS), seed=(0, INTEGERS), held_back=(0.1, 0.9))
         check_threads("threads", self.threads)
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Columns that identify a group."""
-        return tuple(name.strip() for name in self.group_by.split(","))

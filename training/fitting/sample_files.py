@@ -7,7 +7,6 @@ Logs of servers and tools: `import-lengths`.
 from __future__ import annotations
 
 import glob
-import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -43,6 +42,12 @@ _TYPES = {
     "temperature": pa.float64(),
 }
 _LISTABLE = ("output_tokens", "finished")
+_ALLOWED = {
+    pa.bool_(): "true or false",
+    pa.int64(): "an integer",
+    pa.float64(): "a number",
+    pa.string(): "a text",
+}
 _TEXT_SUFFIXES = tuple(suffix for suffix in SUFFIXES if suffix not in (".parquet", ".txt"))
 # Name of the option, for error messages.
 _FIELD = "samples"
@@ -231,34 +236,36 @@ def _parsed(name: str, value: object) -> object:
 
 
 def _cell(row: str, field: pa.Field, value: object) -> object:
-    is_list_column = is_list(field.type)
-    kind = field.type.value_type if is_list_column else field.type
+    """The value of a cell in the type of its column; InputError names the row and the column."""
     value = _parsed(field.name, value)
     if value is None or value == "":
         return None
-
-    def one(value: object) -> object:
-        allowed = {pa.bool_(): "true or false", pa.int64(): "an integer", pa.float64(): "a number"}
-        try:
-            if kind == pa.string():
-                if not isinstance(value, list | dict):
-                    return value if isinstance(value, str) else str(value)
-            elif kind == pa.bool_():
-                flag = {"true": True, "false": False}.get(str(value).lower())
-                if flag is not None:
-                    return flag
-            elif not isinstance(value, bool):
-                number = parse_number(value) if isinstance(value, str) else float(value)  # type: ignore[arg-type]
-                if kind == pa.float64() or (number == math.floor(number) and abs(number) < 2**53):
-                    return number if kind == pa.float64() else int(number)
-        except (TypeError, ValueError, OverflowError):
-            pass
-        raise InputError(f"{row}, column {field.name}", value, allowed.get(kind, "a text"))
-
-    if isinstance(value, list) != is_list_column:
-        allowed = "a list, as in other rows" if is_list_column else "one value, as in other rows"
+    if isinstance(value, list) != is_list(field.type):
+        allowed = "one value, as in other rows" if isinstance(value, list) else "a list, as in other rows"
         raise InputError(f"{row}, column {field.name}", value, allowed)
-    return [one(each) for each in value] if isinstance(value, list) else one(value)
+    kind = field.type.value_type if isinstance(value, list) else field.type
+    try:
+        return [_typed(kind, each) for each in value] if isinstance(value, list) else _typed(kind, value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InputError(f"{row}, column {field.name}", value, _ALLOWED[kind]) from error
+
+
+def _typed(kind: pa.DataType, value: Any) -> object:
+    """A JSON value, or its text, in a type of `_ALLOWED`; ValueError, TypeError or OverflowError if it has another one."""
+    if kind == pa.string():
+        if isinstance(value, list | dict):
+            raise TypeError(value)
+        return value if isinstance(value, str) else str(value)
+    if kind == pa.bool_():
+        return ("false", "true").index(str(value).lower()) == 1
+    if isinstance(value, bool):
+        raise TypeError(value)
+    number = parse_number(value) if isinstance(value, str) else float(value)
+    if kind == pa.int64():
+        if number % 1 or abs(number) >= 2**53:
+            raise ValueError(value)
+        return int(number)
+    return number
 
 
 def open_samples(path: str | Path, keys: Sequence[str] = ("prompt_id", "model"), *, work: Path) -> SampleFile:
