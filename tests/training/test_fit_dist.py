@@ -323,3 +323,9 @@ def test_the_summary_counts_flags_and_the_figure_draws_any_family(tmp_path, opti
     is_cut = options.get("censoring") != "none"
     counts = {"constant": 1 + (not is_cut), "all_censored": int(is_cut), "too_few_samples": 1}
     assert {name: summary["flags"].get(name, 0) for name in counts} == counts
+
+
+def test_a_file_of_hopeless_groups_still_has_a_figure(tmp_path):
+    path, _ = fitted_file(tmp_path, num_groups=0)
+    write_figure(path, tmp_path / "fits.png", "log_t")
+    assert (tmp_path / "fits.png").read_bytes().startswith(b"\x89PNG")
