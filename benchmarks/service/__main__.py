@@ -11,10 +11,8 @@ environments:
 
     python3.11 -m venv peers
     peers/bin/pip install litserve==0.2.19 mosec==0.9.8 bentoml==1.4.39 'ray[serve]==2.60.0' onnxruntime tokenizers
-    python3.11 -m venv mlserver
-    mlserver/bin/pip install mlserver==1.7.1 onnxruntime tokenizers
     make triton-env
-    python -m benchmarks.service --peers_python peers/bin/python --mlserver_python mlserver/bin/python
+    python -m benchmarks.service --peers_python peers/bin/python
 
 "req/cpu-s" is responses per CPU second of the server and all its processes. It is the value to compare: on a
 busy machine it changes by less than about 10 %, while rates and latencies change more.
@@ -116,18 +114,20 @@ class Bench:
     environments: Environments
 
     def load(self, url: str, variant: Variant, **options: float) -> dict[str, Any]:
-        """Runs one load in another process and returns its report."""
+        """Runs one load in another process and returns its report; RuntimeError with the end of its stderr if it fails."""
         words = [f"--{name}={value}" for name, value in options.items()]
-        words += [f"--body={variant.body}", f"--timeout_s={self.options.timeout_s}"]
-        return self.reported("load_generator", url, *words)
-
-    def reported(self, module: str, *words: str) -> dict[str, Any]:
-        """The JSON that a module of this package prints; RuntimeError with the end of its stderr if it fails."""
-        words = (*words, f"--seconds={self.options.seconds}", f"--seed={self.options.seed}")
-        command = [sys.executable, "-m", f"benchmarks.service.{module}", *words]
+        words += [f"--{name}={getattr(self.options, name)}" for name in ("timeout_s", "seconds", "seed")]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.service.load_generator",
+            url,
+            f"--body={variant.body}",
+            *words,
+        ]
         result = subprocess.run(command, check=False, capture_output=True, cwd=ROOT)
         if result.returncode:
-            raise RuntimeError(f"{module}: {result.stderr.decode(errors='replace')[-500:]}")
+            raise RuntimeError(result.stderr.decode(errors="replace")[-500:])
         report: dict[str, Any] = json.loads(result.stdout)
         return report
 
@@ -161,11 +161,8 @@ class Bench:
     def compare(self, variants: Sequence[Variant]) -> None:
         """Measures all servers and prints the tables."""
         rows = [Row(variant) for variant in variants]
-        limits: dict[str, list[float]] = {}
         saturation = self.saturation()
         for turn in range(self.options.rounds):
-            for way, rate in self.reported("raw_limit", str(self.artifact)).items():
-                limits.setdefault(way, []).append(rate)
             for row in rows if turn % 2 == 0 else reversed(rows):
                 try:
                     self.measure(row, saturation, turn)
@@ -175,9 +172,7 @@ class Bench:
         print(
             f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}, 70 % of {saturation:.0f} req/s\n"
         )
-        names = [(way, _range(rates)) for way, rates in limits.items()]
-        print(markdown_table(("ONNX Runtime alone, one thread", "req/cpu-s"), names))
-        print(f"\n{markdown_table(HEADER, [row.cells() for row in rows])}")
+        print(markdown_table(HEADER, [row.cells() for row in rows]))
         [*other] = (row for row in rows if row.variant.name == self.options.reference)
         ours = [row for row in rows if row.variant.package is None]
         if other and ours:
@@ -213,7 +208,6 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--artifact", type=Path, help="default: MiniLM with random heads")
     parser.add_argument("--peers_python", default=sys.executable, help="Python with the other servers")
-    parser.add_argument("--mlserver_python", help="Python with MLServer; default: that of the other servers")
     parser.add_argument("--triton", type=Path, default=ROOT / ".venv-triton", help="see make triton-env")
     parser.add_argument("--timeout_s", type=float, default=20.0, help="timeout of a request")
     parser.add_argument(
@@ -230,8 +224,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # also stops the servers
     if options.quick:
         options.seconds, options.rounds = 2.0, 1
-    mlserver = options.mlserver_python or options.peers_python
-    environments = Environments(options.peers_python, mlserver, options.triton.resolve())
+    environments = Environments(options.peers_python, options.triton.resolve())
     parts = [part.lower() for part in options.only or [""]]
     names = {variant.name.lower(): variant for variant in VARIANTS}
     selected = [

@@ -47,12 +47,10 @@ class Environments:
 
     Attributes:
         python: Python with LitServe, Mosec, BentoML, Ray Serve.
-        mlserver: Python with MLServer, which pins other packages.
         triton: Folder created by `make triton-env`.
     """
 
     python: str
-    mlserver: str
     triton: Path
 
     def has(self, package: str | None) -> bool:
@@ -62,8 +60,7 @@ class Environments:
         if package == "triton":
             return (self.triton / "pytriton/tritonserver/bin/tritonserver").is_file()
         probe = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
-        python = self.mlserver if package == "mlserver" else self.python
-        return subprocess.run([python, "-c", probe], check=False, capture_output=True).returncode == 0
+        return subprocess.run([self.python, "-c", probe], check=False, capture_output=True).returncode == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +84,6 @@ def start_of(package: str, settings: Settings, places: Environments, folder: Pat
     environment = settings.environment()
     if package == "triton":
         return _triton(settings, places.triton, folder, port)
-    if package == "mlserver":
-        return _mlserver(settings, places.mlserver, folder, port)
     if package == "bentoml":
         options = ["--host", "127.0.0.1", "--port", str(port), "--working-dir", str(PEERS)]
         return Start([places.python, "-m", "bentoml", "serve", "bentoml_app:Predict", *options], environment)
@@ -98,23 +93,6 @@ def start_of(package: str, settings: Settings, places: Environments, folder: Pat
     if package == "mosec":
         command += ["--address", "127.0.0.1", "--port", str(port), "--timeout", "300000"]
     return Start(command, environment)
-
-
-def _mlserver(settings: Settings, python: str, folder: Path, port: int) -> Start:
-    values = {
-        "HOST": "127.0.0.1",
-        "HTTP_PORT": port,
-        "GRPC_PORT": free_port(),
-        "METRICS_PORT": free_port(),
-        "PARALLEL_WORKERS": 0 if settings.workers == 1 else settings.workers,
-        "MODEL_NAME": "predict",
-        "MODEL_IMPLEMENTATION": "mlserver_app.Predict",
-        "MODEL_MAX_BATCH_SIZE": settings.max_batch,
-        "MODEL_MAX_BATCH_TIME": settings.max_wait_s,
-    }
-    environment = {f"MLSERVER_{name}": str(value) for name, value in values.items()}
-    command = [python, "-c", "from mlserver.cli import main; main()", "start", str(folder)]
-    return Start(command, settings.environment() | environment)
 
 
 def _triton(settings: Settings, place: Path, folder: Path, port: int) -> Start:
@@ -206,7 +184,6 @@ def _peers(
 
 
 OURS = Variant(name="tailcast", scheme="grpc")
-OPEN_INFERENCE = "/v2/models/predict/infer"
 VARIANTS = (
     OURS,
     Variant(name="tailcast, HTTP", path="/v1/predict"),
@@ -215,6 +192,12 @@ VARIANTS = (
     *_peers("Mosec", "mosec", "mosec_app.py", path="/inference"),
     *_peers("BentoML", "bentoml", "bentoml_app.py", body="prompts"),
     *_peers("Ray Serve", "ray", "ray_serve_app.py"),
-    *_peers("MLServer", "mlserver", "mlserver_app.py", path=OPEN_INFERENCE, body="tensors"),
-    *_peers("Triton", "triton", "triton_app.py", "triton_config.pbtxt", path=OPEN_INFERENCE, body="tensors"),
+    *_peers(
+        "Triton",
+        "triton",
+        "triton_app.py",
+        "triton_config.pbtxt",
+        path="/v2/models/predict/infer",
+        body="tensors",
+    ),
 )
