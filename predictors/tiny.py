@@ -6,6 +6,8 @@ A prompt of 400 characters takes less than 0.1 ms if the tables are in the CPU c
 their number, and features of the number of tokens are the input of a network with two hidden layers and the
 outputs mu and ln sigma for every served model. Hashed n-grams are from Joulin et al. (2016,
 arXiv:1607.01759). `python -m examples.pretrained.tiny` distills it from tailcast-minilm.
+
+For the memory of past requests, the vectors of the tokens and the first hidden layer also give an embedding of 64 numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from numpy.typing import NDArray
 from predictors.pretrained import TINY, predictor_folder
 from predictors.tokenizer import PromptTokenizer
 from scheduler_core.errors import InputError, MissingExtraError
-from scheduler_core.prediction.predictions import LengthPrediction, Prediction
+from scheduler_core.prediction.predictions import Embedding, LengthPrediction, Prediction
 from scheduler_core.prediction.predictor import PredictionRequest, Predictor
 from scheduler_core.shell.files import existing_file, sha256_file
 from scheduler_core.shell.json_text import read_json_object, valid_unicode
@@ -33,6 +35,8 @@ OPSET = {"tailcast.tiny": 1}
 #: Names of tables and layers in the file.
 TABLES = ("token", "pair", "start")
 LAYERS = ("hidden_1", "hidden_2", "output")
+#: Arrays of the embedding, which a file may lack.
+EMBEDDING = ("embedding_center", "embedding_weight", "embedding_bias")
 #: Multiplier of Fibonacci hashing; the highest bits of the product are the hash.
 _MULTIPLIER = 0x9E3779B97F4A7C15
 
@@ -66,7 +70,7 @@ def length_features(num_tokens: Any) -> list[Any]:
 class TinyModel:
     """Network from token ids to mu and sigma; thread-safe. InputError for an invalid file.
 
-    The file has `TABLES` as int8 with a scale per row, `LAYERS` as weight and bias in float16.
+    The file has `TABLES` as int8 with a scale per row, `LAYERS` as weight and bias in float16, and may have `EMBEDDING`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -79,27 +83,67 @@ class TinyModel:
                 (content[f"{name}_weight"].astype(np.float32), content[f"{name}_bias"].astype(np.float32))
                 for name in LAYERS
             )
-            self(np.arange(3), len(self._output[1]) - 1)  # verify that the shapes match
+            arrays = [content[name].astype(np.float32) for name in EMBEDDING if name in content]
+            self._embedding = (arrays[0], arrays[1], arrays[2]) if arrays else None
+            self.predict(np.arange(3), len(self._output[1]) - 1)  # verify that the shapes match
         except Exception as error:  # numpy, zipfile, zlib and tokenize share no base class
             allowed = f"a complete weights file of a tiny predictor ({type(error).__name__}: {error})"
             raise InputError(f"artifact file {path.name}", str(path), allowed) from error
 
     def __call__(self, ids: Integers, served_model: int) -> tuple[float, float]:
         """mu and sigma in log tokens from token ids [n]; served_model is 1 + its index, 0 = unknown."""
+        return self._parameters(self._hidden(self._features(ids)), served_model)
+
+    def predict(self, ids: Integers, served_model: int) -> tuple[float, float, Embedding | None]:
+        """mu, sigma and the embedding [D], a unit vector; None if the file has none."""
+        features = self._features(ids)
+        hidden = self._hidden(features)
+        embedding = None if self._embedding is None else self._embed(features, hidden)
+        return *self._parameters(hidden, served_model), embedding
+
+    def inputs_of_embedding(self, ids: Integers) -> tuple[Floats, Floats]:
+        """The two parts of the input of the embedding: vectors of tokens [T] and first hidden layer [H]."""
+        features = self._features(ids)
+        return features[: self._token.shape[1]], self._hidden(features)
+
+    def _features(self, ids: Integers) -> Floats:
         num_tokens = len(ids)
         pairs, starts = hashed_pairs(ids, len(self._pair)), hashed_starts(ids, len(self._start))
-        features = np.concatenate((
+        return np.concatenate((
             self._token.take(ids, 0).sum(0) * max(num_tokens, 1) ** -0.5,
             self._pair.take(pairs, 0).sum(0) * max(num_tokens - 1, 1) ** -0.5,
             self._start.take(starts, 0).sum(0),
             length_features(num_tokens),
         ), dtype=np.float32)  # fmt: skip
-        for weight, bias in (self._first, self._second):
-            features = features @ weight
-            features += bias
-            np.maximum(features, 0, out=features)
-        mu, log_sigma = (self._output[0][served_model] @ features + self._output[1][served_model]).tolist()
+
+    def _hidden(self, features: Floats) -> Floats:
+        hidden = features @ self._first[0]
+        hidden += self._first[1]
+        np.maximum(hidden, 0, out=hidden)
+        return hidden
+
+    def _parameters(self, hidden: Floats, served_model: int) -> tuple[float, float]:
+        last = hidden @ self._second[0]
+        last += self._second[1]
+        np.maximum(last, 0, out=last)
+        mu, log_sigma = (self._output[0][served_model] @ last + self._output[1][served_model]).tolist()
         return mu, math.exp(log_sigma)
+
+    def _embed(self, features: Floats, hidden: Floats) -> Embedding:
+        assert self._embedding is not None
+        center, weight, bias = self._embedding
+        parts = embedding_input(features[: self._token.shape[1]], hidden, center)
+        return unit_vector(parts @ weight + bias)
+
+
+def unit_vector(values: Floats) -> Floats:
+    """The vector [D] divided by its length; zeros remain."""
+    return np.asarray(values / np.float32(max(math.sqrt(float(values @ values)), 1e-9)))
+
+
+def embedding_input(tokens: Floats, hidden: Floats, center: Floats) -> Floats:
+    """Input [T + H] of the projection to an embedding: both parts as unit vectors, the second one after centering."""
+    return np.concatenate((unit_vector(tokens), unit_vector(hidden - center)))
 
 
 class TinySession:
@@ -167,6 +211,11 @@ class TinyPredictor(Predictor):
 
     def _prediction(self, prompt: str, served_model: str) -> Prediction:
         [tokens] = self._tokenizer([prompt])
-        mu, sigma = self._model(tokens.ids, self._numbers.get(served_model, 0))
+        mu, sigma, embedding = self._model.predict(tokens.ids, self._numbers.get(served_model, 0))
         length = LengthPrediction(mu, sigma, self._nu, *self._artifact)
-        return Prediction(length=length, prompt_tokens=None if tokens.truncated else tokens.num_tokens)
+        prompt_tokens = None if tokens.truncated else tokens.num_tokens
+        return Prediction(length=length, prompt_tokens=prompt_tokens, embedding=embedding)
+
+    def embedding(self, prompt: str) -> Embedding | None:
+        """The embedding of a prompt [D]; None if the artifact has none."""
+        return self._prediction(prompt, "").embedding

@@ -31,9 +31,11 @@ from benchmarks.shared.pages import put_section
 from benchmarks.shared.study import implied_max_tokens
 from scheduler_core.errors import InputError
 from scheduler_core.lengths.student_t import student_t_cdf
-from scheduler_core.prediction.correction import COVERAGE_LEVELS, features_of
+from scheduler_core.prediction.correction import RequestContext
+from scheduler_core.prediction.linear_correction import features_of
 from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import LengthPrediction
+from scheduler_core.prediction.score_window import COVERAGE_LEVELS
 from scheduler_core.report.page import markdown_table
 from training.commands.evaluate_stream import ModelMonitor
 from training.evaluating.batch_predictor import InferenceOptions, open_batch_predictor
@@ -110,7 +112,7 @@ def watched(old: str, new: str, outcomes: Sequence[Outcome], change: int, window
         assert prediction is not None
         if number >= change:
             predicted.add(outcome, prediction)
-            running.add(outcome, monitor.running.correct("", prediction))
+            running.add(outcome, monitor.running.correct(RequestContext(), prediction))
             if delay is not None:
                 at_alarms.add(outcome, monitor.in_use.corrected(prediction, features_of(prediction, None)))
         alarm = monitor.update(outcome, prediction)

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from predictors.pretrained import artifact_folder
 from predictors.runtime import ArtifactRuntime, open_runtime
-from scheduler_core.prediction.correction import Correction, fit
+from scheduler_core.prediction.correction import Correction, RequestContext
+from scheduler_core.prediction.linear_correction import fit
 from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.report.page import markdown_table
 from training.correcting.adapt import predicted
@@ -80,13 +81,14 @@ def compare(first: list[Outcome], rest: list[Outcome], h: FloatArray) -> dict[st
     """Metrics of each correction on the rest; h has the features of both parts."""
     linear, online = fit(first), Correction()
     for outcome in first:
-        online.observe("", outcome)
+        online.observe(RequestContext(), outcome)
     online_rest = []
     for outcome in rest:
         prediction = outcome.prediction
         assert prediction is not None
-        online_rest.append(replace(outcome, prediction=online.correct("", prediction, outcome.prompt_tokens)))
-        online.observe("", outcome)
+        context = RequestContext(prompt_tokens=outcome.prompt_tokens)
+        online_rest.append(replace(outcome, prediction=online.correct(context, prediction)))
+        online.observe(RequestContext(), outcome)
     sigma = np.array(
         [each.sigma for outcome in corrected(first, {"": linear}) if (each := outcome.prediction)]
     )

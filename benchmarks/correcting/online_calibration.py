@@ -43,7 +43,7 @@ from benchmarks.shared.pages import put_section
 from benchmarks.shared.pooled import ENCODER, pooled
 from predictors.pretrained import artifact_folder
 from scheduler_core.errors import InputError
-from scheduler_core.prediction.correction import Correction
+from scheduler_core.prediction.correction import Correction, RequestContext
 from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import LengthPrediction
 from scheduler_core.report.page import markdown_table
@@ -229,10 +229,12 @@ def streamed(
                 output_tokens=tokens,
                 max_tokens=MAX_TOKENS,
             )
-            calibration.observe("", outcome)
+            calibration.observe(RequestContext(), outcome)
         num_ended = count
         corrected = [
-            calibration.correct("", rows.prediction(row), int(rows.prompt_tokens[row]))
+            calibration.correct(
+                RequestContext(prompt_tokens=int(rows.prompt_tokens[row])), rows.prediction(row)
+            )
             for row in evaluation.tolist()
         ]
         mu, sigma = (np.array([getattr(one, name) for one in corrected]) for name in ("mu", "sigma"))

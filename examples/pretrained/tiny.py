@@ -37,7 +37,7 @@ from predictors.artifact import write_manifest
 from predictors.manifest import Conditions, EncoderCard, Manifest
 from predictors.pretrained import FOLDERS, TINY, pin
 from predictors.runtime import ArtifactRuntime, open_runtime
-from predictors.tiny import OPSET, WEIGHTS, TinyModel
+from predictors.tiny import EMBEDDING, OPSET, WEIGHTS, TinyModel, embedding_input
 from predictors.tokenizer import PromptTokenizer
 from scheduler_core.shell.command import command
 from scheduler_core.shell.files import atomic_file, shared_folder
@@ -48,6 +48,7 @@ NAME = "tailcast-tiny"
 #: Tokens: words without digits, numbers, line breaks, and every other sign or CJK character by itself.
 PATTERN = r"[^\W\d぀-ヿ一-鿿가-힣]+|\d+|\n+|[^\w\s]|\w"
 MAX_LENGTH = 1024
+EMBEDDING_WIDTH = 64
 CARD = """# tailcast-tiny
 
 A small predictor distilled from [tailcast-minilm](README.md): hashed n-grams and a small network in numpy, without ONNX Runtime. A prediction takes less than 100 microseconds for a prompt of 400 characters with warm caches ([figures](../../docs/benchmarks.md#tiny-predictor)), fast enough to run inside a scheduler. Its name is `tiny` wherever a predictor can be selected.
@@ -149,6 +150,7 @@ def tiny(config: TinyConfig) -> None:
         names,
     )
     content = calibrated(content, TinyModel(folder / WEIGHTS), held_out, nu)
+    content |= embedding(TinyModel(folder / WEIGHTS), data.tokens[: len(castillo) + len(others)])
     np.savez_compressed(folder / WEIGHTS, **content)  # type: ignore[arg-type]
     write_manifest(folder, manifest_of(network, teacher))
     if config.report:
@@ -160,6 +162,19 @@ def tiny(config: TinyConfig) -> None:
         if config.report:
             shutil.copy(out / "TINY.md", target.parent)
         pin(target)
+
+
+def embedding(model: TinyModel, tokens: Sequence[NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Arrays of the embedding: a projection to the first `EMBEDDING_WIDTH` principal components over prompts (their token
+    ids), in which similar prompts stay similar."""
+    parts = [model.inputs_of_embedding(ids) for ids in tokens if len(ids)]
+    center = np.mean([hidden for _, hidden in parts], axis=0)
+    inputs = np.array([embedding_input(*part, center) for part in parts])
+    mean = inputs.mean(axis=0)
+    _, _, components = np.linalg.svd(inputs - mean, full_matrices=False)
+    weight = components[:EMBEDDING_WIDTH].T
+    arrays = (center, weight, -mean @ weight)
+    return {name: values.astype(np.float16) for name, values in zip(EMBEDDING, arrays, strict=True)}
 
 
 def stored_targets(

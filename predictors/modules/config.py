@@ -93,7 +93,7 @@ class PredictorConfig:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Post-hoc calibration of each served model, by the coefficients of `scheduler_core.prediction.correction`.
+    """Post-hoc calibration of each served model, by the coefficients of `scheduler_core.prediction.linear_correction`.
 
     Attributes:
         sigma_scale, mu_shift: Factors of sigma > 0, and shifts of mu in units of the uncalibrated sigma

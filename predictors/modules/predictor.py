@@ -16,7 +16,7 @@ from predictors.modules.heads import SIGMA_FLOOR
 from predictors.modules.normalization import Normalization
 from scheduler_core.errors import InputError
 from scheduler_core.lengths.quantiles import moved
-from scheduler_core.prediction.correction import CENTERS, MAX_FEATURE
+from scheduler_core.prediction.linear_correction import CENTERS, MAX_FEATURE
 
 # ln(512) / 5 is about 1, the scale of the other features.
 PROMPT_LENGTH_SCALE = 5.0

@@ -17,9 +17,11 @@ from predictors.proxy.metrics import ProxyMetrics
 from predictors.proxy.parsing import ParsedRequest
 from predictors.proxy.responses import ResponseStats, output_length
 from scheduler_core.adapters.live_calibration import FORCED_LENGTH, LiveCalibration
+from scheduler_core.prediction.correction import RequestContext
 from scheduler_core.prediction.outcome import Outcome, is_finished
 from scheduler_core.prediction.predictions import LengthPrediction
 from scheduler_core.prediction.predictor import PredictionRequest
+from scheduler_core.prediction.prompt_text import prompt_key
 from scheduler_core.request import Request
 
 #: Kinds of engines whose streams have token counts if `stream_options` requests them.
@@ -200,9 +202,7 @@ class Recorder:
         if problem is not None:
             calibration.skip(problem, PROBLEMS[problem])
             return
-        calibration.observe(
-            outcome.served_model or "", replace(outcome, prompt_tokens=exchange.prompt_tokens)
-        )
+        calibration.observe(context_of(exchange), replace(outcome, prompt_tokens=exchange.prompt_tokens))
 
     async def _record(
         self,
@@ -262,6 +262,18 @@ class Recorder:
             messages=tuple(message for message in body.messages if message.text) if is_stored else (),
             prediction=_length(exchange.forecast),
         )
+
+
+def context_of(exchange: Exchange) -> RequestContext:
+    """What online calibration uses of a request."""
+    prediction = None if exchange.forecast is None else exchange.forecast.prediction
+    return RequestContext(
+        served_model=exchange.parsed.body.model,
+        tenant=exchange.request.tenant,
+        prompt_tokens=exchange.prompt_tokens,
+        system_prompt=prompt_key(exchange.parsed.body.messages),
+        embedding=None if prediction is None else prediction.embedding,
+    )
 
 
 def _problem(exchange: Exchange) -> str | None:

@@ -19,7 +19,7 @@ from predictors.proxy.client_rules import CLIENT_HEADERS, ClientRules, allowed_b
 from predictors.proxy.config import ProxyConfig
 from predictors.proxy.engines import Hint, make_engine
 from predictors.proxy.errors import EngineLostError, Refusal
-from predictors.proxy.feedback import Exchange, Recorder
+from predictors.proxy.feedback import Exchange, Recorder, context_of
 from predictors.proxy.forecast import Forecast, Forecaster
 from predictors.proxy.metrics import ProxyMetrics
 from predictors.proxy.order import HoldQueue, make_order
@@ -243,7 +243,7 @@ class RequestHandler:
         exchange.prompt_tokens, prediction = prompt_tokens, forecast.prediction
         calibration = self.recorder.calibration
         if calibration is not None:
-            prediction = calibration.correct(exchange.parsed.body.model, prediction, prompt_tokens)
+            prediction = calibration.correct(context_of(exchange), prediction)
         prediction = exchange.parsed.body.prediction(prediction, exchange.query.max_tokens)
         self.order.update(exchange.request.request_id, prediction, prompt_tokens)
         self.metrics.predictions.labels(forecast.outcome).inc()

@@ -1,22 +1,26 @@
 """Online calibration in a serving process: background thread, state file and Prometheus metrics."""
 
+import io
 import json
 import logging
 import os
 import time
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.prediction.correction import Correction
+from scheduler_core.prediction.correction import Correction, RequestContext, Source
 from scheduler_core.prediction.drift import DriftAlarm
 from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import Prediction
-from scheduler_core.shell.files import writable_target, write_json
+from scheduler_core.shell.files import atomic_file, writable_target
 
 logger = logging.getLogger(__name__)
 #: Seconds between two writes of the file, and between two updates of the metrics by `publish_if_due`.
@@ -43,9 +47,17 @@ class CalibrationGauges:
             "num_outputs": gauge("outputs", "Ended requests used for online calibration."),
             "num_censored": gauge("censored_outputs", "Ended requests that were truncated or aborted."),
             "num_alarms": gauge("drift_alarms", "Drift alarms of the corrected predictions."),
-            "is_used": gauge("in_use", "1 if predictions are corrected, 0 if they are unchanged."),
+            "num_hits": gauge("memory_hits", "Ended requests with similar past requests in the memory."),
         }
-        which = "predictions"  # raw or corrected
+        self._is_used = gauge("in_use", "1 if predictions are corrected, 0 if they are unchanged.")
+        self._uses_memory = gauge("memory_in_use", "1 if predictions are corrected with the memory, else 0.")
+        self._scopes = Gauge(
+            f"{prefix}calibration_scopes", "Tenants with their own memory.", registry=registry, **options
+        )
+        self._remembered = Gauge(
+            f"{prefix}calibration_remembered", "Past requests in the memories.", registry=registry, **options
+        )
+        which = "predictions"  # raw, calibrated (without the memory) or corrected (with it)
         self._coverage = gauge(
             "coverage", "Fraction of outputs not longer than a predicted quantile.", which, "quantile"
         )
@@ -58,6 +70,8 @@ class CalibrationGauges:
 
     def publish(self, calibration: Correction) -> None:
         """Updates all gauges, except those without a value yet; removes those of models that were dropped."""
+        self._scopes.set(calibration.num_scopes)
+        self._remembered.set(calibration.num_remembered)
         served_models = calibration.served_models
         for served_model in set(self._series) - set(served_models):
             series = self._series.pop(served_model)
@@ -70,7 +84,10 @@ class CalibrationGauges:
             values: list[tuple[Any, tuple[str, ...], Any]] = [
                 (gauge, (served_model,), metrics[name]) for name, gauge in self._counts.items()
             ]
-            for which, key in (("raw", "before"), ("corrected", "after")):
+            source = Source(metrics["source"])
+            values.append((self._is_used, (served_model,), int(source is not Source.RAW)))
+            values.append((self._uses_memory, (served_model,), int(source is Source.REMEMBERED)))
+            for which, key in (("raw", "before"), ("calibrated", "calibrated"), ("corrected", "after")):
                 scores, labels = metrics[key], (served_model, which)
                 values += [(self._tau, labels, scores["tau"]), (self._crps, labels, scores["crps"])]
                 for quantile, fraction in scores["coverage"].items():
@@ -84,7 +101,7 @@ class CalibrationGauges:
 class LiveCalibration:
     """Corrects predictions and updates the calibration in a background thread; its errors never fail a request.
 
-    `file` is a JSON file that keeps the calibration across restarts; None: no file. `InputError` if its
+    `file` keeps the calibration across restarts (see `packed`); None: no file. `InputError` if its
     content is invalid, or it cannot be written. `clock` is monotonic, in seconds.
     """
 
@@ -104,17 +121,13 @@ class LiveCalibration:
         if self._file is not None and self._file.exists():
             self.calibration.restore(_content(self._file))
 
-    def correct(
-        self, served_model: str, prediction: Prediction | None, prompt_tokens: int | None
-    ) -> Prediction | None:
+    def correct(self, context: RequestContext, prediction: Prediction | None) -> Prediction | None:
         """The prediction with its length corrected, if it has one."""
         if prediction is None or prediction.length is None:
             return prediction
-        return replace(
-            prediction, length=self.calibration.correct(served_model, prediction.length, prompt_tokens)
-        )
+        return replace(prediction, length=self.calibration.correct(context, prediction.length))
 
-    def observe(self, served_model: str, outcome: Outcome) -> None:
+    def observe(self, context: RequestContext, outcome: Outcome) -> None:
         """Queues an ended request for `Correction.observe`; those without a predicted or true length, and beyond
         `MAX_PENDING`, are ignored, invalid ones are logged and skipped."""
         if outcome.prediction is None or outcome.output_tokens < 1:
@@ -122,7 +135,7 @@ class LiveCalibration:
         if self._num_observed - self._num_learned >= MAX_PENDING:
             return
         self._num_observed += 1
-        self._submit(self._learn, served_model, outcome)
+        self._submit(self._learn, context, outcome)
 
     def skip(self, reason: str, explanation: str) -> None:
         """Counts an ended request that cannot be used. Logs the explanation once per reason and hour; reasons are
@@ -156,10 +169,10 @@ class LiveCalibration:
             return self._thread.submit(_run, task, *args)
         return None
 
-    def _learn(self, served_model: str, outcome: Outcome) -> None:
+    def _learn(self, context: RequestContext, outcome: Outcome) -> None:
         self._num_learned += 1
         try:
-            alarm: DriftAlarm | None = self.calibration.observe(served_model, outcome)
+            alarm: DriftAlarm | None = self.calibration.observe(context, outcome)
         except InputError as error:
             logger.warning("calibration skipped an invalid request: %s", error)
             return
@@ -168,7 +181,7 @@ class LiveCalibration:
             text = (
                 "outputs of %r have been %s than predicted for about %d outputs: calibration is mostly reset"
             )
-            logger.warning(text, served_model, alarm.reason.replace("_", " "), alarm.num_outputs)
+            logger.warning(text, context.served_model, alarm.reason.replace("_", " "), alarm.num_outputs)
         if self._clock() - self._saved_s >= SAVE_S:
             self._save()
 
@@ -177,9 +190,37 @@ class LiveCalibration:
             return
         self._saved_s, self._has_changed = self._clock(), False
         try:
-            write_json(self._file, self.calibration.state())
+            with atomic_file(self._file) as temporary:
+                temporary.write_bytes(packed(self.calibration.state()))
         except (OSError, TailcastError) as error:
             logger.warning("the calibration file cannot be written: %s", error)
+
+
+def packed(state: Mapping[str, Any]) -> bytes:
+    """A state of `Correction` as a file: numpy's zip archive of its arrays and, as "state", the rest in JSON with the names of
+    the arrays."""
+    arrays: dict[str, Any] = {}
+
+    def without_arrays(value: Any) -> Any:
+        arrays[name := str(len(arrays))] = value
+        return {"array": name}
+
+    text = json.dumps(state, allow_nan=False, default=without_arrays)
+    stream = io.BytesIO()
+    np.savez(stream, state=np.frombuffer(text.encode(), np.uint8), **arrays)
+    return stream.getvalue()
+
+
+def unpacked(content: bytes) -> Any:
+    """The state in the content of a file; raises an error if it is neither `packed` nor JSON, as earlier versions wrote it."""
+    if not content.startswith(b"PK"):
+        return json.loads(content)
+    with np.load(io.BytesIO(content), allow_pickle=False) as archive:
+
+        def with_arrays(value: dict[str, Any]) -> Any:
+            return archive[value["array"]] if value.keys() == {"array"} else value
+
+        return json.loads(archive["state"].tobytes(), object_hook=with_arrays)
 
 
 def _run(task: Callable[..., None], *args: Any) -> None:
@@ -193,8 +234,8 @@ def _content(file: Path) -> Any:
     if not file.is_file():
         raise InputError("calibration_file", str(file), "a regular file, or the name of a new one")
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return unpacked(file.read_bytes())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as error:
         raise InputError(
             "calibration_file", str(file), f"a file written by online calibration ({error})"
         ) from error

@@ -24,8 +24,9 @@ from scheduler_core.adapters.live_order import LiveOrder, declared_level
 from scheduler_core.adapters.prediction_thread import PredictionThread, PromptDecoder
 from scheduler_core.adapters.settings import EngineSettings, check_version, read_settings
 from scheduler_core.errors import InputError, MissingExtraError
+from scheduler_core.prediction.correction import RequestContext
 from scheduler_core.prediction.outcome import Outcome
-from scheduler_core.prediction.predictions import Prediction, requested_prediction
+from scheduler_core.prediction.predictions import LengthPrediction, Prediction, requested_prediction
 from scheduler_core.prediction.predictor import PredictionRequest, PredictionStatus, open_predictor
 from scheduler_core.request import Request, RequestState
 
@@ -178,8 +179,8 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
         if settings.online_calibration and settings.predictor is not None:
             gauges = self._tailcast_metrics.calibration
             self._tailcast_calibration = LiveCalibration(settings.calibration_file, gauges)
-        #: Uncorrected predictions of live requests.
-        self._tailcast_predictions: dict[str, Prediction] = {}
+        #: Uncorrected predictions of live requests, with what online calibration uses of them.
+        self._tailcast_predictions: dict[str, tuple[LengthPrediction | None, RequestContext]] = {}
         predictor = settings.predictor or "none"
         self._tailcast_metrics.info.labels(settings.policy, predictor, str(__version__)).set(1)
         _log_start(settings)
@@ -289,9 +290,15 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
         if request is None:
             return prediction
         if prediction is not None and calibration is not None:
-            self._tailcast_predictions[request_id] = prediction
-            served_model = self._tailcast_settings.model
-            prediction = calibration.correct(served_model, prediction, int(request.num_prompt_tokens))
+            state = self._tailcast_order.states.get(request_id)
+            context = RequestContext(
+                served_model=self._tailcast_settings.model,
+                tenant="" if state is None else state.request.tenant,
+                prompt_tokens=int(request.num_prompt_tokens),
+                embedding=prediction.embedding,
+            )
+            self._tailcast_predictions[request_id] = (prediction.length, context)
+            prediction = calibration.correct(context, prediction)
         min_tokens, ignores_eos = _forced_length(request)
         limit = max(int(request.max_tokens), 1)
         return requested_prediction(
@@ -300,23 +307,25 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
 
     def _tailcast_calibrate(self, request: Any) -> None:
         """Updates online calibration with an ended request."""
-        prediction = self._tailcast_predictions.pop(request.request_id, None)
+        predicted = self._tailcast_predictions.pop(request.request_id, None)
         reason = str(request.get_finished_reason())
         calibration = self._tailcast_calibration
-        if calibration is None or reason not in ("stop", "length", "abort"):
+        if calibration is None or predicted is None or reason not in ("stop", "length", "abort"):
             return
         min_tokens, ignores_eos = _forced_length(request)
         if ignores_eos or min_tokens > 1:
             calibration.skip("forced_length", FORCED_LENGTH)
             return
+        length, context = predicted
         outcome = Outcome(
-            prediction=None if prediction is None else prediction.length,
+            request_id=request.request_id,
+            prediction=length,
             prompt_tokens=int(request.num_prompt_tokens),
             output_tokens=int(request.num_output_tokens),
             finished=reason == "stop",
             max_tokens=int(request.max_tokens),
         )
-        calibration.observe(self._tailcast_settings.model, outcome)
+        calibration.observe(context, outcome)
 
     def _tailcast_sort_running(self, now: float) -> None:
         """Sorts the running requests by eviction key, because vLLM preempts the last one when memory runs out. Before

@@ -5,12 +5,13 @@ The constructors raise InputError for values outside their range, including NaN.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogQuantiles, LogT, expected_and_cvar
@@ -19,6 +20,9 @@ from scheduler_core.lengths.quantiles import LEVELS
 from scheduler_core.lengths.student_t import student_t_cdf
 from scheduler_core.lengths.table import LengthTable
 from scheduler_core.prediction.urgency import effective_level, expected_cost_levels
+
+#: Unit vector [D] of a prompt; prompts with similar outputs have a large product.
+Embedding = NDArray[np.float32]
 
 #: max_tokens for expectations of requests without a limit: the mean of X itself is infinite.
 DEFAULT_MAX_TOKENS = 32_768
@@ -188,6 +192,7 @@ class Prediction:
     """All predictions of one artifact for a request; None for heads that it does not have.
 
     `prompt_tokens` is the number of tokens of the prompt, None if the predictor truncated it or did not count.
+    `embedding` is for the memory of past requests (see `memory`), None if the predictor has none.
     """
 
     length: LengthPrediction | None = None
@@ -196,6 +201,7 @@ class Prediction:
     rank: RankPrediction | None = None
     point: PointPrediction | None = None
     prompt_tokens: int | None = None
+    embedding: Embedding | None = field(default=None, compare=False, repr=False)
 
 
 def requested_prediction(

@@ -14,6 +14,7 @@ the same text. Reading never fails: a malformed message has an empty text, becau
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -98,6 +99,16 @@ def conversation_text(messages: Iterable[tuple[str, str]]) -> str:
 def predictor_text(messages: Sequence[Message], *, conversations: bool) -> str:
     """The text that a predictor reads: the conversation, if the artifact was trained on `conversations`, else `user_text`."""
     return conversation_text(messages) if conversations else user_text(messages)
+
+
+def prompt_key(messages: Sequence[Message]) -> int:
+    """Key of the system prompts of a conversation, an integer of 64 bits; 0 without a system prompt. They often identify the
+    application, whose requests have similar outputs."""
+    texts = [message.text for message in messages if message.role == SYSTEM and message.text]
+    if not texts:
+        return 0
+    digest = hashlib.blake2b("\0".join(texts).encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def _message(item: object) -> Message | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from scheduler_core.engine.plan import Finished
 from scheduler_core.errors import InputError
-from scheduler_core.prediction.correction import Correction
+from scheduler_core.prediction.correction import Correction, RequestContext
 from scheduler_core.prediction.outcome import Outcome as RequestOutcome
 from scheduler_core.prediction.predictions import Prediction
 from scheduler_core.ranges import check_choice
@@ -274,9 +274,7 @@ class Simulation:
         prediction = self._predicted[row.request_id]
         if self._calibration is None or prediction is None or prediction.length is None:
             return prediction
-        length = self._calibration.correct(
-            self._served_model or row.model, prediction.length, row.prompt_tokens
-        )
+        length = self._calibration.correct(self._context(row, prediction), prediction.length)
         self._corrected[row.request_id] = corrected = replace(prediction, length=length)
         return corrected
 
@@ -292,7 +290,15 @@ class Simulation:
             finished=item.reason != "length",
             max_tokens=row.max_tokens,
         )
-        self._calibration.observe(self._served_model or row.model, outcome)
+        self._calibration.observe(self._context(row, prediction), outcome)
+
+    def _context(self, row: TraceRequest, prediction: Prediction) -> RequestContext:
+        return RequestContext(
+            served_model=self._served_model or row.model,
+            tenant=row.tenant,
+            prompt_tokens=row.prompt_tokens,
+            embedding=prediction.embedding,
+        )
 
     def _update(self, name: str, prediction: Prediction | None, now: float) -> None:
         if self._dispatcher is None:

@@ -23,7 +23,7 @@ from predictors.service.in_process import InProcessPredictor
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.lengths import LogQuantiles, LogT
 from scheduler_core.lengths.quantiles import LEVELS
-from scheduler_core.prediction.correction import Coefficients, features_of
+from scheduler_core.prediction.linear_correction import Coefficients, features_of
 from scheduler_core.prediction.predictor import PredictionRequest
 from scheduler_core.simulator.trace_predictions import fetch_predictions
 from tests.export.conftest import export, write_checkpoint

@@ -16,7 +16,7 @@ from scheduler_core.lengths import quantiles as by_quantiles
 from scheduler_core.lengths.quantiles import LEVELS
 from scheduler_core.lengths.standard import FloatArray
 from scheduler_core.policies import make_policy
-from scheduler_core.prediction.correction import Correction
+from scheduler_core.prediction.correction import Correction, RequestContext
 from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import LengthPrediction, Prediction
 from scheduler_core.replay import replay
@@ -167,8 +167,11 @@ def test_online_calibration_moves_the_quantiles_with_mu_and_sigma() -> None:
     prediction = LengthPrediction(SKEWED[11], 0.4, NU, "a", "1", SKEWED)
     for _ in range(300):
         tokens = max(1, round(math.exp(prediction.mu + 0.5 + 0.8 * rng.standard_normal())))
-        calibration.observe("m", Outcome(prediction=prediction, prompt_tokens=100, output_tokens=tokens))
-    corrected = calibration.correct("m", prediction, 100)
+        calibration.observe(
+            RequestContext(served_model="m"),
+            Outcome(prediction=prediction, prompt_tokens=100, output_tokens=tokens),
+        )
+    corrected = calibration.correct(RequestContext(served_model="m", prompt_tokens=100), prediction)
     assert corrected.mu == pytest.approx(prediction.mu + 0.5, abs=0.2)
     standard = [(np.array(each.quantiles) - each.mu) / each.sigma for each in (prediction, corrected)]
     np.testing.assert_allclose(*standard, atol=1e-9)
@@ -182,14 +185,19 @@ def test_online_calibration_keeps_correct_quantiles_and_corrects_others(shift: f
     calibration = Correction()
     for level in np.random.default_rng(0).random(1000).tolist():
         tokens = max(1, round(math.exp(shift) * float(LogQuantiles(SKEWED).ppf(level))))
-        calibration.observe("m", Outcome(prediction=prediction, prompt_tokens=100, output_tokens=tokens))
+        calibration.observe(
+            RequestContext(served_model="m"),
+            Outcome(prediction=prediction, prompt_tokens=100, output_tokens=tokens),
+        )
     found = calibration.metrics("m")
     assert found["after"]["coverage"] == pytest.approx({"p50": 0.5, "p90": 0.9, "p99": 0.99}, abs=0.06)
     assert found["before"]["coverage"]["p90"] == pytest.approx(
         0.9 if shift == 0 else 0.2, abs=0.05 + shift / 3
     )
     assert found["num_alarms"] == 0
-    assert calibration.correct("m", prediction, 100).mu == pytest.approx(prediction.mu + shift, abs=0.15)
+    assert calibration.correct(
+        RequestContext(served_model="m", prompt_tokens=100), prediction
+    ).mu == pytest.approx(prediction.mu + shift, abs=0.15)
 
 
 def test_a_decision_log_keeps_quantiles_and_one_without_is_as_before() -> None:

@@ -26,12 +26,12 @@ from scheduler_core.errors import InputError
 from scheduler_core.prediction.correction import (
     MAX_WINDOW,
     MIN_OUTPUTS,
-    Coefficients,
     Correction,
     CorrectionConfig,
-    features_of,
+    RequestContext,
 )
 from scheduler_core.prediction.drift import DriftDetector
+from scheduler_core.prediction.linear_correction import Coefficients, features_of
 from scheduler_core.prediction.outcome import Outcome, bounded_lines, parse_outcome, segments_of
 from scheduler_core.prediction.predictions import LengthPrediction
 from scheduler_core.ranges import FINITE, INTEGERS, check_ranges
@@ -91,7 +91,7 @@ class ModelMonitor:
         """Updates the monitor with an output; returns the content of an alarm if the detector fires, else None."""
         self.num_outcomes += 1
         corrected = self.in_use.corrected(prediction, features_of(prediction, output.prompt_tokens))
-        self.running.observe("", output)
+        self.running.observe(RequestContext(), output)
         alarm = self.detector.observe(corrected, output.output_tokens, finished=output.is_finished)
         if alarm is None:
             return None

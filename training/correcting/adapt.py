@@ -21,7 +21,8 @@ from predictors.manifest import MODEL, Manifest
 from predictors.pretrained import artifact_folder
 from predictors.runtime import ArtifactRuntime, open_runtime
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.prediction.correction import fit, fit_each, is_model_name
+from scheduler_core.prediction.correction import is_model_name
+from scheduler_core.prediction.linear_correction import fit, fit_each
 from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.shell.command import CHECK_FAILED, report_left_out
 from scheduler_core.shell.files import atomic_directory, folder_target, writable_target, write_json

@@ -16,7 +16,7 @@ from data_gen.splits import unit_hash
 from predictors.modules.checkpoint import KIND, Checkpoint, load_checkpoint, save_checkpoint
 from predictors.modules.config import Calibration
 from scheduler_core.errors import InputError
-from scheduler_core.prediction.correction import Coefficients, fit_each
+from scheduler_core.prediction.linear_correction import Coefficients, fit_each
 from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import LengthPrediction
 from scheduler_core.shell.command import CHECK_FAILED

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler_core.prediction.correction import Coefficients, features_of
+from scheduler_core.prediction.linear_correction import Coefficients, features_of
 from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.report.page import Page
 from training.evaluating.scores import COVERAGE_LEVELS, OutputScores, kendall_tau, score_outcomes

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from predictors.manifest import Conditions, Manifest
-from scheduler_core.prediction.correction import CENTERS, MAX_FEATURE, Coefficients
+from scheduler_core.prediction.linear_correction import CENTERS, MAX_FEATURE, Coefficients
 from training.correcting.encoder_shift import EncoderShift
 
 
@@ -30,7 +30,7 @@ class Adaptation:
         return {"base": self.base, **asdict(self.coefficients), "uses_features": self.shift is not None}
 
 
-#: The formulas of `scheduler_core.prediction.correction`; bit-identical for served models with zero coefficients.
+#: The formulas of `scheduler_core.prediction.linear_correction`; bit-identical for served models with zero coefficients.
 _NODES = """
 mask = Cast <to = 1> (attention_mask)
 num_tokens = ReduceSum <keepdims = 0> (mask, last_axis)

@@ -119,7 +119,7 @@ def fit_shift(
 
 
 def _fit(outcomes: Sequence[Outcome], sigma: FloatArray, features: FloatArray) -> EncoderShift:
-    """Repeated scoring steps of the location (see `scheduler_core.prediction.correction`) with principal components."""
+    """Repeated scoring steps of the location (see `scheduler_core.prediction.linear_correction`) with principal components."""
     middle, size = features.mean(axis=0), features.std(axis=0)
     size = np.where(size < 1e-6, np.inf, size * np.sqrt(features.shape[1]))
     standardized = (features - middle) / size

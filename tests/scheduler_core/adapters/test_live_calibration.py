@@ -1,6 +1,5 @@
 """Online calibration of a process that serves: its file, its metrics, and what must not stop the process."""
 
-import json
 import logging
 import os
 import shutil
@@ -18,13 +17,15 @@ from scheduler_core.adapters.live_calibration import (
     SAVE_S,
     CalibrationGauges,
     LiveCalibration,
+    unpacked,
 )
 from scheduler_core.errors import InputError
-from scheduler_core.prediction.correction import Correction, CorrectionConfig
+from scheduler_core.prediction.correction import Correction, CorrectionConfig, RequestContext
 from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import LengthPrediction, PointPrediction, Prediction
 from tests.scheduler_core.helpers import Clock
 
+CONTEXT = RequestContext(served_model="m", prompt_tokens=10)
 PREDICTION = Prediction(length=LengthPrediction(4.0, 0.5, 3.5), point=PointPrediction(60.0))
 
 
@@ -41,23 +42,23 @@ def live(file: Path | None, clock: Clock | None = None) -> LiveCalibration:
 
 def feed(calibration: LiveCalibration, count: int = 60, tokens: int = 200) -> None:
     for _ in range(count):
-        calibration.observe("m", outcome(tokens))
+        calibration.observe(CONTEXT, outcome(tokens))
     calibration.publish()
 
 
 def test_what_was_learned_outlasts_a_restart(tmp_path: Path) -> None:
     file = tmp_path / "made" / "calibration.json"
     first = live(file)
-    assert first.correct("m", PREDICTION, 10) == PREDICTION
+    assert first.correct(CONTEXT, PREDICTION) == PREDICTION
     feed(first)
-    corrected = first.correct("m", PREDICTION, 10)
+    corrected = first.correct(CONTEXT, PREDICTION)
     assert corrected is not None
     assert corrected.length is not None
     assert corrected.length.mu == pytest.approx(5.3, abs=0.2)
     assert corrected.point == PREDICTION.point
     first.close()
     second = live(file)
-    assert second.correct("m", PREDICTION, 10) == corrected
+    assert second.correct(CONTEXT, PREDICTION) == corrected
     second.close()
 
 
@@ -68,11 +69,13 @@ def test_the_file_is_written_while_it_serves(tmp_path: Path) -> None:
     assert not file.exists()
     clock.now = SAVE_S
     feed(calibration, 1)
-    assert json.loads(file.read_text())["served_models"]["m"]["num_outputs"] == 6
+    assert unpacked(file.read_bytes())["pairs"][0][2]["num_outputs"] == 6
     calibration.close()
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"format": "tailcast-online-calibration/1"}', "\ud800"])
+@pytest.mark.parametrize(
+    "text", ["", "{}", '{"format": "tailcast-online-calibration/1"}', "\ud800", "PK\x03\x04"]
+)
 def test_a_file_of_another_kind_is_refused_and_kept(tmp_path: Path, text: str) -> None:
     file = tmp_path / "other.json"
     content = text.encode("utf-8", "surrogatepass")
@@ -93,18 +96,18 @@ def test_a_disk_that_refuses_stops_nothing(tmp_path: Path, caplog: pytest.LogCap
 
 def test_no_length_and_impossible_lengths_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
     calibration = live(None)
-    assert calibration.correct("m", None, 10) is None
+    assert calibration.correct(CONTEXT, None) is None
     other = Prediction(point=PointPrediction(60.0))
-    assert calibration.correct("m", other, 10) is other
-    calibration.observe("m", replace(outcome(20), prediction=None))
-    calibration.observe("m", outcome(0, finished=False))
+    assert calibration.correct(CONTEXT, other) is other
+    calibration.observe(CONTEXT, replace(outcome(20), prediction=None))
+    calibration.observe(CONTEXT, outcome(0, finished=False))
     calibration.publish()
     assert not calibration.calibration.served_models
-    calibration.observe("m", outcome(20, prompt_tokens=-1))
+    calibration.observe(CONTEXT, outcome(20, prompt_tokens=-1))
     calibration.publish()
     assert "prompt_tokens: got -1" in caplog.text
     # An engine that counts in another way.
-    calibration.observe("m", outcome(20, max_tokens=5))
+    calibration.observe(CONTEXT, outcome(20, max_tokens=5))
     calibration.publish()
     assert calibration.calibration.metrics("m")["num_outputs"] == 1
     calibration.close()
@@ -123,13 +126,13 @@ def test_the_metrics_before_and_after() -> None:
     calibration = LiveCalibration(None, CalibrationGauges("tailcast_", registry), clock)
     of_model = {"served_model": "m"}
     feed(calibration, 99)
-    calibration.observe("m", outcome(200))
+    calibration.observe(CONTEXT, outcome(200))
     calibration.publish_if_due()
     assert registry.get_sample_value("tailcast_calibration_outputs", of_model) == 99
     clock.now = PUBLISH_S
     calibration.publish_if_due()
     calibration.close()
-    calibration.observe("m", outcome(200))  # too late: left out
+    calibration.observe(CONTEXT, outcome(200))  # too late: left out
     calibration.publish()
     calibration.close()
     assert registry.get_sample_value("tailcast_calibration_outputs", of_model) == 100
@@ -159,7 +162,7 @@ def test_what_waits_to_be_learned_from_is_bounded(monkeypatch: pytest.MonkeyPatc
     calibration, stalls = live(None), threading.Event()
     calibration._thread.submit(stalls.wait)
     for _ in range(20):
-        calibration.observe("m", outcome(200))
+        calibration.observe(CONTEXT, outcome(200))
     stalls.set()
     calibration.publish()
     assert calibration.calibration.metrics("m")["num_outputs"] == 5
@@ -173,10 +176,11 @@ def test_metrics_of_a_dropped_model_are_removed() -> None:
     calibration.calibration = Correction(CorrectionConfig(max_models=1))
     for model in ("old", "new"):
         for _ in range(60):
-            calibration.observe(model, outcome(200))
+            calibration.observe(RequestContext(served_model=model), outcome(200))
         calibration.publish()
     samples = [sample for metric in registry.collect() for sample in metric.samples]
-    assert {sample.labels.get("served_model") for sample in samples} == {"new"}
+    names = {sample.labels["served_model"] for sample in samples if "served_model" in sample.labels}
+    assert names == {"new"}
     calibration.close()
 
 
@@ -184,7 +188,7 @@ def test_metrics_of_a_dropped_model_are_removed() -> None:
 def test_a_long_name_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     calibration = live(None)
     for name in ("x" * 256, "x" * 257, "x" * 2**20):
-        calibration.observe(name, outcome(200))
+        calibration.observe(RequestContext(served_model=name), outcome(200))
     calibration.publish()
     assert calibration.calibration.served_models == ("x" * 256,)
     assert len(caplog.text) < 2000

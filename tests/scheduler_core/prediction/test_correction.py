@@ -13,17 +13,15 @@ from scipy import integrate, stats
 
 from scheduler_core.errors import InputError
 from scheduler_core.lengths.student_t import student_t_cdf
-from scheduler_core.prediction import correction
+from scheduler_core.prediction import linear_correction
 from scheduler_core.prediction.correction import (
     ADMITTED_OUTPUTS,
-    Coefficients,
     Correction,
     CorrectionConfig,
-    features_of,
-    fit,
-    fit_each,
+    RequestContext,
 )
 from scheduler_core.prediction.drift import DriftAlarm
+from scheduler_core.prediction.linear_correction import Coefficients, features_of, fit, fit_each
 from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import LengthPrediction
 
@@ -32,6 +30,10 @@ TYPICAL = LengthPrediction(6.0, 0.4, NU)
 Lengths = Callable[[LengthPrediction, int, np.random.Generator], float]
 PARAMETERS = (st.floats(-50, 50), st.floats(1e-9, 50), st.floats(0.1, 1e9))
 TOKENS = (st.integers(0, 2**53 - 1), st.integers(1, 2**53 - 1))
+
+
+def context(served_model: str, prompt_tokens: int | None = None) -> RequestContext:
+    return RequestContext(served_model=served_model, prompt_tokens=prompt_tokens)
 
 
 def outcome(
@@ -77,18 +79,18 @@ def feed(
         cut = tokens if cap is None else min(tokens, cap)
         finished = cap is None or tokens < cap
         observed = outcome(prediction, prompt_tokens, cut, finished=finished, max_tokens=cap)
-        alarm = calibration.observe(model, observed)
+        alarm = calibration.observe(context(model), observed)
         alarms += [] if alarm is None else [alarm]
     return alarms
 
 
 def test_without_outputs_a_prediction_stays_as_it_is() -> None:
     prediction = LengthPrediction(5.0, 0.5, NU, "artifact", "3")
-    assert Correction().correct("m", prediction, 100) is prediction
+    assert Correction().correct(context("m", 100), prediction) is prediction
     calibration = Correction()
     feed(calibration, 200, longer_and_wider)
-    assert calibration.correct("another", prediction, 100) is prediction
-    corrected = calibration.correct("m", prediction, 100)
+    assert calibration.correct(context("another", 100), prediction) is prediction
+    corrected = calibration.correct(context("m", 100), prediction)
     assert corrected != prediction
     assert (corrected.nu, corrected.artifact_id, corrected.artifact_version) == (NU, "artifact", "3")
 
@@ -98,7 +100,7 @@ def test_shift_and_scale_are_found_also_from_truncated_outputs(cap: int | None) 
     calibration = Correction(CorrectionConfig(memory=100_000))
     feed(calibration, 6000, longer_and_wider, cap=cap)
     for mu, sigma in ((5.0, 0.3), (7.0, 0.5)):
-        corrected = calibration.correct("m", LengthPrediction(mu, sigma, NU), 150)
+        corrected = calibration.correct(context("m", 150), LengthPrediction(mu, sigma, NU))
         assert corrected.mu == pytest.approx(mu + 0.5, abs=0.12)
         assert corrected.sigma == pytest.approx(1.8 * sigma, rel=0.15)
     metrics = calibration.metrics("m")
@@ -114,7 +116,7 @@ def test_shift_and_scale_are_found_also_from_truncated_outputs(cap: int | None) 
 def test_outputs_that_depend_on_prediction_and_prompt_in_another_way_are_learned() -> None:
     calibration = Correction()
     feed(calibration, 1500, steeper)
-    corrected = calibration.correct("m", LengthPrediction(7.0, 0.4, NU), 1000)
+    corrected = calibration.correct(context("m", 1000), LengthPrediction(7.0, 0.4, NU))
     assert corrected.mu == pytest.approx(7.6 - 0.3 * (math.log(1000) - 5), abs=0.12)
     metrics = calibration.metrics("m")
     assert metrics["after"]["tau"] > metrics["before"]["tau"]
@@ -128,7 +130,7 @@ def test_50_outputs_of_right_predictions_do_little_harm() -> None:
         feed(calibration, 50, as_predicted, seed=seed)
         for _ in range(20):
             prediction = drawn(rng)
-            corrected = calibration.correct("m", prediction, 150)
+            corrected = calibration.correct(context("m", 150), prediction)
             assert abs(corrected.mu - prediction.mu) < prediction.sigma
             assert 0.5 < corrected.sigma / prediction.sigma < 2.0
 
@@ -140,7 +142,7 @@ def test_a_location_that_is_still_wrong_hardly_widens_the_scale() -> None:
     for seed in range(20):
         calibration = Correction()
         feed(calibration, 50, lambda *arguments: 1.0 + as_predicted(*arguments), seed=seed)
-        widths.append(math.log(calibration.correct("m", TYPICAL, 150).sigma / TYPICAL.sigma))
+        widths.append(math.log(calibration.correct(context("m", 150), TYPICAL).sigma / TYPICAL.sigma))
     assert np.mean(widths) == pytest.approx(0.0, abs=0.08)
 
 
@@ -152,13 +154,13 @@ def test_aborted_outputs_are_lower_bounds() -> None:
         prediction = LengthPrediction(float(rng.normal(6, 1)), 0.4, NU)
         tokens = max(1, round(math.exp(longer_and_wider(prediction, 1, rng))))
         cut = max(1, round(math.exp(prediction.mu + 0.5 + float(rng.normal()))))
-        calibration.observe("m", outcome(prediction, None, min(tokens, cut), finished=tokens <= cut))
-    corrected = calibration.correct("m", TYPICAL)
+        calibration.observe(context("m"), outcome(prediction, None, min(tokens, cut), finished=tokens <= cut))
+    corrected = calibration.correct(context("m"), TYPICAL)
     assert corrected.mu == pytest.approx(6.5, abs=0.12)
     assert corrected.sigma == pytest.approx(0.72, rel=0.15)
     assert calibration.metrics("m")["num_censored"] > 1000
     calibration = Correction()
-    calibration.observe("m", outcome(TYPICAL, 10, 20, finished=False, max_tokens=50))
+    calibration.observe(context("m"), outcome(TYPICAL, 10, 20, finished=False, max_tokens=50))
     assert calibration.metrics("m")["num_window"] == 0
 
 
@@ -173,7 +175,7 @@ def test_a_replaced_model_raises_an_alarm_and_is_learned() -> None:
     assert alarms[0].num_outputs > 1500
     assert alarms[0].reason in ("shorter", "wider")
     assert alarms[0].statistic >= 100_000
-    corrected = calibration.correct("m", TYPICAL, 150)
+    corrected = calibration.correct(context("m", 150), TYPICAL)
     assert corrected.mu == pytest.approx(5.0, abs=0.1)
     assert corrected.sigma == pytest.approx(0.24, rel=0.25)
     assert calibration.metrics("m")["num_alarms"] == len(alarms)
@@ -183,7 +185,7 @@ def test_old_outputs_are_forgotten_without_an_alarm_too() -> None:
     calibration = Correction(CorrectionConfig(memory=200, arl=1e300))
     feed(calibration, 1000, longer_and_wider)
     assert not feed(calibration, 1500, as_predicted, seed=1)
-    corrected = calibration.correct("m", TYPICAL, 150)
+    corrected = calibration.correct(context("m", 150), TYPICAL)
     assert corrected.mu == pytest.approx(6.0, abs=0.15)
     assert corrected.sigma == pytest.approx(0.4, rel=0.25)
 
@@ -194,8 +196,8 @@ def test_a_correction_that_is_worse_than_none_is_not_used() -> None:
     feed(calibration, 100, as_predicted, seed=1)
     metrics = calibration.metrics("m")
     assert metrics["after"]["crps"] > metrics["before"]["crps"]
-    assert metrics["is_used"] is False
-    assert calibration.correct("m", TYPICAL, 150) is TYPICAL
+    assert metrics["source"] == "raw"
+    assert calibration.correct(context("m", 150), TYPICAL) is TYPICAL
 
 
 def test_the_number_of_served_models_and_the_window_are_bounded() -> None:
@@ -239,7 +241,9 @@ def test_a_state_goes_through_json_and_gives_the_same_corrections() -> None:
     assert restored.state() == state
     prediction = LengthPrediction(5.0, 0.4, NU)
     for model in ("a", "b"):
-        assert restored.correct(model, prediction, 70) == calibration.correct(model, prediction, 70)
+        assert restored.correct(context(model, 70), prediction) == calibration.correct(
+            context(model, 70), prediction
+        )
         assert restored.metrics(model)["num_window"] == 0
     small = Correction(CorrectionConfig(max_models=1))
     small.restore(state)
@@ -250,7 +254,9 @@ def broken(**changes: object) -> dict[str, object]:
     calibration = Correction()
     feed(calibration, 30, steeper)
     state = calibration.state()
-    state["served_models"]["m"] |= changes
+    [[_, _, content]] = state["pairs"]
+    for name, value in changes.items():
+        (content if name in content else content["calibrated"])[name] = value
     return state
 
 
@@ -259,12 +265,12 @@ def broken(**changes: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     "state",
     [
-        [], {}, {"format": "tailcast-online-calibration/1"},
+        [], {}, {"format": "tailcast-online-calibration/1"}, {"format": "tailcast-online-calibration/2"},
         broken() | {"format": "tailcast-online-calibration/9"}, broken(information=[[1.0]]),
         broken(information=(-np.eye(4)[None].repeat(2, 0)).tolist()), broken(response=[[math.nan] * 4] * 2),
         broken(response="x"), broken(num_outputs=None),
         broken(num_outputs=-1), broken(num_censored="1_0"), broken(num_alarms=True), broken(num_outputs=2.5),
-        broken(information=[[[math.inf] * 4] * 4] * 2), broken(gain_sum=math.nan),
+        broken(information=[[[math.inf] * 4] * 4] * 2), broken(gain_sums=[math.nan, 0.0]), broken(gain_sums=[1.0]), broken(median_shift=1.5), broken(prior=[[0.0]]),
         broken(information=(np.eye(4) + np.eye(4, k=1) * 0.1)[None].repeat(2, 0).tolist()),
     ],
 )  # fmt: skip
@@ -289,7 +295,7 @@ def test_impossible_observations_are_refused(values: dict[str, object], field: s
     calibration = Correction()
     arguments = {"prompt_tokens": 5, "output_tokens": 10, "max_tokens": 10, **values}
     with pytest.raises(InputError, match=field):
-        calibration.observe("m", outcome(LengthPrediction(5.0, 0.4, NU), **arguments))  # type: ignore[arg-type]
+        calibration.observe(context("m"), outcome(LengthPrediction(5.0, 0.4, NU), **arguments))  # type: ignore[arg-type]
     assert calibration.served_models == ()
 
 
@@ -300,8 +306,10 @@ def test_any_stream_leaves_all_in_range(stream: list[tuple[float, float, float, 
     calibration = Correction()
     for mu, sigma, nu, prompt_tokens, output_tokens, finished in stream:
         prediction = LengthPrediction(mu, sigma, nu)
-        calibration.observe("m", outcome(prediction, prompt_tokens, output_tokens, finished=finished))
-        assert math.isfinite(calibration.correct("m", prediction, prompt_tokens).mu)
+        calibration.observe(
+            context("m"), outcome(prediction, prompt_tokens, output_tokens, finished=finished)
+        )
+        assert math.isfinite(calibration.correct(context("m", prompt_tokens), prediction).mu)
     json.dumps([calibration.metrics("m"), calibration.state()], allow_nan=False)
 
 
@@ -313,7 +321,7 @@ def test_crps_and_tau_are_those_of_their_definitions() -> None:
         prediction = LengthPrediction(float(rng.normal(5, 1)), 0.5, NU)
         tokens = max(1, round(math.exp(as_predicted(prediction, 1, rng))))
         calibration.observe(
-            "m", outcome(prediction, 9, min(tokens, 400), finished=tokens < 400, max_tokens=400)
+            context("m"), outcome(prediction, 9, min(tokens, 400), finished=tokens < 400, max_tokens=400)
         )
         rows.append((prediction.mu, math.log(min(tokens, 400))))
     mu, log_length = np.array(rows).T
@@ -355,8 +363,8 @@ def test_the_batch_fit_is_the_limit_of_the_online_update(lengths: Lengths, cap: 
     fitted = fit(rows)
     online = Correction(CorrectionConfig(memory=1_000_000))
     for row in rows:
-        online.observe("m", row)
-    learned = online._models["m"].coefficients
+        online.observe(context("m"), row)
+    learned = online._pairs["", "m"].calibrated.estimate.coefficients
     assert fitted.distance(learned) < 0.05
     prediction = fitted.corrected(TYPICAL, features_of(TYPICAL, 150))
     expected = (6.5, 0.72) if lengths is longer_and_wider else (6.0, 0.4)
@@ -383,6 +391,6 @@ def test_the_fit_to_truncated_outputs_converges(monkeypatch: pytest.MonkeyPatch)
 
     rows = outcomes_of(300, much_longer, cap=500)
     fitted = fit(rows)
-    monkeypatch.setattr(correction, "MAX_STEPS", correction.MAX_STEPS - 1)
+    monkeypatch.setattr(linear_correction, "MAX_STEPS", linear_correction.MAX_STEPS - 1)
     assert fitted.distance(fit(rows)) < 1e-3
     assert fitted.corrected(TYPICAL, features_of(TYPICAL, 150)).mu > 7.0
