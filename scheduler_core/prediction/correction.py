@@ -135,10 +135,11 @@ class _Corrector:
         return corrected
 
     def state(self) -> dict[str, Any]:
-        return self.estimate.state() | {"median_shift": self.median_shift}
+        return self.estimate.state() | {"median_shift": self.median_shift, "num_updates": self._num_outputs}
 
     def restore(self, content: Mapping[str, Any]) -> None:
         """Restores a `state`; raises an error if the content is invalid."""
+        self._num_outputs = _count(content, "num_updates")
         self.median_shift = float(content["median_shift"])
         if not -1.0 <= self.median_shift <= 1.0:
             raise ValueError("median_shift")
@@ -224,9 +225,7 @@ class _Pair:
     def restore(self, content: Mapping[str, Any]) -> None:
         """Restores a `state`; raises an error if the content is invalid."""
         for name in _COUNTS:
-            if type(content[name]) is not int or not 0 <= content[name] < 2**53:
-                raise ValueError(name)
-            setattr(self, name, content[name])
+            setattr(self, name, _count(content, name))
         self.use = self.num_outputs
         calibrated, remembered = map(float, content["gain_sums"])
         if not (math.isfinite(calibrated) and math.isfinite(remembered)):
@@ -445,13 +444,20 @@ def _old_pairs(state: Mapping[str, Any]) -> list[list[Any]]:
     pairs = []
     for name, content in state["served_models"].items():
         estimate = {key: content[key] for key in ("information", "response")}
-        estimate |= {"prior": [[0.0] * 4] * 2, "median_shift": 0.0}
+        estimate |= {"prior": [[0.0] * 4] * 2, "median_shift": 0.0, "num_updates": content["num_outputs"]}
         gains = [float(content["gain_sum"])] * 2
         counts = {**{key: content[key] for key in _COUNTS[:3]}, "num_hits": 0}
         pairs.append(
             ["", name, {**counts, "gain_sums": gains, "calibrated": estimate, "remembered": estimate}]
         )
     return pairs
+
+
+def _count(content: Mapping[str, Any], name: str) -> int:
+    value = content[name]
+    if type(value) is not int or not 0 <= value < 2**53:
+        raise ValueError(name)
+    return value
 
 
 def is_model_name(name: str) -> bool:
