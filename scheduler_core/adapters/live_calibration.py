@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.prediction.correction import Correction, RequestContext, Source
+from scheduler_core.prediction.correction import Correction, RequestContext
 from scheduler_core.prediction.drift import DriftAlarm
 from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import Prediction
@@ -47,10 +47,10 @@ class CalibrationGauges:
             "num_outputs": gauge("outputs", "Ended requests used for online calibration."),
             "num_censored": gauge("censored_outputs", "Ended requests that were truncated or aborted."),
             "num_alarms": gauge("drift_alarms", "Drift alarms of the corrected predictions."),
+            "is_used": gauge("in_use", "1 if predictions are corrected, 0 if they are unchanged."),
+            "memory_weight": gauge("memory_weight", "Weight of the memory in corrected predictions, 0 to 1."),
             "num_hits": gauge("memory_hits", "Ended requests with similar past requests in the memory."),
         }
-        self._is_used = gauge("in_use", "1 if predictions are corrected, 0 if they are unchanged.")
-        self._uses_memory = gauge("memory_in_use", "1 if predictions are corrected with the memory, else 0.")
         self._scopes = Gauge(
             f"{prefix}calibration_scopes", "Tenants with their own memory.", registry=registry, **options
         )
@@ -84,9 +84,6 @@ class CalibrationGauges:
             values: list[tuple[Any, tuple[str, ...], Any]] = [
                 (gauge, (served_model,), metrics[name]) for name, gauge in self._counts.items()
             ]
-            source = Source(metrics["source"])
-            values.append((self._is_used, (served_model,), int(source is not Source.RAW)))
-            values.append((self._uses_memory, (served_model,), int(source is Source.REMEMBERED)))
             for which, key in (("raw", "before"), ("calibrated", "calibrated"), ("corrected", "after")):
                 scores, labels = metrics[key], (served_model, which)
                 values += [(self._tau, labels, scores["tau"]), (self._crps, labels, scores["crps"])]

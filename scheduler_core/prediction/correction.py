@@ -9,8 +9,13 @@ The memory learns the order of lengths (which applications write long outputs), 
 Both end with mu'' = mu' + c sigma', where c makes the median exact in the long run: c <- c + 0.01 (1[x > median] - 1/2)
 (Gibbs and Candes 2021, section 2), because the location of a skewed distribution is not its median. Of a censored output, the
 indicator is replaced by its probability given that x is longer than observed.
-The version with the highest likelihood over the latest outputs is used, or neither. A request without an embedding of its
-prompt is never remembered.
+The calibrated version is used if it has a higher likelihood than the prediction over the latest outputs, and the remembered
+one with the weight g: mu' is the mean, and sigma' the geometric mean, of both with weights 1 - g and g,
+
+    ln(g / (1 - g)) = (ln likelihood of remembered - ln likelihood of the other one) / 2 - 1,
+
+as in Bayesian model averaging, tempered, so that a memory that does not help costs little. A request without an embedding of
+its prompt has g = 0.
 
 Tenants. What one tenant sends cannot change the predictions of another one that has had `ADMITTED_OUTPUTS` outputs of a
 served model. Before that, and if there are too many pairs, it gets the linear correction that has learned from all
@@ -24,7 +29,6 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from scheduler_core.errors import InputError
@@ -48,8 +52,8 @@ MAX_WINDOW = 100_000
 ADMITTED_OUTPUTS, MAX_NAME_CHARS = 20, 256
 #: Fraction of the information that is kept at an alarm.
 KEPT_AT_ALARM = 0.2
-#: Outputs before c changes, because the linear correction still does; step of c, and credit in ln likelihood of the memory, which is cautious by itself (see `memory.CAUTION`).
-FIRST_OUTPUTS, MEDIAN_STEP, MEMORY_CREDIT = 200, 0.01, 3.0
+#: Outputs before c changes, because the linear correction still does; step of c; weight of the memory that counts as none.
+FIRST_OUTPUTS, MEDIAN_STEP, MIN_MEMORY_WEIGHT = 200, 0.01, 0.01
 STATE_FORMAT, OLD_STATE_FORMAT = "tailcast-online-calibration/2", "tailcast-online-calibration/1"
 _COUNTS = ("num_outputs", "num_censored", "num_alarms", "num_hits")
 
@@ -94,14 +98,6 @@ class CorrectionConfig:
     def __post_init__(self) -> None:
         check_ranges(self, memory=(10, 1_000_000), window=(MIN_OUTPUTS, MAX_WINDOW))
         check_ranges(self, arl=(10.0, FINITE), max_models=(1, 100_000))
-
-
-class Source(Enum):
-    """The version of a prediction that is used."""
-
-    RAW = "raw"
-    CALIBRATED = "calibrated"
-    REMEMBERED = "remembered"
 
 
 class _Corrector:
@@ -163,36 +159,56 @@ class _Pair:
         self.scores = ScoreWindow(config.window, 3)
 
     @property
-    def source(self) -> Source:
-        """The version with the highest likelihood over the window."""
+    def memory_weight(self) -> float:
+        """g, the weight of the remembered version in [0, 1]."""
+        if not self.num_hits:
+            return 0.0
         calibrated, remembered = self.gain_sums
-        if self.num_hits:
-            remembered += MEMORY_CREDIT
-        if max(calibrated, remembered) <= 0.0:
-            return Source.RAW
-        return Source.REMEMBERED if remembered > calibrated else Source.CALIBRATED
+        advantage = remembered - max(calibrated, 0.0)
+        return 1.0 / (1.0 + math.exp(-min(max(0.5 * advantage - 1.0, -30.0), 30.0)))
+
+    @property
+    def is_used(self) -> bool:
+        """Whether predictions are corrected."""
+        return self.gain_sums[0] > 0.0 or self.memory_weight >= MIN_MEMORY_WEIGHT
 
     def used(
         self, prediction: LengthPrediction, shift: Shift | None, prompt_tokens: int | None
     ) -> LengthPrediction:
         """The version of a prediction that is used; without a shift it is not the remembered one."""
-        if shift is not None and self.source is Source.REMEMBERED:
-            return self.remembered.corrected(shift.prediction, prompt_tokens)
-        return self.calibrated.corrected(prediction, prompt_tokens) if self.gain_sums[0] > 0.0 else prediction
+        calibrated = self.calibrated.corrected(prediction, prompt_tokens)
+        if shift is None:
+            return self._mixture(prediction, calibrated, None)
+        return self._mixture(
+            prediction, calibrated, self.remembered.corrected(shift.prediction, prompt_tokens)
+        )
+
+    def _mixture(
+        self, prediction: LengthPrediction, calibrated: LengthPrediction, remembered: LengthPrediction | None
+    ) -> LengthPrediction:
+        base = calibrated if self.gain_sums[0] > 0.0 else prediction
+        weight = self.memory_weight
+        if remembered is None or weight < MIN_MEMORY_WEIGHT:
+            return base
+        log_sigma = (1.0 - weight) * math.log(base.sigma) + weight * math.log(remembered.sigma)
+        return base.moved(base.mu + weight * (remembered.mu - base.mu), math.exp(log_sigma))
 
     def observe(
         self, prediction: LengthPrediction, shift: Shift | None, outcome: Outcome
     ) -> tuple[tuple[LengthPrediction, ...], DriftAlarm | None]:
-        """Tests and learns an output; returns the raw, calibrated and remembered versions of its prediction before that."""
-        calibrated = remembered = self.calibrated.observe(prediction, outcome)
-        if shift is not None:
+        """Tests and learns an output; returns its prediction as made, calibrated, and as corrected, all before that."""
+        calibrated = self.calibrated.observe(prediction, outcome)
+        if shift is None:
+            versions = (prediction, calibrated, calibrated)
+            self._add_gains(versions, outcome)
+        else:
             remembered = self.remembered.observe(shift.prediction, outcome)
+            versions = (prediction, calibrated, self._mixture(prediction, calibrated, remembered))
+            self._add_gains((prediction, calibrated, remembered), outcome)
             self.num_hits += shift.weight >= CAUTION
-        versions = (prediction, calibrated, remembered)
-        self._add_gains(versions, outcome)
         self.num_outputs += 1
         self.num_censored += not outcome.is_finished
-        return versions, self._test(remembered, outcome)
+        return versions, self._test(calibrated if shift is None else remembered, outcome)
 
     def _add_gains(self, versions: tuple[LengthPrediction, ...], outcome: Outcome) -> None:
         log_length, finished = math.log(outcome.output_tokens), outcome.is_finished
@@ -282,7 +298,9 @@ class Correction:
             return prediction if pair is None else pair.used(prediction, None, context.prompt_tokens)
         if pair is None:
             return prediction
-        shift = self._shift(context, prediction) if pair.source is Source.REMEMBERED else None
+        if not pair.is_used:
+            return prediction
+        shift = self._shift(context, prediction) if pair.memory_weight >= MIN_MEMORY_WEIGHT else None
         return pair.used(prediction, shift, context.prompt_tokens)
 
     def neighbors(self, context: RequestContext) -> list[Neighbor]:
@@ -392,9 +410,9 @@ class Correction:
     def metrics(self, served_model: str, tenant: str = "") -> dict[str, Any]:
         """Prediction quality of a served model over the window, by default of all tenants. `InputError` if it has no outputs.
 
-        Keys: num_outputs, num_censored, num_alarms (since the start), num_hits (outputs with similar past requests); source
-        (the version in use); num_window; before, calibrated and after (raw, without and with the memory), each as
-        `ScoreWindow.scores`. The corrections of an output are those before its update.
+        Keys: num_outputs, num_censored, num_alarms (since the start), num_hits (outputs with similar past requests); is_used
+        (whether predictions are corrected); memory_weight (g); num_window; before, calibrated and after (uncorrected, without
+        the memory, and corrected), each as `ScoreWindow.scores`. The corrections of an output are those before its update.
         """
         pair = self._pairs.get((tenant, served_model))
         if pair is None:
@@ -402,7 +420,8 @@ class Correction:
         names = ("before", "calibrated", "after")
         return {
             **{name: getattr(pair, name) for name in _COUNTS},
-            "source": pair.source.value,
+            "is_used": pair.is_used,
+            "memory_weight": pair.memory_weight,
             "num_window": len(pair.scores),
             **{name: pair.scores.scores(version) for version, name in enumerate(names)},
         }

@@ -196,7 +196,7 @@ def test_a_correction_that_is_worse_than_none_is_not_used() -> None:
     feed(calibration, 100, as_predicted, seed=1)
     metrics = calibration.metrics("m")
     assert metrics["after"]["crps"] > metrics["before"]["crps"]
-    assert metrics["source"] == "raw"
+    assert metrics["is_used"] is False
     assert calibration.correct(context("m", 150), TYPICAL) is TYPICAL
 
 
