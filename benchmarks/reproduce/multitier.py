@@ -48,35 +48,32 @@ PRINTED = {
 }
 
 
-def _speedups(effort: Effort, table: str, num: int, num_tiers: int) -> dict[str, float]:
-    """Ratios baseline / proposed in both accountings, and the numbers behind them."""
+def _speedups(effort: Effort, table: str, num: int, num_tiers: int) -> dict[str, dict[str, float]]:
+    """Ratios baseline / proposed by system and measure, mean TTFT by system and tier, and the numbers behind them."""
+    paper = proposed(num_tiers)
+    systems = {
+        "base": baseline(),
+        "correct": paper,
+        "queue": whole_queue(paper),
+        "still": proposed(num_tiers, migration=False),
+        "alone": tiers_alone(),
+        "released": as_released(proposed(num_tiers, migration=False), num),
+    }
 
-    def run_seed(seed: int) -> dict[str, float]:
+    def run_seed(seed: int) -> dict[str, dict[str, float]]:
         trace = workload(num, num_tiers, MIXES[table]).trace(seed)
-        base = simulate(baseline(), trace, seed=seed)
-        fair = simulate(proposed(num_tiers), trace, seed=seed)
-        queue = simulate(whole_queue(proposed(num_tiers)), trace, seed=seed)
-        still = simulate(proposed(num_tiers, migration=False), trace, seed=seed)
-        alone = simulate(tiers_alone(), trace, seed=seed)
-        free = simulate(as_released(proposed(num_tiers, migration=False), num), trace, seed=seed)
-        values: dict[str, float] = {}
-        columns = {
-            "correct": (base, fair, math.inf),
-            "queue": (base, queue, math.inf),
-            "released": (base, free, CUT_S),
-            "still": (base, still, math.inf),
-            "alone": (base, alone, math.inf),
+        runs = {name: simulate(system, trace, seed=seed) for name, system in systems.items()}
+        values: dict[str, dict[str, float]] = {}
+        for name, outcome in runs.items():
+            cut_s = CUT_S if name == "released" else math.inf
+            pairs = zip(MEASURES, latencies(runs["base"], cut_s), latencies(outcome, cut_s), strict=True)
+            values[name] = {measure: a / b for measure, a, b in pairs}
+            values[f"{name} tiers"] = {str(tier): _tier_ttft(outcome, tier) for tier in range(num_tiers)}
+        values["counts"] = {
+            "resident": runs["released"].most_resident_tokens,
+            "cut": sum(record.finish_s > CUT_S for record in runs["base"].records),
+            "migrations": runs["correct"].num_migrations,
         }
-        for name, (slow, fast, cut_s) in columns.items():
-            pairs = zip(MEASURES, latencies(slow, cut_s), latencies(fast, cut_s), strict=True)
-            values |= {f"{name} {measure}": a / b for measure, a, b in pairs}
-        values["resident"] = free.most_resident_tokens
-        values["cut"] = sum(record.finish_s > CUT_S for record in base.records)
-        values["migrations"] = fair.num_migrations
-        for tier in range(num_tiers):
-            values[f"tier {tier}"] = _tier_ttft(fair, tier)
-            values[f"queue tier {tier}"] = _tier_ttft(queue, tier)
-            values[f"base tier {tier}"] = _tier_ttft(base, tier)
         return values
 
     return over_seeds(effort.seeds, run_seed)
@@ -101,47 +98,47 @@ def tables(effort: Effort) -> Findings:
                     where=where,
                     what=f"{measure}, INFaaS + vLLM / Llumnix",
                     paper=paper,
-                    ours=got[f"correct {measure}"],
+                    ours=got["correct"][measure],
                     neutral=1.0,
                     more={
-                        "as-released accounting": got[f"released {measure}"],
-                        "correct, whole queue": got[f"queue {measure}"],
-                        "correct, no migration": got[f"still {measure}"],
-                        "correct, tiers on round robin": got[f"alone {measure}"],
+                        "as-released accounting": got["released"][measure],
+                        "correct, whole queue": got["queue"][measure],
+                        "correct, no migration": got["still"][measure],
+                        "correct, tiers on round robin": got["alone"][measure],
                     },
                 )
             )
         findings.claims += [
-            _isolation(where, got, num_tiers, ""),
-            _isolation(where, got, num_tiers, "queue "),
+            _isolation(where, got, "correct"),
+            _isolation(where, got, "queue"),
             _gain(where, got),
         ]
+        counts = got["counts"]
         findings.notes.append(
             f"{where}: {simulated} requests; as released, one replica of {BLOCKS * 16} tokens holds up to "
-            f"{got['resident']:.0f}; {got['cut']:.0f} requests of the baseline are beyond the {CUT_S:.0f} s "
-            f"at which the released code stops; {got['migrations']:.0f} migrations with correct accounting."
+            f"{counts['resident']:.0f}; {counts['cut']:.0f} requests of the baseline are beyond the {CUT_S:.0f} s "
+            f"at which the released code stops; {counts['migrations']:.0f} migrations with correct accounting."
         )
     return findings
 
 
-def _isolation(where: str, got: dict[str, float], num_tiers: int, which: str) -> Claim:
-    ours = [got[f"{which}tier {tier}"] for tier in range(num_tiers)]
-    base = got["base tier 0"]
+def _isolation(where: str, got: dict[str, dict[str, float]], system: str) -> Claim:
+    ours, base = list(got[f"{system} tiers"].values()), got["base tiers"]["0"]
     return Claim(
         f"{where}; section 5.1",
-        ("whole queue counted: " if which else "")
+        ("whole queue counted: " if system == "queue" else "")
         + "tier 0 has its first token sooner than with INFaaS + vLLM, and sooner than the last tier",
         ours[0] < base and ours[0] < ours[-1],
         "mean TTFT by tier "
         + " / ".join(f"{value:.3g}" for value in ours)
         + f" s; baseline, tier 0: {base:.3g} s",
-        own_variant=bool(which),
+        own_variant=system == "queue",
     )
 
 
-def _gain(where: str, got: dict[str, float]) -> Claim:
+def _gain(where: str, got: dict[str, dict[str, float]]) -> Claim:
     """Claim about our variant: the loss comes from dispatch that ignores the queue."""
-    ours, paper = ([got[f"{name} {measure}"] for measure in MEASURES] for name in ("queue", "correct"))
+    ours, paper = (list(got[name].values()) for name in ("queue", "correct"))
     return Claim(
         where,
         "dispatch that counts the whole queue is better than dispatch that counts its head, and no worse than the baseline",

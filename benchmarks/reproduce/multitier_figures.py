@@ -33,15 +33,17 @@ MEDIAN_TTFT = {
 MEDIAN_E2E = {("figure 5, uniform", 1, 0): 11.0}
 
 
-def _medians(outcome: Outcome, num_tiers: int) -> dict[str, float]:
+def _medians(outcome: Outcome, num_tiers: int) -> dict[str, dict[int, float]]:
     """Median TTFT, mean time between tokens and E2E by tier, in seconds."""
-    values: dict[str, float] = {}
-    for tier in range(num_tiers):
-        rows = [record for record in outcome.records if record.tier == tier]
-        values[f"ttft {tier}"] = float(np.median([one.ttft_s for one in rows]))
-        values[f"tbt {tier}"] = float(np.median([one.tpot_s for one in rows if one.tpot_s is not None]))
-        values[f"e2e {tier}"] = float(np.median([one.ttlt_s for one in rows]))
-    return values
+    by_tier = {t: [one for one in outcome.records if one.tier == t] for t in range(num_tiers)}
+    return {
+        "ttft": {t: float(np.median([one.ttft_s for one in rows])) for t, rows in by_tier.items()},
+        "tbt": {
+            t: float(np.median([one.tpot_s for one in rows if one.tpot_s is not None]))
+            for t, rows in by_tier.items()
+        },
+        "e2e": {t: float(np.median([one.ttlt_s for one in rows])) for t, rows in by_tier.items()},
+    }
 
 
 def tiers(effort: Effort) -> Findings:
@@ -51,11 +53,10 @@ def tiers(effort: Effort) -> Findings:
     cells = [(where, k) for where in MIXES for k in (1, 3, 5) if k > 1 or where.startswith("figure 5")]
     for where, k in cells[:2] if effort.quick else cells:
 
-        def run_seed(seed: int, where: str = where, k: int = k) -> dict[str, float]:
+        def run_seed(seed: int, where: str = where, k: int = k) -> dict[str, dict[str, dict[int, float]]]:
             trace = workload(num, k, MIXES[where]).trace(seed)
-            paper, ours = proposed(k), whole_queue(proposed(k))
-            results = {"paper": simulate(paper, trace, seed=seed), "queue": simulate(ours, trace, seed=seed)}
-            return {f"{n} {key}": v for n, done in results.items() for key, v in _medians(done, k).items()}
+            systems = {"paper": proposed(k), "queue": whole_queue(proposed(k))}
+            return {name: _medians(simulate(one, trace, seed=seed), k) for name, one in systems.items()}
 
         got = over_seeds(effort.seeds, run_seed)
         for tier in range(k):
@@ -66,24 +67,24 @@ def tiers(effort: Effort) -> Findings:
             ):
                 findings.rows.append(
                     Row(where=f"{where}, K = {k}", what=f"tier {tier}, {what}", paper=printed.get((where, k, tier)),
-                        ours=got[f"paper {key} {tier}"], more={"whole queue": got[f"queue {key} {tier}"]})
+                        ours=got["paper"][key][tier], more={"whole queue": got["queue"][key][tier]})
                 )  # fmt: skip
         if k > 1:
             findings.claims += [
-                _ordered(where, k, got, "paper", "the paper's dispatch"),
-                _ordered(where, k, got, "queue", "whole queue counted"),
+                _ordered(where, k, got["paper"]["ttft"], "the paper's dispatch"),
+                _ordered(where, k, got["queue"]["ttft"], "whole queue counted"),
             ]
     return findings
 
 
-def _ordered(where: str, k: int, got: dict[str, float], key: str, name: str) -> Claim:
-    ttft = [got[f"{key} ttft {tier}"] for tier in range(k)]
+def _ordered(where: str, k: int, by_tier: dict[int, float], name: str) -> Claim:
+    ttft = list(by_tier.values())
     return Claim(
         f"{where}, K = {k}; section 5.1",
         f"{name}: the more urgent the tier, the sooner its first token",
         ttft == sorted(ttft),
         " / ".join(f"{value:.3g}" for value in ttft) + " s",
-        own_variant=key == "queue",
+        own_variant=name == "whole queue counted",
     )
 
 

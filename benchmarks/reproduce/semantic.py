@@ -150,16 +150,12 @@ def spike_response(effort: Effort) -> Findings:
     )
     for gap_s, most in settings:
 
-        def run_seed(seed: int, gap_s: float = gap_s, most: int = most) -> dict[str, float]:
+        def run_seed(seed: int, gap_s: float = gap_s, most: int = most) -> dict[str, dict[str, float]]:
             trace = spikes(gap_s, most, seed, share)
-            results = {name: _run(name, trace, seed) for name in SYSTEMS}
-            return {
-                f"{name} {level}": value
-                for name, values in results.items()
-                for level, value in values.items()
-            }
+            return {name: _run(name, trace, seed) for name in SYSTEMS}
 
         got = over_seeds(effort.seeds, run_seed)
+        base = got["semantic"]
         where = f"figure 2 ({'c' if gap_s < 1 else 'd'}), gap {gap_s} s, up to {most}"
         exact = (gap_s, most) == (0.1, 100)
         findings.rows.append(
@@ -167,7 +163,7 @@ def spike_response(effort: Effort) -> Findings:
                 where=where,
                 what="semantic, level 0, s per token",
                 paper=0.08 if exact else None,
-                ours=got["semantic 0"],
+                ours=base["0"],
             )
         )
         findings.rows += [
@@ -175,12 +171,12 @@ def spike_response(effort: Effort) -> Findings:
                 where=where,
                 what=f"{name} / semantic, level 0",
                 paper=PRINTED_SPIKES[name] if exact else None,
-                ours=got[f"{name} 0"] / got["semantic 0"],
+                ours=got[name]["0"] / base["0"],
                 neutral=1.0,
                 more={
-                    "all levels": got[f"{name} all"] / got["semantic all"],
-                    "queueing delay per token": got[f"{name} 0 delay"] / got["semantic 0 delay"]
-                    if got["semantic 0 delay"] > 0
+                    "all levels": got[name]["all"] / base["all"],
+                    "queueing delay per token": got[name]["0 delay"] / base["0 delay"]
+                    if base["0 delay"] > 0
                     else None,
                 },
             )
@@ -245,14 +241,11 @@ def predictor_errors(effort: Effort) -> Findings:
     rates = (0.1, 0.9) if effort.quick else (0.1, 0.3, 0.5, 0.7, 0.9)
     most = 50
 
-    def run_seed(seed: int) -> dict[str, float]:
+    def run_seed(seed: int) -> dict[str, dict[float, dict[str, float]]]:
         trace = spikes(0.1, most, seed, share)
-        results: dict[str, Mapping[str, float]] = {}
-        for rate in rates:
-            results[f"level {rate}"] = _run("semantic", wrong_levels(trace, rate, seed), seed)
-            results[f"bucket {rate}"] = _run("semantic", trace, seed, rate)
         return {
-            f"{kind} {level}": value for kind, values in results.items() for level, value in values.items()
+            "level": {rate: _run("semantic", wrong_levels(trace, rate, seed), seed) for rate in rates},
+            "bucket": {rate: _run("semantic", trace, seed, rate) for rate in rates},
         }
 
     got = over_seeds(effort.seeds, run_seed)
@@ -261,7 +254,7 @@ def predictor_errors(effort: Effort) -> Findings:
         ("bucket", "figure 2 (b)", PRINTED_BUCKET_ERRORS),
     ):
         for level, (low, high) in printed.items():
-            first, last = got[f"{kind} {rates[0]} {level}"], got[f"{kind} {rates[-1]} {level}"]
+            first, last = (got[kind][rate][level] for rate in (rates[0], rates[-1]))
             findings.rows.append(
                 Row(
                     where=f"{figure}, {'all levels' if level == 'all' else 'level ' + level}",
@@ -269,7 +262,7 @@ def predictor_errors(effort: Effort) -> Findings:
                     paper=high / low,
                     ours=last / first,
                     neutral=1.0,
-                    more={f"s per token at {rate}": got[f"{kind} {rate} {level}"] for rate in rates},
+                    more={f"s per token at {rate}": got[kind][rate][level] for rate in rates},
                 )
             )
     return findings

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +21,9 @@ from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime
 from scheduler_core.simulator.trace import Trace
 from scheduler_core.simulator.trace_predictions import Predictions
 from scheduler_core.simulator.watch import GapHistogram, RunWatch, StepTable
+from scheduler_core.simulator.workloads.lengths import TokenDistribution
+
+Results = TypeVar("Results", bound=Mapping[Any, Any])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,10 +128,21 @@ def simulate(
     return Outcome(done.records, watch, len(done.refused), done.num_migrations, resident, done.end_s, ran_s)
 
 
-def over_seeds(seeds: Sequence[int], compute: Callable[[int], Mapping[str, float]]) -> dict[str, float]:
-    """Mean over seeds of each number that `compute` returns for a seed."""
-    metrics = [compute(seed) for seed in seeds]
-    return {name: float(np.mean([one[name] for one in metrics])) for name in metrics[0]}
+def over_seeds(seeds: Sequence[int], compute: Callable[[int], Results]) -> Results:
+    """Mean over seeds of each number in the mapping, or mapping of mappings, that `compute` returns for a seed."""
+
+    def mean(values: list[Any]) -> Any:
+        if isinstance(values[0], Mapping):
+            return {name: mean([one[name] for one in values]) for name in values[0]}
+        return float(np.mean(values))
+
+    return mean([compute(seed) for seed in seeds])  # type: ignore[no-any-return]
+
+
+def log_normal(median: float, p90: float, high: int) -> TokenDistribution:
+    """Log-normal with a given median and P90, at most `high`."""
+    sigma = math.log(p90 / median) / 1.2815515655446004
+    return TokenDistribution(kind="log_t", mu=math.log(median), sigma=sigma, nu=1e6, high=high)
 
 
 def percentile(values: Sequence[float], share: float) -> float:

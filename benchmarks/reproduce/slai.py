@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import numpy as np
 
-from benchmarks.reproduce.simulate import Outcome, System, over_seeds, percentile, simulate
+from benchmarks.reproduce.simulate import Outcome, System, log_normal, over_seeds, percentile, simulate
 from benchmarks.reproduce.study import Claim, Effort, Findings, Row
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.step_time.base import LinearStepTime
 from scheduler_core.simulator.workloads.arrivals import Arrivals
-from scheduler_core.simulator.workloads.lengths import Lengths, TokenDistribution
+from scheduler_core.simulator.workloads.lengths import Lengths
 from scheduler_core.simulator.workloads.workload import RequestClass, Workload
 
 #: RTX 6000 Ada, Mistral-7B: 90 % of 48 GB minus 7.24e9 weights of 2 bytes; 131,072 KV bytes per token.
@@ -24,24 +23,16 @@ DURATION_S, QUICK_S = 2100, 300
 MEDIAN_TTFT_S, PAYING_TBT_S, FREE_TBT_S = 0.5, 0.1, 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Former:
-    """Policy, batch former and its parameters."""
-
-    policy: str
-    batching: str
-    parameters: Mapping[str, float] = field(default_factory=dict)
-
-
-SYSTEMS = {
-    "vLLM": Former("fcfs", "vllm"),
-    "Sarathi (FCFS)": Former("fcfs", "chunked_prefill"),
-    "Sarathi (SPF)": Former("spf", "chunked_prefill"),
-    "SLAI (FCFS, fixed 10)": Former("fcfs", "slai", {"delta_low": 10.0}),
-    "SLAI (SPF, fixed 10)": Former("spf", "slai", {"delta_low": 10.0}),
-    "SLAI (SPF, fixed 5)": Former("spf", "slai", {"delta_high": 5.0}),
-    "SLAI (SPF, dynamic)": Former("spf", "slai"),
-    "SLAI (SPF, dynamic, paying first)": Former("spf", "slai", {"paying_first": 1.0}),
+#: Policy, batch former and its parameters.
+SYSTEMS: dict[str, tuple[str, str, dict[str, float]]] = {
+    "vLLM": ("fcfs", "vllm", {}),
+    "Sarathi (FCFS)": ("fcfs", "chunked_prefill", {}),
+    "Sarathi (SPF)": ("spf", "chunked_prefill", {}),
+    "SLAI (FCFS, fixed 10)": ("fcfs", "slai", {"delta_low": 10.0}),
+    "SLAI (SPF, fixed 10)": ("spf", "slai", {"delta_low": 10.0}),
+    "SLAI (SPF, fixed 5)": ("spf", "slai", {"delta_high": 5.0}),
+    "SLAI (SPF, dynamic)": ("spf", "slai", {}),
+    "SLAI (SPF, dynamic, paying first)": ("spf", "slai", {"paying_first": 1.0}),
 }
 SARATHI, BEST, PAYING_FIRST = "Sarathi (FCFS)", "SLAI (SPF, dynamic)", "SLAI (SPF, dynamic, paying first)"
 #: The paper's engine saturates at about 1.6 requests per second, ours (same card's chunk times) at about 2.2.
@@ -53,15 +44,15 @@ HIGH_TTFT_S, HIGH_TTFT_SLAI_S = 1.5, 0.7
 
 def system(name: str) -> System:
     """One of `SYSTEMS`, all with the same memory and slots."""
-    one = SYSTEMS[name]
+    policy, batching, parameters = SYSTEMS[name]
     limits = SchedulerConfig(
-        batching=one.batching,
-        batching_parameters=dict(one.parameters),
+        batching=batching,
+        batching_parameters=dict(parameters),
         max_num_seqs=SEATS,
-        max_num_batched_tokens=LONGEST if one.batching == "vllm" else BUDGET,
+        max_num_batched_tokens=LONGEST if batching == "vllm" else BUDGET,
         num_kv_blocks=KV_BLOCKS,
     )
-    return System(policy=one.policy, scheduler=limits, step_time=LinearStepTime())
+    return System(policy=policy, scheduler=limits, step_time=LinearStepTime())
 
 
 def workload(effort: Effort, rate_rps: float, paying: float, duration_s: float) -> Workload:
@@ -71,7 +62,9 @@ def workload(effort: Effort, rate_rps: float, paying: float, duration_s: float) 
         lengths = Lengths(file=str(file), max_total_tokens=LONGEST)
     else:
         lengths = Lengths(
-            prompt=_log_normal(1730, 5696), output=_log_normal(415, 834), max_total_tokens=LONGEST
+            prompt=log_normal(1730, 5696, LONGEST),
+            output=log_normal(415, 834, LONGEST),
+            max_total_tokens=LONGEST,
         )
     return Workload(
         num_requests=max(20, round(rate_rps * duration_s)),
@@ -81,13 +74,6 @@ def workload(effort: Effort, rate_rps: float, paying: float, duration_s: float) 
             RequestClass(weight=paying, tenant="paying", tier=0, tbt_slo_s=0.1),
             RequestClass(weight=1 - paying, tenant="free", tier=1, tbt_slo_s=0.5),
         ),
-    )
-
-
-def _log_normal(median: float, p90: float) -> TokenDistribution:
-    z90 = 1.2815515655446004
-    return TokenDistribution(
-        kind="log_t", mu=math.log(median), sigma=math.log(p90 / median) / z90, nu=1e6, high=LONGEST
     )
 
 

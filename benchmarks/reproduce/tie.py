@@ -27,6 +27,8 @@ from benchmarks.reproduce.tie_systems import (
 )
 
 Printed = Mapping[str, Sequence[float]]
+#: System -> measure -> value.
+Measures = Mapping[str, Mapping[str, float]]
 #: Values of FCFS, SSJF, LTR, TIE by measure. Table 2; LMSYS 8B in sections 6.2 and 6.4.
 TABLE_2: dict[Setting, Printed] = {
     LMSYS_70B: {"token mean": (9.08, 5.50, 4.34, 2.41), "token P90": (16.13, 8.24, 7.03, 4.05),
@@ -90,24 +92,20 @@ _NAMES = {
 _MORE = tuple(name for name in SYSTEMS if name not in PAPER_SYSTEMS)
 
 
-def _rows(where: str, got: Mapping[str, float], printed: Printed) -> list[Row]:
+def _rows(where: str, got: Measures, printed: Printed) -> list[Row]:
     """Ratios to TIE of each system of the paper, printed and ours, then of our other systems."""
     rows = []
     for measure, values in printed.items():
-        tie, best = got[f"TIE {measure}"], values[-1]
+        tie, best = got["TIE"][measure], values[-1]
         for place, name in enumerate((*PAPER_SYSTEMS, *_MORE)):
             if name == "TIE" or not tie:
                 continue
             paper = values[place] / best if name in PAPER_SYSTEMS else None
             rows.append(
-                Row(where=where, what=f"{_NAMES[measure]}, {name} / TIE", paper=paper, ours=got[f"{name} {measure}"] / tie,
+                Row(where=where, what=f"{_NAMES[measure]}, {name} / TIE", paper=paper, ours=got[name][measure] / tie,
                     neutral=1.0 if paper else None, more={"TIE": tie})
             )  # fmt: skip
     return rows
-
-
-def _measure(effort: Effort, setting: Setting, rate_rps: float | None) -> dict[str, float]:
-    return over_seeds(effort.seeds, lambda seed: measured(effort, setting, rate_rps, SYSTEMS, seed))
 
 
 def _extent(effort: Effort, *, online: bool) -> str:
@@ -122,8 +120,8 @@ def _source(effort: Effort, setting: Setting = LMSYS_8B) -> str:
 def table_2(effort: Effort) -> Findings:
     """Table 2 and section 6.2: online at 100 requests per second, and the growth from 30."""
     findings = Findings(size=_extent(effort, online=True), notes=[_source(effort)])
-    got = _measure(effort, LMSYS_8B, 100.0)
-    slow = _measure(effort, LMSYS_8B, 30.0)
+    got = measured(effort, LMSYS_8B, 100.0, SYSTEMS)
+    slow = measured(effort, LMSYS_8B, 30.0, SYSTEMS)
     printed_8b: dict[str, Sequence[float]] = {"ttft mean": (127.55, 48.23)}
     for measure, what, system, paper in (
         ("token mean", "section 6.2, LMSYS 8B", "LTR", 2.31),
@@ -136,23 +134,25 @@ def table_2(effort: Effort) -> Findings:
     ):
         findings.rows.append(
             Row(where=what, what=f"{_NAMES[measure]}, {system} / TIE", paper=paper,
-                ours=got[f"{system} {measure}"] / got[f"TIE {measure}"], neutral=1.0, more={"TIE": got[f"TIE {measure}"]})
+                ours=got[system][measure] / got["TIE"][measure], neutral=1.0, more={"TIE": got["TIE"][measure]})
         )  # fmt: skip
     for name in (*PAPER_SYSTEMS, *_MORE):
         findings.rows.append(
             Row(where="figure 4, LMSYS 8B", what=f"mean per-token latency, {name}, s", paper=None,
-                ours=got[f"{name} token mean"],
-                more={_NAMES[key]: got[f"{name} {key}"] for key in ("token P90", "ttft mean", "ttft P90")})
+                ours=got[name]["token mean"],
+                more={_NAMES[key]: got[name][key] for key in ("token P90", "ttft mean", "ttft P90")})
         )  # fmt: skip
-    growth = {name: got[f"{name} token mean"] / slow[f"{name} token mean"] for name in GROWTH}
+    growth = {name: got[name]["token mean"] / slow[name]["token mean"] for name in GROWTH}
     for name, paper in GROWTH.items():
         findings.rows.append(
             Row(where="section 6.2", what=f"{name}, growth of mean per-token latency from 30 to 100 req/s", paper=paper,
                 ours=growth[name])
         )  # fmt: skip
     for setting, printed in list(TABLE_2.items())[: 2 if effort.quick else None]:
-        findings.rows += _rows(f"table 2, {setting.where}", _measure(effort, setting, 100.0), printed)
-    token = {name: got[f"{name} token mean"] for name in PAPER_SYSTEMS}
+        findings.rows += _rows(
+            f"table 2, {setting.where}", measured(effort, setting, 100.0, SYSTEMS), printed
+        )
+    token = {name: got[name]["token mean"] for name in PAPER_SYSTEMS}
     findings.claims += [
         Claim("figure 4", "TIE has the lowest mean per-token latency at 100 req/s", min(token, key=lambda name: token[name]) == "TIE",
               ", ".join(f"{name} {value:.3g} s" for name, value in token.items())),
@@ -166,9 +166,9 @@ def table_3(effort: Effort) -> Findings:
     """Table 3: offline, 10,000 prompts at once."""
     findings = Findings(size=_extent(effort, online=False), notes=[_source(effort, ALPACA_8B)])
     for setting, printed in list(TABLE_3.items())[: 1 if effort.quick else None]:
-        got = _measure(effort, setting, None)
+        got = measured(effort, setting, None, SYSTEMS)
         findings.rows += _rows(f"table 3, {setting.where}", got, printed)
-        time = {name: got[f"{name} time"] for name in PAPER_SYSTEMS}
+        time = {name: got[name]["time"] for name in PAPER_SYSTEMS}
         findings.claims.append(
             Claim(f"table 3, {setting.where}", "TIE is first to have 3 of 10 samples", min(time, key=lambda name: time[name]) == "TIE",
                   ", ".join(f"{name} {value:.4g} s" for name, value in time.items()))
@@ -180,9 +180,11 @@ def table_5(effort: Effort) -> Findings:
     """Tables 5 and 6: Mistral-7B, the only dense model among them with public outputs."""
     findings = Findings(size=_extent(effort, online=True), notes=[_source(effort, LMSYS_MISTRAL)])
     for setting, printed in list(TABLE_5.items())[: 1 if effort.quick else None]:
-        findings.rows += _rows(f"table 5, {setting.where}", _measure(effort, setting, 100.0), printed)
+        findings.rows += _rows(
+            f"table 5, {setting.where}", measured(effort, setting, 100.0, SYSTEMS), printed
+        )
     for setting, printed in TABLE_6.items():
-        findings.rows += _rows(f"table 6, {setting.where}", _measure(effort, setting, None), printed)
+        findings.rows += _rows(f"table 6, {setting.where}", measured(effort, setting, None, SYSTEMS), printed)
     return findings
 
 
@@ -190,26 +192,21 @@ def table_4(effort: Effort) -> Findings:
     """Table 4: the ablations of TIE, online at 100 requests per second and offline."""
     findings = Findings(size=_extent(effort, online=True), notes=[_source(effort)])
     orders = {"TIE": PAPER_SYSTEMS["TIE"], **ABLATIONS, **MORE_ABLATIONS}
-
-    def run_seed(seed: int) -> dict[str, float]:
-        return measured(effort, LMSYS_8B, 100.0, orders, seed) | measured(
-            effort, LMSYS_8B, None, orders, seed
-        )
-
-    got = over_seeds(effort.seeds, run_seed)
+    live, batch = (measured(effort, LMSYS_8B, rate_rps, orders) for rate_rps in (100.0, None))
+    got = {name: {**live[name], **batch[name]} for name in orders}
     for name in (*ABLATIONS, *MORE_ABLATIONS):
         base = REFERENCE if name in FAMILIES[1:] else "TIE"
         for place, key in enumerate(("token mean", "token P90", "ttft mean", "ttft P90", "time")):
             paper = TABLE_4[name][place] / TABLE_4["TIE"][place] if name in TABLE_4 else None
             findings.rows.append(
                 Row(where="table 4" if paper else "sensitivity", what=f"{_NAMES[key]}, {name} / {base}", paper=paper,
-                    ours=got[f"{name} {key}"] / got[f"{base} {key}"], neutral=1.0 if paper else None)
+                    ours=got[name][key] / got[base][key], neutral=1.0 if paper else None)
             )  # fmt: skip
     findings.rows += _worse_regressor(effort, got)
     return findings
 
 
-def _worse_regressor(effort: Effort, got: Mapping[str, float]) -> list[Row]:
+def _worse_regressor(effort: Effort, got: Measures) -> list[Row]:
     """Loss of SSJF with a less accurate regressor, to separate the effect of the predictors in SSJF / TIE."""
     rows = []
     for share in (0.5, 1.0):
@@ -224,7 +221,7 @@ def _worse_regressor(effort: Effort, got: Mapping[str, float]) -> list[Row]:
         rows += [
             Row(where="sensitivity", paper=None,
                 what=f"{_NAMES[key]}, SSJF with an added error of {share} sd in ln length / TIE",
-                ours=worse[key] / got[f"TIE {key}"])
+                ours=worse[key] / got["TIE"][key])
             for key in ("token mean", "ttft mean")
         ]  # fmt: skip
     return rows

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
+from scipy.stats import kendalltau
 
 from benchmarks.reproduce.study import Effort
 from scheduler_core.errors import InputError
@@ -78,10 +80,10 @@ class Requests:
 def requests(
     effort: Effort, num: int, seed: int, served_model: str = "", dataset: str | None = None
 ) -> Requests:
-    """Requests from --predictions, from CASTILLO in --data, or from the synthetic population.
+    """Requests from --predictions, otherwise from the synthetic population.
 
     The first have trained predictors and prompts drawn with replacement. The others have predictions with the
-    paper's R2, the same for all policies; those of CASTILLO come from the prompt's other outputs.
+    paper's R2, the same for all policies.
 
     Args:
         effort: Selects the source.
@@ -93,16 +95,10 @@ def requests(
     rng = np.random.default_rng([seed, 3])
     if effort.predictions is not None:
         return _predicted(effort.predictions, num, rng, served_model, dataset)
-    castillo = effort.file("castillo_validation.parquet")
-    if castillo is not None:
-        mu, sigma, output, prompt = _castillo(castillo, num, rng, served_model, dataset)
-        source = "CASTILLO, log-t fitted to the other nine outputs"
-    else:
-        mu = rng.normal(MU_MEAN, MU_SD, num)
-        sigma = np.exp(rng.normal(SIGMA_MEAN, SIGMA_SD, num))
-        output = np.exp(np.clip(mu + sigma * rng.standard_t(NU, num), 0.0, math.log(CAP)))
-        prompt = np.exp(rng.normal(4.0, 1.0, num))
-        source = "a synthetic population of log-t distributions"
+    mu = rng.normal(MU_MEAN, MU_SD, num)
+    sigma = np.exp(rng.normal(SIGMA_MEAN, SIGMA_SD, num))
+    output = np.exp(np.clip(mu + sigma * rng.standard_t(NU, num), 0.0, math.log(CAP)))
+    prompt = np.exp(rng.normal(4.0, 1.0, num))
     seen_mu = _wrong(mu, R2_MU, rng)
     seen_sigma = np.exp(_wrong(np.log(sigma), R2_SIGMA, rng))
     log_t = np.stack([seen_mu, seen_sigma, np.full(num, NU)], axis=1)
@@ -111,7 +107,7 @@ def requests(
     lengths = dict.fromkeys(LENGTHS, log_t) | {"log-normal": log_normal}
     return _requests(
         prompt, output, lengths, np.exp(seen_mu), seen_mu,
-        f"{source}; one predictor for all with R2 {R2_MU} (mu) and {R2_SIGMA} (ln sigma)",
+        f"a synthetic population of log-t distributions; one predictor for all with R2 {R2_MU} (mu) and {R2_SIGMA} (ln sigma)",
     )  # fmt: skip
 
 
@@ -162,26 +158,15 @@ def _requests(
     )
 
 
-def _filtered(
-    path: Path, columns: list[str], model_column: str, served_model: str, dataset: str | None
-) -> dict[str, Any]:
-    import pyarrow.parquet as pq
-
-    filters: list[tuple[str, str, str]] = []
-    if served_model:
-        filters.append((model_column, "==", served_model))
-    if dataset is not None:
-        filters.append(("dataset", "==", dataset))
-    table = pq.read_table(path, columns=columns, filters=filters or None)
-    if not table.num_rows:
-        raise InputError(str(path), f"no outputs of {served_model} to {dataset}", "a file that has them")
-    return dict(table.to_pydict())
-
-
 def _predicted(
     path: Path, num: int, rng: np.random.Generator, served_model: str, dataset: str | None
 ) -> Requests:
-    table = _filtered(path, ["output_tokens", *_NUMBERS], "served_model", served_model, dataset)
+    filters = [("served_model", "==", served_model)] if served_model else []
+    filters += [("dataset", "==", dataset)] if dataset is not None else []
+    rows = pq.read_table(path, columns=["output_tokens", *_NUMBERS], filters=filters or None)
+    if not rows.num_rows:
+        raise InputError(str(path), f"no outputs of {served_model} to {dataset}", "a file that has them")
+    table = rows.to_pydict()
     chosen = rng.integers(0, len(table["rank"]), num)
     output = [float(rng.choice(table["output_tokens"][int(row)])) for row in chosen]
     column = {name: np.array(table[name], float)[chosen] for name in _NUMBERS}
@@ -193,9 +178,6 @@ def _predicted(
 
 def _about(path: Path, table: Mapping[str, Any]) -> str:
     """Note on the training of the predictors, the variation of lengths, and Kendall's tau."""
-    import pyarrow.parquet as pq
-    from scipy.stats import kendalltau
-
     lengths = table["output_tokens"]
     medians = [float(np.median(one)) for one in lengths]
     mu = [row[0] for row in table["length"]]
@@ -212,21 +194,6 @@ def _about(path: Path, table: Mapping[str, Any]) -> str:
         "predictions and the median length: "
         f"TIE {taus[0]:.3f}, SSJF {taus[1]:.3f}, LTR {taus[2]:.3f}" + (f". {trained}" if trained else "")
     )
-
-
-def _castillo(
-    path: Path, num: int, rng: np.random.Generator, served_model: str, dataset: str | None
-) -> tuple[Array, Array, Array, Array]:
-    table = _filtered(path, ["output_tokens", "prompt_tokens"], "model", served_model, dataset)
-    samples = np.maximum(np.array(table["output_tokens"], float), 1.0)
-    prompt = np.array(table["prompt_tokens"], float)
-    rows = rng.integers(0, len(samples), num)
-    samples, place = samples[rows], rng.integers(0, samples.shape[1], num)
-    others = np.ones_like(samples, bool)
-    others[np.arange(num), place] = False
-    logs = np.log(samples[others].reshape(num, -1))
-    sigma = np.maximum(0.8 * logs.std(axis=1, ddof=1), 0.02)
-    return np.median(logs, axis=1), sigma, samples[np.arange(num), place], prompt[rows]
 
 
 def told(order: Order, data: Requests) -> Predictions | None:

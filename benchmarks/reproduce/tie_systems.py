@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from benchmarks.reproduce.simulate import Outcome, System, percentile, simulate
+from benchmarks.reproduce.simulate import Outcome, System, over_seeds, percentile, simulate
 from benchmarks.reproduce.study import Effort
 from benchmarks.reproduce.tie_requests import Order, Requests, requests, told
 from scheduler_core.scheduler import SchedulerConfig
@@ -139,15 +139,18 @@ def offline(outcome: Outcome) -> dict[str, float]:
 
 
 def measured(
-    effort: Effort, setting: Setting, rate_rps: float | None, orders: Mapping[str, Order], seed: int
-) -> dict[str, float]:
-    """ "SYSTEM MEASURE" for all systems on the same requests, online or offline."""
+    effort: Effort, setting: Setting, rate_rps: float | None, orders: Mapping[str, Order]
+) -> dict[str, dict[str, float]]:
+    """Measures of each system, online or offline, all on the same requests; means over the seeds."""
     full = 10_000 if rate_rps is None else round(ARRIVALS_S * rate_rps)
     num = effort.num(10_000, 1000) if rate_rps is None else num_online(effort, rate_rps)
-    data = requests(effort, num, seed, setting.served_model, setting.dataset)
-    values: dict[str, float] = {}
-    for name, order in orders.items():
-        outcome = run(order, data, setting, rate_rps, num / full, seed)
-        got = offline(outcome) if rate_rps is None else online(outcome)
-        values |= {f"{name} {key}": value for key, value in got.items()}
-    return values
+    measures = offline if rate_rps is None else online
+
+    def run_seed(seed: int) -> dict[str, dict[str, float]]:
+        data = requests(effort, num, seed, setting.served_model, setting.dataset)
+        return {
+            name: measures(run(order, data, setting, rate_rps, num / full, seed))
+            for name, order in orders.items()
+        }
+
+    return over_seeds(effort.seeds, run_seed)

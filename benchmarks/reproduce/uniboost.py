@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from benchmarks.reproduce.simulate import over_seeds
 from benchmarks.reproduce.study import NO_EFFECT, Claim, Effort, Findings, Row
 from benchmarks.reproduce.uniboost_systems import (
     A100,
@@ -20,7 +18,6 @@ from benchmarks.reproduce.uniboost_systems import (
     compared,
     improvement,
     mixture,
-    part,
     reasoning,
 )
 from scheduler_core.simulator.workloads.workload import Workload
@@ -47,11 +44,7 @@ def table_2(effort: Effort) -> Findings:
     findings = Findings(size=effort.size(3000, 200))
     loads = (0.8, LOAD, 1.0)
     systems = {**SYSTEMS, VARIANT: DECODES_FIRST}
-    results = {
-        load: over_seeds(effort.seeds, lambda seed, load=load: compared(effort, systems, mixture(effort, num), load, seed))  # type: ignore[misc]
-        for load in loads
-    }  # fmt: skip
-    parts = {load: {name: part(results[load], name) for name in systems} for load in loads}
+    parts = {load: compared(effort, systems, mixture(effort, num), load) for load in loads}
     for name, printed in TABLE_2.items():
         for measure, paper in zip(MEASURES, printed, strict=True):
             ours = {load: improvement(parts[load][TRAIL], parts[load][name], measure) for load in loads}
@@ -79,8 +72,7 @@ def _heavy_tail(effort: Effort, num: int) -> str:
     """The same with heavy-tailed output lengths, for which the order by true lengths is hard to beat."""
     workload = mixture(effort, num, answers=reasoning(1500.0, 5000.0))
     orders = {name: SYSTEMS[name] for name in (TRAIL, "UniBoost")}
-    got = over_seeds(effort.seeds, lambda seed: compared(effort, orders, workload, LOAD, seed))
-    base, ours = part(got, TRAIL), part(got, "UniBoost")
+    base, ours = compared(effort, orders, workload, LOAD).values()
     values = ", ".join(
         f"{measure} {improvement(base, ours, measure):+.0f} %"
         for measure in ("E2E mean", "E2E P99", "TTFT mean", "TTFT P99")
@@ -102,13 +94,10 @@ def figure_6(effort: Effort) -> Findings:
     num, load = effort.num(3000, 100), 0.99
     findings = Findings(size=effort.size(3000, 100))
     workload = Workload(num_requests=num, lengths=reasoning())
-    got = over_seeds(effort.seeds, lambda seed: compared(effort, FIGURE_6, workload, load, seed, QWEN_72B))
-    ours = part(got, "UniBoost")
+    got = compared(effort, FIGURE_6, workload, load, QWEN_72B)
+    ours = got.pop("UniBoost")
     slow: dict[tuple[str, str], float] = {}
-    for name in FIGURE_6:
-        if name == "UniBoost":
-            continue
-        values = part(got, name)
+    for name, values in got.items():
         for kind in ("E2E", "TTFT", "TBT"):
             by = {p: 100 * (values[f"{kind} {p}"] / ours[f"{kind} {p}"] - 1) for p in PERCENTILES}
             slow[name, kind] = by["P99"]
@@ -138,14 +127,9 @@ def figure_8(effort: Effort) -> Findings:
     findings = Findings(size=effort.size(3000, 200))
     tight: dict[tuple[str, float, str], float] = {}
     for mix, share in (("mix-1, 20 % reasoning", 0.2), ("mix-2, 70 % reasoning", 0.7)):
-        workload = mixture(effort, num, share)
-        got = over_seeds(
-            effort.seeds,
-            lambda seed, workload=workload: compared(effort, SYSTEMS, workload, LOAD, seed),  # type: ignore[misc]
-        )
-        base = part(got, "Sarathi")
-        for name in SYSTEMS:
-            values = part(got, name)
+        got = compared(effort, SYSTEMS, mixture(effort, num, share), LOAD)
+        base = got["Sarathi"]
+        for name, values in got.items():
             for kind, paper in FIGURE_8.items():
                 tight[name, share, kind] = base[f"{kind} P99"] / values[f"{kind} P99"]
                 if name != "Sarathi":
@@ -171,12 +155,7 @@ def ablation(effort: Effort) -> Findings:
     loads = (0.95,) if effort.quick else (0.7, 0.8, 0.9, 1.0)
     p99: dict[tuple[str, float], float] = {}
     for load in loads:
-        got = over_seeds(
-            effort.seeds,
-            lambda seed, load=load: compared(effort, PHASES, mixture(effort, num), load, seed, _TIGHT),  # type: ignore[misc]
-        )
-        for name in PHASES:
-            values: Mapping[str, float] = part(got, name)
+        for name, values in compared(effort, PHASES, mixture(effort, num), load, _TIGHT).items():
             p99[name, load] = values["E2E P99"]
             findings.rows.append(
                 Row(where=f"figure 7, load {load}", what=f"{name}, E2E P99, s", paper=None, ours=values["E2E P99"],

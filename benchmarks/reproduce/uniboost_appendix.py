@@ -22,7 +22,6 @@ from benchmarks.reproduce.uniboost_systems import (
     drawn,
     improvement,
     mixture,
-    part,
     run,
 )
 from scheduler_core.simulator.metrics import starvation_slope
@@ -140,8 +139,7 @@ def sensitivity(effort: Effort) -> Findings:
     def of(name: str, values: Mapping[float, object]) -> dict[float, dict[str, float]]:
         chosen = list(values)[:2] if effort.quick else list(values)
         orders = {f"{key:g}": order(name, key) for key in chosen}
-        got = over_seeds(effort.seeds, lambda seed: compared(effort, orders, workload, LOAD, seed))
-        return {key: part(got, f"{key:g}") for key in chosen}
+        return dict(zip(chosen, compared(effort, orders, workload, LOAD).values(), strict=True))
 
     bins, deltas = of("bin_tokens", TABLE_6), of("hysteresis_s", TABLE_7)
     for where, measured, printed in (("table 6, k", bins, TABLE_6), ("table 7, delta", deltas, TABLE_7)):
@@ -171,16 +169,12 @@ def chunks(effort: Effort) -> Findings:
     for chunk, printed in TABLE_8.items():
         if effort.quick and chunk != CHUNK:
             continue
-        engine = replace(A100, chunk=chunk)
-        got = over_seeds(
-            effort.seeds,
-            lambda seed, engine=engine: compared(effort, orders, mixture(effort, num), LOAD, seed, engine),  # type: ignore[misc]
-        )
-        ours = part(got, "UniBoost")
+        got = compared(effort, orders, mixture(effort, num), LOAD, replace(A100, chunk=chunk))
+        ours = got["UniBoost"]
         findings.rows += [
             Row(where=f"table 8, chunk {chunk}", what=f"{name}, improvement over FCFS, %", paper=paper,
-                ours=improvement(part(got, "Sarathi"), ours, name), neutral=0.0,
-                more={"over TRAIL+, %": improvement(part(got, TRAIL), ours, name)})
+                ours=improvement(got["Sarathi"], ours, name), neutral=0.0,
+                more={"over TRAIL+, %": improvement(got[TRAIL], ours, name)})
             for name, paper in zip(MEASURES, printed, strict=True)
         ]  # fmt: skip
     return findings
@@ -208,8 +202,7 @@ def _change(effort: Effort, engine: Engine, each: int) -> dict[str, float]:
     """Change of UniBoost relative to Sarathi in percent; below 0 is better."""
     orders = {name: SYSTEMS[name] for name in ("Sarathi", "UniBoost")}
     workload = mixture(effort, each * engine.replicas)
-    got = over_seeds(effort.seeds, lambda seed: compared(effort, orders, workload, LOAD, seed, engine))
-    base, ours = part(got, "Sarathi"), part(got, "UniBoost")
+    base, ours = compared(effort, orders, workload, LOAD, engine).values()
     return {name: 100 * (ours[name] / base[name] - 1) for name in base}
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from benchmarks.reproduce.simulate import Outcome, System, percentile, simulate
+from benchmarks.reproduce.simulate import Outcome, System, log_normal, over_seeds, percentile, simulate
 from benchmarks.reproduce.study import Effort
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.config import ClusterConfig
@@ -15,7 +14,7 @@ from scheduler_core.simulator.step_time.roofline import RooflineStepTime
 from scheduler_core.simulator.trace import Trace
 from scheduler_core.simulator.trace_predictions import oracle_predictions
 from scheduler_core.simulator.workloads.arrivals import Arrivals
-from scheduler_core.simulator.workloads.lengths import Lengths, TokenDistribution
+from scheduler_core.simulator.workloads.lengths import Lengths
 from scheduler_core.simulator.workloads.workload import RequestClass, Workload
 
 SEATS, CHUNK = 256, 1024
@@ -121,28 +120,17 @@ MEASURES = (
 )
 
 
-def law(median: float, p90: float, high: int = 4096) -> TokenDistribution:
-    """Log-normal with a given median and P90."""
-    return TokenDistribution(
-        kind="log_t",
-        mu=math.log(median),
-        sigma=math.log(p90 / median) / 1.2815515655446004,
-        nu=1e6,
-        high=high,
-    )
-
-
 def azure(effort: Effort) -> Lengths:
     """Length pairs of the public Azure conversation trace, or log-normals with its medians and P90."""
     file = effort.file("traces/azure2023_conv.parquet")
     if file:
         return Lengths(file=str(file))
-    return Lengths(prompt=law(928, 2050), output=law(129, 420), max_tokens=1000)
+    return Lengths(prompt=log_normal(928, 2050, 4096), output=log_normal(129, 420, 4096), max_tokens=1000)
 
 
 def reasoning(median: float = 4000.0, p90: float = 6000.0) -> Lengths:
     """Short questions, long outputs, light-tailed as in figure 1 (a); the paper prints no statistics."""
-    return Lengths(prompt=law(120, 400), output=law(median, p90, 8192), max_tokens=8192)
+    return Lengths(prompt=log_normal(120, 400, 4096), output=log_normal(median, p90, 8192), max_tokens=8192)
 
 
 def mixture(effort: Effort, num: int, share: float = 0.7, answers: Lengths | None = None) -> Workload:
@@ -201,15 +189,12 @@ def compared(
     orders: Mapping[str, Order],
     workload: Workload,
     load: float,
-    seed: int,
     engine: Engine = A100,
-) -> dict[str, float]:
-    """ "SYSTEM MEASURE" for all systems on the same trace."""
-    trace = drawn(workload, engine, load, seed, effort.quick)
-    results = {name: measures(run(order, trace, engine, effort.quick)) for name, order in orders.items()}
-    return {f"{name} {key}": value for name, values in results.items() for key, value in values.items()}
+) -> dict[str, dict[str, float]]:
+    """Measures of each system, all on the same traces; means over the seeds."""
 
+    def run_seed(seed: int) -> dict[str, dict[str, float]]:
+        trace = drawn(workload, engine, load, seed, effort.quick)
+        return {name: measures(run(order, trace, engine, effort.quick)) for name, order in orders.items()}
 
-def part(got: Mapping[str, float], name: str) -> dict[str, float]:
-    """Measures of one system in the result of `compared`."""
-    return {key.removeprefix(f"{name} "): value for key, value in got.items() if key.startswith(f"{name} ")}
+    return over_seeds(effort.seeds, run_seed)
