@@ -17,9 +17,9 @@ one with the weight g: mu' is the mean, and sigma' the geometric mean, of both w
 as in Bayesian model averaging, tempered, so that a memory that does not help costs little. A request without an embedding of
 its prompt has g = 0.
 
-Tenants. What one tenant sends cannot change the predictions of another one that has had `ADMITTED_OUTPUTS` outputs of a
-served model. Before that, and if there are too many pairs, it gets the linear correction that has learned from all
-tenants (tenant ""), without a memory. Requests without a tenant share one memory.
+Tenants. A tenant has its own corrections and memory after `OWN_OUTPUTS` outputs of a served model; what others send does not
+change them. Before that, and if there are too many pairs, it uses and teaches those of the tenant "", as do requests without
+a tenant. So a flood from one tenant leaves at most `OWN_OUTPUTS` entries where others read.
 
 Drift. If remembered (without a memory: calibrated) predictions fail the test of `drift`, the model behind a name has
 changed: only the fraction `KEPT_AT_ALARM` of the information, and the newest entries of its memory are kept.
@@ -29,7 +29,7 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.drift import DriftAlarm, DriftDetector
@@ -50,6 +50,8 @@ MIN_OUTPUTS = 50
 MAX_WINDOW = 100_000
 #: Minimum outputs of a pair that replaces another one, and maximum characters of a name.
 ADMITTED_OUTPUTS, MAX_NAME_CHARS = 20, 256
+#: Outputs of a pair before its own corrections are used.
+OWN_OUTPUTS = 50
 #: Fraction of the information that is kept at an alarm.
 KEPT_AT_ALARM = 0.2
 #: Outputs before c changes, because the linear correction still does; step of c; weight of the memory that counts as none.
@@ -148,7 +150,8 @@ class _Pair:
     def __init__(self, config: CorrectionConfig, prior: Coefficients | None) -> None:
         decay = 1.0 - 1.0 / config.memory
         self.calibrated, self.remembered = _Corrector(prior, decay), _Corrector(prior, decay)
-        self.num_outputs = self.num_censored = self.num_alarms = self.num_hits = self.num_since_alarm = 0
+        self.num_outputs = self.num_censored = self.num_alarms = self.num_hits = self._num_since_alarm = 0
+        self._has_memory = False
         #: Outputs, halved after every `memory` outputs of all pairs.
         self.use = 0
         self.detector = DriftDetector(config.arl)
@@ -161,7 +164,7 @@ class _Pair:
     @property
     def memory_weight(self) -> float:
         """g, the weight of the remembered version in [0, 1]."""
-        if not self.num_hits:
+        if not self._has_memory:
             return 0.0
         calibrated, remembered = self.gain_sums
         advantage = remembered - max(calibrated, 0.0)
@@ -205,10 +208,16 @@ class _Pair:
             remembered = self.remembered.observe(shift.prediction, outcome)
             versions = (prediction, calibrated, self._mixture(prediction, calibrated, remembered))
             self._add_gains((prediction, calibrated, remembered), outcome)
-            self.num_hits += shift.weight >= CAUTION
+            self._has_memory = self._has_memory or shift.weight >= CAUTION
+        return versions, self._test(calibrated if shift is None else remembered, outcome)
+
+    def record(self, learned: "_Learned", outcome: Outcome) -> None:
+        """Adds an output to the counts and metrics, with the versions of its prediction in the scope that was used."""
         self.num_outputs += 1
         self.num_censored += not outcome.is_finished
-        return versions, self._test(calibrated if shift is None else remembered, outcome)
+        self.num_alarms += learned.alarm is not None
+        self.num_hits += learned.is_hit
+        self.scores.add(learned.versions, outcome)
 
     def _add_gains(self, versions: tuple[LengthPrediction, ...], outcome: Outcome) -> None:
         log_length, finished = math.log(outcome.output_tokens), outcome.is_finished
@@ -220,13 +229,12 @@ class _Pair:
 
     def _test(self, corrected: LengthPrediction, outcome: Outcome) -> DriftAlarm | None:
         """Updates the drift test with an output; at an alarm, reduces the information to `KEPT_AT_ALARM`."""
-        self.num_since_alarm += 1
-        if self.num_since_alarm <= MIN_OUTPUTS:
+        self._num_since_alarm += 1
+        if self._num_since_alarm <= MIN_OUTPUTS:
             return None
         alarm = self.detector.observe(corrected, outcome.output_tokens, finished=outcome.is_finished)
         if alarm is not None:
-            self.num_alarms += 1
-            self.num_since_alarm = 0
+            self._num_since_alarm = 0
             self.calibrated.estimate.scale(KEPT_AT_ALARM)
             self.remembered.estimate.scale(KEPT_AT_ALARM)
         return alarm
@@ -242,7 +250,7 @@ class _Pair:
         """Restores a `state`; raises an error if the content is invalid."""
         for name in _COUNTS:
             setattr(self, name, _count(content, name))
-        self.use = self.num_outputs
+        self.use, self._has_memory = self.num_outputs, self.num_hits > 0
         calibrated, remembered = map(float, content["gain_sums"])
         if not (math.isfinite(calibrated) and math.isfinite(remembered)):
             raise ValueError("gain_sums")
@@ -250,6 +258,14 @@ class _Pair:
         self._gains = deque([self.gain_sums])
         self.calibrated.restore(content["calibrated"])
         self.remembered.restore(content["remembered"])
+
+
+class _Learned(NamedTuple):
+    """What `_Pair.observe` returned, and whether there were similar past requests."""
+
+    versions: tuple[LengthPrediction, ...]
+    alarm: DriftAlarm | None
+    is_hit: bool
 
 
 _Key = tuple[str, str]
@@ -292,20 +308,17 @@ class Correction:
 
     def correct(self, context: RequestContext, prediction: LengthPrediction) -> LengthPrediction:
         """The corrected prediction; `prediction` itself while no correction is in use for the served model."""
-        pair = self._pairs.get((context.tenant, context.served_model))
-        if context.tenant and (pair is None or pair.num_outputs < ADMITTED_OUTPUTS):
-            pair = self._pairs.get(("", context.served_model))
-            return prediction if pair is None else pair.used(prediction, None, context.prompt_tokens)
-        if pair is None:
+        scope = self._scope(context)
+        pair = self._pairs.get((scope, context.served_model))
+        if pair is None or not pair.is_used:
             return prediction
-        if not pair.is_used:
-            return prediction
-        shift = self._shift(context, prediction) if pair.memory_weight >= MIN_MEMORY_WEIGHT else None
+        needs_memory = pair.memory_weight >= MIN_MEMORY_WEIGHT
+        shift = self._shift(scope, context, prediction) if needs_memory else None
         return pair.used(prediction, shift, context.prompt_tokens)
 
     def neighbors(self, context: RequestContext) -> list[Neighbor]:
         """The past requests that the memory uses for a request, the most similar one first."""
-        memory = self._memories.get(context.tenant)
+        memory = self._memories.get(self._scope(context))
         if memory is None or context.embedding is None:
             return []
         return memory.neighbors(context.embedding, context.served_model, context.system_prompt)
@@ -325,40 +338,60 @@ class Correction:
         for name in ("served_model", "tenant"):
             if len(getattr(context, name)) > MAX_NAME_CHARS:
                 raise InputError(name, getattr(context, name), f"at most {MAX_NAME_CHARS} characters")
-        shared = self._admitted(("", context.served_model))
-        own = shared
+        scope = self._scope(context)
+        pairs = {"": self._admitted(("", context.served_model))}
         if context.tenant:
-            own = self._admitted((context.tenant, context.served_model), shared)
-        versions, alarm = None, None
-        if own is not None:
-            shift = self._shift(context, prediction)
-            versions, alarm = own.observe(prediction, shift, outcome)
-            own.scores.add(versions, outcome)
-            if alarm is not None and context.tenant in self._memories:
-                self._memories[context.tenant].forget(context.served_model)
-            if shift is not None:
-                self._remember(context, outcome, prediction, shift)
-        if shared is not None and shared is not own:
-            of_all, shared_alarm = shared.observe(prediction, None, outcome)
-            shared.scores.add(versions or of_all, outcome)
-            alarm = alarm or (shared_alarm if own is None else None)
-        return alarm
+            pairs[context.tenant] = self._admitted((context.tenant, context.served_model), pairs[""])
+        learned = {
+            name: self._learn(name, pair, context, outcome, prediction)
+            for name, pair in pairs.items()
+            if pair is not None and name in (scope, context.tenant)
+        }
+        if not learned:
+            return None
+        used = learned[scope if scope in learned else context.tenant]
+        for pair in pairs.values():
+            if pair is not None:
+                pair.record(used, outcome)
+        return used.alarm
 
-    def _shift(self, context: RequestContext, prediction: LengthPrediction) -> Shift | None:
-        """The prediction moved by the memory of the tenant; None without an embedding."""
+    def _scope(self, context: RequestContext) -> str:
+        """The tenant whose corrections are used for a request."""
+        pair = self._pairs.get((context.tenant, context.served_model))
+        return context.tenant if pair is not None and pair.num_outputs >= OWN_OUTPUTS else ""
+
+    def _learn(
+        self, scope: str, pair: _Pair, context: RequestContext, outcome: Outcome, prediction: LengthPrediction
+    ) -> _Learned:
+        """Updates the corrections and the memory of a scope."""
+        shift = self._shift(scope, context, prediction)
+        versions, alarm = pair.observe(prediction, shift, outcome)
+        if alarm is not None and scope in self._memories:
+            self._memories[scope].forget(context.served_model)
+        if shift is not None:
+            self._remember(scope, context, outcome, prediction, shift)
+        return _Learned(versions, alarm, shift is not None and shift.weight >= CAUTION)
+
+    def _shift(self, scope: str, context: RequestContext, prediction: LengthPrediction) -> Shift | None:
+        """The prediction moved by the memory of a scope; None without an embedding."""
         if context.embedding is None:
             return None
-        memory = self._memories.get(context.tenant)
+        memory = self._memories.get(scope)
         if memory is None:
             return Shift(prediction, 0.0)
         return memory.shift(context.embedding, context.served_model, context.system_prompt, prediction)
 
     def _remember(
-        self, context: RequestContext, outcome: Outcome, prediction: LengthPrediction, shift: Shift
+        self,
+        scope: str,
+        context: RequestContext,
+        outcome: Outcome,
+        prediction: LengthPrediction,
+        shift: Shift,
     ) -> None:
-        memory = self._memories.get(context.tenant)
+        memory = self._memories.get(scope)
         if memory is None:
-            memory = self._memories[context.tenant] = Memory(self._config.memory)
+            memory = self._memories[scope] = Memory(self._config.memory)
         assert context.embedding is not None
         memory.observe(
             context.embedding,

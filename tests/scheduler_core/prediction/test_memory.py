@@ -13,7 +13,7 @@ from scheduler_core.adapters.live_calibration import packed, unpacked
 from scheduler_core.errors import InputError
 from scheduler_core.prediction import memory
 from scheduler_core.prediction.correction import (
-    ADMITTED_OUTPUTS,
+    OWN_OUTPUTS,
     Correction,
     CorrectionConfig,
     RequestContext,
@@ -175,7 +175,7 @@ def test_what_a_tenant_sends_does_not_change_the_predictions_of_others() -> None
     assert [flooded.correct(probe, RAW) for probe in probes] == [
         alone.correct(probe, RAW) for probe in probes
     ]
-    assert flooded.num_scopes == 2
+    assert len(flooded._memories[""]) == 2 * OWN_OUTPUTS
 
 
 def test_a_new_tenant_starts_with_the_calibration_of_all() -> None:
@@ -183,10 +183,24 @@ def test_a_new_tenant_starts_with_the_calibration_of_all() -> None:
     feed(correction, 300, means=(6.5, 6.5), tenant="a")
     new = context(embedding(0), tenant="new")
     assert correction.correct(new, RAW).mu == pytest.approx(6.5, abs=0.3)
-    feed(correction, ADMITTED_OUTPUTS, means=(6.5, 6.5), tenant="new", seed=1)
+    feed(correction, OWN_OUTPUTS, means=(6.5, 6.5), tenant="new", seed=1)
     assert correction.correct(new, RAW).mu == pytest.approx(6.5, abs=0.3)
-    assert correction.metrics("m", "new")["num_outputs"] == ADMITTED_OUTPUTS
-    assert correction.metrics("m")["num_outputs"] == 300 + ADMITTED_OUTPUTS
+    assert correction.metrics("m", "new")["num_outputs"] == OWN_OUTPUTS
+    assert correction.metrics("m")["num_outputs"] == 300 + OWN_OUTPUTS
+
+
+def test_many_small_tenants_share_one_memory() -> None:
+    """A tenant for each API key, with a few requests each."""
+    correction = Correction()
+    for number in range(60):
+        feed(correction, 10, tenant=f"key {number}", seed=number)
+    mus = [
+        correction.correct(context(embedding(application), tenant="new"), RAW).mu for application in range(3)
+    ]
+    assert mus == pytest.approx([3.0, 5.0, 7.0], abs=0.4)
+    metrics = correction.metrics("m")
+    assert metrics["num_outputs"] == 600
+    assert metrics["after"]["tau"] > 0.55
 
 
 def test_scopes_are_bounded_and_go_with_their_last_model() -> None:
@@ -194,7 +208,8 @@ def test_scopes_are_bounded_and_go_with_their_last_model() -> None:
     for tenant in "abcdef":
         feed(correction, 60, tenant=tenant)
     assert correction.num_scopes <= 4
-    assert correction.num_remembered <= 4 * 60
+    assert correction.num_remembered <= 3 * 60 + 6 * 60
+    assert {tenant for tenant, _ in correction._pairs} == set(correction._memories) | {""}
     with pytest.raises(InputError, match="tenant"):
         correction.observe(context(embedding(0), tenant="x" * 257), outcome(5))
 
@@ -253,7 +268,7 @@ def test_a_state_goes_through_a_file_and_gives_the_same_predictions() -> None:
     feed(correction, 100, tenant="a", system_prompt=-5)
     restored = Correction()
     restored.restore(unpacked(packed(correction.state())))
-    assert restored.num_remembered == correction.num_remembered == 400
+    assert restored.num_remembered == correction.num_remembered == 400 + OWN_OUTPUTS
     for tenant, key in (("", 0), ("a", -5)):
         probe = context(embedding(2), tenant=tenant, system_prompt=key)
         one, two = (each.correct(probe, RAW) for each in (correction, restored))
