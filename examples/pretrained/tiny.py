@@ -55,6 +55,8 @@ A small predictor distilled from [tailcast-minilm](README.md): hashed n-grams an
 
 Created by `make tiny DATA=FOLDER` (examples/pretrained). Licence: Apache-2.0. Data: the prompts and lengths that tailcast-minilm was trained on, with their licences ([its card](README.md)), {made_up:,} synthetic prompts composed of pieces of them, and predictions of tailcast-minilm for all prompts and {served_models} served models. The prediction for an unknown served model is the mean of these. Sampling temperature is not an input; prompts up to {max_length} tokens (words and signs), the middle of longer ones is dropped. {num_parameters:,} weights, {megabytes:.1f} MB.
 
+It also gives each prompt an embedding of 64 numbers (principal components of its token vectors and its first hidden layer over the training prompts), with which [online calibration](../../docs/online-calibration.md) finds similar past requests, whatever the predictor.
+
 Its features are words and pairs of neighboring words. On prompts unlike the training data it is less accurate than tailcast-minilm, and on some sources it cannot rank requests (last table).
 
 ## In distribution

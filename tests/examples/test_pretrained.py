@@ -353,6 +353,14 @@ def test_training_learns_the_words_of_long_outputs_and_calibration_their_true_le
     before = TinyModel(tmp_path / WEIGHTS)
     np.savez(tmp_path / WEIGHTS, **tiny.calibrated(content, before, calibration, nu=3.5))
     after = TinyModel(tmp_path / WEIGHTS)
+    np.savez(tmp_path / WEIGHTS, **content, **tiny.embedding(after, data.tokens))
+    one, other, long_prompt = (
+        TinyModel(tmp_path / WEIGHTS).predict(data.tokens[row], 0)[2] for row in (0, 2, 1)
+    )
+    assert one is not None
+    assert other is not None
+    assert long_prompt is not None
+    assert float(one @ other) > 0.5 + float(one @ long_prompt)
     for number_of_model in (0, 1):
         (short, _), (long, _) = (before(data.tokens[number], number_of_model) for number in (0, 1))
         assert long - short == pytest.approx(3.0, abs=0.5)

@@ -204,6 +204,34 @@ def test_tokens_beside_the_middle_of_a_long_prompt_do_not_count() -> None:
     assert TinyPredictor().length(begin + "one" + end) == TinyPredictor().length(begin + "two" + end)
 
 
+def test_similar_prompts_have_similar_embeddings() -> None:
+    predictor = TinyPredictor()
+    texts = [
+        "Translate to German: The train is late.", "Translate to German: My cat sleeps.",
+        "Write a story about a dragon and a knight.", "Write a story about a robot and a garden.",
+    ]  # fmt: skip
+    vectors = np.array([predictor.embedding(text) for text in texts])
+    assert vectors.shape == (4, 64)
+    assert vectors.dtype == np.float32
+    products = vectors @ vectors.T
+    np.testing.assert_allclose(np.diag(products), 1.0, atol=1e-5)
+    assert min(products[0, 1], products[2, 3]) > products[:2, 2:].max() + 0.2
+    for text in ("", "\x00", "word " * 10_000):
+        vector = predictor.embedding(text)
+        assert vector is not None
+        assert np.isfinite(vector).all()
+
+
+def test_weights_without_an_embedding_predict_as_before(tmp_path: Path) -> None:
+    with np.load(FOLDERS[TINY] / WEIGHTS) as file:
+        content = {name: values for name, values in file.items() if not name.startswith("embedding")}
+    np.savez(tmp_path / WEIGHTS, **content)
+    ids = np.arange(20)
+    mu, sigma, embedding = TinyModel(FOLDERS[TINY] / WEIGHTS).predict(ids, 0)
+    assert embedding is not None
+    assert TinyModel(tmp_path / WEIGHTS).predict(ids, 0) == (mu, sigma, None)
+
+
 def test_a_changed_or_truncated_file_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "tiny"
     shutil.copytree(FOLDERS[TINY], folder)
