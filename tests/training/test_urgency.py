@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom
 
-from benchmarks.urgency.table import main as urgency_table
 from data_gen.commands.import_urgency import main as import_urgency
 from data_gen.urgency.labels import LabeledText, read_labels
 from data_gen.urgency.seed_set import read_pairs, seed_labels
@@ -182,7 +181,6 @@ def evaluate(measured, data, folder, *options):
 
 
 def test_a_checkpoint_is_compared_with_baselines_and_other_seeds(tmp_path, data, checkpoint):
-    page = tmp_path / "page.md"
     options = ["--name", "recipe", "--compare", json.dumps([f"recipe={checkpoint}", "other=constant"])]
     content = evaluate(checkpoint, data, tmp_path, *options)
     assert content["passed"] == content["adversarial"]["passed"]
@@ -193,17 +191,6 @@ def test_a_checkpoint_is_compared_with_baselines_and_other_seeds(tmp_path, data,
     assert content["adversarial"]["num_pairs"] == len(read_pairs("test"))
     assert content["abstention"]["allowed_rate"] == 0.1
     assert [entry["name"] for entry in content["compared"]] == ["recipe", "other"]
-    urgency_table([str(tmp_path / "out.json"), "--markdown", str(page)])
-    text = page.read_text(encoding="utf-8")
-    rows = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines() if line[:2] == "| "}
-    assert {"recipe", "other", "constant", "bag of words"} <= set(rows)
-    # Twice the same predictor: a standard deviation of 0.
-    accuracy = 100 * content["predicted"]["accuracy"]["value"]
-    assert rows["recipe"].split(" | ")[1] == f"{accuracy:.1f} (0.0) %"
-    assert "(" not in rows["other"]
-    assert rows["other"].split(" | ")[1:] == rows["constant"].split(" | ")[1:]
-    diagram = text.split("Reliability of recipe:")[1].splitlines()
-    assert sum(int(line.split(" | ")[1]) for line in diagram if " to " in line) == 2 * content["num_texts"]
 
 
 def test_claims_that_jump_the_queue_fail_the_command(tmp_path, data, monkeypatch):
