@@ -115,17 +115,12 @@ class Run:
 
 def onnx_latency(run: Run) -> None:
     """Measures both encoders; a check uses only MiniLM, because exporting the other graph takes gigabytes."""
-    command = [
-        "benchmarks.predictors.onnx_latency",
-        "--no-compile",
-        "--graphs",
-        str(run.options.work / "graphs"),
-    ]
+    graphs = str(run.options.work / "graphs")
+    command = ["benchmarks.predictors.onnx_latency", "--no-compile", "--graphs", graphs]
     if run.options.check:
-        command += ["--device", "cpu", "--shapes", "1x8", "--repetitions", "1", "--legacy-exporter"]
-        run.command(*command, "--encoder", "minilm")
+        run.command(*command, "--shapes", "1x8", "--repetitions", "1")
         return
-    command += ["--device", "cuda", "--shapes", "1x32,8x128,32x128", "--repetitions", "100", "--threads", "4"]
+    command += ["--device", "cuda", "--shapes", "1x32", "8x128", "32x128", "--repetitions", "100"]
     for encoder in ("minilm", "deberta"):
         run.command(*command, "--encoder", encoder)
         if util.find_spec("tensorrt"):

@@ -3,14 +3,10 @@
 All candidates of one encoder run in turn in one process, repetition after repetition. On the CPU the result
 is the minimum CPU time of the process, which other load on the machine affects least; on a GPU it is the
 minimum wall-clock time. MiniLM has its weights; DeBERTa-v3-base has random weights in the original
-architecture, which take the same time. Heads are random. A slow batch is called fewer times
-(`--shape-seconds`; the table has the number), and `--graphs` keeps the exported graphs, so that the grid can
-be run in parts. torch.compile needs a C++ compiler on the CPU; without one its column is omitted, with a
-note.
+architecture, which take the same time. Heads are random. `--graphs` keeps the exported graphs for the next
+call. torch.compile needs a C++ compiler on the CPU; without one its column is omitted, with a note.
 
-    python -m benchmarks.predictors.onnx_latency                            # MiniLM, 1 x 32 and 8 x 128
-    python -m benchmarks.predictors.onnx_latency --grid full --graphs out/graphs
-    python -m benchmarks.predictors.onnx_latency --grid full --device cuda --encoder deberta
+    python -m benchmarks.predictors.onnx_latency --encoder minilm deberta [--shapes 1x32 8x128] [--device cuda]
 """
 
 from __future__ import annotations
@@ -55,10 +51,6 @@ DEBERTA = {
     "type_vocab_size": 0,
     "vocab_size": 128100,
 }
-GRIDS = {
-    "quick": [(1, 32), (8, 128)],
-    "full": [(b, s) for s in (32, 128, 512) for b in (1, 8, 32)],
-}
 PROVIDERS = {
     "cpu": "CPUExecutionProvider",
     "cuda": "CUDAExecutionProvider",
@@ -84,7 +76,7 @@ def make_model(encoder: str) -> Any:
     return PromptPredictor(config, loaded, normalization).eval()
 
 
-def export(model: Any, path: Path, *, legacy: bool) -> None:
+def export(model: Any, path: Path) -> None:
     """Exports the graph of the predictor."""
     from export.graph import export_graph
     from predictors.manifest import EncoderCard, Manifest
@@ -101,7 +93,7 @@ def export(model: Any, path: Path, *, legacy: bool) -> None:
         truncation_side="right",
         pad_token_id=0,
     )
-    export_graph(model, manifest, path, legacy_exporter=legacy)
+    export_graph(model, manifest, path)
 
 
 def open_session(path: Path, device: str, threads: int) -> Any:
@@ -161,12 +153,12 @@ def contenders(encoder: str, options: argparse.Namespace) -> Iterator[dict[str, 
     model = make_model(encoder)
     kinds = ["fused", "int8", "fp16"] if options.device == "cpu" else ["fused", "fp16", "fp16-fused"]
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(options.graphs or temporary) / f"{encoder}{'-legacy' * options.legacy_exporter}"
+        folder = Path(options.graphs or temporary) / encoder
         folder.mkdir(parents=True, exist_ok=True)
         plain = folder / "fp32.onnx"
         if not plain.exists():
             print(f"exporting {ENCODERS[encoder]}", flush=True)
-            export(model, folder / "new.onnx", legacy=options.legacy_exporter)
+            export(model, folder / "new.onnx")
             (folder / "new.onnx").replace(plain)
         calibration = [rng.integers(LOWEST_IDS, size=int(size)) for size in rng.integers(8, 128, size=8)]
         sessions = {"ORT fp32": open_session(plain, options.device, options.threads)}
@@ -194,10 +186,8 @@ def can_compile(device: str) -> bool:
     return device == "cuda" or any(map(shutil.which, ("c++", "g++", "clang++")))
 
 
-def measure(
-    calls: Mapping[str, Call], batch: int, seq: int, options: argparse.Namespace
-) -> tuple[dict[str, float], int]:
-    """Minimum time of each candidate in ms, measured in turn, and the number of calls."""
+def measure(calls: Mapping[str, Call], batch: int, seq: int, options: argparse.Namespace) -> dict[str, float]:
+    """Minimum time of each candidate in ms, measured in turn."""
     rng = np.random.default_rng(0)
     clock = time.process_time if options.device == "cpu" else time.perf_counter
     feed = {
@@ -207,64 +197,47 @@ def measure(
     for call in calls.values():  # warm-up: compilation, allocation
         call(feed)
     best = dict.fromkeys(calls, np.inf)
-    begin, number = clock(), 0
-    while number < options.repetitions and (number == 0 or clock() - begin < options.shape_seconds):
+    for _ in range(options.repetitions):
         feed["input_ids"] = rng.integers(LOWEST_IDS, size=(batch, seq))
         for name, call in calls.items():
             start = clock()
             call(feed)
             best[name] = min(best[name], 1000 * (clock() - start))
-        number += 1
-    return best, number
+    return best
 
 
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("--encoder", choices=sorted(ENCODERS), action="append", help="default: as --grid")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if torch and ORT support it")
+    parser.add_argument("--encoder", choices=sorted(ENCODERS), nargs="+", default=["minilm"])
+    parser.add_argument("--shapes", nargs="+", default=["1x32", "8x128"], help="batch x tokens")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument(
-        "--grid",
-        choices=sorted(GRIDS),
-        default="quick",
-        help="quick: MiniLM, two shapes; full: both encoders, nine shapes",
-    )
-    parser.add_argument("--shapes", help="shapes instead of those of the grid, as 1x32,8x128")
-    parser.add_argument("--shape_seconds", type=float, default=60.0, help="time limit per shape")
     parser.add_argument("--graphs", help="folder for exported graphs; default: a temporary folder")
     parser.add_argument("--tensorrt", action="store_true", help="with --device cuda: also use TensorRT")
     parser.add_argument("--no_compile", dest="compile", action="store_false", help="skip torch.compile")
-    parser.add_argument("--legacy_exporter", action="store_true", help="faster export of the plain graph")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", str(options.threads))
     import onnxruntime as ort
     import torch
 
-    if options.device is None:
-        has_gpu = torch.cuda.is_available() and PROVIDERS["cuda"] in ort.get_available_providers()
-        options.device = "cuda" if has_gpu else "cpu"
-    encoders = options.encoder or (["minilm"] if options.grid == "quick" else ["minilm", "deberta"])
-    shapes = GRIDS[options.grid]
-    if options.shapes:
-        shapes = [(int(b), int(s)) for b, s in (shape.split("x") for shape in options.shapes.split(","))]
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
     print(
         f"{PROVIDERS[options.device]}, {options.threads} thread(s), ONNX Runtime {ort.__version__}, "
-        f"torch {torch.__version__}, load {load:.1f}"
+        f"torch {torch.__version__}, load {os.getloadavg()[0]:.1f}"
     )
     if options.compile and not can_compile(options.device):
         print("torch.compile is skipped: no C++ compiler was found")
-    for encoder in encoders:
+    for encoder in options.encoder:
         with contenders(encoder, options) as calls:
             print(f"\n{ENCODERS[encoder]}: ms per call (times faster than ORT fp32)")
-            print("| batch x tokens | best of | " + " | ".join(calls) + " |")
-            print("|---" * (len(calls) + 2) + "|", flush=True)
-            for batch, seq in shapes:
-                latencies, num_calls = measure(calls, batch, seq, options)
+            print("| batch x tokens | " + " | ".join(calls) + " |")
+            print("|---" * (len(calls) + 1) + "|", flush=True)
+            for shape in options.shapes:
+                batch, tokens = map(int, shape.split("x"))
+                latencies = measure(calls, batch, tokens, options)
                 plain = latencies["ORT fp32"]
                 cells = [f"{value:.2f} ({plain / value:.2f})" for value in latencies.values()]
-                print(f"| {batch} x {seq} | {num_calls} | " + " | ".join(cells) + " |", flush=True)
+                print(f"| {shape} | " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,9 @@
 """Latency of one prediction on one core: `tiny` and `pretrained`, in turn in one process, with tokenization.
 
 A round is one call of `pretrained` and 20 calls of `tiny`. The first of these starts with processor caches
-full of other data, and has its own row. Prompts have the median length and the quartiles of CASTILLO; with
---data they are prompts of a file with about the median length of that file.
+full of other data, and has its own row. Prompts have the median length and the quartiles of CASTILLO.
 
-    python -m benchmarks.predictors.tiny
-    python -m benchmarks.predictors.tiny --data prompts.parquet
+    python -m benchmarks.predictors.tiny [--rounds 400]
 """
 
 from __future__ import annotations
@@ -32,20 +30,8 @@ TEXT = (
 )
 
 
-def prompts_of(data: str | None, num_prompts: int = 50) -> dict[str, list[str]]:
-    """Prompts by the name of their length class."""
-    if data is None:
-        return {name: [(TEXT * 3)[:size]] for name, size in CHARACTERS.items()}
-    import pyarrow.parquet as pq
-
-    prompts = sorted(set(pq.read_table(data, columns=["prompt"]).column(0).to_pylist()), key=len)
-    begin = max(0, len(prompts) // 2 - num_prompts // 2)
-    return {"median": prompts[begin : begin + num_prompts]}
-
-
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("--data", help="Parquet file with a column prompt")
     parser.add_argument("--rounds", type=int, default=400)
     options = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):
@@ -57,20 +43,19 @@ def main() -> None:
     }
     print(f"microseconds for one prompt, one core, {options.rounds} rounds; load {os.getloadavg()[0]:.1f}")
     rows = []
-    for name, prompts in prompts_of(options.data).items():
+    for name, size in CHARACTERS.items():
+        prompt = (TEXT * 3)[:size]
         times: dict[str, list[float]] = {"pretrained": [], "tiny, first call": [], "tiny": []}
-        for number in range(options.rounds):
-            prompt = prompts[number % len(prompts)]
+        for _ in range(options.rounds):
             for row, num_calls in zip(times, (1, 1, TINY_CALLS - 1), strict=True):
                 call = calls[row.partition(",")[0]]
                 for _ in range(num_calls):
                     start = time.perf_counter()
                     call(prompt)
                     times[row].append(1e6 * (time.perf_counter() - start))
-        characters = np.median([len(prompt) for prompt in prompts])
         for predictor, values in times.items():
             figures = (min(values), *np.quantile(values, (0.5, 0.99)))
-            rows.append((name, f"{characters:,.0f}", predictor, *(f"{value:,.0f}" for value in figures)))
+            rows.append((name, f"{size:,}", predictor, *(f"{value:,.0f}" for value in figures)))
     print(markdown_table(("prompt", "characters", "predictor", "minimum", "median", "P99"), rows))
 
 

@@ -1,13 +1,12 @@
-"""Time and memory of fitting one log-t per prompt; all methods are interleaved in one process.
+"""Time of fitting one log-t per prompt; all methods are interleaved in one process.
 
-    python -m benchmarks.training.fit_dist [--prompts 45000] [--samples 20] [--subset 150] [--repeats 5] [--castillo FILE] [--largest 1000000]
+    python -m benchmarks.training.fit_dist [--prompts 45000] [--samples 20] [--subset 150] [--repeats 5] [--castillo FILE]
 
-1. One fit per prompt with fixed nu = 3.5 and no censoring. scipy.stats.t.fit of the log lengths, and SciPy's
-   L-BFGS-B with numeric and with analytic gradient, fit one prompt after another on a subset of the prompts.
-   `training.fitting.estimate` fits all prompts on one core, from integer lengths to standard errors. The
-   largest differences of mu and ln sigma from L-BFGS-B show that both find the same optimum. The lengths are
-   synthetic, and resampled with replacement from CASTILLO if its file exists.
-2. Scaling: prompts in blocks of 65,536, as in the command; peak memory of each run in its own process.
+One fit per prompt with fixed nu = 3.5 and no censoring. scipy.stats.t.fit of the log lengths, and SciPy's
+L-BFGS-B with numeric and with analytic gradient, fit one prompt after another on a subset of the prompts.
+`training.fitting.estimate` fits all prompts on one core, from integer lengths to standard errors. The
+largest differences of mu and ln sigma from L-BFGS-B show that both find the same optimum. The lengths are
+synthetic, and resampled with replacement from CASTILLO if its file exists.
 
 Times are the minimum CPU time of the repeats; compiled kernels are loaded before timing starts.
 """
@@ -15,10 +14,8 @@ Times are the minimum CPU time of the repeats; compiled kernels are loaded befor
 from __future__ import annotations
 
 import math
-import multiprocessing
 import platform
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,13 +24,12 @@ from scipy import optimize, stats
 from threadpoolctl import threadpool_limits
 
 from benchmarks.shared.command import Parser
-from benchmarks.shared.timing import interleaved, memory_mb
+from benchmarks.shared.timing import interleaved
 from scheduler_core.report.page import markdown_table
 from scheduler_core.shell.files import existing_file
 from training.fitting.estimate import SortedLengths, estimate, family_of
 
 NU = 3.5
-BLOCK = 65_536
 Lengths = NDArray[np.int64]
 
 
@@ -104,7 +100,7 @@ def ours(rows: Lengths) -> NDArray[np.float64]:
 
 
 def compare(name: str, rows: Lengths, subset: int, repeats: int) -> None:
-    """Prints table 1 for one set of lengths."""
+    """Prints the table of one set of lengths."""
     distinct = np.array([len(np.unique(row)) for row in rows[: 4 * subset]])
     few = rows[: 4 * subset][distinct > 4][:subset]  # all methods have a maximum of the likelihood there
     sides: dict[str, tuple[Callable[[], object], int]] = {
@@ -130,37 +126,6 @@ def compare(name: str, rows: Lengths, subset: int, repeats: int) -> None:
     print(f"largest difference from L-BFGS-B: mu {gap[0]:.1e}, ln sigma {gap[1]:.1e}")
 
 
-def _grow(
-    prompts: int, samples: int, seed: int, results: multiprocessing.queues.Queue[tuple[float, float, float]]
-) -> None:
-    ours(synthetic(100, samples, seed))
-    before = memory_mb()
-    spent = 0.0
-    for first in range(0, prompts, BLOCK):
-        rows = synthetic(min(BLOCK, prompts - first), samples, seed + first)
-        [seconds] = interleaved({"": partial(ours, rows)}, 1)[""]
-        spent += seconds
-    results.put((spent, memory_mb(), before))
-
-
-def growth(largest: int, samples: int, seed: int) -> None:
-    """Prints table 2."""
-    lines = []
-    sizes = [size for size in (10_000, 45_000, 100_000, 1_000_000, 10_000_000) if size <= largest]
-    context = multiprocessing.get_context("spawn")
-    for size in sizes:
-        results: multiprocessing.queues.Queue[tuple[float, float, float]] = context.Queue()
-        process = context.Process(target=_grow, args=(size, samples, seed, results))
-        process.start()
-        seconds, peak, before = results.get()
-        process.join()
-        lines.append(
-            (f"{size:,}", f"{seconds:.3f}", f"{1e6 * seconds / size:.2f}", f"{peak:.0f}", f"{before:.0f}")
-        )
-    print()
-    print(markdown_table(("prompts", "fit, s", "us / prompt", "peak MiB", "of which libraries"), lines))
-
-
 def main() -> None:
     """Prints the tables."""
     parser = Parser(__doc__)
@@ -169,7 +134,6 @@ def main() -> None:
     parser.add_argument("--subset", type=int, default=150, help="prompts of the methods that loop")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--castillo", default="../shared/data/castillo_train.parquet", help="optional")
-    parser.add_argument("--largest", type=int, default=1_000_000, help="maximum number of prompts of table 2")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     print(
@@ -187,7 +151,6 @@ def main() -> None:
             )
         else:
             print("\nCASTILLO file not found: only synthetic lengths")
-        growth(args.largest, args.samples, args.seed)
 
 
 if __name__ == "__main__":
