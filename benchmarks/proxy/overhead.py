@@ -44,21 +44,17 @@ class Variant:
     Attributes:
         url: Address that the client uses.
         pid: Process id of the proxy; None: there is no proxy.
-        admin: Port of the proxy's metrics.
         first_ms, total_ms: Time to the first byte and end of the body, without the first request of a turn.
         paused_ms: Time to the first byte of the first request of each turn, after an idle period.
         cpu_s: CPU seconds of the proxy.
-        own_share: Fraction of requests that the proxy held for less than a millisecond, by its own metrics.
     """
 
     url: str
     pid: int | None
-    admin: str = ""
     first_ms: list[float] = field(default_factory=list)
     total_ms: list[float] = field(default_factory=list)
     paused_ms: list[float] = field(default_factory=list)
     cpu_s: float = 0.0
-    own_share: float | None = None
 
 
 async def engine(num_events: int) -> None:
@@ -114,21 +110,6 @@ async def measure(variants: dict[str, Variant], num_requests: int, block: int) -
                 variant.paused_ms.append(variant.first_ms.pop(-block))
                 del variant.total_ms[-block]
                 variant.cpu_s += cpu_s(variant.pid) - before if variant.pid else 0.0
-        for variant in variants.values():
-            if variant.admin:
-                async with client.get(variant.admin + "/metrics") as response:
-                    variant.own_share = share_within(await response.text())
-
-
-def share_within(metrics: str) -> float:
-    """Fraction of requests in the buckets up to 1 ms of tailcast_proxy_overhead_seconds."""
-    rows = dict(
-        line.rsplit(" ", 1)
-        for line in metrics.splitlines()
-        if line.startswith("tailcast_proxy_overhead_seconds")
-    )
-    within = float(rows['tailcast_proxy_overhead_seconds_bucket{le="0.001"}'])
-    return within / float(rows["tailcast_proxy_overhead_seconds_count"])
 
 
 def table(variants: dict[str, Variant], num_events: int) -> str:
@@ -139,7 +120,7 @@ def table(variants: dict[str, Variant], num_events: int) -> str:
         f"a pause, {num_events} events each; ms; + is the difference from direct without a pause\n\n"
     )
     header = "variant|first byte p50|p99|full response p50|p99|+ p50, first byte|+ p99, first byte"
-    header += "|+ p50, first byte after a pause|CPU per request|own time < 1 ms"
+    header += "|+ p50, first byte after a pause|CPU per request"
     rows = []
     for name, variant in variants.items():
         numbers = [np.percentile(values, level) for values in (variant.first_ms, variant.total_ms) for level in (50, 99)]  # fmt: skip
@@ -147,8 +128,7 @@ def table(variants: dict[str, Variant], num_events: int) -> str:
         numbers.append(np.median(variant.paused_ms) - np.median(direct.first_ms))
         num_requests = len(variant.total_ms) + len(variant.paused_ms)
         cpu = "" if variant.pid is None else f"{1e3 * variant.cpu_s / num_requests:.2f}"
-        own = "" if variant.own_share is None else f"{100 * variant.own_share:.2f} %"
-        rows.append((name, *(f"{number:.2f}" for number in numbers), cpu, own))
+        rows.append((name, *(f"{number:.2f}" for number in numbers), cpu))
     return head + markdown_table(header.split("|"), rows)
 
 
@@ -171,18 +151,9 @@ def main() -> None:
         variants = {"direct": Variant(target, None)}
         for name, flags in VARIANTS.items():
             if flags:
-                command = [
-                    target,
-                    "--predictor",
-                    "none",
-                    "--admin_port",
-                    "0",
-                    *flags.replace("FOLDER", folder).split(),
-                ]
-                process, [port, admin] = stack.enter_context(command_ports("tailcast_proxy", *command))
-                variants[name] = Variant(
-                    f"http://127.0.0.1:{port}", process.popen.pid, f"http://127.0.0.1:{admin}"
-                )
+                command = [target, "--predictor", "none", *flags.replace("FOLDER", folder).split()]
+                process, [port, *_] = stack.enter_context(command_ports("tailcast_proxy", *command))
+                variants[name] = Variant(f"http://127.0.0.1:{port}", process.popen.pid)
         asyncio.run(measure(variants, options.requests, options.block))
         print(table(variants, options.events))
 

@@ -10,7 +10,7 @@ one other server, round by round (`--reference`). Servers that are not installed
 environments:
 
     python3.11 -m venv peers
-    peers/bin/pip install litserve==0.2.19 mosec==0.9.8 bentoml==1.4.39 'ray[serve]==2.60.0' onnxruntime tokenizers
+    peers/bin/pip install mosec==0.9.8 'ray[serve]==2.60.0' onnxruntime tokenizers
     make triton-env
     python -m benchmarks.service --peers_python peers/bin/python
 

@@ -101,11 +101,11 @@ def report(finished: Sequence[Finished], seconds: float, warmup_s: float) -> dic
 
 
 def json_body(kind: str, prompt: str) -> dict[str, Any]:
-    """One prompt as "prompt": {"prompt": ...}, "prompts": {"prompts": [...]}, or "tensors": Open Inference Protocol."""
+    """One prompt as "prompt": {"prompt": ...}, or "tensors": Open Inference Protocol."""
     if kind == "tensors":
         tensor = {"name": "prompt", "shape": [1, 1], "datatype": "BYTES", "data": [prompt]}
         return {"inputs": [tensor]}
-    return {"prompts": [prompt]} if kind == "prompts" else {"prompt": prompt}
+    return {"prompt": prompt}
 
 
 @contextlib.asynccontextmanager
@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--callers", type=int, default=64)
     parser.add_argument("--timeout_s", type=float, default=30.0, help="deadline of one request")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--body", choices=("prompt", "prompts", "tensors"), default="prompt")
+    parser.add_argument("--body", choices=("prompt", "tensors"), default="prompt")
     load = parser.parse_args()
     print(json.dumps(report(asyncio.run(run_load(load)), load.seconds, load.warmup_s)))
 

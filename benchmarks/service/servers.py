@@ -46,7 +46,7 @@ class Environments:
     """Locations of the other servers.
 
     Attributes:
-        python: Python with LitServe, Mosec, BentoML, Ray Serve.
+        python: Python with Mosec and Ray Serve.
         triton: Folder created by `make triton-env`.
     """
 
@@ -84,9 +84,6 @@ def start_of(package: str, settings: Settings, places: Environments, folder: Pat
     environment = settings.environment()
     if package == "triton":
         return _triton(settings, places.triton, folder, port)
-    if package == "bentoml":
-        options = ["--host", "127.0.0.1", "--port", str(port), "--working-dir", str(PEERS)]
-        return Start([places.python, "-m", "bentoml", "serve", "bentoml_app:Predict", *options], environment)
     if package == "ray":
         return Start([places.python, str(PEERS / "ray_serve_app.py")], environment)
     command = [places.python, str(PEERS / f"{package}_app.py")]
@@ -188,9 +185,7 @@ VARIANTS = (
     OURS,
     Variant(name="tailcast, HTTP", path="/v1/predict"),
     Variant(name="tailcast, batch 1", scheme="grpc", arguments=("--max_batch=1",)),
-    *_peers("LitServe", "litserve", "litserve_app.py"),
     *_peers("Mosec", "mosec", "mosec_app.py", path="/inference"),
-    *_peers("BentoML", "bentoml", "bentoml_app.py", body="prompts"),
     *_peers("Ray Serve", "ray", "ray_serve_app.py"),
     *_peers(
         "Triton",

@@ -1,4 +1,4 @@
-"""Speed, start-up time and memory of the simulator, compared with a plain loop with the same results.
+"""Speed and memory of the simulator, compared with a plain loop with the same results.
 
     python -m benchmarks.simulator.speed [--runs DIR] [--repeats 5] [--largest 1000000]
 
@@ -10,8 +10,7 @@
    linear     step times linear in the context: stretches are computed in closed form.
    Inputs: DIR/c1... (of Vidur, see vidur.py), or without DIR requests of the same mean lengths and
    a cost table from a data sheet.
-2. CPU seconds of start-up: a new process imports the simulator and reads the cost tables.
-3. Peak memory and CPU time of new processes that simulate 10,000, 100,000, ... requests (linear).
+2. Peak memory and CPU time of new processes that simulate 10,000, 100,000, ... requests (linear).
 
 Vidur itself needs profiles that are not public. Reference values: 101 to 215 requests per CPU second and
 970 MB for these inputs, on a machine on which an independent plain loop reached about 1,000.
@@ -153,17 +152,6 @@ def speed(case: Case, table: OperatorTable, repeats: int) -> list[list[str]]:
     return rows
 
 
-START_UP = """
-import time
-start = time.process_time()
-import scheduler_core.simulator.loop
-from scheduler_core.simulator.step_time.operator_table import read_operator_table
-imported = time.process_time()
-if {folder!r}:
-    read_operator_table({folder!r}, num_layers=32)
-print(imported - start, time.process_time() - imported)
-"""
-
 GROWTH = """
 import json
 from benchmarks.simulator.speed import growth_run
@@ -206,20 +194,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--largest", type=int, default=1_000_000)
     options = parser.parse_args(argv)
     pairs = [(replace(EMPTY, name="synthetic", trace=synthetic_trace(1024, 4.0)), synthetic_table())]
-    folder = ""
     if options.runs is not None:
         tables = options.runs / "cost_tables"
         cases = [read_case(path.parent) for path in sorted(options.runs.glob("*/summary.json"))]
         pairs = [(case, table_of(case, tables)) for case in cases if case.num_replicas == 1]
-        folder = str(tables / pairs[0][0].profile)
     header = "input|side|requests / CPU s|iterations / CPU s|times plain|times Vidur, by plain|times Vidur's figure"
     rows = [row for case, table in pairs for row in speed(case, table, options.repeats)]
     print(
         f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}\n\n{markdown_table(header.split('|'), rows)}"
     )
-    starts = [[float(one) for one in child(START_UP.format(folder=folder)).split()] for _ in range(3)]
-    imported, read = min(starts, key=sum)
-    print(f"\nStart-up, minimum of 3: import {imported:.2f} CPU s, cost tables {read:.2f} CPU s.\n")
+    print()
     header = "requests|peak MiB|bytes per additional request|us per request"
     print(markdown_table(header.split("|"), growth(options.largest)))
 
