@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,48 +47,28 @@ ABSOLUTE = {
 }
 #: (load, bursts, side) -> repetition -> metric -> value.
 Metrics = dict[tuple[float, bool, str], dict[int, dict[str, float]]]
+Loads = Sequence[tuple[float, bool]]
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """Inputs of the tables.
+def report(options: argparse.Namespace, loads: Loads, predictions: Mapping[str, LengthPrediction]) -> str:
+    """Markdown: two tables with a row for each load and side that has a run, and notes.
 
-    Attributes:
-        folder: Folder of the runs.
-        num_prompts: Requests of a run.
-        max_tokens: Limit of output tokens.
-        max_num_seqs: Slots of the engine.
+    Args:
+        options: Options of `serving`: out, num_prompts, max_tokens, max_num_seqs.
         loads: (load, bursts) in the order of the tables.
         predictions: Predictions by request, for the simulator.
     """
-
-    folder: Path
-    num_prompts: int
-    max_tokens: int
-    max_num_seqs: int
-    loads: Sequence[tuple[float, bool]]
-    predictions: Mapping[str, LengthPrediction]
-
-
-def report(setting: Setting) -> str:
-    """Markdown: two tables with a row for each load and side that has a run, and notes.
-
-    Empty without a capacity run.
-    """
-    if not CAPACITY.file(setting.folder).exists():
-        return ""
-    base = _read(CAPACITY, setting.folder)
+    slots = options.max_num_seqs
+    base = _read(CAPACITY, options.out)
     fit = calibrated(base["steps"])
     runs: Metrics = {}
     same: list[bool] = []
     late_s = 0.0
-    for cell, run in _runs(setting):
+    for cell, run in _runs(options.out, loads):
         assert cell.load is not None
         metrics = run_metrics(run["requests"], CLOCK)
         metrics |= {f"wall_{name}": value for name, value in run_metrics(run["requests"]).items()}
-        simulation = simulated(
-            cell.side, run, setting.predictions, fit.step_time, setting.max_num_seqs, setting.max_tokens
-        )
+        simulation = simulated(cell.side, run, predictions, fit.step_time, slots, options.max_tokens)
         metrics |= {
             "tokens_per_s": window_throughput(run, CLOCK),
             "slowness": slowness(run["steps"], fit),
@@ -99,8 +79,8 @@ def report(setting: Setting) -> str:
         runs.setdefault((cell.load, cell.bursts, cell.side), {})[cell.repetition] = metrics
         late_s = max(late_s, *(row["sent_s"] - row["arrival_s"] for row in run["requests"]))
         pair = Cell("fcfs", cell.repetition, cell.load, cell.bursts)
-        if cell.side != "fcfs" and pair.file(setting.folder).exists():
-            rows = _read(pair, setting.folder)["requests"]
+        if cell.side != "fcfs" and pair.file(options.out).exists():
+            rows = _read(pair, options.out)["requests"]
             lengths = {row["request_id"]: row["output_tokens"] for row in rows}
             same += [lengths[row["request_id"]] == row["output_tokens"] for row in run["requests"]]
     if not runs:
@@ -108,9 +88,9 @@ def report(setting: Setting) -> str:
     tokens = [row["output_tokens"] for row in base["requests"]]
     parameters = ", ".join(f"{name} {1e3 * value:.3g} ms" for name, value in fit.parameters.items())
     notes = [
-        f"{setting.num_prompts} prompts, max_tokens {setting.max_tokens} "
+        f"{options.num_prompts} prompts, max_tokens {options.max_tokens} "
         f"(mean output {sum(tokens) / len(tokens):.0f}), "
-        f"max_num_seqs {setting.max_num_seqs}, capacity {measured_capacity(base['requests'], setting.max_num_seqs):.3f} "
+        f"max_num_seqs {slots}, capacity {measured_capacity(base['requests'], slots):.3f} "
         "requests/s. Mean and 95 % interval over repetitions (Student's t; none for one repetition); ratios are paired "
         "within repetitions.",
         f"The simulator's step times are fitted to the capacity run only ({parameters}; median error of a "
@@ -118,14 +98,14 @@ def report(setting: Setting) -> str:
         f"Maximum delay of the client: {1e3 * late_s:.0f} ms."
         + (f" Outputs as long as in the run of fcfs: {100 * sum(same) / len(same):.1f} %." if same else ""),
     ]
-    tables = (_table(runs, setting, LATENCIES, {}), _table(runs, setting, CHECKS, ABSOLUTE))
+    tables = (_table(runs, loads, LATENCIES, {}), _table(runs, loads, CHECKS, ABSOLUTE))
     return "\n\n".join((*tables, "\n".join(notes)))
 
 
-def _table(runs: Metrics, setting: Setting, relative: Mapping[str, str], absolute: Mapping[str, str]) -> str:
+def _table(runs: Metrics, loads: Loads, relative: Mapping[str, str], absolute: Mapping[str, str]) -> str:
     """A row for each load and side: relative metrics as seconds or rates for fcfs and ratios to it for the others."""
     rows = []
-    for load, bursts in setting.loads:
+    for load, bursts in loads:
         base = runs.get((load, bursts, "fcfs"), {})
         for side in SIDES:
             if (own := runs.get((load, bursts, side))) is not None:
@@ -138,13 +118,13 @@ def _table(runs: Metrics, setting: Setting, relative: Mapping[str, str], absolut
     return markdown_table(["load", "side", "runs", *relative.values(), *absolute.values()], rows)
 
 
-def _runs(setting: Setting) -> Iterator[tuple[Cell, dict[str, Any]]]:
-    for load, bursts in setting.loads:
+def _runs(folder: Path, loads: Loads) -> Iterator[tuple[Cell, dict[str, Any]]]:
+    for load, bursts in loads:
         for side in SIDES:
             pattern = Cell(side, 0, load, bursts).file(Path()).name.replace(f"{side}-0-", f"{side}-*-")
-            for path in sorted(setting.folder.glob(pattern)):
+            for path in sorted(folder.glob(pattern)):
                 cell = Cell(side, int(path.name.split("-")[1]), load, bursts)
-                yield cell, _read(cell, setting.folder)
+                yield cell, _read(cell, folder)
 
 
 def _read(cell: Cell, folder: Path) -> dict[str, Any]:

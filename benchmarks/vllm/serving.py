@@ -27,7 +27,7 @@ the seconds of scheduling.
 All sides run at each load, repetition by repetition. Every run is a file, and the table is written after each (OUT/table.md), so that an interrupted benchmark has complete
 pairs and can be resumed. A second call with more repetitions, or with fewer sides, adds to the same table.
 Each engine starts once; idle engines are paused with SIGSTOP, because five idle vLLMs make the sixth up to a
-fifth slower. --table prints the table of the existing runs and runs nothing.
+fifth slower.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ from benchmarks.shared.processes import command_ports
 from benchmarks.vllm.client import send_all
 from benchmarks.vllm.clock import EngineClock
 from benchmarks.vllm.model import NAME, packaged_model
-from benchmarks.vllm.page import Setting, report
+from benchmarks.vllm.page import report
 from benchmarks.vllm.plan import CAPACITY, SIDES, Ask, Cell, asks, cells
 from benchmarks.vllm.results import calibrated, measured_capacity, run_metrics
 from benchmarks.vllm.server import MODEL, EngineServer, StepTail, engine_server
 from data_gen.sources.open import open_prompts
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.predictions import LengthPrediction
+from scheduler_core.shell.files import write_json
 from scheduler_core.simulator.trace import Trace, TraceRequest
 from scheduler_core.simulator.trace_predictions import ORACLE_NU, ORACLE_SIGMA, fetch_predictions
 
@@ -141,13 +142,6 @@ def warm_up(count: int) -> list[Ask]:
     ]
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Writes JSON atomically."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content), encoding="utf-8")
-    partial.replace(path)
-
-
 def predict(options: argparse.Namespace, prompts: Sequence[str], address: str) -> None:
     """Requests predictions for all prompts once, for the simulator."""
     path = options.out / "predictions.json"
@@ -190,9 +184,9 @@ def main(args: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     if options.model is None:
         options.model = options.vllm_python.parents[1] / "models" / NAME
-        if options.vllm_python.exists() and not options.table:
+        if options.vllm_python.exists():
             packaged_model(options.model)
-    for name in () if options.table else ("artifact", "vllm_python", "model"):
+    for name in ("artifact", "vllm_python", "model"):
         path = getattr(options, name)
         if not path.exists():
             raise InputError(name, str(path), "an existing path; see --help")
@@ -203,17 +197,16 @@ def _run(options: argparse.Namespace) -> int:
     prompts = _prompts(options)
     options.out.mkdir(parents=True, exist_ok=True)
     _same_as_before(options, prompts)
-    if not options.table:
-        plan = cells(_loads(options), options.repetitions, options.sides)
-        missing = [cell for cell in plan if not cell.file(options.out).exists()]
-        with ExitStack() as stack:
-            _, [port, *_] = stack.enter_context(command_ports("serve_predictor", str(options.artifact)))
-            address = f"127.0.0.1:{port}"
-            predict(options, prompts, address)
-            bench = Bench(options, prompts, address, stack)
-            for cell in missing:
-                bench.run(cell)
-                (options.out / "table.md").write_text(_table(options), encoding="utf-8")
+    plan = cells(_loads(options), options.repetitions, options.sides)
+    missing = [cell for cell in plan if not cell.file(options.out).exists()]
+    with ExitStack() as stack:
+        _, [port, *_] = stack.enter_context(command_ports("serve_predictor", str(options.artifact)))
+        address = f"127.0.0.1:{port}"
+        predict(options, prompts, address)
+        bench = Bench(options, prompts, address, stack)
+        for cell in missing:
+            bench.run(cell)
+            (options.out / "table.md").write_text(_table(options), encoding="utf-8")
     print(_table(options))
     if options.markdown:
         put_section(options.markdown, SECTION, _table(options))
@@ -232,19 +225,9 @@ def _prompts(options: argparse.Namespace) -> list[str]:
 
 
 def _table(options: argparse.Namespace) -> str:
-    path = options.out / "predictions.json"
-    lengths_by_id = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    lengths_by_id = json.loads((options.out / "predictions.json").read_text(encoding="utf-8"))
     predictions = {name: LengthPrediction(*values) for name, values in lengths_by_id.items()}
-    return report(
-        Setting(
-            options.out,
-            options.num_prompts,
-            options.max_tokens,
-            options.max_num_seqs,
-            _loads(options),
-            predictions,
-        )
-    )
+    return report(options, _loads(options), predictions)
 
 
 def _same_as_before(options: argparse.Namespace, prompts: Sequence[str]) -> None:
@@ -305,7 +288,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--sides", nargs="+", choices=SIDES, default=SIDES, help="fcfs first")
     add("--seed", type=int, default=0)
     add("--markdown", help="Markdown page for the table")
-    add("--table", action="store_true", help="only print the table of the existing runs")
     add("--quick", action="store_true", help="few short requests and two sides, to check that it works")
     return parser
 
