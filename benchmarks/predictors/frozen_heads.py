@@ -145,7 +145,6 @@ HEADS: dict[str, Kind] = {
     "3 log-t": LogTMixture(3),
     "4 log-t": LogTMixture(4),
     "23 quantiles": Quantiles(),
-    "3 log-normal": LogTMixture(3, nu=NORMAL),
 }
 
 

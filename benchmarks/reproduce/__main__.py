@@ -3,7 +3,7 @@
     python -m benchmarks.reproduce [STUDY ...] [--quick | --scale 0.25] [--seeds 3] [--data FOLDER] [--predictions FILE]
                                    [--missing] [--out out/reproduce] [--markdown docs/reproduction]
 
-Each study prints the paper's value, ours, their ratio, and whether both effects have the same direction, and
+Each study prints the paper's value, ours, and whether both effects have the same direction, and
 saves its findings under --out. --markdown writes the pages of all studies with saved findings, at any scale.
 --missing skips studies with findings of this scale or a larger one, to resume an interrupted run. --list
 prints the studies and their cost. The pages in docs/reproduction are made from --out

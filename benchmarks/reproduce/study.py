@@ -84,13 +84,6 @@ class Row:
     note: str = ""
 
     @property
-    def ratio(self) -> float | None:
-        """ours / paper."""
-        if self.paper is None or self.ours is None or self.paper == 0:
-            return None
-        return self.ours / self.paper
-
-    @property
     def verdict(self) -> str:
         """Whether our value has the same direction as the paper's."""
         if self.neutral is None or self.ours is None or self.paper is None:

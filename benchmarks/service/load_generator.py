@@ -29,6 +29,8 @@ from scheduler_core.prediction.predictor import PredictionRequest
 OK = "OK"
 #: Number of connections over gRPC, and of different prompts.
 CONNECTIONS, NUM_PROMPTS = 4, 2000
+#: Deadline of one request.
+TIMEOUT_S = 20.0
 TEXT = (
     "write name list the a long short story essay river mountain code function proof of in about with for and "
     "explain compare summarise table python history why how between first every answer steps simple"
@@ -56,7 +58,7 @@ async def run_load(load: argparse.Namespace) -> list[Finished]:
 
         async def one(due_s: float) -> None:
             try:
-                async with asyncio.timeout(load.timeout_s):
+                async with asyncio.timeout(TIMEOUT_S):
                     status = await ask(next(prompts))
             except Exception as error:
                 status = type(error).__name__
@@ -114,7 +116,7 @@ async def connected(load: argparse.Namespace) -> AsyncIterator[Ask]:
     scheme, _, address = load.url.partition("://")
     if scheme == "grpc":
         # Our client without its retries; every prompt is a separate request.
-        settings = ClientSettings(timeout_s=load.timeout_s, max_attempts=1, num_connections=CONNECTIONS)
+        settings = ClientSettings(timeout_s=TIMEOUT_S, max_attempts=1, num_connections=CONNECTIONS)
         async with GrpcPredictor(address, settings) as predictor:
 
             async def by_grpc(prompt: str) -> str:
@@ -143,7 +145,6 @@ def main() -> None:
     parser.add_argument("--warmup_s", type=float, default=0.0, help="seconds before, which do not count")
     parser.add_argument("--rate", type=float, help="requests per second; default: closed loop")
     parser.add_argument("--callers", type=int, default=64)
-    parser.add_argument("--timeout_s", type=float, default=30.0, help="deadline of one request")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--body", choices=("prompt", "tensors"), default="prompt")
     load = parser.parse_args()

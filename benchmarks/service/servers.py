@@ -8,13 +8,14 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.service.load_generator import json_body
-from benchmarks.shared.processes import Process, command_ports, free_port, http_answers, running
+from benchmarks.shared.processes import ROOT, Process, command_ports, free_port, http_answers, running
 
 PEERS = Path(__file__).resolve().parent / "peers"
+TRITON = ROOT / ".venv-triton"
 CORES = len(os.sched_getaffinity(0))
 
 
@@ -41,58 +42,18 @@ NAIVE = Settings(max_batch=32, max_wait_s=0.003, workers=1, threads=CORES)
 SINGLE = Settings(max_batch=1, max_wait_s=0.0, workers=CORES, threads=1)
 
 
-@dataclass(frozen=True, slots=True)
-class Environments:
-    """Locations of the other servers.
-
-    Attributes:
-        python: Python with Mosec and Ray Serve.
-        triton: Folder created by `make triton-env`.
-    """
-
-    python: str
-    triton: Path
-
-    def has(self, package: str | None) -> bool:
-        """Whether a package is installed in its environment; None is our server."""
-        if package is None:
-            return True
-        if package == "triton":
-            return (self.triton / "pytriton/tritonserver/bin/tritonserver").is_file()
-        probe = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
-        return subprocess.run([self.python, "-c", probe], check=False, capture_output=True).returncode == 0
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """A command line and its environment."""
-
-    command: list[str]
-    environment: dict[str, str] = field(default_factory=dict)
-
-
-def start_of(package: str, settings: Settings, places: Environments, folder: Path, port: int) -> Start:
-    """Command line and environment of a peer.
-
-    Args:
-        package: Package of a peer.
-        settings: Batching and workers.
-        places: Locations of the peers.
-        folder: An empty folder for its files.
-        port: HTTP port.
-    """
-    environment = settings.environment()
+def is_installed(package: str | None, python: str) -> bool:
+    """Whether a package is in the environment of `python`, for Triton in `TRITON`; None is our server."""
+    if package is None:
+        return True
     if package == "triton":
-        return _triton(settings, places.triton, folder, port)
-    if package == "ray":
-        return Start([places.python, str(PEERS / "ray_serve_app.py")], environment)
-    command = [places.python, str(PEERS / f"{package}_app.py")]
-    if package == "mosec":
-        command += ["--address", "127.0.0.1", "--port", str(port), "--timeout", "300000"]
-    return Start(command, environment)
+        return (TRITON / "pytriton/tritonserver/bin/tritonserver").is_file()
+    probe = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+    return subprocess.run([python, "-c", probe], check=False, capture_output=True).returncode == 0
 
 
-def _triton(settings: Settings, place: Path, folder: Path, port: int) -> Start:
+def triton_command(settings: Settings, folder: Path, port: int) -> list[str]:
+    """Writes a model repository to an empty folder; returns the command that serves it."""
     model = folder / "predict" / "1" / "model.py"
     model.parent.mkdir(parents=True)
     model.write_text((PEERS / "triton_app.py").read_text())
@@ -107,12 +68,10 @@ def _triton(settings: Settings, place: Path, folder: Path, port: int) -> Start:
     for name, value in values.items():
         config = config.replace(name, str(value))
     (folder / "predict" / "config.pbtxt").write_text(config)
-    triton = place / "pytriton" / "tritonserver"
+    triton = TRITON / "pytriton" / "tritonserver"
     command = [str(triton / "bin" / "tritonserver"), "--model-repository", str(folder)]
     command += ["--backend-directory", str(triton / "backends"), "--http-port", str(port)]
-    command += ["--http-address", "127.0.0.1", "--allow-metrics", "false", "--allow-grpc", "false"]
-    libraries = {"LD_LIBRARY_PATH": str(place / "nvidia_pytriton.libs")}
-    return Start(command, settings.environment() | libraries)
+    return [*command, "--http-address", "127.0.0.1", "--allow-metrics", "false", "--allow-grpc", "false"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +105,8 @@ class Variant:
         return sum(bool(line) and not line.startswith("#") for line in lines)
 
     @contextlib.contextmanager
-    def serve(self, artifact: Path, environments: Environments) -> Iterator[tuple[Process, str]]:
-        """The running server, and its URL for the load generator."""
+    def serve(self, artifact: Path, python: str) -> Iterator[tuple[Process, str]]:
+        """The running server, and its URL for the load generator; `python` is that of Mosec and Ray Serve."""
         if self.package is None:
             words = [str(artifact), "--provider", "cpu", *self.arguments]
             words += ["--http_port", "0"] if self.scheme == "http" else []
@@ -161,14 +120,24 @@ class Variant:
         url = f"http://127.0.0.1:{port}{self.path}"
         body = json.dumps(json_body(self.body, "name three rivers")).encode()
         with tempfile.TemporaryDirectory() as folder:
-            start = start_of(self.package, self.settings, environments, Path(folder), port)
-            environment = start.environment | {
-                "ARTIFACT": str(artifact),
-                "PORT": str(port),
-                "PYTHONPATH": str(PEERS),
-                "TOKENIZERS_PARALLELISM": "false",
-            }
-            with running(start.command, lambda: http_answers(url, body), environment=environment) as process:
+            command = [python, str(PEERS / f"{self.package}_app.py")]
+            if self.package == "mosec":
+                command += ["--address", "127.0.0.1", "--port", str(port), "--timeout", "300000"]
+            libraries = {}
+            if self.package == "triton":
+                command = triton_command(self.settings, Path(folder), port)
+                libraries = {"LD_LIBRARY_PATH": str(TRITON / "nvidia_pytriton.libs")}
+            environment = (
+                self.settings.environment()
+                | libraries
+                | {
+                    "ARTIFACT": str(artifact),
+                    "PORT": str(port),
+                    "PYTHONPATH": str(PEERS),
+                    "TOKENIZERS_PARALLELISM": "false",
+                }
+            )
+            with running(command, lambda: http_answers(url, body), environment=environment) as process:
                 yield process, url
 
 
@@ -186,7 +155,7 @@ VARIANTS = (
     Variant(name="tailcast, HTTP", path="/v1/predict"),
     Variant(name="tailcast, batch 1", scheme="grpc", arguments=("--max_batch=1",)),
     *_peers("Mosec", "mosec", "mosec_app.py", path="/inference"),
-    *_peers("Ray Serve", "ray", "ray_serve_app.py"),
+    *_peers("Ray Serve", "ray", "ray_app.py"),
     *_peers(
         "Triton",
         "triton",

@@ -185,16 +185,14 @@ def errors(case: Case, out: SimulationOutcome) -> Errors:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(__doc__)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--case", nargs="*", default=None)
     options = parser.parse_args(argv)
     rows = []
     for path in sorted(path.parent for path in options.directory.glob("*/summary.json")):
-        if options.case is None or path.name in options.case:
-            case = read_case(path)
-            most = errors(case, simulate(case, table_of(case, options.directory / "cost_tables")))
-            cells = (f"{most.first_token_s:.1e}", f"{most.finish_s:.1e}")
-            num_iterations = f"{most.num_iterations:+d} of {case.num_iterations}"
-            rows.append((case.name, str(len(case.trace)), *cells, num_iterations, f"{most.num_restarts:+d}"))
+        case = read_case(path)
+        most = errors(case, simulate(case, table_of(case, options.directory / "cost_tables")))
+        cells = (f"{most.first_token_s:.1e}", f"{most.finish_s:.1e}")
+        num_iterations = f"{most.num_iterations:+d} of {case.num_iterations}"
+        rows.append((case.name, str(len(case.trace)), *cells, num_iterations, f"{most.num_restarts:+d}"))
     header = ("case", "requests", "first token, s", "completion, s", "iterations", "restarts")
     print(markdown_table(header, rows))
 
