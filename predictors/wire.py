@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from predictors.proto import predictor_v1_pb2 as pb
+from scheduler_core.errors import InputError
 from scheduler_core.prediction.predictions import (
     BucketPrediction,
+    Embedding,
     LengthPrediction,
     PointPrediction,
     Prediction,
     RankPrediction,
     UrgencyPrediction,
 )
+
+MAX_EMBEDDING = 4096
 
 
 def response_fields(prediction: Prediction) -> dict[str, Any]:
@@ -35,6 +41,8 @@ def response_fields(prediction: Prediction) -> dict[str, Any]:
         fields["regression_tokens"] = prediction.point.tokens
     if prediction.rank is not None:
         fields["rank"] = prediction.rank.score
+    if prediction.embedding is not None:
+        fields["embedding"] = prediction.embedding.astype("<f2").tobytes()
     return fields
 
 
@@ -64,4 +72,16 @@ def prediction_of(response: pb.PredictResponse) -> Prediction:
         rank=rank,
         point=point,
         prompt_tokens=None if response.truncated else response.prompt_tokens or None,
+        embedding=_embedding(response.embedding),
     )
+
+
+def _embedding(data: bytes) -> Embedding | None:
+    if not data:
+        return None
+    if len(data) % 2 or len(data) > 2 * MAX_EMBEDDING:
+        raise InputError("embedding", f"{len(data)} bytes", f"at most {MAX_EMBEDDING} numbers of 2 bytes")
+    vector = np.frombuffer(data, "<f2").astype(np.float32)
+    if not abs(float(vector @ vector) - 1.0) < 0.02:
+        raise InputError("embedding", "a vector of another length", "a unit vector")
+    return vector

@@ -241,7 +241,7 @@ class SyncPredictor:
     ) -> list[pb.PredictResponse]:
         """Responses in the order of `requests`; arguments and errors as in `GrpcPredictor.responses`."""
         options = self.settings.call_options(None if timeout_s is None else checked_timeout(timeout_s))
-        messages = [request_message(request, truncated_length) for request in requests]
+        messages = [request_message(request, truncated_length=truncated_length) for request in requests]
         results: list[pb.PredictResponse] = []
         with contextlib.ExitStack() as calls:
             pending = []

@@ -58,7 +58,8 @@ class AsyncClient(Predictor):
             PredictorError: The service cannot be reached in time, or a request was rejected or failed.
             InputError: A prompt is not valid text, the deadline is out of range, or the artifact is invalid.
         """
-        return predictions(await self.responses(requests, timeout_s=timeout_s), self.address)
+        messages = [request_message(request, embedding=True) for request in requests]
+        return predictions(await self._send(messages, timeout_s), self.address)
 
     async def responses(
         self,
@@ -69,7 +70,12 @@ class AsyncClient(Predictor):
     ) -> list[pb.PredictResponse]:
         """Responses of the service; arguments and errors as in `predict`. With `truncated_length` they also
         have the statistics of the length truncated at max_tokens of each request."""
-        messages = [request_message(request, truncated_length) for request in requests]
+        messages = [request_message(request, truncated_length=truncated_length) for request in requests]
+        return await self._send(messages, timeout_s)
+
+    async def _send(
+        self, messages: Sequence[pb.PredictRequest], timeout_s: float | None
+    ) -> list[pb.PredictResponse]:
         return await self.send(messages, self.timeout_s if timeout_s is None else checked_timeout(timeout_s))
 
     async def load(self) -> str:
@@ -90,8 +96,10 @@ class AsyncClient(Predictor):
         await self.close()
 
 
-def request_message(request: PredictionRequest, truncated_length: bool) -> pb.PredictRequest:
-    """The message of a request; with `truncated_length` it includes max_tokens."""
+def request_message(
+    request: PredictionRequest, *, truncated_length: bool = False, embedding: bool = False
+) -> pb.PredictRequest:
+    """The message of a request; with `truncated_length` it includes max_tokens, with `embedding` it asks for one."""
     try:
         return pb.PredictRequest(
             request_id=request.request_id,
@@ -99,6 +107,7 @@ def request_message(request: PredictionRequest, truncated_length: bool) -> pb.Pr
             served_model=request.served_model,
             temperature=request.temperature,
             max_tokens=request.max_tokens if truncated_length else None,
+            embedding=embedding,
         )
     except (TypeError, ValueError) as error:
         field, allowed = f"prompt of request {request.request_id!r}", f"valid Unicode text ({error})"

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PredictRequest(_message.Message):
-    __slots__ = ("request_id", "prompt", "token_ids", "messages", "served_model", "max_tokens", "cvar_level", "quantile_levels", "temperature", "declared_tier", "artifact_id", "timeout_s")
+    __slots__ = ("request_id", "prompt", "token_ids", "messages", "served_model", "max_tokens", "cvar_level", "quantile_levels", "temperature", "declared_tier", "artifact_id", "timeout_s", "embedding", "tenant", "system_prompt_key", "generated_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,10 @@ class PredictRequest(_message.Message):
     DECLARED_TIER_FIELD_NUMBER: _ClassVar[int]
     ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SYSTEM_PROMPT_KEY_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt: str
     token_ids: TokenIds
@@ -32,7 +36,11 @@ class PredictRequest(_message.Message):
     declared_tier: int
     artifact_id: str
     timeout_s: float
-    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ..., served_model: _Optional[str] = ..., max_tokens: _Optional[int] = ..., cvar_level: _Optional[float] = ..., quantile_levels: _Optional[_Iterable[float]] = ..., temperature: _Optional[float] = ..., declared_tier: _Optional[int] = ..., artifact_id: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    embedding: bool
+    tenant: str
+    system_prompt_key: int
+    generated_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ..., served_model: _Optional[str] = ..., max_tokens: _Optional[int] = ..., cvar_level: _Optional[float] = ..., quantile_levels: _Optional[_Iterable[float]] = ..., temperature: _Optional[float] = ..., declared_tier: _Optional[int] = ..., artifact_id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., embedding: _Optional[bool] = ..., tenant: _Optional[str] = ..., system_prompt_key: _Optional[int] = ..., generated_tokens: _Optional[int] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -55,7 +63,7 @@ class ChatMessage(_message.Message):
     def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
 
 class PredictResponse(_message.Message):
-    __slots__ = ("request_id", "mu", "sigma", "nu", "artifact_id", "artifact_version", "truncated_length", "prompt_tokens", "truncated", "durations", "served_model_known", "urgency", "bucket_probabilities", "regression_tokens", "rank", "bucket", "cached", "bucket_edges", "median_tokens", "p90_tokens", "expected_tokens", "quantiles")
+    __slots__ = ("request_id", "mu", "sigma", "nu", "artifact_id", "artifact_version", "truncated_length", "prompt_tokens", "truncated", "durations", "served_model_known", "urgency", "bucket_probabilities", "regression_tokens", "rank", "bucket", "cached", "bucket_edges", "median_tokens", "p90_tokens", "expected_tokens", "quantiles", "embedding", "corrected", "remaining")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MU_FIELD_NUMBER: _ClassVar[int]
     SIGMA_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +86,9 @@ class PredictResponse(_message.Message):
     P90_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUANTILES_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_FIELD_NUMBER: _ClassVar[int]
+    CORRECTED_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     mu: float
     sigma: float
@@ -100,7 +111,60 @@ class PredictResponse(_message.Message):
     p90_tokens: float
     expected_tokens: float
     quantiles: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, request_id: _Optional[str] = ..., mu: _Optional[float] = ..., sigma: _Optional[float] = ..., nu: _Optional[float] = ..., artifact_id: _Optional[str] = ..., artifact_version: _Optional[str] = ..., truncated_length: _Optional[_Union[TruncatedLength, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., truncated: _Optional[bool] = ..., durations: _Optional[_Union[Durations, _Mapping]] = ..., served_model_known: _Optional[bool] = ..., urgency: _Optional[_Union[Urgency, _Mapping]] = ..., bucket_probabilities: _Optional[_Iterable[float]] = ..., regression_tokens: _Optional[float] = ..., rank: _Optional[float] = ..., bucket: _Optional[int] = ..., cached: _Optional[bool] = ..., bucket_edges: _Optional[_Iterable[float]] = ..., median_tokens: _Optional[float] = ..., p90_tokens: _Optional[float] = ..., expected_tokens: _Optional[float] = ..., quantiles: _Optional[_Iterable[float]] = ...) -> None: ...
+    embedding: bytes
+    corrected: bool
+    remaining: RemainingLength
+    def __init__(self, request_id: _Optional[str] = ..., mu: _Optional[float] = ..., sigma: _Optional[float] = ..., nu: _Optional[float] = ..., artifact_id: _Optional[str] = ..., artifact_version: _Optional[str] = ..., truncated_length: _Optional[_Union[TruncatedLength, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., truncated: _Optional[bool] = ..., durations: _Optional[_Union[Durations, _Mapping]] = ..., served_model_known: _Optional[bool] = ..., urgency: _Optional[_Union[Urgency, _Mapping]] = ..., bucket_probabilities: _Optional[_Iterable[float]] = ..., regression_tokens: _Optional[float] = ..., rank: _Optional[float] = ..., bucket: _Optional[int] = ..., cached: _Optional[bool] = ..., bucket_edges: _Optional[_Iterable[float]] = ..., median_tokens: _Optional[float] = ..., p90_tokens: _Optional[float] = ..., expected_tokens: _Optional[float] = ..., quantiles: _Optional[_Iterable[float]] = ..., embedding: _Optional[bytes] = ..., corrected: _Optional[bool] = ..., remaining: _Optional[_Union[RemainingLength, _Mapping]] = ...) -> None: ...
+
+class RemainingLength(_message.Message):
+    __slots__ = ("generated_tokens", "expected_tokens", "quantiles")
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUANTILES_FIELD_NUMBER: _ClassVar[int]
+    generated_tokens: int
+    expected_tokens: float
+    quantiles: _containers.RepeatedCompositeFieldContainer[Quantile]
+    def __init__(self, generated_tokens: _Optional[int] = ..., expected_tokens: _Optional[float] = ..., quantiles: _Optional[_Iterable[_Union[Quantile, _Mapping]]] = ...) -> None: ...
+
+class ObserveRequest(_message.Message):
+    __slots__ = ("observations",)
+    OBSERVATIONS_FIELD_NUMBER: _ClassVar[int]
+    observations: _containers.RepeatedCompositeFieldContainer[Observation]
+    def __init__(self, observations: _Optional[_Iterable[_Union[Observation, _Mapping]]] = ...) -> None: ...
+
+class Observation(_message.Message):
+    __slots__ = ("request_id", "request", "output_tokens", "finished", "finish_reason", "max_tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    request: PredictRequest
+    output_tokens: int
+    finished: bool
+    finish_reason: str
+    max_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., request: _Optional[_Union[PredictRequest, _Mapping]] = ..., output_tokens: _Optional[int] = ..., finished: _Optional[bool] = ..., finish_reason: _Optional[str] = ..., max_tokens: _Optional[int] = ...) -> None: ...
+
+class ObserveResponse(_message.Message):
+    __slots__ = ("num_accepted", "errors")
+    NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
+    num_accepted: int
+    errors: _containers.RepeatedCompositeFieldContainer[ObservationError]
+    def __init__(self, num_accepted: _Optional[int] = ..., errors: _Optional[_Iterable[_Union[ObservationError, _Mapping]]] = ...) -> None: ...
+
+class ObservationError(_message.Message):
+    __slots__ = ("index", "field", "message")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    field: str
+    message: str
+    def __init__(self, index: _Optional[int] = ..., field: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Urgency(_message.Message):
     __slots__ = ("probabilities", "level", "abstain", "effective_level", "abstain_threshold")
@@ -189,7 +253,7 @@ class GetMetadataRequest(_message.Message):
     def __init__(self, artifact_id: _Optional[str] = ...) -> None: ...
 
 class GetMetadataResponse(_message.Message):
-    __slots__ = ("artifact_id", "artifact_version", "format_version", "served_models", "nu", "max_length_tokens", "truncation_side", "provider", "server_version", "max_batch_requests", "max_message_bytes", "heads", "conditioned_on_served_model", "conditioned_on_temperature", "accepts_unknown_models", "urgency_levels", "abstain_threshold", "bucket_edges", "artifact_ids", "max_prompt_chars", "quantile_levels", "conversations")
+    __slots__ = ("artifact_id", "artifact_version", "format_version", "served_models", "nu", "max_length_tokens", "truncation_side", "provider", "server_version", "max_batch_requests", "max_message_bytes", "heads", "conditioned_on_served_model", "conditioned_on_temperature", "accepts_unknown_models", "urgency_levels", "abstain_threshold", "bucket_edges", "artifact_ids", "max_prompt_chars", "quantile_levels", "learns", "conversations")
     ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
     ARTIFACT_VERSION_FIELD_NUMBER: _ClassVar[int]
     FORMAT_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -211,6 +275,7 @@ class GetMetadataResponse(_message.Message):
     ARTIFACT_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_PROMPT_CHARS_FIELD_NUMBER: _ClassVar[int]
     QUANTILE_LEVELS_FIELD_NUMBER: _ClassVar[int]
+    LEARNS_FIELD_NUMBER: _ClassVar[int]
     CONVERSATIONS_FIELD_NUMBER: _ClassVar[int]
     artifact_id: str
     artifact_version: str
@@ -233,5 +298,6 @@ class GetMetadataResponse(_message.Message):
     artifact_ids: _containers.RepeatedScalarFieldContainer[str]
     max_prompt_chars: int
     quantile_levels: _containers.RepeatedScalarFieldContainer[float]
+    learns: bool
     conversations: bool
-    def __init__(self, artifact_id: _Optional[str] = ..., artifact_version: _Optional[str] = ..., format_version: _Optional[int] = ..., served_models: _Optional[_Iterable[str]] = ..., nu: _Optional[float] = ..., max_length_tokens: _Optional[int] = ..., truncation_side: _Optional[str] = ..., provider: _Optional[str] = ..., server_version: _Optional[str] = ..., max_batch_requests: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., heads: _Optional[_Iterable[str]] = ..., conditioned_on_served_model: _Optional[bool] = ..., conditioned_on_temperature: _Optional[bool] = ..., accepts_unknown_models: _Optional[bool] = ..., urgency_levels: _Optional[_Iterable[str]] = ..., abstain_threshold: _Optional[float] = ..., bucket_edges: _Optional[_Iterable[float]] = ..., artifact_ids: _Optional[_Iterable[str]] = ..., max_prompt_chars: _Optional[int] = ..., quantile_levels: _Optional[_Iterable[float]] = ..., conversations: _Optional[bool] = ...) -> None: ...
+    def __init__(self, artifact_id: _Optional[str] = ..., artifact_version: _Optional[str] = ..., format_version: _Optional[int] = ..., served_models: _Optional[_Iterable[str]] = ..., nu: _Optional[float] = ..., max_length_tokens: _Optional[int] = ..., truncation_side: _Optional[str] = ..., provider: _Optional[str] = ..., server_version: _Optional[str] = ..., max_batch_requests: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., heads: _Optional[_Iterable[str]] = ..., conditioned_on_served_model: _Optional[bool] = ..., conditioned_on_temperature: _Optional[bool] = ..., accepts_unknown_models: _Optional[bool] = ..., urgency_levels: _Optional[_Iterable[str]] = ..., abstain_threshold: _Optional[float] = ..., bucket_edges: _Optional[_Iterable[float]] = ..., artifact_ids: _Optional[_Iterable[str]] = ..., max_prompt_chars: _Optional[int] = ..., quantile_levels: _Optional[_Iterable[float]] = ..., learns: _Optional[bool] = ..., conversations: _Optional[bool] = ...) -> None: ...

@@ -44,6 +44,11 @@ class PredictorStub:
                 request_serializer=predictors_dot_proto_dot_predictor__v1__pb2.PredictBatchRequest.SerializeToString,
                 response_deserializer=predictors_dot_proto_dot_predictor__v1__pb2.PredictBatchResponse.FromString,
                 _registered_method=True)
+        self.Observe = channel.unary_unary(
+                '/tailcast.predictor.v1.Predictor/Observe',
+                request_serializer=predictors_dot_proto_dot_predictor__v1__pb2.ObserveRequest.SerializeToString,
+                response_deserializer=predictors_dot_proto_dot_predictor__v1__pb2.ObserveResponse.FromString,
+                _registered_method=True)
         self.GetMetadata = channel.unary_unary(
                 '/tailcast.predictor.v1.Predictor/GetMetadata',
                 request_serializer=predictors_dot_proto_dot_predictor__v1__pb2.GetMetadataRequest.SerializeToString,
@@ -72,6 +77,14 @@ class PredictorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Observe(self, request, context):
+        """True lengths of earlier requests, from which the service corrects its later predictions. The call succeeds when the
+        batch as a whole is acceptable; the response lists the observations that were refused.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetMetadata(self, request, context):
         """What is served: artifact, model, limits.
         """
@@ -91,6 +104,11 @@ def add_PredictorServicer_to_server(servicer, server):
                     servicer.PredictBatch,
                     request_deserializer=predictors_dot_proto_dot_predictor__v1__pb2.PredictBatchRequest.FromString,
                     response_serializer=predictors_dot_proto_dot_predictor__v1__pb2.PredictBatchResponse.SerializeToString,
+            ),
+            'Observe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Observe,
+                    request_deserializer=predictors_dot_proto_dot_predictor__v1__pb2.ObserveRequest.FromString,
+                    response_serializer=predictors_dot_proto_dot_predictor__v1__pb2.ObserveResponse.SerializeToString,
             ),
             'GetMetadata': grpc.unary_unary_rpc_method_handler(
                     servicer.GetMetadata,
@@ -152,6 +170,33 @@ class Predictor:
             '/tailcast.predictor.v1.Predictor/PredictBatch',
             predictors_dot_proto_dot_predictor__v1__pb2.PredictBatchRequest.SerializeToString,
             predictors_dot_proto_dot_predictor__v1__pb2.PredictBatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Observe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tailcast.predictor.v1.Predictor/Observe',
+            predictors_dot_proto_dot_predictor__v1__pb2.ObserveRequest.SerializeToString,
+            predictors_dot_proto_dot_predictor__v1__pb2.ObserveResponse.FromString,
             options,
             channel_credentials,
             insecure,

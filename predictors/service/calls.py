@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import math
 import time
@@ -16,9 +17,20 @@ import grpc
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.service.artifacts import ArtifactTable
 from predictors.service.errors import ClosedError, ErrorStatus, QueueFullError, renamed, status_code
-from predictors.service.messages import PipelineResult, predict_response
+from predictors.service.json_request import MAX_OBSERVATIONS
+from predictors.service.learning import (
+    AT_ONCE,
+    MAX_OPEN,
+    Learner,
+    PromptEmbedder,
+    context_of,
+)
+from predictors.service.messages import CheckedRequest, PipelineResult, predict_response
+from predictors.service.pipeline import ServedArtifact
 from predictors.service.tracing import Tracing
 from scheduler_core.errors import InputError, TailcastError
+from scheduler_core.prediction.correction import RequestContext
+from scheduler_core.prediction.predictions import Prediction
 
 T = TypeVar("T")
 # Maximum number of prompts of one PredictBatch or ModelInfer.
@@ -34,13 +46,20 @@ MANIFEST_FIELDS = (
 
 
 class PredictorCalls:
-    """Methods of the service; `max_message_bytes` is only reported in the metadata."""
+    """Methods of the service; `max_message_bytes` is only reported in the metadata. Without a `learner` predictions are not
+    corrected, and lengths cannot be observed."""
 
     def __init__(
-        self, artifacts: ArtifactTable, max_message_bytes: int, tracing: Tracing | None = None
+        self,
+        artifacts: ArtifactTable,
+        max_message_bytes: int,
+        tracing: Tracing | None = None,
+        learner: Learner | None = None,
     ) -> None:
         self.artifacts = artifacts
         self.tracing = tracing
+        self.learner = learner
+        self._embedder = PromptEmbedder()
         self._max_message_bytes = max_message_bytes
 
     def check_capacity(self, method: str) -> None:
@@ -85,9 +104,12 @@ class PredictorCalls:
         code = "OK"
         span = None if self.tracing is None else self.tracing.start(method)
         try:
+            if request.HasField("generated_tokens") and request.WhichOneof("input") is None:
+                return self._progress(request, served)
             checked = served.reader.read(request)
             result = await served.predict(checked, deadline=_deadline(start, timeout_s, request))
-            return predict_response(request, result, served.manifest, checked.is_trained_model)
+            prediction = await self._corrected(request, checked, result, served)
+            return predict_response(request, result, served.manifest, checked.is_trained_model, prediction)
         except asyncio.CancelledError:
             code = "CANCELLED"
             raise
@@ -98,6 +120,90 @@ class PredictorCalls:
             served.metrics.request(method, code, time.monotonic() - start, result)
             if self.tracing is not None:
                 self.tracing.end(span, served.name, served.version, code, result)
+
+    async def _corrected(
+        self,
+        request: pb.PredictRequest,
+        checked: CheckedRequest,
+        result: PipelineResult,
+        served: ServedArtifact,
+    ) -> Prediction:
+        """The prediction after correction, with an embedding if the request asks for one."""
+        prediction, learner = result.prediction, self.learner
+        embedding = None
+        if request.embedding or (learner is not None and learner.is_active):
+            embedding = await self._embedder.embed(checked.prompt)
+        if learner is not None:
+            context = context_of(request, checked, result, embedding, self._scope(served))
+            learner.add(request.request_id, result, context)
+            prediction = learner.corrected(prediction, context)
+        return dataclasses.replace(prediction, embedding=embedding) if request.embedding else prediction
+
+    def _progress(self, request: pb.PredictRequest, served: ServedArtifact) -> pb.PredictResponse:
+        """The prediction of an earlier request, as corrected now, for its remaining length."""
+        served.reader.check(request)
+        found = None if self.learner is None else self.learner.get(request.request_id)
+        if self.learner is None or found is None:
+            allowed = f"a prompt, or the id of one of the latest {MAX_OPEN:,} predictions without an observed length"
+            raise InputError("request_id", request.request_id, allowed)
+        prediction = self.learner.corrected(found.result.prediction, found.full_context())
+        result = found.result._replace(
+            tokenize_s=0.0, queue_s=0.0, inference_s=0.0, batch_size=0, cached=True
+        )
+        is_trained = served.manifest.served_model_number(found.context.served_model or None) > 0
+        return predict_response(request, result, served.manifest, is_trained, prediction)
+
+    def _scope(self, served: ServedArtifact) -> str:
+        return "" if served is self.artifacts.default else f"{served.name} "
+
+    async def observe(self, request: pb.ObserveRequest) -> pb.ObserveResponse:
+        """Learns true lengths; the response lists the observations that were refused. InputError for no or too many of them,
+        and if this service does not learn."""
+        if self.learner is None:
+            allowed = "a service with --online_calibration true and --workers 1"
+            raise InputError("Observe", "a service that does not learn", allowed)
+        observations = request.observations
+        if not 1 <= len(observations) <= MAX_OBSERVATIONS:
+            raise InputError("observations", f"{len(observations)} of them", f"1 to {MAX_OBSERVATIONS}")
+        response = pb.ObserveResponse()
+        for start in range(0, len(observations), AT_ONCE):
+            part = observations[start : start + AT_ONCE]
+            errors = await asyncio.gather(*(self._observe(self.learner, each) for each in part))
+            for index, error in enumerate(errors, start):
+                if error is None:
+                    response.num_accepted += 1
+                else:
+                    status = ErrorStatus.of(error)
+                    response.errors.add(index=index, field=status.field, message=status.message)
+        return response
+
+    async def _observe(self, learner: Learner, observation: pb.Observation) -> Exception | None:
+        """Learns one observation; returns the error, if any."""
+        try:
+            found = learner.get(observation.request_id) if observation.request_id else None
+            if found is not None:
+                learner.observe(observation, found.result.prediction, found.full_context())
+            elif observation.HasField("request"):
+                prediction, context = await self._predicted_anew(observation.request)
+                learner.observe(observation, prediction, context)
+            else:
+                allowed = f"the id of one of the latest {MAX_OPEN:,} predictions, once, or a request"
+                raise InputError("request_id", observation.request_id, allowed)
+        except Exception as error:
+            return error
+        return None
+
+    async def _predicted_anew(self, request: pb.PredictRequest) -> tuple[Prediction, RequestContext]:
+        """The uncorrected prediction of an observed request, and its context."""
+        try:
+            served = self.artifacts.get(request.artifact_id)
+            checked = served.reader.read(request)
+            result = await served.predict(checked)
+        except InputError as error:
+            raise renamed(error, f"request.{error.field}") from error
+        embedding = await self._embedder.embed(checked.prompt)
+        context = context_of(request, checked, result, embedding, self._scope(served))
+        return result.prediction, context
 
     async def outcome(
         self,
@@ -146,6 +252,7 @@ class PredictorCalls:
             conditioned_on_temperature=conditioning is not None and conditioning.temperature,
             artifact_ids=self.artifacts.names,
             max_prompt_chars=served.reader.max_prompt_chars or 0,
+            learns=self.learner is not None,
         )
 
 

@@ -19,7 +19,7 @@ class ServeConfig:
         *("artifact", "more_artifacts", "public_key", "token_file"),
         *("tls_cert", "tls_key", "tls_client_ca"),
     )
-    OUTPUTS = ("port_file",)
+    OUTPUTS = ("port_file", "calibration_file")
 
     artifact: str = "pretrained"
     """Artifact folder written by export-onnx, or pretrained or tiny, the artifacts shipped with tailcast. It
@@ -50,6 +50,10 @@ class ServeConfig:
     """Maximum number of cached predictions per artifact; 0: no cache."""
     workers: int = 1
     """Number of processes that share the ports; a process that dies is restarted."""
+    online_calibration: bool = True
+    """Correct predictions by the lengths that clients report (Observe); requires workers 1, otherwise it is off."""
+    calibration_file: str | None = None
+    """File that keeps the state of online calibration across restarts; default: none."""
     tls_cert: str | None = None
     """PEM file with the server certificate; enables TLS on both ports, together with tls_key."""
     tls_key: str | None = None
@@ -89,12 +93,21 @@ class ServeConfig:
             drain_timeout_s=day_s,
         )
         check_threads("num_workers", self.num_workers)
+        if self.calibration_file is not None and not self.learns:
+            raise InputError(
+                "calibration_file", self.calibration_file, "a file with online_calibration true and workers 1"
+            )
         if self.workers > 1 and not hasattr(socket, "SO_REUSEPORT"):
             raise InputError("workers", self.workers, "1: this system cannot share a port")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise InputError("tls_cert, tls_key", self.tls_cert or self.tls_key, "both or none of them")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise InputError("tls_client_ca", self.tls_client_ca, "a file together with tls_cert and tls_key")
+
+    @property
+    def learns(self) -> bool:
+        """Whether predictions are corrected: each of several processes would learn a part only."""
+        return self.online_calibration and self.workers == 1
 
     @property
     def max_message_bytes(self) -> int:

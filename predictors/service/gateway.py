@@ -16,7 +16,7 @@ from predictors.proto import predictor_v1_pb2 as pb
 from predictors.service.calls import PredictorCalls, check_batch
 from predictors.service.config import ServeConfig
 from predictors.service.errors import ErrorStatus, UnparsableError, renamed
-from predictors.service.json_request import request_message
+from predictors.service.json_request import observe_message, request_message
 from predictors.service.messages import UNCOUNTED_BYTES
 from predictors.service.metrics import ServiceMetrics
 from predictors.service.oip import SERVER_METADATA, InputTensor, find, infer, model_metadata
@@ -70,6 +70,12 @@ async def start_gateway(
             if len(outcomes) % 16 == 0:
                 await asyncio.sleep(0)  # outcomes with many quantiles take a millisecond each
         return web.json_response(text=f'{{"outcomes": [{", ".join(outcomes)}]}}')
+
+    @routes.post("/v1/observe")
+    async def observe(request: web.Request) -> web.Response:
+        with calls.counted("HTTP Observe"):
+            _, message = await _read(request, observe_message)
+            return web.json_response(message_json(await calls.observe(message)))
 
     @routes.get("/v1/metadata")
     async def metadata(request: web.Request) -> web.Response:

@@ -59,12 +59,17 @@ def predictor_handler(calls: PredictorCalls) -> grpc.GenericRpcHandler[Any, Any]
         calls.receive_trace(context.invocation_metadata() or ())
         return await calls.predict_batch(request, context.time_remaining())
 
+    async def observe(data: bytes, context: Context) -> Message:
+        with calls.counted("Observe"):
+            return await calls.observe(parse(pb.ObserveRequest, data))
+
     async def metadata(request: pb.GetMetadataRequest, context: Context) -> Message:
         return calls.metadata(request)
 
     methods = {
         "Predict": unary(predict),
         "PredictBatch": unary(predict_batch),
+        "Observe": unary(observe),
         "GetMetadata": unary(metadata, pb.GetMetadataRequest),
     }
     return grpc.method_handlers_generic_handler(SERVICE, methods)

@@ -21,6 +21,7 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 
 from predictors.proto import predictor_v1_pb2 as pb
+from predictors.service.errors import renamed
 from predictors.service.messages import MAX_ELEMENTS, MAX_MESSAGES
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.api_request import ApiRequest, integer, read_request
@@ -29,6 +30,11 @@ from scheduler_core.prediction.api_request import ApiRequest, integer, read_requ
 FIELDS: Mapping[str, FieldDescriptor] = {
     name: field for field in pb.PredictRequest.DESCRIPTOR.fields for name in (field.name, field.json_name)
 }
+#: The same of Observation, except for its request.
+OBSERVATION_FIELDS: Mapping[str, FieldDescriptor] = {
+    field.name: field for field in pb.Observation.DESCRIPTOR.fields if field.message_type is None
+}
+MAX_OBSERVATIONS = 1000
 INPUTS = ("prompt", "messages", "token_ids", "tokenIds", "input", "inputs", "text", "contents")
 MODELS = ("model", "served_model", "servedModel")
 #: Limits of the output; the first one >= 1 applies.
@@ -85,6 +91,44 @@ def request_message(content: object) -> pb.PredictRequest:
         raise InputError("max_tokens, maxTokens", "both", "one of them")
     fields["max_tokens"] = next((limit for limit in limits.values() if limit >= 1), api.max_tokens)
     return pb.PredictRequest(**fields, **_input(members, api), served_model=_model(members))
+
+
+def observe_message(content: object) -> pb.ObserveRequest:
+    """The observations from a JSON object: one observation, or a list of `observations`. Their members are those of
+    Observation; all others are those of its request. InputError as `request_message`."""
+    if isinstance(content, dict) and "observations" in content:
+        rows = content["observations"]
+        if not isinstance(rows, list) or len(content) > 1:
+            raise InputError("observations", [*content], "an object with nothing but a list of observations")
+        if len(rows) > MAX_OBSERVATIONS:
+            raise InputError("observations", f"{len(rows)} of them", f"1 to {MAX_OBSERVATIONS}")
+    else:
+        rows = [content]
+    message = pb.ObserveRequest()
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise InputError(f"observations[{index}]", row, "a JSON object")
+        try:
+            message.observations.append(_observation(row))
+        except InputError as error:
+            raise renamed(error, f"observations[{index}].{error.field}") from error
+    return message
+
+
+def _observation(row: Mapping[str, Any]) -> pb.Observation:
+    members = {name: value for name, value in row.items() if value is not None}
+    own = {name: members.pop(name) for name in (*OBSERVATION_FIELDS, "request") if name in members}
+    fields = {
+        name: _value(OBSERVATION_FIELDS[name], name, value)
+        for name, value in own.items()
+        if name != "request"
+    }
+    if "request" in own and members:
+        raise InputError("request", [*members], "a request in the member request, or beside it, not both")
+    request = own.get("request", members or None)
+    if request is not None:
+        fields["request"] = request_message(request)
+    return pb.Observation(**fields)
 
 
 def _input(members: Mapping[str, Any], api: ApiRequest) -> dict[str, Any]:
@@ -148,6 +192,10 @@ def _value(field: FieldDescriptor, name: str, value: object) -> Any:
         return _text(name, value)
     if field.type == field.TYPE_DOUBLE:
         return _number(name, value)
+    if field.type == field.TYPE_BOOL:
+        if not isinstance(value, bool):
+            raise InputError(name, value, "true or false")
+        return value
     return _integer(name, value, 32 if field.type == field.TYPE_INT32 else 64)
 
 

@@ -20,6 +20,7 @@ from predictors.tokenizer import TokenizedPrompt
 from predictors.wire import response_fields
 from scheduler_core.errors import InputError, suggestion
 from scheduler_core.lengths import LogT
+from scheduler_core.prediction.correction import MAX_NAME_CHARS
 from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS, LengthPrediction, Prediction
 from scheduler_core.prediction.prompt_text import messages_of, predictor_text
 
@@ -136,10 +137,17 @@ class RequestReader:
         self._unknown_models: set[int] = set()  # hashes of names
         self.max_prompt_chars = max_prompt_chars
 
-    def read(self, request: pb.PredictRequest) -> CheckedRequest:
-        """Validates a request; InputError for the first wrong field."""
+    def check(self, request: pb.PredictRequest) -> None:
+        """Validates the fields of a request that are not its input; InputError for the first wrong one."""
         if len(request.request_id) > MAX_REQUEST_ID_CHARS:
             raise _too_many("request_id", len(request.request_id), "characters", MAX_REQUEST_ID_CHARS)
+        if len(request.tenant) > MAX_NAME_CHARS:
+            raise _too_many("tenant", len(request.tenant), "characters", MAX_NAME_CHARS)
+        self._check_numbers(request)
+
+    def read(self, request: pb.PredictRequest) -> CheckedRequest:
+        """Validates a request; InputError for the first wrong field."""
+        self.check(request)
         kind = request.WhichOneof("input")
         if kind == "token_ids":
             prompt: str | TokenizedPrompt = self._token_ids(request.token_ids)
@@ -154,7 +162,6 @@ class RequestReader:
         temperature = request.temperature if request.HasField("temperature") else None
         if checked_temperature(temperature) > MAX_TEMPERATURE:
             raise InputError("temperature", temperature, f"0 to {MAX_TEMPERATURE:g}, or unset")
-        self._check_numbers(request)
         return CheckedRequest(prompt, served_model, temperature, is_trained_model)
 
     def _log_unknown(self, model: str) -> None:
@@ -203,6 +210,7 @@ class RequestReader:
             ("cvar_level", 0 <= request.cvar_level < 1, "a number in [0, 1)"),
             ("declared_tier", 0 <= request.declared_tier < (len(names) or 2**31), tiers),
             ("timeout_s", request.timeout_s > 0, "seconds > 0, or unset"),
+            ("generated_tokens", request.generated_tokens >= 0, "an integer >= 0, or unset"),
         ):
             if not is_allowed and request.HasField(field):
                 raise InputError(field, getattr(request, field), allowed)
@@ -213,10 +221,15 @@ def _too_many(field: str, count: int, unit: str, maximum: int) -> InputError:
 
 
 def predict_response(
-    request: pb.PredictRequest, result: PipelineResult, manifest: Manifest, is_trained_model: bool
+    request: pb.PredictRequest,
+    result: PipelineResult,
+    manifest: Manifest,
+    is_trained_model: bool,
+    prediction: Prediction | None = None,
 ) -> pb.PredictResponse:
-    """The response to a validated request."""
-    prediction = result.prediction
+    """The response to a validated request; `prediction` is the corrected one, if there is a correction."""
+    is_corrected = prediction is not None and prediction.length is not result.prediction.length
+    prediction = prediction or result.prediction
     response = pb.PredictResponse(
         request_id=request.request_id,
         artifact_id=manifest.artifact_id,
@@ -233,6 +246,7 @@ def predict_response(
         ),
         served_model_known=None if manifest.conditioning is None else is_trained_model,
         cached=result.cached,
+        corrected=is_corrected,
     )
     if prediction.urgency is not None and request.HasField("declared_tier"):
         response.urgency.effective_level = prediction.urgency.effective_level(request.declared_tier)
@@ -254,6 +268,9 @@ def _length_numbers(request: pb.PredictRequest, length: LengthPrediction) -> dic
         numbers |= {"truncated_length": truncated, "expected_tokens": truncated.expected_tokens}
     else:
         numbers["expected_tokens"] = length.expected_and_cvar(max_tokens)[0]
+    if request.HasField("generated_tokens"):
+        levels = request.quantile_levels or DEFAULT_QUANTILE_LEVELS
+        numbers["remaining"] = remaining_length(length, request.generated_tokens, max_tokens, levels)
     median, p90 = _truncated_quantiles(length, (0.5, 0.9), max_tokens)
     return numbers | {"median_tokens": median, "p90_tokens": p90}
 
@@ -274,6 +291,27 @@ def truncated_length(
         expected_tokens=expected,
         cvar_level=cvar_level,
         cvar_tokens=cvar,
+        quantiles=[
+            pb.Quantile(level=level, tokens=tokens) for level, tokens in zip(levels, quantiles, strict=True)
+        ],
+    )
+
+
+def remaining_length(
+    length: LengthPrediction, generated_tokens: int, max_tokens: int, levels: Sequence[float]
+) -> pb.RemainingLength:
+    """Expectation and quantiles of min(X, max_tokens) - g in tokens, given that X > g = generated_tokens; 0 if g is at least
+    max_tokens, and max_tokens - g if such a long output was predicted to be impossible."""
+    limit = max(max_tokens - generated_tokens, 0)
+    lengths = length.distribution()
+    longer = float(lengths.sf(generated_tokens)) if generated_tokens else 1.0
+    quantiles = [float(limit)] * len(levels)
+    if longer > 0.0:
+        tokens = lengths.ppf(1.0 - (1.0 - np.array(levels)) * longer) - generated_tokens
+        quantiles = np.clip(tokens, 0.0, limit).tolist()
+    return pb.RemainingLength(
+        generated_tokens=generated_tokens,
+        expected_tokens=length.table(max_tokens).expected_remaining(generated_tokens),
         quantiles=[
             pb.Quantile(level=level, tokens=tokens) for level, tokens in zip(levels, quantiles, strict=True)
         ],

@@ -22,10 +22,12 @@ from predictors.service.calls import PredictorCalls
 from predictors.service.config import ServeConfig
 from predictors.service.errors import ReloadError
 from predictors.service.grpc_methods import SERVICE, predictor_handler
+from predictors.service.learning import Learner
 from predictors.service.metrics import ServiceMetrics
 from predictors.service.oip import OIP_SERVICE, open_inference_handler
 from predictors.service.security import BearerInterceptor, BearerTokens, grpc_credentials
 from predictors.service.tracing import Tracing
+from scheduler_core.adapters.live_calibration import CalibrationGauges, LiveCalibration
 from scheduler_core.errors import InputError
 
 if TYPE_CHECKING:
@@ -79,7 +81,13 @@ class PredictionServer:
             reopen=reopen,
         )
         tracing = Tracing() if config.traces else None
-        self._calls = PredictorCalls(self.artifacts, config.max_message_bytes, tracing)
+        learner = None
+        if config.learns:
+            gauges = CalibrationGauges("tailcast_", self.metrics.registry)
+            learner = Learner(LiveCalibration(config.calibration_file, gauges))
+        elif config.online_calibration:
+            logger.info("online calibration is off, because it needs a single process (workers 1)")
+        self._calls = PredictorCalls(self.artifacts, config.max_message_bytes, tracing, learner)
         self._tokens = None if config.token_file is None else BearerTokens(config.token_file)
         self._source_state = source_state
         self._watching: asyncio.Task[None] | None = None
@@ -162,6 +170,8 @@ class PredictionServer:
         await asyncio.gather(*(server.stop(STREAM_GRACE_S) for server in self._servers))
         await draining
         self._servers = []
+        if self._calls.learner is not None:
+            await asyncio.to_thread(self._calls.learner.close)
 
     def _new_server(self) -> grpc.aio.Server:
         """An unbound server with all methods."""

@@ -124,15 +124,15 @@ class LiveCalibration:
             return prediction
         return replace(prediction, length=self.calibration.correct(context, prediction.length))
 
-    def observe(self, context: RequestContext, outcome: Outcome) -> None:
+    def observe(self, context: RequestContext, outcome: Outcome) -> bool:
         """Queues an ended request for `Correction.observe`; those without a predicted or true length, and beyond
-        `MAX_PENDING`, are ignored, invalid ones are logged and skipped."""
+        `MAX_PENDING`, are ignored, invalid ones are logged and skipped. Returns whether it is in the queue."""
         if outcome.prediction is None or outcome.output_tokens < 1:
-            return
+            return False
         if self._num_observed - self._num_learned >= MAX_PENDING:
-            return
+            return False
         self._num_observed += 1
-        self._submit(self._learn, context, outcome)
+        return self._submit(self._learn, context, outcome) is not None
 
     def skip(self, reason: str, explanation: str) -> None:
         """Counts an ended request that cannot be used. Logs the explanation once per reason and hour; reasons are
