@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,9 +20,10 @@ from scheduler_core.prediction.correction import Correction, RequestContext
 from scheduler_core.prediction.drift import DriftAlarm
 from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import Prediction
-from scheduler_core.shell.files import atomic_file, writable_target
+from scheduler_core.shell.files import atomic_file, lock, writable_target
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 #: Seconds between two writes of the file, and between two updates of the metrics by `publish_if_due`.
 SAVE_S, PUBLISH_S = 60.0, 10.0
 #: Seconds between two log lines with the same reason for not learning.
@@ -107,6 +108,7 @@ class LiveCalibration:
     ) -> None:
         self.calibration = Correction()
         self._file = None if file is None else writable_target(file, "calibration_file")
+        self._release: Callable[[], object] = lambda: None
         self._gauges = gauges
         self._clock = clock
         self._saved_s = self._published_s = clock()
@@ -115,8 +117,16 @@ class LiveCalibration:
         self._reminded_s: dict[str, float] = {}
         #: Single thread that runs updates, metrics and writes in order.
         self._thread = ThreadPoolExecutor(1, "tailcast-calibration")
-        if self._file is not None and self._file.exists():
-            self.calibration.restore(_content(self._file))
+        if self._file is not None:
+            path = self._file.with_name(self._file.name + ".lock")
+            allowed = "a file that no other process uses; to share a memory, use one tailcast serve"
+            self._release = lock(path, "calibration_file", str(self._file), allowed)
+            try:
+                if self._file.exists():
+                    self.calibration.restore(_content(self._file))
+            except InputError:
+                self._release()
+                raise
 
     def correct(self, context: RequestContext, prediction: Prediction | None) -> Prediction | None:
         """The prediction with its length corrected, if it has one."""
@@ -143,11 +153,14 @@ class LiveCalibration:
             self._reminded_s[reason] = now
             logger.warning("online calibration does not learn from some outputs: %s", explanation)
 
+    def read(self, function: Callable[[Correction], T]) -> T | None:
+        """The result of a function of the calibration after all observed requests; None after `close`, or if it fails. Waits."""
+        result = self._submit(function, self.calibration)
+        return None if result is None else result.result()
+
     def publish(self) -> None:
         """Updates the metrics; waits until all observed requests have been processed."""
-        published = self._submit(self._gauges.publish, self.calibration)
-        if published is not None:
-            published.result()
+        self.read(self._gauges.publish)
 
     def publish_if_due(self) -> None:
         """Schedules an update of the metrics, at most every `PUBLISH_S` seconds."""
@@ -159,8 +172,9 @@ class LiveCalibration:
         """Processes all observed requests and writes the file. A second call has no effect."""
         self._submit(self._save)
         self._thread.shutdown()
+        self._release()
 
-    def _submit(self, task: Callable[..., None], *args: Any) -> Future[None] | None:
+    def _submit(self, task: Callable[..., T], *args: Any) -> Future[T | None] | None:
         """Runs a task in the thread; None after `close`."""
         with suppress(RuntimeError):
             return self._thread.submit(_run, task, *args)
@@ -220,11 +234,12 @@ def unpacked(content: bytes) -> Any:
         return json.loads(archive["state"].tobytes(), object_hook=with_arrays)
 
 
-def _run(task: Callable[..., None], *args: Any) -> None:
+def _run(task: Callable[..., T], *args: Any) -> T | None:
     try:
-        task(*args)
+        return task(*args)
     except Exception:
         logger.exception("online calibration has failed")
+        return None
 
 
 def _content(file: Path) -> Any:

@@ -12,7 +12,7 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from scheduler_core.errors import InputError, TailcastError
@@ -195,15 +195,10 @@ def locked_folder(folder: Path, field: str) -> Iterator[None]:
     """Creates `folder` if missing and locks it against other processes with the file FOLDER.lock beside it.
     Removes that file, and an empty folder, at exit; those of a process that was killed lock nothing. `InputError` if
     the folder cannot be created, or another process has locked it. Needs filelock."""
-    from filelock import FileLock, Timeout
-
     path = folder.with_name(folder.name + ".lock")
-    lock = FileLock(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise InputError(field, str(folder), "a folder that no other process has locked") from error
+        release = lock(path, field, str(folder), "a folder that no other process has locked")
     except OSError as error:
         allowed = f"a folder that can be created and locked ({error.strerror})"
         raise InputError(field, str(folder), allowed) from error
@@ -212,9 +207,22 @@ def locked_folder(folder: Path, field: str) -> Iterator[None]:
         yield
     finally:
         path.unlink(missing_ok=True)  # a process that waits for the removed file does not get the lock
-        lock.release()
+        release()
         with contextlib.suppress(OSError):
             folder.rmdir()
+
+
+def lock(path: Path, field: str, value: str, allowed: str) -> Callable[[], object]:
+    """Locks the file `path` against other processes until the returned function is called, or this process ends.
+    `InputError` with field, value and what is allowed if another process has locked it. Needs filelock."""
+    from filelock import FileLock, Timeout
+
+    file_lock = FileLock(path, thread_local=False)  # released by any thread
+    try:
+        file_lock.acquire(timeout=0)
+    except Timeout as error:
+        raise InputError(field, value, allowed) from error
+    return file_lock.release
 
 
 def write_json(path: str | Path, content: object) -> None:

@@ -5,10 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.scheduling.routing import table
+from benchmarks.scheduling.routing import SentWork, table
 from benchmarks.shared.pages import mean_cell
 from benchmarks.vllm.plan import BURSTS, Cell, asks, cells
 from benchmarks.vllm.results import CLOCK, measured_capacity, run_metrics, window_throughput
+from scheduler_core.request import Request
+from scheduler_core.routing.base import RoutingRequest
+from scheduler_core.routing.snapshot import ReplicaSnapshot
 
 
 def test_metrics_by_hand() -> None:
@@ -45,11 +48,29 @@ def test_bursts() -> None:
 
 
 def test_table_by_hand() -> None:
-    runs = {"random": [np.full(6, 2.0), np.full(6, 4.0)], "least busy": [np.full(6, 1.0), np.full(6, 2.0)]}
+    runs = {
+        "least busy": [np.full(9, 1.0), np.full(9, 2.0)],
+        "two at random": [np.full(9, 2.0), np.full(9, 4.0)],
+    }
     lines = table(runs).splitlines()
     assert len(lines) == 4
-    assert lines[2] == "| random |" + 6 * " 3.00 |" + " 1 | 1 |" + 3 * " 2.00 ± 0.00 |"
-    assert lines[3].startswith("| least busy | 1.50 |")
-    assert lines[3].endswith("| 0.50 ± 0.00 | 0.50 ± 0.00 | 1 | 1 | 1 |")
+    assert lines[2] == "| least busy |" + 9 * " 1.5 |" + 4 * " 1 |"
+    assert lines[3] == "| two at random |" + 9 * " 3 |" + 4 * " 2.00 ± 0.00 |"
     one = table({side: results[:1] for side, results in runs.items()}).splitlines()
-    assert one[2].endswith("| 1 | 1 | 2.00 | 2.00 | 2.00 |")  # one round has no interval
+    assert one[3].endswith(4 * " | 2.00" + " |")  # one seed has no interval
+
+
+def test_work_that_was_sent_counts_until_it_ends() -> None:
+    router = SentWork(work_s={"a": 3.0, "b": 1.0, "c": 1.0})
+    replicas = [ReplicaSnapshot(replica_id=name, num_kv_blocks=9, num_free_blocks=9) for name in "01"]
+    requests = {
+        name: Request(request_id=name, arrival_s=0.0, prompt_tokens=1, max_tokens=1) for name in "abc"
+    }
+    chosen = []
+    for name, request in requests.items():
+        item = RoutingRequest(request=request)
+        chosen.append(router.choose(item, replicas, 0.0))
+        router.on_dispatched(item, chosen[-1], 0.0)
+        if name == "b":
+            router.on_finished("a", "0", 0.0)
+    assert chosen == ["0", "1", "0"]

@@ -3,6 +3,9 @@
 import logging
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +20,7 @@ from scheduler_core.adapters.live_calibration import (
     SAVE_S,
     CalibrationGauges,
     LiveCalibration,
+    packed,
     unpacked,
 )
 from scheduler_core.errors import InputError
@@ -212,3 +216,44 @@ def test_a_pipe_is_not_a_calibration_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(InputError, match="a regular file"):
         live(tmp_path / "pipe")
+
+
+@pytest.mark.mend  # of two proxies with one file, the last writer silently dropped what the other had learned
+def test_a_file_belongs_to_one_process_at_a_time(tmp_path: Path) -> None:
+    first = live(tmp_path / "state")
+    with pytest.raises(InputError, match="to share a memory, use one tailcast serve"):
+        live(tmp_path / "state")
+    first.close()
+    live(tmp_path / "state").close()
+
+
+def test_a_killed_process_leaves_its_last_state(tmp_path: Path) -> None:
+    file = tmp_path / "state"
+    code = (
+        "import os, signal, sys; sys.path.insert(0, '.')\n"
+        "from pathlib import Path\n"
+        "from tests.scheduler_core.adapters import test_live_calibration as tests\n"
+        f"clock = tests.Clock(); calibration = tests.live(Path({str(file)!r}), clock)\n"
+        "tests.feed(calibration, 59); clock.now = tests.SAVE_S; tests.feed(calibration, 1); tests.feed(calibration, 5)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    restored = live(file)
+    assert restored.calibration.metrics("m")["num_outputs"] == 60
+    restored.close()
+    assert [path.name for path in tmp_path.iterdir() if "lock" not in path.name] == ["state"]
+
+
+def test_a_state_of_the_version_before_is_read() -> None:
+    """Written by version 1: 60 outputs of 200 tokens, predicted 55."""
+    file = Path(__file__).parent / "calibration_1.json"
+    state = unpacked(file.read_bytes())
+    assert state["format"] == "tailcast-online-calibration/1"
+    correction = Correction()
+    correction.restore(state)
+    assert correction.metrics("m")["num_outputs"] == 60
+    assert PREDICTION.length is not None
+    assert correction.correct(CONTEXT, PREDICTION.length).mu == pytest.approx(5.3, abs=0.2)
+    again = Correction()
+    again.restore(unpacked(packed(correction.state())))
+    assert again.correct(CONTEXT, PREDICTION.length) == correction.correct(CONTEXT, PREDICTION.length)
