@@ -1,229 +1,179 @@
-"""Routing strategy for LiteLLM's Router: `TailcastStrategy(router, RoutingSettings(predictor="pretrained")).install()`;
-in LiteLLM's proxy the callback `scheduler_core.adapters.litellm.proxy_handler`.
+"""Quota of tokens per minute in LiteLLM's proxy, reserved by predicted lengths: the callback
+`scheduler_core.adapters.litellm.callback`.
 
-LiteLLM selects the eligible deployments of a request by health, cooldown, team, tags and order, and handles
-retries and fallbacks. The strategy chooses one of these deployments. It gets its events from LiteLLM's
-callbacks: last chunk of a stream, success, failure.
+LiteLLM's limiter reserves the input of a request and an estimate of its output before the request runs, and settles the
+difference to the actual usage when it ends. The estimate is max_tokens; without it, `default_estimated_output_tokens` in
+the metadata of the key or its team, else max(input, 1024). Callbacks of the configuration run before the limiter. This one
+puts the predicted mean into the metadata of the key, of which every request has a copy of its own. The request itself stays
+unchanged, and one with max_tokens keeps LiteLLM's reservation.
 
-Both classes are created at their first access, so that this module can be imported without LiteLLM. User guide:
-docs/routing.md.
+The predictions are corrected with the lengths of ended requests, per team or key. User guide: docs/routing.md.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
-import uuid
-import weakref
-from collections.abc import Mapping
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from scheduler_core.adapters.live_routing import LiveRouting, RoutingSettings, routed_prompt
-from scheduler_core.adapters.settings import check_version, read_yaml
-from scheduler_core.errors import MissingExtraError, TailcastError
+from scheduler_core.adapters.settings import PredictorSettings, check_version, read_yaml
+from scheduler_core.errors import InputError, MissingExtraError, TailcastError
+from scheduler_core.prediction.api_request import ApiRequest, read_request
+from scheduler_core.prediction.correction import Correction, RequestContext
+from scheduler_core.prediction.outcome import Outcome, is_finished
+from scheduler_core.prediction.predictions import LengthPrediction
+from scheduler_core.prediction.predictor import PredictionRequest, Predictor, open_predictor
+from scheduler_core.prediction.prompt_text import prompt_key
+from scheduler_core.ranges import INTEGERS, check_ranges
 
 if TYPE_CHECKING:
-    from litellm import Router
     from litellm.integrations.custom_logger import CustomLogger as _Base
 else:
     _Base = object
 
+logger = logging.getLogger(__name__)
 #: Minor versions of LiteLLM that this module supports; tested with 1.109.1.
 SUPPORTED = ("1.109",)
-#: Environment variable that names the YAML file of the proxy's settings.
-VARIABLE = "TAILCAST_ROUTING_CONFIG"
-#: Metadata key for the id of the attempt.
-KEY = "tailcast_attempt"
-#: Metadata key for ids and deployments of all attempts so far.
-TRIED = "tailcast_tried"
-#: Fields of LiteLLM's metadata. Newer endpoints use the first; their `metadata` are those of the client.
-METADATA_FIELDS = ("litellm_metadata", "metadata")
+#: Environment variable that names the YAML file of the settings.
+VARIABLE = "TAILCAST_QUOTA_CONFIG"
+#: Metadata of a key that LiteLLM's limiter reads first: output tokens by model.
+ESTIMATES = "default_estimated_output_tokens_per_model"
+#: Maximum number of requests that have not ended; the oldest ones are then not learned.
+MAX_PENDING = 10_000
+#: Seconds between two log lines about a predictor that fails.
+REMINDER_S = 60.0
 
 
-class Attempt(str):
-    """Id of one attempt at a request, stored in its metadata. Its finalizer ends attempts without an end event.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuotaSettings(PredictorSettings):
+    """Settings of the callback. `InputError` if a value is invalid.
 
-    Copies of the metadata share the same object.
+    Attributes:
+        predictor: As in `PredictorSettings`, not None.
+        timeout_s: Maximum delay of a request by its prediction in seconds; LiteLLM's estimate is then used.
+        default_max_tokens: Maximum output of the served models, for the mean.
     """
 
-    def __copy__(self) -> Attempt:
-        return self
+    predictor: str = "pretrained"
+    timeout_s: float = 0.1
+    default_max_tokens: int = 4096
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Attempt:
-        return self
-
-
-class TriedDeployment(NamedTuple):
-    """An attempt at a request and its deployment. A type of its own: clients can put JSON values into metadata."""
-
-    attempt: str
-    replica_id: str
+    def __post_init__(self) -> None:
+        PredictorSettings.__post_init__(self)
+        check_ranges(self, default_max_tokens=(1, INTEGERS))
 
 
-class LiveStrategy(_Base):  # type: ignore[misc]
-    """Mixin for LiteLLM's CustomLogger and CustomRoutingStrategyBase: chooses with `LiveRouting`.
-    `InputError` if the predictor does not exist.
+class QuotaCallback(_Base):  # type: ignore[misc]
+    """Mixin for LiteLLM's CustomLogger. Failures of the predictor never fail a request.
 
-    It only tracks the requests of this process; with several workers, each worker tracks its own requests.
+    `settings`: None: those of the file named by TAILCAST_QUOTA_CONFIG, if any. `predictor` replaces the one in the settings.
+    `InputError` if the file cannot be read, or a setting is invalid.
     """
 
-    def __init__(self, router: Router, settings: RoutingSettings) -> None:
+    def __init__(self, settings: QuotaSettings | None = None, predictor: Predictor | None = None) -> None:
         super().__init__()
-        self.router = router
-        self.routing = LiveRouting(settings)
-        #: LiteLLM treats two callbacks of one class as equal unless a public string attribute differs.
-        self.name = uuid.uuid4().hex
-        self._num_attempts = 0
+        if settings is None:
+            file = os.environ.get(VARIABLE)
+            settings = QuotaSettings.of({} if file is None else read_yaml(file, VARIABLE), VARIABLE)
+        self._settings = settings
+        self._predictor = predictor or open_predictor(settings.predictor)
+        self._correction = Correction()
+        #: Requests in flight by LiteLLM's id, with their predictions before the correction.
+        self._pending: OrderedDict[str, tuple[RequestContext, LengthPrediction]] = OrderedDict()
+        self._reminded_s = -REMINDER_S
 
-    def install(self) -> None:
-        """Registers the strategy with the router and the event callbacks of LiteLLM."""
-        import litellm
-
-        self.router.register_plugin(self)
-        litellm.logging_callback_manager.add_litellm_callback(self)
-
-    def close(self) -> None:
-        """Stops events and predictions. The router keeps the strategy, which then only counts requests."""
-        import litellm
-
-        litellm.logging_callback_manager.remove_callback_from_all_lists(self)
-        self.routing.close()
-
-    async def async_get_available_deployment(
-        self,
-        model: str,
-        messages: list[Any] | None = None,
-        input: Any = None,
-        specific_deployment: bool | None = False,
-        request_kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Chooses the deployment for a request; raises LiteLLM's error if none is eligible."""
-        options = {} if request_kwargs is None else request_kwargs
-        eligible = await self.router.select(
-            model,
-            options,
-            kind="healthy",
-            messages=messages,
-            input=input,
-            specific_deployment=specific_deployment,
-        )
-        choices = [eligible] if isinstance(eligible, dict) else eligible
-        deployments = {choice["model_info"]["id"]: choice for choice in choices}
-        registry = self.router.registry()
-        for replica_id in self.routing.replica_ids:
-            if replica_id not in deployments and not registry.has_deployment(replica_id):
-                self.routing.gone(replica_id)
-        field = next((field for field in METADATA_FIELDS if field in options), METADATA_FIELDS[-1])
-        metadata = options.get(field)
-        if not isinstance(metadata, dict):
-            metadata = {}
-        tried = _tried(metadata) if metadata.get("attempted_retries") else []
-        for name, _ in tried:
-            self.routing.abort(name)  # the proxy only reports the last failure
-        prompt = routed_prompt({"messages": messages, "input": input, **options}, metadata)
-        self._num_attempts += 1
-        name = f"{self.name}-{self._num_attempts}"
-        attempt = Attempt(name)
-        weakref.finalize(attempt, self.routing.drop, name).atexit = False
-        # Avoid deployments that failed: one that fails at once always has the least load.
-        failed = {replica_id for _, replica_id in tried}
-        others = [replica_id for replica_id in deployments if replica_id not in failed]
-        replica_id = self.routing.send(name, prompt, others or deployments)
-        # All attempts of a request share this mapping.
-        metadata[TRIED] = (*tried, TriedDeployment(name, replica_id))
-        options[field] = {**metadata, KEY: attempt}  # identifies the attempt in its events
-        return deployments[replica_id]
-
-    def get_available_deployment(self, *args: Any, **kwargs: Any) -> Any:
-        """Not supported: LiteLLM provides the healthy deployments only to asynchronous strategies."""
-        raise TailcastError(
-            "the routing strategy only supports the asynchronous methods of LiteLLM's Router: call acompletion"
-        )
-
-    async def async_post_call_streaming_deployment_hook(
-        self, request_data: dict[str, Any], response_chunk: Any, call_type: Any
+    async def async_pre_call_hook(
+        self, user_api_key_dict: Any, cache: Any, data: dict[str, Any], call_type: str
     ) -> None:
-        """Called by LiteLLM for the last chunk of a stream, long before `async_log_success_event`."""
-        choices = getattr(response_chunk, "choices", None)
-        if choices and getattr(choices[0], "finish_reason", None) is not None:
-            self.routing.finish(_attempt(request_data))
+        """Called by the proxy before its limiter."""
+        request, model = read_request(data), data.get("model")
+        if request.max_tokens is not None or "embedding" in str(call_type) or not isinstance(model, str):
+            return
+        tenant = str(user_api_key_dict.team_id or user_api_key_dict.api_key or "")
+        predicted = await self._predicted(request, model, tenant)
+        if predicted is None:
+            return
+        context, length = predicted
+        corrected = self._correction.correct(context, length)
+        mean, _ = corrected.expected_and_cvar(float(self._settings.default_max_tokens))
+        estimates = {ESTIMATES: {model: max(1, round(mean))}}
+        user_api_key_dict.metadata = {**(user_api_key_dict.metadata or {}), **estimates}
+        if request.num_outputs == 1 and not request.forces_length:
+            self._pending[str(data.get("litellm_call_id"))] = predicted
+            if len(self._pending) > MAX_PENDING:
+                self._pending.popitem(last=False)
+
+    async def _predicted(
+        self, request: ApiRequest, model: str, tenant: str
+    ) -> tuple[RequestContext, LengthPrediction] | None:
+        """What is known of a request, and the length of one output; None without a prediction in time."""
+        text, limit = request.text(), self._settings.default_max_tokens
+        if not text:
+            return None
+        query = PredictionRequest("", text, limit, self._settings.model or model, request.temperature)
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                [prediction] = await self._predictor.predict([query], timeout_s=self._settings.timeout_s)
+        except (TailcastError, TimeoutError) as error:
+            if time.monotonic() - self._reminded_s >= REMINDER_S:
+                self._reminded_s = time.monotonic()
+                logger.warning("quota is reserved without predictions: %s", error or "the predictor is late")
+            return None
+        if prediction.length is None:
+            return None
+        context = RequestContext(
+            served_model=model,
+            tenant=tenant,
+            prompt_tokens=prediction.prompt_tokens,
+            system_prompt=prompt_key(request.messages),
+            embedding=prediction.embedding,
+        )
+        return context, prediction.length
 
     async def async_log_success_event(self, kwargs: dict[str, Any], response_obj: Any, start_time: Any, end_time: Any) -> None:  # fmt: skip
         """Called by LiteLLM after a request has received its whole output."""
-        self.routing.finish(_attempt(kwargs))
+        pending = self._pending.pop(str(kwargs.get("litellm_call_id")), None)
+        tokens = getattr(getattr(response_obj, "usage", None), "completion_tokens", None)
+        choices = getattr(response_obj, "choices", None)
+        if pending is None or not tokens or not choices:
+            return
+        context, length = pending
+        finished = is_finished(choices[0].finish_reason or "")
+        outcome = Outcome(output_tokens=tokens, finished=finished, prediction=length)
+        try:
+            self._correction.observe(context, outcome)
+        except InputError as error:
+            logger.debug("a length is not learned: %s", error)
 
     async def async_log_failure_event(self, kwargs: dict[str, Any], response_obj: Any, start_time: Any, end_time: Any) -> None:  # fmt: skip
-        """Called by LiteLLM for each attempt that failed."""
-        self.routing.abort(_attempt(kwargs))
-
-
-def _tried(metadata: Mapping[str, Any]) -> list[TriedDeployment]:
-    """Earlier attempts at a request, without what its client wrote there."""
-    entries = metadata.get(TRIED)
-    if not isinstance(entries, tuple):
-        return []
-    return [entry for entry in entries if isinstance(entry, TriedDeployment)]
-
-
-def _attempt(call: Mapping[str, Any]) -> str:
-    """Id of the attempt of an event; empty if the event belongs to another router, or its id is from a client."""
-    options = call.get("litellm_params") or {}
-    fields = (options.get(name) for name in METADATA_FIELDS)
-    attempts = (field.get(KEY) for field in fields if isinstance(field, dict))
-    return next((str(attempt) for attempt in attempts if isinstance(attempt, Attempt)), "")
-
-
-class ProxyHandler(_Base):  # type: ignore[misc]
-    """Callback of LiteLLM's proxy that installs the strategy in the router, and again after the proxy created a
-    new one. `InputError` if the file named by TAILCAST_ROUTING_CONFIG cannot be read, or a setting is invalid."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        file = os.environ.get(VARIABLE)
-        self._settings = RoutingSettings.of({} if file is None else read_yaml(file, VARIABLE), VARIABLE)
-        self.strategy: LiveStrategy | None = None
-
-    async def async_pre_call_hook(
-        self, user_api_key_dict: Any, cache: Any, data: dict[str, Any], call_type: Any
-    ) -> None:
-        """Called by the proxy before a request is routed."""
-        from litellm.proxy import proxy_server
-
-        router = proxy_server.llm_router
-        if router is None or (self.strategy is not None and self.strategy.router is router):
-            return
-        if self.strategy is not None:
-            self.strategy.close()
-        self.strategy = _derived_class("TailcastStrategy")(router, self._settings)
-        self.strategy.install()
+        """Called by LiteLLM for a request that failed."""
+        self._pending.pop(str(kwargs.get("litellm_call_id")), None)
 
 
 @cache
-def _derived_class(name: str) -> Any:
-    """The class of that name, derived from LiteLLM's classes. `MissingExtraError` if LiteLLM is not
-    installed; `InputError` if its version is untested."""
+def callback_class() -> Any:
+    """`QuotaCallback`, derived from LiteLLM's CustomLogger. `MissingExtraError` if LiteLLM is not installed; `InputError`
+    if its version is untested."""
     try:
         version = metadata.version("litellm")
     except metadata.PackageNotFoundError as error:
         raise MissingExtraError("litellm", "litellm") from error
     check_version("LiteLLM", version, SUPPORTED)
     from litellm.integrations.custom_logger import CustomLogger
-    from litellm.types.router import CustomRoutingStrategyBase
 
-    bases = {
-        "TailcastStrategy": (LiveStrategy, CustomLogger, CustomRoutingStrategyBase),
-        "TailcastProxyHandler": (ProxyHandler, CustomLogger),
-    }
     # The proxy only calls hooks that are defined in the class itself, not inherited ones.
-    hooks = {hook: value for hook, value in vars(bases[name][0]).items() if hook.startswith("async_")}
-    return type(name, bases[name], {"__module__": __name__, **hooks})
+    hooks = {name: value for name, value in vars(QuotaCallback).items() if name.startswith("async_")}
+    return type("TailcastQuotaCallback", (QuotaCallback, CustomLogger), {"__module__": __name__, **hooks})
 
 
 def __getattr__(name: str) -> Any:
-    if name == "TailcastStrategy":
-        return _derived_class(name)
-    if name == "proxy_handler":
-        handler = globals()[name] = _derived_class("TailcastProxyHandler")()
-        return handler
+    if name == "callback":
+        callback = globals()[name] = callback_class()()
+        return callback
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -26,7 +26,7 @@ PROMPT_PARTS = ("user", "whole")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictorSettings:
-    """Settings of the predictions inside an engine or a router; `of` creates them, or a subclass, from a
+    """Settings of the predictions inside an engine or a gateway; `of` creates them, or a subclass, from a
     mapping. `InputError` if a value is invalid.
 
     Attributes:

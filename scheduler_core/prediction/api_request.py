@@ -99,10 +99,6 @@ class ApiRequest:
             return predictor_text(self.messages, conversations=conversations)
         return self.texts[0] if len(self.texts) == 1 else ""
 
-    def whole_text(self) -> str:
-        """All texts of the prompt with their roles, for its length and for shared prefixes."""
-        return "\n".join((*(f"{role}: {text}" for role, text in self.messages), *self.texts))
-
     @property
     def forces_length(self) -> bool:
         """Whether the length of an output is not the model's alone, so that nothing can be learned from it."""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scheduler_core.adapters.live_routing import RoutingSettings
+from scheduler_core.adapters.litellm import QuotaSettings
 from scheduler_core.errors import InputError
 from scheduler_core.kv_cost import KVCost
 from scheduler_core.lengths import LogT, expected_and_cvar
@@ -39,8 +39,8 @@ def request(**changes: Any) -> Request:
     return Request(**{"request_id": "a", "arrival_s": 0.0, "prompt_tokens": 10, "max_tokens": 1, **changes})
 
 
-def settings(**values: object) -> RoutingSettings:
-    return RoutingSettings.of(values, "test")
+def settings(**values: object) -> QuotaSettings:
+    return QuotaSettings.of(values, "test")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_value_by_position(named: str, make: Callable[..., object], values: li
         (SchedulerConfig, {"kv_block_tokens": -1, "kv_watermark": 1.0, "batching": "magic"}),
         (request, {"prompt_tokens": 0, "max_tokens": -1, "arrival_s": math.nan, "request_id": "", "tier": MAX_TIERS}),
         (request, {"tier": 1.0, "cached_prefix_tokens": 10, "ttft_slo_s": 0.0, "ttlt_slo_s": math.inf}),
-        (settings, {"router": "disaggregated", "expire_s": 0, "max_num_seqs": 0, "seed": "x", "wrong": 1}),
+        (settings, {"default_max_tokens": 0, "timeout_s": 0, "max_batch": "x", "wrong": 1}),
         (settings, {"predictor": ""}),
     ],
 )  # fmt: skip
