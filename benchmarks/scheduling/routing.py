@@ -1,127 +1,219 @@
-"""Replica selection by predicted lengths, compared with the defaults of LiteLLM and Ray Serve, simulated.
+"""Replica selection by predicted lengths, against counting requests, in simulated clusters with little KV cache.
 
-    python -m benchmarks.scheduling.routing castillo_validation.parquet [--seeds 5] [--markdown benchmarks/results/routing.md]
+    python -m benchmarks.scheduling.routing DATA [--replicas 4 16] [--loads 0.7 0.9 1.1] [--seeds 5] [--slots 64]
+        [--kv_blocks 1024] [--prefix_tokens 0] [--markdown benchmarks/results/routing.md]
 
-Four engines in virtual time, FCFS, the simulator's default step times, `--slots` sequences each, at `--load`
-of their capacity. Prompts and lengths are those of CASTILLO that tailcast-minilm was not trained on;
-predictions arrive 20 ms after the request. "without token events" has only the information that Ray Serve
-gives to routers; "true lengths" is an upper bound. Latencies are the mean, P90 and P99 over the requests of a
-run, averaged over seeds. Ratios are to the first side and to "least busy" of the same seed, with 95 % intervals.
+DATA is the folder of the public data sets; the requests are a stream of many applications that no predictor was trained on
+(`benchmarks.lengths.streams`), the last `--requests` of it. Engines run in virtual time, FCFS, with the simulator's default
+step times, `--slots` slots and `--kv_blocks` blocks of 16 tokens: by default so few that requests wait for memory and are
+preempted; with `--slots 8 --kv_blocks 8192` they wait for slots.
+`--load` is relative to the estimated saturation. `--prefix_tokens`: all requests of an application share so many tokens of
+system prompt, and each engine has a prefix cache of the size of its KV cache.
+
+Routers that see only what they sent, as those inside LiteLLM and Ray Serve, and the requests that ended:
+    least busy: the number of requests; two at random: the same, of two replicas; predicted work: the sum of prompts and
+    expected outputs (`PredictedWork`), from the mean length of all requests, `tailcast-minilm` as shipped, with the memory of
+    past requests (learned as the stream goes, requests in flight excluded), or true lengths; prefix affinity.
+Routers that see the engines: least KV: blocks in use.
+
+Each request counts after the first sixth. Ratios are to "least busy" of the same seed, with 95 % intervals.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
-from benchmarks.shared.castillo import report_rows
 from benchmarks.shared.command import Parser
 from benchmarks.shared.pages import mean_cell, put_section
+from predictors.pretrained import PRETRAINED
+from scheduler_core.engine.plan import Counters
+from scheduler_core.policies import make_policy
+from scheduler_core.prediction.correction import Correction, RequestContext
+from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.report.page import markdown_table
-from scheduler_core.scheduler import SchedulerConfig
-from scheduler_core.simulator.config import ClusterConfig, SimulationConfig
-from scheduler_core.simulator.run import run_simulation
+from scheduler_core.routing import make_router
+from scheduler_core.routing.base import Router, RoutingRequest
+from scheduler_core.routing.predicted_work import PredictedWork
+from scheduler_core.routing.snapshot import ReplicaSnapshot
+from scheduler_core.scheduler import Scheduler, SchedulerConfig
+from scheduler_core.simulator.loop import Simulation
 from scheduler_core.simulator.step_time import saturation_rate_rps
+from scheduler_core.simulator.step_time.base import LinearStepTime
 from scheduler_core.simulator.trace import Trace, TraceRequest
-from scheduler_core.simulator.trace_predictions import Predictions, fetch_predictions, oracle_predictions
+from scheduler_core.simulator.trace_predictions import Predictions
+
+if TYPE_CHECKING:
+    from benchmarks.lengths.features import Features
+    from benchmarks.lengths.streams import Stream
 
 FloatArray = NDArray[np.float64]
-HEADER = (
-    "", "TTFT mean", "P90", "P99", "end-to-end mean", "P90", "P99", "TTFT mean / first", "end-to-end mean / first",
-    "TTFT mean / least busy", "TTFT P99 / least busy", "end-to-end mean / least busy",
-)  # fmt: skip
 MAX_TOKENS = 4096
+BLOCK_TOKENS = 16
+#: Requests in flight on one replica, whose lengths the memory does not know yet.
+IN_FLIGHT = 24
+FIRST = "least busy"
+HEADER = (
+    "", "TTFT mean", "P90", "P99", "s/token mean", "P90", "P99", "end-to-end mean", "tokens/s", "preemptions",
+    "TTFT mean / least busy", "TTFT P99 / least busy", "s/token mean / least busy", "end-to-end mean / least busy",
+)  # fmt: skip
+RATIOS = (0, 2, 3, 6)
 
 
-def table(runs: dict[str, list[FloatArray]]) -> str:
-    """A row for each side: the means of its runs, and ratios to the first side and to "least busy"."""
-    values = {side: np.array(results) for side, results in runs.items()}
-    first, least_busy = next(iter(values)), next(side for side in values if "least busy" in side)
-    ratios = ((first, 0), (first, 3), (least_busy, 0), (least_busy, 2), (least_busy, 3))
-    rows = []
-    for side, results in values.items():
-        cells = [f"{value:.2f}" for value in results.mean(axis=0)]
-        for base, column in ratios:
-            divided = (results[:, column] / values[base][:, column]).tolist()
-            cells.append("1" if side == base else mean_cell(divided))
-        rows.append((side, *cells))
-    return markdown_table(HEADER, rows)
+@dataclass(kw_only=True, slots=True)
+class SentWork(Router):
+    """The replica with the least work sent and not ended; `work_s` is that of each request. So decides `PredictedWork` in
+    `LiveRouting`, where no tokens are seen; here in constant time."""
+
+    work_s: Mapping[str, float]
+    _sums: dict[str, float] = field(default_factory=dict)
+
+    def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
+        return min(
+            replicas, key=lambda one: (self._sums.get(one.replica_id, 0.0), one.num_requests)
+        ).replica_id
+
+    def on_dispatched(self, item: RoutingRequest, replica_id: str, now: float) -> None:
+        self._sums[replica_id] = self._sums.get(replica_id, 0.0) + self.work_s[item.request.request_id]
+
+    def on_finished(self, request_id: str, replica_id: str, now: float) -> None:
+        self._sums[replica_id] -= self.work_s[request_id]
 
 
-def castillo_trace(rows: pd.DataFrame, num_requests: int) -> Trace:
-    """Requests with one output each, one second apart."""
-    rng = np.random.default_rng(0)
-    chosen = rows.iloc[rng.permutation(len(rows))[:num_requests]].to_dict("records")
+def expected_tokens(stream: Stream, features: Features, num_in_flight: int) -> dict[str, FloatArray]:
+    """Expected lengths [N] of requests as they arrive, by kind of prediction."""
+    correction, ended = Correction(), deque[tuple[RequestContext, Outcome]]()
+    raw: list[float] = []
+    remembered: list[float] = []
+    for request, tokens in stream:
+        prediction = features.length(PRETRAINED, request.prompt)
+        num_tokens, embedding = features.num_tokens(request.prompt), features.embedding(request.prompt)
+        context = RequestContext(prompt_tokens=num_tokens, embedding=embedding)
+        for length, means in ((prediction, raw), (correction.correct(context, prediction), remembered)):
+            means.append(length.expected_and_cvar(MAX_TOKENS)[0])
+        ended.append((context, Outcome(output_tokens=tokens, finished=True, prediction=prediction)))
+        if len(ended) > num_in_flight:
+            correction.observe(*ended.popleft())
+    true = np.array([tokens for _, tokens in stream], float)
+    return {
+        "mean length": np.full(len(stream), true.mean()), "as shipped": np.array(raw),
+        "memory": np.array(remembered), "true lengths": true,
+    }  # fmt: skip
+
+
+def trace_of(stream: Stream, features: Features, prefix_tokens: int) -> Trace:
+    """The stream as a trace; with a shared prefix an application is a session, whose turns arrive independently."""
     return Trace(
         tuple(
             TraceRequest(
                 request_id=str(number),
                 arrival_s=float(number),
-                prompt_tokens=max(1, int(row["prompt_tokens"])),
-                output_tokens=int(np.clip(rng.choice(row["output_tokens"]), 1, MAX_TOKENS)),
+                prompt_tokens=prefix_tokens + max(1, features.num_tokens(request.prompt)),
+                output_tokens=tokens,
                 max_tokens=MAX_TOKENS,
-                prompt=row["prompt"],
-                model=row["model"],
+                session_id=request.application if prefix_tokens else None,
+                prefix_tokens=prefix_tokens,
             )
-            for number, row in enumerate(chosen)
+            for number, (request, tokens) in enumerate(stream)
         )
     )
 
 
+def summary(
+    trace: Trace, router: Router, num_replicas: int, limits: SchedulerConfig, cached: int
+) -> FloatArray:
+    """[9] of one run: mean, P90 and P99 of TTFT and of the latency per token, mean latency, tokens/s, preemptions."""
+    width = len(str(num_replicas))
+    schedulers = {f"{one:0{width}d}": Scheduler(limits, make_policy("fcfs")) for one in range(num_replicas)}
+    outcome = Simulation(
+        trace, schedulers, LinearStepTime(), Predictions(), router, prefix_cache_tokens=cached
+    ).run()
+    records = [one for one in outcome.records if int(one.request_id) >= len(trace) / 6]
+    latencies = np.array([(one.ttft_s, one.normalized_latency_s, one.ttlt_s) for one in records]).T
+    tails = [[values.mean(), *np.percentile(values, [90, 99])] for values in latencies]
+    tokens = sum(one.output_tokens for one in outcome.records) / (outcome.end_s - outcome.start_s)
+    counters: list[Counters] = [one.counters for one in schedulers.values()]
+    preemptions = sum(one.num_preemptions for one in counters) / len(outcome.records)
+    return np.array([*tails[0], *tails[1], tails[2][0], tokens, preemptions])
+
+
+def table(runs: Mapping[str, Sequence[FloatArray]]) -> str:
+    """A row for each side: the means of its runs, and ratios to "least busy"."""
+    rows = []
+    for side, results in runs.items():
+        cells = [f"{value:.3g}" if value < 100 else f"{value:,.0f}" for value in np.mean(results, axis=0)]
+        ratios = np.array(results) / np.array(runs[FIRST])
+        cells += ["1" if side == FIRST else mean_cell(ratios[:, column].tolist()) for column in RATIOS]
+        rows.append((side, *cells))
+    return markdown_table(HEADER, rows)
+
+
 def main() -> None:
-    """Prints a table for each number of slots."""
+    """Prints a table for each number of replicas and load."""
+    from benchmarks.lengths.features import Features  # imports the training packages
+    from benchmarks.lengths.streams import Streams
+
     parser = Parser(__doc__)
-    parser.add_argument("data", help="castillo_validation.parquet")
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--replicas", type=int, nargs="+", default=[4, 16])
+    parser.add_argument("--loads", type=float, nargs="+", default=[0.7, 0.9, 1.1])
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--slots", type=int, nargs="+", default=[4, 64])
-    parser.add_argument("--requests", type=int, default=3000)
-    parser.add_argument("--load", type=float, default=0.9)
+    parser.add_argument("--requests", type=int, default=4000)
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--kv_blocks", type=int, default=1024)
+    parser.add_argument("--prefix_tokens", type=int, default=0)
+    parser.add_argument("--cache", type=Path, default=Path("out/lengths"), help="folder of slow features")
     parser.add_argument("--markdown", help="page whose section is replaced")
     options = parser.parse_args()
-    trace = castillo_trace(report_rows(options.data), options.requests)
-    live = fetch_predictions(trace, "pretrained", max_in_flight=8)
-    sides: dict[str, tuple[str, dict[str, Any], Predictions]] = {
-        "random (LiteLLM's default)": ("random", {}, Predictions()),
-        "power of two (Ray Serve's default)": ("power_of_two", {}, Predictions()),
-        "round robin": ("round_robin", {}, Predictions()),
-        "least busy": ("jsq", {}, Predictions()),
-        "predicted work": ("predicted_work", {}, live),
-        "predicted wait": ("predicted_wait", {}, live),
-        "predicted wait, without token events": ("predicted_wait", {"refresh_tokens": 10**9}, live),
-        "predicted wait, true lengths": ("predicted_wait", {}, oracle_predictions(trace)),
-    }
+    streams = Streams(options.data)
+    features = Features(streams, options.cache)
+    mixed = [streams.mixed(seed) for seed in range(options.seeds)]
+    mixed = [[(request, min(tokens, MAX_TOKENS)) for request, tokens in stream] for stream in mixed]
+    features.prepare([PRETRAINED], [request.prompt for stream in mixed for request, _ in stream])
+    limits = SchedulerConfig(max_num_seqs=options.slots, num_kv_blocks=options.kv_blocks)
+    cached = options.kv_blocks * BLOCK_TOKENS if options.prefix_tokens else 0
     parts = []
-    for slots in options.slots:
-        limits = SchedulerConfig(max_num_seqs=slots)
-        runs: dict[str, list[FloatArray]] = {side: [] for side in sides}
-        for seed in range(options.seeds):
-            for side, (router, parameters, predictions) in sides.items():
-                config = SimulationConfig(
-                    policy="fcfs",
-                    trace=options.data,
-                    predictor="none",
-                    predictor_delay_s=0.02,
-                    seed=seed,
-                    scheduler=limits,
-                    cluster=ClusterConfig(num_replicas=4, router=router, router_parameters=parameters),
-                )
-                rate = 4 * options.load * saturation_rate_rps(trace, limits, config.step_time)
-                arrivals = trace.with_poisson_arrivals(rate, np.random.default_rng(seed))
-                records = run_simulation(config, trace=arrivals, predictions=predictions).records
-                latencies = np.array([(one.ttft_s, one.ttlt_s) for one in records]).T
-                summary = [[values.mean(), *np.percentile(values, [90, 99])] for values in latencies]
-                runs[side].append(np.concatenate(summary))
-        parts.append(
-            f"Four simulated engines with {slots} slots each, load {options.load:g}, {len(trace):,} requests, "
-            f"{options.seeds} seeds, seconds:\n\n{table(runs)}"
-        )
-    text = "\n\n".join(parts)
-    print(text)
+    for num_replicas in options.replicas:
+        expected = [expected_tokens(stream, features, IN_FLIGHT * num_replicas) for stream in mixed]
+        for load in options.loads:
+            runs: dict[str, list[FloatArray]] = {}
+            for seed, stream in enumerate(mixed):
+                trace = trace_of(stream[-options.requests :], features, options.prefix_tokens)
+                rate = num_replicas * load * saturation_rate_rps(trace, limits, LinearStepTime())
+                trace = trace.with_poisson_arrivals(rate, np.random.default_rng(seed))
+                prompts = np.array([row.prompt_tokens for row in trace.requests])
+                routers = {
+                    FIRST: make_router("jsq"),
+                    "two at random": make_router("power_of_two", rng=np.random.default_rng(seed)),
+                }
+                for name, tokens in expected[seed].items():
+                    work = PredictedWork()
+                    seconds = work.prefill_token_s * prompts + work.decode_token_s * tokens[-len(trace) :]
+                    names = (row.request_id for row in trace.requests)
+                    routers[f"predicted work, {name}"] = SentWork(
+                        work_s=dict(zip(names, seconds.tolist(), strict=True))
+                    )
+                if options.prefix_tokens:
+                    routers["prefix affinity"] = make_router("prefix_affine")
+                routers["least KV"] = make_router("least_kv")
+                for side, router in routers.items():
+                    result = summary(trace, router, num_replicas, limits, cached)
+                    runs.setdefault(side, []).append(result)
+            prefix = f"{options.prefix_tokens:,} shared tokens, " if options.prefix_tokens else ""
+            parts.append(
+                f"{num_replicas} engines with {options.slots} slots and {options.kv_blocks} blocks, load {load:g}, {prefix}"
+                f"{options.requests:,} requests, {options.seeds} seeds, seconds:\n\n{table(runs)}"
+            )
+            print(parts[-1], flush=True)
     if options.markdown is not None:
-        put_section(options.markdown, "routing, simulated", text)
+        name = f"routing, {options.slots} slots, {options.kv_blocks} blocks, {options.prefix_tokens} shared tokens"
+        put_section(options.markdown, name, "\n\n".join(parts))
 
 
 if __name__ == "__main__":
