@@ -20,6 +20,7 @@ the fraction F(x) of lengths that it excludes; v_j = 1 for complete outputs.
 `python -m benchmarks.lengths` compares it with other online predictors.
 """
 
+import json
 import math
 import threading
 from collections.abc import Mapping
@@ -207,30 +208,33 @@ class Memory:
         self._slopes.pop(served_model, None)
 
     def state(self) -> dict[str, Any]:
-        """Entries from the oldest to the newest, as arrays, names and ids."""
+        """Entries from the oldest to the newest: arrays, of which `request_ids` is JSON in UTF-8, and JSON content."""
         with self._lock:
             order = self._order()
-            names = list(self._names)
-            return {
+            request_ids = [self._request_ids[row] for row in order.tolist()]
+            state = {
                 "embeddings": self._embeddings[order].astype(np.float16),
                 "columns": self._columns[:, order].astype(np.float32),
-                "system_prompts": self._keys[1, order],
-                "served_models": [names[number] for number in self._keys[0, order].tolist()],
-                "request_ids": [self._request_ids[row] for row in order.tolist()],
+                "keys": self._keys[:, order],
+                "served_models": list(self._names),
                 "slopes": {name: list(sums) for name, sums in self._slopes.items()},
             }
+        return state | {"request_ids": np.frombuffer(json.dumps(request_ids).encode(), np.uint8)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores a `state`, at most its newest `capacity` entries. Raises an error if it is invalid."""
         embeddings = np.asarray(state["embeddings"], np.float32)[-self.capacity :]
         columns = np.asarray(state["columns"], np.float64)[:, -self.capacity :]
         num = len(embeddings)
-        system_prompts = np.asarray(state["system_prompts"], np.int64)[-self.capacity :]
-        names, ids = state["served_models"][-self.capacity :], state["request_ids"][-self.capacity :]
-        if embeddings.ndim != 2 or columns.shape != (len(_COLUMNS), num) or system_prompts.shape != (num,):
-            raise ValueError("embeddings, columns, system_prompts")
-        if len(names) != num or len(ids) != num or not all(isinstance(text, str) for text in (*names, *ids)):
+        keys = np.asarray(state["keys"], np.int64)[:, -self.capacity :]
+        names = list(state["served_models"])
+        ids = json.loads(np.asarray(state["request_ids"], np.uint8).tobytes())[-self.capacity :]
+        if embeddings.ndim != 2 or columns.shape != (len(_COLUMNS), num) or keys.shape != (2, num):
+            raise ValueError("embeddings, columns, keys")
+        if len(ids) != num or not all(isinstance(text, str) for text in (*names, *ids)):
             raise ValueError("served_models, request_ids")
+        if len(set(names)) != len(names) or not ((keys[0] >= 0) & (keys[0] < len(names))).all():
+            raise ValueError("served_models, keys")
         log_length, mu, weight, psi = columns
         valid = np.isfinite(embeddings).all() and np.isfinite(columns).all()
         norms = np.linalg.norm(embeddings, axis=1)
@@ -243,8 +247,8 @@ class Memory:
         with self._lock:
             self._allocate(max(num, 1), embeddings.shape[1])
             self._embeddings[:num], self._columns[:, :num] = embeddings, columns
-            numbers = [self._names.setdefault(name, len(self._names)) for name in names]
-            self._keys[:, :num] = numbers, system_prompts
+            self._names.update({name: number for number, name in enumerate(names)})
+            self._keys[:, :num] = keys
             self._request_ids[:num] = ids
             self._num_observed = num
             self._one_key = bool((self._keys[:, :num] == self._keys[:, :1]).all())

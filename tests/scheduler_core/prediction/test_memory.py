@@ -285,7 +285,8 @@ def test_a_state_goes_through_a_file_and_gives_the_same_predictions() -> None:
     [
         {"embeddings": np.ones((2, DIMENSION))}, {"embeddings": np.full((100, DIMENSION), np.nan)},
         {"embeddings": np.ones((100, DIMENSION))}, {"columns": np.zeros((4, 100))}, {"columns": np.ones((3, 100))},
-        {"system_prompts": [0]}, {"served_models": [1] * 100}, {"request_ids": []}, {"slopes": {"m": [1.0]}},
+        {"keys": [[0], [0]]}, {"served_models": [1]}, {"served_models": []}, {"served_models": ["m", "m"]},
+        {"request_ids": np.frombuffer(b"[]", np.uint8)}, {"request_ids": np.frombuffer(b"[", np.uint8)}, {"slopes": {"m": [1.0]}},
         {"slopes": {"m": [math.nan, 1.0]}}, {"embeddings": "x"},
     ],
 )  # fmt: skip
