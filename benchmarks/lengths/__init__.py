@@ -1,0 +1,1 @@
+"""Benchmark of output-length predictors on streams of requests; run with `python -m benchmarks.lengths DATA`."""

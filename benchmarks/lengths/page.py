@@ -1,0 +1,127 @@
+"""The tables and the figure of docs/length-benchmark.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.lengths.hazards import Row
+from benchmarks.shared.pages import put_section
+from scheduler_core.report.page import markdown_table
+from scheduler_core.report.plotting import color, dash, new_figure, svg
+from scheduler_core.shell.files import atomic_file
+
+#: Entrants in the table, and those in the figure.
+SHOWN = (
+    "pretrained, memory",
+    "pretrained, calibration",
+    "pretrained, raw",
+    "tiny, memory",
+    "memory alone",
+    "llm-d sketch, fine bins",
+    "llm-d outlen-bucket",
+    "AIBrix histogram",
+    "prompt length",
+    "Clairvoyant's recipe",
+    "S3 buckets",
+    "LTR (linear ranker)",
+)
+PLOTTED = (*SHOWN[:6], "AIBrix histogram", "Clairvoyant's recipe", "S3 buckets")
+#: The windows of the table.
+WINDOW = {"M": "1000", "L": "3000"}
+
+
+def write_page(page: Path, tables: Mapping[str, Sequence[Row]]) -> None:
+    """Replaces the tables of the page that have been measured."""
+    if tables["scores"]:
+        put_section(page, "scores", _scores(tables["scores"]))
+    lines = [line for name in ("H", "flood", "swap") for line in _hazard(name, tables.get(name, ()))]
+    if lines:
+        put_section(page, "hazards", markdown_table(("stream", "measure", "calibration", "memory"), lines))
+
+
+def _scores(rows: Sequence[Row]) -> str:
+    by_key = {(row["stream"], row["entrant"], row["after"]): row for row in rows}
+    header = ("entrant", "tau", "pairs", "CRPS", "pinball .9", "P50 / P90 / P99", "tau, L", "CRPS, L", "µs")
+    lines = []
+    for name in SHOWN:
+        row = by_key.get(("M", name, WINDOW["M"]))
+        if row is None:
+            continue
+        large = by_key.get(("L", name, WINDOW["L"]), {})
+        coverage = " / ".join(_percent(row[f"coverage_{level}"]) for level in (0.5, 0.9, 0.99))
+        numbers = [_number(row[key]) for key in ("tau", "pairs", "crps", "pinball_0.9")]
+        more = [_number(large.get(key, "")) for key in ("tau", "crps")]
+        lines.append([name, *numbers, coverage, *more, f"{row['predict_us']:,.0f}"])
+    return markdown_table(header, lines)
+
+
+def _hazard(name: str, rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    if not rows:
+        return []
+    if name == "H":
+        ratios = np.array([row["ratio"] for row in rows], float)
+        counts = f"{(ratios > 1.01).sum()}, {(ratios > 1.02).sum()}"
+        label = f"{len(rows)} applications alone"
+        return [
+            (
+                label,
+                "CRPS, ratio to calibration: mean (worst)",
+                "1",
+                f"{ratios.mean():.3f} ({ratios.max():.3f})",
+            ),
+            (label, "number of ratios above 1.01, above 1.02", "", counts),
+        ]
+    if name == "flood":
+        return [
+            (f"flood: {row['flood']}, tenants {row['tenants']}", "CRPS of the others", *_both(row))
+            for row in rows
+            if row["flood"] != "none" or row["tenants"] == "named"
+        ]
+    by_window: dict[str, Row] = {}
+    for row in rows:
+        window = by_window.setdefault(str(row["requests after the swap"]), {})
+        window[str(row["version"])] = f"{row['crps']:.3f} ({row['ratio to no swap']:.2f})"
+    return [
+        (
+            f"swap, {window} requests after it",
+            "CRPS (ratio to no swap)",
+            str(row["calibration"]),
+            str(row["memory"]),
+        )
+        for window, row in by_window.items()
+    ]
+
+
+def plot(file: Path, rows: Sequence[Row]) -> None:
+    """Kendall's tau over the windows of M and L, as SVG."""
+    figure, axes = new_figure(9.0, 3.4, columns=2, sharey=True)
+    for axis, stream in zip(axes, WINDOW, strict=True):
+        windows = list(dict.fromkeys(row["after"] for row in rows if row["stream"] == stream))
+        for number, name in enumerate(PLOTTED):
+            values = [
+                row["tau"] or np.nan for row in rows if (row["stream"], row["entrant"]) == (stream, name)
+            ]
+            if values:
+                style = {"color": color(number), "linestyle": dash(number), "marker": "o", "markersize": 3}
+                axis.plot(range(len(values)), np.array(values, float), label=name, **style)
+        axis.set_xticks(range(len(windows)), [f"{int(window):,}" for window in windows])
+        axis.set(title=f"stream {stream}", xlabel="after so many requests")
+    axes[0].set_ylabel("Kendall's tau")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(file) as temporary:
+        Path(temporary).write_text(svg(figure, axes[0]), encoding="utf-8")
+
+
+def _both(row: Row) -> tuple[str, str]:
+    return _number(row["calibration"]), _number(row["memory"])
+
+
+def _number(value: str | float) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else "-"
+
+
+def _percent(value: str | float) -> str:
+    return f"{100 * value:.1f}" if isinstance(value, float) else "-"
