@@ -1,4 +1,4 @@
-"""The reservation of quota in LiteLLM's own limiter, behind the callback."""
+"""The callback that estimates outputs for LiteLLM's token quota, alone and before LiteLLM's own limiter."""
 
 import asyncio
 import json
@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -14,15 +15,14 @@ import numpy as np
 import pytest
 
 from benchmarks.shared.processes import free_port, listens, running
-from scheduler_core.adapters.litellm import ESTIMATES, QuotaSettings, callback_class
+from scheduler_core.adapters import litellm as adapter
+from scheduler_core.adapters.litellm import ESTIMATES, QuotaCallback, QuotaSettings, callback_class
 from scheduler_core.errors import TailcastError
 from scheduler_core.prediction.predictions import LengthPrediction, Prediction
 from scheduler_core.prediction.predictor import PredictionRequest, Predictor
 from tests.fake_openai import Completions, running_engine
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-litellm = pytest.importorskip("litellm")
-pytest.importorskip("apscheduler", reason="needs litellm[proxy]")
 pytestmark = [
     pytest.mark.filterwarnings(*(f"ignore::{kind}Warning" for kind in ("User", "Deprecation", "Resource"))),
     pytest.mark.asyncio,
@@ -59,15 +59,89 @@ def predictor() -> Fixed:
 
 
 @pytest.fixture
-def callback(predictor: Fixed, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The callback, registered as LiteLLM's configuration does: before the proxy adds its own hooks."""
-    callback = callback_class()(QuotaSettings(timeout_s=0.05), predictor)
-    monkeypatch.setattr(litellm, "callbacks", [callback])
-    return callback
+def callback(predictor: Fixed) -> QuotaCallback:
+    return QuotaCallback(QuotaSettings(timeout_s=0.05), predictor)
+
+
+async def estimate(
+    callback: QuotaCallback, data: dict[str, Any], call_type: str = "acompletion"
+) -> int | None:
+    """Output tokens that the callback declares for a request; None: those of LiteLLM."""
+    declared = {"team": "t"}
+    key = SimpleNamespace(team_id=None, api_key="k", metadata=declared)
+    before = json.dumps(data)
+    await callback.async_pre_call_hook(key, None, data, call_type)
+    assert (json.dumps(data), declared) == (
+        before,
+        {"team": "t"},
+    )  # neither the request nor the stored key is changed
+    estimates: dict[str, int] = key.metadata.get(ESTIMATES, {})
+    return estimates.get("m")
+
+
+async def end(callback: QuotaCallback, number: int, tokens: int, reason: str = "stop") -> None:
+    response = SimpleNamespace(
+        usage=SimpleNamespace(completion_tokens=tokens), choices=[SimpleNamespace(finish_reason=reason)]
+    )
+    await callback.async_log_success_event({"litellm_call_id": str(number)}, response, None, None)
+
+
+async def test_the_predicted_mean_is_declared(callback: QuotaCallback, predictor: Fixed) -> None:
+    assert await estimate(callback, body()) == TOKENS
+    assert await estimate(callback, body(max_tokens=300)) is None
+    assert await estimate(callback, body(), "aembedding") is None
+    assert await estimate(callback, body(model=None)) is None
+    assert await estimate(callback, {"model": "m", "prompt": [1, 2]}) is None
+    predictor.error = TailcastError("gone")
+    assert await estimate(callback, body()) is None
+    predictor.error, predictor.is_stuck = None, True
+    assert await estimate(callback, body()) is None
+
+
+async def test_lengths_of_ended_requests_are_learned(callback: QuotaCallback) -> None:
+    for number in range(300):
+        assert await estimate(callback, body(number)) is not None
+        await end(callback, number, 700)
+        await end(callback, number, 7)  # an event twice
+    assert await estimate(callback, body()) == pytest.approx(700, rel=0.2)
+
+
+async def test_only_whole_outputs_of_one_prediction_are_learned(callback: QuotaCallback) -> None:
+    for number in range(300):
+        kind = ({"n": 2}, {"min_tokens": 700}, {})[number % 3]
+        await estimate(callback, body(number, **kind))
+        if not kind:
+            call = {"litellm_call_id": str(number)}
+            await callback.async_log_failure_event(call, None, None, None)
+        await end(callback, number, 700)
+    assert await estimate(callback, body()) == TOKENS
+
+
+async def test_requests_that_never_end_are_forgotten(
+    callback: QuotaCallback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter, "MAX_PENDING", 3)
+    for number in range(300):
+        for _ in range(4):
+            await estimate(callback, body(number))
+            number += 1000
+        await end(callback, number - 4000, 700)  # the oldest of four
+    assert await estimate(callback, body()) == TOKENS
+
+
+# LiteLLM's own limiter.
 
 
 @pytest.fixture
-def proxy(callback: Any) -> Any:
+def litellm() -> Any:
+    pytest.importorskip("apscheduler", reason="needs litellm[proxy]")
+    return pytest.importorskip("litellm")
+
+
+@pytest.fixture
+def proxy(litellm: Any, predictor: Fixed, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """LiteLLM's hooks; the callback is registered as its configuration does, before the proxy adds its own."""
+    monkeypatch.setattr(litellm, "callbacks", [callback_class()(QuotaSettings(timeout_s=0.05), predictor)])
     from litellm.caching.caching import DualCache
     from litellm.proxy.utils import ProxyLogging
 
@@ -109,24 +183,10 @@ async def test_predicted_tokens_are_reserved(proxy: Any) -> None:
 async def test_litellm_estimates_where_there_is_no_prediction(proxy: Any, predictor: Fixed) -> None:
     predictor.error = TailcastError("gone")
     assert await reserved(proxy, body()) == 1024
-    predictor.error, predictor.is_stuck = None, True
-    assert await reserved(proxy, body()) == 1024
-
-
-async def test_lengths_of_ended_requests_are_learned(proxy: Any, callback: Any) -> None:
-    usage = litellm.Usage(prompt_tokens=100, completion_tokens=700, total_tokens=800)
-    for number in range(300):
-        await reserved(proxy, body(number))
-        await callback.async_log_success_event(
-            {"litellm_call_id": str(number)}, litellm.ModelResponse(usage=usage), None, None
-        )
-        if number % 20 == 0:
-            await callback.async_log_failure_event({"litellm_call_id": str(number)}, None, None, None)
-    assert await reserved(proxy, body()) == pytest.approx(700, rel=0.2)
 
 
 @pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[aiohttp.ClientSession]:
+async def server(litellm: Any, tmp_path: Path) -> AsyncIterator[aiohttp.ClientSession]:
     """LiteLLM's proxy in a process of its own, in front of an engine."""
     async with running_engine(Completions()) as engine:
         deployment = {"model": "hosted_vllm/m", "api_base": f"{engine.url}/v1", "max_tokens": 64}
