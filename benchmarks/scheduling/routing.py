@@ -68,8 +68,8 @@ RATIOS = (0, 2, 3, 6)
 
 @dataclass(kw_only=True, slots=True)
 class SentWork(Router):
-    """The replica with the least work sent and not ended; `work_s` is that of each request. So decides `PredictedWork` in
-    `LiveRouting`, where no tokens are seen; here in constant time."""
+    """The replica with the least work sent and not ended; `work_s` is that of each request. `PredictedWork` for a router that
+    sees no tokens, in constant time."""
 
     work_s: Mapping[str, float]
     _sums: dict[str, float] = field(default_factory=dict)
