@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from scheduler_core.errors import InputError, MissingExtraError, suggestion
+from scheduler_core.prediction.correction import Correction, RequestContext
+from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS, LengthPrediction, Prediction
 from scheduler_core.prediction.predictor import PREDICTORS, PredictionRequest, PredictorAddress
 from scheduler_core.prediction.prompt_text import messages_of, predictor_text
 from tailcast.output_length import OutputLength
 
 if TYPE_CHECKING:
-    from predictors.client import ClientSettings
+    from predictors.client import ClientSettings, SyncPredictor
+    from predictors.tiny import TinyPredictor
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +30,18 @@ _MAX_WARNINGS = 16
 Prompt = str | Sequence[Mapping[str, object] | object]
 
 
+class Learner(Protocol):
+    """What a `LengthPredictor` does with true lengths."""
+
+    def corrected(self, request: PredictionRequest, length: LengthPrediction) -> LengthPrediction:
+        """The prediction of a request, corrected by the lengths observed before."""
+
+    def observe(
+        self, request: PredictionRequest, outcome: Outcome, predict: Callable[[], LengthPrediction]
+    ) -> None:
+        """Learns the length of a request; `predict` returns its uncorrected prediction. InputError for invalid numbers."""
+
+
 class LengthPredictor:
     """A predictor of output lengths, created by `load` or `connect`; can be used as a context manager."""
 
@@ -32,9 +49,11 @@ class LengthPredictor:
         self,
         predict: Callable[[Sequence[PredictionRequest]], Sequence[Prediction]],
         describe: Callable[[], Any],
+        learner: Learner,
         close: Callable[[], None] = lambda: None,
     ) -> None:
         self._predict, self._describe, self._close = predict, describe, close
+        self._learner = learner
         self._unknown_models: set[str] = set()
 
     @cached_property
@@ -58,10 +77,43 @@ class LengthPredictor:
         max_tokens: int | None = None,
         model: str | None = None,
         temperature: float | None = None,
+        tenant: str = "",
     ) -> OutputLength:
-        """The output length of a prompt; arguments and errors as in `tailcast.predict`."""
-        [prediction] = self.predictions([self.text(prompt)], [model], [temperature])
+        """The output length of a prompt, corrected by the lengths that were observed; arguments and errors as in
+        `tailcast.predict`. What is observed for one `tenant` does not change the predictions of others."""
+        [prediction] = self.predictions([self.text(prompt)], [model], [temperature], tenant)
         return OutputLength(prediction, DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens)
+
+    def observe(
+        self,
+        prompt: Prompt,
+        output_tokens: int,
+        *,
+        finished: bool = True,
+        max_tokens: int | None = None,
+        model: str | None = None,
+        temperature: float | None = None,
+        tenant: str = "",
+    ) -> None:
+        """Tells the true length of an output, so that later predictions are corrected: in this process, or in the service.
+
+        Args:
+            prompt, model, temperature, tenant: As in `predict`.
+            output_tokens: Tokens of the output, >= 1.
+            finished: Whether it ended by itself. False: it is only known to be longer (truncated at max_tokens, aborted).
+            max_tokens: The limit of the request, if it had one.
+
+        Raises:
+            InputError: A value is out of range, or the service does not learn.
+        """
+        request = PredictionRequest(
+            "", self.text(prompt), DEFAULT_MAX_TOKENS, model or "", temperature, tenant
+        )
+        for name, value in (("output_tokens", output_tokens), ("max_tokens", max_tokens)):
+            if value is not None and not (type(value) is int and 1 <= value < 2**53):
+                raise InputError(name, value, "integers from 1 to 2^53")
+        outcome = Outcome(output_tokens=output_tokens, finished=finished, max_tokens=max_tokens)
+        self._learner.observe(request, outcome, lambda: self._lengths([request])[0])
 
     def text(self, prompt: Prompt) -> str:
         """The text of a prompt to predict from, see `prompt_text.predictor_text`; InputError if it is empty or invalid."""
@@ -76,13 +128,24 @@ class LengthPredictor:
         return text
 
     def predictions(
-        self, texts: Sequence[str], models: Sequence[str | None], temperatures: Sequence[float | None]
+        self,
+        texts: Sequence[str],
+        models: Sequence[str | None],
+        temperatures: Sequence[float | None],
+        tenant: str = "",
     ) -> list[LengthPrediction]:
         """Predictions of N texts with their models and temperatures; errors as in `predict`."""
         requests = [
-            PredictionRequest(str(number), text, DEFAULT_MAX_TOKENS, model or "", temperature)
+            PredictionRequest(str(number), text, DEFAULT_MAX_TOKENS, model or "", temperature, tenant)
             for number, (text, model, temperature) in enumerate(zip(texts, models, temperatures, strict=True))
         ]
+        lengths = self._lengths(requests)
+        for model in filter(None, models):
+            self._warn(model)
+        return [self._learner.corrected(*pair) for pair in zip(requests, lengths, strict=True)]
+
+    def _lengths(self, requests: Sequence[PredictionRequest]) -> list[LengthPrediction]:
+        """Uncorrected predictions."""
         try:
             lengths = [prediction.length for prediction in self._predict(requests)]
         except InputError as error:
@@ -91,8 +154,6 @@ class LengthPredictor:
             raise
         if None in lengths:
             raise _without_length(self._describe())
-        for model in filter(None, models):
-            self._warn(model)
         return [length for length in lengths if length is not None]
 
     def _warn(self, model: str) -> None:
@@ -115,6 +176,65 @@ class LengthPredictor:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class LocalLearner:
+    """Corrects predictions in this process, see `scheduler_core.prediction.correction`; thread-safe."""
+
+    def __init__(self) -> None:
+        self._correction = Correction()
+        self._lock = threading.Lock()
+
+    @cached_property
+    def _embedder(self) -> TinyPredictor:
+        from predictors.tiny import TinyPredictor
+
+        return TinyPredictor()
+
+    def corrected(self, request: PredictionRequest, length: LengthPrediction) -> LengthPrediction:
+        """As in `Learner`; nothing is computed before the first observation."""
+        if not self._correction.served_models:
+            return length
+        return self._correction.correct(self._context(request), length)
+
+    def observe(
+        self, request: PredictionRequest, outcome: Outcome, predict: Callable[[], LengthPrediction]
+    ) -> None:
+        """As in `Learner`."""
+        outcome, context = replace(outcome, prediction=predict()), self._context(request)
+        with self._lock:
+            self._correction.observe(context, outcome)
+
+    def _context(self, request: PredictionRequest) -> RequestContext:
+        embedding = self._embedder.embedding(request.prompt)
+        return RequestContext(served_model=request.served_model, tenant=request.tenant, embedding=embedding)
+
+
+class RemoteLearner:
+    """Reports lengths to a service, which corrects its own predictions."""
+
+    def __init__(self, client: SyncPredictor) -> None:
+        self._client = client
+
+    def corrected(self, request: PredictionRequest, length: LengthPrediction) -> LengthPrediction:
+        """As in `Learner`; the service has corrected it."""
+        return length
+
+    def observe(
+        self, request: PredictionRequest, outcome: Outcome, predict: Callable[[], LengthPrediction]
+    ) -> None:
+        """As in `Learner`; PredictorError if the service cannot be reached, or does not learn."""
+        from predictors.client.messages import request_message
+        from predictors.proto import predictor_v1_pb2 as pb
+
+        observation = pb.Observation(
+            request=request_message(request),
+            output_tokens=outcome.output_tokens,
+            max_tokens=outcome.max_tokens,
+            finished=outcome.finished,
+        )
+        for refused in self._client.observe([observation]):
+            raise InputError(refused.message)
 
 
 def _without_length(artifact: Any) -> InputError:
@@ -142,7 +262,7 @@ def load(artifact: str | Path = "pretrained") -> LengthPredictor:
         rows = [(each.prompt, each.served_model or None, each.temperature) for each in requests]
         return [runtime.prediction(row) for row in runtime.predict(*zip(*rows, strict=True)).rows()]
 
-    predictor = LengthPredictor(predict, lambda: runtime.artifact.manifest)
+    predictor = LengthPredictor(predict, lambda: runtime.artifact.manifest, LocalLearner())
     assert predictor._artifact
     return predictor
 
@@ -157,7 +277,7 @@ def connect(address: str, settings: ClientSettings | None = None) -> LengthPredi
     from predictors.client import SyncPredictor
 
     client = SyncPredictor(address.removeprefix("grpc://"), settings)
-    return LengthPredictor(client.predict, client.metadata, client.close)
+    return LengthPredictor(client.predict, client.metadata, RemoteLearner(client), client.close)
 
 
 def open_length_predictor(predictor: str) -> LengthPredictor:

@@ -36,6 +36,7 @@ from scheduler_core.simulator.trace import Trace, TraceRequest, write_trace
 from tailcast.cli import COMMANDS, main
 from tailcast.output_length import OutputLength
 from tests.predictors.fakes import expected, running_server, write_artifact, write_rich_artifact
+from tests.waiting import eventually
 from training.fitting.samples import with_conversations
 
 PROMPT = "name three rivers"
@@ -511,3 +512,43 @@ def test_the_shell_completes_words(line: str, completions: set[str], tmp_path: P
     shell |= {"_ARGCOMPLETE_SUPPRESS_SPACE": "1", "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "words")}
     subprocess.run([sys.executable, "-m", "tailcast"], env=os.environ | shell, check=True)
     assert set((tmp_path / "words").read_text().split()) == completions
+
+
+def test_observed_lengths_correct_later_predictions() -> None:
+    """In this process and by a service: two applications whose lengths are not those of their texts."""
+
+    def check_local(predictor: tailcast.LengthPredictor) -> None:
+        before = predictor.predict("Write an essay about rain")
+        for number in range(60):
+            predictor.observe(f"Write an essay about topic {number}", 12 + number % 3)
+            predictor.observe(f"Answer yes or no: is it {number}?", 700 + number, max_tokens=2000)
+        essay = predictor.predict("Write an essay about rain")
+        assert essay.median == pytest.approx(13, rel=0.4)
+        assert essay.median < 0.3 * before.median
+        answer = predictor.predict("Answer yes or no: is it raining?")
+        assert answer.median == pytest.approx(730, rel=0.4)
+        wrong: list[tuple[dict[str, Any], str]] = [
+            ({"output_tokens": 0}, "output_tokens"), ({"output_tokens": 2.5}, "output_tokens"),
+            ({"output_tokens": 5, "max_tokens": 0}, "max_tokens"), ({"output_tokens": 5, "tenant": "t" * 300}, "tenant"),
+            ({"output_tokens": 5, "prompt": " "}, "prompt"),
+        ]  # fmt: skip
+        for values, field in wrong:
+            with pytest.raises(InputError, match=field):
+                predictor.observe(**{"prompt": "sea", **values})
+        predictor.observe("Write an essay about rain", 5, finished=False)
+
+    def check_remote(predictor: tailcast.LengthPredictor, server: Any) -> None:
+        for number in range(60):
+            predictor.observe(f"Write an essay about topic {number}", 12 + number % 3)
+        assert eventually(lambda: server._calls.learner.calibration.calibration.num_remembered >= 60)
+        assert predictor.predict("Write an essay about rain").median == pytest.approx(13, rel=0.4)
+        with pytest.raises(InputError, match="tenant"):
+            predictor.observe("sea", 5, tenant="t" * 300)
+
+    async def serve() -> None:
+        async with running_server(open_runtime("tiny")) as (server, address):
+            with tailcast.connect(address) as predictor:
+                await asyncio.to_thread(check_remote, predictor, server)
+
+    check_local(tailcast.load("tiny"))
+    asyncio.run(serve())

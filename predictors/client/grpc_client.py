@@ -21,7 +21,9 @@ from predictors.client.messages import (
     checked_timeout,
     chunks,
     gathered,
+    observe_requests,
     predictions,
+    refused,
     request_message,
 )
 from predictors.proto import predictor_v1_pb2 as pb
@@ -178,6 +180,18 @@ class GrpcPredictor(AsyncClient):
         responses = await gathered([self._call(self._stub(), batch, timeout_s) for batch in chunks(messages)])
         return list(itertools.chain.from_iterable(responses))
 
+    async def observe(self, observations: Sequence[pb.Observation]) -> list[pb.ObservationError]:
+        """Reports true lengths to the service; returns those that it refused. PredictorError if it cannot be reached or does
+        not learn."""
+        options = self.settings.call_options()
+        try:
+            responses = [
+                await self._stub().Observe(call, **options) for call in observe_requests(observations)
+            ]
+        except grpc.aio.AioRpcError as error:
+            raise _failure(error, self.address) from error
+        return refused(responses)
+
     async def metadata(self) -> pb.GetMetadataResponse:
         request, options = pb.GetMetadataRequest(), self.settings.call_options()
         try:
@@ -259,6 +273,15 @@ class SyncPredictor:
                     raise PredictorError.about(chunk[0], "CANCELLED", details, self.address) from error
                 results += batch_responses(outcomes, chunk, self.address)
         return results
+
+    def observe(self, observations: Sequence[pb.Observation]) -> list[pb.ObservationError]:
+        """Reports true lengths; as `GrpcPredictor.observe`."""
+        options = self.settings.call_options()
+        try:
+            responses = [self._stub().Observe(call, **options) for call in observe_requests(observations)]
+        except grpc.RpcError as error:
+            raise _failure(error, self.address) from error
+        return refused(responses)
 
     def metadata(self) -> pb.GetMetadataResponse:
         """Artifact, limits and provider of the service."""

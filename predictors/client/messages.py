@@ -21,6 +21,8 @@ T = TypeVar("T")
 # Maximum number of requests and of prompt bytes per call; larger batches are split into concurrent calls.
 MAX_BATCH_REQUESTS = 64
 MAX_BATCH_BYTES = 2 * 2**20
+# Maximum number of observations per call.
+MAX_OBSERVATIONS = 500
 
 
 class PredictorError(TailcastError):
@@ -108,6 +110,8 @@ def request_message(
             temperature=request.temperature,
             max_tokens=request.max_tokens if truncated_length else None,
             embedding=embedding,
+            tenant=request.tenant,
+            system_prompt_key=request.system_prompt,
         )
     except (TypeError, ValueError) as error:
         field, allowed = f"prompt of request {request.request_id!r}", f"valid Unicode text ({error})"
@@ -167,6 +171,22 @@ def predictions(responses: Sequence[pb.PredictResponse], address: str) -> list[P
         except InputError as error:
             raise PredictorError(f"predictor {address}: {error}", "INTERNAL", message.request_id) from error
     return result
+
+
+def observe_requests(observations: Sequence[pb.Observation]) -> Iterator[pb.ObserveRequest]:
+    """Splits observations into calls within the limit of the service."""
+    for start in range(0, len(observations), MAX_OBSERVATIONS):
+        yield pb.ObserveRequest(observations=observations[start : start + MAX_OBSERVATIONS])
+
+
+def refused(responses: Sequence[pb.ObserveResponse]) -> list[pb.ObservationError]:
+    """The errors of the responses to all calls of `observe_requests`, with the indices of the observations."""
+    errors = []
+    for number, response in enumerate(responses):
+        for error in response.errors:
+            index = number * MAX_OBSERVATIONS + error.index
+            errors.append(pb.ObservationError(index=index, field=error.field, message=error.message))
+    return errors
 
 
 def checked_timeout(timeout_s: float) -> float:

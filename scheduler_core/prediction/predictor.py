@@ -32,13 +32,16 @@ PREDICTORS = "pretrained, tiny, an artifact folder, or grpc://HOST:PORT"
 @dataclass(frozen=True, slots=True)
 class PredictionRequest:
     """Input of a prediction. `prompt` is the text sent to the served model, `served_model` is empty if there
-    is only one, `temperature` is the sampling temperature (>= 0), None if unknown."""
+    is only one, `temperature` is the sampling temperature (>= 0), None if unknown. `tenant` (empty if unknown) and
+    `system_prompt`, the key of the system prompt (see `prompt_text.prompt_key`), are for services that learn."""
 
     request_id: str
     prompt: str
     max_tokens: int
     served_model: str = ""
     temperature: float | None = None
+    tenant: str = ""
+    system_prompt: int = 0
 
 
 class Predictor(ABC):
