@@ -7,21 +7,24 @@ import hashlib
 import json
 import logging
 import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from predictors.hosting.live_page import MAX_ENDED, EndedRequest
 from predictors.proxy.config import ProxyConfig
 from predictors.proxy.feedback_log import FeedbackLog
 from predictors.proxy.forecast import Forecast, Forecaster
 from predictors.proxy.metrics import ProxyMetrics
 from predictors.proxy.parsing import ParsedRequest
 from predictors.proxy.responses import ResponseStats, output_length
+from predictors.proxy.shared_calibration import ObservingClient, SharedCalibration
 from scheduler_core.adapters.live_calibration import FORCED_LENGTH, LiveCalibration
 from scheduler_core.prediction.correction import RequestContext
 from scheduler_core.prediction.outcome import Outcome, is_finished
-from scheduler_core.prediction.predictions import LengthPrediction
+from scheduler_core.prediction.predictions import LengthPrediction, Prediction
 from scheduler_core.prediction.predictor import PredictionRequest
-from scheduler_core.prediction.prompt_text import prompt_key
 from scheduler_core.request import Request
 
 #: Kinds of engines whose streams have token counts if `stream_options` requests them.
@@ -64,6 +67,7 @@ class Exchange:
     started_s: float  # arrival time, on `time.perf_counter`
     waited_s: float = 0.0  # time spent on the prediction or in the queue of the proxy
     forecast: Forecast | None = None  # before online calibration
+    used: Prediction | None = None  # after it
     forecasting: asyncio.Task[Forecast] | None = None
     prompt_tokens: int | None = None  # if the predictor counted them
     shadow: asyncio.Task[Forecast] | None = None
@@ -97,19 +101,30 @@ class TokensPerEvent:
 
 
 class Recorder:
-    """Updates calibration and feedback log with finished completions; never delays or fails a request."""
+    """Updates calibration and feedback log with finished completions; never delays or fails a request.
 
-    def __init__(self, config: ProxyConfig, metrics: ProxyMetrics) -> None:
+    `client` returns the predictor in use, for a shared calibration."""
+
+    def __init__(
+        self, config: ProxyConfig, metrics: ProxyMetrics, client: Callable[[], ObservingClient | None]
+    ) -> None:
         self.shadow = Forecaster(config.shadow_predictor, "shadow_predictor", SHADOW_DEADLINE_S)
         self._config, self._metrics = config, metrics
         self._tasks: set[asyncio.Task[None]] = set()
         self._shadows: set[asyncio.Task[Forecast]] = set()
         self.calibration: LiveCalibration | None = None
-        if config.online_calibration:
+        self.shared: SharedCalibration | None = None
+        if config.online_calibration == "shared":
+            self.shared = SharedCalibration(
+                client, lambda reason, count: metrics.calibration.skipped.labels(reason).inc(count)
+            )
+        elif config.online_calibration:
             self.calibration = LiveCalibration(config.calibration_file, metrics.calibration)
         usage = config.feedback_usage
         self._may_request_usage = usage is True or (usage == "auto" and config.engine in USAGE_ENGINES)
         self._tokens_per_event = TokensPerEvent()
+        #: The latest ended requests with their predictions, for the live page.
+        self.ended: deque[EndedRequest] = deque(maxlen=MAX_ENDED)
         self._log: FeedbackLog | None = None
         if config.feedback is not None:
             self._log = FeedbackLog(
@@ -127,9 +142,9 @@ class Recorder:
         return self._log is not None or self._learner is not None
 
     @property
-    def _learner(self) -> LiveCalibration | None:
+    def _learner(self) -> LiveCalibration | SharedCalibration | None:
         """The calibration; None without a predictor."""
-        return None if self._config.predictor == "none" else self.calibration
+        return None if self._config.predictor == "none" else self.calibration or self.shared
 
     def requests_usage(self, parsed: ParsedRequest) -> bool:
         """Whether the proxy should request the token counts of a stream because the client did not."""
@@ -188,9 +203,13 @@ class Recorder:
             await asyncio.to_thread(self._log.close)
         if self.calibration is not None:
             await asyncio.to_thread(self.calibration.close)
+        if self.shared is not None:
+            await self.shared.close()
         await self.shadow.close()
 
-    def _calibrate(self, calibration: LiveCalibration, exchange: Exchange, outcome: Outcome) -> None:
+    def _calibrate(
+        self, calibration: LiveCalibration | SharedCalibration, exchange: Exchange, outcome: Outcome
+    ) -> None:
         """Updates the calibration with an output length."""
         problem = None
         if outcome.forced_length:
@@ -215,6 +234,9 @@ class Recorder:
         if exchange.forecasting is not None and not exchange.forecasting.done():
             await asyncio.wait({exchange.forecasting})
         outcome = self._outcome(exchange, stats, output_tokens, counted_by, ended_s)
+        used = None if exchange.used is None else exchange.used.length
+        if (ended := EndedRequest.of(exchange.parsed.body.model, used, outcome)) is not None:
+            self.ended.append(ended)
         if self._learner is not None:
             self._calibrate(self._learner, exchange, outcome)
         if self._log is None:
@@ -271,7 +293,7 @@ def context_of(exchange: Exchange) -> RequestContext:
         served_model=exchange.parsed.body.model,
         tenant=exchange.request.tenant,
         prompt_tokens=exchange.prompt_tokens,
-        system_prompt=prompt_key(exchange.parsed.body.messages),
+        system_prompt=exchange.query.system_prompt,
         embedding=None if prediction is None else prediction.embedding,
     )
 

@@ -29,6 +29,7 @@ from predictors.proxy.responses import EventStreamReader, JsonReader, ReadBudget
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.api_request import MAX_TOKENS
 from scheduler_core.prediction.predictor import PredictionRequest
+from scheduler_core.prediction.prompt_text import prompt_key
 from scheduler_core.request import Request, RequestState
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class RequestHandler:
         self.queue = self.order if isinstance(self.order, HoldQueue) else None
         predictor = None if config.predictor == "none" else config.predictor
         self.forecaster = Forecaster(predictor, "predictor", config.deadline_s)
-        self.recorder = Recorder(config, self.metrics)
+        self.recorder = Recorder(config, self.metrics, lambda: self.forecaster.client)
         #: Requests in flight that may generate (True), and others.
         self._num_in_flight = {True: 0, False: 0}
         self.budget = ReadBudget()
@@ -201,7 +202,15 @@ class RequestHandler:
         )
         served = fields.model if config.served_model is None else config.served_model
         temperature = None if fields.temperature is None else min(fields.temperature, 100.0)
-        query = PredictionRequest(ordered.request_id, parsed.prompt, max_tokens, served, temperature)
+        query = PredictionRequest(
+            ordered.request_id,
+            parsed.prompt,
+            max_tokens,
+            served,
+            temperature,
+            tenant=ordered.tenant,
+            system_prompt=prompt_key(fields.messages),
+        )
         return Exchange(parsed=parsed, request=ordered, query=query, started_s=start)
 
     def _prompt_tokens(self, parsed: ParsedRequest) -> int:
@@ -244,7 +253,7 @@ class RequestHandler:
         calibration = self.recorder.calibration
         if calibration is not None:
             prediction = calibration.correct(context_of(exchange), prediction)
-        prediction = exchange.parsed.body.prediction(prediction, exchange.query.max_tokens)
+        prediction = exchange.used = exchange.parsed.body.prediction(prediction, exchange.query.max_tokens)
         self.order.update(exchange.request.request_id, prediction, prompt_tokens)
         self.metrics.predictions.labels(forecast.outcome).inc()
         if forecast.seconds:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from heapq import nsmallest
+from itertools import islice
 from typing import Any, cast
 
 from predictors.proxy.config import ProxyConfig
@@ -12,7 +15,7 @@ from predictors.proxy.errors import Refusal
 from scheduler_core.adapters.live_order import LiveOrder, declared_level, order_policy
 from scheduler_core.policies.base import Policy
 from scheduler_core.prediction.predictions import Prediction
-from scheduler_core.request import Request, RequestState
+from scheduler_core.request import Request, RequestState, Status
 
 
 class AgingPolicy:
@@ -60,6 +63,11 @@ class EngineOrder:
         """Whether the policy needs calls of `on_output`."""
         return self.policy.progress != "unused" or self.policy.needs_queue
 
+    @property
+    def num_live(self) -> int:
+        """Number of requests between arrival and end."""
+        return len(self._order.states)
+
     def resize(self, max_num_seqs: int) -> None:
         """Changes the number of requests that run at a time; running ones stay."""
         self.max_num_seqs = self._order.max_num_seqs = max_num_seqs
@@ -97,6 +105,18 @@ class EngineOrder:
         state = self._order.leave(request_id)
         self.num_running -= state is not None and state.first_scheduled_s is not None
 
+    def first(self, num: int) -> list[RequestState]:
+        """The first `num` requests in their order, those that have no output yet as far as the proxy knows."""
+        raise NotImplementedError
+
+    def running(self) -> list[RequestState]:
+        """The requests in the engine that are not in the order any more, in the order of sending."""
+        sent = [state for state in self._order.states.values() if self._is_running(state)]
+        return sorted(sent, key=lambda state: state.first_scheduled_s or 0.0)
+
+    def _is_running(self, state: RequestState) -> bool:
+        return state.status is Status.RUNNING
+
     def _admit(self, request_id: str, now: float) -> None:
         if not self.num_running:
             self._in_step.clear()
@@ -127,6 +147,20 @@ class SentOrder(EngineOrder):
         self._admit(state.request_id, now)
         return self._order.level(state), key
 
+    def first(self, num: int) -> list[RequestState]:
+        """The first `num` sent requests without output in the order of their keys, smaller first."""
+        now = self.clock()
+        sent = (state for state in self._order.states.values() if super(SentOrder, self)._is_running(state))
+        keys = {
+            state: (self._order.level(state), self.policy.key(state, now))
+            for state in sent
+            if state.first_token_s is None
+        }
+        return nsmallest(num, keys, key=lambda state: (*keys[state], state.order))
+
+    def _is_running(self, state: RequestState) -> bool:
+        return super()._is_running(state) and state.first_token_s is not None
+
 
 @dataclass
 class HoldQueue(EngineOrder):
@@ -149,6 +183,11 @@ class HoldQueue(EngineOrder):
         """As in `EngineOrder`, and admits requests for new slots."""
         super().resize(max_num_seqs)
         self._release()
+
+    def first(self, num: int) -> list[RequestState]:
+        """The first `num` waiting requests in the order of their latest keys."""
+        with closing(self._order.waiting.ascending()) as waiting:
+            return list(islice(waiting, num))
 
     async def enter(self, request: Request) -> None:
         """Waits for admission of the request; cancellation removes it. Refusal (429) if the queue is full."""
@@ -186,10 +225,15 @@ class HoldQueue(EngineOrder):
                 turn.set_result(None)
 
 
+def policy_name(config: ProxyConfig) -> str:
+    """The name of the policy of a proxy."""
+    return config.policy or ("tie" if config.engine != "none" else "bounded_shortest")
+
+
 def make_order(config: ProxyConfig, clock: Callable[[], float]) -> SentOrder | HoldQueue:
     """The order of a proxy in front of an engine with priorities, or without (`config.engine` none)."""
     sent_once = config.engine != "none"
-    name = config.policy or ("tie" if sent_once else "bounded_shortest")
+    name = policy_name(config)
     policy = order_policy(name, config.policy_parameters, sent_once=sent_once)
     if sent_once:
         return SentOrder(policy, config.max_num_seqs, clock, config.aging_per_s)

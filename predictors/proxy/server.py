@@ -13,6 +13,7 @@ from predictors.hosting.http import HttpRunner, probe_routes
 from predictors.proxy.config import RELOADED, ProxyConfig
 from predictors.proxy.forecast import Forecaster
 from predictors.proxy.handler import RequestHandler
+from predictors.proxy.live_view import live_page
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,7 @@ class ProxyServer:
 
     def __init__(self, config: ProxyConfig) -> None:
         self.handler = handler = RequestHandler(config)
+        self.live_page = live_page(handler)
         self._runners: list[web.AppRunner] = []
         self._is_ready = False
         self.address = ""
@@ -61,6 +63,7 @@ class ProxyServer:
             if config.admin_port is not None:
                 pages = web.Application()
                 pages.add_routes(probe_routes(self._exposition, self._problem))
+                pages.add_routes(self.live_page.routes())
                 admin = await self._bind(pages, config.admin_port, "admin_port", 1.0)
         except BaseException:
             await self.stop()
@@ -70,7 +73,7 @@ class ProxyServer:
         if config.engine_probe_s:
             self._watching = asyncio.create_task(self.handler.relay.monitor.watch(config.engine_probe_s))
         self._is_ready = True
-        probes = "" if admin is None else f", probes and metrics on {config.host}:{admin}"
+        probes = "" if admin is None else f", live page, probes and metrics on {config.host}:{admin}"
         self.address = f"{config.host}:{port} in front of {config.engine_url}{probes}"
         return port, admin
 
