@@ -7,6 +7,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from scheduler_core.errors import InputError
+from scheduler_core.prediction.predictor import PredictorAddress
 from scheduler_core.prediction.urgency import LEVELS
 from scheduler_core.ranges import FINITE, INTEGERS, POSITIVE, check_ranges
 
@@ -108,10 +109,10 @@ class ProxyConfig:
     """For llm-d: target TPOT of each tier in milliseconds."""
     objectives: list[str] = field(default_factory=list)
     """For llm-d: name of the InferenceObjective of each tier."""
-    online_calibration: bool = True
-    """Calibrate predicted lengths per served model with finished outputs, see docs/correcting.md."""
+    online_calibration: bool | Literal["shared"] = True
+    """Correct predicted lengths by finished outputs, see docs/online-calibration.md. shared: report the outputs to the service at `predictor`, which corrects the predictions of all its proxies."""
     calibration_file: str | None = None
-    """JSON file that keeps the state of online calibration across restarts; default: none."""
+    """File that keeps the state of online calibration across restarts; default: none."""
     feedback: str | None = None
     """Folder for the log of finished requests; default: none."""
     feedback_prompts: Literal["stored", "hashed"] = "hashed"
@@ -139,6 +140,13 @@ class ProxyConfig:
         if self.shadow_predictor is not None and self.feedback is None:
             raise InputError("shadow_predictor", self.shadow_predictor, "only together with feedback")
         check_ranges(self, **RANGES)
+        if self.online_calibration == "shared":
+            if PredictorAddress.of(self.predictor, others="none, ").scheme != "grpc":
+                allowed = "shared with a predictor at grpc://HOST:PORT, or true or false"
+                raise InputError("online_calibration", "shared", allowed)
+            if self.calibration_file is not None:
+                allowed = "none with shared calibration: the service has the file"
+                raise InputError("calibration_file", self.calibration_file, allowed)
         for name in ("slo_ttft_ms", "slo_tpot_ms", "objectives"):
             values = getattr(self, name)
             if len(values) not in (0, len(LEVELS)):

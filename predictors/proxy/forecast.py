@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.prediction.predictions import Prediction
@@ -103,6 +104,11 @@ class Forecaster:
         self._all_done = asyncio.Event()
         #: Version of the artifact when it was loaded or the service was reached; None before.
         self.version: str | None = None
+
+    @property
+    def client(self) -> Any:
+        """The predictor, for calls of its own kind; None without one."""
+        return self._predictor
 
     async def warm_up(self, timeout_s: float) -> None:
         """Loads the artifact or connects to the service; a failure is only logged."""
