@@ -26,7 +26,7 @@ correction are then applied as to any other prediction.
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -153,14 +153,8 @@ class _State:
         """The state after a further output."""
         num = self.num_outputs + 1
         step = math.log(output_tokens) - self.mean_log
-        return replace(
-            self,
-            num_outputs=num,
-            last_output_tokens=float(output_tokens),
-            mean_log=self.mean_log + max(NEWEST, 1.0 / num) * step,
-            context_tokens=context_tokens,
-            end_s=end_s,
-        )
+        mean_log = self.mean_log + max(NEWEST, 1.0 / num) * step
+        return _State(num, float(output_tokens), mean_log, context_tokens, end_s)
 
 
 class Sessions:
