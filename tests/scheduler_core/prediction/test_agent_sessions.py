@@ -1,4 +1,4 @@
-"""The benchmark of agent sessions on a few sessions of its own."""
+"""The benchmarks of agents on a few sessions of their own."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from benchmarks.correcting import agent_sessions
+from benchmarks.correcting import agent_sessions, agent_texts
 
 
 def table(num_sessions: int, turns: int) -> list[dict[str, object]]:
@@ -89,3 +89,24 @@ def test_pauses_that_contain_the_next_request_are_found() -> None:
     before, own, after = agent_sessions.pause_correlations(requests)
     assert own > 0.8
     assert max(abs(before), abs(after)) < 0.15
+
+
+def test_texts_and_sessions_are_measured_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = []
+    for number in range(40):
+        prompt = f"Change my booking number {number}, please."
+        for turn in range(8):
+            rows.append({"prompt": prompt, "n_tokens": 10 + 20 * (number % 3) + 5 * turn})
+            prompt += f"{agent_texts.OMITTED}[tool result] {'row ' * (turn + 1)}"
+    file = tmp_path / "turns.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    requests = agent_texts.read_requests(str(file))
+    assert [request.turn for request in requests[:9]] == [*range(8), 0]
+    assert len({request.first_prompt for request in requests}) == 40
+    assert agent_texts.main([str(file), "--seeds", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "320 requests of 40 sessions" in printed
+    assert all(f"| {name} |" in printed for name in agent_texts.METHODS)
+    scores = dict(zip(agent_texts.METHODS, agent_texts.run(requests, 0), strict=True))
+    assert scores["memory on both"][-1][0] > scores["calibrated"][-1][0] + 0.2
+    assert agent_texts.main([]) == 0
