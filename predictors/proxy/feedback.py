@@ -9,7 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from predictors.hosting.live_page import MAX_ENDED, EndedRequest
@@ -25,6 +25,7 @@ from scheduler_core.prediction.correction import RequestContext
 from scheduler_core.prediction.outcome import Outcome, is_finished
 from scheduler_core.prediction.predictions import LengthPrediction, Prediction
 from scheduler_core.prediction.predictor import PredictionRequest
+from scheduler_core.prediction.session import request_embedding
 from scheduler_core.request import Request
 
 #: Kinds of engines whose streams have token counts if `stream_options` requests them.
@@ -67,7 +68,8 @@ class Exchange:
     started_s: float  # arrival time, on `time.perf_counter`
     waited_s: float = 0.0  # time spent on the prediction or in the queue of the proxy
     forecast: Forecast | None = None  # before online calibration
-    used: Prediction | None = None  # after it
+    context: RequestContext = field(default_factory=RequestContext)  # what online calibration uses of it
+    used: Prediction | None = None  # after online calibration
     forecasting: asyncio.Task[Forecast] | None = None
     prompt_tokens: int | None = None  # if the predictor counted them
     shadow: asyncio.Task[Forecast] | None = None
@@ -221,7 +223,7 @@ class Recorder:
         if problem is not None:
             calibration.skip(problem, PROBLEMS[problem])
             return
-        calibration.observe(context_of(exchange), replace(outcome, prompt_tokens=exchange.prompt_tokens))
+        calibration.observe(exchange.context, replace(outcome, prompt_tokens=exchange.prompt_tokens))
 
     async def _record(
         self,
@@ -289,12 +291,13 @@ class Recorder:
 def context_of(exchange: Exchange) -> RequestContext:
     """What online calibration uses of a request."""
     prediction = None if exchange.forecast is None else exchange.forecast.prediction
+    body = exchange.parsed.body
     return RequestContext(
-        served_model=exchange.parsed.body.model,
+        served_model=body.model,
         tenant=exchange.request.tenant,
         prompt_tokens=exchange.prompt_tokens,
         system_prompt=exchange.query.system_prompt,
-        embedding=None if prediction is None else prediction.embedding,
+        embedding=None if prediction is None else request_embedding(prediction.embedding, body.messages),
     )
 
 

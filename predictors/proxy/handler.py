@@ -252,7 +252,8 @@ class RequestHandler:
         exchange.prompt_tokens, prediction = prompt_tokens, forecast.prediction
         calibration = self.recorder.calibration
         if calibration is not None:
-            prediction = calibration.correct(context_of(exchange), prediction)
+            exchange.context = context_of(exchange)
+            prediction = calibration.correct(exchange.context, prediction)
         prediction = exchange.used = exchange.parsed.body.prediction(prediction, exchange.query.max_tokens)
         self.order.update(exchange.request.request_id, prediction, prompt_tokens)
         self.metrics.predictions.labels(forecast.outcome).inc()

@@ -13,6 +13,7 @@ from scheduler_core.prediction.correction import RequestContext
 from scheduler_core.prediction.predictions import LengthPrediction
 from scheduler_core.prediction.predictor import PredictionRequest
 from scheduler_core.prediction.prompt_text import prompt_key
+from scheduler_core.prediction.session import request_embedding
 from scheduler_core.request import RequestState
 
 #: Outcome of a `Forecast` -> why there is no prediction.
@@ -91,6 +92,6 @@ async def _predicted(handler: RequestHandler, query: PromptQuery) -> tuple[Lengt
         tenant=query.tenant,
         prompt_tokens=None if num_counted is None else parsed.prompt_tokens(num_counted),
         system_prompt=prompt_key(parsed.body.messages),
-        embedding=prediction.embedding,
+        embedding=request_embedding(prediction.embedding),
     )
     return prediction.length, context

@@ -106,6 +106,17 @@ def joined(text: Embedding, session: Embedding, weight: float = SESSION_WEIGHT) 
     return np.concatenate(parts).astype(np.float32)
 
 
+def request_embedding(text: Embedding | None, messages: Sequence[Message] = ()) -> Embedding | None:
+    """The unit vector [D + S] of a request from the embedding of its prompt [D] and its messages: `joined` with its session if
+    there were outputs before it, otherwise zeros in place of the session, so that first requests are compared by their
+    texts alone. None without an embedding of the prompt."""
+    if text is None:
+        return None
+    if any(message.role == ASSISTANT for message in messages):
+        return joined(text, session_of(messages).embedding())
+    return np.concatenate((text, np.zeros(NUM_FEATURES, np.float32)))
+
+
 def session_of(messages: Sequence[Message], input_tokens: int | None = None) -> SessionFeatures:
     """The features of a request from its messages: the outputs before it are those of the assistant, one for each run of
     consecutive messages. Tokens are estimated by `TOKEN_CHARS`; those of the whole input may be known."""

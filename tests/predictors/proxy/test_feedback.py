@@ -164,7 +164,8 @@ async def test_from_live_traffic_to_training_drift_and_comparison(
     import pyarrow.parquet as pq
 
     rows = pq.read_table(tmp_path / "samples.parquet").to_pylist()
-    assert [row["output_tokens"] for row in rows] == [min(int(length), 500) for length in lengths]
+    # A record waits for the second predictor, so records can overtake each other.
+    assert sorted(row["output_tokens"] for row in rows) == sorted(min(int(length), 500) for length in lengths)
     assert {(row["prompt"], row["model"], row["max_tokens"]) for row in rows} == {(SHORT, "tiny-llm", 500)}
     assert imported(log, tmp_path / "trace.parquet", schema="trace")["num_without_arrival"] == 0
 

@@ -13,7 +13,7 @@ from scheduler_core.errors import InputError
 from scheduler_core.prediction.correction import Correction, RequestContext
 from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import LengthPrediction
-from scheduler_core.prediction.prompt_text import messages_of
+from scheduler_core.prediction.prompt_text import ASSISTANT, USER, Message, messages_of
 from scheduler_core.prediction.session import (
     MAX_FEATURE,
     NUM_FEATURES,
@@ -22,6 +22,7 @@ from scheduler_core.prediction.session import (
     SessionPredictor,
     Sessions,
     joined,
+    request_embedding,
     session_of,
 )
 from scheduler_core.statistics import kendall_tau
@@ -311,3 +312,23 @@ def test_old_outputs_are_forgotten() -> None:
     for tokens in [50] * 300 + [1000] * 300:
         predictor.observe(features, tokens)
     assert predictor.predict(features).mu == pytest.approx(math.log(1000), abs=0.15)
+
+
+def test_first_requests_are_compared_by_their_texts_and_later_ones_with_their_sessions() -> None:
+    text = np.array([0.6, 0.8], np.float32)
+    other = np.array([0.8, -0.6], np.float32)
+    question = [Message(USER, "Why?")]
+    turns = [*question, Message(ASSISTANT, "Because. " * 50), Message(USER, "And then?")]
+    first, same = (request_embedding(text, messages) for messages in (question, ()))
+    later, apart = request_embedding(text, turns), request_embedding(other, turns)
+    assert first is not None
+    assert same is not None
+    assert later is not None
+    assert apart is not None
+    assert first.shape == later.shape == (2 + NUM_FEATURES,)
+    assert float(first @ same) == pytest.approx(1.0)
+    for vector in (first, later, apart):
+        assert float(vector @ vector) == pytest.approx(1.0, abs=1e-6)
+    assert float(first @ later) == pytest.approx(math.sqrt(1 - SESSION_WEIGHT))
+    assert float(later @ apart) == pytest.approx(SESSION_WEIGHT, abs=1e-6)
+    assert request_embedding(None, turns) is None
