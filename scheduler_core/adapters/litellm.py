@@ -123,7 +123,9 @@ class QuotaCallback(_Base):  # type: ignore[misc]
         except (TailcastError, TimeoutError) as error:
             if time.monotonic() - self._reminded_s >= REMINDER_S:
                 self._reminded_s = time.monotonic()
-                logger.warning("quota is reserved without predictions: %s", str(error) or "the predictor is late")
+                logger.warning(
+                    "quota is reserved without predictions: %s", str(error) or "the predictor is late"
+                )
             return None
         if prediction.length is None:
             return None

@@ -136,10 +136,11 @@ class LiveCalibration:
 
     def observe(self, context: RequestContext, outcome: Outcome) -> bool:
         """Queues an ended request for `Correction.observe`; those without a predicted or true length, and beyond
-        `MAX_PENDING`, are ignored, invalid ones are logged and skipped. Returns whether it is in the queue."""
+        `MAX_PENDING`, are left out, invalid ones are logged and skipped. Returns whether it is in the queue."""
         if outcome.prediction is None or outcome.output_tokens < 1:
             return False
         if self._num_observed - self._num_learned >= MAX_PENDING:
+            self.skip("queue_full", "requests end faster than online calibration can learn from them")
             return False
         self._num_observed += 1
         return self._submit(self._learn, context, outcome) is not None

@@ -398,7 +398,7 @@ class Correction:
             context.served_model,
             context.system_prompt,
             prediction,
-            shift.prediction,
+            shift,
             outcome.output_tokens,
             finished=outcome.is_finished,
             request_id=outcome.request_id or "",

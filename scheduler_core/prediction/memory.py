@@ -65,10 +65,12 @@ class Neighbor:
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """A moved prediction; `weight` is W, the weight of the past requests in it."""
+    """A moved prediction; `weight` is W, the weight of the past requests in it; `means` are those of y and of mu over them,
+    None without past requests."""
 
     prediction: LengthPrediction
     weight: float
+    means: tuple[float, float] | None = None
 
 
 class Memory:
@@ -101,13 +103,14 @@ class Memory:
             index, weights, _ = nearest
             log_length, mu, psi = (self._columns[name, index] for name in (0, 1, 3))
         total = float(weights.sum())
+        means = (float(weights @ log_length) / total, float(weights @ mu) / total) if total > 1e-9 else None
         slope = self.slope(served_model)
         residuals = log_length + slope * (prediction.mu - mu) - prediction.mu
         residuals = np.minimum(np.maximum(residuals, -MAX_SHIFT), MAX_SHIFT)
         moved = prediction.mu + float(weights @ residuals) / (total + CAUTION)
         growth = math.sqrt((1.0 + float(weights @ psi)) / (1.0 + total))
         sigma = min(max(prediction.sigma * growth, 1e-9), 50.0)
-        return Shift(prediction.moved(min(max(moved, -50.0), 50.0), sigma), total)
+        return Shift(prediction.moved(min(max(moved, -50.0), 50.0), sigma), total, means)
 
     def observe(
         self,
@@ -115,15 +118,15 @@ class Memory:
         served_model: str,
         system_prompt: int,
         prediction: LengthPrediction,
-        shifted: LengthPrediction,
+        shift: Shift,
         output_tokens: int,
         *,
         finished: bool,
         request_id: str = "",
     ) -> None:
-        """Adds an ended request with its prediction as made, and as moved by `shift` just now."""
+        """Adds an ended request with its prediction as made, and `shift` of it just now."""
         log_length, sigma, nu = math.log(output_tokens), prediction.sigma, prediction.nu
-        z = (log_length - shifted.mu) / sigma
+        z = (log_length - shift.prediction.mu) / sigma
         weight = 1.0
         if not finished:
             weight = student_t_cdf(z, nu)
@@ -131,9 +134,10 @@ class Memory:
                 return
             mean_above = student_t_hazard(z, nu) * (nu + z * z) / max(nu - 1.0, 0.5)
             z = min(max(mean_above, z), z + MAX_SHIFT / sigma)
-            log_length = shifted.mu + sigma * z
+            log_length = shift.prediction.mu + sigma * z
         psi = (nu + 1.0) * z * z / (nu + z * z)
-        self._learn_slope(embedding, served_model, system_prompt, prediction.mu, log_length)
+        if shift.means is not None:
+            self._learn_slope(served_model, shift.means, shift.weight, prediction.mu, log_length)
         with self._lock:
             if len(embedding) != self._embeddings.shape[1]:
                 self._allocate(min(_FIRST_SIZE, self.capacity), len(embedding))
@@ -273,18 +277,11 @@ class Memory:
         return index, weights, similarities
 
     def _learn_slope(
-        self, embedding: Embedding, served_model: str, system_prompt: int, mu: float, log_length: float
+        self, served_model: str, means: tuple[float, float], weight: float, mu: float, log_length: float
     ) -> None:
-        nearest = self._nearest(embedding, served_model, system_prompt)
-        if nearest is None:
-            return
-        index, weights, _ = nearest
-        total = float(weights.sum())
-        if total < 1e-9:
-            return
-        mean_length, mean_mu = (float(weights @ self._columns[name, index]) / total for name in (0, 1))
+        mean_length, mean_mu = means
         difference = min(max(log_length - mean_length, -MAX_DIFFERENCE), MAX_DIFFERENCE)
-        use, gap = min(total, 1.0), mu - mean_mu
+        use, gap = min(weight, 1.0), mu - mean_mu
         one, two = self._slopes.get(served_model, (0.0, 0.0))
         self._slopes[served_model] = (
             DECAY * one + use * gap * difference,

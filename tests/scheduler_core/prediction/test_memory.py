@@ -18,13 +18,14 @@ from scheduler_core.prediction.correction import (
     CorrectionConfig,
     RequestContext,
 )
-from scheduler_core.prediction.memory import KEPT_AT_CHANGE, NUM_NEIGHBORS, Memory
+from scheduler_core.prediction.memory import KEPT_AT_CHANGE, NUM_NEIGHBORS, Memory, Shift
 from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import Embedding, LengthPrediction
 from scheduler_core.prediction.prompt_text import Message, prompt_key
 from scheduler_core.statistics import kendall_tau
 
 RAW = LengthPrediction(5.0, 0.6, 3.5)
+SAME = Shift(RAW, 0.0)
 DIMENSION = 16
 
 
@@ -84,7 +85,7 @@ def test_a_request_without_similar_ones_keeps_its_prediction() -> None:
     one = Memory(100)
     vector = embedding(0)
     assert one.shift(vector, "m", 0, RAW).prediction is RAW
-    one.observe(vector, "m", 0, RAW, RAW, 1000, finished=True)
+    one.observe(vector, "m", 0, RAW, SAME, 1000, finished=True)
     assert one.shift(vector, "m", 0, RAW).prediction.mu == pytest.approx(
         5.0 + (math.log(1000) - 5.0) / (1.0 + memory.CAUTION)
     )
@@ -97,7 +98,7 @@ def test_another_served_model_or_system_prompt_counts_less() -> None:
     one = Memory(100)
     vector = embedding(0)
     for _ in range(5):
-        one.observe(vector, "m", 7, RAW, RAW, 3000, finished=True)
+        one.observe(vector, "m", 7, RAW, SAME, 3000, finished=True)
     same, of_model, of_prompt, of_both = (
         one.shift(vector, name, key, RAW).prediction.mu
         for name, key in (("m", 7), ("n", 7), ("m", 8), ("n", 8))
@@ -116,7 +117,7 @@ def test_half_of_a_predicted_difference_is_kept_if_half_is_real() -> None:
         prediction = LengthPrediction(mu, 0.6, 3.5)
         tokens = max(1, round(math.exp(5.0 + 0.5 * (mu - 5.0) + 0.1 * float(rng.standard_normal()))))
         vector = embedding(0)
-        shifted = one.shift(vector, "m", 0, prediction).prediction
+        shifted = one.shift(vector, "m", 0, prediction)
         one.observe(vector, "m", 0, prediction, shifted, tokens, finished=True)
     assert one.slope("m") == pytest.approx(0.5, abs=0.1)
     assert one.slope("unknown") == 1.0
@@ -130,11 +131,11 @@ def test_censored_lengths_are_lower_bounds() -> None:
     for _ in range(400):
         vector, tokens = embedding(0, rng), max(1, round(math.exp(7.0 + 0.3 * float(rng.standard_normal()))))
         limit = 400 if rng.random() < 0.7 else int(rng.integers(1, 3000))
-        shifted = one.shift(vector, "m", 0, RAW).prediction
+        shifted = one.shift(vector, "m", 0, RAW)
         one.observe(vector, "m", 0, RAW, shifted, min(tokens, limit), finished=tokens <= limit)
     assert one.shift(embedding(0), "m", 0, RAW).prediction.mu > 6.4
     early = Memory(10)
-    early.observe(embedding(0), "m", 0, RAW, RAW, 2, finished=False)  # says nothing about the length
+    early.observe(embedding(0), "m", 0, RAW, SAME, 2, finished=False)  # says nothing about the length
     assert len(early) == 0
 
 
@@ -230,13 +231,13 @@ def test_an_alarm_without_a_change_keeps_the_memory() -> None:
     for number in range(400):
         application = number % 8
         tokens = max(1, round(math.exp(2.0 + application / 2 + 0.3 * float(rng.standard_normal()))))
-        one.observe(embedding(application, rng), "m", 0, RAW, RAW, tokens, finished=True)
+        one.observe(embedding(application, rng), "m", 0, RAW, SAME, tokens, finished=True)
     assert not one.forget("unknown")
     assert not one.forget("m")
     assert len(one) == 400
     for number in range(KEPT_AT_CHANGE):
         one.observe(
-            embedding(number % 8, rng), "m", 0, RAW, RAW, 3 if number % 8 > 3 else 2000, finished=True
+            embedding(number % 8, rng), "m", 0, RAW, SAME, 3 if number % 8 > 3 else 2000, finished=True
         )
     assert one.forget("m")
     assert len(one) == KEPT_AT_CHANGE
@@ -246,7 +247,7 @@ def test_the_oldest_entries_are_replaced() -> None:
     one = Memory(100)
     for number in range(250):
         one.observe(
-            embedding(0), f"m{number}", number, RAW, RAW, 100 + number, finished=True, request_id=str(number)
+            embedding(0), f"m{number}", number, RAW, SAME, 100 + number, finished=True, request_id=str(number)
         )
     assert len(one) == 100
     neighbors = one.neighbors(embedding(0), "m249", 249)
@@ -258,7 +259,7 @@ def test_the_oldest_entries_are_replaced() -> None:
     assert min(int(each.request_id) for each in neighbors) >= 150
     other = embedding(0)[:8]
     assert one.neighbors(other, "m249", 249) == []
-    one.observe(other, "m", 0, RAW, RAW, 10, finished=True)  # another predictor: a new memory
+    one.observe(other, "m", 0, RAW, SAME, 10, finished=True)  # another predictor: a new memory
     assert len(one) == 1
 
 
