@@ -8,7 +8,7 @@ Requests are those of a stream of `benchmarks.lengths`: many applications behind
 trained. The engine is that of the simulator's defaults with 64 sequences; a load of 1 is its capacity. Spikes are
 bursts of up to 200 requests at the same mean load. Latencies are those of the requests after the first `WARM_UP`, as ratios to
 FCFS on the same requests, with 95 % intervals over seeds. The last column is the part of the gap of the mean latency per token
-between raw predictions and true lengths that is closed.
+between raw predictions and true lengths that is closed; - if a seed has no gap.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def rows_of(reference: list[Values], runs: Mapping[str, list[Values]]) -> list[l
             for raw, one in zip(runs[SIDES[0]], values, strict=True)
         ]
         closed = "-"
-        if side in SIDES[1:3]:
+        if side in SIDES[1:3] and min(gaps) > 0.0:
             closed = mean_cell([100 * gain / gap for gain, gap in zip(gained, gaps, strict=True)], digits=0)
         rows.append([side, *cells, closed])
     return rows

@@ -58,7 +58,7 @@ The data have lengths only, no output texts. The predictor distinguishes {named}
 
 ## Strengths and limitations
 
-Predictions are accurate for prompts like those of CASTILLO (first table). For unseen sources and served models it predicts the order of lengths only partially: compare "tau, unknown" with "other model's length", the correlation with the length of another model's output for the same prompt. The length often depends on a system prompt, an earlier conversation or a reasoning budget, which are not inputs; online calibration (docs/correcting.md) corrects location and scale for the actual traffic. A requested length has little effect: for an essay of 2,000 words by Llama 3.1 8B the predicted median is {essay:,.0f} tokens. Limits: lengths of reasoning models include thinking tokens; languages other than English are mostly Japanese, Chinese, French and Spanish; no images, no tools.
+Predictions are accurate for prompts like those of CASTILLO (first table). For unseen sources and served models it predicts the order of lengths only partially: compare "tau, unknown" with "other model's length", the correlation with the length of another model's output for the same prompt. The length often depends on a system prompt, an earlier conversation or a reasoning budget, which are not inputs; online calibration (docs/online-calibration.md) learns order, location and scale from the actual traffic. A requested length has little effect: for an essay of 2,000 words by Llama 3.1 8B the predicted median is {essay:,.0f} tokens. Limits: lengths of reasoning models include thinking tokens; languages other than English are mostly Japanese, Chinese, French and Spanish; no images, no tools.
 
 ## In distribution
 
