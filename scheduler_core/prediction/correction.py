@@ -401,7 +401,7 @@ class Correction:
             shift,
             outcome.output_tokens,
             finished=outcome.is_finished,
-            request_id=outcome.request_id or "",
+            request_id=(outcome.request_id or "")[:MAX_NAME_CHARS],
         )
 
     def _admitted(self, key: _Key, shared: _Pair | None = None) -> _Pair | None:
@@ -485,7 +485,7 @@ class Correction:
                 if tenant in tenants:
                     restored._memories[tenant] = Memory(self._config.memory)
                     restored._memories[tenant].restore(content)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError) as error:
             raise InputError(f"state cannot be used: {error!r}") from error
         self._pairs, self._memories = restored._pairs, restored._memories
         self._candidates.clear()

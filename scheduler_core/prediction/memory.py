@@ -185,7 +185,7 @@ class Memory:
             order = self._order()
             own = self._keys[0, order] == number
             newest = np.flatnonzero(own)[-KEPT_AT_CHANGE:]
-            old = order[: newest[0]]
+            old = order[: newest[0]] if len(newest) else order[:0]
             if not len(old) or self._mean_error(order[newest], old) <= self._mean_error(order[newest], None):
                 return False
             own[newest] = False

@@ -8,7 +8,7 @@ The features of a request are x = (1, x_1, ..., x_8), each x_i = s_i (z_i - c_i)
 
     i  z_i                                               c_i    s_i
     1  ln tokens of the last output                      5.5    1
-    2  ln mean tokens of the outputs                     5.5    2.5
+    2  ln mean tokens of the outputs                     5.5    2
     3  ln(1 + turns before)                              3      0.5
     4  ln(1 + tokens of the input)                       11     0.5
     5  ln(1 + new tokens of the input)                   6.5    1.2

@@ -1,5 +1,7 @@
 """Online calibration of a process that serves: its file, its metrics, and what must not stop the process."""
 
+import io
+import json
 import logging
 import os
 import shutil
@@ -7,10 +9,12 @@ import signal
 import subprocess
 import sys
 import threading
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -87,6 +91,50 @@ def test_a_file_of_another_kind_is_refused_and_kept(tmp_path: Path, text: str) -
     with pytest.raises(InputError):
         live(file)
     assert file.read_bytes() == content
+
+
+def _with_member(name: str, member: bytes, version: bytes = b"\x14\x00") -> bytes:
+    """A valid file with another content of one array, that needs this version of zip."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(packed(_learned_state()))) as old, zipfile.ZipFile(stream, "w") as new:
+        for each in old.namelist():
+            new.writestr(each, member if each == name else old.read(each))
+    content = stream.getvalue()
+    at = content.rindex(b"PK\x01\x02")
+    return content[: at + 6] + version + content[at + 8 :]
+
+
+def _learned_state() -> dict[str, Any]:
+    correction, vector = Correction(), np.full(4, 0.5, np.float32)
+    for _ in range(5):
+        correction.observe(replace(CONTEXT, embedding=vector), outcome(200))
+    return correction.state()
+
+
+def _header(text: str) -> bytes:
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
+
+
+@pytest.mark.mend
+@pytest.mark.parametrize(
+    "content",
+    [
+        _with_member("0.npy", _header("{'descr': '<f8', 'fortran_order': False, 'shape': (10000000000000, 64)}")),
+        _with_member("0.npy", _header("{'descr': '<f8', 'fortran_order': False, ")),
+        _with_member("none", b"", version=b"\xff\x00"),
+        b"[" * 100_000,
+        json.dumps(_learned_state(), default=lambda array: [[2**70]]).encode(),
+        json.dumps(_learned_state(), default=lambda array: array.tolist()).replace("0.0", "1" + "0" * 400).encode(),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
+    """Some damages ended the process with MemoryError, TokenError, NotImplementedError, RecursionError or OverflowError."""
+    file = tmp_path / "calibration"
+    file.write_bytes(content)
+    with pytest.raises(InputError):
+        live(file)
+    file.unlink()
+    live(file).close()  # the file is not locked any more
 
 
 def test_a_disk_that_refuses_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,7 @@ from scheduler_core.adapters.live_calibration import packed, unpacked
 from scheduler_core.errors import InputError
 from scheduler_core.prediction import memory
 from scheduler_core.prediction.correction import (
+    MAX_NAME_CHARS,
     OWN_OUTPUTS,
     Correction,
     CorrectionConfig,
@@ -224,6 +225,24 @@ def test_the_memory_of_a_replaced_model_is_cleared() -> None:
     assert correction.num_remembered < before
     predicted, lengths = np.array(rows[200:]).T
     assert np.abs(predicted - lengths).mean() < 0.5
+
+
+@pytest.mark.mend
+def test_an_alarm_of_a_model_without_entries_changes_nothing() -> None:
+    """An alarm of a model whose entries were all replaced by others' raised IndexError, and its output was not learned."""
+    memory = Memory(10)
+    for name in ("a", *"b" * 10):
+        memory.observe(embedding(0), name, 0, RAW, SAME, 100, finished=True)
+    assert not memory.forget("a")
+    assert len(memory) == 10
+
+
+@pytest.mark.mend
+def test_long_ids_are_cut() -> None:
+    """Ids that clients choose, of any length, filled the memory and its file."""
+    correction = Correction()
+    correction.observe(context(embedding(0)), outcome(5, request_id="x" * 10**6))
+    assert correction.neighbors(context(embedding(0)))[0].request_id == "x" * MAX_NAME_CHARS
 
 
 def test_an_alarm_without_a_change_keeps_the_memory() -> None:
