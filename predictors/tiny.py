@@ -217,5 +217,6 @@ class TinyPredictor(Predictor):
         return Prediction(length=length, prompt_tokens=prompt_tokens, embedding=embedding)
 
     def embedding(self, prompt: str) -> Embedding | None:
-        """The embedding of a prompt [D]; None if the artifact has none."""
-        return self._prediction(prompt, "").embedding
+        """The embedding of a prompt [D], also where its length is out of range; None if the artifact has none."""
+        [tokens] = self._tokenizer([prompt])
+        return self._model.predict(tokens.ids, 0)[2]

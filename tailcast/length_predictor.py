@@ -184,6 +184,7 @@ class LocalLearner:
     def __init__(self) -> None:
         self._correction = Correction()
         self._lock = threading.Lock()
+        self._has_learned = False
 
     @cached_property
     def _embedder(self) -> TinyPredictor:
@@ -193,7 +194,7 @@ class LocalLearner:
 
     def corrected(self, request: PredictionRequest, length: LengthPrediction) -> LengthPrediction:
         """As in `Learner`; nothing is computed before the first observation."""
-        if not self._correction.served_models:
+        if not self._has_learned:
             return length
         return self._correction.correct(self._context(request), length)
 
@@ -204,6 +205,7 @@ class LocalLearner:
         outcome, context = replace(outcome, prediction=predict()), self._context(request)
         with self._lock:
             self._correction.observe(context, outcome)
+        self._has_learned = True
 
     def _context(self, request: PredictionRequest) -> RequestContext:
         embedding = self._embedder.embedding(request.prompt)

@@ -9,7 +9,8 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,13 +28,16 @@ from predictors.proxy.forecast import Forecaster
 from predictors.runtime import open_runtime
 from predictors.service.json_request import request_message
 from predictors.service.messages import RequestReader
-from scheduler_core.errors import InputError, MissingExtraError
+from predictors.tiny import TinyPredictor
+from scheduler_core.errors import InputError, MissingExtraError, TailcastError
+from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS, LengthPrediction
 from scheduler_core.prediction.predictor import PredictionRequest, open_predictor
 from scheduler_core.prediction.prompt_text import messages_of, user_text
 from scheduler_core.simulator.commands.simulate import main as simulate
 from scheduler_core.simulator.trace import Trace, TraceRequest, write_trace
 from tailcast.cli import COMMANDS, main
+from tailcast.length_predictor import LocalLearner
 from tailcast.output_length import OutputLength
 from tests.predictors.fakes import expected, running_server, write_artifact, write_rich_artifact
 from tests.waiting import eventually
@@ -552,3 +556,32 @@ def test_observed_lengths_correct_later_predictions() -> None:
 
     check_local(tailcast.load("tiny"))
     asyncio.run(serve())
+
+
+@pytest.mark.mend
+def test_threads_predict_while_others_observe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prediction raised "OrderedDict mutated during iteration" while another thread observed."""
+    learner, request = LocalLearner(), PredictionRequest("", "sea", 100, "m")
+    length = LengthPrediction(5.0, 0.6, 3.5)
+    outcome = Outcome(output_tokens=9, finished=True)
+
+    class Pairs(OrderedDict[tuple[str, str], Any]):
+        def __iter__(self) -> Iterator[tuple[str, str]]:
+            yield next(super().__iter__())
+            raise RuntimeError("another thread has observed a length")
+
+    for _ in range(60):
+        learner.observe(request, outcome, lambda: length)
+    monkeypatch.setattr(learner._correction, "_pairs", Pairs(learner._correction._pairs.items()))
+    assert learner.corrected(request, length).mu < 4.0
+
+
+@pytest.mark.mend
+def test_a_prompt_whose_length_is_out_of_range_has_an_embedding() -> None:
+    """One such prompt, for which tiny predicts a sigma above 50, ended the use of the memory in a service for good."""
+    predictor = TinyPredictor()
+    with pytest.raises(TailcastError, match="sigma"):
+        predictor.length("614 " * 300)
+    vector = predictor.embedding("614 " * 300)
+    assert vector is not None
+    assert float(vector @ vector) == pytest.approx(1.0, abs=1e-3)
