@@ -67,10 +67,7 @@ class SharedCalibration:
     def skip(self, reason: str, explanation: str, count: int = 1) -> None:
         """Counts lengths that are not learned, and logs why once per reason and hour; reasons are labels of a metric."""
         self._skipped(reason, count)
-        now = self._clock()
-        if now - self._reminded_s.get(reason, -REMINDER_S) >= REMINDER_S:
-            self._reminded_s[reason] = now
-            logger.warning("the service does not learn from some outputs: %s", explanation)
+        self._warn(reason, f"the service does not learn from some outputs: {explanation}")
 
     async def close(self) -> None:
         """Reports what is left within `CLOSE_S` seconds; the rest is counted as lost."""
@@ -85,6 +82,13 @@ class SharedCalibration:
         if self._pending:
             self.skip("lost", "the proxy ended before they could be reported", len(self._pending))
             self._pending.clear()
+
+    def _warn(self, reason: str, text: str) -> None:
+        """Logs a text once per reason and hour."""
+        now = self._clock()
+        if now - self._reminded_s.get(reason, -REMINDER_S) >= REMINDER_S:
+            self._reminded_s[reason] = now
+            logger.warning("%s", text)
 
     async def _run(self) -> None:
         while self._pending:
@@ -101,7 +105,7 @@ class SharedCalibration:
         try:
             errors = await client.observe(batch)
         except TailcastError as error:
-            logger.debug("lengths cannot be reported: %s", error)
+            self._warn("unreported", f"lengths of outputs wait, because they cannot be reported: {error}")
             return False
         for _ in batch:
             self._pending.popleft()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from predictors.client import PredictorError
+from predictors.client import GrpcPredictor, PredictorError
 from predictors.pretrained import TINY
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.proxy import shared_calibration
@@ -93,7 +93,21 @@ async def test_lengths_survive_a_service_that_is_away(caplog: pytest.LogCaptureF
     assert max(map(len, client.batches)) == shared_calibration.MAX_CALL
     assert skipped == {"refused": 1}
     assert "unlucky" in caplog.text
+    assert caplog.text.count("cannot be reported") == 1
     await shared.close()
+
+
+@pytest.mark.mend
+@pytest.mark.usefixtures("fast")
+async def test_a_service_that_does_not_learn_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing was logged until the queue was full, and then that the service is too slow."""
+    options: dict[str, Any] = {"online_calibration": False}
+    server = running_server(open_runtime(TINY), **options)
+    async with server as (_, address), GrpcPredictor(address) as client:
+        shared = SharedCalibration(lambda: client, lambda reason, count: None)
+        shared.observe(RequestContext(), outcome(5))
+        await until(lambda: "--online_calibration true" in caplog.text)
+        await shared.close()
 
 
 @pytest.mark.usefixtures("fast")
