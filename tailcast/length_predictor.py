@@ -135,9 +135,9 @@ class LengthPredictor:
         tenant: str = "",
     ) -> list[LengthPrediction]:
         """Predictions of N texts with their models and temperatures; errors as in `predict`."""
-        requests = [
-            PredictionRequest(str(number), text, DEFAULT_MAX_TOKENS, model or "", temperature, tenant)
-            for number, (text, model, temperature) in enumerate(zip(texts, models, temperatures, strict=True))
+        requests = [  # without ids, so that a service does not wait for their lengths
+            PredictionRequest("", text, DEFAULT_MAX_TOKENS, model or "", temperature, tenant)
+            for text, model, temperature in zip(texts, models, temperatures, strict=True)
         ]
         lengths = self._lengths(requests)
         for model in filter(None, models):

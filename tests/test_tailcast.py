@@ -23,6 +23,7 @@ import pytest
 
 import tailcast
 from predictors.manifest import Conditions
+from predictors.pretrained import TINY, shipped_folder
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.proxy.forecast import Forecaster
 from predictors.runtime import open_runtime
@@ -296,7 +297,10 @@ def test_the_tutorial_runs(artifact: Path, tmp_path: Path, monkeypatch: pytest.M
     text = (Path(__file__).parents[1] / "docs" / "tutorials" / "predict.md").read_text()
     section = text.partition("## From Python")[2].partition("## As a service")[0]
     code = "\n".join(line[4:] for line in section.splitlines() if line.startswith("    "))
-    monkeypatch.setattr("predictors.pretrained.shipped_folder", lambda _: artifact)
+    tiny = shipped_folder(TINY)  # for the embeddings of observed prompts
+    monkeypatch.setattr(
+        "predictors.pretrained.shipped_folder", lambda name: tiny if name == TINY else artifact
+    )
     monkeypatch.chdir(tmp_path)
     rows = [
         TraceRequest(request_id=f"r{at}", arrival_s=at, prompt_tokens=9, output_tokens=5, max_tokens=9)
@@ -546,6 +550,8 @@ def test_observed_lengths_correct_later_predictions() -> None:
             predictor.observe(f"Write an essay about topic {number}", 12 + number % 3)
         assert eventually(lambda: server._calls.learner.calibration.calibration.num_remembered >= 60)
         assert predictor.predict("Write an essay about rain").median == pytest.approx(13, rel=0.4)
+        # Ids "0", "1", ... took the place of other clients' predictions that waited for their lengths.
+        assert not server._calls.learner._open
         with pytest.raises(InputError, match="tenant"):
             predictor.observe("sea", 5, tenant="t" * 300)
 

@@ -41,7 +41,7 @@ class PredictorError(TailcastError):
     def about(cls, message: pb.PredictRequest | None, code: str, details: str | None, address: str) -> Self:
         """An error that refers to the request `message`, or to none (None)."""
         request_id = None if message is None else message.request_id
-        request = "" if message is None else f"request {request_id!r}: "
+        request = f"request {request_id!r}: " if request_id else ""
         return cls(f"predictor {address}: {request}{code}: {details}", code, request_id)
 
 
