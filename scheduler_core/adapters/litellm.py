@@ -147,6 +147,8 @@ class QuotaCallback(_Base):  # type: ignore[misc]
             return
         context, length = pending
         finished = is_finished(choices[0].finish_reason or "")
+        if finished is None:  # a filter, or an error
+            return
         outcome = Outcome(output_tokens=tokens, finished=finished, prediction=length)
         try:
             self._correction.observe(context, outcome)

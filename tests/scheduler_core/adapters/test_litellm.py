@@ -117,6 +117,16 @@ async def test_only_whole_outputs_of_one_prediction_are_learned(callback: QuotaC
     assert await estimate(callback, body()) == TOKENS
 
 
+@pytest.mark.mend
+@pytest.mark.parametrize("reason", ["content_filter", ""])
+async def test_outputs_that_a_filter_ended_are_not_learned(callback: QuotaCallback, reason: str) -> None:
+    """They were learned as complete outputs."""
+    for number in range(150):
+        await estimate(callback, body(number))
+        await end(callback, number, 700, reason)
+    assert await estimate(callback, body()) == TOKENS
+
+
 async def test_requests_that_never_end_are_forgotten(
     callback: QuotaCallback, monkeypatch: pytest.MonkeyPatch
 ) -> None:
