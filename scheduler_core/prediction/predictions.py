@@ -203,6 +203,12 @@ class Prediction:
     prompt_tokens: int | None = None
     embedding: Embedding | None = field(default=None, compare=False, repr=False)
 
+    def __post_init__(self) -> None:
+        vector = self.embedding
+        if vector is not None and not (vector.ndim == 1 and abs(float(vector @ vector) - 1.0) < 0.02):
+            got = f"an array of shape {vector.shape}, and norm {np.linalg.norm(vector):.3g}"
+            raise InputError("embedding", got, "a unit vector [D]")
+
 
 def requested_prediction(
     prediction: Prediction | None,

@@ -21,7 +21,7 @@ from scheduler_core.prediction.correction import (
 )
 from scheduler_core.prediction.memory import KEPT_AT_CHANGE, NUM_NEIGHBORS, Memory, Shift
 from scheduler_core.prediction.outcome import Outcome
-from scheduler_core.prediction.predictions import Embedding, LengthPrediction
+from scheduler_core.prediction.predictions import Embedding, LengthPrediction, Prediction
 from scheduler_core.prediction.prompt_text import Message, prompt_key
 from scheduler_core.statistics import kendall_tau
 
@@ -320,6 +320,14 @@ def test_a_broken_memory_is_refused_and_changes_nothing(change: dict[str, Any]) 
     with pytest.raises(InputError):
         other.restore(state)
     assert packed(other.state()) == before
+
+
+@pytest.mark.mend
+@pytest.mark.parametrize("vector", [np.full(4, np.nan), np.ones(4), np.zeros(4), np.eye(2)])
+def test_an_embedding_is_a_unit_vector(vector: Any) -> None:
+    """One NaN from a predictor of a user made all later corrections fail, and the file unreadable."""
+    with pytest.raises(InputError, match="embedding"):
+        Prediction(length=RAW, embedding=vector.astype(np.float32))
 
 
 def test_predictions_during_observations_are_valid() -> None:
