@@ -104,7 +104,8 @@ class LengthPredictor:
             max_tokens: The limit of the request, if it had one.
 
         Raises:
-            InputError: A value is out of range, or the service does not learn.
+            InputError: A value is out of range.
+            PredictorError: The service cannot be reached, or does not learn.
         """
         request = PredictionRequest(
             "", self.text(prompt), DEFAULT_MAX_TOKENS, model or "", temperature, tenant
