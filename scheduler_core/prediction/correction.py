@@ -364,7 +364,7 @@ class Correction:
         self, scope: str, pair: _Pair, context: RequestContext, outcome: Outcome, prediction: LengthPrediction
     ) -> _Learned:
         """Updates the corrections and the memory of a scope."""
-        shift = self._shift(scope, context, prediction)
+        shift = self._shift(scope, context, prediction, observes=True)
         versions, alarm = pair.observe(prediction, shift, outcome)
         if alarm is not None and scope in self._memories:
             self._memories[scope].forget(context.served_model)
@@ -372,14 +372,18 @@ class Correction:
             self._remember(scope, context, outcome, prediction, shift)
         return _Learned(versions, alarm, shift is not None and shift.weight >= CAUTION)
 
-    def _shift(self, scope: str, context: RequestContext, prediction: LengthPrediction) -> Shift | None:
+    def _shift(
+        self, scope: str, context: RequestContext, prediction: LengthPrediction, *, observes: bool = False
+    ) -> Shift | None:
         """The prediction moved by the memory of a scope; None without an embedding."""
         if context.embedding is None:
             return None
         memory = self._memories.get(scope)
         if memory is None:
             return Shift(prediction, 0.0)
-        return memory.shift(context.embedding, context.served_model, context.system_prompt, prediction)
+        return memory.shift(
+            context.embedding, context.served_model, context.system_prompt, prediction, observes=observes
+        )
 
     def _remember(
         self,

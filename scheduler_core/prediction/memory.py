@@ -24,6 +24,7 @@ import json
 import math
 import threading
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,10 +94,17 @@ class Memory:
         return min(self._num_observed, self.capacity)
 
     def shift(
-        self, embedding: Embedding, served_model: str, system_prompt: int, prediction: LengthPrediction
+        self,
+        embedding: Embedding,
+        served_model: str,
+        system_prompt: int,
+        prediction: LengthPrediction,
+        *,
+        observes: bool = False,
     ) -> Shift:
-        """The prediction moved to the most similar past requests of any served model."""
-        with self._lock:
+        """The prediction moved to the most similar past requests of any served model. `observes`: called by the thread that
+        observes, which needs no lock to read; threads that predict then wait for its writes only."""
+        with nullcontext() if observes else self._lock:
             nearest = self._nearest(embedding, served_model, system_prompt)
             if nearest is None:
                 return Shift(prediction, 0.0)
