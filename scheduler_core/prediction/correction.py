@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.drift import DriftAlarm, DriftDetector
 from scheduler_core.prediction.linear_correction import (
+    MIN_SIGMA,
     Coefficients,
     Estimate,
     features_of,
@@ -116,7 +117,8 @@ class _Corrector:
 
     def _centered(self, linear: LengthPrediction) -> LengthPrediction:
         mu = linear.mu + self.median_shift * linear.sigma
-        return linear.moved(min(max(mu, -50.0), 50.0), linear.sigma)
+        # Below MIN_SIGMA, rounding to whole tokens would count as an error of many sigma.
+        return linear.moved(min(max(mu, -50.0), 50.0), max(linear.sigma, MIN_SIGMA))
 
     def observe(self, prediction: LengthPrediction, outcome: Outcome) -> LengthPrediction:
         """Learns an output; returns the corrected prediction before that."""

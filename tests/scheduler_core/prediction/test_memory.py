@@ -238,6 +238,21 @@ def test_an_alarm_of_a_model_without_entries_changes_nothing() -> None:
 
 
 @pytest.mark.mend
+@pytest.mark.parametrize("noise", [0.0, 0.01])
+def test_nearly_constant_lengths_keep_their_coverage(noise: float) -> None:
+    """With a sigma of 0.001, P99 covered 72 % of such outputs, and a difference of a token ended the use of the memory."""
+    rng, correction = np.random.default_rng(0), Correction()
+    for _ in range(1800):
+        application = int(rng.integers(8))
+        tokens = max(1, round(5 * 2**application * (1 + noise * rng.standard_normal())))
+        correction.observe(context(embedding(application)), outcome(tokens))
+    metrics = correction.metrics("m")
+    assert metrics["memory_weight"] > 0.99
+    assert metrics["after"]["coverage"]["p99"] > 0.98
+    assert metrics["after"]["crps"] < 0.01
+
+
+@pytest.mark.mend
 def test_long_ids_are_cut() -> None:
     """Ids that clients choose, of any length, filled the memory and its file."""
     correction = Correction()
