@@ -253,7 +253,7 @@ def test_nearly_constant_lengths_keep_their_coverage(noise: float) -> None:
 
 
 @pytest.mark.mend
-def test_long_ids_are_cut() -> None:
+def test_long_ids_are_shortened() -> None:
     """Ids that clients choose, of any length, filled the memory and its file."""
     correction = Correction()
     correction.observe(context(embedding(0)), outcome(5, request_id="x" * 10**6))
