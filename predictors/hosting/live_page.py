@@ -123,6 +123,7 @@ class LivePage:
         order: Its live requests; None if it has no order.
         hint: What to do to see requests here, one sentence.
         shows_tenants: Whether the reader may see and name tenants.
+        hides_ids: Whether ids of requests are left out, because they may be those of several tenants.
     """
 
     title: str
@@ -132,6 +133,7 @@ class LivePage:
     order: Callable[[], OrderTable | None]
     hint: str
     shows_tenants: bool
+    hides_ids: Callable[[], bool] = lambda: False
     clock: Callable[[], float] = time.monotonic
     #: Served model -> when its data were computed, and the data.
     _kept: dict[str, tuple[float, bytes]] = field(default_factory=dict, init=False)
@@ -205,7 +207,7 @@ class LivePage:
             "models": list(models),
             "model": served_model,
             "learned": learned,
-            "ended": ended_json(own),
+            "ended": ended_json(own, with_ids=not self.hides_ids()),
             "order": None if order is None else order_json(order, with_tenants=self.shows_tenants),
         }
         return _dump(content)
@@ -218,6 +220,8 @@ class LivePage:
         content = await asyncio.to_thread(calibration.read, lambda each: explained(each, context, prediction))
         if content is None:
             raise TailcastError("the server is stopping")
+        if self.hides_ids():
+            content["neighbors"] = [neighbor | {"request_id": ""} for neighbor in content["neighbors"]]
         return content
 
 
@@ -232,9 +236,9 @@ def token_quantiles(prediction: LengthPrediction) -> dict[str, float]:
     return {name: math.exp(min(max(value, 0.0), 50.0)) for name, value in zip(LEVELS, values, strict=True)}
 
 
-def ended_json(ended: Sequence[EndedRequest]) -> dict[str, Any]:
+def ended_json(ended: Sequence[EndedRequest], *, with_ids: bool) -> dict[str, Any]:
     """Ended requests by column, the oldest first: predicted quantiles and true lengths in tokens, whether the output is
-    complete, seconds of waiting, ids."""
+    complete, seconds of waiting, ids (or empty texts)."""
     quantiles = [request.quantiles for request in ended]
     return {
         "p50": [round(each["p50"], 1) for each in quantiles],
@@ -242,7 +246,7 @@ def ended_json(ended: Sequence[EndedRequest]) -> dict[str, Any]:
         "output_tokens": [request.output_tokens for request in ended],
         "is_finished": [request.is_finished for request in ended],
         "waited_s": [None if request.waited_s is None else round(request.waited_s, 3) for request in ended],
-        "request_id": [request.request_id for request in ended],
+        "request_id": [request.request_id if with_ids else "" for request in ended],
     }
 
 

@@ -196,11 +196,15 @@ class PredictorCalls:
     async def _predicted_anew(self, request: pb.PredictRequest) -> tuple[Prediction, RequestContext]:
         """The uncorrected prediction of an observed request, and its context."""
         try:
-            served = self.artifacts.get(request.artifact_id)
-            checked = served.reader.read(request)
-            result = await served.predict(checked)
+            return await self.uncorrected(request)
         except InputError as error:
             raise renamed(error, f"request.{error.field}") from error
+
+    async def uncorrected(self, request: pb.PredictRequest) -> tuple[Prediction, RequestContext]:
+        """The uncorrected prediction of a request, and what the correction uses of it; not counted in the metrics."""
+        served = self.artifacts.get(request.artifact_id)
+        checked = served.reader.read(request)
+        result = await served.predict(checked)
         embedding = await self._embedder.embed(checked.prompt)
         context = context_of(request, checked, result, embedding, self._scope(served))
         return result.prediction, context

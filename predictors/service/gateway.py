@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from predictors.hosting.http import HttpRunner, probe_routes, read_body
+from predictors.hosting.live_page import LivePage, PromptQuery
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.service.calls import PredictorCalls, check_batch
 from predictors.service.config import ServeConfig
@@ -22,7 +24,9 @@ from predictors.service.metrics import ServiceMetrics
 from predictors.service.oip import SERVER_METADATA, InputTensor, find, infer, model_metadata
 from predictors.service.pipeline import ServedArtifact
 from predictors.service.security import BearerTokens, http_context
-from scheduler_core.errors import InputError
+from scheduler_core.errors import InputError, TailcastError
+from scheduler_core.prediction.correction import RequestContext
+from scheduler_core.prediction.predictions import LengthPrediction
 from scheduler_core.shell.json_text import num_separators, parse_json
 
 T = TypeVar("T")
@@ -90,11 +94,40 @@ async def start_gateway(
     application.add_routes(
         [*routes, *probe_routes(metrics.exposition, problem), *_open_inference_routes(calls)]
     )
+    application.add_routes(live_page(calls).routes())
     runner = HttpRunner(application, shutdown_timeout=1, on_refused=calls.count_http)
     assert config.http_port is not None
     options: dict[str, Any] = {"ssl_context": http_context(config), "reuse_port": shares_port or None}
     await runner.bind("http_port", config.host, config.http_port, **options)
     return runner
+
+
+def live_page(calls: PredictorCalls) -> LivePage:
+    """The live page of a service; it shows no tenants, because clients of the port are not told apart."""
+    learner = calls.learner
+
+    async def predict(query: PromptQuery) -> tuple[LengthPrediction, RequestContext]:
+        messages = [{"role": "system", "content": query.system}] if query.system else []
+        messages.append({"role": "user", "content": query.prompt})
+        content: dict[str, Any] = {"messages": messages, "model": query.model or None}
+        prediction, context = await calls.uncorrected(request_message(content))
+        if prediction.length is None:
+            raise TailcastError("the artifact has no length head")
+        return prediction.length, context
+
+    hint = "Report true lengths with Observe or POST /v1/observe: they appear here beside the predicted ones."
+    if learner is None:
+        hint = "This service does not learn true lengths: start it with --online_calibration true and --workers 1."
+    return LivePage(
+        title="tailcast serve",
+        ended=deque() if learner is None else learner.ended,
+        calibration=lambda: None if learner is None else learner.calibration,
+        predict=predict,
+        order=lambda: None,
+        hint=hint,
+        shows_tenants=False,
+        hides_ids=lambda: learner is not None and learner.has_tenants,
+    )
 
 
 def _middleware(calls: PredictorCalls, tokens: BearerTokens | None) -> Any:

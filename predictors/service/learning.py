@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from predictors.hosting.live_page import MAX_ENDED, EndedRequest
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.service.messages import CheckedRequest, PipelineResult
 from predictors.service.pipeline import MAX_INLINE_CHARS
@@ -21,6 +22,7 @@ from scheduler_core.prediction.correction import MAX_NAME_CHARS, RequestContext
 from scheduler_core.prediction.outcome import Outcome, is_finished
 from scheduler_core.prediction.predictions import Embedding, Prediction
 from scheduler_core.prediction.prompt_text import messages_of, prompt_key
+from scheduler_core.prediction.session import request_embedding
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +83,9 @@ class Learner:
         self._open: OrderedDict[str, OpenPrediction] = OrderedDict()
         #: Whether lengths have been observed, so that embeddings are of use.
         self.is_active = bool(calibration.calibration.served_models)
+        #: The latest observed requests, as predicted just before, for the live page; and whether some of all had a tenant.
+        self.ended: deque[EndedRequest] = deque(maxlen=MAX_ENDED)
+        self.has_tenants = calibration.calibration.num_scopes > 1
 
     def add(self, request_id: str, result: PipelineResult, context: RequestContext) -> None:
         """Keeps a prediction until its length is observed; one without an id is not kept."""
@@ -109,8 +114,12 @@ class Learner:
                 "request", "a request of an artifact without the length head", "another artifact"
             )
         outcome = _outcome(observation, prediction, context)
+        used = self.corrected(prediction, context).length
         if not self.calibration.observe(context, outcome):
             raise TailcastError("queue: too many observations are waiting; try again later")
+        if (ended := EndedRequest.of(context.served_model, used, outcome)) is not None:
+            self.ended.append(ended)
+        self.has_tenants = self.has_tenants or bool(context.tenant)
         self._open.pop(observation.request_id, None)
         self.is_active = True
         self.calibration.publish_if_due()
@@ -128,15 +137,13 @@ def context_of(
     scope: str,
 ) -> RequestContext:
     """What the correction uses of a request; `scope` precedes the served model, for artifacts other than the default."""
-    key = request.system_prompt_key
-    if request.WhichOneof("input") == "messages":
-        key = prompt_key(messages_of(request.messages.messages)) or key
+    messages = messages_of(request.messages.messages)
     return RequestContext(
         served_model=(scope + (checked.served_model or ""))[:MAX_NAME_CHARS],
         tenant=request.tenant,
         prompt_tokens=None if result.truncated else result.prompt_tokens or None,
-        system_prompt=key,
-        embedding=embedding,
+        system_prompt=prompt_key(messages) or request.system_prompt_key,
+        embedding=request_embedding(embedding, messages),
     )
 
 
