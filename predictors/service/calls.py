@@ -25,7 +25,7 @@ from predictors.service.learning import (
     PromptEmbedder,
     context_of,
 )
-from predictors.service.messages import CheckedRequest, PipelineResult, predict_response
+from predictors.service.messages import CheckedRequest, PipelineResult, check_request_id, predict_response
 from predictors.service.pipeline import ServedArtifact
 from predictors.service.tracing import Tracing
 from scheduler_core.errors import InputError, TailcastError
@@ -105,7 +105,7 @@ class PredictorCalls:
         span = None if self.tracing is None else self.tracing.start(method)
         try:
             if request.HasField("generated_tokens") and request.WhichOneof("input") is None:
-                return self._progress(request, served)
+                return self._progress(request)
             checked = served.reader.read(request)
             result = await served.predict(checked, deadline=_deadline(start, timeout_s, request))
             prediction = await self._corrected(request, checked, result, served)
@@ -135,14 +135,14 @@ class PredictorCalls:
             embedding = await self._embedder.embed(checked.prompt)
         if learner is not None:
             context = context_of(request, checked, result, embedding, self._scope(served))
-            learner.add(request.request_id, result, context)
+            learner.add(request.request_id, result, context, served.name, checked.served_model)
             prediction = learner.corrected(prediction, context)
         return dataclasses.replace(prediction, embedding=embedding) if request.embedding else prediction
 
-    def _progress(self, request: pb.PredictRequest, served: ServedArtifact) -> pb.PredictResponse:
+    def _progress(self, request: pb.PredictRequest) -> pb.PredictResponse:
         """The prediction of an earlier request, as corrected now, for its remaining length."""
-        served.reader.check(request)
-        found = None if self.learner is None else self.learner.get(request.request_id)
+        self.artifacts.get(request.artifact_id).reader.check(request)
+        found = None if self.learner is None else self.learner.get(request.request_id, request.tenant)
         if self.learner is None or found is None:
             allowed = f"a prompt, or the id of one of the latest {MAX_OPEN:,} predictions without an observed length"
             raise InputError("request_id", request.request_id, allowed)
@@ -150,8 +150,9 @@ class PredictorCalls:
         result = found.result._replace(
             tokenize_s=0.0, queue_s=0.0, inference_s=0.0, batch_size=0, cached=True
         )
-        is_trained = served.manifest.served_model_number(found.context.served_model or None) > 0
-        return predict_response(request, result, served.manifest, is_trained, prediction)
+        manifest = self.artifacts.get(found.artifact).manifest
+        is_trained = manifest.served_model_number(found.served_model) > 0
+        return predict_response(request, result, manifest, is_trained, prediction)
 
     def _scope(self, served: ServedArtifact) -> str:
         return "" if served is self.artifacts.default else f"{served.name} "
@@ -180,7 +181,8 @@ class PredictorCalls:
     async def _observe(self, learner: Learner, observation: pb.Observation) -> Exception | None:
         """Learns one observation; returns the error, if any."""
         try:
-            found = learner.get(observation.request_id) if observation.request_id else None
+            check_request_id(observation.request_id)
+            found = learner.get(observation.request_id, observation.request.tenant)
             if found is not None:
                 learner.observe(observation, found.result.prediction, found.full_context())
             elif observation.HasField("request"):

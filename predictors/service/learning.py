@@ -48,9 +48,10 @@ class PromptEmbedder:
             if self._predictor is None or len(prompt) > MAX_INLINE_CHARS:
                 return await asyncio.to_thread(self._embed, prompt)
             return self._embed(prompt)
-        except Exception:  # no failure of the memory may fail a prediction
-            self._has_failed = True
-            logger.exception("prompts cannot be embedded; predictions continue without a memory")
+        except Exception as error:  # no failure of the memory may fail a prediction
+            if self._predictor is None or not isinstance(error, TailcastError):  # not of this prompt alone
+                self._has_failed = True
+                logger.exception("prompts cannot be embedded; predictions continue without a memory")
             return None
 
     def _embed(self, prompt: str) -> Embedding | None:
@@ -62,11 +63,13 @@ class PromptEmbedder:
 
 class OpenPrediction(NamedTuple):
     """A prediction that waits for its true length: uncorrected, and what the correction uses of its request. The embedding is
-    in half precision."""
+    in half precision; `artifact` is the name of the artifact that made it, `served_model` that of the request."""
 
     result: PipelineResult
     context: RequestContext
     embedding: NDArray[np.float16] | None
+    artifact: str
+    served_model: str | None
 
     def full_context(self) -> RequestContext:
         """The context with its embedding."""
@@ -87,19 +90,30 @@ class Learner:
         self.ended: deque[EndedRequest] = deque(maxlen=MAX_ENDED)
         self.has_tenants = calibration.calibration.num_scopes > 1
 
-    def add(self, request_id: str, result: PipelineResult, context: RequestContext) -> None:
-        """Keeps a prediction until its length is observed; one without an id is not kept."""
+    def add(
+        self,
+        request_id: str,
+        result: PipelineResult,
+        context: RequestContext,
+        artifact: str = "",
+        served_model: str | None = None,
+    ) -> None:
+        """Keeps a prediction until its length is observed; one without an id is not kept. See `OpenPrediction`."""
         if not request_id or result.prediction.length is None:
             return
         embedding = None if context.embedding is None else context.embedding.astype(np.float16)
-        self._open[request_id] = OpenPrediction(result, replace(context, embedding=None), embedding)
+        context = replace(context, embedding=None)
+        self._open[request_id] = OpenPrediction(result, context, embedding, artifact, served_model)
         self._open.move_to_end(request_id)
         if len(self._open) > MAX_OPEN:
             self._open.popitem(last=False)
 
-    def get(self, request_id: str) -> OpenPrediction | None:
-        """The open prediction of an id."""
-        return self._open.get(request_id)
+    def get(self, request_id: str, tenant: str = "") -> OpenPrediction | None:
+        """The open prediction of an id. InputError if it is that of another tenant; an empty tenant is not checked."""
+        found = self._open.get(request_id)
+        if found is not None and tenant not in ("", found.context.tenant):
+            raise InputError("tenant", tenant, "the tenant of the prediction with this request_id")
+        return found
 
     def corrected(self, prediction: Prediction, context: RequestContext) -> Prediction:
         """The prediction as corrected by the lengths observed until now."""

@@ -139,8 +139,7 @@ class RequestReader:
 
     def check(self, request: pb.PredictRequest) -> None:
         """Validates the fields of a request that are not its input; InputError for the first wrong one."""
-        if len(request.request_id) > MAX_REQUEST_ID_CHARS:
-            raise _too_many("request_id", len(request.request_id), "characters", MAX_REQUEST_ID_CHARS)
+        check_request_id(request.request_id)
         if len(request.tenant) > MAX_NAME_CHARS:
             raise _too_many("tenant", len(request.tenant), "characters", MAX_NAME_CHARS)
         self._check_numbers(request)
@@ -214,6 +213,12 @@ class RequestReader:
         ):
             if not is_allowed and request.HasField(field):
                 raise InputError(field, getattr(request, field), allowed)
+
+
+def check_request_id(request_id: str) -> None:
+    """InputError for an id that is too long."""
+    if len(request_id) > MAX_REQUEST_ID_CHARS:
+        raise _too_many("request_id", len(request_id), "characters", MAX_REQUEST_ID_CHARS)
 
 
 def _too_many(field: str, count: int, unit: str, maximum: int) -> InputError:

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from predictors.client import GrpcPredictor
+from predictors.pretrained import TINY
 from predictors.proto import predictor_v1_pb2 as pb
+from predictors.proto.predictor_v1_pb2_grpc import PredictorStub
 from predictors.runtime import open_runtime
 from predictors.service.config import ServeConfig
 from predictors.service.in_process import InProcessPredictor
@@ -27,6 +29,7 @@ from scheduler_core.prediction.correction import RequestContext
 from scheduler_core.prediction.predictions import LengthPrediction, Prediction
 from scheduler_core.prediction.predictor import PredictionRequest
 from tests.predictors import fakes
+from tests.predictors.fakes import running_server, write_artifact
 from tests.waiting import until
 
 TOPICS = ("Translate to German: ", "Write a long story about ", "Answer yes or no: is it ")
@@ -359,3 +362,48 @@ async def test_many_clients_observe_at_the_same_time(server_and_stub: Any) -> No
     await learned(server, 160)
     response = await stub.Predict(pb.PredictRequest(prompt=prompt(3)))
     assert response.mu == pytest.approx(math.log(50), abs=0.5)
+
+
+@pytest.mark.mend
+async def test_a_tenant_cannot_observe_the_request_of_another(server_and_stub: Any) -> None:
+    """It was learned for the tenant of the prediction, although the observation named its own; and ids had any length."""
+    server, stub = server_and_stub
+    await stub.Predict(pb.PredictRequest(prompt="sea", request_id="1", tenant="a"))
+    other = pb.PredictRequest(tenant="b", prompt="sea")
+    observations = [
+        pb.Observation(request_id="1", request=other, output_tokens=30_000, finished=True),
+        pb.Observation(request_id="x" * 2000, request=other, output_tokens=5, finished=True),
+    ]
+    response = await stub.Observe(pb.ObserveRequest(observations=observations))
+    assert [(error.index, error.field) for error in response.errors] == [(0, "tenant"), (1, "request_id")]
+    with pytest.raises(grpc.aio.AioRpcError, match="tenant"):
+        await stub.Predict(pb.PredictRequest(request_id="1", tenant="b", generated_tokens=5))
+    own = pb.Observation(request_id="1", output_tokens=30, finished=True)
+    assert (await stub.Observe(pb.ObserveRequest(observations=[own]))).num_accepted == 1
+    await learned(server, 1)
+
+
+@pytest.mark.mend
+async def test_the_remaining_length_of_a_request_to_a_second_artifact(tmp_path: Path) -> None:
+    """It came with the name of the default artifact; with that of its own, its served model was refused."""
+    second = open_runtime(write_artifact(tmp_path / "second"))
+    name, [model, *_] = second.artifact.manifest.artifact_id, second.artifact.manifest.served_models
+    server = running_server([open_runtime(TINY), second])
+    async with server as (_, address), grpc.aio.insecure_channel(address) as channel:
+        stub = PredictorStub(channel)
+        request = pb.PredictRequest(prompt="sea", request_id="1", artifact_id=name, served_model=model)
+        first = await stub.Predict(request)
+        for artifact_id in ("", name):
+            progress = pb.PredictRequest(request_id="1", generated_tokens=5, artifact_id=artifact_id)
+            later = await stub.Predict(progress)
+            assert (later.artifact_id, later.mu) == (name, first.mu)
+            assert later.served_model_known == first.served_model_known
+
+
+@pytest.mark.mend
+async def test_a_prompt_that_cannot_be_embedded_does_not_end_the_memory() -> None:
+    """One such prompt ended it for all requests, until the service was started again."""
+    embedder = PromptEmbedder()
+    assert await embedder.embed("sea") is not None
+    assert await embedder.embed("\ud800") is None
+    assert await embedder.embed("sea") is not None
