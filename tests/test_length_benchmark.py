@@ -13,7 +13,7 @@ from benchmarks.lengths import __main__ as benchmark
 from benchmarks.lengths import hazards, streams
 from benchmarks.lengths.entrants import FINE, Histogram, OutlenBucket
 from benchmarks.lengths.features import Features, lexical
-from benchmarks.lengths.page import plot, write_page
+from benchmarks.lengths.page import write_page
 from benchmarks.lengths.scores import COVERAGE, LEVELS, NUM_LEVELS, pair_accuracy, run
 from benchmarks.lengths.streams import Request, Streams
 from benchmarks.lengths.trained import bucket_quantiles
@@ -78,6 +78,14 @@ def write_data(folder, num_prompts=30):
         prompts = [f"{part} {number}" for number in range(num_prompts)]
         rows = {"dataset": "d", "model": "m", "prompt": prompts, "output_tokens": list(lengths)}
         pd.DataFrame(rows).to_parquet(folder / f"castillo_{part}.parquet")
+
+
+def share_prompts(folder):
+    """Lets both served models answer the same prompts."""
+    for file in (folder / "more").iterdir():
+        table = pd.read_parquet(file)
+        table["prompt"] = table.prompt.str.extract("(.*) [ab] ", expand=False)
+        table.to_parquet(file)
 
 
 def read_rows(file):
@@ -150,7 +158,7 @@ def test_streams(tmp_path, monkeypatch):
     assert {request.served_model for request, _ in data.mixed(0, None, 3)} == {"a", "b"}
     monkeypatch.setattr(streams, "FLOOD_START", 50)
     flooded = data.flooded(0, "copies", tenants=True)
-    odd = [(place, tokens) for place, (request, tokens) in enumerate(flooded) if request.tenant == "flood"]
+    odd = [(number, tokens) for number, (request, tokens) in enumerate(flooded) if request.tenant == "flood"]
     assert len(odd) == streams.FLOOD_SIZE
     assert min(odd)[0] >= 50
     assert {tokens for _, tokens in odd} == {streams.FLOOD_TOKENS}
@@ -160,10 +168,7 @@ def test_streams(tmp_path, monkeypatch):
 
 def test_a_swap_replaces_models_for_the_same_prompts(tmp_path, monkeypatch):
     write_data(tmp_path)
-    for file in (tmp_path / "more").iterdir():
-        table = pd.read_parquet(file)
-        table["prompt"] = table.prompt.str.extract("(.*) [ab] ", expand=False)
-        table.to_parquet(file)
+    share_prompts(tmp_path)
     monkeypatch.setattr(streams, "SWAP_AFTER", 100)
     one, other = (Streams(tmp_path).swapped(0, swap) for swap in (True, False))
     assert [request.prompt for request, _ in one] == [request.prompt for request, _ in other]
@@ -199,9 +204,9 @@ def test_a_run_on_made_up_data(tmp_path, capsys, monkeypatch):
     }
     oracle = [row for row in rows if row["entrant"] == "Oracle"]
     assert [(row["tau"], row["pairs"], row["crps"]) for row in oracle] == [("1", "1", "0")] * 3
-    ratios = [float(row["ratio"]) for row in read_rows(tmp_path / "length_benchmark_H.csv")]
+    ratios = [float(row["ratio"]) for row in read_rows(tmp_path / "length_benchmark_hazards.csv")]
     assert all(0.8 < ratio < 1.2 for ratio in ratios)
-    assert "applications alone" in page.read_text()
+    assert "applications, each alone" in page.read_text()
     assert image.read_text().startswith("<svg")
     assert "tiny, memory" in capsys.readouterr().out
 
@@ -212,20 +217,22 @@ def test_invalid_options_are_refused(option, value, tmp_path, capsys):
     assert option in capsys.readouterr().err
 
 
-def test_the_tables_of_the_hazards(tmp_path, monkeypatch):
+def test_floods_and_swaps_are_compared_with_streams_without_them(tmp_path, monkeypatch):
     write_data(tmp_path)
-    monkeypatch.setattr(hazards, "SWAP_AFTER", 100)
-    monkeypatch.setattr(hazards, "SWAP_WINDOWS", ((0, 50), (50, None)))
-    monkeypatch.setattr(streams, "FLOOD_SIZE", 50)
-    monkeypatch.setattr(hazards, "FLOOD_START", 100)
-    monkeypatch.setattr(hazards, "PRETRAINED", "tiny")
+    share_prompts(tmp_path)
+    for module in (hazards, streams):
+        monkeypatch.setattr(module, "SWAP_AFTER", 100)
+        monkeypatch.setattr(module, "FLOOD_START", 100)
+    monkeypatch.setattr(hazards, "SWAP_WINDOWS", (0, 50))
+    monkeypatch.setattr(streams, "FLOOD_SIZE", 100)
     features = Features(Streams(tmp_path), tmp_path)
-    rows = hazards.flood(features, 1, "tiny")
-    assert [row["flood"] for row in rows] == ["none", "template", "copies"] * 2
-    write_page(tmp_path / "page.md", {"scores": [], "flood": rows})
-    assert "flood: copies, tenants named" in (tmp_path / "page.md").read_text()
-    plot(tmp_path / "empty.svg", [])
-    assert (tmp_path / "empty.svg").is_file()
+    rows = hazards.swap(features, 1) + hazards.flood(features, 1)
+    assert [row["study"] for row in rows] == ["swap", "no swap"] * 2 + ["flood"] * 6
+    assert rows[0]["memory"] > 1.2 * rows[1]["memory"]
+    unknown, named = rows[6]["calibration"], rows[9]["calibration"]
+    assert unknown > 1.1 * named
+    write_page(tmp_path / "page.md", {"scores": [], "hazards": rows})
+    assert "| flood: copies, tenants named |" in (tmp_path / "page.md").read_text()
 
 
 def test_the_entrant_of_the_page_runs(tmp_path):

@@ -170,7 +170,7 @@ def main() -> None:
     text = markdown_table(header, table)
     print(f"\nstream {options.stream}, predictor {options.predictor}, {options.seeds} seeds\n\n{text}")
     if options.markdown:
-        put_section(options.markdown, f"{options.stream} {options.predictor}", text)
+        put_section(options.markdown, " ".join((options.stream, options.predictor, *options.arrivals)), text)
 
 
 if __name__ == "__main__":

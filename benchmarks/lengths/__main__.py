@@ -50,14 +50,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         entries = _entries(options.artifact, options.entrant, options.only)
         features = Features(Streams(options.data), options.cache)
-        tables: dict[str, list[Row]] = {"scores": []}
+        tables: dict[str, list[Row]] = {"scores": [], "hazards": []}
         for name in options.streams:
             seeds = min(options.seeds, MAX_SEEDS.get(name, options.seeds))
             if name in MIXED:
                 tables["scores"] += score(name, seeds, entries, features)
             else:
-                tables[name] = HAZARDS[name](features, seeds)
-                _print(tables[name])
+                tables["hazards"] += (rows := HAZARDS[name](features, seeds))
+                for row in rows:
+                    print(
+                        " ",
+                        row["study"],
+                        row["case"],
+                        *(_cell(row[key]) for key in ("calibration", "memory", "ratio")),
+                    )
         for name, rows in tables.items():
             if options.csv and rows:
                 _write_csv(options.csv / f"length_benchmark_{name}.csv", rows)
@@ -115,19 +121,8 @@ def _entries(
     return {name: entry for name, entry in entries.items() if only is None or name.startswith(tuple(only))}
 
 
-def _print(rows: Sequence[Row]) -> None:
-    print()
-    for row in rows:
-        print(
-            "  ".join(
-                f"{key}: {value if isinstance(value, str | int) else _cell(value)}"
-                for key, value in row.items()
-            )
-        )
-
-
-def _cell(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+def _cell(value: str | float | None) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else "-"
 
 
 def _write_csv(file: Path, rows: Sequence[Row]) -> None:

@@ -138,9 +138,9 @@ class PromptHistogram:
 class Sketch:
     """The online sketch for llm-d: a histogram for each of 64 clusters of prompts, served model and flags.
 
-    k-means is fitted to the first 500 prompts, and again after 500 further ones until 90 % of the clusters have five of them;
-    then each request moves the nearest centroid. Before that, and for a key with fewer than five outputs, requests have no
-    cluster. The embedding is that of `tiny` instead of potion-base-8M.
+    k-means is fitted to the first 500 prompts, and again after 500 further ones until 90 % of the clusters have five; then each
+    request moves the nearest centroid. The embedding is that of `tiny` instead of potion-base-8M. Where the sketch abstains
+    (no clusters yet, or fewer than five outputs), llm-d uses 1,000 tokens, and this the histogram without the cluster.
     """
 
     def __init__(self, features: Features, edges: FloatArray) -> None:
@@ -151,12 +151,15 @@ class Sketch:
         self._sizes = np.zeros(0)
 
     def predict(self, request: Request) -> Forecast:
-        histogram = self._histograms.get(self._key(request))
-        return FIRST if histogram is None or histogram.total < MIN_OUTPUTS else histogram.quantiles()
+        key = self._key(request)
+        histograms = [self._histograms.get(each) for each in (key, (-1, *key[1:]))]
+        used = next((each for each in histograms if each and each.total >= MIN_OUTPUTS), None)
+        return FIRST if used is None else used.quantiles()
 
     def observe(self, request: Request, tokens: int) -> None:
         key = self._key(request)
-        self._histograms.setdefault(key, Histogram(200, self._edges)).add(tokens)
+        for each in {key, (-1, *key[1:])}:
+            self._histograms.setdefault(each, Histogram(200, self._edges)).add(tokens)
         embedding = np.asarray(self._features.embedding(request.prompt), float)
         if key[0] >= 0:
             self._sizes[key[0]] += 1

@@ -1,11 +1,8 @@
-"""Streams on which a memory of past requests could be worse than calibration alone.
-
-All scores are CRPS of ln tokens; `artifact` is a shipped predictor or an artifact folder.
-"""
+"""Streams on which a memory of past requests could be worse than calibration alone: CRPS of ln tokens with both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 
 import numpy as np
@@ -13,81 +10,65 @@ from numpy.typing import NDArray
 
 from benchmarks.lengths.entrants import Mode, Tailcast
 from benchmarks.lengths.features import Features
-from benchmarks.lengths.scores import Run, run
+from benchmarks.lengths.scores import run
 from benchmarks.lengths.streams import FLOOD_START, SWAP_AFTER, Stream
-from predictors.pretrained import PRETRAINED, TINY
+from predictors.pretrained import TINY
 
-#: Requests after a swap that begin and end each window.
-SWAP_WINDOWS = ((0, 100), (100, 300), (300, None))
+#: Requests after a swap at which its windows begin.
+SWAP_WINDOWS = (0, 100, 300)
 Row = dict[str, str | float]
 
 
-def homogeneous(features: Features, seeds: int, artifact: str = TINY) -> list[Row]:
-    """CRPS of calibration and memory for each application alone, and their ratio; means over seeds."""
+def homogeneous(features: Features, seeds: int) -> list[Row]:
+    """Each application alone."""
     streams = [features.streams.homogeneous(seed) for seed in range(seeds)]
-    _prepare(features, artifact, [each for of_seed in streams for each in of_seed.values()])
-    rows: list[Row] = []
-    for name in streams[0]:
-        one, other = (
-            float(np.mean([_run(features, artifact, mode, of_seed[name]).crps() for of_seed in streams]))
-            for mode in (Mode.CALIBRATION, Mode.MEMORY)
-        )
-        num = len(streams[0][name])
-        rows.append(
-            {"application": name, "requests": num, "calibration": one, "memory": other, "ratio": other / one}
-        )
-    return rows
+    return [_row(features, "alone", name, [each[name] for each in streams]) for name in streams[0]]
 
 
-def flood(features: Features, seeds: int, artifact: str = PRETRAINED) -> list[Row]:
-    """CRPS of the other requests after the flood has begun, with calibration and memory; means over seeds."""
-    rows: list[Row] = []
+def flood(features: Features, seeds: int) -> list[Row]:
+    """The other requests after a flood has begun."""
+    rows = []
     for tenants, kind in product((False, True), ("none", "template", "copies")):
         streams = [features.streams.flooded(seed, kind, tenants) for seed in range(seeds)]
-        _prepare(features, artifact, streams)
-        row: Row = {"tenants": "named" if tenants else "unknown", "flood": kind}
-        for mode in (Mode.CALIBRATION, Mode.MEMORY):
-            runs = [_run(features, artifact, mode, stream) for stream in streams]
-            row[mode.value] = float(np.mean([_others(each) for each in runs]))
-        rows.append(row)
+        is_other = [
+            [row for row in range(FLOOD_START, len(each)) if each[row][0].application != "flood"]
+            for each in streams
+        ]
+        case = f"{kind}, tenants {'named' if tenants else 'unknown'}"
+        rows.append(_row(features, "flood", case, streams, is_other))
     return rows
 
 
-def swap(features: Features, seeds: int, artifact: str = PRETRAINED) -> list[Row]:
-    """CRPS in windows after served models are replaced, and its ratio to that if the new ones had always served."""
-    rows: list[Row] = []
-    streams = {
-        swap: [features.streams.swapped(seed, swap) for seed in range(seeds)] for swap in (True, False)
-    }
-    _prepare(features, artifact, [stream for both in streams.values() for stream in both])
-    for mode in Mode:
-        runs = {swap: [_run(features, artifact, mode, each) for each in of] for swap, of in streams.items()}
-        for start, end in SWAP_WINDOWS:
-            swapped, level = (
-                np.mean([each.crps(_rows(each)[SWAP_AFTER:][start:end]) for each in runs[key]])
-                for key in (True, False)
-            )
-            window = f"{start} to {'the end' if end is None else end}"
-            row: Row = {"version": mode.value, "requests after the swap": window}
-            rows.append(row | {"crps": float(swapped), "ratio to no swap": float(swapped / level)})
+def swap(features: Features, seeds: int) -> list[Row]:
+    """Windows after the served models have been replaced, and the same requests if the new ones had always served."""
+    rows = []
+    ends = [*SWAP_WINDOWS[1:], None]
+    for (start, end), swaps in product(zip(SWAP_WINDOWS, ends, strict=True), (True, False)):
+        streams = [features.streams.swapped(seed, swaps) for seed in range(seeds)]
+        windows = [range(SWAP_AFTER, len(each))[start:end] for each in streams]
+        case = f"requests {start} to {end or 'the end'}"
+        rows.append(_row(features, "swap" if swaps else "no swap", case, streams, windows))
     return rows
 
 
 HAZARDS: dict[str, Callable[[Features, int], list[Row]]] = {"H": homogeneous, "flood": flood, "swap": swap}
 
 
-def _prepare(features: Features, artifact: str, streams: list[Stream]) -> None:
-    features.prepare([artifact], (request.prompt for stream in streams for request, _ in stream))
-
-
-def _run(features: Features, artifact: str, mode: Mode, stream: Stream) -> Run:
-    return run(Tailcast(features, artifact, mode), stream)
-
-
-def _others(result: Run) -> float:
-    rows = _rows(result)[FLOOD_START:]
-    return result.crps(rows[[result.applications[row] != "flood" for row in rows.tolist()]])
-
-
-def _rows(result: Run) -> NDArray[np.intp]:
-    return np.arange(len(result.order))
+def _row(
+    features: Features,
+    study: str,
+    case: str,
+    streams: Sequence[Stream],
+    windows: Sequence[Sequence[int]] | None = None,
+) -> Row:
+    """CRPS of the requests in the windows (None: all), with calibration and with memory; means over streams."""
+    features.prepare((), (request.prompt for stream in streams for request, _ in stream))
+    row: Row = {"study": study, "case": case, "requests": len(streams[0])}
+    for mode in (Mode.CALIBRATION, Mode.MEMORY):
+        runs = [run(Tailcast(features, TINY, mode), stream) for stream in streams]
+        chosen: list[NDArray[np.intp]] = [np.arange(len(stream)) for stream in streams]
+        if windows is not None:
+            chosen = [np.array(window, np.intp) for window in windows]
+        row[mode.value] = float(np.mean([each.crps(part) for each, part in zip(runs, chosen, strict=True)]))
+    row["ratio"] = float(row["memory"]) / float(row["calibration"])
+    return row

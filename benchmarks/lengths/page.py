@@ -37,9 +37,26 @@ def write_page(page: Path, tables: Mapping[str, Sequence[Row]]) -> None:
     """Replaces the tables of the page that have been measured."""
     if tables["scores"]:
         put_section(page, "scores", _scores(tables["scores"]))
-    lines = [line for name in ("H", "flood", "swap") for line in _hazard(name, tables.get(name, ()))]
-    if lines:
-        put_section(page, "hazards", markdown_table(("stream", "measure", "calibration", "memory"), lines))
+    if tables["hazards"]:
+        header = ("stream", "calibration", "memory", "ratio")
+        put_section(page, "hazards", markdown_table(header, _hazards(tables["hazards"])))
+
+
+def _hazards(rows: Sequence[Row]) -> list[list[str]]:
+    alone = [row for row in rows if row["study"] == "alone"]
+    lines = []
+    if alone:
+        mean = [
+            _number(float(np.mean([float(row[key]) for row in alone]))) for key in ("calibration", "memory")
+        ]
+        ratios = np.array([row["ratio"] for row in alone], float)
+        label = f"{len(alone)} applications, each alone"
+        lines.append([label, *mean, f"{ratios.mean():.3f} (worst {ratios.max():.3f})"])
+    for row in rows:
+        if row["study"] != "alone" and row["case"] != "none, tenants unknown":
+            numbers = [_number(row[key]) for key in ("calibration", "memory", "ratio")]
+            lines.append([f"{row['study']}: {row['case']}", *numbers])
+    return lines
 
 
 def _scores(rows: Sequence[Row]) -> str:
@@ -56,43 +73,6 @@ def _scores(rows: Sequence[Row]) -> str:
         more = [_number(large.get(key, "")) for key in ("tau", "crps")]
         lines.append([name, *numbers, coverage, *more, f"{row['predict_us']:,.0f}"])
     return markdown_table(header, lines)
-
-
-def _hazard(name: str, rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    if not rows:
-        return []
-    if name == "H":
-        ratios = np.array([row["ratio"] for row in rows], float)
-        counts = f"{(ratios > 1.01).sum()}, {(ratios > 1.02).sum()}"
-        label = f"{len(rows)} applications alone"
-        return [
-            (
-                label,
-                "CRPS, ratio to calibration: mean (worst)",
-                "1",
-                f"{ratios.mean():.3f} ({ratios.max():.3f})",
-            ),
-            (label, "number of ratios above 1.01, above 1.02", "", counts),
-        ]
-    if name == "flood":
-        return [
-            (f"flood: {row['flood']}, tenants {row['tenants']}", "CRPS of the others", *_both(row))
-            for row in rows
-            if row["flood"] != "none" or row["tenants"] == "named"
-        ]
-    by_window: dict[str, Row] = {}
-    for row in rows:
-        window = by_window.setdefault(str(row["requests after the swap"]), {})
-        window[str(row["version"])] = f"{row['crps']:.3f} ({row['ratio to no swap']:.2f})"
-    return [
-        (
-            f"swap, {window} requests after it",
-            "CRPS (ratio to no swap)",
-            str(row["calibration"]),
-            str(row["memory"]),
-        )
-        for window, row in by_window.items()
-    ]
 
 
 def plot(file: Path, rows: Sequence[Row]) -> None:
@@ -113,10 +93,6 @@ def plot(file: Path, rows: Sequence[Row]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(file) as temporary:
         Path(temporary).write_text(svg(figure, axes[0]), encoding="utf-8")
-
-
-def _both(row: Row) -> tuple[str, str]:
-    return _number(row["calibration"]), _number(row["memory"])
 
 
 def _number(value: str | float) -> str:

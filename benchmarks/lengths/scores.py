@@ -48,14 +48,12 @@ class Run:
         order: Predicted order [N]; the mean of ln X where a distribution is predicted.
         quantiles: Quantiles of ln X [N, 36] at `LEVELS`; None for an entrant that only orders requests.
         log_lengths: True ln X [N].
-        applications: Application of each request [N].
         predict_us, observe_us: Mean microseconds of one core.
     """
 
     order: FloatArray
     quantiles: FloatArray | None
     log_lengths: FloatArray
-    applications: Sequence[str]
     predict_us: float
     observe_us: float
 
@@ -94,9 +92,9 @@ class Run:
             if end - start >= MIN_REQUESTS
         }
 
-    def crps(self, rows: NDArray[np.intp] | None = None) -> float:
-        """CRPS of some requests; None: of all."""
-        crps = self.scores(np.arange(len(self.order)) if rows is None else rows)["crps"]
+    def crps(self, rows: NDArray[np.intp]) -> float:
+        """CRPS of some requests."""
+        crps = self.scores(rows)["crps"]
         assert crps is not None
         return crps
 
@@ -118,7 +116,6 @@ def run(entrant: Entrant, stream: Stream) -> Run:
         order=np.array(forecasts, float) if quantiles is None else quantiles[:, :NUM_LEVELS].mean(1),
         quantiles=quantiles,
         log_lengths=np.log([tokens for _, tokens in stream]),
-        applications=[request.application for request, _ in stream],
         predict_us=1e6 * predict_s / len(stream),
         observe_us=1e6 * observe_s / len(stream),
     )

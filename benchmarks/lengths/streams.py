@@ -146,13 +146,15 @@ class Streams:
                 {row[0].prompt: row for row in application.requests([model], rng)}
                 for model in (models[len(models) // 4], models[-1])
             ]
-            for prompt in by_prompt[0].keys() & by_prompt[1].keys() if len(models) > 1 else ():
+            for prompt in by_prompt[0].keys() if len(models) > 1 else ():
+                if prompt not in by_prompt[1]:
+                    continue
                 old.append(by_prompt[0][prompt])
                 new.append(by_prompt[1][prompt])
         old, new = _of_one_name(old), _of_one_name(new)
         order = rng.permutation(len(old))
         return [
-            (old if swap and place < SWAP_AFTER else new)[row] for place, row in enumerate(order.tolist())
+            (old if swap and number < SWAP_AFTER else new)[row] for number, row in enumerate(order.tolist())
         ]
 
     def training(self) -> tuple[list[str], NDArray[np.float64]]:

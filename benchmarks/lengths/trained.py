@@ -62,7 +62,7 @@ def pooled_buckets(features: Features) -> Callable[[str], Forecast]:
     prompts, lengths = features.training()
     sample = lengths[:, 0]
     edges = np.quantile(sample, np.linspace(0, 1, NUM_BUCKETS + 1))
-    model = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=100))
+    model = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=500, tol=1e-3))
     model.fit(np.array([features.pooled(prompt) for prompt in prompts]), np.digitize(sample, edges[1:-1]))
     return lambda prompt: bucket_quantiles(model.predict_proba([features.pooled(prompt)])[0], edges)
 
