@@ -30,7 +30,7 @@ _MAX_WARNINGS = 16
 Prompt = str | Sequence[Mapping[str, object] | object]
 
 
-class Learner(Protocol):
+class LengthCorrection(Protocol):
     """What a `LengthPredictor` does with true lengths."""
 
     def corrected(self, request: PredictionRequest, length: LengthPrediction) -> LengthPrediction:
@@ -49,7 +49,7 @@ class LengthPredictor:
         self,
         predict: Callable[[Sequence[PredictionRequest]], Sequence[Prediction]],
         describe: Callable[[], Any],
-        learner: Learner,
+        learner: LengthCorrection,
         close: Callable[[], None] = lambda: None,
     ) -> None:
         self._predict, self._describe, self._close = predict, describe, close
@@ -179,7 +179,7 @@ class LengthPredictor:
         self.close()
 
 
-class LocalLearner:
+class LocalCorrection:
     """Corrects predictions in this process, see `scheduler_core.prediction.correction`; thread-safe."""
 
     def __init__(self) -> None:
@@ -194,7 +194,7 @@ class LocalLearner:
         return TinyPredictor()
 
     def corrected(self, request: PredictionRequest, length: LengthPrediction) -> LengthPrediction:
-        """As in `Learner`; nothing is computed before the first observation."""
+        """As in `LengthCorrection`; nothing is computed before the first observation."""
         if not self._has_learned:
             return length
         return self._correction.correct(self._context(request), length)
@@ -202,7 +202,7 @@ class LocalLearner:
     def observe(
         self, request: PredictionRequest, outcome: Outcome, predict: Callable[[], LengthPrediction]
     ) -> None:
-        """As in `Learner`."""
+        """As in `LengthCorrection`."""
         outcome, context = replace(outcome, prediction=predict()), self._context(request)
         with self._lock:
             self._correction.observe(context, outcome)
@@ -213,20 +213,20 @@ class LocalLearner:
         return RequestContext(served_model=request.served_model, tenant=request.tenant, embedding=embedding)
 
 
-class RemoteLearner:
+class RemoteCorrection:
     """Reports lengths to a service, which corrects its own predictions."""
 
     def __init__(self, client: SyncPredictor) -> None:
         self._client = client
 
     def corrected(self, request: PredictionRequest, length: LengthPrediction) -> LengthPrediction:
-        """As in `Learner`; the service has corrected it."""
+        """As in `LengthCorrection`; the service has corrected it."""
         return length
 
     def observe(
         self, request: PredictionRequest, outcome: Outcome, predict: Callable[[], LengthPrediction]
     ) -> None:
-        """As in `Learner`; PredictorError if the service cannot be reached, or does not learn."""
+        """As in `LengthCorrection`; PredictorError if the service cannot be reached, or does not learn."""
         from predictors.client.messages import request_message
         from predictors.proto import predictor_v1_pb2 as pb
 
@@ -265,7 +265,7 @@ def load(artifact: str | Path = "pretrained") -> LengthPredictor:
         rows = [(each.prompt, each.served_model or None, each.temperature) for each in requests]
         return [runtime.prediction(row) for row in runtime.predict(*zip(*rows, strict=True)).rows()]
 
-    predictor = LengthPredictor(predict, lambda: runtime.artifact.manifest, LocalLearner())
+    predictor = LengthPredictor(predict, lambda: runtime.artifact.manifest, LocalCorrection())
     assert predictor._artifact
     return predictor
 
@@ -280,7 +280,7 @@ def connect(address: str, settings: ClientSettings | None = None) -> LengthPredi
     from predictors.client import SyncPredictor
 
     client = SyncPredictor(address.removeprefix("grpc://"), settings)
-    return LengthPredictor(client.predict, client.metadata, RemoteLearner(client), client.close)
+    return LengthPredictor(client.predict, client.metadata, RemoteCorrection(client), client.close)
 
 
 def open_length_predictor(predictor: str) -> LengthPredictor:

@@ -38,7 +38,7 @@ from scheduler_core.prediction.prompt_text import messages_of, user_text
 from scheduler_core.simulator.commands.simulate import main as simulate
 from scheduler_core.simulator.trace import Trace, TraceRequest, write_trace
 from tailcast.cli import COMMANDS, main
-from tailcast.length_predictor import LocalLearner
+from tailcast.length_predictor import LocalCorrection
 from tailcast.output_length import OutputLength
 from tests.predictors.fakes import expected, running_server, write_artifact, write_rich_artifact
 from tests.waiting import eventually
@@ -567,7 +567,7 @@ def test_observed_lengths_correct_later_predictions() -> None:
 @pytest.mark.mend
 def test_threads_predict_while_others_observe(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prediction raised "OrderedDict mutated during iteration" while another thread observed."""
-    learner, request = LocalLearner(), PredictionRequest("", "sea", 100, "m")
+    learner, request = LocalCorrection(), PredictionRequest("", "sea", 100, "m")
     length = LengthPrediction(5.0, 0.6, 3.5)
     outcome = Outcome(output_tokens=9, finished=True)
 

@@ -44,7 +44,7 @@ from scheduler_core.prediction.correction import Correction, RequestContext
 from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import LengthPrediction
 from scheduler_core.prediction.score_window import COVERAGE_LEVELS, ScoreWindow
-from scheduler_core.prediction.session import SessionFeatures, SessionPredictor, Sessions
+from scheduler_core.prediction.session import SessionFeatures, SessionPredictor, SessionStates
 from scheduler_core.report.page import markdown_table
 from scheduler_core.statistics import kendall_tau
 
@@ -187,7 +187,7 @@ class Methods:
     )
 
     def __init__(self, *, pauses: bool) -> None:
-        self._sessions, self._predictor, self._pauses = Sessions(), SessionPredictor(), pauses
+        self._sessions, self._predictor, self._pauses = SessionStates(), SessionPredictor(), pauses
         self._corrections = {name: Correction() for name in self.NAMES[3:]}
         #: Seconds (of this process) of all predictions, and of all updates, of "ridge + memory", with features.
         self.predict_s = self.observe_s = 0.0

@@ -24,7 +24,7 @@ from scheduler_core.prediction.correction import Correction, RequestContext
 from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import Embedding, LengthPrediction
 from scheduler_core.prediction.score_window import ScoreWindow
-from scheduler_core.prediction.session import TOKEN_CHARS, Sessions, joined
+from scheduler_core.prediction.session import TOKEN_CHARS, SessionStates, joined
 from scheduler_core.report.page import markdown_table
 
 OMITTED, TOOL_RESULT = "\n\n[assistant turn omitted]\n\n", "[tool result]"
@@ -56,7 +56,7 @@ def read_requests(file: str) -> list[TextRequest]:
 
 
 def _request(prompt: str, lengths: dict[str, int], predictor: TinyPredictor) -> TextRequest:
-    parts, sessions = prompt.split(OMITTED), Sessions()
+    parts, sessions = prompt.split(OMITTED), SessionStates()
     earlier = [OMITTED.join(parts[:count]) for count in range(1, len(parts))]
     earlier = [each for each in earlier if each in lengths]
     for each in earlier:

@@ -142,16 +142,16 @@ class PredictorCalls:
     def _progress(self, request: pb.PredictRequest) -> pb.PredictResponse:
         """The prediction of an earlier request, as corrected now, for its remaining length."""
         self.artifacts.get(request.artifact_id).reader.check(request)
-        found = None if self.learner is None else self.learner.get(request.request_id, request.tenant)
-        if self.learner is None or found is None:
+        prior = None if self.learner is None else self.learner.get(request.request_id, request.tenant)
+        if self.learner is None or prior is None:
             allowed = f"a prompt, or the id of one of the latest {MAX_OPEN:,} predictions without an observed length"
             raise InputError("request_id", request.request_id, allowed)
-        prediction = self.learner.corrected(found.result.prediction, found.full_context())
-        result = found.result._replace(
+        prediction = self.learner.corrected(prior.result.prediction, prior.full_context())
+        result = prior.result._replace(
             tokenize_s=0.0, queue_s=0.0, inference_s=0.0, batch_size=0, cached=True
         )
-        manifest = self.artifacts.get(found.artifact).manifest
-        is_trained = manifest.served_model_number(found.served_model) > 0
+        manifest = self.artifacts.get(prior.artifact).manifest
+        is_trained = manifest.served_model_number(prior.served_model) > 0
         return predict_response(request, result, manifest, is_trained, prediction)
 
     def _scope(self, served: ServedArtifact) -> str:
@@ -182,9 +182,9 @@ class PredictorCalls:
         """Learns one observation; returns the error, if any."""
         try:
             check_request_id(observation.request_id)
-            found = learner.get(observation.request_id, observation.request.tenant)
-            if found is not None:
-                learner.observe(observation, found.result.prediction, found.full_context())
+            prior = learner.get(observation.request_id, observation.request.tenant)
+            if prior is not None:
+                learner.observe(observation, prior.result.prediction, prior.full_context())
             elif observation.HasField("request"):
                 prediction, context = await self._predicted_anew(observation.request)
                 learner.observe(observation, prediction, context)

@@ -110,10 +110,10 @@ class Learner:
 
     def get(self, request_id: str, tenant: str = "") -> OpenPrediction | None:
         """The open prediction of an id. InputError if it is that of another tenant; an empty tenant is not checked."""
-        found = self._open.get(request_id)
-        if found is not None and tenant not in ("", found.context.tenant):
+        open_prediction = self._open.get(request_id)
+        if open_prediction is not None and tenant not in ("", open_prediction.context.tenant):
             raise InputError("tenant", tenant, "the tenant of the prediction with this request_id")
-        return found
+        return open_prediction
 
     def corrected(self, prediction: Prediction, context: RequestContext) -> Prediction:
         """The prediction as corrected by the lengths observed until now."""

@@ -1,7 +1,7 @@
 """Sessions: what is known of the next request of an agent or chat session, for the memory of past requests.
 
 Where a request is one of a session, the session's earlier outputs and what is new in its input say more about the length of
-its output than most texts do, and they are known also where texts are not. `Sessions` keeps this state online;
+its output than most texts do, and they are known also where texts are not. `SessionStates` keeps this state online;
 `session_of` derives it, without state, from the messages of a request, which contain the earlier outputs.
 
 The features of a request are x = (1, x_1, ..., x_8), each x_i = s_i (z_i - c_i) clipped to +-3, and 0 if z_i is unknown:
@@ -168,7 +168,7 @@ class _State:
         return _State(num, float(output_tokens), mean_log, context_tokens, end_s)
 
 
-class Sessions:
+class SessionStates:
     """States of the `max_sessions` sessions that were used last. Not for several threads at once.
 
     A session is any string; sub-agents whose contexts are their own are sessions of their own. Times are of one clock.

@@ -113,9 +113,9 @@ async def test_system_prompts_tell_applications_apart() -> None:
 
 
 async def test_off_means_off() -> None:
-    async with running_engine(respond) as fake:
-        async with running_proxy(fake.url, predictor="tiny", online_calibration=False, **OPTIONS) as proxy:
-            await send(proxy, range(90))
-            await send(proxy, range(3))
-            assert priorities(fake) == [body["priority"] for body in fake.bodies[:3]]
-            assert await proxy.metric("tailcast_proxy_calibration_remembered") == 0
+    options: dict[str, Any] = {"predictor": "tiny", "online_calibration": False, **OPTIONS}
+    async with running_engine(respond) as fake, running_proxy(fake.url, **options) as proxy:
+        await send(proxy, range(90))
+        await send(proxy, range(3))
+        assert priorities(fake) == [body["priority"] for body in fake.bodies[:3]]
+        assert await proxy.metric("tailcast_proxy_calibration_remembered") == 0

@@ -20,7 +20,7 @@ from scheduler_core.prediction.session import (
     SESSION_WEIGHT,
     SessionFeatures,
     SessionPredictor,
-    Sessions,
+    SessionStates,
     joined,
     request_embedding,
     session_of,
@@ -92,7 +92,7 @@ def test_similar_requests_have_similar_embeddings() -> None:
 
 
 def test_a_state_keeps_the_outputs_of_a_session() -> None:
-    sessions = Sessions()
+    sessions = SessionStates()
     assert sessions.features("a", input_tokens=1000, now=5.0) == SessionFeatures(
         input_tokens=1000, new_input_tokens=1000
     )
@@ -114,7 +114,7 @@ def test_a_state_keeps_the_outputs_of_a_session() -> None:
 
 
 def test_new_tokens_are_measured_counted_or_all_after_a_compaction() -> None:
-    sessions = Sessions()
+    sessions = SessionStates()
     sessions.observe("a", output_tokens=100, input_tokens=50_000)
     assert sessions.features("a", input_tokens=50_600).new_input_tokens == 500
     assert sessions.features("a", input_tokens=50_600, new_input_tokens=664).new_input_tokens == 664
@@ -125,14 +125,14 @@ def test_new_tokens_are_measured_counted_or_all_after_a_compaction() -> None:
 
 
 def test_a_clock_that_goes_back_gives_no_negative_pause() -> None:
-    sessions = Sessions()
+    sessions = SessionStates()
     sessions.observe("a", output_tokens=1, now=10.0)
     assert sessions.features("a", now=9.0).pause_s == 0.0
     assert sessions.features("a").pause_s is None
 
 
 def test_the_mean_follows_a_session_whose_outputs_change() -> None:
-    sessions = Sessions()
+    sessions = SessionStates()
     for tokens in [100] * 50 + [1000] * 20:
         sessions.observe("a", output_tokens=tokens)
     mean = sessions.features("a").mean_output_tokens
@@ -141,7 +141,7 @@ def test_the_mean_follows_a_session_whose_outputs_change() -> None:
 
 
 def test_the_sessions_that_were_used_last_are_kept() -> None:
-    sessions = Sessions(max_sessions=3)
+    sessions = SessionStates(max_sessions=3)
     for name in ("a", "b", "c", "a", "d"):
         sessions.observe(name, output_tokens=10)
     assert len(sessions) == 3
@@ -155,9 +155,9 @@ def test_the_sessions_that_were_used_last_are_kept() -> None:
 @pytest.mark.parametrize("num", [0, -1])
 def test_invalid_numbers_are_refused(num: int) -> None:
     with pytest.raises(InputError, match="max_sessions"):
-        Sessions(max_sessions=num)
+        SessionStates(max_sessions=num)
     with pytest.raises(InputError, match="output_tokens"):
-        Sessions().observe("a", output_tokens=num)
+        SessionStates().observe("a", output_tokens=num)
     with pytest.raises(InputError, match="output_tokens"):
         SessionPredictor().observe(SessionFeatures(), num)
 
@@ -226,7 +226,7 @@ def test_first_messages_and_nothing() -> None:
 
 
 def test_messages_and_state_agree() -> None:
-    sessions, messages = Sessions(), [{"role": "user", "content": "q" * 400}]
+    sessions, messages = SessionStates(), [{"role": "user", "content": "q" * 400}]
     for tokens in (30, 80, 200, 50, 70, 90):
         sessions.observe("a", output_tokens=tokens)
         messages += [
