@@ -43,14 +43,14 @@ def write_page(page: Path, tables: Mapping[str, Sequence[Row]]) -> None:
 
 
 def _hazards(rows: Sequence[Row]) -> list[list[str]]:
-    alone = [row for row in rows if row["study"] == "alone"]
+    single = [row for row in rows if row["study"] == "alone"]
     lines = []
-    if alone:
+    if single:
         mean = [
-            _number(float(np.mean([float(row[key]) for row in alone]))) for key in ("calibration", "memory")
+            _number(float(np.mean([float(row[key]) for row in single]))) for key in ("calibration", "memory")
         ]
-        ratios = np.array([row["ratio"] for row in alone], float)
-        label = f"{len(alone)} applications, each alone"
+        ratios = np.array([row["ratio"] for row in single], float)
+        label = f"{len(single)} applications, each alone"
         lines.append([label, *mean, f"{ratios.mean():.3f} (worst {ratios.max():.3f})"])
     for row in rows:
         if row["study"] != "alone" and row["case"] != "none, tenants unknown":
