@@ -25,7 +25,7 @@ from predictors.hosting.http import read_body
 from scheduler_core.adapters.live_calibration import LiveCalibration
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.lengths import LogQuantiles
-from scheduler_core.prediction.correction import MAX_NAME_CHARS, OWN_OUTPUTS, Correction, RequestContext
+from scheduler_core.prediction.correction import MAX_NAME_CHARS, Correction, RequestContext
 from scheduler_core.prediction.linear_correction import student_t_quantiles
 from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import LengthPrediction
@@ -296,15 +296,9 @@ def explained(
     used = correction.correct(context, prediction)
     version = "raw" if calibrated == prediction else "calibrated"
     version = version if used == calibrated else "remembered"
-    tenant, weight = "", 0.0
-    for scope in dict.fromkeys((context.tenant, "")):
-        try:
-            metrics = correction.metrics(context.served_model, scope)
-        except InputError:  # no outputs
-            continue
-        if not scope or metrics["num_outputs"] >= OWN_OUTPUTS:
-            tenant, weight = scope, metrics["memory_weight"]
-            break
+    tenant, weight = correction.scope(context), 0.0
+    if context.served_model in correction.served_models:
+        weight = correction.metrics(context.served_model, tenant)["memory_weight"]
     return {
         "versions": {
             "raw": token_quantiles(prediction),

@@ -281,7 +281,7 @@ class Correction:
 
     def __init__(self, config: CorrectionConfig | None = None) -> None:
         self._config = config or CorrectionConfig()
-        #: (tenant, served model) -> corrections; the tenant "" learns from all tenants.
+        #: (tenant, served model) -> corrections; the tenant "" is for requests without one, and for tenants with few outputs.
         self._pairs: OrderedDict[_Key, _Pair] = OrderedDict()
         self._memories: dict[str, Memory] = {}
         #: Outputs of pairs that have not been admitted, at most `max_models` of them.
@@ -290,7 +290,7 @@ class Correction:
 
     @property
     def served_models(self) -> tuple[str, ...]:
-        """Served models with a correction for all tenants, the least recently observed one first."""
+        """Served models with outputs, the least recently observed one first."""
         return tuple(served_model for tenant, served_model in self._pairs if not tenant)
 
     @property
@@ -304,13 +304,13 @@ class Correction:
         return sum(len(memory) for memory in self._memories.values())
 
     def coefficients(self, served_model: str) -> Coefficients | None:
-        """The coefficients of the calibrated version for all tenants, if it is better than the raw one; else None."""
+        """The coefficients of the calibrated version for requests without a tenant, if it is better than the raw one; else None."""
         pair = self._pairs.get(("", served_model))
         return None if pair is None or pair.gain_sums[0] <= 0.0 else pair.calibrated.estimate.coefficients
 
     def correct(self, context: RequestContext, prediction: LengthPrediction) -> LengthPrediction:
         """The corrected prediction; `prediction` itself while no correction is in use for the served model."""
-        scope = self._scope(context)
+        scope = self.scope(context)
         pair = self._pairs.get((scope, context.served_model))
         if pair is None or not pair.is_used:
             return prediction
@@ -320,7 +320,7 @@ class Correction:
 
     def neighbors(self, context: RequestContext) -> list[Neighbor]:
         """The past requests that the memory uses for a request, the most similar one first."""
-        memory = self._memories.get(self._scope(context))
+        memory = self._memories.get(self.scope(context))
         if memory is None or context.embedding is None:
             return []
         return memory.neighbors(context.embedding, context.served_model, context.system_prompt)
@@ -340,7 +340,7 @@ class Correction:
         for name in ("served_model", "tenant"):
             if len(getattr(context, name)) > MAX_NAME_CHARS:
                 raise InputError(name, getattr(context, name), f"at most {MAX_NAME_CHARS} characters")
-        scope = self._scope(context)
+        scope = self.scope(context)
         pairs = {"": self._admitted(("", context.served_model))}
         if context.tenant:
             pairs[context.tenant] = self._admitted((context.tenant, context.served_model), pairs[""])
@@ -357,8 +357,8 @@ class Correction:
                 pair.record(used, outcome)
         return used.alarm
 
-    def _scope(self, context: RequestContext) -> str:
-        """The tenant whose corrections are used for a request."""
+    def scope(self, context: RequestContext) -> str:
+        """The tenant whose corrections are used for a request; "" until its own has `OWN_OUTPUTS` outputs."""
         pair = self._pairs.get((context.tenant, context.served_model))
         return context.tenant if pair is not None and pair.num_outputs >= OWN_OUTPUTS else ""
 
@@ -411,7 +411,7 @@ class Correction:
         )
 
     def _admitted(self, key: _Key, shared: _Pair | None = None) -> _Pair | None:
-        """The state of a pair with a further output; None while it is a candidate. `shared` is that of all tenants."""
+        """The state of a pair with a further output; None while it is a candidate. `shared` is that of the tenant ""."""
         self._num_outputs += 1
         if self._num_outputs % self._config.memory == 0:
             for other in self._pairs.values():
