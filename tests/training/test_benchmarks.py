@@ -1,7 +1,6 @@
-"""Studies under benchmarks/: their pages and tables, and streams and lengths whose answer is known."""
+"""Studies under benchmarks/: their pages and tables, and lengths whose answer is known."""
 
 import json
-import math
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 from scipy import stats
 
-from benchmarks.correcting import drift, online_calibration
+from benchmarks.correcting import online_calibration
 from benchmarks.reproduce.study import Effort
 from benchmarks.reproduce.tie_lengths import figure_7, figure_8, tails
 from benchmarks.shared.pages import put_section
 from benchmarks.shared.study import values_of, write_selected
 from scheduler_core.errors import InputError
 from scheduler_core.report.page import markdown_table
-from tests.training.checkpoints import MODELS, random_checkpoint, write_drawn_answers
 
 HALF = ("<!-- a --> alone", "<!-- end of a -->", "<!-- end of a --><!-- a -->")
 QUICK = Effort(quick=True)
@@ -34,23 +32,6 @@ def test_rows_are_selected_out_of_several_files(tmp_path):
     assert [pq.read_table(file).num_rows for file in found] == [2]
     with pytest.raises(InputError, match="--train"):
         write_selected(files, tmp_path / "out", lambda rows: pc.less(rows["sample_index"], 0))
-
-
-def test_drift_on_a_file_of_two_served_models(tmp_path, capsys):
-    checkpoint = random_checkpoint(tmp_path)
-    data = write_drawn_answers(tmp_path / "x.parquet", checkpoint, shift=(0.0, 3.0), max_tokens=2000)
-    page, out = tmp_path / "page.md", tmp_path / "out.json"
-    words = [str(checkpoint), "--data", str(data), "--before", "300", "--markdown", str(page)]
-    assert drift.main([*words, "--json", str(out)]) == 0
-    found = json.loads(out.read_text())
-    assert {(row["old"], row["new"]) for row in found} == {(a, b) for a in MODELS for b in MODELS}
-    swapped = next(row for row in found if (row["old"], row["new"]) == MODELS)
-    assert swapped["delay"] is not None
-    assert math.isclose(sum(map(len, (swapped["predicted"], swapped["running"]))), 6)
-    assert page.read_text().count("\n| ") >= 4
-    assert drift.main([*words, "--swap", "small-llm=other"]) == 2
-    assert "OLD=NEW" in capsys.readouterr().err
-    assert drift.main([]) == 0
 
 
 def test_online_calibration_of_a_model_and_a_source_left_out(tmp_path, capsys, monkeypatch):
