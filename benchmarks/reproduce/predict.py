@@ -27,16 +27,8 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from benchmarks.predictors.frozen_heads import (
-    HEADS,
-    LogTMixture,
-    Rows,
-    TrainableHead,
-    outputs_of,
-    read_rows,
-    train,
-)
-from benchmarks.reproduce.tie_requests import ABOUT, COLUMNS, FAMILIES
+from benchmarks.reproduce.frozen_heads import HEADS, LogT, Rows, TrainableHead, outputs_of, read_rows, train
+from benchmarks.reproduce.tie_requests import ABOUT, COLUMNS
 from benchmarks.reproduce.tie_systems import LMSYS_8B, LMSYS_70B, LMSYS_MISTRAL
 from benchmarks.shared.pooled import ENCODER
 from examples.pretrained.prepare import prepare
@@ -92,8 +84,8 @@ def head_columns(
     likelihood: dict[str, float] = {}
     for name, head in heads.items():
         outputs = outputs_of(train(head, rows, tune, names, seed=0), report)
-        if isinstance(head, LogTMixture):
-            mu, sigma, _, nu = head.parameters(outputs)
+        if isinstance(head, LogT):
+            mu, sigma, nu = head.parameters(outputs)
             columns[name] = torch.cat([mu, sigma, nu], dim=1).tolist()
             likelihood[name] = -float(head.loss(outputs, report.samples).mean())
         else:
@@ -154,7 +146,7 @@ def main() -> int:
         names = sorted({name for file in training for name in pd.read_parquet(file, columns=["model"]).model})
         parts = (training, {files.calibration: 1.0}, {files.report: 1.0})
         columns: dict[str, list[object]] = {}
-        for encoder, heads in ((str(folder), BASELINES), (ENCODER, {name: HEADS[name] for name in FAMILIES})):
+        for encoder, heads in ((str(folder), BASELINES), (ENCODER, HEADS)):
             rows, tune, report = (read_rows(part, names, encoder, options.work) for part in parts)
             of_heads, likelihood = head_columns(heads, rows, tune, report, names)
             columns |= of_heads

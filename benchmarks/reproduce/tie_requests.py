@@ -30,7 +30,7 @@ R2_MU, R2_SIGMA = 0.82, 0.76
 _POINT_SIGMA = 1e-6
 #: Metadata of the table of --predictions: training of the predictors.
 ABOUT = b"about"
-#: Families of table 4, by their names in `benchmarks.predictors.frozen_heads`.
+#: Families of table 4, by their names in `benchmarks.reproduce.frozen_heads`.
 FAMILIES = ("log-t, nu 3.5", "log-t, free nu", "log-normal")
 #: Columns of that table with a log-t distribution, [mu, sigma, nu]. "length" is TIE's; in "within", sigma
 #: excludes the predictor's own error.

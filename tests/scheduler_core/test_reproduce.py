@@ -10,16 +10,16 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from benchmarks.predictors.frozen_heads import HEADS, Rows
 from benchmarks.reproduce import multitier_systems, rad
 from benchmarks.reproduce.__main__ import STUDIES, _is_kept
 from benchmarks.reproduce.coverage import COVERAGE
+from benchmarks.reproduce.frozen_heads import HEADS, Rows
 from benchmarks.reproduce.page import MAX_ROWS, coverage, load, pages, save
 from benchmarks.reproduce.predict import BASELINES, head_columns, prediction_table
 from benchmarks.reproduce.study import Claim, Effort, Findings, Row
 from benchmarks.reproduce.tie import ABLATIONS
 from benchmarks.reproduce.tie_requests import ABOUT as TRAINED
-from benchmarks.reproduce.tie_requests import COLUMNS, FAMILIES, LENGTHS, requests, told
+from benchmarks.reproduce.tie_requests import COLUMNS, LENGTHS, requests, told
 from benchmarks.reproduce.tie_systems import LMSYS_8B, PAPER_SYSTEMS, SYSTEMS, run
 from predictors.heads import Predicted
 from scheduler_core.prediction.predictions import LengthPrediction, Prediction
@@ -212,7 +212,7 @@ def rows_of(num: int, seed: int) -> Rows:
 
 def test_each_head_is_trained_by_its_own_loss() -> None:
     report = rows_of(200, 2)
-    heads = BASELINES | {name: HEADS[name] for name in FAMILIES}
+    heads = BASELINES | HEADS
     columns, likelihood = head_columns(heads, rows_of(6000, 0), rows_of(200, 1), report, ["m"])
     mean = np.log(np.array(report.table.output_tokens.tolist())).mean(axis=1)
     for scores in (columns["regression_tokens"], columns["rank"], np.array(columns["log-normal"])[:, 0]):

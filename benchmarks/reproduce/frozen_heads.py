@@ -1,10 +1,10 @@
-"""Heads for length distributions, trained on features of a frozen encoder."""
+"""Heads on features of a frozen encoder, trained for the studies of TIE."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -12,11 +12,8 @@ from typing import Protocol
 import numpy as np
 import pandas as pd
 import torch
-from scipy.special import stdtr, stdtrit
-from scipy.stats import norm
 from torch import Tensor, nn
 
-from benchmarks.predictors.grid_scores import GRID, Array
 from benchmarks.shared.pooled import pooled
 from predictors.heads import Tower
 from predictors.modules.config import Conditioning
@@ -30,7 +27,6 @@ log = logging.getLogger(__name__)
 BATCH, EPOCHS, RATE, WARMUP, ROWS_PER_PROMPT = 256, 4, 5e-4, 0.05, 4
 #: Fraction of training rows whose served model is hidden, as in examples/pretrained/minilm.yaml.
 HIDDEN = 0.2
-NORMAL = 1_000.0  # degrees of freedom of a log-t that is a log-normal
 
 
 class TrainableHead(Protocol):
@@ -45,106 +41,40 @@ class TrainableHead(Protocol):
 
 
 @dataclass(frozen=True)
-class LogTMixture:
-    """K log-t components; K = 1 is the shipped head. If `nu` is None, it is predicted for each component."""
+class LogT:
+    """A log-t distribution, as the shipped head's; nu is predicted if it is None."""
 
-    num: int = 1
     nu: float | None = 3.5
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Number of outputs of each tower: mu, ln sigma and, if needed, mixture logits and raw nu."""
-        return (
-            self.num,
-            self.num,
-            *([self.num] if self.num > 1 else []),
-            *([self.num] if self.nu is None else []),
-        )
+        """Number of outputs of each tower: mu, raw sigma and, if it is predicted, raw nu."""
+        return (1, 1) if self.nu else (1, 1, 1)
 
-    def parameters(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """mu, sigma, ln weight, nu [R, K]."""
-        spread = torch.linspace(-1.0, 1.0, self.num) if self.num > 1 else torch.zeros(1)
-        mu = outputs[0] + spread
+    def parameters(self, outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """mu, sigma, nu [R, 1]."""
+        mu = outputs[0]
         sigma = nn.functional.softplus(outputs[1] + 0.5) + 1e-3
-        weight = torch.log_softmax(outputs[2], dim=-1) if self.num > 1 else torch.zeros_like(mu)
         nu = torch.full_like(mu, self.nu) if self.nu else torch.exp(4.6 * torch.sigmoid(outputs[-1] - 1.0))
-        return tuple(part.double() for part in (mu, sigma, weight, nu))
+        return mu.double(), sigma.double(), nu.double()
 
     def loss(self, outputs: Sequence[Tensor], samples: SampleLengths) -> Tensor:
         """Negative log-likelihood of ln tokens [R]."""
-        mu, sigma, weight, nu = (part.unsqueeze(1) for part in self.parameters(outputs))
-        t = (torch.log(samples.tokens.double()).unsqueeze(-1) - mu) / sigma
-        likelihood = torch.logsumexp(weight + log_density(t, nu) - torch.log(sigma), dim=-1)
+        mu, sigma, nu = self.parameters(outputs)
+        t = (torch.log(samples.tokens.double()) - mu) / sigma
+        likelihood = log_density(t, nu) - torch.log(sigma)
         censored = samples.present & ~samples.finished
         if bool(censored.any()):
-            row, _ = torch.nonzero(censored, as_tuple=True)
-            tail = weight[row, 0] + log_survival(t[censored], nu[row, 0])
-            likelihood = likelihood.masked_scatter(censored, torch.logsumexp(tail, dim=-1))
+            tail = log_survival(t[censored], nu.expand_as(t)[censored])
+            likelihood = likelihood.masked_scatter(censored, tail)
         return -samples.mean(likelihood)
 
-    def cdf(self, outputs: Sequence[Tensor]) -> Array:
-        """CDF on GRID [R, G]."""
-        mu, sigma, weight, nu = (part.numpy()[:, None] for part in self.parameters(outputs))
-        parts = zip(*(np.moveaxis(part, -1, 0) for part in (mu, sigma, weight, nu)), strict=True)
-        return np.asarray(sum(np.exp(w) * stdtr(n, (GRID - m) / s) for m, s, w, n in parts))
 
-
-@dataclass(frozen=True)
-class Quantiles:
-    """Non-crossing quantiles of ln tokens, linear in between, with exponential tails; pinball loss.
-
-    With `nu`, they are the quantiles of a log-t, trained by the same loss.
-    """
-
-    levels: tuple[float, ...] = (0.01, 0.025, *(round(0.05 * step, 2) for step in range(1, 20)), 0.975, 0.99)
-    nu: float | None = None
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Number of outputs of each tower: the median, and the raw gaps or raw sigma."""
-        return (1, len(self.levels) - 1 if self.nu is None else 1)
-
-    def quantiles(self, outputs: Sequence[Tensor]) -> Tensor:
-        """Quantiles of ln tokens [R, L]."""
-        if self.nu is not None:
-            t = torch.tensor(stdtrit(self.nu, self.levels), dtype=torch.float32)
-            return outputs[0] + (nn.functional.softplus(outputs[1] + 0.5) + 1e-3) * t
-        # Before training: the quantiles of a log-normal.
-        gaps = torch.tensor(np.log(np.expm1(np.diff(norm.ppf(self.levels)))), dtype=torch.float32)
-        steps = nn.functional.softplus(outputs[1] + gaps) + 1e-4
-        below = len(self.levels) // 2
-        sums = torch.cumsum(torch.cat([torch.zeros_like(steps[:, :1]), steps], dim=1), dim=1)
-        return outputs[0] + sums - sums[:, below : below + 1]
-
-    def loss(self, outputs: Sequence[Tensor], samples: SampleLengths) -> Tensor:
-        """Pinball loss of the ln tokens, mean over the levels [R]."""
-        levels = torch.tensor(self.levels)
-        limit = torch.log(samples.max_tokens).unsqueeze(-1)
-        quantiles = torch.minimum(self.quantiles(outputs), limit)
-        excess = torch.log(samples.tokens).unsqueeze(-1) - quantiles.unsqueeze(1)
-        return samples.mean(2 * torch.maximum(levels * excess, (levels - 1) * excess).mean(-1))
-
-    def cdf(self, outputs: Sequence[Tensor]) -> Array:
-        """CDF on GRID [R, G]."""
-        q, u = self.quantiles(outputs).double().numpy(), np.array(self.levels)
-        values = np.stack([np.interp(GRID, row, u) for row in q])
-        low = (q[:, 1] - q[:, 0]) / math.log(u[1] / u[0])
-        high = (q[:, -1] - q[:, -2]) / math.log((1 - u[-2]) / (1 - u[-1]))
-        left = u[0] * np.exp(np.minimum(GRID - q[:, :1], 0.0) / low[:, None])
-        right = 1 - (1 - u[-1]) * np.exp(-np.maximum(GRID - q[:, -1:], 0.0) / high[:, None])
-        return np.where(q[:, :1] > GRID, left, np.where(q[:, -1:] < GRID, right, values))
-
-
-Kind = LogTMixture | Quantiles
-HEADS: dict[str, Kind] = {
-    "log-t, nu 3.5": LogTMixture(),
-    "log-t, free nu": LogTMixture(nu=None),
-    "log-normal": LogTMixture(nu=NORMAL),
-    "log-t, pinball": Quantiles(nu=3.5),
-    "2 log-t": LogTMixture(2),
-    "3 log-t": LogTMixture(3),
-    "4 log-t": LogTMixture(4),
-    "23 quantiles": Quantiles(),
+#: The families of TIE's table 4.
+HEADS = {
+    "log-t, nu 3.5": LogT(),
+    "log-t, free nu": LogT(nu=None),
+    "log-normal": LogT(nu=1_000.0),
 }
 
 
@@ -199,12 +129,6 @@ def read_rows(files: Mapping[Path, float], names: Sequence[str], encoder: str, w
         torch.tensor(table.weight.to_numpy(), dtype=torch.float32),
         table,
     )
-
-
-def served_models(files: Iterable[Path]) -> list[str]:
-    """Names of the served models in prepared files."""
-    tables = (pd.read_parquet(file, columns=["model"]) for file in files)
-    return sorted({str(name) for table in tables for name in table.model.dropna()})
 
 
 class Network(nn.Module):
@@ -269,17 +193,12 @@ def train(kind: TrainableHead, rows: Rows, tune: Rows, names: Sequence[str], see
     return network
 
 
-def outputs_of(
-    network: Network, rows: Rows, at: Tensor | None = None, *, hidden: bool = False
-) -> list[Tensor]:
-    """Outputs of the rows `at` (default: all); `hidden` drops served model and temperature."""
+def outputs_of(network: Network, rows: Rows) -> list[Tensor]:
+    """Outputs of each tower for all rows [R, n]."""
     network.eval()
-    parts = []
     with torch.no_grad():
-        chosen = torch.arange(len(rows.prompt)) if at is None else at
-        for part in torch.split(chosen, 2048):
-            model, temperature = rows.model[part], rows.temperature[part]
-            if hidden:
-                model, temperature = torch.zeros_like(model), temperature * math.nan
-            parts.append(network(rows.features[rows.prompt[part]], model, temperature))
+        parts = [
+            network(rows.features[rows.prompt[part]], rows.model[part], rows.temperature[part])
+            for part in torch.split(torch.arange(len(rows.prompt)), 2048)
+        ]
     return [torch.cat(part) for part in zip(*parts, strict=True)]
