@@ -1,6 +1,6 @@
 """Number of outputs per prompt that training needs: likelihood of raw outputs or MSE of fitted parameters.
 
-    python -m benchmarks.training.samples_per_prompt --train FILE [FILE] --calibration FILE --report FILE [--counts 1,3,10]
+    python -m benchmarks.training.samples_per_prompt --train FILE [FILE] --calibration FILE --report FILE [--counts 1 3 10]
         [--markdown docs/samples.md]
 
 FILEs are samples (samples/2) with several outputs per (prompt, served model). All variants train the same
@@ -17,15 +17,18 @@ of coverage and CRPS, both are also calibrated (`calibrate`) on the prompts of -
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
-from benchmarks.shared.study import METRICS, Values, metrics_of, run_study, study_parser, write_selected
+from benchmarks.shared.command import Parser
+from benchmarks.shared.pages import put_section
+from benchmarks.shared.pooled import ENCODER
+from scheduler_core.report.page import markdown_table
 from training.correcting.calibrate import calibrate
 from training.correcting.config import CalibrateConfig
 from training.evaluating.config import EvaluateConfig
@@ -35,37 +38,68 @@ from training.network.tasks import LengthTask
 from training.network.train import train
 
 SECTION = "samples per prompt"
+#: Column -> path of the metric in the report of `evaluate`.
+METRICS = {
+    "R2 mu": ("mu", "r2"),
+    "tau": ("kendall_tau", "median_vs_fitted_mu"),
+    "R2 log1p sigma": ("sigma_log1p", "r2"),
+    "CRPS": ("crps_tokens",),
+    **{level.upper(): ("coverage", level, "estimate") for level in ("p50", "p90", "p99")},
+}
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """Trains, evaluates and prints a line for each variant; returns 2 if a file is missing or invalid."""
-    parser = study_parser(__doc__)
-    parser.add_argument("--counts", default="1,3,10", help="outputs per row")
+def main(args: Sequence[str] | None = None) -> None:
+    """Trains, evaluates and prints the table."""
+    parser = Parser(__doc__)
+    parser.add_argument("--train", nargs="+", required=True, help="samples to train on")
+    parser.add_argument("--calibration", required=True, help="samples for early stopping and calibration")
+    parser.add_argument("--report", required=True, help="samples to evaluate on")
+    parser.add_argument("--counts", type=int, nargs="+", default=[1, 3, 10], help="outputs per row")
+    parser.add_argument("--epochs", type=int, default=12, help="maximum number of epochs")
+    parser.add_argument("--markdown", help="page whose table is replaced")
     options = parser.parse_args(args)
-    return run_study(options, SECTION, ("objective", *METRICS), _rows(options))
-
-
-def _rows(options: argparse.Namespace) -> Iterator[tuple[list[str], Values]]:
-    counts = [int(count) for count in options.counts.split(",")]
-    sides = [("nll", count) for count in counts] + [("mse", count) for count in counts if count >= 3]
-    with tempfile.TemporaryDirectory(dir=options.work) as folder:
+    sides = [("nll", count) for count in options.counts]
+    sides += [("mse", count) for count in options.counts if count >= 3]
+    lines = []
+    with tempfile.TemporaryDirectory() as folder:
         for objective, count in sides:
             name = f"{objective}-{count}"
-            for stage, report in _measure(Path(folder) / name, objective, count, options).items():
-                label = f"{name} calibrated" if stage == "calibrated" else name
-                yield [label], metrics_of(report, METRICS)
+            for label, report in _reports(Path(folder) / name, objective, count, options):
+                lines.append([f"{name}{label}", *_cells(report)])
+                print(*lines[-1], sep=" | ", flush=True)
+    text = markdown_table(("objective", *METRICS), lines)
+    print(f"\n{text}")
+    if options.markdown:
+        put_section(options.markdown, SECTION, text)
 
 
-def _measure(folder: Path, objective: Any, count: int, options: argparse.Namespace) -> dict[str, Any]:
+def _cells(report: Mapping[str, Any]) -> Iterator[str]:
+    for path in METRICS.values():
+        value: Any = report
+        for key in path:
+            value = value[key]
+        yield "-" if value is None else f"{value:.3f}"
+
+
+def _reports(
+    folder: Path, objective: Any, count: int, options: argparse.Namespace
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Reports of `evaluate` of the trained predictor, and of the calibrated one."""
     folder.mkdir()
-    few = write_selected(options.train, folder, lambda table: pc.less(table["sample_index"], count))
+    files = []
+    for number, file in enumerate(options.train):
+        rows = pq.read_table(file)
+        files.append(str(folder / f"{number}.parquet"))
+        pq.write_table(rows.filter(pc.less(rows["sample_index"], count)), files[-1])
+
+    checkpoint, calibrated = (str(folder / name) for name in ("checkpoint", "calibrated"))
     train(
         TrainConfig(
-            data=few,
+            data=files,
             validation=options.calibration,
-            out=str(folder / "checkpoint"),
-            encoder=options.encoder,
-            max_length=options.max_length,
+            out=checkpoint,
+            encoder=ENCODER,
+            max_length=192,
             prompt_length=True,
             # sigma of nll includes the predictor's error; the variance within a prompt needs several outputs.
             length=LengthTask(objective=objective, within=objective == "nll" and count >= 3),
@@ -77,28 +111,19 @@ def _measure(folder: Path, objective: Any, count: int, options: argparse.Namespa
             progress=False,
         )
     )
-    calibrate(
-        CalibrateConfig(
-            predictor=str(folder / "checkpoint"),
-            data=options.calibration,
-            out=str(folder / "calibrated"),
-            progress=False,
-        )
-    )
-    reports = {}
-    for stage in ("checkpoint", "calibrated"):
+    calibrate(CalibrateConfig(predictor=checkpoint, data=options.calibration, out=calibrated, progress=False))
+    for predictor, label in ((checkpoint, ""), (calibrated, " calibrated")):
         report = evaluate(
             EvaluateConfig(
-                predictor=str(folder / stage),
+                predictor=predictor,
                 data=options.report,
-                json=str(folder / f"{stage}.json"),
+                json=f"{predictor}.json",
                 ceiling=False,
                 progress=False,
             )
         )
-        reports[stage] = report["model"]
-    return reports
+        yield label, report["model"]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from scipy import stats
@@ -14,24 +13,11 @@ from benchmarks.correcting import online_calibration
 from benchmarks.reproduce.study import Effort
 from benchmarks.reproduce.tie_lengths import figure_7, figure_8, tails
 from benchmarks.shared.pages import put_section
-from benchmarks.shared.study import values_of, write_selected
 from scheduler_core.errors import InputError
 from scheduler_core.report.page import markdown_table
 
 HALF = ("<!-- a --> alone", "<!-- end of a -->", "<!-- end of a --><!-- a -->")
 QUICK = Effort(quick=True)
-
-
-def test_rows_are_selected_out_of_several_files(tmp_path):
-    files = [str(tmp_path / name) for name in ("a.parquet", "b.parquet")]
-    pq.write_table(pa.table({"model": ["x", "y"], "sample_index": [0, 5]}), files[0])
-    pq.write_table(pa.table({"model": ["z"], "sample_index": [7], "more": [1.0]}), files[1])
-    assert values_of(files, "model") == {"x", "y", "z"}
-    (tmp_path / "out").mkdir()
-    found = write_selected(files, tmp_path / "out", lambda rows: pc.less(rows["sample_index"], 6))
-    assert [pq.read_table(file).num_rows for file in found] == [2]
-    with pytest.raises(InputError, match="--train"):
-        write_selected(files, tmp_path / "out", lambda rows: pc.less(rows["sample_index"], 0))
 
 
 def test_online_calibration_of_a_model_and_a_source_left_out(tmp_path, capsys, monkeypatch):
