@@ -1,15 +1,9 @@
 """Studies under benchmarks/: their pages and tables, and lengths whose answer is known."""
 
-import json
-from pathlib import Path
-
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from scipy import stats
 
-from benchmarks.correcting import online_calibration
 from benchmarks.reproduce.study import Effort
 from benchmarks.reproduce.tie_lengths import figure_7, figure_8, tails
 from benchmarks.shared.pages import put_section
@@ -18,38 +12,6 @@ from scheduler_core.report.page import markdown_table
 
 HALF = ("<!-- a --> alone", "<!-- end of a -->", "<!-- end of a --><!-- a -->")
 QUICK = Effort(quick=True)
-
-
-def test_online_calibration_of_a_model_and_a_source_left_out(tmp_path, capsys, monkeypatch):
-    """Outputs of model b are three times as long as those of a and c."""
-    rng = np.random.default_rng(0)
-    rows = []
-    for number in range(600):
-        words = int(rng.integers(2, 60))
-        for model, factor in (("a", 1.0), ("b", 3.0), ("c", 1.0)):
-            tokens = np.exp(np.log(10 * words * factor) + 0.3 * rng.standard_t(3.5, 4)).astype(int) + 1
-            row = {"prompt": f"prompt {number}", "model": model, "dataset": "xy"[number % 2]}
-            rows.append(row | {"prompt_tokens": words, "output_tokens": tokens.tolist()})
-    data, page, out = (str(tmp_path / name) for name in ("d.parquet", "page.md", "out.json"))
-    pq.write_table(pa.Table.from_pylist(rows), data)
-    features = rng.normal(size=(600, 3 * 3 + 1))
-    monkeypatch.setattr(online_calibration, "pooled", lambda encoder, texts, cache: features[: len(texts)])
-    words = [data, "--work", str(tmp_path), "--counts", "0", "200", "--seeds", "2"]
-    more = ["--markdown", page, "--json", out, "--load", "1.5", "--requests", "300"]
-    assert online_calibration.main([*words, *more]) == 0
-    found = json.loads(Path(out).read_text())
-    assert found["model"]["units"] == ["a", "b", "c"]
-    crps = np.array(found["model"]["scores"])[1, :, 1]
-    assert crps[1] < 0.5 * crps[0]
-    assert crps[1] == pytest.approx(found["model"]["trained"][1][1], rel=0.1)
-    assert len(found["source"]["units"]) == 6
-    assert Path(page).read_text().count("| trained on it |") == 3
-    table = pa.Table.from_pylist([row | {"mu": 5.0, "sigma": 0.9, "nu": 3.5} for row in rows])
-    pq.write_table(table.select(["prompt", "model", "mu", "sigma", "nu"]), tmp_path / "p.parquet")
-    words += ["--predictions", str(tmp_path / "p.parquet"), "--leave_out", "model"]
-    assert online_calibration.main(words) == 0
-    assert "| 200 |" in capsys.readouterr().out
-    assert online_calibration.main([]) == 0
 
 
 def test_only_the_section_is_replaced(tmp_path):
