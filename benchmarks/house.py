@@ -39,50 +39,12 @@ GOALS = {
     f"commit subjects above {SUBJECT_CHARACTERS} characters": "0",
 }
 #: Names that do not describe what a variable holds.
-_VARIABLES = {
-    "found",
-    "given",
-    "wanted",
-    "known",
-    "seen",
-    "kept",
-    "made",
-    "shown",
-    "told",
-    "asked",
-    "place",
-    "places",
-}
+_VARIABLES = re.compile("found|given|wanted|known|seen|kept|made|shown|told|asked|places?")
 #: Non-standard terms in identifiers.
-_WORDS = {
-    "answer",
-    "answers",
-    "asked",
-    "told",
-    "seat",
-    "room",
-    "rooms",
-    "cohort",
-    "nobody",
-    "grave",
-    "strangers",
-    "rival",
-    "judged",
-    "contender",
-    "subject",
-    "material",
-    "law",
-    "laws",
-    "spread",
-    "capped",
-    "cap",
-    "cut",
-    "stretch",
-    "stretches",
-    "hears",
-    "beside",
-    "alone",
-}
+_WORDS = re.compile(
+    "answers?|asked|told|seat|rooms?|cohort|nobody|grave|strangers|rival|judged|contender|subject|material|laws?"
+    "|spread|capped|cap|cut|stretch(?:es)?|hears|beside|alone"
+)
 _PHRASES = re.compile(
     r"\b(who(?:ever)? is|nobody|somebody|is told|are told|says? (?:so|nothing|what|which|how)|cut answers?"
     r"|answers? (?:cut|that)|whole numbers?|do not fall|of its own accord|the user's word)\b",
@@ -163,7 +125,7 @@ def _wording(files: Mapping[str, str]) -> tuple[int, int]:
         tree = ast.parse(text)
         for name in _names(tree):
             parts = re.findall("[a-z]+", re.sub("([A-Z])", r"_\1", name).lower())
-            identifiers += 1 if name in _VARIABLES else sum(part in _WORDS for part in parts)
+            identifiers += bool(_VARIABLES.fullmatch(name)) or sum(map(bool, map(_WORDS.fullmatch, parts)))
         for node in ast.walk(tree):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 phrases += len(_PHRASES.findall(ast.get_docstring(node) or ""))
@@ -221,11 +183,7 @@ def _circles(product: Mapping[str, str]) -> tuple[list[set[str]], list[set[str]]
         if depth is not None:
             siblings.add((".".join(parts[: depth + 1]), ".".join(others[: depth + 1])))
     return tuple(  # type: ignore[return-value]
-        [
-            circle
-            for circle in networkx.strongly_connected_components(networkx.DiGraph(graph))
-            if len(circle) > 1
-        ]
+        [each for each in networkx.strongly_connected_components(networkx.DiGraph(graph)) if len(each) > 1]
         for graph in (edges, siblings)
     )
 

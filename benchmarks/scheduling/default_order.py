@@ -26,9 +26,10 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from benchmarks.shared.castillo import report_rows
 from benchmarks.shared.command import Parser
 from benchmarks.shared.pages import mean_cell
+from data_gen.splits import split_of
+from examples.pretrained.prepare import FRACTIONS, SPLIT_SEED, prompt_hash
 from predictors.pretrained import artifact_folder
 from scheduler_core.prediction.predictions import LengthPrediction, Prediction
 from scheduler_core.report.page import markdown_table
@@ -66,7 +67,9 @@ class Population:
 
 def read_population(data: Path) -> Population:
     """The report split of CASTILLO's validation prompts, with predictions."""
-    table = report_rows(data / "castillo_validation.parquet")
+    table = pd.read_parquet(data / "castillo_validation.parquet")
+    split = table.prompt.map(lambda text: split_of(prompt_hash(text), SPLIT_SEED, FRACTIONS))
+    table = table[split == "test"].reset_index(drop=True)
     predictor = open_batch_predictor(
         artifact_folder("pretrained"), InferenceOptions(threads=1, progress=False)
     )
