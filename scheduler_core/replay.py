@@ -10,7 +10,7 @@ from scheduler_core.engine.plan import StepResult
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.policies import make_policy
 from scheduler_core.prediction.predictions import HEADS, Prediction
-from scheduler_core.request import Request, RequestState
+from scheduler_core.request import Request, RequestState, Segment
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.shell.files import existing_file
 
@@ -78,10 +78,13 @@ def replay(entries: Iterable[Entry]) -> Scheduler:
 def _argument(name: str, content: Any) -> Any:
     match name:
         case "request":
-            return Request(**content)
+            return _request(content)
         case "result":
             ends_s = tuple(content.get("ends_s", ()))
-            return StepResult(content["step"], tuple(content["stopped"]), content["num_steps"], ends_s)
+            ended_by = content.get("ended_by", {})
+            return StepResult(
+                content["step"], tuple(content["stopped"]), content["num_steps"], ends_s, ended_by
+            )
         case "prediction" if content is not None:
             return _prediction(content)
         case "state":
@@ -89,9 +92,13 @@ def _argument(name: str, content: Any) -> Any:
     return content
 
 
+def _request(content: Entry) -> Request:
+    return Request(**{**content, "content": tuple(Segment(*item) for item in content["content"])})
+
+
 def _state(content: Entry) -> RequestState:
     """The state of a request that was moved from another replica."""
-    state = RequestState(Request(**content["request"]), order=0)
+    state = RequestState(_request(content["request"]), order=0)
     for name in content.keys() - {"request", "request_id", "prediction", *HEADS}:
         setattr(state, name, content[name])
     state.apply_prediction(_prediction({**content, "length": content["prediction"]}))

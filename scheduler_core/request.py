@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.predictions import (
@@ -33,6 +34,13 @@ class Phase(Enum):
     DECODE = "decode"
 
 
+class Segment(NamedTuple):
+    """The first `num_tokens` tokens, > 0, of the text that is named `key`, as a part of a prompt."""
+
+    key: str
+    num_tokens: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A request at its arrival. `InputError` if a field is outside its range.
@@ -49,8 +57,11 @@ class Request:
         ttft_slo_s: Target of the time from arrival to the first token, in seconds > 0.
         tbt_slo_s: Target of the time between two tokens, in seconds > 0.
         ttlt_slo_s: Target of the time from arrival to the last token, in seconds > 0.
-        cached_prefix_tokens: Leading prompt tokens that are in the engine's prefix cache, 0 to prompt_tokens
-            - 1. They need no prefill when the request is first admitted.
+        session: Identity of the agent or chat session of which it is a turn; empty: none.
+        content: Segments of which the prompt consists, in order, for prefix caching. Two prompts have the same leading
+            tokens as far as their segments are equal, and within the first pair of segments that only have the same key
+            up to the shorter length. Nobody shares the rest of a prompt that is longer than its segments; the
+            output continues the last segment of a prompt that is not.
     """
 
     request_id: str
@@ -63,7 +74,8 @@ class Request:
     ttft_slo_s: float | None = None
     tbt_slo_s: float | None = None
     ttlt_slo_s: float | None = None
-    cached_prefix_tokens: int = 0
+    session: str = ""
+    content: tuple[Segment, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.request_id:
@@ -74,8 +86,11 @@ class Request:
         self._check_integer("max_tokens", 1, math.inf, "integers > 0")
         self._check_integer("tier", 0, MAX_TIERS - 1, f"integers from 0 to {MAX_TIERS - 1}")
         self._check_integer("priority", -math.inf, math.inf, "integers")
-        last = self.prompt_tokens - 1
-        self._check_integer("cached_prefix_tokens", 0, last, "integers from 0 to prompt_tokens - 1")
+        if self.content:
+            sizes = [segment.num_tokens for segment in self.content]
+            if min(sizes) < 1 or sum(sizes) > self.prompt_tokens:
+                allowed = "segments of at least one token, together at most prompt_tokens"
+                raise InputError(f"content of request {self.request_id}", sizes, allowed)
         for name in ("ttft_slo_s", "tbt_slo_s", "ttlt_slo_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -98,6 +113,10 @@ class RequestState:
         prediction: Predicted length.
         prefill_target_tokens: Tokens to process before the next token can be sampled: the prompt, and after a
             preemption by recompute also the tokens generated so far.
+        cached_tokens: Leading tokens that need no prefill because the engine's prefix cache had them at the latest look:
+            before each step while it waits, at its admission while it runs.
+        host_cached_tokens: Those of them that have to be copied from host memory.
+        ended_by: How its output ended, as far as that is known at the end, such as tool_use or end_turn; else empty.
         num_computed_tokens: Tokens with keys and values: in the cache while it runs, on the host while it waits.
         kv_tokens: Tokens for which it holds blocks of the cache; 0 while it waits.
         num_output_tokens: Tokens generated so far.
@@ -115,6 +134,9 @@ class RequestState:
     rank: RankPrediction | None = None
     point: PointPrediction | None = None
     prefill_target_tokens: int = 0
+    cached_tokens: int = 0
+    host_cached_tokens: int = 0
+    ended_by: str = ""
     num_computed_tokens: int = 0
     kv_tokens: int = 0
     num_output_tokens: int = 0
@@ -138,6 +160,11 @@ class RequestState:
     def phase(self) -> Phase:
         """PREFILL until the target is reached, then DECODE."""
         return Phase.PREFILL if self.num_computed_tokens < self.prefill_target_tokens else Phase.DECODE
+
+    @property
+    def uncached_tokens(self) -> int:
+        """Tokens to process before the next output token if it is admitted now; for waiting requests."""
+        return max(self.known_tokens - max(self.cached_tokens, self.num_computed_tokens), 0)
 
     @property
     def known_tokens(self) -> int:

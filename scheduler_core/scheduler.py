@@ -72,6 +72,8 @@ class Scheduler:
         )
         #: None if the policy does not implement it, to avoid a call for every token of every request.
         self._on_tokens = None if type(policy).on_tokens is Policy.on_tokens else policy.on_tokens
+        self._measures = "costs" in policy.inputs
+        self._shares = config.prefix_caching
         self._now = -math.inf
         self._num_steps = 0
         self._open: tuple[StepPlan, Batch] | None = None
@@ -139,6 +141,7 @@ class Scheduler:
         self._check_new(request)
         self._now = now
         state = RequestState(request, order=self.counters.num_added)
+        self.pool.look_up(state)
         self.policy.on_arrival(state, now)
         self.pool.enter(state, now)
         self.counters.num_added += 1
@@ -244,6 +247,9 @@ class Scheduler:
         if finished:
             self.counters.num_finished += len(finished)
         step_s = (now - self._opened_s) / result.num_steps
+        if self._measures:
+            copied = sum([transfer.num_tokens for transfer in plan.swapped_in])
+            self.pool.costs.observe(step_s, plan.num_prefill_tokens, len(plan.decodes), copied)
         if bounds:
             self.policy.on_steps(now, [end - start for start, end in pairwise(bounds)])
         else:
@@ -269,7 +275,7 @@ class Scheduler:
                     self._on_tokens(state, chunk.num_tokens, now)
                 if chunk.is_last or self._on_tokens is not None:
                     if state.num_output_tokens >= state.request.max_tokens or state.request_id in stopped:
-                        self._end(state, stopped, finished)
+                        self._end(state, result, finished)
                     if chunk.is_last and group is not None and state.status is Status.RUNNING:
                         self.pool.prefilled(state)
         if group is None:
@@ -279,7 +285,7 @@ class Scheduler:
             if on_tokens is not None:
                 on_tokens(state, num_steps, now)
             if state.num_output_tokens >= state.request.max_tokens or state.request_id in stopped:
-                self._end(state, stopped, finished)
+                self._end(state, result, finished)
         return finished
 
     def _decode_in_lockstep(
@@ -328,21 +334,24 @@ class Scheduler:
         if state.num_computed_tokens > state.kv_tokens:
             grown = self.pool.grow(state, state.num_computed_tokens)
             assert grown, "a prompt was admitted without memory"
+        if self._shares:
+            self.pool.kv.publish(state)
         if chunk.is_last:
             state.decode_entered_s = state.last_token_s = now
             state.num_output_tokens += 1
             if state.first_token_s is None:
                 state.first_token_s = now
 
-    def _end(self, state: RequestState, stopped: tuple[str, ...], finished: list[Finished]) -> None:
+    def _end(self, state: RequestState, result: StepResult, finished: list[Finished]) -> None:
         """Removes a finished request and appends its result to `finished`."""
+        state.ended_by = result.ended_by.get(state.request_id, "")
         self.pool.leave(state)
         self.policy.on_finish(state)
         assert state.first_scheduled_s is not None and state.first_token_s is not None  # noqa: PT018
         finished.append(
             Finished(
                 request_id=state.request_id,
-                reason="stop" if state.request_id in stopped else "length",
+                reason="stop" if state.request_id in result.stopped else "length",
                 output_tokens=state.num_output_tokens,
                 num_preemptions=state.num_preemptions,
                 first_scheduled_s=state.first_scheduled_s,
@@ -454,6 +463,7 @@ class Scheduler:
         pool.start_step(now)
         pressed = self.policy.on_pressure(len(pool.waiting), self.config.max_num_seqs)
         if pressed or self.policy.key_changes == "with_time":
+            pool.look_up_all()
             pool.waiting.rekey_all(now)
             if pressed and pool.evictions is not None:
                 pool.evictions.rekey_all(now)

@@ -74,12 +74,13 @@ class Batch:
 
     def admit(self, pool: Pool, state: RequestState, now: float, reserve_tokens: int | None = None) -> bool:
         """Admits a waiting request if a slot and memory are free, see `Pool.admit`; adds no tokens."""
-        offloaded_tokens = state.num_computed_tokens
+        copied_tokens = state.num_computed_tokens
         if not pool.admit(state, now, reserve_tokens):
             return False
         self.admitted.append(state.request_id)
-        if offloaded_tokens:
-            self.swapped_in.append(KVTransfer(state.request_id, offloaded_tokens))
+        copied_tokens = copied_tokens or state.host_cached_tokens
+        if copied_tokens:
+            self.swapped_in.append(KVTransfer(state.request_id, copied_tokens))
         return True
 
     def fill(self, pool: Pool, prefilling: list[RequestState], now: float) -> None:
@@ -172,10 +173,8 @@ def still_running(states: Iterable[RequestState]) -> Iterable[RequestState]:
     return (state for state in states if state.status is Status.RUNNING)
 
 
-def prefill_tokens_ahead(state: RequestState) -> int:
+def prefill_tokens_ahead(pool: Pool, state: RequestState) -> int:
     """Tokens that a waiting request must process after its admission before its next output token."""
-    if state.first_scheduled_s is None:
-        return state.request.prompt_tokens - state.request.cached_prefix_tokens
     if state.num_computed_tokens >= state.prefill_target_tokens:
         return 0
-    return state.known_tokens - state.num_computed_tokens
+    return state.known_tokens - max(state.num_computed_tokens, pool.find_tokens(state))

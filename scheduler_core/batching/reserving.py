@@ -38,7 +38,7 @@ class Orca(BatchFormer):
         batch.add_decodes(pool.by_phase()[1])
         while True:
             head = pool.waiting.peek()
-            if head is None or prefill_tokens_ahead(head) > batch.budget:
+            if head is None or prefill_tokens_ahead(pool, head) > batch.budget:
                 return batch
             if not _admit_with_longest_output(pool, batch, head, now):
                 return batch

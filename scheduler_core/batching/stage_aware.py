@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 
 from scheduler_core.batching.base import BatchFormer, steps_that_fit
-from scheduler_core.batching.batch import Batch, prefill_tokens_ahead
+from scheduler_core.batching.batch import Batch
 from scheduler_core.engine.kv_cache import Limits
 from scheduler_core.engine.pool import Pool
 from scheduler_core.kv_cost import Form, KVCost
@@ -149,4 +149,4 @@ def _decodes(state: RequestState) -> bool:
     """Whether the request needs no prefill before its next token."""
     if state.status is Status.RUNNING:
         return state.num_computed_tokens >= state.prefill_target_tokens
-    return prefill_tokens_ahead(state) == 0
+    return state.num_computed_tokens >= state.prefill_target_tokens

@@ -135,7 +135,7 @@ class OneOrder(BatchFormer):
         head = pool.waiting.peek()
         if head is None or pool.num_running >= pool.max_running:
             return False
-        remaining = prefill_tokens_ahead(head)
+        remaining = prefill_tokens_ahead(pool, head)
         num_tokens = head.known_tokens - remaining + min(remaining, least_budget)
         return pool.kv.fits(num_tokens, waive_watermark=False)
 
@@ -158,7 +158,7 @@ class OneOrder(BatchFormer):
         return True
 
     def _admit(self, pool: Pool, batch: Batch, state: RequestState, later: _Later, now: float) -> bool:
-        remaining = prefill_tokens_ahead(state)
+        remaining = prefill_tokens_ahead(pool, state)
         tokens = state.known_tokens - remaining + min(remaining, batch.budget)
         while not batch.admit(pool, state, now, tokens):
             victim = self._victim(pool, state, later, now) if pool.policy.preemptive else None

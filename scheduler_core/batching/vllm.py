@@ -47,7 +47,7 @@ class Vllm(BatchFormer):
         longest = 0
         while True:
             head = pool.waiting.peek()
-            if head is None or (tokens := prefill_tokens_ahead(head)) > batch.budget:
+            if head is None or (tokens := prefill_tokens_ahead(pool, head)) > batch.budget:
                 break
             if self.padded:
                 longest = max(longest, tokens)

@@ -12,7 +12,7 @@ from scheduler_core.shell.files import atomic_file
 
 Entry = dict[str, Any]
 
-SCHEMA = "tailcast.decisions/3"
+SCHEMA = "tailcast.decisions/4"
 
 
 class DecisionLog:
@@ -43,8 +43,10 @@ def _plain(value: Any) -> Any:
             del content["status"], content["order"], content["kv_tokens"], content["_risk"]
         if isinstance(value, Prediction):
             content = {name: content[name] for name in HEADS}
-        if isinstance(value, StepResult) and not value.ends_s:
-            del content["ends_s"]
+        if isinstance(value, StepResult):
+            for name in ("ends_s", "ended_by"):
+                if not content[name]:
+                    del content[name]
         return _plain(content)
     if isinstance(value, dict):
         # Empty quantiles are left out, so that logs of log-t predictions keep their format.

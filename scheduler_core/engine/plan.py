@@ -3,7 +3,8 @@
 The classes created in every step are not frozen, because frozen classes are several times slower to construct.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 
@@ -72,12 +73,14 @@ class StepResult:
             `Scheduler.steady_steps`). `stopped` refers to the last one.
         ends_s: End times of all steps but the last, if the policy needs them (`Scheduler.wants_step_ends`).
             Empty: all steps took equally long.
+        ended_by: How the outputs of requests have ended, by id, as far as known, such as tool_use or end_turn.
     """
 
     step: int
     stopped: tuple[str, ...] = ()
     num_steps: int = 1
     ends_s: tuple[float, ...] = ()
+    ended_by: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

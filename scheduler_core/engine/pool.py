@@ -7,10 +7,15 @@ from contextlib import closing
 
 from scheduler_core.engine.kv_cache import KVCache, Preemption
 from scheduler_core.engine.lockstep import LockstepGroup
+from scheduler_core.engine.prefix_cache import Hit
 from scheduler_core.engine.queues import EvictionQueue, WaitingQueue
+from scheduler_core.engine.step_costs import StepCosts
 from scheduler_core.policies.base import Policy
 from scheduler_core.prediction.predictions import Prediction
-from scheduler_core.request import RequestState, Status
+from scheduler_core.request import RequestState, Segment, Status
+
+#: Sessions whose contexts are remembered before those without any block are dropped.
+_MIN_CONTEXTS = 4096
 
 
 class Pool:
@@ -56,6 +61,21 @@ class Pool:
         self._num_admitted = 0
         #: Requests of other replicas that have blocks and a slot reserved here; `max_running` excludes those slots.
         self.reserved: set[str] = set()
+        self.costs = StepCosts()
+        self._holds = type(policy).may_admit is not Policy.may_admit
+        #: Content, prompt tokens and computed tokens of the last request of each session.
+        self._contexts: dict[str, tuple[tuple[Segment, ...], int, int]] = {}
+        self._max_contexts = _MIN_CONTEXTS
+        #: `PrefixCache.version` as of the last look.
+        self._version = -1
+        if kv.prefixes is not None and policy.orders_retention:
+            kv.prefixes.retention = policy.retention_key
+        policy.bind(self)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """See `EngineView`."""
+        return self.kv.capacity_tokens
 
     @property
     def states(self) -> Mapping[str, RequestState]:
@@ -139,6 +159,8 @@ class Pool:
 
     def start_step(self, now: float) -> None:
         """Updates keys that change from step to step; called before each step."""
+        if self.kv.prefixes is not None:
+            self.kv.prefixes.start_step()
         if self.evictions is not None:
             self.evictions.start_step()
         for state in self.policy.take_changed(now):
@@ -154,16 +176,17 @@ class Pool:
         those of the method of that name). Returns False if there is no free slot or too few blocks."""
         running = self._running
         tokens = self.reserve_tokens(state) if reserve_tokens is None else reserve_tokens
-        if len(running) >= self.max_running:
+        if len(running) >= self.max_running or not self._may_admit(state, now):
             return False
-        if not self.kv.admit(state.request_id, tokens, waive_watermark=not running):
+        hit = self.kv.find(state)
+        if not self.kv.admit(state.request_id, tokens, waive_watermark=not running, hit=hit):
             return False
         self._stop_waiting(state)
+        self._set_cached(state, hit)
         state.status = Status.RUNNING
         if state.num_computed_tokens < state.prefill_target_tokens:
             state.prefill_target_tokens = state.known_tokens
-            if state.first_scheduled_s is None:
-                state.num_computed_tokens = state.request.cached_prefix_tokens
+            state.num_computed_tokens = max(state.num_computed_tokens, state.cached_tokens)
         if state.first_scheduled_s is None:
             state.first_scheduled_s = now
         running[state.request_id] = state
@@ -199,7 +222,7 @@ class Pool:
             offload_tokens = state.num_computed_tokens if self.preemption == "swap" else 0
         if offload_tokens == 0 or not self.kv.offload(state.request_id, offload_tokens):
             offload_tokens = 0
-            self.kv.release(state.request_id)
+            self._release(state)
         if offload_tokens < state.num_computed_tokens:
             state.prefill_target_tokens = state.known_tokens
         state.status = Status.WAITING
@@ -219,7 +242,7 @@ class Pool:
     def victims_for(self, state: RequestState, now: float) -> list[RequestState] | None:
         """The minimum set of running requests to evict so that a waiting one can be admitted. None if it may
         not displace enough of them, or if none has to be evicted."""
-        if self.evictions is None:
+        if self.evictions is None or not self._may_admit(state, now):
             return None
         tokens = self.reserve_tokens(state)
         first = self.evictions.first_displaceable(now)
@@ -241,7 +264,7 @@ class Pool:
     def _would_fit(self, num_tokens: int, victims: list[RequestState]) -> bool:
         """Whether a request of `num_tokens` tokens could be admitted after the eviction of `victims`."""
         num_running = len(self._running) - len(victims)
-        freed_blocks = sum(self.kv.held_by(victim.request_id) for victim in victims)
+        freed_blocks = sum(self.kv.freed_by(victim.request_id) for victim in victims)
         return num_running < self.max_running and self.kv.fits(
             num_tokens, waive_watermark=num_running == 0, freed_blocks=freed_blocks
         )
@@ -252,8 +275,57 @@ class Pool:
             self._stop_waiting(state)
         else:
             self._stop_running(state)
-        self.kv.release(state.request_id)
+        self._release(state)
         self._forget(state)
+
+    def find_tokens(self, state: RequestState) -> int:
+        """Tokens of a waiting request that the prefix cache has now."""
+        hit = self.kv.find(state)
+        return (hit.num_blocks + hit.num_host_blocks) * self.kv.block_tokens
+
+    def look_up(self, state: RequestState) -> None:
+        """Updates `cached_tokens` of a request before its key is computed."""
+        if self.kv.prefixes is not None and state.request.content:
+            self._set_cached(state, self.kv.find(state))
+
+    def _set_cached(self, state: RequestState, hit: Hit) -> None:
+        size = self.kv.block_tokens
+        state.cached_tokens = (hit.num_blocks + hit.num_host_blocks) * size
+        state.host_cached_tokens = hit.num_host_blocks * size
+
+    def look_up_all(self) -> None:
+        """Updates what the policy reads of the prefix cache, before keys are computed."""
+        prefixes = self.kv.prefixes
+        if prefixes is None:
+            return
+        if "cached" in self.policy.inputs and prefixes.version != self._version:
+            self._version = prefixes.version
+            for state in self.waiting:
+                self.look_up(state)
+
+    def resident_tokens(self, session: str) -> int:
+        """See `EngineView`."""
+        context, prefixes = self._contexts.get(session), self.kv.prefixes
+        if context is None or prefixes is None:
+            return 0
+        hit = prefixes.find(*context)
+        return hit.num_blocks * self.kv.block_tokens
+
+    def _may_admit(self, state: RequestState, now: float) -> bool:
+        return not (self._holds and self._running) or self.policy.may_admit(state, now)
+
+    def _release(self, state: RequestState) -> None:
+        """Frees the memory of a request; the prefix cache keeps what it has computed."""
+        request = state.request
+        if self.kv.prefixes is not None and request.content and self.kv.held_by(state.request_id):
+            self.kv.publish(state)
+            if request.session:
+                tokens = state.num_computed_tokens
+                self._contexts[request.session] = (request.content, request.prompt_tokens, tokens)
+                if len(self._contexts) > self._max_contexts:
+                    self._contexts = {n: c for n, c in self._contexts.items() if self.resident_tokens(n)}
+                    self._max_contexts = max(2 * len(self._contexts), _MIN_CONTEXTS)
+        self.kv.release(state.request_id, request.session)
 
     def reserve(self, request_id: str, num_blocks: int) -> bool:
         """Reserves `num_blocks` more blocks for a request of another replica, and at its first call a slot.
@@ -307,6 +379,7 @@ class Pool:
         self._on_running(state, now)
 
     def _wait(self, state: RequestState, now: float) -> None:
+        self.look_up(state)
         self.waiting.push(state, now)
         self.waiting_prefill_tokens += state.known_tokens - state.num_computed_tokens
 

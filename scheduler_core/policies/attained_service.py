@@ -89,7 +89,7 @@ class Mlfq(Policy):
 
     def on_arrival(self, state: RequestState, now: float) -> None:
         request = state.request
-        first_s = (request.prompt_tokens - request.cached_prefix_tokens) * self.prefill_token_s
+        first_s = (request.prompt_tokens - state.cached_tokens) * self.prefill_token_s
         level = 0
         while self.quantum_s(level) < first_s:
             level += 1

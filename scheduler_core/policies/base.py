@@ -2,13 +2,48 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Protocol
 
 from scheduler_core.request import RequestState
 
 KeyChanges = Literal["never", "on_event", "with_time"]
 RunningKeys = Literal["on_event", "on_tokens"]
 Progress = Literal["unused", "in_runs", "every_step"]
+
+
+class Costs(Protocol):
+    """Seconds of the engine's time, as measured (`engine.step_costs.StepCosts`)."""
+
+    def prefill_s(self, num_tokens: float) -> float:
+        """To process prompt tokens."""
+        ...
+
+    def decode_s(self, num_tokens: float) -> float:
+        """For output tokens of one request among others."""
+        ...
+
+    def reload_s(self, num_tokens: float) -> float:
+        """To copy tokens from host memory into the KV cache."""
+        ...
+
+
+class EngineView(Protocol):
+    """What a policy may read of the engine beside the states of requests.
+
+    Attributes:
+        capacity_tokens: Tokens that the KV cache has memory for.
+        costs: Measured costs of work; of the policies with "costs" in `inputs`, else those of a typical engine.
+    """
+
+    @property
+    def capacity_tokens(self) -> int: ...
+
+    @property
+    def costs(self) -> Costs: ...
+
+    def resident_tokens(self, session: str) -> int:
+        """Tokens of the context of a session, as of its last request, that are in the KV cache; 0 if it is unknown."""
+        ...
 
 
 class Policy(ABC):
@@ -36,7 +71,9 @@ class Policy(ABC):
         needs_queue: The order of waiting requests depends on measurements of ended ones. It cannot be used if
             the engine gets each key only once; a proxy counts output tokens for it.
         inputs: Inputs of the key: "length", "urgency", "bucket", "rank", "point" (predictions), "priority",
-            "tier", "tenant", "slo" (fields of the request).
+            "tier", "tenant", "slo", "session" (fields of the request), "cached" (what the prefix cache has of a waiting
+            request, looked up before all keys are recomputed), "costs" (of the engine, measured).
+        orders_retention: Unused blocks are evicted in the order of `retention_key`. False: least recently used first.
     """
 
     __slots__ = ()
@@ -48,6 +85,7 @@ class Policy(ABC):
     progress: ClassVar[Progress] = "every_step"
     needs_queue: ClassVar[bool] = False
     inputs: ClassVar[frozenset[str]] = frozenset()
+    orders_retention: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         implemented = cls.on_tokens is not Policy.on_tokens or cls.on_step is not Policy.on_step
@@ -89,6 +127,21 @@ class Policy(ABC):
         The caller reserves at least these, and at most prompt_tokens + max_tokens.
         """
         return state.known_tokens
+
+    def bind(self, engine: EngineView) -> None:  # noqa: B027
+        """Called once, before all other calls."""
+
+    def may_admit(self, state: RequestState, now: float) -> bool:
+        """Whether a waiting request may be admitted while others run. If not, no request after it in the order is either.
+
+        Its result may only change with the events of requests, not with time alone.
+        """
+        return True
+
+    def retention_key(self, session: str) -> float:
+        """Value of keeping the unused blocks of a session in the KV cache; those of the smallest are evicted first. The
+        session is empty for requests without one. Used if `orders_retention`; as `may_admit` it changes with events only."""
+        return 0.0
 
     def on_pressure(self, num_waiting: int, max_num_seqs: int) -> bool:
         """Called before each step with the length of the queue; True if all keys must be recomputed."""

@@ -247,7 +247,7 @@ class BoundedShortest(Policy):
         return median_tokens(state) if self._ranks else float(state.order)
 
     def _prompt_work(self, state: RequestState) -> float:
-        return self.prompt_weight * (state.request.prompt_tokens - state.request.cached_prefix_tokens)
+        return self.prompt_weight * (state.request.prompt_tokens - state.cached_tokens)
 
     def _work(self, state: RequestState) -> float:
         """Expected work of the whole request in tokens; without a usable prediction that of a mean request."""

@@ -62,4 +62,4 @@ class Spf(Policy):
     progress = "unused"
 
     def key(self, state: RequestState, now: float) -> float:
-        return float(state.request.prompt_tokens - state.request.cached_prefix_tokens)
+        return float(state.request.prompt_tokens - state.cached_tokens)

@@ -161,7 +161,7 @@ class DistBoost(Policy):
         decoding = state.prefill_target_tokens > 0 and state.phase is Phase.DECODE
         if decoding and state.decode_entered_s is not None:
             return state.decode_entered_s
-        tokens = state.known_tokens - state.request.cached_prefix_tokens
+        tokens = state.known_tokens - state.cached_tokens
         return state.request.arrival_s - boost_s(tokens * self._token_s, self.gamma_per_s)
 
 
@@ -247,7 +247,7 @@ class UniBoost(Policy):
 
     def effective_tokens(self, state: RequestState) -> tuple[int, int]:
         """w~ as (prompt tokens, generated tokens)."""
-        prompt = state.request.prompt_tokens - state.request.cached_prefix_tokens
+        prompt = state.request.prompt_tokens - state.cached_tokens
         if self.signal_by_phase and state.num_output_tokens > 0 and state.phase is Phase.DECODE:
             return 0, state.num_output_tokens
         return prompt, 0 if self.signal_by_phase else state.num_output_tokens

@@ -97,7 +97,7 @@ class Vtc(Policy):
         return self.counter(tenant) + ahead
 
     def _charge(self, state: RequestState) -> float:
-        return self.prompt_weight * (state.request.prompt_tokens - state.request.cached_prefix_tokens)
+        return self.prompt_weight * (state.request.prompt_tokens - state.cached_tokens)
 
     def _leave_queue(self, state: RequestState) -> bool:
         """Removes a request from the queue; returns whether it had not been admitted before."""

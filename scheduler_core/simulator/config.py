@@ -196,9 +196,9 @@ class SimulationConfig:
     step_time_parameters: dict[str, Any] | str = field(default_factory=dict)
     """Parameters of step_time_model, such as {model: llama-2-7b, gpu: a100-80gb} for roofline; or the path of a
     result of `simulate calibrate` (JSON), which also has the model."""
-    prefix_cache_tokens: int = 0
-    """Size of each replica's prefix cache in tokens, for conversations; the prefix that a turn shares with
-    the previous one then needs no prefill. 0: no cache."""
+    horizon_s: float | None = None
+    """Simulated seconds after which the run ends although requests are not finished; for closed loops, in which better
+    orders serve more turns in the same time. Unset: until all requests have finished."""
     exact_steps: bool = False
     """Simulate every decode step individually instead of many at once; slower, same result."""
 
@@ -212,7 +212,7 @@ class SimulationConfig:
         check_ranges(
             self, rate=(POSITIVE, FINITE), load=(POSITIVE, FINITE), default_max_tokens=(1, MAX_TOKENS)
         )
-        check_ranges(self, prefix_cache_tokens=(0, 2**62), seed=(0, 2**63 - 1), repeat=(1, MAX_REQUESTS))
+        check_ranges(self, horizon_s=(POSITIVE, MAX_TIME_S), seed=(0, 2**63 - 1), repeat=(1, MAX_REQUESTS))
         if self.predictor_noise and self.prediction_source != "oracle":
             raise InputError("predictor_noise", self.predictor_noise, "0 for a predictor other than oracle")
         if self.rate is not None and self.load is not None:

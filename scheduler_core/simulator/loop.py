@@ -25,7 +25,7 @@ from scheduler_core.routing.migration import Aborted, AbortReason, Copy, Migrati
 from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot, ReplicaStatus, take_snapshot
 from scheduler_core.scheduler import Scheduler
 from scheduler_core.simulator.records import RequestRecord
-from scheduler_core.simulator.replica import PrefixCache, SimulatedReplica, prefix_blocks
+from scheduler_core.simulator.replica import SimulatedReplica, prefix_blocks
 from scheduler_core.simulator.sources import EventSource, TraceEvent
 from scheduler_core.simulator.step_time.base import StepTime
 from scheduler_core.simulator.trace import Trace, TraceRequest
@@ -45,6 +45,7 @@ class SimulationOutcome:
     Attributes:
         records: Finished requests, in the order of their end.
         refused: Requests that could never run: reason by id.
+        num_unfinished: Requests that had arrived but not ended at the horizon.
         start_s, end_s: First arrival, end of the last step.
         busy_s, num_steps: Sums over all replicas.
         request_seconds, waiting_seconds, replica_seconds: Integrals over time of the numbers of requests in the system
@@ -55,6 +56,7 @@ class SimulationOutcome:
 
     records: list[RequestRecord] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
+    num_unfinished: int = 0
     start_s: float = 0.0
     end_s: float = 0.0
     busy_s: float = 0.0
@@ -77,9 +79,9 @@ class Simulation:
             memory peaks can be read afterwards.
         predictions: Passed to the schedulers as `update` events, `latency_s` after the arrivals.
         router: A new router that chooses the replica of each request. None with one replica.
-        prefix_cache_tokens: Size of each replica's prefix cache, for conversations.
         calibration: Corrects each prediction when it reaches the scheduler, with the requests finished until then.
         served_model: Name of the served model for `calibration`; empty: `model` of each row.
+        horizon_s: Time at which the run ends, although requests are not finished; None: runs until all are.
         exact_steps: Simulate every step individually; slower, same result. Always the case with a planner.
         progress: Called with the number of requests finished or refused since the last call.
         roles: Phases by replica; default: both.
@@ -102,7 +104,7 @@ class Simulation:
         predictions: Predictions,
         router: Router | None = None,
         *,
-        prefix_cache_tokens: int = 0,
+        horizon_s: float | None = None,
         exact_steps: bool = False,
         calibration: Correction | None = None,
         served_model: str = "",
@@ -125,7 +127,6 @@ class Simulation:
         for name in standby:
             check_choice("standby", name, schedulers)
         step_times = step_time if isinstance(step_time, Mapping) else dict.fromkeys(schedulers, step_time)
-        self._prefix_cache_tokens = prefix_cache_tokens
         self._fresh = scaler is not None or (router is not None and router.sees_tokens)
         #: Requests in the system.
         self._rows: dict[str, TraceRequest] = {}
@@ -135,7 +136,6 @@ class Simulation:
                 scheduler,
                 step_times[name],
                 self._rows,
-                prefix_cache_tokens=prefix_cache_tokens,
                 exact=exact_steps or planner is not None,
                 fresh=self._fresh,
                 watch=None if watch is None else ReplicaWatch(watch, name, scheduler),
@@ -147,6 +147,7 @@ class Simulation:
         #: Corrected predictions of requests in the system, by request id.
         self._corrected: dict[str, Prediction] = {}
         self._source = EventSource(trace, predictions)
+        self._horizon_s = math.inf if horizon_s is None else horizon_s
         self._progress = progress
         self._dispatcher = None if router is None else Dispatcher(router)
         self._roles = {name: (roles or {}).get(name, ReplicaRole.BOTH) for name in schedulers}
@@ -185,8 +186,14 @@ class Simulation:
         if self._planner is not None or self._scaler is not None:
             self._next_tick_s = now + self._interval_s
         self._count_replicas(now)
-        while now < math.inf:
+        while now < math.inf and now <= self._horizon_s:
             now = self._advance(now)
+        if now < math.inf:
+            self._count(self._horizon_s)
+            self._outcome.num_unfinished = len(self._rows)
+            self._outcome.end_s = self._horizon_s
+            self._count_replicas(self._horizon_s)
+            return self._outcome
         if self._dispatcher is not None and self._dispatcher.num_pending:
             raise InputError("roles", self._roles, "at least one replica that can run every request")
         assert not self._rows, "a request was lost"
@@ -324,8 +331,7 @@ class Simulation:
         self._rows[name] = row
         if self._dispatcher is None:
             (replica,) = self._replicas.values()
-            cached = replica.prefix_cache.hit(row)
-            replica.scheduler.add(row.request(cached) if cached else request, now)
+            replica.scheduler.add(request, now)
         else:
             replica = next(iter(self._replicas.values()))
             blocks = prefix_blocks(row, replica.scheduler.config.kv_block_tokens)
@@ -352,9 +358,6 @@ class Simulation:
         for item, replica_id in dispatcher.dispatch({s.replica_id: s for s in snapshots}, now):
             request, replica = item.request, self._replicas[replica_id]
             self._reach(replica, now)
-            cached = replica.prefix_cache.hit(self._rows[request.request_id])
-            if cached:
-                request = replace(request, cached_prefix_tokens=cached)
             replica.scheduler.add(request, now)
             if request.request_id in self._delivered:
                 replica.scheduler.update(request.request_id, self._delivered[request.request_id], now)
@@ -404,7 +407,6 @@ class Simulation:
         record = RequestRecord.of(item, row, prediction, now, replica_id)
         self._observe(item, row)
         self._outcome.records.append(record)
-        replica.prefix_cache.keep(row)
         self._end_request(row, now)
 
     def _tick(self, now: float) -> None:
@@ -430,7 +432,9 @@ class Simulation:
             if is_draining and idle and name not in self._migrations.replicas:
                 dispatcher.left(name, now)
                 self._standby.add(name)
-                replica.prefix_cache = PrefixCache(self._prefix_cache_tokens)
+                prefixes = replica.scheduler.pool.kv.prefixes
+                if prefixes is not None:
+                    prefixes.clear()
         signal = scaler.signal(self._snapshots(dispatcher, keep_requests=False), now)
         num_active = sum(s is ReplicaStatus.ACTIVE for s in status.values()) + len(self._starting)
         may_start = bool(self._standby) and num_active < scaler.max_replicas

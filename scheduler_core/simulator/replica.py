@@ -1,8 +1,7 @@
-"""One simulated replica: its scheduler, its current step, and its prefix cache."""
+"""One simulated replica: its scheduler and its current step."""
 
 import math
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
@@ -19,44 +18,19 @@ from scheduler_core.simulator.watch import ReplicaWatch, Step
 _UNLIMITED_STEPS = 1 << 30
 
 
-class PrefixCache:
-    """LRU cache of the last turn of every conversation.
-
-    Its memory is separate from the blocks of running requests: `KVCache` charges each request for all its tokens, because
-    shared blocks are not modeled. Copies of the prefix of a running request are not counted twice.
-    """
-
-    def __init__(self, capacity_tokens: int) -> None:
-        self.capacity_tokens = capacity_tokens
-        self.num_tokens = 0
-        self._tokens: OrderedDict[str, int] = OrderedDict()
-
-    def hit(self, row: TraceRequest) -> int:
-        """Number of cached prompt tokens of a new turn; marks the conversation as recently used."""
-        if row.session_id is None or row.session_id not in self._tokens:
-            return 0
-        self._tokens.move_to_end(row.session_id)
-        return min(row.prefix_tokens, self._tokens[row.session_id])
-
-    def keep(self, row: TraceRequest) -> None:
-        """Stores prompt and output of a turn that has ended, and evicts others to keep the capacity."""
-        name = row.session_id
-        if name is None:
-            return
-        self.num_tokens += row.prompt_tokens + row.output_tokens - self._tokens.pop(name, 0)
-        self._tokens[name] = row.prompt_tokens + row.output_tokens
-        while self.num_tokens > self.capacity_tokens:
-            self.num_tokens -= self._tokens.popitem(last=False)[1]
-
-
 def prefix_blocks(row: TraceRequest, kv_block_tokens: int) -> tuple[int, ...]:
-    """Hashes of the full prompt blocks, shared by the turns of a conversation; empty without a conversation."""
-    if row.session_id is None:
-        return ()
-    return tuple(
-        int.from_bytes(sha256(f"{row.session_id} {block}".encode()).digest()[:8])
-        for block in range(row.prompt_tokens // kv_block_tokens)
-    )
+    """Hashes of the full prompt blocks whose content is known, equal for equal content."""
+    blocks: list[int] = []
+    position = 0
+    path = sha256()
+    for key, num_tokens in row.content:
+        start, position = position, position + num_tokens
+        path.update(f"{start} {key} ".encode())
+        for block in range(start // kv_block_tokens, position // kv_block_tokens):
+            name = path.copy()
+            name.update(str(block).encode())
+            blocks.append(int.from_bytes(name.digest()[:8]))
+    return tuple(blocks)
 
 
 class FinishQueue:
@@ -112,14 +86,12 @@ class SimulatedReplica:
         step_time: StepTime,
         rows: Mapping[str, TraceRequest],
         *,
-        prefix_cache_tokens: int = 0,
         exact: bool = False,
         fresh: bool = False,
         watch: ReplicaWatch | None = None,
     ) -> None:
         self.name = name
         self.scheduler = scheduler
-        self.prefix_cache = PrefixCache(prefix_cache_tokens)
         #: The current step; None: idle.
         self.step: Step | None = None
         #: Time at which the link is free for the next copy.
@@ -292,7 +264,8 @@ class SimulatedReplica:
         if num_steps > 1 and self._run is not None and scheduler.wants_step_ends:
             before = self._run.num_done - num_steps
             ends_s = tuple([self._run.at(before + done) for done in range(1, num_steps)])
-        result = StepResult(plan.step, stopped, num_steps, ends_s)
+        ended_by = {name: rows[name].ended_by for name in done if rows[name].ended_by} if done else {}
+        result = StepResult(plan.step, stopped, num_steps, ends_s, ended_by)
         if self._watch is None:
             return scheduler.complete(result, step.end_s)
         if num_steps > 1:

@@ -192,7 +192,7 @@ def run_simulation(
         schedulers,
         step_time,
         delayed,
-        prefix_cache_tokens=config.prefix_cache_tokens,
+        horizon_s=config.horizon_s,
         exact_steps=config.exact_steps,
         calibration=calibration,
         served_model=config.served_model,
@@ -246,18 +246,12 @@ def result_warnings(
 ) -> dict[str, str]:
     """What may mislead in the result of a run, as sentences by kind.
 
-    - prefix_cache: there is nothing that it could store. hash_ids: see `Trace`.
+    - hash_ids: see `Trace`.
     - kv_cache: it is larger than the memory of the device of a roofline.
     - steady_state: see `unsteady`.
     - predictions: requests without one although there is a predictor.
     """
     warnings: dict[str, str | None] = {"hash_ids": trace.hash_ids_problem}
-    shared = any(row.session_id is not None and row.prefix_tokens for row in trace.requests)
-    if config.prefix_cache_tokens and not shared:
-        warnings["prefix_cache"] = (
-            f"prefix_cache_tokens {config.prefix_cache_tokens} has no effect: no request is a turn of a conversation that "
-            "shares a prefix (columns session_id and prefix_tokens)"
-        )
     warnings["kv_cache"] = _kv_cache_problem(config)
     warnings["steady_state"] = unsteady([metrics["steady_state"]], config.trace_repeat)
     num, parts = len(trace), []

@@ -16,7 +16,7 @@ import numpy as np
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.predictions import LengthPrediction
 from scheduler_core.ranges import parse_number
-from scheduler_core.request import MAX_TIERS, Request
+from scheduler_core.request import MAX_TIERS, Request, Segment
 from scheduler_core.shell.files import existing_file, sha256_file
 from scheduler_core.shell.table_files import file_rows
 from scheduler_core.simulator.tables import write_table
@@ -102,11 +102,14 @@ class TraceRequest:
     turn: int = 0
     think_time_s: float | None = None
     prefix_tokens: int = 0
+    content: tuple[Segment, ...] = ()
+    after: tuple[str, ...] = ()
+    ended_by: str = ""
 
-    def request(self, cached_prefix_tokens: int = 0) -> Request:
+    def request(self) -> Request:
         """The request for the scheduler, without the true length; `InputError` if a value is invalid."""
         values = zip(_OF_REQUEST, _request_values(self), strict=True)
-        return Request(**dict(values), cached_prefix_tokens=cached_prefix_tokens)
+        return Request(**dict(values), session=self.session_id or "", content=self.content)
 
 
 @dataclass(frozen=True, slots=True)

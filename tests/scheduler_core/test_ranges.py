@@ -107,7 +107,7 @@ def test_a_value_by_position(named: str, make: Callable[..., object], values: li
         (SchedulerConfig, {"max_num_seqs": 0, "max_num_batched_tokens": 3, "num_kv_blocks": 0}),
         (SchedulerConfig, {"kv_block_tokens": -1, "kv_watermark": 1.0, "batching": "magic"}),
         (request, {"prompt_tokens": 0, "max_tokens": -1, "arrival_s": math.nan, "request_id": "", "tier": MAX_TIERS}),
-        (request, {"tier": 1.0, "cached_prefix_tokens": 10, "ttft_slo_s": 0.0, "ttlt_slo_s": math.inf}),
+        (request, {"tier": 1.0, "ttft_slo_s": 0.0, "ttlt_slo_s": math.inf}),
         (settings, {"default_max_tokens": 0, "timeout_s": 0, "max_batch": "x", "wrong": 1}),
         (settings, {"predictor": ""}),
     ],

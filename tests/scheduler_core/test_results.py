@@ -152,7 +152,10 @@ def test_an_oracle_with_noise_is_wrong_by_as_much_as_it_says() -> None:
 
 def test_other_step_times_and_prefix_caches_reach_the_simulation() -> None:
     talk = replace(WORKLOAD, num_requests=60, sessions=Sessions(mean_turns=4, mean_think_time_s=1.0))
-    cached, plain = (drawn(workload=talk, load=0.5, prefix_cache_tokens=num).metrics for num in (100_000, 0))
+    cached, plain = (
+        drawn(workload=talk, load=0.5, scheduler=SchedulerConfig(prefix_caching=kept)).metrics
+        for kept in (True, False)
+    )
     assert cached["ttft_s"]["mean"] < plain["ttft_s"]["mean"]
     assert drawn(step_time_model="staircase").metrics["ttlt_s"] != drawn().metrics["ttlt_s"]
     with pytest.raises(InputError, match="step time"):

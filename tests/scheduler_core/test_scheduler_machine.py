@@ -23,13 +23,15 @@ from scheduler_core.prediction.predictions import (
     UrgencyPrediction,
 )
 from scheduler_core.replay import replay
-from scheduler_core.request import Request, RequestState
+from scheduler_core.request import Request, RequestState, Segment
 from scheduler_core.scheduler import Scheduler
 from tests.scheduler_core import helpers
 
 PAIRS = helpers.compatible_pairs(POLICIES, BATCH_FORMERS)
 
 slos = st.none() | st.sampled_from([0.1, 1.0, 30.0])
+
+contents = st.lists(st.builds(Segment, st.sampled_from("ab"), st.integers(1, 12)), max_size=2).map(tuple)
 
 bundles = st.builds(
     Prediction,
@@ -46,6 +48,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         pair=st.sampled_from(PAIRS), max_num_seqs=st.integers(1, 4), more_tokens=st.integers(0, 12),
         num_kv_blocks=st.integers(2, 12), kv_block_tokens=st.integers(1, 5),
+        num_host_cache_blocks=st.sampled_from([0, 3, 20]),
         kv_watermark=st.sampled_from([0.0, 0.01, 0.3]), num_swap_blocks=st.sampled_from([None, 0, 2, 20]),
     )  # fmt: skip
     def start(self, pair: tuple[str, str], more_tokens: int, **limits: Any) -> None:
@@ -66,14 +69,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now += passes
 
     @rule(
-        prompt=st.integers(1, 20), cap=st.integers(1, 20), cached=st.integers(0, 5),
+        prompt=st.integers(1, 20), cap=st.integers(1, 20), content=contents, session=st.sampled_from(["", "s", "t"]),
         priority=st.integers(-1, 1), tier=st.integers(0, 9), tenant=st.sampled_from(["", "other"]),
         tbt_slo_s=slos, ttft_slo_s=slos,
     )  # fmt: skip
-    def add(self, prompt: int, cap: int, cached: int, **fields: Any) -> None:
+    def add(self, prompt: int, cap: int, content: tuple[Segment, ...], **fields: Any) -> None:
         name = f"r{self.next_id}"
         self.next_id += 1
-        fields["cached_prefix_tokens"] = min(cached, prompt - 1)
+        if sum(item.num_tokens for item in content) <= prompt:
+            fields["content"] = content
         item = helpers.request(name, self.now, prompt, cap, **fields)
         refusal = self.core.refusal(item)
         capacity = self.core.config.num_kv_blocks * self.core.config.kv_block_tokens

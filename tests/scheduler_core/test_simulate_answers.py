@@ -19,12 +19,12 @@ from scheduler_core.simulator.commands.replicas import ReplicasConfig, find_repl
 from scheduler_core.simulator.commands.simulate import main
 from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.metrics import metric_bounds
-from scheduler_core.simulator.run import prepare_trace, run_simulation
+from scheduler_core.simulator.run import run_simulation
 from scheduler_core.simulator.step_time.roofline import GPUS, MODELS, RooflineStepTime
 from scheduler_core.simulator.sweep import Cell
 from scheduler_core.simulator.trace import MAX_TIME_S, Trace, load_trace, write_trace
 from scheduler_core.simulator.trace_predictions import fetch_predictions
-from scheduler_core.simulator.workloads.workload import Sessions, Workload
+from scheduler_core.simulator.workloads.workload import Workload
 from scheduler_core.statistics import interval
 from tests.scheduler_core.helpers import predicted, random_trace, simulate, trace_row
 
@@ -332,12 +332,6 @@ def test_shared_prefixes_that_are_not_simulated_are_said_once(
     caplog.clear()
     assert typed(f"sweep {tmp_path}/sweep {options} --loads [0.5,0.6]") == 0
     assert sum("hash_ids" in text for text in caplog.messages) == 1
-
-
-def test_a_prefix_cache_for_conversations_needs_no_warning() -> None:
-    workload = Workload(num_requests=60, sessions=Sessions(mean_think_time_s=1.0))
-    config = SimulationConfig(policy="fcfs", workload=workload, prefix_cache_tokens=10**6, load=0.5)
-    assert "prefix_cache" not in run_simulation(config, trace=prepare_trace(config)).warnings
 
 
 def calibration(error: float, num_failed: int = 0) -> dict[str, Any]:

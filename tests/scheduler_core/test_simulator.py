@@ -18,11 +18,10 @@ from scheduler_core.prediction import predictions as heads
 from scheduler_core.prediction.predictions import LengthPrediction, Prediction
 from scheduler_core.prediction.predictor import PredictionRequest
 from scheduler_core.replay import replay
-from scheduler_core.request import Request, RequestState
+from scheduler_core.request import Request, RequestState, Segment
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.config import BOUNDS, ClusterConfig, SimulationConfig
 from scheduler_core.simulator.loop import Simulation, SimulationOutcome
-from scheduler_core.simulator.replica import PrefixCache
 from scheduler_core.simulator.run import SimulationResult
 from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime
 from scheduler_core.simulator.step_time.staircase import StaircaseStepTime
@@ -398,18 +397,31 @@ def run(trace: Trace, **more: object) -> SimulationOutcome:
 
 
 def test_turns_wait_for_the_answer_before_and_find_their_prefix() -> None:
-    """Turn 0: 20 tokens (3 s), 1 more step: ends at 4. Turn 1 thinks 2 s, comes at 6 with 40 tokens, 21 of them cached:
-    1 + 1.9 s, 1 step: ends at 9.9. Turn 2 comes at its own time, 50."""
-    rows = (
-        trace_row("s0", 0.0, 20, 2, session_id="s"),
-        trace_row("s1", 1.0, 40, 2, session_id="s", turn=1, think_time_s=2.0, prefix_tokens=21),
-        trace_row("s2", 50.0, 60, 2, session_id="s", turn=2, think_time_s=2.0, prefix_tokens=41),
-    )
-    out = run(Trace(rows), prefix_cache_tokens=1000)
+    """Turn 0: 20 tokens (3 s), 1 more step: ends at 4. Turn 1 thinks 2 s, comes at 6 with 40 tokens, of which the block of
+    the first 16 is cached: 1 + 2.4 s, 1 step: ends at 10.4. Turn 2 comes at its own time, 50, and finds two blocks."""
+    rows = tuple(
+        trace_row(f"s{turn}", at, prompt, 2, session_id="s", turn=turn, think_time_s=2.0 if turn else None,
+                  content=(Segment("s", prompt),))
+        for turn, (at, prompt) in enumerate(((0.0, 20), (1.0, 40), (50.0, 60)))
+    )  # fmt: skip
+    out = run(Trace(rows))
     assert [record.request_id for record in out.records] == ["s0", "s1", "s2"]
     assert [record.arrival_s for record in out.records] == [0.0, 6.0, 50.0]
-    assert [record.finish_s for record in out.records] == pytest.approx([4.0, 9.9, 50 + 1 + 1.9 + 1])
-    assert run(Trace(rows)).records[1].finish_s == pytest.approx(6 + 5 + 1), "nothing is kept without a cache"
+    assert [record.finish_s for record in out.records] == pytest.approx([4.0, 10.4, 50 + 1 + 2.8 + 1])
+    without = Simulation(
+        Trace(rows), scheduler(num_kv_blocks=200, prefix_caching=False), helpers.ROUND, Predictions()
+    ).run()
+    assert without.records[1].finish_s == pytest.approx(6 + 5 + 1), "nothing is kept without a cache"
+
+
+def test_a_run_ends_at_its_horizon_and_counts_what_is_not_finished() -> None:
+    rows = tuple(trace_row(f"r{number}", float(number), 20, 2) for number in range(9))
+    whole, part = run(Trace(rows)), run(Trace(rows), horizon_s=7.0)
+    assert part.end_s == 7.0
+    ended = [record for record in whole.records if record.finish_s <= 7.0]
+    assert [record.request_id for record in part.records] == [record.request_id for record in ended]
+    arrived = sum(row.arrival_s <= 7.0 for row in rows)
+    assert part.num_unfinished == arrived - len(ended) > 0
 
 
 def test_a_turn_after_a_refused_one_is_not_lost() -> None:
@@ -418,15 +430,3 @@ def test_a_turn_after_a_refused_one_is_not_lost() -> None:
     out = run(Trace(rows))
     assert list(out.refused) == ["s0"]
     assert [(record.request_id, record.arrival_s) for record in out.records] == [("s1", 2.0)]
-
-
-def test_the_conversation_used_longest_ago_is_forgotten() -> None:
-    cache = PrefixCache(60)
-    rows = {name: trace_row(name, 0.0, 20, 5, session_id=name, prefix_tokens=10) for name in "abc"}
-    for row in (rows["a"], rows["b"]):
-        cache.keep(row)
-    assert cache.hit(rows["a"]) == 10
-    cache.keep(rows["c"])
-    assert ([cache.hit(rows[name]) for name in "abc"], cache.num_tokens) == ([10, 0, 10], 50)
-    cache.keep(trace_row("a2", 0.0, 90, 5, session_id="a"))
-    assert cache.num_tokens == 0, "a turn larger than the cache is not kept"

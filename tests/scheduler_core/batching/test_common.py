@@ -10,7 +10,7 @@ from scheduler_core.batching import BATCH_FORMERS
 from scheduler_core.engine.plan import StepResult
 from scheduler_core.policies import POLICIES
 from scheduler_core.policies.static import Fcfs
-from scheduler_core.request import Phase, Request
+from scheduler_core.request import Phase, Request, Segment
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.run import run_simulation
@@ -99,17 +99,18 @@ def test_what_is_swapped_is_not_computed_again(former: str) -> None:
 
 
 @pytest.mark.parametrize("former", BATCH_FORMERS)
-def test_prefix_cache_hits_save_prefill_once_but_no_blocks(former: str) -> None:
-    hits = helpers.request("a", prompt=10, cap=4, cached_prefix_tokens=7)
-    core = core_of(former)
-    core.add(hits, 0.0)
-    plan = core.schedule(0.0)
-    assert plan is not None
-    assert (plan.prefills[0].start_token, plan.num_context_tokens) == (7, 7)
-    assert core.config.num_kv_blocks - core.pool.kv.num_free_blocks >= 5, "all 10 tokens in blocks of 2"
-    run = helpers.Drive(core_of(former), [(hits, 4)])
+def test_what_an_earlier_request_has_computed_is_not_computed_again(former: str) -> None:
+    content = (Segment("s", 7),)
+    earlier = helpers.request("a", prompt=7, cap=4, content=content)
+    later = helpers.request("b", 100.0, prompt=10, cap=4, content=(*content, Segment("t", 3)))
+    run = helpers.Drive(core_of(former), [(earlier, 4), (later, 4)])
     run.run()
-    assert run.prefill_tokens == {"a": 3}
+    assert run.prefill_tokens == {"a": 7, "b": 4}, "three whole blocks of 2 are found"
+    chunk = next(
+        plan.prefills[0] for plan in run.plans if plan.prefills and plan.prefills[0].request_id == "b"
+    )
+    assert chunk.start_token == 6
+    run.core.validate()
 
 
 @pytest.mark.parametrize("in_step", [False, True], ids=["between steps", "in a step"])

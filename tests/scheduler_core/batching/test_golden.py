@@ -14,6 +14,7 @@ from scheduler_core.engine.decision_log import DecisionLog
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.predictions import LengthPrediction, Prediction, UrgencyPrediction
 from scheduler_core.replay import ReplayError, read_log, replay
+from scheduler_core.request import Segment
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from tests.scheduler_core.helpers import (
     NEVER_PREEMPT,
@@ -43,10 +44,11 @@ def record(former: str) -> DecisionLog:
     )  # fmt: skip
     given = []
     for index in range(NUM_REQUESTS):
+        arrival_s, prompt = float(rng.integers(0, 12)) / 2, int(rng.integers(2, 12))
         item = request(
-            f"r{index}", float(rng.integers(0, 12)) / 2, prompt=int(rng.integers(2, 12)), cap=12,
+            f"r{index}", arrival_s, prompt=prompt, cap=12,
             tier=int(rng.integers(0, 5)), tbt_slo_s=(0.1, 2.0, None)[index % 3],
-            cached_prefix_tokens=index % 2,
+            content=(Segment("shared", min(prompt, 7)),) if index % 2 else (),
         )  # fmt: skip
         given.append((item, int(rng.integers(1, 12))))
     run = Drive(core, given)

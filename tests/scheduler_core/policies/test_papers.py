@@ -83,7 +83,9 @@ def generate(policy: Policy, item: RequestState, tokens: int, now: float, step_s
 
 def test_priority_spf_hpjf_and_vtc_order_by_what_they_are_named_for() -> None:
     assert make_policy("priority").key(state(priority=-3), 0.0) == -3.0
-    assert make_policy("spf").key(state(prompt=50, cached_prefix_tokens=20), 0.0) == 30.0
+    partly_cached = state(prompt=50)
+    partly_cached.cached_tokens = 20
+    assert make_policy("spf").key(partly_cached, 0.0) == 30.0
     hpjf = make_policy("hpjf")
     declared, judged = state("a", tier=3), state("b", tier=3, urgency=UrgencyPrediction((0.9, 0.1, 0, 0, 0)))
     enter(hpjf, declared, judged)

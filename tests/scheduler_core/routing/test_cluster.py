@@ -1,12 +1,14 @@
 """Clusters around the very same schedulers: one replica is the loop of one, and with migration nothing is lost."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from scheduler_core.errors import InputError
 from scheduler_core.policies import make_policy
+from scheduler_core.request import Segment
 from scheduler_core.routing import ROUTERS
 from scheduler_core.routing.base import Router
 from scheduler_core.routing.disaggregated import Disaggregated
@@ -23,8 +25,8 @@ from tests.scheduler_core.routing.helpers import router
 LIMITS = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=256, num_kv_blocks=120)
 
 
-def core(policy: str = "fcfs") -> Scheduler:
-    return Scheduler(LIMITS, make_policy(policy))
+def core(policy: str = "fcfs", **limits: Any) -> Scheduler:
+    return Scheduler(replace(LIMITS, **limits), make_policy(policy))
 
 
 def replica_of(out: SimulationOutcome) -> dict[str, str | None]:
@@ -161,7 +163,8 @@ def conversations(num: int) -> Trace:
             rows.append(
                 trace_row(
                     f"s{number}t{place}", number * 0.05, prompt, 20, 40, session_id=f"s{number}",
-                    turn=place, think_time_s=None if place == 0 else 0.5, prefix_tokens=known,
+                    turn=place, think_time_s=None if place == 0 else 0.5,
+                    content=(Segment(f"s{number}", prompt),),
                 )
             )  # fmt: skip
             known = prompt + 20
@@ -171,9 +174,9 @@ def conversations(num: int) -> Trace:
 def test_prefix_affine_routing_finds_what_earlier_turns_have_left() -> None:
     trace = conversations(20)
 
-    def mean_ttft_s(name: str, kept: int) -> float:
-        cores, predictions = {f"n{number}": core() for number in range(3)}, Predictions()
-        one = Simulation(trace, cores, LinearStepTime(), predictions, router(name), prefix_cache_tokens=kept)
+    def mean_ttft_s(name: str, kept: bool) -> float:
+        cores, predictions = {f"n{number}": core(prefix_caching=kept) for number in range(3)}, Predictions()
+        one = Simulation(trace, cores, LinearStepTime(), predictions, router(name))
         records = {record.request_id: record for record in one.run().records}
         assert len(records) == 80
         for number in range(20):
@@ -182,6 +185,6 @@ def test_prefix_affine_routing_finds_what_earlier_turns_have_left() -> None:
                 assert now.arrival_s == before.finish_s + 0.5
         return float(np.mean([record.ttft_s for record in records.values()]))
 
-    without, kept = mean_ttft_s("prefix_affine", 0), mean_ttft_s("prefix_affine", 100_000)
+    without, kept = mean_ttft_s("prefix_affine", False), mean_ttft_s("prefix_affine", True)
     assert kept < 0.95 * without
-    assert kept < mean_ttft_s("round_robin", 100_000), "a turn elsewhere finds nothing"
+    assert kept < mean_ttft_s("round_robin", True), "a turn elsewhere finds nothing"

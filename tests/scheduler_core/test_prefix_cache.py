@@ -1,0 +1,142 @@
+"""The prefix cache against a plain list of blocks, and in full simulations."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from scheduler_core.engine.kv_cache import KVCache
+from scheduler_core.engine.prefix_cache import PrefixCache
+from scheduler_core.request import RequestState, Segment
+from tests.scheduler_core import helpers
+
+BLOCK = 4
+
+
+def state_of(name: str, content: tuple[Segment, ...], prompt: int, outputs: int = 0) -> RequestState:
+    request = helpers.request(name, prompt=prompt, cap=1000, content=content)
+    state = RequestState(request, order=0)
+    state.num_output_tokens = outputs
+    return state
+
+
+def tokens_of(content: tuple[Segment, ...], prompt: int, num_tokens: int) -> Iterator[tuple[object, ...]]:
+    """The first tokens of a prompt and its output, each with its own name, as far as others may share them."""
+    covered = sum(segment.num_tokens for segment in content)
+    path: tuple[object, ...] = ()
+    produced = 0
+    for index, (key, length) in enumerate(content):
+        path = (*path, key)
+        last = index == len(content) - 1
+        grows = num_tokens if last and covered >= prompt else produced + length
+        place = 0
+        while produced < min(grows, num_tokens):
+            yield (*path, place)
+            place += 1
+            produced += 1
+        path = (*path, length)
+
+
+class Blocks:
+    """Blocks named by the tokens up to their end; exact LRU, the ends of streams first."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.cached: dict[tuple[object, ...], int] = {}
+        self.users: dict[str, set[tuple[object, ...]]] = {}
+        self.private: dict[str, int] = {}
+        self.use = 0
+
+    def names(self, state: RequestState, num_tokens: int) -> list[tuple[object, ...]]:
+        request = state.request
+        tokens = tuple(tokens_of(request.content, request.prompt_tokens, num_tokens))
+        return [tokens[:end] for end in range(BLOCK, len(tokens) + 1, BLOCK)]
+
+    def hits(self, state: RequestState) -> list[tuple[object, ...]]:
+        found = []
+        for name in self.names(state, state.known_tokens - 1):
+            if name not in self.cached:
+                break
+            found.append(name)
+        return found
+
+    def pinned(self) -> set[tuple[object, ...]]:
+        return set().union(*self.users.values()) if self.users else set()
+
+    def free(self) -> int:
+        return self.num_blocks - len(self.pinned()) - sum(self.private.values())
+
+    def make_room(self) -> None:
+        while len(self.cached) + sum(self.private.values()) > self.num_blocks:
+            unused = [name for name in self.cached if name not in self.pinned()]
+            del self.cached[min(unused, key=lambda name: (self.cached[name], -len(name)))]
+
+    def admit(self, state: RequestState, num_blocks: int) -> None:
+        hits = self.hits(state)
+        self.users[state.request_id] = set(hits)
+        self.private[state.request_id] = num_blocks - len(hits)
+        self.make_room()
+
+    def publish(self, state: RequestState, num_tokens: int) -> None:
+        held = self.private[state.request_id] + len(self.users[state.request_id])
+        names = self.names(state, num_tokens)
+        for name in names:
+            self.cached.setdefault(name, self.use + 1)
+        self.users[state.request_id] |= set(names)
+        self.private[state.request_id] = held - len(self.users[state.request_id])
+
+    def release(self, name: str) -> None:
+        self.use += 1
+        for block in self.users.pop(name):
+            self.cached[block] = self.use
+        del self.private[name]
+
+
+def random_content(rng: random.Random) -> tuple[tuple[Segment, ...], int]:
+    """Segments of few streams, so that prompts often share, and the length of the prompt."""
+    content = tuple(
+        Segment(rng.choice("abc"), rng.choice((1, 3, 5, 8, 8, 13))) for _ in range(rng.randint(1, 3))
+    )
+    rest = rng.choice((0, 0, 0, 1, 6))
+    return content, sum(item.num_tokens for item in content) + rest
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_hits_and_evictions_are_those_of_single_blocks_in_lru_order(seed: int) -> None:
+    rng = random.Random(seed)
+    kv = KVCache(24, BLOCK, 0.0, prefixes=PrefixCache(BLOCK))
+    blocks, running, compared = Blocks(24), dict[str, RequestState](), 0
+    for number in range(400):
+        name = f"r{number}"
+        if running and rng.random() < 0.55:
+            name = rng.choice(list(running))
+            state = running[name]
+            capacity = kv.held_by(name) * BLOCK
+            state.num_computed_tokens = rng.randint(
+                state.num_computed_tokens, min(capacity, state.known_tokens)
+            )
+            kv.publish(state)
+            blocks.publish(state, state.num_computed_tokens)
+            if rng.random() < 0.6:
+                kv.release(name)
+                blocks.release(name)
+                del running[name]
+        else:
+            content, prompt = random_content(rng)
+            state = state_of(name, content, prompt, rng.choice((0, 0, 0, 5)))
+            hit = kv.find(state)
+            assert hit.num_blocks == len(blocks.hits(state))
+            assert hit.num_pinned == len(set(blocks.hits(state)) & blocks.pinned())
+            compared += hit.num_blocks
+            if kv.admit(name, state.known_tokens, waive_watermark=False, hit=hit):
+                state.num_computed_tokens = hit.num_blocks * BLOCK
+                blocks.admit(state, kv.held_by(name))
+                running[name] = state
+        assert kv.num_free_blocks == blocks.free()
+        for name in running:
+            before = kv.num_free_blocks
+            alone = kv.freed_by(name)
+            others = set().union(*(used for other, used in blocks.users.items() if other != name))
+            assert alone == blocks.private[name] + len(blocks.users[name] - others), before
+        kv.validate(set(running), set())
+    assert compared > 100
