@@ -39,6 +39,8 @@ CLIENT_HEADERS = (
 )
 #: Header with the declared urgency, 0 (most urgent) to 4.
 TIER_HEADER = "x-tailcast-tier"
+#: Headers with API keys: of OpenAI, Azure and Anthropic.
+KEY_HEADERS = ("Authorization", "api-key", "x-api-key")
 #: Names of form fields, or parts of them, that are hints.
 _HINTS = frozenset(name for path in CLIENT_MEMBERS for name in path)
 _CHARSET = re.compile(r"charset[^=;,]*=([^;,]*)", re.IGNORECASE)
@@ -63,7 +65,7 @@ class ClientRules:
         name = headers.get(self._config.tenant_header, "").strip()
         if name:
             return name
-        key = headers.get("Authorization", "") or headers.get("api-key", "")
+        key = next((key for key_name in KEY_HEADERS if (key := headers.get(key_name, ""))), "")
         return "key-" + hashlib.sha256(key.encode()).hexdigest()[:12] if key else ""
 
     def tier(self, headers: Mapping[str, str]) -> int:

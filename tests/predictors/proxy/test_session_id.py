@@ -1,0 +1,109 @@
+"""Sessions of requests: by headers, by members of the body, and by what they begin with."""
+
+import json
+from typing import Any
+
+import pytest
+from multidict import CIMultiDict
+
+from predictors.proxy.client_rules import ClientRules
+from predictors.proxy.config import ProxyConfig
+from predictors.proxy.session_id import SESSION_HEADERS, SessionIds
+from scheduler_core.prediction.api_request import read_request
+
+USER = "user_" + "a1" * 32
+TURNS = [
+    {"role": "system", "content": "You are an agent."},
+    {"role": "user", "content": "Fix the bug."},
+    {"role": "assistant", "content": "ls"},
+    {"role": "tool", "content": "a.py"},
+]
+TOOLS = [{"type": "function", "function": {"name": "ls"}}]
+
+
+def name(
+    content: dict[str, Any],
+    headers: dict[str, str] | None = None,
+    tenant: str = "",
+    ids: SessionIds | None = None,
+) -> str:
+    body = {"model": "m", **content}
+    return (ids or SessionIds()).session_of(CIMultiDict(headers or {}), body, read_request(body), tenant)
+
+
+def chat(num: int = 4, **more: Any) -> dict[str, Any]:
+    return {"messages": TURNS[:num]} | more
+
+
+@pytest.mark.parametrize("header", SESSION_HEADERS)
+def test_a_header_names_the_session(header: str) -> None:
+    first = name(chat(2), {header: "a"})
+    assert first == name(chat(4), {header.upper(): " a "}) == name({"prompt": "x"}, {header: "a"})
+    assert first != name(chat(2), {header: "b"})
+    assert len(first) == 24
+
+
+def test_headers_precede_bodies_and_sub_agents_are_sessions_of_their_own() -> None:
+    claude = {"x-claude-code-session-id": "s"}
+    main, sub = name(chat(), claude), name(chat(), claude | {"x-claude-code-agent-id": "1"})
+    assert main != sub
+    assert sub != name(chat(), claude | {"x-claude-code-agent-id": "2"})
+    assert name(chat(prompt_cache_key="k", session_id="t"), claude) == main
+    assert name(chat(session_id="s")) == main
+
+
+def test_responses_continue_the_session_of_the_one_before() -> None:
+    ids = SessionIds(max_responses=2)
+    first = name({"input": "Fix the bug.", "tools": TOOLS}, ids=ids)
+    ids.responded("r1", first, "")
+    assert name({"input": "And the other.", "previous_response_id": "r1"}, ids=ids) == first
+    assert name({"input": "And the other.", "previous_response_id": "r1"}, tenant="other", ids=ids) != first
+    unknown = name({"input": "x", "previous_response_id": "r0"}, ids=ids)
+    assert unknown not in ("", first)
+    for number in range(2, 4):
+        ids.responded(f"r{number}", "later", "")
+    assert name({"input": "x", "previous_response_id": "r1"}, ids=ids) != first
+    assert name({"input": "x", "conversation": "c"}) == name({"input": "y", "conversation": {"id": "c"}})
+
+
+def test_a_cache_key_may_be_common_to_conversations() -> None:
+    assert name(chat(2, prompt_cache_key="k")) == name(chat(4, prompt_cache_key="k")) != name(chat(4))
+    other = {"messages": [{"role": "user", "content": "Write a test."}], "prompt_cache_key": "k"}
+    assert name(other) not in ("", name(chat(2, prompt_cache_key="k")))
+
+
+def test_claude_codes_user_has_a_session() -> None:
+    texts = [f"{USER}_account__session_12-3", json.dumps({"device_id": "d", "session_id": "12-3"})]
+    first, second = (
+        name(chat(num, metadata={"user_id": text})) for num, text in zip((2, 4), texts, strict=True)
+    )
+    assert first == second
+    assert first != name(chat(4, metadata={"user_id": f"{USER}_account__session_4"}))
+    for user in (USER, "{", "{}", "[1]", 7, None):
+        assert name(chat(4, metadata={"user_id": user})) == name(chat(4))
+
+
+def test_the_first_message_names_a_session_without_a_key() -> None:
+    session = name(chat(4))
+    assert session == name(chat(3)) != ""
+    assert name(chat(2)) == ""  # one message: no session
+    assert name(chat(2, tools=TOOLS)) == session
+    assert name({"messages": TURNS[1:]}) != session  # another system prompt
+    assert name(chat(4, model="n")) != session
+    assert name({"prompt": "x"}) == name({}) == name({"messages": 3, "metadata": [], "tools": TOOLS}) == ""
+
+
+@pytest.mark.parametrize("content", [chat(), chat(prompt_cache_key="k"), {"input": "x", "conversation": "c"}])
+def test_no_tenant_joins_a_session_of_another(content: dict[str, Any]) -> None:
+    rules = ClientRules(ProxyConfig(engine_url="http://127.0.0.1:1"))
+    keys = [
+        {"Authorization": "Bearer a"},
+        {"Authorization": "Bearer b"},
+        {"x-api-key": "a"},
+        {"api-key": "c"},
+        {},
+    ]
+    sessions = {name(content, key, rules.tenant(CIMultiDict(key))) for key in keys}
+    assert len(sessions) == len({rules.tenant(CIMultiDict(key)) for key in keys}) == 5
+    headers = {"x-session-id": "s"}
+    assert name(content, headers, "a") != name(content, headers, "b")
