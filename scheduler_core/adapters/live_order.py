@@ -28,7 +28,8 @@ def order_policy(name: str, parameters: Mapping[str, float], *, sent_once: bool 
         raise InputError(
             f"policy {name} reserves KV memory, but the engine allocates its own: choose another policy"
         )
-    if sent_once and (policy.key_changes == "with_time" or policy.needs_queue):
+    follows_engine = any(map(policy.reads, ("cached", "costs", "session")))
+    if sent_once and (policy.key_changes == "with_time" or policy.needs_queue or follows_engine):
         raise InputError(
             f"the key of policy {name} changes while a request waits and cannot be sent to the engine as a constant: "
             "choose another policy, or let the proxy hold the queue (--engine none)"

@@ -298,7 +298,7 @@ class Pool:
         prefixes = self.kv.prefixes
         if prefixes is None:
             return
-        if "cached" in self.policy.inputs and prefixes.version != self._version:
+        if self.policy.reads("cached") and prefixes.version != self._version:
             self._version = prefixes.version
             for state in self.waiting:
                 self.look_up(state)

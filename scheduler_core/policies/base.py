@@ -96,6 +96,10 @@ class Policy(ABC):
         if cls.preemptive and not cls.evicts_by_key:
             raise TypeError(f"{cls.__name__} is preemptive, so it evicts by key")
 
+    def reads(self, name: str) -> bool:
+        """Whether it uses one of the inputs (see `inputs`) with its parameters."""
+        return name in self.inputs
+
     @property
     def reserves_memory(self) -> bool:
         """Whether it determines the KV memory of admitted requests, which engines usually allocate themselves."""
