@@ -24,14 +24,16 @@ _TEXT = re.compile(rb'[{,]\s*"(?:content|text|reasoning|reasoning_content|argume
 @dataclass(slots=True)
 class ResponseStats:
     """Statistics of one response: the token counts of the engine, number of events with output and time of the
-    first one on `time.perf_counter` (None if not streamed), finish reason, and number of outputs."""
+    first one on `time.perf_counter` (None if not streamed), finish reason, number of outputs, and id (of the Responses API)."""
 
     output_tokens: int | None = None
     prompt_tokens: int | None = None
+    cached_tokens: int | None = None
     num_deltas: int = 0
     finish_reason: str = ""
     num_outputs: int = 1
     first_s: float | None = None
+    response_id: str = ""
 
     def take(self, response: ApiResponse) -> None:
         """Adds the fields of a response or event; what it does not report stays as it is."""
@@ -39,6 +41,10 @@ class ResponseStats:
             self.output_tokens = response.output_tokens
         if response.prompt_tokens is not None:
             self.prompt_tokens = response.prompt_tokens
+        if response.cached_tokens is not None:
+            self.cached_tokens = response.cached_tokens
+        if response.response_id:
+            self.response_id = response.response_id
         if response.finish_reason:
             self.finish_reason = response.finish_reason
         if response.num_outputs > self.num_outputs:

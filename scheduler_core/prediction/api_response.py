@@ -10,6 +10,10 @@
 | llama.cpp | `content` | `tokens_predicted`, `timings.predicted_n` | `stop_type` |
 | TGI | `token` | `details.generated_tokens` | `details.finish_reason` |
 
+Tokens of the prompt that the engine's prefix cache had are `prompt_tokens_details.cached_tokens` of OpenAI chat,
+`input_tokens_details.cached_tokens` of Responses, `cache_read_input_tokens` of Anthropic and `cached_tokens` of SGLang. vLLM
+reports them with `--enable-prompt-tokens-details`, SGLang with `--enable-cache-report`.
+
 Reading never fails: what is missing or malformed is not reported. Reasoning, refusals, audio and calls of tools are output, as text is.
 """
 
@@ -20,10 +24,23 @@ from typing import Any
 
 from scheduler_core.prediction.api_request import MAX_TOKENS
 
+#: Finish reasons of outputs that call a tool.
+CALLS_TOOL = frozenset({"tool_calls", "tool_use", "function_call"})
+#: Items of a response of the Responses API that its client answers with the result of a tool.
+_CALLS = frozenset(
+    {
+        "function_call",
+        "custom_tool_call",
+        "local_shell_call",
+        "shell_call",
+        "apply_patch_call",
+        "computer_call",
+    }
+)
 #: Finish reasons of complete outputs, and of outputs that were truncated at a limit of tokens; in lower case.
 COMPLETE = frozenset(
     {"stop", "completed", "eos", "eos_token", "stop_sequence", "stop_token", "end_turn", "pause_turn"}
-    | {"tool_calls", "tool_use", "function_call"}
+    | CALLS_TOOL
 )
 TRUNCATED = frozenset(
     {"length", "limit", "max_tokens", "max_output_tokens", "max_new_tokens", "model_context_window_exceeded"}
@@ -44,15 +61,20 @@ class ApiResponse:
     Attributes:
         num_new_tokens: Output tokens of an event: those that it lists, otherwise 1 if it has output of any kind.
         output_tokens, prompt_tokens: Numbers of tokens of the output so far and of the prompt, as counted by the engine.
-        finish_reason: In the words of the API; see `COMPLETE` and `TRUNCATED`.
+        cached_tokens: Number of tokens of the prompt that the engine's prefix cache had.
+        finish_reason: In the words of the API; see `COMPLETE` and `TRUNCATED`. tool_calls for a response of the Responses API
+            that calls a tool.
         num_outputs: Number of outputs, at least; 0 without any.
+        response_id: Of the Responses API, whose requests can continue a response.
     """
 
     num_new_tokens: int = 0
     output_tokens: int | None = None
     prompt_tokens: int | None = None
+    cached_tokens: int | None = None
     finish_reason: str = ""
     num_outputs: int = 0
+    response_id: str = ""
 
 
 def read_response(content: object) -> ApiResponse:
@@ -128,7 +150,12 @@ def _read_responses(response: ApiResponse, content: dict[str, Any]) -> None:
     reason = _STATUS.get(_text(content.get("status")), "")
     if reason == "incomplete":
         reason = _text(_member(content.get("incomplete_details"), "reason")) or reason
+    output = content.get("output")
+    if reason == "stop" and isinstance(output, list):
+        types = {_text(_member(item, "type")) for item in output}
+        reason = "tool_calls" if types & _CALLS else reason
     response.finish_reason = reason
+    response.response_id = _text(content.get("id"))
     _take_counts(response, content.get("usage"), "output_tokens", "input_tokens")
 
 
@@ -170,6 +197,12 @@ def _take_counts(response: ApiResponse, source: object, output: str, prompt: str
         response.output_tokens = number
     if (number := _count(source.get(prompt))) is not None:
         response.prompt_tokens = number
+    for name in ("prompt_tokens_details", "input_tokens_details"):
+        if (number := _count(_member(source.get(name), "cached_tokens"))) is not None:
+            response.cached_tokens = number
+    for name in ("cached_tokens", "cache_read_input_tokens"):
+        if (number := _count(source.get(name))) is not None:
+            response.cached_tokens = number
 
 
 def _count(value: object) -> int | None:
@@ -182,6 +215,14 @@ def _text(value: object) -> str:
 
 def _member(source: object, name: str) -> Any:
     return source.get(name) if isinstance(source, dict) else None
+
+
+def ended_by(finish_reason: str) -> str:
+    """How an output ended, in the words of Anthropic's API: tool_use, end_turn, or empty if it was truncated or is unknown."""
+    reason = finish_reason.lower()
+    if reason in CALLS_TOOL:
+        return "tool_use"
+    return "end_turn" if reason in COMPLETE else ""
 
 
 def has_output(value: object, depth: int = _MAX_DEPTH) -> bool:

@@ -21,7 +21,7 @@ from predictors.proxy import feedback_log
 from predictors.proxy.feedback import MIN_STREAMS
 from predictors.proxy.feedback_log import FeedbackLog
 from predictors.proxy.responses import EventStreamReader, JsonReader, ReadBudget, ResponseStats
-from scheduler_core.prediction.api_response import read_response
+from scheduler_core.prediction.api_response import ended_by, read_response
 from scheduler_core.prediction.outcome import Outcome, read_log
 from tests.fake_openai import event
 from tests.predictors.proxy import fake_engine
@@ -277,9 +277,37 @@ def test_a_stream_without_its_last_line_end_is_read() -> None:
     assert (lines.stats.output_tokens, events.stats.finish_reason) == (12, "stop")
 
 
+CACHED: dict[str, Json] = {
+    "chat": chunk({}, "stop", usage=USAGE | {"prompt_tokens_details": {"cached_tokens": 7}}),
+    "responses": {"type": "response.completed", "response": answer_of_responses("completed") | {"usage": {"input_tokens_details": {"cached_tokens": 7}}}},
+    "messages": {"type": "message_start", "message": {"usage": {"input_tokens": 2, "cache_read_input_tokens": 7}}},
+    "sglang": {"text": "a", "meta_info": {"completion_tokens": 12, "cached_tokens": 7}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_cached_tokens_of_a_prompt_are_read(name: str) -> None:
+    reader = EventStreamReader(False, ReadBudget())
+    reader.feed(event(CACHED[name]))
+    reader.feed(encoded(STREAMS["text"])[-1])
+    assert reader.stats.cached_tokens == 7
+    assert reader.stats.response_id == ("r" if name == "responses" else "")
+    for malformed in ("7", -1, None, True):
+        assert (
+            read_response({"usage": {"prompt_tokens_details": {"cached_tokens": malformed}}}).cached_tokens
+            is None
+        )
+
+
+def test_how_an_output_ended() -> None:
+    reasons = ("tool_calls", "tool_use", "function_call", "stop", "END_TURN", "length", "abort", "")
+    assert [ended_by(reason) for reason in reasons] == ["tool_use"] * 3 + ["end_turn"] * 2 + [""] * 3
+
+
 RESPONSES: dict[str, tuple[str, Json, str]] = {
     "chat": (fake_engine.CHAT, fake_engine.completion(12), "stop"),
     "responses": ("/v1/responses", answer_of_responses("completed"), "stop"),
+    "responses, call": ("/v1/responses", answer_of_responses("completed", output=[{"type": "reasoning"}, {"type": "function_call"}]), "tool_calls"),
     "messages": ("/v1/messages", {"type": "message", "stop_reason": "max_tokens", "usage": {"input_tokens": 9, "output_tokens": 12}}, "max_tokens"),
     "ollama": ("/api/chat", {"message": {"content": "ok"}, "done": True, "done_reason": "stop", "eval_count": 12}, "stop"),
     "sglang": ("/generate", {"text": "a", "meta_info": {"finish_reason": {"type": "stop"}, "completion_tokens": 12}}, "stop"),
