@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 from scheduler_core.batching import BATCH_FORMERS
 from scheduler_core.engine.queues import WaitingQueue
+from scheduler_core.engine.step_costs import StepCosts
 from scheduler_core.errors import InputError
 from scheduler_core.policies import POLICIES, make_policy
-from scheduler_core.policies.base import Policy
+from scheduler_core.policies.base import Costs, EngineView, Policy
 from scheduler_core.prediction.predictions import LengthPrediction, Prediction
 from scheduler_core.request import DEFAULT_TIER, Request, RequestState, Status
 
@@ -74,6 +76,31 @@ class TypicalLength:
         return Prediction(length=LengthPrediction(self._mu, self._sigma, self._nu)) if self._num else None
 
 
+class LiveEngine(EngineView, Protocol):
+    """An engine with a prefix cache, as far as an adapter knows it."""
+
+    def look_up(self, states: Iterable[RequestState]) -> None:
+        """Updates `cached_tokens` of waiting requests."""
+        ...
+
+
+class UnknownEngine:
+    """An engine of which only typical costs are known: all contexts have memory, and nothing is cached."""
+
+    capacity_tokens = 2**62
+    costs: Costs
+
+    def __init__(self) -> None:
+        self.costs = StepCosts()
+
+    def resident_tokens(self, session: str) -> int:
+        """0, see `EngineView`."""
+        return 0
+
+    def look_up(self, states: Iterable[RequestState]) -> None:
+        """Nothing is cached."""
+
+
 class LiveOrder:
     """Tracks a `RequestState` for each live request of the engine and calls the hooks of the policy.
 
@@ -81,13 +108,20 @@ class LiveOrder:
     from `arrive` to `leave`, so predictions are kept across preemptions. All times are in seconds on one clock.
 
     `level` (see `declared_level`) comes before the policy's key; None: the policy alone decides. A request whose prediction
-    has failed gets the typical length of the others.
+    has failed gets the typical length of the others. `engine` is what the policy may read of it; default: nothing is known.
     """
 
     def __init__(
-        self, policy: Policy, max_num_seqs: int, level: Callable[[RequestState], int] | None = None
+        self,
+        policy: Policy,
+        max_num_seqs: int,
+        level: Callable[[RequestState], int] | None = None,
+        engine: LiveEngine | None = None,
     ) -> None:
         self.policy = policy
+        self.engine: LiveEngine = engine or UnknownEngine()
+        self._reads_cached = policy.reads("cached")
+        policy.bind(self.engine)
         self.level = level or (lambda state: 0)
         self.states: dict[str, RequestState] = {}
         self.waiting = WaitingQueue(policy, level)
@@ -103,6 +137,7 @@ class LiveOrder:
         state = RequestState(request, order=self._num_arrived)
         self._num_arrived += 1
         self.states[request.request_id] = state
+        self.engine.look_up([state])
         self.policy.on_arrival(state, now)
         return state
 
@@ -137,6 +172,8 @@ class LiveOrder:
             self._rekey(state, now)
         pressed = self.policy.on_pressure(len(self.waiting), self.max_num_seqs)
         if pressed or self.policy.key_changes == "with_time":
+            if self._reads_cached:
+                self.engine.look_up(self.waiting)
             self.waiting.rekey_all(now)
             return True
         return False
@@ -185,8 +222,9 @@ class LiveOrder:
                 state.decode_entered_s = now
         self.policy.on_tokens(state, num_tokens, now)
 
-    def leave(self, request_id: str) -> RequestState | None:
-        """Removes a request that has finished or was aborted, in any state; None if it is not live."""
+    def leave(self, request_id: str, ended_by: str = "") -> RequestState | None:
+        """Removes a request that has finished or was aborted, in any state; None if it is not live. `ended_by`: see
+        `RequestState`."""
         state = self.states.pop(request_id, None)
         self._unknown.discard(request_id)
         if state is None:
@@ -194,6 +232,7 @@ class LiveOrder:
         if request_id in self.waiting:
             self.waiting.remove(state)
         state.status = Status.GONE
+        state.ended_by = ended_by
         self.policy.on_finish(state)
         return state
 
