@@ -17,7 +17,7 @@ from benchmarks.reproduce.multitier_systems import (
     workload,
 )
 from benchmarks.reproduce.simulate import Outcome, over_seeds, simulate
-from benchmarks.reproduce.study import NO_EFFECT, Claim, Effort, Findings, Row
+from benchmarks.reproduce.study import NO_EFFECT, Effort, Findings
 
 MIXES = {
     "table 2, uniform": "uniform",
@@ -93,26 +93,17 @@ def tables(effort: Effort) -> Findings:
         got = _speedups(effort, table, simulated, num_tiers)
         where = f"{table}, {num // 1000}K, K = {num_tiers}"
         for measure, paper in zip(MEASURES, PRINTED[table, num, num_tiers], strict=True):
-            findings.rows.append(
-                Row(
-                    where=where,
-                    what=f"{measure}, INFaaS + vLLM / Llumnix",
-                    paper=paper,
-                    ours=got["correct"][measure],
-                    neutral=1.0,
-                    more={
-                        "as-released accounting": got["released"][measure],
-                        "correct, whole queue": got["queue"][measure],
-                        "correct, no migration": got["still"][measure],
-                        "correct, tiers on round robin": got["alone"][measure],
-                    },
-                )
-            )
-        findings.claims += [
-            _isolation(where, got, "correct"),
-            _isolation(where, got, "queue"),
-            _gain(where, got),
-        ]
+            more = {
+                "as-released accounting": got["released"][measure],
+                "correct, whole queue": got["queue"][measure],
+                "correct, no migration": got["still"][measure],
+                "correct, tiers on round robin": got["alone"][measure],
+            }
+            what, ours = f"{measure}, INFaaS + vLLM / Llumnix", got["correct"][measure]
+            findings.row(where, what, ours, paper, neutral=1.0, more=more)
+        _isolation(findings, where, got, "correct")
+        _isolation(findings, where, got, "queue")
+        _gain(findings, where, got)
         counts = got["counts"]
         findings.notes.append(
             f"{where}: {simulated} requests; as released, one replica of {BLOCKS * 16} tokens holds up to "
@@ -122,27 +113,20 @@ def tables(effort: Effort) -> Findings:
     return findings
 
 
-def _isolation(where: str, got: dict[str, dict[str, float]], system: str) -> Claim:
+def _isolation(findings: Findings, where: str, got: dict[str, dict[str, float]], system: str) -> None:
     ours, base = list(got[f"{system} tiers"].values()), got["base tiers"]["0"]
-    return Claim(
-        f"{where}; section 5.1",
-        ("whole queue counted: " if system == "queue" else "")
-        + "tier 0 has its first token sooner than with INFaaS + vLLM, and sooner than the last tier",
-        ours[0] < base and ours[0] < ours[-1],
-        "mean TTFT by tier "
-        + " / ".join(f"{value:.3g}" for value in ours)
-        + f" s; baseline, tier 0: {base:.3g} s",
-        own_variant=system == "queue",
-    )
+    whose = "whole queue counted: " if system == "queue" else ""
+    text = f"{whose}tier 0 has its first token sooner than with INFaaS + vLLM, and sooner than the last tier"
+    tiers = " / ".join(f"{value:.3g}" for value in ours)
+    evidence = f"mean TTFT by tier {tiers} s; baseline, tier 0: {base:.3g} s"
+    holds = ours[0] < base and ours[0] < ours[-1]
+    findings.claim(f"{where}; section 5.1", text, holds, evidence, own_variant=bool(whose))
 
 
-def _gain(where: str, got: dict[str, dict[str, float]]) -> Claim:
+def _gain(findings: Findings, where: str, got: dict[str, dict[str, float]]) -> None:
     """Claim about our variant: the loss comes from dispatch that ignores the queue."""
     ours, paper = (list(got[name].values()) for name in ("queue", "correct"))
-    return Claim(
-        where,
-        "dispatch that counts the whole queue is better than dispatch that counts its head, and no worse than the baseline",
-        min(ours) > 1 / NO_EFFECT and all(a > b for a, b in zip(ours, paper, strict=True)),
-        " / ".join(f"{a:.2f}" for a in ours) + " against " + " / ".join(f"{b:.2f}" for b in paper),
-        own_variant=True,
-    )
+    text = "dispatch that counts the whole queue is better than dispatch that counts its head, and no worse than the baseline"
+    holds = min(ours) > 1 / NO_EFFECT and all(a > b for a, b in zip(ours, paper, strict=True))
+    evidence = " against ".join(" / ".join(f"{value:.2f}" for value in side) for side in (ours, paper))
+    findings.claim(where, text, holds, evidence, own_variant=True)

@@ -15,7 +15,7 @@ from benchmarks.reproduce.multitier_systems import (
     workload,
 )
 from benchmarks.reproduce.simulate import Outcome, System, over_seeds, simulate
-from benchmarks.reproduce.study import Claim, Effort, Findings, Row
+from benchmarks.reproduce.study import Effort, Findings
 from scheduler_core.simulator.config import ClusterConfig
 
 MIXES = {
@@ -35,15 +35,13 @@ MEDIAN_E2E = {("figure 5, uniform", 1, 0): 11.0}
 
 def _medians(outcome: Outcome, num_tiers: int) -> dict[str, dict[int, float]]:
     """Median TTFT, mean time between tokens and E2E by tier, in seconds."""
-    by_tier = {t: [one for one in outcome.records if one.tier == t] for t in range(num_tiers)}
-    return {
-        "ttft": {t: float(np.median([one.ttft_s for one in rows])) for t, rows in by_tier.items()},
-        "tbt": {
-            t: float(np.median([one.tpot_s for one in rows if one.tpot_s is not None]))
-            for t, rows in by_tier.items()
-        },
-        "e2e": {t: float(np.median([one.ttlt_s for one in rows])) for t, rows in by_tier.items()},
-    }
+    medians: dict[str, dict[int, float]] = {"ttft": {}, "tbt": {}, "e2e": {}}
+    for tier in range(num_tiers):
+        rows = [one for one in outcome.records if one.tier == tier]
+        medians["ttft"][tier] = float(np.median([one.ttft_s for one in rows]))
+        medians["tbt"][tier] = float(np.median([one.tpot_s for one in rows if one.tpot_s is not None]))
+        medians["e2e"][tier] = float(np.median([one.ttlt_s for one in rows]))
+    return medians
 
 
 def tiers(effort: Effort) -> Findings:
@@ -65,27 +63,16 @@ def tiers(effort: Effort) -> Findings:
                 ("tbt", "median TBT, s", {}),
                 ("e2e", "median E2E, s", MEDIAN_E2E),
             ):
-                findings.rows.append(
-                    Row(where=f"{where}, K = {k}", what=f"tier {tier}, {what}", paper=printed.get((where, k, tier)),
-                        ours=got["paper"][key][tier], more={"whole queue": got["queue"][key][tier]})
+                findings.row(f"{where}, K = {k}", f"tier {tier}, {what}", got["paper"][key][tier],
+                             printed.get((where, k, tier)), more={"whole queue": got["queue"][key][tier]})  # fmt: skip
+        for system, name in (("paper", "the paper's dispatch"), ("queue", "whole queue counted")):
+            if k > 1:
+                ttft = list(got[system]["ttft"].values())
+                findings.claim(
+                    f"{where}, K = {k}; section 5.1", f"{name}: the more urgent the tier, the sooner its first token",
+                    ttft == sorted(ttft), " / ".join(f"{value:.3g}" for value in ttft) + " s", own_variant=system == "queue",
                 )  # fmt: skip
-        if k > 1:
-            findings.claims += [
-                _ordered(where, k, got["paper"]["ttft"], "the paper's dispatch"),
-                _ordered(where, k, got["queue"]["ttft"], "whole queue counted"),
-            ]
     return findings
-
-
-def _ordered(where: str, k: int, by_tier: dict[int, float], name: str) -> Claim:
-    ttft = list(by_tier.values())
-    return Claim(
-        f"{where}, K = {k}; section 5.1",
-        f"{name}: the more urgent the tier, the sooner its first token",
-        ttft == sorted(ttft),
-        " / ".join(f"{value:.3g}" for value in ttft) + " s",
-        own_variant=name == "whole queue counted",
-    )
 
 
 #: Figures 6 and 7: systems at QPS 10 with 1,000 requests.
@@ -130,25 +117,17 @@ def figures(effort: Effort) -> Findings:
                 return values | {"decode mean": sum(gaps) / len(gaps), "moves": outcome.num_migrations}
 
             got = results[name, k] = over_seeds(effort.seeds, run_seed)
-            findings.rows.append(
-                Row(where=f"figure 6, K = {k}", what=f"{name}, E2E P99, s", paper=FIGURE_6_P99.get((name, k)),
-                    ours=got["E2E P99"],
-                    more={key: got[key] for key in ("E2E mean", "prefill P99", "prefill mean", "decode mean")})
-            )  # fmt: skip
-    findings.claims += _figure_claims(counts, results)
-    return findings
-
-
-def _figure_claims(counts: tuple[int, ...], results: dict[tuple[str, int], dict[str, float]]) -> list[Claim]:
+            more = {key: got[key] for key in ("E2E mean", "prefill P99", "prefill mean", "decode mean")}
+            paper = FIGURE_6_P99.get((name, k))
+            findings.row(f"figure 6, K = {k}", f"{name}, E2E P99, s", got["E2E P99"], paper, more=more)
     p99 = {place: got["E2E P99"] for place, got in results.items()}
     spread = max(p99[LLUMLET, k] for k in counts) / min(p99[LLUMLET, k] for k in counts)
     worst = {name: max(p99[name, k] / p99["vLLM", k] for k in counts) for name in (LLUMLET, STILL)}
     moves = max(results[LLUMLET, k]["moves"] for k in counts)
-    return [
-        Claim("section 5.2", "Llumlet keeps up to 10 tiers without latency collapse", spread < 1.1,
-              f"largest P99 over K / smallest: {spread:.3f}"),
-        Claim("figure 7", "Llumlet is no worse than vLLM round robin below saturation", worst[LLUMLET] < 1.05,
-              f"largest ratio of P99 to vLLM: {worst[LLUMLET]:.3f}, with up to {moves:.0f} migrations"),
-        Claim("figure 7", "without migration it is no worse either", worst[STILL] < 1.05,
-              f"largest ratio of P99 to vLLM: {worst[STILL]:.3f}", own_variant=True),
-    ]  # fmt: skip
+    findings.claim("section 5.2", "Llumlet keeps up to 10 tiers without latency collapse", spread < 1.1,
+                   f"largest P99 over K / smallest: {spread:.3f}")  # fmt: skip
+    findings.claim("figure 7", "Llumlet is no worse than vLLM round robin below saturation", worst[LLUMLET] < 1.05,
+                   f"largest ratio of P99 to vLLM: {worst[LLUMLET]:.3f}, with up to {moves:.0f} migrations")  # fmt: skip
+    findings.claim("figure 7", "without migration it is no worse either", worst[STILL] < 1.05,
+                   f"largest ratio of P99 to vLLM: {worst[STILL]:.3f}", own_variant=True)  # fmt: skip
+    return findings

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.reproduce.simulate import Outcome, System, over_seeds, simulate
-from benchmarks.reproduce.study import Claim, Effort, Findings, Row
+from benchmarks.reproduce.study import Effort, Findings
 from scheduler_core.prediction.predictions import BucketPrediction, LengthPrediction, Prediction
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.step_time.quadratic import PRESETS
@@ -56,15 +56,13 @@ def system(name: str, setting: str = "a100-4b") -> System:
 def spikes(gap_s: float, most: int, seed: int, scale: float = 1.0) -> Trace:
     """20 spikes of 0 to `most` requests, fewer with a scale below 1; category is the true level."""
     num = max(most, round(scale * SPIKES * most / 2))
+    tokens = TokenDistribution(kind="uniform", low=1, high=LONGEST)
     workload = Workload(
         num_requests=num,
         arrivals=Arrivals(process="spikes", gap_s=gap_s, max_burst=most),
-        lengths=Lengths(
-            prompt=TokenDistribution(kind="uniform", low=1, high=LONGEST), output=TokenDistribution(kind="uniform", low=1, high=LONGEST),
-            max_tokens=LONGEST + 1,
-        ),
+        lengths=Lengths(prompt=tokens, output=tokens, max_tokens=LONGEST + 1),
         tiers=Tiers(num_tiers=LEVELS),
-    )  # fmt: skip
+    )
     trace = workload.trace(seed)
     return replace(trace, requests=tuple(replace(row, category=str(row.tier)) for row in trace.requests))
 
@@ -158,30 +156,12 @@ def spike_response(effort: Effort) -> Findings:
         base = got["semantic"]
         where = f"figure 2 ({'c' if gap_s < 1 else 'd'}), gap {gap_s} s, up to {most}"
         exact = (gap_s, most) == (0.1, 100)
-        findings.rows.append(
-            Row(
-                where=where,
-                what="semantic, level 0, s per token",
-                paper=0.08 if exact else None,
-                ours=base["0"],
-            )
-        )
-        findings.rows += [
-            Row(
-                where=where,
-                what=f"{name} / semantic, level 0",
-                paper=PRINTED_SPIKES[name] if exact else None,
-                ours=got[name]["0"] / base["0"],
-                neutral=1.0,
-                more={
-                    "all levels": got[name]["all"] / base["all"],
-                    "queueing delay per token": got[name]["0 delay"] / base["0 delay"]
-                    if base["0 delay"] > 0
-                    else None,
-                },
-            )
-            for name in PRINTED_SPIKES
-        ]
+        findings.row(where, "semantic, level 0, s per token", base["0"], 0.08 if exact else None)
+        for name, paper in PRINTED_SPIKES.items():
+            delay = got[name]["0 delay"] / base["0 delay"] if base["0 delay"] > 0 else None
+            more = {"all levels": got[name]["all"] / base["all"], "queueing delay per token": delay}
+            findings.row(where, f"{name} / semantic, level 0", got[name]["0"] / base["0"],
+                         paper if exact else None, neutral=1.0, more=more)  # fmt: skip
     return findings
 
 
@@ -209,17 +189,10 @@ def other_engines(effort: Effort) -> Findings:
         got = over_seeds(effort.seeds, run_seed)
         where = f"figure 4, {setting}, gap {gap_s} s, up to 100"
         slowest = max(got, key=lambda name: got[name])
-        findings.rows += [
-            Row(where=where, what="semantic, level 0, s per token", paper=wait, ours=got["semantic"]),
-            Row(
-                where=where,
-                what=f"slowest of the others ({slowest}) / semantic, level 0",
-                paper=speedup,
-                ours=got[slowest] / got["semantic"],
-                neutral=1.0,
-                more={name: got[name] / got["semantic"] for name in PRINTED_SPIKES},
-            ),
-        ]
+        more = {name: got[name] / got["semantic"] for name in PRINTED_SPIKES}
+        findings.row(where, "semantic, level 0, s per token", got["semantic"], wait)
+        findings.row(where, f"slowest of the others ({slowest}) / semantic, level 0",
+                     got[slowest] / got["semantic"], speedup, neutral=1.0, more=more)  # fmt: skip
     return findings
 
 
@@ -255,15 +228,15 @@ def predictor_errors(effort: Effort) -> Findings:
     ):
         for level, (low, high) in printed.items():
             first, last = (got[kind][rate][level] for rate in (rates[0], rates[-1]))
-            findings.rows.append(
-                Row(
-                    where=f"{figure}, {'all levels' if level == 'all' else 'level ' + level}",
-                    what="wait per token, error rate 0.9 / 0.1",
-                    paper=high / low,
-                    ours=last / first,
-                    neutral=1.0,
-                    more={f"s per token at {rate}": got[kind][rate][level] for rate in rates},
-                )
+            where = f"{figure}, {'all levels' if level == 'all' else 'level ' + level}"
+            more = {f"s per token at {rate}": got[kind][rate][level] for rate in rates}
+            findings.row(
+                where,
+                "wait per token, error rate 0.9 / 0.1",
+                last / first,
+                high / low,
+                neutral=1.0,
+                more=more,
             )
     return findings
 
@@ -329,17 +302,10 @@ def predictor_speed(effort: Effort) -> Findings:
     for where, printed, cells in _GRIDS:
         for latency_s, batch, varied in cells:
             for kind in ("full batching", "immediate"):
-                got = mean[where, kind, varied] = _late_wait(
-                    effort, latency_s, batch, kind == "full batching"
-                )
-                findings.rows.append(
-                    Row(
-                        where=where.format(varied),
-                        what=f"{kind}, all levels, s per token",
-                        paper=printed[kind][varied],
-                        ours=got,
-                    )
-                )
+                got = _late_wait(effort, latency_s, batch, kind == "full batching")
+                mean[where, kind, varied] = got
+                what = f"{kind}, all levels, s per token"
+                findings.row(where.format(varied), what, got, printed[kind][varied])
     busy = [_late_wait(effort, 0.01, 64, False, gap_s) for gap_s in (0.1, 0.01)]
     findings.notes.append(
         "The paper does not give the gap; here it is 1 s. Immediate processing at 0.01 s takes "
@@ -350,11 +316,11 @@ def predictor_speed(effort: Effort) -> Findings:
     fast = mean[one, "immediate", 0.001] < mean[one, "full batching", 0.001]
     grows = mean[two, "full batching", 4] < mean[two, "full batching", 64]
     flat = abs(mean[two, "immediate", 64] / mean[two, "immediate", 4] - 1)
-    findings.claims += [
-        Claim("table 1", "immediate processing is better than full batches for a fast predictor", fast,
-              f"{mean[one, 'immediate', 0.001]:.3g} and {mean[one, 'full batching', 0.001]:.3g} s per token"),
-        Claim("table 2", "full batching waits longer with larger batches", grows,
-              f"{mean[two, 'full batching', 4]:.3g} to {mean[two, 'full batching', 64]:.3g} s per token"),
-        Claim("table 2", "immediate processing hardly depends on the batch size", flat < 0.1, f"{100 * flat:.1f} %"),
-    ]  # fmt: skip
+    findings.claim("table 1", "immediate processing is better than full batches for a fast predictor", fast,
+                   f"{mean[one, 'immediate', 0.001]:.3g} and {mean[one, 'full batching', 0.001]:.3g} s per token")  # fmt: skip
+    findings.claim("table 2", "full batching waits longer with larger batches", grows,
+                   f"{mean[two, 'full batching', 4]:.3g} to {mean[two, 'full batching', 64]:.3g} s per token")  # fmt: skip
+    findings.claim(
+        "table 2", "immediate processing hardly depends on the batch size", flat < 0.1, f"{100 * flat:.1f} %"
+    )
     return findings

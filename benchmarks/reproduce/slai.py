@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from benchmarks.reproduce.simulate import Outcome, System, log_normal, over_seeds, percentile, simulate
-from benchmarks.reproduce.study import Claim, Effort, Findings, Row
+from benchmarks.reproduce.study import Effort, Findings, listed
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.step_time.base import LinearStepTime
 from scheduler_core.simulator.workloads.arrivals import Arrivals
@@ -138,72 +138,56 @@ def figure_7(effort: Effort) -> Findings:
     for name in names:
         for rate in rates:
             got = grid[name][rate]
-            findings.rows.append(
-                Row(
-                    where=f"figure 7 (c), {rate} req/s",
-                    what=f"{name}, median TTFT, s",
-                    paper=None,
-                    ours=got["ttft"],
-                    more={"P99 TBT paying, s": got["paying"], "P99 TBT free, s": got["free"],
-                          "mean TTFT, s": got["ttft mean"], "mean TTFT paying, s": got["ttft paying"]},
-                )
-            )  # fmt: skip
-    findings.rows += _section_7(grid, rates)
-    findings.claims += _claims(grid, rates)
+            more = {"P99 TBT paying, s": got["paying"], "P99 TBT free, s": got["free"],
+                    "mean TTFT, s": got["ttft mean"], "mean TTFT paying, s": got["ttft paying"]}  # fmt: skip
+            findings.row(f"figure 7 (c), {rate} req/s", f"{name}, median TTFT, s", got["ttft"], more=more)
+    _section_7(findings, grid, rates)
+    _claims(findings, grid, rates)
     return findings
 
 
-def _section_7(grid: Grid, rates: Sequence[float]) -> list[Row]:
+def _section_7(findings: Findings, grid: Grid, rates: Sequence[float]) -> None:
     """The numbers of section 7: the highest load, where Sarathi has the paper's median, and capacity."""
     curve = {name: [grid[name][rate]["ttft"] for rate in rates] for name in (SARATHI, BEST)}
     high = crossing(rates, curve[SARATHI], HIGH_TTFT_S)
     none = "" if high else f"{HIGH_TTFT_S} s is not crossed between {rates[0]} and {rates[-1]} req/s"
     there = f"section 7, high load ({high:.2f} req/s)" if high else "section 7, high load"
     best = at_rate(rates, curve[BEST], high) if high else None
-    rows = [
-        Row(where=there, what=f"median TTFT, {SARATHI}, s", paper=HIGH_TTFT_S, ours=HIGH_TTFT_S if high else None,
-            note=none or "equal by the choice of the load"),
-        Row(where=there, what=f"median TTFT, {BEST}, s", paper=HIGH_TTFT_SLAI_S, ours=best, note=none),
-        Row(where=there, what="change of median TTFT, %", paper=-53.0,
-            ours=100 * (best / HIGH_TTFT_S - 1) if best else None, neutral=0.0, note=none),
-    ]  # fmt: skip
+    findings.row(there, f"median TTFT, {SARATHI}, s", HIGH_TTFT_S if high else None, HIGH_TTFT_S,
+                 note=none or "equal by the choice of the load")  # fmt: skip
+    findings.row(there, f"median TTFT, {BEST}, s", best, HIGH_TTFT_SLAI_S, note=none)
+    change = 100 * (best / HIGH_TTFT_S - 1) if best else None
+    findings.row(there, "change of median TTFT, %", change, -53.0, neutral=0.0, note=none)
     capacity = {name: crossing(rates, curve[name], MEDIAN_TTFT_S) for name in curve}
     crossed = f"{MEDIAN_TTFT_S} s is not crossed between {rates[0]} and {rates[-1]} req/s"
     for name, paper in ((SARATHI, 1.15), (BEST, 1.45)):
-        rows.append(
-            Row(where="section 7", what=f"{name}, req/s at median TTFT 0.5 s", paper=paper, ours=capacity[name],
-                note="" if capacity[name] else crossed)
-        )  # fmt: skip
+        note = "" if capacity[name] else crossed
+        findings.row("section 7", f"{name}, req/s at median TTFT 0.5 s", capacity[name], paper, note=note)
     base, ours = capacity[SARATHI], capacity[BEST]
-    rows.append(
-        Row(where="section 7", what="capacity, change in %", paper=26.0,
-            ours=100 * (ours / base - 1) if base and ours else None, neutral=0.0, note="" if base and ours else crossed)
-    )  # fmt: skip
-    return rows
+    change = 100 * (ours / base - 1) if base and ours else None
+    note = "" if base and ours else crossed
+    findings.row("section 7", "capacity, change in %", change, 26.0, neutral=0.0, note=note)
 
 
-def _claims(grid: Grid, rates: Sequence[float]) -> list[Claim]:
+def _claims(findings: Findings, grid: Grid, rates: Sequence[float]) -> None:
     rate = min(rates, key=lambda one: abs(one - 2.0))
     got, base = grid[BEST][rate], grid[SARATHI][rate]
-    claims = [
-        Claim("figure 7 (a), (b)", f"SLAI (SPF, dynamic) keeps P99 TBT within 0.1 s (paying) and 0.5 s (free), at {rate} req/s",
-              got["paying"] <= PAYING_TBT_S and got["free"] <= FREE_TBT_S,
-              f"{got['paying']:.3g} s and {got['free']:.3g} s"),
-    ]  # fmt: skip
+    findings.claim(
+        "figure 7 (a), (b)", f"SLAI (SPF, dynamic) keeps P99 TBT within 0.1 s (paying) and 0.5 s (free), at {rate} req/s",
+        got["paying"] <= PAYING_TBT_S and got["free"] <= FREE_TBT_S, f"{got['paying']:.3g} s and {got['free']:.3g} s",
+    )  # fmt: skip
     for name in ("Sarathi (SPF)", BEST):
         if name in grid:
             shortest = grid[name][rate]["ttft mean"]
-            claims.append(
-                Claim("figure 9 (c)", f"{name}: a lower mean TTFT over all prompts than Sarathi (FCFS), at {rate} req/s",
-                      shortest < base["ttft mean"], f"{shortest:.3g} s and {base['ttft mean']:.3g} s")
+            findings.claim(
+                "figure 9 (c)", f"{name}: a lower mean TTFT over all prompts than Sarathi (FCFS), at {rate} req/s",
+                shortest < base["ttft mean"], f"{shortest:.3g} s and {base['ttft mean']:.3g} s",
             )  # fmt: skip
     first = grid[PAYING_FIRST][rate]["ttft paying"]
-    claims.append(
-        Claim("figure 10", f"paying first: paying users get their first token sooner, at {rate} req/s",
-              first < got["ttft paying"],
-              f"mean TTFT of paying users {first:.3g} s, otherwise {got['ttft paying']:.3g} s")
+    findings.claim(
+        "figure 10", f"paying first: paying users get their first token sooner, at {rate} req/s", first < got["ttft paying"],
+        f"mean TTFT of paying users {first:.3g} s, otherwise {got['ttft paying']:.3g} s",
     )  # fmt: skip
-    return claims
 
 
 def figure_8(effort: Effort) -> Findings:
@@ -215,16 +199,13 @@ def figure_8(effort: Effort) -> Findings:
     for rate in rates:
         for name in names:
             got = grid[name][rate]
-            findings.rows.append(
-                Row(where=f"figure 8, {rate} req/s", what=f"{name}, mean share of KV memory, second half", paper=None,
-                    ours=got["kv mean"], more={"largest": got["kv"], "median TTFT, s": got["ttft"], "mean TTFT, s": got["ttft mean"]})
-            )  # fmt: skip
-        kv = {name: grid[name][rate]["kv mean"] for name in names}
-        findings.claims.append(
-            Claim(f"figure 8, {rate} req/s", "a fixed offset of 10 leaves memory unused that 5 and the dynamic offset use",
-                  kv[names[0]] < min(kv[names[1]], kv[BEST]),
-                  ", ".join(f"{name} {100 * value:.1f} %" for name, value in kv.items()))
-        )  # fmt: skip
+            more = {"largest": got["kv"], "median TTFT, s": got["ttft"], "mean TTFT, s": got["ttft mean"]}
+            what = f"{name}, mean share of KV memory, second half"
+            findings.row(f"figure 8, {rate} req/s", what, got["kv mean"], more=more)
+        kv = {name: 100 * grid[name][rate]["kv mean"] for name in names}
+        text = "a fixed offset of 10 leaves memory unused that 5 and the dynamic offset use"
+        holds = kv[names[0]] < min(kv[names[1]], kv[BEST])
+        findings.claim(f"figure 8, {rate} req/s", text, holds, listed(kv, "{:.1f} %"))
     return findings
 
 
@@ -234,33 +215,32 @@ def appendix(effort: Effort) -> Findings:
     rates = (1.6, 2.0, 2.4, 2.8) if effort.quick else (1.2, 1.6, 1.8, 2.0, 2.2, 2.4, 2.8)
     gain: dict[float, float | None] = {}
     for paying, figure in FIGURES.items():
-        grid = _measure(effort, (SARATHI, BEST), rates, paying)
+        grid, where = (
+            _measure(effort, (SARATHI, BEST), rates, paying),
+            f"figure {figure}, {100 * paying:.0f} % paying",
+        )
         for rate in rates:
             base, best = grid[SARATHI][rate], grid[BEST][rate]
-            findings.rows.append(
-                Row(
-                    where=f"figure {figure}, {100 * paying:.0f} % paying, {rate} req/s",
-                    what="median TTFT, SLAI (SPF, dynamic) / Sarathi (FCFS)",
-                    paper=None,
-                    ours=best["ttft"] / base["ttft"],
-                    more={"P99 TBT paying, s": best["paying"], "P99 TBT free, s": best["free"]},
-                )
-            )
-        ends = [
+            findings.row(
+                f"{where}, {rate} req/s", "median TTFT, SLAI (SPF, dynamic) / Sarathi (FCFS)", best["ttft"] / base["ttft"],
+                more={"P99 TBT paying, s": best["paying"], "P99 TBT free, s": best["free"]},
+            )  # fmt: skip
+        low, high = (
             crossing(rates, [grid[name][rate]["ttft"] for rate in rates], MEDIAN_TTFT_S)
             for name in (SARATHI, BEST)
-        ]  # fmt: skip
-        gain[paying] = 100 * (ends[1] / ends[0] - 1) if ends[0] and ends[1] else None
-        findings.rows.append(
-            Row(where=f"figure {figure}, {100 * paying:.0f} % paying", what="capacity at median TTFT 0.5 s, change in %",
-                paper=26.0 if paying == 0.05 else None, ours=gain[paying], neutral=0.0 if paying == 0.05 else None,
-                note="" if gain[paying] is not None else f"0.5 s is not crossed between {rates[0]} and {rates[-1]} req/s")
+        )
+        gain[paying] = 100 * (high / low - 1) if low and high else None
+        findings.row(
+            where, "capacity at median TTFT 0.5 s, change in %", gain[paying], 26.0 if paying == 0.05 else None,
+            neutral=0.0 if paying == 0.05 else None,
+            note="" if gain[paying] is not None else f"0.5 s is not crossed between {rates[0]} and {rates[-1]} req/s",
         )  # fmt: skip
     crossed = [value for value in gain.values() if value is not None]
-    findings.claims.append(
-        Claim("appendix F.3", "the more users pay, the less capacity SLAI gains on Sarathi",
-              len(crossed) == len(gain) and crossed == sorted(crossed, reverse=True),
-              ", ".join(f"{100 * key:.0f} % paying: " + ("not crossed" if value is None else f"{value:+.1f} %") for key, value in gain.items()))
+    texts = ("not crossed" if value is None else f"{value:+.1f} %" for value in gain.values())
+    findings.claim(
+        "appendix F.3", "the more users pay, the less capacity SLAI gains on Sarathi",
+        len(crossed) == len(gain) and crossed == sorted(crossed, reverse=True),
+        ", ".join(f"{100 * paying:.0f} % paying: {text}" for paying, text in zip(gain, texts, strict=True)),
     )  # fmt: skip
     return findings
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from scheduler_core.errors import InputError
 
@@ -136,6 +137,21 @@ class Findings:
     claims: list[Claim] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     size: str = ""
+
+    def row(
+        self, where: str, what: str, ours: float | None, paper: float | None = None, **other: Any
+    ) -> None:
+        """Adds a `Row` with its other attributes."""
+        self.rows.append(Row(where=where, what=what, paper=paper, ours=ours, **other))
+
+    def claim(self, where: str, text: str, holds: bool, evidence: str, *, own_variant: bool = False) -> None:
+        """Adds a `Claim`."""
+        self.claims.append(Claim(where, text, holds, evidence, own_variant))
+
+
+def listed(values: Mapping[Any, float], form: str) -> str:
+    """Names with their values in a format: "a 1.2 s, b 3.4 s"."""
+    return ", ".join(f"{name} {form.format(value)}" for name, value in values.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

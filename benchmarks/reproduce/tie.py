@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from benchmarks.reproduce.simulate import over_seeds
-from benchmarks.reproduce.study import Claim, Effort, Findings, Row
+from benchmarks.reproduce.study import Effort, Findings, listed
 from benchmarks.reproduce.tie_requests import FAMILIES, Order, requests, with_worse_points
 from benchmarks.reproduce.tie_systems import (
     ALPACA_8B,
@@ -92,20 +92,16 @@ _NAMES = {
 _MORE = tuple(name for name in SYSTEMS if name not in PAPER_SYSTEMS)
 
 
-def _rows(where: str, got: Measures, printed: Printed) -> list[Row]:
+def _rows(findings: Findings, where: str, got: Measures, printed: Printed) -> None:
     """Ratios to TIE of each system of the paper, printed and ours, then of our other systems."""
-    rows = []
     for measure, values in printed.items():
         tie, best = got["TIE"][measure], values[-1]
         for place, name in enumerate((*PAPER_SYSTEMS, *_MORE)):
             if name == "TIE" or not tie:
                 continue
             paper = values[place] / best if name in PAPER_SYSTEMS else None
-            rows.append(
-                Row(where=where, what=f"{_NAMES[measure]}, {name} / TIE", paper=paper, ours=got[name][measure] / tie,
-                    neutral=1.0 if paper else None, more={"TIE": tie})
-            )  # fmt: skip
-    return rows
+            findings.row(where, f"{_NAMES[measure]}, {name} / TIE", got[name][measure] / tie, paper,
+                         neutral=1.0 if paper else None, more={"TIE": tie})  # fmt: skip
 
 
 def _extent(effort: Effort, *, online: bool) -> str:
@@ -122,44 +118,33 @@ def table_2(effort: Effort) -> Findings:
     findings = Findings(size=_extent(effort, online=True), notes=[_source(effort)])
     got = measured(effort, LMSYS_8B, 100.0, SYSTEMS)
     slow = measured(effort, LMSYS_8B, 30.0, SYSTEMS)
-    printed_8b: dict[str, Sequence[float]] = {"ttft mean": (127.55, 48.23)}
-    for measure, what, system, paper in (
+    for measure, where, system, paper in (
         ("token mean", "section 6.2, LMSYS 8B", "LTR", 2.31),
-        (
-            "ttft mean",
-            "section 6.4, LMSYS 8B",
-            "FCFS",
-            printed_8b["ttft mean"][0] / printed_8b["ttft mean"][1],
-        ),
+        ("ttft mean", "section 6.4, LMSYS 8B", "FCFS", 127.55 / 48.23),
     ):
-        findings.rows.append(
-            Row(where=what, what=f"{_NAMES[measure]}, {system} / TIE", paper=paper,
-                ours=got[system][measure] / got["TIE"][measure], neutral=1.0, more={"TIE": got["TIE"][measure]})
-        )  # fmt: skip
+        tie = got["TIE"][measure]
+        findings.row(where, f"{_NAMES[measure]}, {system} / TIE", got[system][measure] / tie, paper,
+                     neutral=1.0, more={"TIE": tie})  # fmt: skip
     for name in (*PAPER_SYSTEMS, *_MORE):
-        findings.rows.append(
-            Row(where="figure 4, LMSYS 8B", what=f"mean per-token latency, {name}, s", paper=None,
-                ours=got[name]["token mean"],
-                more={_NAMES[key]: got[name][key] for key in ("token P90", "ttft mean", "ttft P90")})
-        )  # fmt: skip
+        more = {_NAMES[key]: got[name][key] for key in ("token P90", "ttft mean", "ttft P90")}
+        what = f"mean per-token latency, {name}, s"
+        findings.row("figure 4, LMSYS 8B", what, got[name]["token mean"], more=more)
     growth = {name: got[name]["token mean"] / slow[name]["token mean"] for name in GROWTH}
     for name, paper in GROWTH.items():
-        findings.rows.append(
-            Row(where="section 6.2", what=f"{name}, growth of mean per-token latency from 30 to 100 req/s", paper=paper,
-                ours=growth[name])
-        )  # fmt: skip
+        what = f"{name}, growth of mean per-token latency from 30 to 100 req/s"
+        findings.row("section 6.2", what, growth[name], paper)
     for setting, printed in list(TABLE_2.items())[: 2 if effort.quick else None]:
-        findings.rows += _rows(
-            f"table 2, {setting.where}", measured(effort, setting, 100.0, SYSTEMS), printed
-        )
+        _rows(findings, f"table 2, {setting.where}", measured(effort, setting, 100.0, SYSTEMS), printed)
     token = {name: got[name]["token mean"] for name in PAPER_SYSTEMS}
-    findings.claims += [
-        Claim("figure 4", "TIE has the lowest mean per-token latency at 100 req/s", min(token, key=lambda name: token[name]) == "TIE",
-              ", ".join(f"{name} {value:.3g} s" for name, value in token.items())),
-        Claim("section 6.2", "TIE's per-token latency grows least from 30 to 100 req/s",
-              min(growth, key=lambda name: growth[name]) == "TIE", ", ".join(f"{name} {value:.3g}" for name, value in growth.items())),
-    ]  # fmt: skip
+    findings.claim("figure 4", "TIE has the lowest mean per-token latency at 100 req/s", _is_least("TIE", token),
+                   listed(token, "{:.3g} s"))  # fmt: skip
+    findings.claim("section 6.2", "TIE's per-token latency grows least from 30 to 100 req/s", _is_least("TIE", growth),
+                   listed(growth, "{:.3g}"))  # fmt: skip
     return findings
+
+
+def _is_least(name: str, values: Mapping[str, float]) -> bool:
+    return min(values, key=lambda other: values[other]) == name
 
 
 def table_3(effort: Effort) -> Findings:
@@ -167,12 +152,10 @@ def table_3(effort: Effort) -> Findings:
     findings = Findings(size=_extent(effort, online=False), notes=[_source(effort, ALPACA_8B)])
     for setting, printed in list(TABLE_3.items())[: 1 if effort.quick else None]:
         got = measured(effort, setting, None, SYSTEMS)
-        findings.rows += _rows(f"table 3, {setting.where}", got, printed)
+        _rows(findings, f"table 3, {setting.where}", got, printed)
         time = {name: got[name]["time"] for name in PAPER_SYSTEMS}
-        findings.claims.append(
-            Claim(f"table 3, {setting.where}", "TIE is first to have 3 of 10 samples", min(time, key=lambda name: time[name]) == "TIE",
-                  ", ".join(f"{name} {value:.4g} s" for name, value in time.items()))
-        )  # fmt: skip
+        text = "TIE is first to have 3 of 10 samples"
+        findings.claim(f"table 3, {setting.where}", text, _is_least("TIE", time), listed(time, "{:.4g} s"))
     return findings
 
 
@@ -180,11 +163,9 @@ def table_5(effort: Effort) -> Findings:
     """Tables 5 and 6: Mistral-7B, the only dense model among them with public outputs."""
     findings = Findings(size=_extent(effort, online=True), notes=[_source(effort, LMSYS_MISTRAL)])
     for setting, printed in list(TABLE_5.items())[: 1 if effort.quick else None]:
-        findings.rows += _rows(
-            f"table 5, {setting.where}", measured(effort, setting, 100.0, SYSTEMS), printed
-        )
+        _rows(findings, f"table 5, {setting.where}", measured(effort, setting, 100.0, SYSTEMS), printed)
     for setting, printed in TABLE_6.items():
-        findings.rows += _rows(f"table 6, {setting.where}", measured(effort, setting, None, SYSTEMS), printed)
+        _rows(findings, f"table 6, {setting.where}", measured(effort, setting, None, SYSTEMS), printed)
     return findings
 
 
@@ -198,17 +179,14 @@ def table_4(effort: Effort) -> Findings:
         base = REFERENCE if name in FAMILIES[1:] else "TIE"
         for place, key in enumerate(("token mean", "token P90", "ttft mean", "ttft P90", "time")):
             paper = TABLE_4[name][place] / TABLE_4["TIE"][place] if name in TABLE_4 else None
-            findings.rows.append(
-                Row(where="table 4" if paper else "sensitivity", what=f"{_NAMES[key]}, {name} / {base}", paper=paper,
-                    ours=got[name][key] / got[base][key], neutral=1.0 if paper else None)
-            )  # fmt: skip
-    findings.rows += _worse_regressor(effort, got)
+            findings.row("table 4" if paper else "sensitivity", f"{_NAMES[key]}, {name} / {base}",
+                         got[name][key] / got[base][key], paper, neutral=1.0 if paper else None)  # fmt: skip
+    _worse_regressor(findings, effort, got)
     return findings
 
 
-def _worse_regressor(effort: Effort, got: Measures) -> list[Row]:
+def _worse_regressor(findings: Findings, effort: Effort, got: Measures) -> None:
     """Loss of SSJF with a less accurate regressor, to separate the effect of the predictors in SSJF / TIE."""
-    rows = []
     for share in (0.5, 1.0):
 
         def run_seed(seed: int, share: float = share) -> dict[str, float]:
@@ -218,10 +196,6 @@ def _worse_regressor(effort: Effort, got: Measures) -> list[Row]:
             return online(run(PAPER_SYSTEMS["SSJF"], worse, LMSYS_8B, 100.0, num / 6000, seed))
 
         worse = over_seeds(effort.seeds, run_seed)
-        rows += [
-            Row(where="sensitivity", paper=None,
-                what=f"{_NAMES[key]}, SSJF with an added error of {share} sd in ln length / TIE",
-                ours=worse[key] / got["TIE"][key])
-            for key in ("token mean", "ttft mean")
-        ]  # fmt: skip
-    return rows
+        for key in ("token mean", "ttft mean"):
+            what = f"{_NAMES[key]}, SSJF with an added error of {share} sd in ln length / TIE"
+            findings.row("sensitivity", what, worse[key] / got["TIE"][key])

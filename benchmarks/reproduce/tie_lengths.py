@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from scipy import stats
 
-from benchmarks.reproduce.study import Claim, Effort, Findings, Row
+from benchmarks.reproduce.study import Effort, Findings, listed
 from training.fitting.estimate import Estimates, SortedLengths, compared_families, estimate, family_of
 from training.fitting.goodness import bootstrap, group_seed, ks_p_values
 from training.fitting.kernels.groups import CONSTANT, SIGMA_FLOOR
@@ -150,20 +150,13 @@ def table_1(effort: Effort) -> Findings:
         if not data.name:
             findings.size = f"{tested.sum()} prompts with unequal lengths"
             order = sorted(pass_rates, key=lambda label: -pass_rates[label])
-            findings.claims.append(
-                Claim("table 1", "the log-t passes more often than the log-normal, gamma, Weibull and exponential",
-                      set(order[:2]) == {"log_t", "log_t_free"}, ", ".join(f"{FAMILY_NAMES[label]} {pass_rates[label]:.3f}" for label in order))
+            findings.claim(
+                "table 1", "the log-t passes more often than the log-normal, gamma, Weibull and exponential",
+                set(order[:2]) == {"log_t", "log_t_free"}, listed({FAMILY_NAMES[label]: pass_rates[label] for label in order}, "{:.3f}"),
             )  # fmt: skip
         for name, value in tails(data.tokens[tested]).items():
             paper = None if data.name else TAILS[name]
-            findings.rows.append(
-                Row(
-                    where=data.where("section 3.1"),
-                    what=f"mean {name}",
-                    paper=paper,
-                    ours=float(np.nanmean(value)),
-                )
-            )
+            findings.row(data.where("section 3.1"), f"mean {name}", float(np.nanmean(value)), paper)
     return findings
 
 
@@ -187,10 +180,8 @@ def _families(
             "best AIC": float(np.mean(best == number)),
         }
         paper = None if data.name else KS_PASS_RATE[label]
-        findings.rows.append(
-            Row(where=data.where("table 1"), what=f"{FAMILY_NAMES[label]}: KS p > 0.05", paper=paper, ours=pass_rates[label],
-                more=more)
-        )  # fmt: skip
+        what = f"{FAMILY_NAMES[label]}: KS p > 0.05"
+        findings.row(data.where("table 1"), what, pass_rates[label], paper, more=more)
     return pass_rates, tested
 
 
@@ -246,37 +237,29 @@ def figure_8(effort: Effort) -> Findings:
         best = max(mean_p, key=lambda nu: mean_p[nu])
         where = data.where("figure 8")
         paper = None if data.name else BEST_NU
-        findings.rows.append(Row(where=where, what="nu with the highest mean KS p", paper=paper, ours=best))
-        findings.rows += [
-            Row(where=where, what=f"mean KS p, nu = {nu:g}", paper=None, ours=p, more={"ln L per sample": likelihood[nu]})
-            for nu, p in mean_p.items()
-        ]  # fmt: skip
+        findings.row(where, "nu with the highest mean KS p", best, paper)
+        for nu, p in mean_p.items():
+            findings.row(where, f"mean KS p, nu = {nu:g}", p, more={"ln L per sample": likelihood[nu]})
         if not data.name:
             findings.size = f"{tested.sum()} prompts with unequal lengths"
-            findings.claims.append(
-                Claim("figure 8", "an intermediate nu fits better than the log-normal (nu = inf)", mean_p[BEST_NU] > mean_p[math.inf],
-                      f"mean KS p {mean_p[BEST_NU]:.4f} at 3.5, {mean_p[math.inf]:.4f} at infinity")
-            )  # fmt: skip
+            text = "an intermediate nu fits better than the log-normal (nu = inf)"
+            evidence = f"mean KS p {mean_p[BEST_NU]:.4f} at 3.5, {mean_p[math.inf]:.4f} at infinity"
+            findings.claim("figure 8", text, mean_p[BEST_NU] > mean_p[math.inf], evidence)
     return findings
 
 
 def figure_7(effort: Effort) -> Findings:
     """Figure 7: errors of mu and sigma by the number of samples per prompt; samples are drawn from fits."""
     sets = all_lengths(effort)
-    findings = Findings(
-        size="",
-        notes=[
-            f"{data.source}; samples are drawn from the fits: the true values are known." for data in sets
-        ],
-    )
+    note = "samples are drawn from the fits: the true values are known."
+    findings = Findings(notes=[f"{data.source}; {note}" for data in sets])
     for data in sets:
         errors, num = _errors_by_sample_size(effort, data, findings)
         if not data.name:
             findings.size = f"{num} prompts"
-            findings.claims.append(
-                Claim("figure 7", "few samples suffice for mu, sigma needs more", errors[3][0] < errors[20][1],
-                      f"mu from 3 samples {errors[3][0]:.3f}, sigma from 20 {errors[20][1]:.3f}")
-            )  # fmt: skip
+            evidence = f"mu from 3 samples {errors[3][0]:.3f}, sigma from 20 {errors[20][1]:.3f}"
+            text = "few samples suffice for mu, sigma needs more"
+            findings.claim("figure 7", text, errors[3][0] < errors[20][1], evidence)
     return findings
 
 
@@ -302,8 +285,8 @@ def _errors_by_sample_size(
             float(np.mean(np.abs(by_mu) / np.repeat(mu, repeats))),
             float(np.mean(np.abs(by_sigma))),
         )
-        findings.rows.append(
-            Row(where=data.where("figure 7"), what=f"mean relative error of sigma, {size} samples", paper=None, ours=errors[size][1],
-                more={"of mu": errors[size][0], "predicted rms of mu": float(np.sqrt(np.nanmean(again.solution.se_m**2)))})
-        )  # fmt: skip
+        rms = float(np.sqrt(np.nanmean(again.solution.se_m**2)))
+        more = {"of mu": errors[size][0], "predicted rms of mu": rms}
+        what = f"mean relative error of sigma, {size} samples"
+        findings.row(data.where("figure 7"), what, errors[size][1], more=more)
     return errors, len(rows)

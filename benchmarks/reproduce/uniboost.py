@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.reproduce.study import NO_EFFECT, Claim, Effort, Findings, Row
+from benchmarks.reproduce.study import NO_EFFECT, Effort, Findings, listed
 from benchmarks.reproduce.uniboost_systems import (
     A100,
     DECODES_FIRST,
@@ -48,22 +48,22 @@ def table_2(effort: Effort) -> Findings:
     for name, printed in TABLE_2.items():
         for measure, paper in zip(MEASURES, printed, strict=True):
             ours = {load: improvement(parts[load][TRAIL], parts[load][name], measure) for load in loads}
-            findings.rows.append(
-                Row(where=f"table 2, {name}", what=f"{measure}, improvement over TRAIL+, %", paper=paper,
-                    ours=ours[LOAD], neutral=0.0, more={f"load {load}": ours[load] for load in loads if load != LOAD}
-                    | {"over FCFS (Sarathi), %": improvement(parts[LOAD]["Sarathi"], parts[LOAD][name], measure)}
-                    | ({"decodes first": improvement(parts[LOAD][TRAIL], parts[LOAD][VARIANT], measure)} if name == "UniBoost" else {}))
-            )  # fmt: skip
+            more = {f"load {load}": ours[load] for load in loads if load != LOAD}
+            more["over FCFS (Sarathi), %"] = improvement(parts[LOAD]["Sarathi"], parts[LOAD][name], measure)
+            if name == "UniBoost":
+                more["decodes first"] = improvement(parts[LOAD][TRAIL], parts[LOAD][VARIANT], measure)
+            what = f"{measure}, improvement over TRAIL+, %"
+            findings.row(f"table 2, {name}", what, ours[LOAD], paper, neutral=0.0, more=more)
     for load in loads:
         own = parts[load]
-        best = min(SYSTEMS, key=lambda name: own[name]["TTFT P99"])
-        findings.claims += [
-            Claim(f"section 4.1, load {load}", "UniBoost has the best P99 TTFT of all", best == "UniBoost",
-                  ", ".join(f"{name} {own[name]['TTFT P99']:.3g} s" for name in SYSTEMS)),
-            Claim(f"section 4.1, load {load}", "UniBoost improves P99 E2E on TRAIL with perfect lengths",
-                  own["UniBoost"]["E2E P99"] * NO_EFFECT < own[TRAIL]["E2E P99"],
-                  f"{own['UniBoost']['E2E P99']:.4g} s and {own[TRAIL]['E2E P99']:.4g} s"),
-        ]  # fmt: skip
+        where, ttft = f"section 4.1, load {load}", {name: own[name]["TTFT P99"] for name in SYSTEMS}
+        best = min(ttft, key=lambda name: ttft[name])
+        findings.claim(
+            where, "UniBoost has the best P99 TTFT of all", best == "UniBoost", listed(ttft, "{:.3g} s")
+        )
+        e2e, base = own["UniBoost"]["E2E P99"], own[TRAIL]["E2E P99"]
+        text = "UniBoost improves P99 E2E on TRAIL with perfect lengths"
+        findings.claim(where, text, e2e * NO_EFFECT < base, f"{e2e:.4g} s and {base:.4g} s")
     findings.notes.append(_heavy_tail(effort, num))
     return findings
 
@@ -101,16 +101,14 @@ def figure_6(effort: Effort) -> Findings:
         for kind in ("E2E", "TTFT", "TBT"):
             by = {p: 100 * (values[f"{kind} {p}"] / ours[f"{kind} {p}"] - 1) for p in PERCENTILES}
             slow[name, kind] = by["P99"]
-            findings.rows.append(
-                Row(where="figure 6", what=f"{kind} P99, slowdown of {name} against UniBoost, %", paper=None, ours=by["P99"],
-                    more={p: by[p] for p in PERCENTILES if p != "P99"})
-            )  # fmt: skip
+            more = {p: by[p] for p in PERCENTILES if p != "P99"}
+            findings.row(
+                "figure 6", f"{kind} P99, slowdown of {name} against UniBoost, %", by["P99"], more=more
+            )
     for kind in ("E2E", "TTFT", "TBT"):
         at_p99 = {name: value for (name, which), value in slow.items() if which == kind}
-        findings.claims.append(
-            Claim(f"figure 6, {kind}", "every baseline has a higher P99 than UniBoost", min(at_p99.values()) > 0,
-                  ", ".join(f"{name} {value:+.0f} %" for name, value in at_p99.items()))
-        )  # fmt: skip
+        text = "every baseline has a higher P99 than UniBoost"
+        findings.claim(f"figure 6, {kind}", text, min(at_p99.values()) > 0, listed(at_p99, "{:+.0f} %"))
     return findings
 
 
@@ -133,18 +131,15 @@ def figure_8(effort: Effort) -> Findings:
             for kind, paper in FIGURE_8.items():
                 tight[name, share, kind] = base[f"{kind} P99"] / values[f"{kind} P99"]
                 if name != "Sarathi":
-                    findings.rows.append(
-                        Row(where=f"figure 8, {mix}", what=f"{kind} target that 99 % meet, Sarathi / {name}",
-                            paper=paper if name == "UniBoost" else None, ours=tight[name, share, kind],
-                            neutral=1.0 if name == "UniBoost" else None,
-                            more={"95 % meet": base[f"{kind} P95"] / values[f"{kind} P95"],
-                                  "Sarathi P95, s": base[f"{kind} P95"]})
+                    p95 = base[f"{kind} P95"]
+                    findings.row(
+                        f"figure 8, {mix}", f"{kind} target that 99 % meet, Sarathi / {name}", tight[name, share, kind],
+                        paper if name == "UniBoost" else None, neutral=1.0 if name == "UniBoost" else None,
+                        more={"95 % meet": p95 / values[f"{kind} P95"], "Sarathi P95, s": p95},
                     )  # fmt: skip
         ttft = {name: tight[name, share, "TTFT"] for name in SYSTEMS}
-        findings.claims.append(
-            Claim(f"section 4.4, {mix}", "UniBoost tolerates the tightest TTFT target", max(ttft, key=lambda name: ttft[name]) == "UniBoost",
-                  ", ".join(f"{name} {value:.2f}" for name, value in ttft.items()))
-        )  # fmt: skip
+        best, text = max(ttft, key=lambda name: ttft[name]), "UniBoost tolerates the tightest TTFT target"
+        findings.claim(f"section 4.4, {mix}", text, best == "UniBoost", listed(ttft, "{:.2f}"))
     return findings
 
 
@@ -157,17 +152,14 @@ def ablation(effort: Effort) -> Findings:
     for load in loads:
         for name, values in compared(effort, PHASES, mixture(effort, num), load, _TIGHT).items():
             p99[name, load] = values["E2E P99"]
-            findings.rows.append(
-                Row(where=f"figure 7, load {load}", what=f"{name}, E2E P99, s", paper=None, ours=values["E2E P99"],
-                    more={key: values[key] for key in ("E2E mean", "E2E P90", "TTFT P99")})
-            )  # fmt: skip
+            more = {key: values[key] for key in ("E2E mean", "E2E P90", "TTFT P99")}
+            findings.row(f"figure 7, load {load}", f"{name}, E2E P99, s", values["E2E P99"], more=more)
     names, high = list(PHASES), loads[-1]
     evidence = " / ".join(f"{p99[name, high]:.4g}" for name in names) + f" s at load {high}"
-    findings.claims += [
-        Claim("figure 7", "the full design has a lower P99 near saturation than its first phase",
-              p99[names[-1], high] < p99[names[0], high], evidence),
-        Claim("figure 7", "MemGuard lowers the P99 of one order for both phases", p99[names[2], high] < p99[names[1], high], evidence),
-    ]  # fmt: skip
+    findings.claim("figure 7", "the full design has a lower P99 near saturation than its first phase",
+                   p99[names[-1], high] < p99[names[0], high], evidence)  # fmt: skip
+    findings.claim("figure 7", "MemGuard lowers the P99 of one order for both phases",
+                   p99[names[2], high] < p99[names[1], high], evidence)  # fmt: skip
     return findings
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from benchmarks.reproduce.simulate import Outcome, over_seeds, percentile
-from benchmarks.reproduce.study import NO_EFFECT, Claim, Effort, Findings, Row
+from benchmarks.reproduce.study import NO_EFFECT, Effort, Findings, listed
 from benchmarks.reproduce.uniboost_systems import (
     A100,
     CHUNK,
@@ -52,22 +52,16 @@ def starvation(effort: Effort) -> Findings:
     """Tables 3, 4 and 5 and the slope: 90 % short requests, 10 % long ones."""
     num = effort.num(6000, 400)
     findings = Findings(size=effort.size(6000, 400))
-    short = Lengths(
-        prompt=TokenDistribution(kind="fixed", low=125, high=125),
-        output=TokenDistribution(kind="fixed", low=100, high=100),
-        max_tokens=6000,
+    fixed = {
+        tokens: TokenDistribution(kind="fixed", low=tokens, high=tokens) for tokens in (100, 125, 2000, 6000)
+    }
+    short = Lengths(prompt=fixed[125], output=fixed[100], max_tokens=6000)
+    long = Lengths(prompt=fixed[2000], output=fixed[6000])
+    classes = (
+        RequestClass(weight=0.9, category="short", lengths=short),
+        RequestClass(weight=0.1, category="long", lengths=long),
     )
-    long = Lengths(
-        prompt=TokenDistribution(kind="fixed", low=2000, high=2000),
-        output=TokenDistribution(kind="fixed", low=6000, high=6000),
-    )
-    workload = Workload(
-        num_requests=num,
-        classes=(
-            RequestClass(weight=0.9, category="short", lengths=short),
-            RequestClass(weight=0.1, category="long", lengths=long),
-        ),
-    )
+    workload = Workload(num_requests=num, classes=classes)
     for name in TABLE_3:
 
         def run_seed(seed: int, name: str = name) -> dict[str, float]:
@@ -83,22 +77,18 @@ def starvation(effort: Effort) -> Findings:
                     "away": percentile([away[row.request_id] for row in longs], 99)}  # fmt: skip
 
         got = over_seeds(effort.seeds, run_seed)
-        findings.rows += [
-            Row(where=where, what=f"{name}, {what}", paper=paper, ours=got[key])
-            for where, what, paper, key in (
-                ("table 3", "short requests, E2E mean, s", TABLE_3[name][0], "mean"),
-                ("table 3", "short requests, E2E P99, s", TABLE_3[name][1], "p99"),
-                ("table 4", "long requests, E2E mean, s", TABLE_4[name], "long"),
-                ("table 5", "long requests, P99 of the time preempted, s", TABLE_5[name], "away"),
-                ("section A.3", "slope of long requests' latency, s per request", SLOPE, "slope"),
-            )
-        ]
+        for where, what, paper, key in (
+            ("table 3", "short requests, E2E mean, s", TABLE_3[name][0], "mean"),
+            ("table 3", "short requests, E2E P99, s", TABLE_3[name][1], "p99"),
+            ("table 4", "long requests, E2E mean, s", TABLE_4[name], "long"),
+            ("table 5", "long requests, P99 of the time preempted, s", TABLE_5[name], "away"),
+            ("section A.3", "slope of long requests' latency, s per request", SLOPE, "slope"),
+        ):
+            findings.row(where, f"{name}, {what}", got[key], paper)
         growth = got["slope"] * num / got["long"]
-        findings.claims.append(
-            Claim(f"section A.3, {name}", "the latency of long requests does not grow with their arrival time",
-                  abs(growth) < 0.5,
-                  f"over the whole run their latency changes by {100 * growth:.0f} % of its mean")
-        )  # fmt: skip
+        text = "the latency of long requests does not grow with their arrival time"
+        evidence = f"over the whole run their latency changes by {100 * growth:.0f} % of its mean"
+        findings.claim(f"section A.3, {name}", text, abs(growth) < 0.5, evidence)
     return findings
 
 
@@ -144,17 +134,15 @@ def sensitivity(effort: Effort) -> Findings:
     bins, deltas = of("bin_tokens", TABLE_6), of("hysteresis_s", TABLE_7)
     for where, measured, printed in (("table 6, k", bins, TABLE_6), ("table 7, delta", deltas, TABLE_7)):
         for key, values in measured.items():
-            findings.rows += [
-                Row(where=f"{where} = {key:g}", what=f"{measure}, s", paper=paper, ours=values[measure])
-                for measure, paper in zip(_SHORT, printed[key], strict=True)
-            ]
+            for measure, paper in zip(_SHORT, printed[key], strict=True):
+                findings.row(f"{where} = {key:g}", f"{measure}, s", values[measure], paper)
     p99 = [values["E2E P99"] for values in bins.values()]
     spread = max(p99) / min(p99)
     none, default = deltas[0.0]["E2E P99"], deltas[0.1]["E2E P99"]
-    findings.claims += [
-        Claim("table 6", "bin size hardly matters (2.6 % in the paper)", spread < 1.1, f"largest / smallest P99 {spread:.3f}"),
-        Claim("table 7", "without hysteresis P99 E2E is higher", none > NO_EFFECT * default, f"{none:.4g} and {default:.4g} s"),
-    ]  # fmt: skip
+    text = "bin size hardly matters (2.6 % in the paper)"
+    findings.claim("table 6", text, spread < 1.1, f"largest / smallest P99 {spread:.3f}")
+    text, evidence = "without hysteresis P99 E2E is higher", f"{none:.4g} and {default:.4g} s"
+    findings.claim("table 7", text, none > NO_EFFECT * default, evidence)
     return findings
 
 
@@ -171,12 +159,10 @@ def chunks(effort: Effort) -> Findings:
             continue
         got = compared(effort, orders, mixture(effort, num), LOAD, replace(A100, chunk=chunk))
         ours = got["UniBoost"]
-        findings.rows += [
-            Row(where=f"table 8, chunk {chunk}", what=f"{name}, improvement over FCFS, %", paper=paper,
-                ours=improvement(got["Sarathi"], ours, name), neutral=0.0,
-                more={"over TRAIL+, %": improvement(got[TRAIL], ours, name)})
-            for name, paper in zip(MEASURES, printed, strict=True)
-        ]  # fmt: skip
+        for name, paper in zip(MEASURES, printed, strict=True):
+            what, value = f"{name}, improvement over FCFS, %", improvement(got["Sarathi"], ours, name)
+            more = {"over TRAIL+, %": improvement(got[TRAIL], ours, name)}
+            findings.row(f"table 8, chunk {chunk}", what, value, paper, neutral=0.0, more=more)
     return findings
 
 
@@ -213,33 +199,25 @@ def cluster(effort: Effort) -> Findings:
         size=effort.size(300, 60, "requests per engine") + f", one engine per {FEWER} of the paper's"
     )
     change: dict[str, dict[str, float]] = {}
+    against = "change against vLLM (Sarathi), %"
     for router, printed in TABLE_9.items():
         engine = replace(A100, gpu="h100-80gb", replicas=64 // FEWER, router=router)
         change[router] = _change(effort, engine, each)
-        findings.rows += [
-            Row(where=f"table 9, {router}", what=f"{name}, change against vLLM (Sarathi), %", paper=paper,
-                ours=change[router][name], neutral=0.0)
-            for name, paper in zip(_TABLE_9, printed, strict=True)
-        ]  # fmt: skip
-    findings.claims.append(
-        Claim("section A.5", "the gain in P99 E2E is larger behind join-shortest-queue than behind a random router",
-              change["jsq"]["E2E P99"] < change["random"]["E2E P99"] - 100 * (NO_EFFECT - 1),
-              ", ".join(f"{name} {values['E2E P99']:+.1f} %" for name, values in change.items()))
-    )  # fmt: skip
+        for name, paper in zip(_TABLE_9, printed, strict=True):
+            findings.row(f"table 9, {router}", f"{name}, {against}", change[router][name], paper, neutral=0.0)
+    p99 = {router: values["E2E P99"] for router, values in change.items()}
+    text = "the gain in P99 E2E is larger behind join-shortest-queue than behind a random router"
+    holds = p99["jsq"] < p99["random"] - 100 * (NO_EFFECT - 1)
+    findings.claim("section A.5", text, holds, listed(p99, "{:+.1f} %"))
     p99 = {}
     for scale, row in TABLE_10.items():
         if effort.quick and scale != 64:
             continue
         engine = replace(A100, gpu="h100-80gb", replicas=scale // FEWER)
         got = change["random"] if scale == 64 else _change(effort, engine, each)
-        p99[scale] = got["E2E P99"]
-        findings.rows += [
-            Row(where=f"table 10, {scale}x", what=f"{name}, change against vLLM (Sarathi), %", paper=paper, ours=got[name],
-                neutral=0.0)
-            for name, paper in zip(_TABLE_10, row, strict=True)
-        ]  # fmt: skip
-    findings.claims.append(
-        Claim("table 10", "UniBoost lowers the P99 E2E at every scale", max(p99.values()) < 0,
-              ", ".join(f"{scale}x {value:+.1f} %" for scale, value in p99.items()))
-    )  # fmt: skip
+        p99[f"{scale}x"] = got["E2E P99"]
+        for name, paper in zip(_TABLE_10, row, strict=True):
+            findings.row(f"table 10, {scale}x", f"{name}, {against}", got[name], paper, neutral=0.0)
+    text = "UniBoost lowers the P99 E2E at every scale"
+    findings.claim("table 10", text, max(p99.values()) < 0, listed(p99, "{:+.1f} %"))
     return findings
