@@ -10,7 +10,6 @@ from the rest; by the batch fit of `adapt`; and by that with a shift by encoder 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from benchmarks.shared.command import Parser
 from predictors.pretrained import artifact_folder
 from predictors.runtime import ArtifactRuntime, open_runtime
 from scheduler_core.prediction.correction import Correction, RequestContext
@@ -103,21 +103,15 @@ def compare(first: list[Outcome], rest: list[Outcome], h: FloatArray) -> dict[st
     return {name: metrics(side) for name, side in sides.items()}
 
 
-def main(args: Sequence[str] | None = None) -> int:
+def main(args: Sequence[str] | None = None) -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("data", nargs="?", type=Path, help="folder with the sources")
+    parser = Parser(__doc__)
+    parser.add_argument("data", type=Path, help="folder with the sources")
     parser.add_argument("--requests", type=int, default=1430, help="maximum requests of a log")
     parser.add_argument("--seeds", type=int, default=3, help="logs of several applications")
     options = parser.parse_args(args)
-    if options.data is None:
-        print("nothing to measure: DATA is required (see --help)")
-        return 0
     runtime = open_runtime(artifact_folder("pretrained"), provider="cpu", threads_per_run=2)
     print(markdown_table(COLUMNS, table(runtime, options.data, options.requests, options.seeds)))
-    return 0
 
 
 def table(runtime: ArtifactRuntime, data: Path, size: int, seeds: int) -> list[list[str]]:
@@ -148,4 +142,4 @@ def table(runtime: ArtifactRuntime, data: Path, size: int, seeds: int) -> list[l
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

