@@ -12,15 +12,18 @@ from scheduler_core.errors import InputError, unknown_name
 from scheduler_core.policies.attained_service import Las, Mlfq
 from scheduler_core.policies.base import Policy
 from scheduler_core.policies.bounded_shortest import BoundedShortest
+from scheduler_core.policies.continuum import Continuum
 from scheduler_core.policies.deadlines import Edf, SloTie
 from scheduler_core.policies.ltr import Ltr
+from scheduler_core.policies.prefix_order import DepthFirst, LongestPrefix
 from scheduler_core.policies.s3 import S3
 from scheduler_core.policies.semantic import Hpjf, Semantic
 from scheduler_core.policies.shortest_first import Hrrn, Sept, Srpt, Ssjf
 from scheduler_core.policies.shortest_remaining import Elis, Trail
 from scheduler_core.policies.static import Fcfs, Priority, Spf
+from scheduler_core.policies.thunder_agent import ThunderAgent
 from scheduler_core.policies.tie import Tie
-from scheduler_core.policies.uniboost import DistBoost, UniBoost
+from scheduler_core.policies.uniboost import DistBoost, UniBoost, UniBoostUncached
 from scheduler_core.policies.vtc import Vtc
 from scheduler_core.ranges import construct
 
@@ -46,8 +49,13 @@ POLICIES: dict[str, type[Policy]] = {
     "semantic": Semantic,
     "distboost": DistBoost,
     "uniboost": UniBoost,
+    "uniboost_uncached": UniBoostUncached,
     "vtc": Vtc,
     "slo_tie": SloTie,
+    "longest_prefix": LongestPrefix,
+    "depth_first": DepthFirst,
+    "thunder_agent": ThunderAgent,
+    "continuum": Continuum,
 }
 
 #: Entry points of this group are policies of other packages.

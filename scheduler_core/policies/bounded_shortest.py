@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler_core.policies.base import Policy
 from scheduler_core.policies.estimates import median_tokens, risk_tokens
 from scheduler_core.policies.fcfs_estimate import (
     ArrivalOrder,
@@ -17,6 +16,7 @@ from scheduler_core.policies.fcfs_estimate import (
     RunningWork,
     ServiceRate,
 )
+from scheduler_core.policies.work_left import WorkLeft
 from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 from scheduler_core.request import RequestState
 from scheduler_core.statistics import FloatArray, kendall_tau
@@ -90,7 +90,7 @@ class PredictionBias:
 
 
 @dataclass(kw_only=True, slots=True)
-class BoundedShortest(Policy):
+class BoundedShortest(WorkLeft):
     """Shortest predicted length first; requests that reach their maximum wait come first, by arrival.
 
     key = min(exp(mu), M);   first as soon as   o t >= L - W   or   a + L - c t <= now
@@ -107,7 +107,7 @@ class BoundedShortest(Policy):
     | t | engine time per token of work while requests wait, measured | s |
     | r, g, h | 1.05, 0.9, 0.8; under overload (load less its standard error >= 1.05) `ratio`, 1, 1 | - |
     | ratio | promised maximum of wait and latency relative to first come, first served, 1.25 | - |
-    | prompt_weight | work of a prompt token; an output token is 1 | tokens |
+    | prompt_weight | work of a prompt token that is not in the prefix cache; an output token is 1 | tokens |
 
     Guarantee, up to errors of the estimates: every request starts within `ratio` times its wait under first come, first
     served, or the P99 of those waits if that is longer. It also ends within `ratio` times its latency under
@@ -119,11 +119,12 @@ class BoundedShortest(Policy):
     both orders. Reordering does not change t, so W can be measured on the same engine. Load is the arriving work divided
     by the work that the engine can do meanwhile; its standard error distinguishes bursts from overload. Requests are in
     arrival order without predictions, and while these do not rank the finished requests better than chance.
+
+    With `work_left` a prompt's work is its engine time as measured, less what is cached, in units of that of an output token;
+    it is added to the key and to both sides of the comparison of ranks. Reordering then changes what is cached and so t:
+    the guarantee is relative to first come, first served at the speed that is measured.
     """
 
-    key_changes = "on_event"
-    running_keys = "on_event"
-    progress = "unused"
     needs_queue = True
     inputs = frozenset({"length"})
 
@@ -160,6 +161,7 @@ class BoundedShortest(Policy):
         self._fcfs_latencies = RecentValues(int(self.window))
 
     def on_arrival(self, state: RequestState, now: float) -> None:
+        self._is_due = True
         work = self._work(state)
         wait_s = self._fcfs_wait_s(now)
         self._waiting.add(state, wait_s, work)
@@ -172,6 +174,7 @@ class BoundedShortest(Policy):
             self._refresh_bound()
 
     def on_prediction(self, state: RequestState) -> None:
+        self._is_due = True
         if state.prediction is None:
             return
         work = self._work(state)
@@ -188,9 +191,13 @@ class BoundedShortest(Policy):
     def on_pressure(self, num_waiting: int, max_num_seqs: int) -> bool:
         self._max_num_seqs = max_num_seqs
         changed, self._all_changed = self._all_changed, False
-        return changed
+        is_due = WorkLeft.on_pressure(self, num_waiting, max_num_seqs)
+        return changed or is_due
 
     def on_admit(self, state: RequestState, now: float) -> None:
+        self._is_due = True
+        if self.work_left:  # the prefix cache may have changed since the arrival
+            self._load.grow(self._waiting.revise(state, self._work(state)))
         waiting = self._waiting.get(state)
         if waiting is None:
             work = self._work(state)
@@ -205,10 +212,12 @@ class BoundedShortest(Policy):
         self._running.add(state.request_id, now, work)
 
     def on_preempt(self, state: RequestState, now: float) -> None:
+        self._is_due = True
         self._running.remove(state.request_id)
         self._preempted.add(state.request_id)
 
     def on_finish(self, state: RequestState) -> None:
+        self._is_due = True
         self._waiting.remove(state)
         self._due.pop(state.order, None)
         self._preempted.discard(state.request_id)
@@ -244,10 +253,18 @@ class BoundedShortest(Policy):
     def key(self, state: RequestState, now: float) -> float:
         if state.order in self._due or state.request_id in self._preempted:
             return _FRONT + state.order
-        return median_tokens(state) if self._ranks else float(state.order)
+        if not self._ranks:
+            return float(state.order)
+        return median_tokens(state) + (self._prompt_work(state) if self.work_left else 0.0)
 
     def _prompt_work(self, state: RequestState) -> float:
-        return self.prompt_weight * (state.request.prompt_tokens - state.cached_tokens)
+        uncached_tokens = state.request.prompt_tokens - state.cached_tokens
+        if not self.work_left:
+            return self.prompt_weight * uncached_tokens
+        times = self._times
+        return (
+            times.prefill_s * uncached_tokens + times.reload_s * state.host_cached_tokens
+        ) / times.decode_s
 
     def _work(self, state: RequestState) -> float:
         """Expected work of the whole request in tokens; without a usable prediction that of a mean request."""
@@ -296,7 +313,8 @@ class BoundedShortest(Policy):
 
     def _rank(self, state: RequestState) -> None:
         """Adds a finished request and updates whether predictions rank requests better than chance."""
-        self._ranked.append((median_tokens(state), float(state.num_output_tokens)))
+        prompt = self._prompt_work(state) if self.work_left else 0.0
+        self._ranked.append((prompt + median_tokens(state), prompt + state.num_output_tokens))
         self._num_unranked += 1
         if self._num_unranked < _RANK_EVERY:
             return

@@ -1,20 +1,20 @@
-"""Policies by one predicted length: SSJF (median), SEPT (mean), HRRN (mean, wait), SRPT (remaining length)."""
+"""Policies by size: SSJF (median length), SEPT (mean length), HRRN (uncached prompt and wait), SRPT (remaining length)."""
 
 import math
 from dataclasses import dataclass
 
 from scheduler_core.policies.base import Policy
-from scheduler_core.policies.estimates import risk_tokens
-from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
+from scheduler_core.policies.estimates import median_tokens, risk_tokens
+from scheduler_core.policies.work_left import EventOrder, WorkLeft, work_left_s
 from scheduler_core.request import RequestState
 
 
 @dataclass(kw_only=True, slots=True)
-class Ssjf(Policy):
+class Ssjf(WorkLeft):
     """Speculative shortest job first (Qiu et al. 2024, "Efficient Interactive LLM Serving with Proxy Model-based
     Sequence Length Prediction", arXiv:2404.08509).
 
-    key = ln min(y, M)
+    key = ln min(y, M);   with `work_left` the engine time of prompt and min(y, M)
 
     | symbol | meaning | unit |
     | --- | --- | --- |
@@ -27,12 +27,12 @@ class Ssjf(Policy):
     requests do not wait for their predictions, which update the order on arrival.
     """
 
-    key_changes = "never"
-    running_keys = "on_event"
-    progress = "unused"
     inputs = frozenset({"length", "point"})
 
     def key(self, state: RequestState, now: float) -> float:
+        if self.work_left:
+            tokens = median_tokens(state) if state.point is None else state.point.tokens
+            return self.work(state, min(tokens, state.request.max_tokens))
         longest = math.log(state.request.max_tokens)
         if state.point is not None:
             return min(math.log(state.point.tokens), longest)
@@ -40,11 +40,11 @@ class Ssjf(Policy):
 
 
 @dataclass(kw_only=True, slots=True)
-class Sept(Policy):
+class Sept(WorkLeft):
     """Shortest expected processing time (Weber 1983, "Scheduling jobs with stochastic processing requirements on
     parallel machines", J. Appl. Probab. 20, 841-847); TIE's ablation with beta = 0 (TIE, table 4).
 
-    key = E[min(X, M)]
+    key = E[min(X, M)];   with `work_left` the engine time of prompt and E[min(X, M)]
 
     | symbol | meaning | unit |
     | --- | --- | --- |
@@ -55,47 +55,39 @@ class Sept(Policy):
     log-t is infinite; as in TIE, the key ignores the prompt.
     """
 
-    key_changes = "never"
-    running_keys = "on_event"
-    progress = "unused"
     inputs = frozenset({"length"})
 
     def key(self, state: RequestState, now: float) -> float:
-        return risk_tokens(state)[0]
+        return self.work(state, risk_tokens(state)[0])
 
 
 @dataclass(kw_only=True, slots=True)
-class Hrrn(Policy):
-    """Highest response ratio next: short requests first, but all rise while waiting, short ones faster
-    (Brinch Hansen 1971, "An analysis of response ratio scheduling", IFIP Congress; an option of SGLang).
+class Hrrn(EventOrder):
+    """Highest response ratio next: short requests first, but all rise while waiting, short ones faster (Brinch Hansen 1971,
+    "An analysis of response ratio scheduling", IFIP Congress; SGLang's `hrrn`, sgl-project/sglang #32911).
 
-    ratio = (wait + s) / s, largest first;   key = -ratio;   s = token_s E[min(X, M)]
+    ratio = (wait + s) / s, largest first;   key = -ratio;   s = prefill_s(n - h)
 
     | symbol | meaning | unit |
     | --- | --- | --- |
-    | wait | now - arrival | s |
-    | s | expected service time | s |
-    | token_s | time of one output token | s |
+    | wait | from the arrival until the latest event | s |
+    | s | service time: engine time of the prompt, as measured; with `count_outputs` also of E[min(X, M)] tokens | s |
+    | n, h | length of the prompt, and of its prefix in the prefix cache | tokens |
     | X, M | predicted output length, log-t; the request's max_tokens, also the length without a prediction | tokens |
 
     No starvation: the ratio of a waiting request grows without bound, and only shorter new requests can overtake it.
 
-    Differs from the paper: the service time is an expectation. The order changes with time, so the queue is sorted before
-    every step.
+    Differs from SGLang: a wait is in seconds, not in prompt tokens that the engine has processed meanwhile, which is the same
+    at constant speed; sorted after events, not before every step, and also with more than 128 waiting requests.
     """
 
-    key_changes = "with_time"
-    progress = "unused"
-    inputs = frozenset({"length"})
+    inputs = frozenset({"cached", "costs", "length"})
 
-    token_s: float = 0.02
-
-    def __post_init__(self) -> None:
-        check_ranges(self, token_s=(POSITIVE, FINITE))
+    count_outputs: bool = False
 
     def key(self, state: RequestState, now: float) -> float:
-        service_s = self.token_s * max(risk_tokens(state)[0], 1.0)
-        return -1.0 - (now - state.request.arrival_s) / service_s
+        output_tokens = risk_tokens(state)[0] if self.count_outputs else 0.0
+        return -1.0 - (self._key_s - state.request.arrival_s) / work_left_s(state, self._times, output_tokens)
 
 
 @dataclass(kw_only=True, slots=True)

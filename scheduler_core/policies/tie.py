@@ -4,7 +4,7 @@ import math
 import sys
 from dataclasses import dataclass, field
 
-from scheduler_core.policies.base import Policy
+from scheduler_core.policies.work_left import WorkLeft
 from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 from scheduler_core.request import RequestState
 
@@ -13,11 +13,12 @@ _SMALLEST = sys.float_info.min
 
 
 @dataclass(kw_only=True, slots=True)
-class Tie(Policy):
+class Tie(WorkLeft):
     """Shortest expected length first, with a penalty for heavy tails that grows with the queue.
 
     score = E[min(X, M)] + beta * CVaR_alpha(min(X, M)),   beta = clip(0.1 * Lq / B, beta_min, beta_max)
-    score decays with waiting as score * gamma^(wait / tau).
+    score decays with waiting as score * gamma^(wait / tau). With `work_left` it is that of the engine time of prompt and
+    output, W = prefill + decode(min(X, M)), instead of min(X, M).
     key = ln score + arrival * ln(1/gamma) / tau
 
     | symbol | meaning | unit |
@@ -39,8 +40,6 @@ class Tie(Policy):
     request keeps its prediction.
     """
 
-    key_changes = "on_event"
-    progress = "unused"
     inputs = frozenset({"length"})
 
     alpha: float = 0.9
@@ -69,15 +68,16 @@ class Tie(Policy):
 
     def on_pressure(self, num_waiting: int, max_num_seqs: int) -> bool:
         before, self._beta = self._beta, self.beta(num_waiting, max_num_seqs)
-        return self._beta != before
+        is_due = WorkLeft.on_pressure(self, num_waiting, max_num_seqs)
+        return is_due or self._beta != before
 
     def score(self, state: RequestState) -> float:
-        """Tail inflated expectation of the output length (Eq. 11), in tokens."""
+        """Tail inflated expectation of the output length (Eq. 11), in tokens; with `work_left` of the work, in seconds."""
         risk = state.expected_and_cvar(self.alpha)
         if risk is None:
-            return (1.0 + self.beta_max) * state.request.max_tokens
+            return (1.0 + self.beta_max) * self.work(state, state.request.max_tokens)
         mean, tail_mean = risk
-        return mean + self._beta * tail_mean
+        return self.work(state, mean) + self._beta * self.work(state, tail_mean)
 
     def key(self, state: RequestState, now: float) -> float:
         return math.log(max(self.score(state), _SMALLEST)) + state.request.arrival_s * self._aging_per_s

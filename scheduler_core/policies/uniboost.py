@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from scheduler_core.policies.base import Policy
+from scheduler_core.policies.work_left import EventOrder, work_left_s
 from scheduler_core.ranges import FINITE, INTEGERS, POSITIVE, check_ranges
 from scheduler_core.request import Phase, RequestState
 
@@ -334,3 +335,52 @@ class UniBoost(Policy):
             return False
         self._used = rates
         return True
+
+
+@dataclass(kw_only=True, slots=True)
+class UniBoostUncached(EventOrder):
+    """UniBoost of the waiting queue alone, as its authors propose it for SGLang and agents' prompts (sgl-project/sglang #35637).
+
+    key = Phi = a - b(w),   w = alpha (n - h),   b(w) = (1/gamma) ln(1/(1 - exp(-gamma w)))
+
+    | symbol | meaning | unit |
+    | --- | --- | --- |
+    | a | arrival | s |
+    | n, h | length of the prompt, and of its prefix in the prefix cache | tokens |
+    | alpha | engine time per prompt token, as measured; a copy from host memory counts with its own time | s |
+    | gamma | gamma_per_s; gamma-Ada (`adapt_gamma`): ln 5/(t99 - t95) of the latest latencies, smoothed (`TailRate`) | 1/s |
+
+    No starvation: boosts are finite, so a request that has waited longer than that of a request without a prefill precedes it.
+
+    Differs from the proposal: alpha is measured instead of set; sorted after events instead of before every admission; a
+    latency is that of the whole request, and also counts if it was aborted after its first token.
+    """
+
+    inputs = frozenset({"cached", "costs"})
+
+    gamma_per_s: float = 0.1
+    adapt_gamma: bool = True
+    window: float = 1000
+    update_every: float = 100
+    smoothing: float = 0.2
+    gamma_min_per_s: float = 1e-4
+    gamma_max_per_s: float = 100.0
+    _tail: TailRate = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._tail = TailRate(
+            self.gamma_per_s,
+            window=int(self.window),
+            update_every=int(self.update_every),
+            smoothing=self.smoothing,
+            min_per_s=self.gamma_min_per_s,
+            max_per_s=self.gamma_max_per_s,
+        )
+
+    def on_finish(self, state: RequestState) -> None:
+        EventOrder.on_finish(self, state)
+        if self.adapt_gamma and state.last_token_s is not None:
+            self._tail.finished(state.last_token_s - state.request.arrival_s)
+
+    def key(self, state: RequestState, now: float) -> float:
+        return state.request.arrival_s - boost_s(work_left_s(state, self._times), self._tail.gamma_per_s)

@@ -22,9 +22,10 @@ from tests.scheduler_core.helpers import Drive, full_prediction, request, run_st
 STEP_S = 0.05
 #: Policies that say nobody starves, with parameters that make the wait short enough for a test.
 FAIR: dict[str, dict[str, float]] = {
-    "fcfs": {}, "ltr": {}, "tie": {"tau_s": 1.0}, "hrrn": {"token_s": 0.05}, "edf": {}, "mlfq": {},
+    "fcfs": {}, "ltr": {}, "tie": {"tau_s": 1.0}, "hrrn": {}, "edf": {}, "mlfq": {},
     "distboost": {"gamma_per_s": 1.0},
     "uniboost": {"bin_tokens": 1, "gamma_per_s": 1.0, "gamma_min_per_s": 0.5}, "bounded_shortest": {}, "vtc": {},
+    "uniboost_uncached": {"gamma_per_s": 1.0, "gamma_min_per_s": 0.5},
 }  # fmt: skip
 FOLDER = Path(package.__file__).parent
 SURE = (1.0, 0.0, 0.0, 0.0, 0.0)
@@ -63,7 +64,7 @@ def test_keys_are_finite_before_and_after_every_prediction(name: str) -> None:
                 core.update(request_id, full_prediction(20.0), float(step))
             assert math.isfinite(policy.key(core.state(request_id), float(step)))
             assert policy.eviction_key(core.state(request_id), float(step)) < math.inf
-    assert policy.inputs <= {*HEADS, "priority", "tier", "tenant", "slo"}
+    assert policy.inputs <= {*HEADS, "priority", "tier", "tenant", "slo", "session", "cached", "costs"}
 
 
 def table() -> dict[str, list[str]]:

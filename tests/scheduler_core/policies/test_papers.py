@@ -168,15 +168,6 @@ def test_s3_orders_and_reserves_by_bucket() -> None:
     assert found == [10 + 141, 10 + 120, 10 + 1000, 10 + 700]
 
 
-def test_hrrn_ratio() -> None:
-    """s = 0.02 s * 50 = 1 s; after 3 s ratio (3 + 1)/1 = 4. A 4 s request reaches the same ratio after 12 s."""
-    policy = make_policy("hrrn")
-    short, long = state("a", prediction=sure(50)), state("b", prediction=sure(200), cap=1000)
-    enter(policy, short, long)
-    assert policy.key(short, 3.0) == pytest.approx(-4.0, rel=1e-4)
-    assert policy.key(long, 12.0) == pytest.approx(-4.0, rel=1e-4)
-
-
 def test_edf_follows_the_first_and_then_the_last_token() -> None:
     """Arrival 5, first token wanted within 2 s, last within 30 s: deadline 7, then 35. Without targets 5 + 60."""
     policy = make_policy("edf")

@@ -1,0 +1,320 @@
+"""Policies for shared prefixes and sessions: orders by hand; full simulations of agents' sessions."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scheduler_core.engine.decision_log import DecisionLog
+from scheduler_core.policies import POLICIES, make_policy
+from scheduler_core.policies.base import Policy
+from scheduler_core.policies.continuum import time_to_live_s
+from scheduler_core.policies.uniboost import boost_s
+from scheduler_core.policies.work_left import TokenTimes, work_left_s
+from scheduler_core.replay import replay
+from scheduler_core.request import RequestState, Segment
+from scheduler_core.scheduler import SchedulerConfig
+from scheduler_core.simulator.run import SimulationResult
+from scheduler_core.simulator.trace import Trace
+from tests.scheduler_core.helpers import prediction, request, simulate, trace_row
+
+#: Policies that read the prefix cache or sessions, with the parameters that make them.
+CASES: dict[str, tuple[str, dict[str, float]]] = {
+    name: (name, {}) for name, kind in POLICIES.items() if kind.inputs & {"cached", "session", "costs"}
+}
+CASES |= {
+    f"{name}, work left": (name, {"work_left": True}) for name in ("bounded_shortest", "ssjf", "sept", "tie")
+}
+CASES["hrrn, with outputs"] = ("hrrn", {"count_outputs": True})
+
+
+class Costs:
+    """A prompt token takes 1 ms, an output token 10 ms, the copy of a token 0.1 ms."""
+
+    def prefill_s(self, num_tokens: float) -> float:
+        return 1e-3 * num_tokens
+
+    def decode_s(self, num_tokens: float) -> float:
+        return 1e-2 * num_tokens
+
+    def reload_s(self, num_tokens: float) -> float:
+        return 1e-4 * num_tokens
+
+
+@dataclass
+class Engine:
+    capacity_tokens: int = 1000
+    costs: Costs = field(default_factory=Costs)
+
+    def resident_tokens(self, session: str) -> int:
+        return 0
+
+
+def policy(name: str, capacity_tokens: int = 1000, **parameters: float) -> Policy:
+    made = make_policy(name, parameters)
+    made.bind(Engine(capacity_tokens))
+    return made
+
+
+def state(name: str, order: int, prompt: int, cached: int = 0, **more: Any) -> RequestState:
+    """A waiting request; its arrival is its order, in seconds."""
+    item = RequestState(request(name, float(order), prompt=prompt, cap=1000, **more), order=order)
+    item.cached_tokens = cached
+    return item
+
+
+def order_of(made: Policy, *states: RequestState, now: float = 0.0) -> list[str]:
+    """Names of the waiting requests in the order of keys that are recomputed now."""
+    made.on_pressure(len(states), 8)
+    keys = {item.request_id: (made.key(item, now), item.request.arrival_s) for item in states}
+    return sorted(keys, key=keys.__getitem__)
+
+
+def arrive(made: Policy, *states: RequestState) -> None:
+    for item in states:
+        made.on_arrival(item, item.request.arrival_s)
+
+
+def end(made: Policy, item: RequestState, now: float, outputs: int = 1, ended_by: str = "") -> None:
+    """Ends a running request."""
+    item.num_output_tokens, item.last_token_s, item.ended_by = outputs, now, ended_by
+    made.on_finish(item)
+
+
+def test_work_left_is_uncached_prompt_copy_and_remaining_output() -> None:
+    """500 tokens, 300 cached, 100 of them on the host, 40 outputs expected: 200 + 10 + 400 ms; after 15 outputs less."""
+    times = TokenTimes.of(Costs())
+    item = state("a", 0, 500, 300)
+    item.host_cached_tokens = 100
+    assert work_left_s(item, times, 40) == pytest.approx(0.2 + 0.01 + 0.4)
+    item.num_output_tokens = 15  # after a preemption they are to be computed again as well
+    assert work_left_s(item, times, 40) == pytest.approx(0.215 + 0.01 + 0.25)
+    item.cached_tokens, item.host_cached_tokens = 515, 0
+    assert work_left_s(item, times) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("name", ["ssjf", "sept", "tie"])
+def test_a_long_prompt_comes_after_a_longer_output_only_by_work_left(name: str) -> None:
+    """b: 10 outputs after 900 uncached tokens, 1 s; a: 40 after 100, 0.5 s. With 850 of them cached b takes 0.15 s."""
+    a, b = state("a", 0, 100), state("b", 0, 900)
+    a.prediction, b.prediction = prediction(40.0, 1e-6), prediction(10.0, 1e-6)
+    for left, cached, expected in ((False, 0, "ba"), (True, 0, "ab"), (True, 850, "ba")):
+        made = policy(name, work_left=left)
+        b.cached_tokens = cached
+        arrive(made, a, b)
+        assert "".join(order_of(made, a, b)) == expected
+        assert made.reads("cached") == made.reads("costs") == left
+        assert not made.on_pressure(2, 8)  # not again without an event
+        made.on_admit(a, 1.0)
+        assert made.on_pressure(1, 8) == left
+
+
+def test_hrrn_counts_waits_in_prefill_times() -> None:
+    """a waits 10 s for 1 s of prefill, ratio 11; b 5 s for 0.4 s, 13.5; all but 200 tokens of a cached: 51."""
+    made, a, b = policy("hrrn"), state("a", 0, 1000), state("b", 5, 400)
+    arrive(made, a, b, state("c", 10, 1))
+    assert order_of(made, a, b) == ["b", "a"]
+    assert made.key(b, 99.0) == pytest.approx(-13.5)
+    a.cached_tokens = 800
+    made.on_admit(state("c", 10, 1), 10.0)
+    assert order_of(made, a, b) == ["a", "b"]
+    assert made.key(a, 99.0) == pytest.approx(-51.0)
+    counting = policy("hrrn", count_outputs=True)
+    b.prediction = prediction(60.0, 1e-6)
+    arrive(counting, b, state("c", 10, 1))
+    order_of(counting, b)
+    assert counting.key(b, 10.0) == pytest.approx(-1.0 - 5.0 / (0.4 + 0.6), rel=1e-4)
+
+
+def test_longest_prefix_comes_first() -> None:
+    made = policy("longest_prefix")
+    states = [state("a", 0, 100, 10), state("b", 1, 900, 300), state("c", 2, 50), state("d", 3, 400, 300)]
+    assert order_of(made, *states) == ["b", "d", "a", "c"]
+
+
+def test_depth_first_takes_the_heaviest_branch_and_its_deepest_requests() -> None:
+    """Three wait below x (one of them at x itself, one deeper in y, one in z), two below w, one has no prefix.
+
+    x: y and z have one each, y came first; then x itself. w: the longer prefix first.
+    """
+
+    def content(*keys: str) -> tuple[Segment, ...]:
+        return tuple(Segment(key, 100) for key in keys)
+
+    states = [
+        state("none", 0, 500, content=content("x")),
+        state("w_short", 1, 500, 50, content=content("w")), state("w_long", 2, 500, 80, content=content("w")),
+        state("x", 3, 500, 100, content=content("x", "v")),
+        state("xy", 4, 500, 150, content=content("x", "y")), state("xz", 5, 500, 200, content=content("x", "z")),
+    ]  # fmt: skip
+    made = policy("depth_first")
+    arrive(made, *states)
+    assert order_of(made, *states) == ["xy", "xz", "x", "w_long", "w_short", "none"]
+    made.on_admit(states[4], 6.0)
+    left = [item for item in states if item.request_id != "xy"]
+    assert order_of(made, *left) == ["w_long", "w_short", "xz", "x", "none"]
+
+
+def test_uniboost_of_the_waiting_queue_boosts_by_uncached_work() -> None:
+    """Phi = a - b(w): 900 of 1,000 tokens cached, w = 0.1 s; gamma is that of the latencies' tail."""
+    made, a = (
+        policy("uniboost_uncached", gamma_per_s=0.5, update_every=5, window=5, smoothing=1.0),
+        state("a", 3, 1000, 900),
+    )
+    arrive(made, a)
+    order_of(made, a)
+    assert made.key(a, 9.0) == pytest.approx(3.0 - boost_s(0.1, 0.5))
+    for number in range(5):
+        end(made, state(f"e{number}", 0, 10), float(number + 1))
+    order_of(made, a)
+    gamma = math.log(5.0) / (np.quantile(range(1, 6), 0.99) - np.quantile(range(1, 6), 0.95))
+    assert made.key(a, 9.0) == pytest.approx(3.0 - boost_s(0.1, float(gamma)))
+
+
+def test_thunder_agent_pauses_the_smallest_idle_session_and_resumes_in_groups() -> None:
+    """1,000 tokens of memory. a (300) and b (500) act; c (150) is new and fits. The next turn of b grows to 700: a is paused;
+    its next turn waits until c's session ends, then comes before d, a new session that is smaller."""
+    made = policy("thunder_agent", buffer_tokens=0)
+
+    def turn(name: str, order: int, prompt: int) -> RequestState:
+        item = state(f"{name}{order}", order, prompt, session=name)
+        made.on_arrival(item, item.request.arrival_s)
+        return item
+
+    def admitted(*states: RequestState) -> list[str]:
+        made.on_pressure(len(states), 8)
+        return [item.request_id for item in states if made.may_admit(item, 99.0)]
+
+    for item in (turn("a", 0, 299), turn("b", 1, 499)):
+        assert admitted(item) == [item.request_id]
+        made.on_admit(item, 2.0)
+        end(made, item, 3.0, ended_by="tool_use")
+    c = turn("c", 4, 150)
+    assert admitted(c) == ["c4"]
+    made.on_admit(c, 4.0)
+    b = turn("b", 5, 700)
+    assert admitted(b) == ["b5"]
+    made.on_admit(b, 5.0)
+    a, d = turn("a", 6, 301), turn("d", 7, 200)
+    assert admitted(a, d) == []
+    assert order_of(made, a, d) == ["a6", "d7"]
+    end(made, c, 8.0, ended_by="tool_use")  # it may come back, but a's turn waits
+    assert admitted(a, d) == []
+    end(made, b, 9.0, ended_by="end_turn")
+    assert admitted(a, d) == ["a6", "d7"]
+    made.on_admit(a, 9.0)
+    made.on_admit(d, 9.0)
+    e = turn("e", 10, 900)
+    assert admitted(e) == []
+    made.on_arrival(state("f", 1811, 10), 1811.0)
+    assert admitted(e) == ["e10"]  # held for half an hour
+
+
+def test_time_to_live_has_the_largest_expected_gain() -> None:
+    """Pauses 1, 1, 2, ..: half of them 1 s, the others 20 s. Worth 10 s, at 0.1 s a second: 5 - 0.1 < 10 - 2; at 0.5: 4.5 > 0."""
+    pauses = [1.0, 20.0] * 10
+    assert time_to_live_s(pauses, 10.0, 0.1, 2.0) == 20.0
+    assert time_to_live_s(pauses, 10.0, 0.5, 2.0) == 1.0
+    assert time_to_live_s(pauses, 10.0, 6.0, 2.0) == 0.0
+    assert time_to_live_s([], 10.0, 0.5, 2.0) == pytest.approx(2.0 * math.log(10.0))
+    assert time_to_live_s([], 0.5, 0.5, 2.0) == 0.0
+
+
+def test_continuum_keeps_contexts_and_serves_who_comes_in_time_first() -> None:
+    """The context of a, 200 of 1,000 tokens, is worth 0.2 s: 2 ln(0.2 / (0.2 * 2)) < 0, so it is not kept. After waits of 10 s
+    in the mean it is kept for 2 ln(10.2 / 0.4) = 6.5 s; meanwhile no 900 tokens are admitted."""
+    made = policy("continuum")
+    a = state("a0", 0, 199, session="a")
+    arrive(made, a)
+    made.on_admit(a, 0.0)
+    end(made, a, 1.0, ended_by="tool_use")
+    made.on_pressure(0, 8)
+    assert made.retention_key("a") == 0.0
+    made._mean_wait_s = 10.0  # type: ignore[attr-defined]
+    a, b, c = (
+        state(name, at, size, session=name[0])
+        for name, at, size in (("a1", 3, 200), ("b0", 2, 900), ("c0", 4, 100))
+    )
+    arrive(made, b, a)
+    made.on_admit(a, 3.0)
+    end(made, a, 3.0, outputs=0, ended_by="tool_use")
+    made.on_pressure(1, 8)
+    assert made.retention_key("a") > made.retention_key("b") == made.retention_key("") == 0.0
+    assert not made.may_admit(b, 3.0)
+    arrive(made, c)
+    late = state("a2", 9, 200, session="a")
+    assert made.may_admit(c, 4.0)
+    arrive(made, late)  # 6 s later: in time
+    assert order_of(made, b, c, late) == ["a2", "b0", "c0"]
+    made.on_admit(late, 9.0)
+    end(made, late, 9.0, ended_by="end_turn")
+    made.on_pressure(2, 8)
+    assert made.retention_key("a") == 0.0
+    assert made.may_admit(b, 9.0)
+
+
+def agents(num_sessions: int, turns: int, seed: int = 0) -> Trace:
+    """Growing sessions in a closed loop that share a system prompt of 64 tokens, and a third as many requests without."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for session in range(num_sessions):
+        name, before = f"s{session}", ()
+        context = 64 + int(rng.integers(50, 400))
+        for turn in range(turns):
+            content = (Segment("system", 64), Segment(name, context - 64))
+            output = int(rng.integers(1, 20))
+            rows.append(
+                trace_row(
+                    f"{name}.{turn}", float(rng.uniform(0, 3)) if not turn else 0.0, context, output,
+                    session_id=name, turn=turn, content=content, after=before, think_time_s=float(rng.exponential(1.0)),
+                    ended_by="end_turn" if turn == turns - 1 else "tool_use", prediction=prediction(output + 1.0, 0.3),
+                )
+            )  # fmt: skip
+            before = (f"{name}.{turn}",)
+            context += output + int(rng.integers(5, 60))
+    rows += [
+        trace_row(f"r{index}", float(rng.uniform(0, 20)), int(rng.integers(1, 300)), int(rng.integers(1, 40)))
+        for index in range(num_sessions * turns // 3)
+    ]
+    return Trace(tuple(rows), source="test")
+
+
+def run(
+    case: str, trace: Trace, *, exact: bool = False, **limits: Any
+) -> tuple[SimulationResult, DecisionLog]:
+    name, parameters = CASES[case]
+    log = DecisionLog()
+    sizes: Mapping[str, Any] = {
+        "num_kv_blocks": 200,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 256,
+        **limits,
+    }
+    result = simulate(
+        trace, name, policy_parameters=parameters, exact_steps=exact, log=log,
+        scheduler=SchedulerConfig(**sizes), predictor="trace",
+    )  # fmt: skip
+    return result, log
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("host_blocks", [0, 300])
+def test_sessions_beyond_the_memory_are_served_in_full_exactly_and_replayed(
+    case: str, host_blocks: int
+) -> None:
+    """Contexts of 12 sessions take about twice the memory."""
+    trace = agents(12, 6)
+    result, log = run(case, trace, num_host_cache_blocks=host_blocks)
+    exact, _ = run(case, trace, exact=True, num_host_cache_blocks=host_blocks)
+    assert sorted(item.request_id for item in result.records) == sorted(
+        row.request_id for row in trace.requests
+    )
+    lengths = {row.request_id: row.output_tokens for row in trace.requests}
+    assert all(item.output_tokens == lengths[item.request_id] for item in result.records)
+    assert result.records == exact.records
+    again = replay(log.entries)
+    again.validate()
+    assert again.counters.num_finished == len(trace)
