@@ -25,8 +25,9 @@ correction are then applied as to any other prediction.
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -230,6 +231,46 @@ class SessionStates:
         self._states.pop(session, None)
 
 
+class RecursiveRegression:
+    """Recursive ridge regression of y on features x [F], whose coefficients shrink to 0, and y to `center`. Observations are
+    forgotten at the rate 1 / `memory`; `precision` [F] is that of the prior of the coefficients."""
+
+    def __init__(self, precision: Sequence[float], center: float, memory: int) -> None:
+        self._prior, self._center, self._decay = np.diag(precision), center, 1.0 - 1.0 / memory
+        num = len(precision)
+        #: Sums x x^T [F, F] and (y - center) x [F].
+        self._gram, self._response = np.zeros((num, num)), np.zeros(num)
+        self._coefficients: NDArray[np.float64] | None = np.zeros(num)
+
+    def predict(self, x: NDArray[np.float64]) -> float:
+        """The expectation of y."""
+        if self._coefficients is None:
+            solution = np.linalg.solve(self._gram + self._prior, self._response)
+            self._coefficients = np.asarray(solution, np.float64)
+        return self._center + float(self._coefficients @ x)
+
+    def observe(self, x: NDArray[np.float64], y: float, weight: float = 1.0) -> None:
+        """Adds an observation."""
+        self._gram = self._decay * self._gram + weight * x[:, None] * x
+        self._response = self._decay * self._response + weight * (y - self._center) * x
+        self._coefficients = None
+
+    def state(self) -> dict[str, Any]:
+        """The sums as JSON content."""
+        return {"gram": self._gram.tolist(), "response": self._response.tolist()}
+
+    def restore(self, content: Mapping[str, Any]) -> None:
+        """Restores a `state`; raises an error if the content is invalid."""
+        gram, response = np.array(content["gram"], float), np.array(content["response"], float)
+        if gram.shape != self._gram.shape or response.shape != self._response.shape:
+            raise ValueError("gram, response")
+        if not (np.isfinite(gram).all() and np.isfinite(response).all() and np.allclose(gram, gram.T)):
+            raise ValueError("gram, response")
+        if np.linalg.eigvalsh(gram).min() <= -1e-6:
+            raise ValueError("gram")
+        self._gram, self._response, self._coefficients = gram, response, None
+
+
 class SessionPredictor:
     """Recursive ridge regression of ln tokens on x; its predictions are log-t with a constant sigma, which is left to the
     corrections that follow. Outputs are forgotten at the rate 1 / `memory`. Not for several threads at once."""
@@ -241,18 +282,12 @@ class SessionPredictor:
     def __init__(self, memory: int = 20_000) -> None:
         self.memory = memory
         check_ranges(self, memory=(10, 100_000_000))
-        self._prior = np.diag([self.INTERCEPT_PRECISION] + [self.PRECISION] * (NUM_FEATURES - 1))
-        #: Sums x x^T [F, F] and (ln tokens - PRIOR_MEAN) x [F].
-        self._gram, self._response = np.zeros((NUM_FEATURES, NUM_FEATURES)), np.zeros(NUM_FEATURES)
-        self._coefficients: NDArray[np.float64] | None = np.zeros(NUM_FEATURES)
+        precision = (self.INTERCEPT_PRECISION, *(self.PRECISION for _ in CENTERS))
+        self._regression = RecursiveRegression(precision, self.PRIOR_MEAN, memory)
 
     def predict(self, features: SessionFeatures) -> LengthPrediction:
         """The predicted length of the output."""
-        coefficients = self._coefficients
-        if coefficients is None:
-            solution = np.linalg.solve(self._gram + self._prior, self._response)
-            coefficients = self._coefficients = np.asarray(solution, np.float64)
-        mu = self.PRIOR_MEAN + float(coefficients @ features.vector())
+        mu = self._regression.predict(features.vector())
         return LengthPrediction(min(max(mu, 0.0), 20.0), self.SIGMA, self.NU)
 
     def observe(self, features: SessionFeatures, output_tokens: int, *, finished: bool = True) -> None:
@@ -267,11 +302,7 @@ class SessionPredictor:
             weight = student_t_cdf(z, self.NU)
             z = max(z, student_t_hazard(z, self.NU) * (self.NU + z * z) / (self.NU - 1.0))
             log_length = predicted.mu + predicted.sigma * z
-        x = features.vector()
-        decay = 1.0 - 1.0 / self.memory
-        self._gram = decay * self._gram + weight * x[:, None] * x
-        self._response = decay * self._response + weight * (log_length - self.PRIOR_MEAN) * x
-        self._coefficients = None
+        self._regression.observe(features.vector(), log_length, weight)
 
 
 def _log(value: float | None, offset: float) -> float | None:

@@ -1,0 +1,1 @@
+"""Benchmarks of agents: sessions of many turns that share a growing context."""

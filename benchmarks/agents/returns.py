@@ -1,0 +1,500 @@
+"""When agents' sessions return: predicted pauses, turns that remain, and growth of contexts, on recorded sessions.
+
+    python -m benchmarks.agents.returns DATA [--sessions held_out] [--hours 24] [--seed 0] [--markdown PAGE]
+
+DATA is a table (Parquet) of recorded sessions, see `benchmarks.correcting.agent_sessions`. The constants of
+`scheduler_core.prediction.session_return` were chosen on two thirds of the sessions (`is_development`); by default the
+others are measured. The sessions start at random times within `--hours`, and their turns interleave. Each pause is
+predicted at the end of its turn, and learned when the session returns, or has not returned for some time. All methods start
+without any data. Compared:
+
+    global              `ReturnPredictor` with one distribution of all pauses
+    by end              ... with one for each way in which a turn ended (tool_use, end_turn, unknown), without sessions
+    log-t regression    ln pause by the way in which the turn ended and the session's pauses, recursive, then `Correction`
+    ours                `ReturnPredictor`: by the way in which the turn ended and session
+    true returns        the recorded pauses: the bound of any prediction
+
+Log score: -ln of the probability of the recorded second, in nats. CRPS: of ln seconds. A pause of more than an hour, and a
+session that never returns, count as a pause of more than an hour. AUC: of P(return within 10, 60, 300 s) for pairs of one
+session that does and one that does not; at the ends of turns, and among all sessions that have been idle for less than an
+hour, once a minute. There, the idle time itself ranks sessions as LRU and a fixed time-to-live do.
+
+Recorded pauses contain a part of the duration of the request that follows; they are not used to predict outputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from benchmarks.correcting.agent_sessions import FIRST_TOKEN_S, TOKEN_S, is_development
+from benchmarks.shared.pages import put_section
+from scheduler_core.lengths.student_t import student_t_cdf, student_t_quantile
+from scheduler_core.prediction.correction import Correction, RequestContext
+from scheduler_core.prediction.outcome import Outcome
+from scheduler_core.prediction.predictions import LengthPrediction
+from scheduler_core.prediction.session import RecursiveRegression
+from scheduler_core.prediction.session_return import ENDED_S, ReturnPredictor, SessionReturn
+from scheduler_core.report.page import markdown_table
+from scheduler_core.statistics import kendall_tau
+
+#: Longest pause in seconds that is told from a longer one.
+HOUR_S = 3600.0
+#: Horizons of a return in seconds, and seconds between two times at which idle sessions are ranked.
+HORIZONS_S, RANKING_S = (10.0, 60.0, 300.0), 60.0
+#: Levels of the quantiles whose mean loss is half of the CRPS.
+LEVELS = tuple((number + 0.5) / 32 for number in range(32))
+COLUMNS = (
+    "session", "agent", "time_s", "input_tokens", "output_tokens", "stop", "think_time_s", "api_time_s",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One ended turn; `pause_s` and `growth_tokens` are those to the session's next one, None if there is none.
+    `remaining_turns`: before the next pause of at least `ENDED_S` seconds."""
+
+    session: str
+    ended_s: float
+    ended_by: str
+    input_tokens: int
+    output_tokens: int
+    pause_s: float | None
+    growth_tokens: int | None
+    remaining_turns: int
+
+
+class Pause(Protocol):
+    """A predicted pause, see `SessionReturn`."""
+
+    def survival(self, idle_s: float) -> float: ...
+
+    def probability_of_return(self, idle_s: float, horizon_s: float) -> float: ...
+
+    def quantile(self, level: float) -> float: ...
+
+
+class Method(Protocol):
+    """Predicts and learns pauses."""
+
+    def ended(self, turn: Turn, now: float) -> Pause: ...
+
+    def returned(self, turn: Turn, now: float) -> None:
+        """The pause after this turn has ended."""
+
+
+def read_turns(file: str, *, sessions: str) -> dict[str, list[Turn]]:
+    """Agent -> its turns, of `held_out`, `development` or `all` sessions; times are from the start of the session."""
+    runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in pq.read_table(file, columns=list(COLUMNS)).to_pylist():
+        if sessions == "all" or is_development(row["session"]) == (sessions == "development"):
+            runs[f"{row['session']} {row['agent']}"].append(row)
+    return {agent: _turns(agent, rows) for agent, rows in runs.items()}
+
+
+def _turns(agent: str, rows: Sequence[Mapping[str, Any]]) -> list[Turn]:
+    turns: list[Turn] = []
+    following: Mapping[str, Any] | None = None
+    for row in reversed(rows):
+        duration_s, pause_s, growth = row["api_time_s"], None, None
+        is_recorded = duration_s is not None and not math.isnan(duration_s)
+        if not is_recorded:
+            duration_s = FIRST_TOKEN_S + TOKEN_S * row["output_tokens"]
+        if following is not None:
+            growth = following["input_tokens"] - row["input_tokens"]
+            pause_s = following["think_time_s"]
+            # Without a duration, the recorded pause is from the start of the request.
+            if not is_recorded or pause_s is None or math.isnan(pause_s):
+                pause_s = max(round(following["time_s"] - row["time_s"] - duration_s), 0.0)
+        remaining = (
+            turns[-1].remaining_turns + 1 if turns and pause_s is not None and pause_s < ENDED_S else 0
+        )
+        turns.append(
+            Turn(
+                agent,
+                row["time_s"] + duration_s,
+                row["stop"],
+                row["input_tokens"],
+                row["output_tokens"],
+                pause_s,
+                growth,
+                remaining,
+            )
+        )
+        following = row
+    return turns[::-1]
+
+
+def events(turns: Mapping[str, Sequence[Turn]], hours: float, seed: int) -> list[tuple[float, int, Turn]]:
+    """(time, 0 for the end of a turn or 1 for the return after it, turn), in order of time."""
+    rng, starts = np.random.default_rng(seed), dict[str, float]()
+    for name in sorted({agent.split()[0] for agent in turns}):
+        starts[name] = 3600.0 * hours * rng.random()
+    rows = []
+    for agent in sorted(turns):
+        for turn in turns[agent]:
+            ended_s = starts[agent.split()[0]] + turn.ended_s
+            rows.append((ended_s, 0, turn))
+            if turn.pause_s is not None:
+                rows.append((ended_s + turn.pause_s, 1, turn))
+    return sorted(rows, key=lambda row: row[:2])
+
+
+class Returns:
+    """`ReturnPredictor`, with what it may know of a turn."""
+
+    def __init__(self, *, ends: bool, sessions: bool) -> None:
+        self.predictor = ReturnPredictor()
+        self._ends, self._sessions = ends, sessions
+        self._names: dict[str, str] = {}
+        self._num = 0
+
+    def ended(self, turn: Turn, now: float) -> SessionReturn:
+        self._num += 1
+        name = self._names[turn.session] = turn.session if self._sessions else str(self._num)
+        return self.predictor.ended(
+            name,
+            now,
+            ended_by=turn.ended_by if self._ends else "",
+            input_tokens=turn.input_tokens,
+            output_tokens=turn.output_tokens,
+        )
+
+    def returned(self, turn: Turn, now: float) -> None:
+        input_tokens = None if turn.growth_tokens is None else turn.input_tokens + turn.growth_tokens
+        self.predictor.returned(self._names[turn.session], now, input_tokens=input_tokens)
+
+
+class LogTPause:
+    """A log-t distributed pause, in tenths of a second."""
+
+    def __init__(self, prediction: LengthPrediction) -> None:
+        self._prediction = prediction
+
+    def survival(self, idle_s: float) -> float:
+        if idle_s <= 0.0:
+            return 1.0
+        z = (math.log(10.0 * idle_s) - self._prediction.mu) / self._prediction.sigma
+        return student_t_cdf(-z, self._prediction.nu)
+
+    def probability_of_return(self, idle_s: float, horizon_s: float) -> float:
+        return 1.0 - self.survival(idle_s + horizon_s) / max(self.survival(idle_s), 1e-300)
+
+    def quantile(self, level: float) -> float:
+        z = student_t_quantile(level, self._prediction.nu)
+        return math.exp(min(self._prediction.mu + self._prediction.sigma * z, 50.0)) / 10.0
+
+
+class LogTRegression:
+    """ln pause by recursive regression on how the turn ended and on the session's last and mean pauses, corrected for each
+    way of ending. A session that has not returned for an hour is censored."""
+
+    def __init__(self) -> None:
+        self._regression = RecursiveRegression((2.0, *(20.0,) * 4), math.log(300.0), 5000)
+        self._correction = Correction()
+        #: Session and way of ending -> last and mean ln pause, and their number.
+        self._means: dict[tuple[str, str], tuple[float, float, int]] = {}
+        self._pending: dict[
+            str, tuple[Turn, float, NDArray[np.float64], LengthPrediction, RequestContext]
+        ] = {}
+
+    def ended(self, turn: Turn, now: float) -> LogTPause:
+        self._expire(now)
+        last, mean, num = self._means.get((turn.session, turn.ended_by), (0.0, 0.0, 0))
+        is_known = float(num > 0)
+        own = [is_known * (last - 5.0), is_known * (mean - 5.0)]
+        x = np.array([1.0, float(turn.ended_by == "end_turn"), float(turn.ended_by == ""), *own])
+        base = LengthPrediction(min(max(self._regression.predict(x), 0.0), 20.0), 0.8, 3.0)
+        context = RequestContext(served_model=turn.ended_by)
+        self._pending[turn.session] = (turn, now, x, base, context)
+        return LogTPause(self._correction.correct(context, base))
+
+    def returned(self, turn: Turn, now: float) -> None:
+        self._expire(now)
+        self._learn(turn, now)
+
+    def _expire(self, now: float) -> None:
+        """Censors pauses of an hour; the dictionary is in the order of the ends of turns."""
+        while self._pending:
+            turn, ended_s, *_ = next(iter(self._pending.values()))
+            if ended_s > now - HOUR_S:
+                return
+            self._learn(turn, ended_s + HOUR_S, finished=False)
+
+    def _learn(self, turn: Turn, now: float, *, finished: bool = True) -> None:
+        if turn.session not in self._pending:
+            return
+        _, ended_s, x, base, context = self._pending.pop(turn.session)
+        tenths = max(round(10.0 * (now - ended_s)), 5)
+        self._correction.observe(context, Outcome(output_tokens=tenths, finished=finished, prediction=base))
+        log_pause = math.log(tenths)
+        self._regression.observe(x, log_pause)
+        key = (turn.session, turn.ended_by)
+        _, mean, num = self._means.get(key, (0.0, 0.0, 0))
+        self._means[key] = (log_pause, mean + max(0.2, 1.0 / (num + 1)) * (log_pause - mean), num + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TruePause:
+    """The recorded pause; None: the session never returns."""
+
+    pause_s: float | None
+
+    def survival(self, idle_s: float) -> float:
+        return float(self.pause_s is None or idle_s < self.pause_s)
+
+    def probability_of_return(self, idle_s: float, horizon_s: float) -> float:
+        return 1.0 - self.survival(idle_s + horizon_s)
+
+    def quantile(self, level: float) -> float:
+        return math.inf if self.pause_s is None else self.pause_s
+
+
+class TrueReturns:
+    """Recorded pauses, as the bound of predictions."""
+
+    def ended(self, turn: Turn, now: float) -> TruePause:
+        return TruePause(turn.pause_s)
+
+    def returned(self, turn: Turn, now: float) -> None: ...
+
+
+METHODS: dict[str, Callable[[], Method]] = {
+    "global": lambda: Returns(ends=False, sessions=False),
+    "by end": lambda: Returns(ends=True, sessions=False),
+    "log-t regression": LogTRegression,
+    "ours": lambda: Returns(ends=True, sessions=True),
+    "true returns": TrueReturns,
+}
+OURS, REFERENCE = "ours", "by end"
+
+
+@dataclass(slots=True)
+class Scores:
+    """Scores of the pauses of all turns [N], in the order of their ends."""
+
+    log_scores: NDArray[np.float64]
+    crps: NDArray[np.float64]
+    covered: NDArray[np.bool_]
+    #: P(return within `HORIZONS_S`) at the ends of turns [N, 3], and of idle sessions once a minute [M, 3].
+    at_end: NDArray[np.float64]
+    of_idle: NDArray[np.float64]
+
+
+def score(method: Method, rows: Sequence[tuple[float, int, Turn]]) -> Scores:
+    """Scores of a method on a stream of events."""
+    log_scores, crps, covered, at_end, of_idle = [], [], [], [], []
+    idle: dict[str, tuple[float, Pause]] = {}
+    next_s = rows[0][0]
+    for now, is_return, turn in rows:
+        while next_s < now:
+            idle = {name: pause for name, pause in idle.items() if next_s - pause[0] < HOUR_S}
+            for ended_s, pause in idle.values():
+                of_idle.append([pause.probability_of_return(next_s - ended_s, each) for each in HORIZONS_S])
+            next_s += RANKING_S
+        if is_return:
+            method.returned(turn, now)
+            idle.pop(turn.session, None)
+            continue
+        pause = method.ended(turn, now)
+        idle.pop(turn.session, None)
+        idle[turn.session] = (now, pause)
+        true_s = HOUR_S + 1.0 if turn.pause_s is None else min(turn.pause_s, HOUR_S + 1.0)
+        upper = 0.0 if true_s > HOUR_S else pause.survival(true_s + 0.5)
+        probability = (1.0 if true_s < 0.5 else pause.survival(true_s - 0.5)) - upper
+        log_scores.append(-math.log(max(probability, 1e-9)))
+        quantiles = np.array([min(max(pause.quantile(level), 0.5), HOUR_S) for level in LEVELS])
+        gaps = math.log(min(max(true_s, 0.5), HOUR_S)) - np.log(quantiles)
+        crps.append(2.0 * float((np.array(LEVELS) * gaps - np.minimum(gaps, 0.0)).mean()))
+        covered.append([true_s <= pause.quantile(level) for level in (0.5, 0.9)])
+        at_end.append([pause.probability_of_return(0.0, horizon_s) for horizon_s in HORIZONS_S])
+    return Scores(*(np.array(column) for column in (log_scores, crps, covered, at_end, of_idle)))
+
+
+def idle_truth(rows: Sequence[tuple[float, int, Turn]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Idle seconds of the rows of `Scores.of_idle` [M], and seconds to their return [M], infinite if there is none."""
+    idle: dict[str, tuple[float, Turn]] = {}
+    times: list[tuple[float, float]] = []
+    next_s = rows[0][0]
+    for now, is_return, turn in rows:
+        while next_s < now:
+            idle = {name: pause for name, pause in idle.items() if next_s - pause[0] < HOUR_S}
+            for ended_s, ended in idle.values():
+                elapsed_s = next_s - ended_s
+                times.append((elapsed_s, math.inf if ended.pause_s is None else ended.pause_s - elapsed_s))
+            next_s += RANKING_S
+        idle.pop(turn.session, None)
+        if not is_return:
+            idle[turn.session] = (now, turn)
+    idle_s, remaining_s = np.array(times).T
+    return idle_s, remaining_s
+
+
+def auc(values: NDArray[np.float64], is_positive: NDArray[np.bool_]) -> float:
+    """Probability that a positive has a larger value than a negative; half for ties."""
+    ranks = np.unique(values, return_inverse=True, return_counts=True)
+    middles = np.cumsum(ranks[2]) - 0.5 * (ranks[2] - 1)
+    num = int(is_positive.sum())
+    total = float(middles[ranks[1]][is_positive].sum())
+    return (total - 0.5 * num * (num + 1)) / max(num * (len(values) - num), 1)
+
+
+def gain(
+    one: NDArray[np.float64], other: NDArray[np.float64], sessions: NDArray[np.intp], resamples: int = 500
+) -> tuple[float, float, float]:
+    """Mean of other - one, with the bounds of its 95 % interval by resampling sessions [N]."""
+    sums = np.bincount(sessions, other - one)
+    counts = np.bincount(sessions)
+    draws = np.random.default_rng(0).integers(len(sums), size=(resamples, len(sums)))
+    low, high = np.quantile(sums[draws].sum(axis=1) / counts[draws].sum(axis=1), (0.025, 0.975))
+    return float(sums.sum() / counts.sum()), float(low), float(high)
+
+
+def pause_table(rows: Sequence[tuple[float, int, Turn]]) -> str:
+    """Markdown tables of the scores of pauses."""
+    scores = {name: score(create(), rows) for name, create in METHODS.items()}
+    turns = [turn for _, is_return, turn in rows if not is_return]
+    sessions = np.unique([turn.session.split()[0] for turn in turns], return_inverse=True)[1]
+    pauses = np.array([math.inf if turn.pause_s is None else turn.pause_s for turn in turns])
+    idle_s, remaining_s = idle_truth(rows)
+    cells, reference = [], scores[REFERENCE].log_scores
+    for name, each in scores.items():
+        ends, idles = (
+            [auc(values[:, number], times <= horizon_s) for number, horizon_s in enumerate(HORIZONS_S)]
+            for values, times in ((each.at_end, pauses), (each.of_idle, remaining_s))
+        )
+        better, low, high = gain(each.log_scores, reference, sessions)
+        is_bound = name == "true returns"
+        coverage = " / ".join(f"{100 * value:.0f}" for value in each.covered.mean(axis=0))
+        cells.append(
+            [
+                name,
+                "-" if is_bound else f"{each.log_scores.mean():.3f}",
+                "-" if is_bound else f"{better:.3f} ({low:.3f} to {high:.3f})",
+                f"{each.crps.mean():.3f}",
+                "-" if is_bound else coverage,
+                " / ".join(f"{value:.3f}" for value in ends),
+                " / ".join(f"{value:.3f}" for value in idles),
+            ]
+        )
+    by_idle = [auc(-idle_s, remaining_s <= horizon_s) for horizon_s in HORIZONS_S]
+    lru = ["idle time (LRU, fixed time-to-live)", "-", "-", "-", "-", "0.500 / 0.500 / 0.500"]
+    cells.insert(0, [*lru, " / ".join(f"{value:.3f}" for value in by_idle)])
+    horizons = " / ".join(f"{horizon_s:.0f}" for horizon_s in HORIZONS_S)
+    header = [
+        "prediction of the pause",
+        "log score",
+        f"better than {REFERENCE} by (95 % interval over sessions)",
+        "CRPS",
+        "P50 / P90 coverage, %",
+        f"AUC of a return within {horizons} s",
+        "the same, of idle sessions once a minute",
+    ]
+    return markdown_table(header, cells)
+
+
+def turn_table(rows: Sequence[tuple[float, int, Turn]]) -> str:
+    """Markdown table of the number of turns that remain and of the growth of the input."""
+    returns, forecasts, sizes = Returns(ends=True, sessions=True), [], []
+    for now, is_return, turn in rows:
+        if is_return:
+            returns.returned(turn, now)
+        else:
+            forecasts.append(returns.ended(turn, now))
+            sizes.append((turn.remaining_turns, turn.growth_tokens or 0, turn.output_tokens))
+    remaining, growth, outputs = np.array(sizes, float).T
+    medians = np.array([forecast.turns_quantile(0.5) for forecast in forecasts])
+    upper = np.array([forecast.turns_quantile(0.9) for forecast in forecasts])
+    log_growth = np.log(np.maximum(growth, 1.0))
+    is_growth = growth > 0.0
+    quantiles = np.array([forecast.new_tokens.distribution().ppf((0.5, 0.9)) for forecast in forecasts])
+    predicted, high = np.log(outputs[:, None] + quantiles).T
+
+    def of_turns(name: str, *quantiles: NDArray[np.float64]) -> list[str]:
+        error = np.abs(np.log1p(quantiles[0]) - np.log1p(remaining)).mean()
+        coverage = " / ".join(f"{100 * (remaining <= values).mean():.0f}" for values in quantiles)
+        return [
+            f"turns that remain: {name}",
+            _cell(kendall_tau(quantiles[0], remaining)),
+            f"{error:.3f}",
+            coverage,
+        ]
+
+    def of_growth(name: str, values: NDArray[np.float64], coverage: str) -> list[str]:
+        tau = kendall_tau(values[is_growth], log_growth[is_growth])
+        error = np.abs(values - log_growth)[is_growth].mean()
+        return [f"growth of the context: {name}", _cell(tau), f"{error:.3f}", coverage]
+
+    covered = [f"{100 * (log_growth <= limit)[is_growth].mean():.0f}" for limit in (predicted, high)]
+    middle = np.full_like(log_growth, np.median(log_growth[is_growth]))
+    cells = [
+        of_turns("median of all (with hindsight)", np.full_like(remaining, np.median(remaining))),
+        of_turns("ours", medians, upper),
+        of_growth("median of all (with hindsight)", middle, "50"),
+        of_growth("tokens of the output", np.log(np.maximum(outputs, 1.0)), "-"),
+        of_growth("ours", predicted, " / ".join(covered)),
+    ]
+    return markdown_table(("", "Kendall tau", "MAE of ln (turns: ln(1 + n))", "P50 / P90 coverage, %"), cells)
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def times_us(rows: Sequence[tuple[float, int, Turn]]) -> tuple[float, float]:
+    """Microseconds of the events of a turn (its end and the return after it), and of a probability of return."""
+    returns, start = Returns(ends=True, sessions=True), time.process_time()
+    forecasts = []
+    for now, is_return, turn in rows:
+        if is_return:
+            returns.returned(turn, now)
+        else:
+            forecasts.append(returns.ended(turn, now))
+    of_turn = (time.process_time() - start) / len(forecasts)
+    idle_s, start = [0.5 + number % 500 for number in range(len(forecasts))], time.process_time()
+    for forecast, each in zip(forecasts, idle_s, strict=True):
+        forecast.probability_of_return(each, 60.0)
+    return 1e6 * of_turn, 1e6 * (time.process_time() - start) / len(forecasts)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Prints the tables and the times."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("data", nargs="?")
+    parser.add_argument("--sessions", choices=("held_out", "development", "all"), default="held_out")
+    parser.add_argument("--hours", type=float, default=24.0)
+    parser.add_argument("--seed", type=int, default=0, help="of the starting times of sessions")
+    parser.add_argument("--markdown", help="page whose tables are replaced")
+    options = parser.parse_args(args)
+    if options.data is None:
+        print("nothing to measure: a table of recorded sessions is required (see --help)")
+        return 0
+    turns = read_turns(options.data, sessions=options.sessions)
+    rows = events(turns, options.hours, options.seed)
+    of_turn_us, of_query_us = times_us(rows)
+    num_sessions = len({agent.split()[0] for agent in turns})
+    text = (
+        f"{sum(map(len, turns.values())):,} turns of {num_sessions} sessions\n\n"
+        f"{pause_table(rows)}\n\n{turn_table(rows)}\n\n"
+        f"{of_turn_us:.0f} µs for the events of a turn, {of_query_us:.1f} µs per probability of return"
+    )
+    print(text)
+    if options.markdown:
+        put_section(options.markdown, "returns", text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
