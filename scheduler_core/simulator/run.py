@@ -108,7 +108,6 @@ def prepare_trace(config: SimulationConfig) -> Trace:
             config.trace,
             need_arrivals=need_arrivals,
             default_max_tokens=config.default_max_tokens,
-            warn=False,  # it is among the warnings of the result
         )
         if config.repeat > 1:
             trace = trace.repeated(config.repeat)
@@ -246,12 +245,12 @@ def result_warnings(
 ) -> dict[str, str]:
     """What may mislead in the result of a run, as sentences by kind.
 
-    - hash_ids: see `Trace`.
+    - trace: what of its source is not in it, see `Trace.problem`.
     - kv_cache: it is larger than the memory of the device of a roofline.
     - steady_state: see `unsteady`.
     - predictions: requests without one although there is a predictor.
     """
-    warnings: dict[str, str | None] = {"hash_ids": trace.hash_ids_problem}
+    warnings: dict[str, str | None] = {"trace": trace.problem}
     warnings["kv_cache"] = _kv_cache_problem(config)
     warnings["steady_state"] = unsteady([metrics["steady_state"]], config.trace_repeat)
     num, parts = len(trace), []

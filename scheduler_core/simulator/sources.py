@@ -3,10 +3,9 @@
 import heapq
 import math
 from dataclasses import replace
-from itertools import pairwise
 from typing import NamedTuple
 
-from scheduler_core.simulator.trace import Trace, TraceRequest
+from scheduler_core.simulator.trace import Trace, TraceRequest, waits_for
 from scheduler_core.simulator.trace_predictions import Predictions
 
 
@@ -23,18 +22,23 @@ class EventSource:
 
     At equal times, arrivals precede predictions; both are in the order of the trace.
 
-    - A turn of a conversation with a think time arrives that long after the end of the previous turn, but not before its
-      `arrival_s`. A refused turn ends at its arrival.
+    - A request that waits for the ends of others (see `waits_for`) arrives its think time after the last of them, but not
+      before its `arrival_s`. A refused request ends at its arrival.
     - A prediction arrives `latency_s` after its request.
     """
 
     def __init__(self, trace: Trace, predictions: Predictions) -> None:
         self._predicted, self._delays_s = predictions.by_id, predictions.latency_s
         rows = sorted(trace.requests, key=lambda row: row.arrival_s)
-        #: Next turn of a conversation, by the id of the turn whose end it waits for.
-        self._next_turns = _next_turns(rows)
-        later = {row.request_id for row in self._next_turns.values()}
-        rows = [row for row in rows if row.request_id not in later] if later else rows
+        waits = waits_for(rows)
+        #: Number of ends that a request still waits for, and the requests that wait for each end.
+        self._num_ends = {name: len(others) for name, others in waits.items()}
+        self._waiting: dict[str, list[TraceRequest]] = {}
+        if waits:
+            for row in rows:
+                for other in waits.get(row.request_id, ()):
+                    self._waiting.setdefault(other, []).append(row)
+            rows = [row for row in rows if row.request_id not in waits]
         self.start_s = rows[0].arrival_s
         rows.reverse()
         #: Future arrivals, the next one last.
@@ -66,30 +70,16 @@ class EventSource:
         return TraceEvent(time_s, row, is_arrival)
 
     def end_request(self, row: TraceRequest, now: float) -> None:
-        """Called when a request finished or was refused; schedules the next turn of its conversation."""
-        turn = self._next_turns.pop(row.request_id, None)
-        if turn is not None:
-            assert turn.think_time_s is not None
-            time_s = max(turn.arrival_s, now + turn.think_time_s)
-            self._push(time_s, False, replace(turn, arrival_s=time_s) if time_s != turn.arrival_s else turn)
+        """Called when a request finished or was refused; schedules those that waited only for it."""
+        for waiting in self._waiting.pop(row.request_id, ()):
+            self._num_ends[waiting.request_id] -= 1
+            if not self._num_ends[waiting.request_id]:
+                time_s = max(waiting.arrival_s, now + (waiting.think_time_s or 0.0))
+                moved = waiting if time_s == waiting.arrival_s else replace(waiting, arrival_s=time_s)
+                self._push(time_s, False, moved)
 
     def _push(self, time_s: float, is_prediction: bool, row: TraceRequest) -> None:
         self._num_pushed += 1
         heapq.heappush(self._heap, (time_s, is_prediction, self._num_pushed, row))
         if time_s < self.next_s:
             self.next_s = time_s
-
-
-def _next_turns(rows: list[TraceRequest]) -> dict[str, TraceRequest]:
-    """The next turn of the conversation, if it has a think time, by the id of each turn."""
-    turns: dict[str, list[TraceRequest]] = {}
-    for row in rows:
-        if row.session_id is not None:
-            turns.setdefault(row.session_id, []).append(row)
-    following = {}
-    for session in turns.values():
-        session.sort(key=lambda row: row.turn)
-        for turn, next_turn in pairwise(session):
-            if next_turn.think_time_s is not None:
-                following[turn.request_id] = next_turn
-    return following

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import logging
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,10 @@ from scheduler_core.prediction.predictions import LengthPrediction
 from scheduler_core.ranges import parse_number
 from scheduler_core.request import MAX_TIERS, Request, Segment
 from scheduler_core.shell.files import existing_file, sha256_file
+from scheduler_core.shell.json_text import from_json
 from scheduler_core.shell.table_files import file_rows
+from scheduler_core.simulator.content import hash_content, session_content
 from scheduler_core.simulator.tables import write_table
-
-logger = logging.getLogger(__name__)
 
 #: Latest arrival in seconds. The simulated clock, a float, has a resolution of 2 microseconds at this time. Times since
 #: 1970 are below it.
@@ -33,7 +35,7 @@ MAX_REQUESTS = 100_000_000
 SCHEMA = "trace/1"
 
 REQUIRED = ("request_id", "arrival_s", "prompt_tokens", "output_tokens", "max_tokens")
-_TEXTS = ("prompt", "prompt_id", "tenant", "model", "category", "session_id")
+_TEXTS = ("prompt", "prompt_id", "tenant", "model", "category", "session_id", "ended_by")
 #: Numbers: name -> (type, smallest, largest).
 _NUMBERS: dict[str, tuple[type, float, float]] = {
     "arrival_s": (float, 0, MAX_TIME_S),
@@ -58,9 +60,11 @@ _OF_REQUEST = (
     "request_id", "arrival_s", "prompt_tokens", "max_tokens", "priority", "tier", "tenant", "ttft_slo_s", "tbt_slo_s",
     "ttlt_slo_s",
 )  # fmt: skip
-#: Column with the hashes of a prompt's blocks (Mooncake): a list of integers, in CSV its JSON text.
+#: Column with the ids of a prompt's blocks (Mooncake), a list of integers: where there is none, `content` is made from it.
 HASH_IDS = "hash_ids"
-COLUMNS = (*REQUIRED, *_TEXTS, *_OPTIONAL_NUMBERS, *_PREDICTED)
+#: Columns with lists, which are written as their JSON text, and their items.
+_LISTS = {"content": "pairs [key, number of tokens]", "after": "ids of requests", HASH_IDS: "ids of blocks"}
+COLUMNS = (*REQUIRED, *_TEXTS, *_OPTIONAL_NUMBERS, *_PREDICTED, "content", "after")
 _request_values = attrgetter(*_OF_REQUEST)
 
 
@@ -79,7 +83,10 @@ class TraceRequest:
         turn: Number of the turn in its conversation, from 0.
         think_time_s: Seconds between the end of the previous turn and the arrival of this one; None: it
             always arrives at `arrival_s`.
-        prefix_tokens: Leading prompt tokens that are in the cache after the previous turn, 0 to prompt_tokens - 1.
+        prefix_tokens: Leading prompt tokens that are those of prompt and output of the previous turn, 0 to prompt_tokens - 1.
+        after: Ids of requests whose ends it waits for: it arrives `think_time_s` (None: 0) after the last of them, but not
+            before `arrival_s`. Empty: a turn with a think time waits for the turn before.
+        ended_by: How the output ends, such as tool_use or end_turn; empty: unknown.
     """
 
     request_id: str
@@ -116,26 +123,16 @@ class TraceRequest:
 class Trace:
     """Requests in the order of their arrival; `sha256` is the hash of the file, empty without a file.
 
-    `num_hash_ids` is the number of rows with `hash_ids`, the blocks of a prompt that requests share, which are not simulated.
+    `problem`: what of the source is not among them, as a sentence; empty: nothing.
     """
 
     requests: tuple[TraceRequest, ...]
     source: str = ""
     sha256: str = ""
-    num_hash_ids: int = 0
+    problem: str = ""
 
     def __len__(self) -> int:
         return len(self.requests)
-
-    @property
-    def hash_ids_problem(self) -> str | None:
-        """What is not simulated because of `hash_ids`, as a sentence; None without them."""
-        if not self.num_hash_ids:
-            return None
-        return (
-            f"{self.num_hash_ids} of {len(self)} rows have hash_ids, which are ignored: prefixes that requests share are not "
-            "simulated yet, only those of conversations (columns session_id and prefix_tokens)"
-        )
 
     @property
     def mean_rate_rps(self) -> float | None:
@@ -161,17 +158,19 @@ class Trace:
         return replace(self, requests=tuple(replace(row, arrival_s=float(time)) for row, time in rows))
 
     def repeated(self, num: int) -> Trace:
-        """The trace `num` times in a row; a repetition starts after the last arrival and one mean gap. Its requests and
-        conversations get new ids, the old one with # and a number. `InputError` if there are too many requests, or they
-        arrive too late."""
+        """The trace `num` times in a row; a repetition starts after the last arrival and one mean gap. Its requests,
+        conversations and texts get new ids, the old one with # and a number. `InputError` if there are too many requests, or
+        they arrive too late."""
         if not 1 <= num <= MAX_REQUESTS // len(self):
             raise InputError("repeat", num, f"integers from 1 to {MAX_REQUESTS // len(self)} for this trace")
         rows, first_s, rate = self.requests, self.requests[0].arrival_s, self.mean_rate_rps
         period_s = 0.0 if rate is None else len(self) / rate
         if first_s + num * period_s > MAX_TIME_S:
             raise InputError("repeat", num, f"fewer; arrivals until {MAX_TIME_S:g} s")
+        names = {row.request_id for row in rows} | {row.session_id or "" for row in rows}
+        names.update(segment.key for row in rows for segment in row.content)
         separator = "#"
-        while any(separator in name for row in rows for name in (row.request_id, row.session_id or "")):
+        while any(separator in name for name in names):
             separator += "#"
         copies = list(rows)
         for number in range(1, num):
@@ -182,10 +181,50 @@ class Trace:
                     request_id=row.request_id + suffix,
                     arrival_s=row.arrival_s + number * period_s,
                     session_id=None if row.session_id is None else row.session_id + suffix,
+                    content=tuple([Segment(key + suffix, length) for key, length in row.content]),
+                    after=tuple([name + suffix for name in row.after]),
                 )
                 for row in rows
             ]
-        return replace(self, requests=tuple(copies), num_hash_ids=num * self.num_hash_ids)
+        return replace(self, requests=tuple(copies))
+
+
+def waits_for(rows: Iterable[TraceRequest]) -> dict[str, tuple[str, ...]]:
+    """Ids of the requests whose ends a request waits for, by its id: those in `after`, or the previous turn of its session if
+    it has a think time. `InputError` if one is not among the rows, or requests wait for each other."""
+    waits: dict[str, tuple[str, ...]] = {}
+    names: set[str] = set()
+    for row in rows:
+        names.add(row.request_id)
+        if row.after:
+            waits[row.request_id] = tuple(dict.fromkeys(row.after))
+    for name, others in waits.items():
+        for other in others:
+            if other not in names:
+                raise InputError(f"after of request {name}", other, "ids of requests of the trace")
+    has_lists = bool(waits)
+    for turns in _sessions(rows).values():
+        for turn, following in pairwise(turns):
+            if following.think_time_s is not None and not following.after:
+                waits[following.request_id] = (turn.request_id,)
+    if has_lists:  # turns alone cannot wait for each other
+        try:
+            TopologicalSorter(waits).prepare()
+        except CycleError as error:
+            allowed = "requests that do not wait for each other's ends"
+            raise InputError("after", ", ".join(error.args[1][:5]), allowed) from error
+    return waits
+
+
+def _sessions(rows: Iterable[TraceRequest]) -> dict[str, list[TraceRequest]]:
+    """The turns of each session in their order."""
+    sessions: dict[str, list[TraceRequest]] = {}
+    for row in rows:
+        if row.session_id is not None:
+            sessions.setdefault(row.session_id, []).append(row)
+    for turns in sessions.values():
+        turns.sort(key=lambda row: row.turn)
+    return sessions
 
 
 def load_trace(
@@ -193,42 +232,73 @@ def load_trace(
     *,
     need_arrivals: bool = True,
     default_max_tokens: int | None = None,
-    warn: bool = True,
 ) -> Trace:
     """Reads a trace from JSON lines (.jsonl), CSV (.csv) or Parquet (.parquet). `InputError` with row,
     column, value and allowed values if it is invalid.
 
     Columns are the fields of `TraceRequest`; request_id, arrival_s, prompt_tokens, output_tokens and
-    max_tokens are required. A predicted log-t length is in mu, sigma, nu (all three or none). Other columns
-    are ignored (`hash_ids` with a warning); empty values are treated as missing. Rows are
-    sorted by arrival.
+    max_tokens are required. A predicted log-t length is in mu, sigma, nu (all three or none). `content` is a list of pairs of
+    a key and a number of tokens, `after` a list of ids; in CSV, their JSON texts. Without `content`, prefixes are shared by
+    `hash_ids` (see `hash_content`), or else by sessions with `prefix_tokens` (see `session_content`). Other columns are
+    ignored; empty values are treated as missing. Rows are sorted by arrival.
 
     Args:
         need_arrivals: False if arrival times will be drawn: arrival_s may then be missing or empty and is set to 0.
         default_max_tokens: max_tokens of requests without one, as in public traces; outputs must not be
             longer. None: every request must have max_tokens.
-        warn: Log a warning if there are `hash_ids`; False: only count them (`Trace.num_hash_ids`).
     """
     file = existing_file(path, "trace")
     defaults = {} if need_arrivals else {"arrival_s": 0.0}
     if default_max_tokens is not None:
         defaults["max_tokens"] = default_max_tokens
     requests: dict[str, TraceRequest] = {}
-    num_hash_ids = 0
+    hashes: dict[str, tuple[int, Sequence[object]]] = {}
     for number, row in file_rows(file, "trace", (*COLUMNS, HASH_IDS)):
-        num_hash_ids += row.get(HASH_IDS) not in (None, "", "[]", [])
-        request = _request(f"{file.name} row {number}", row, defaults)
+        location = f"{file.name} row {number}"
+        lists = {name: values for name in _LISTS if (values := _list(location, name, row.get(name)))}
+        request = _request(location, row, defaults, lists)
         if request.request_id in requests:
             field = f"{file.name} row {number} column request_id"
             raise InputError(field, request.request_id, "an id not used before")
         requests[request.request_id] = request
+        if HASH_IDS in lists and not request.content:
+            hashes[request.request_id] = (request.prompt_tokens, lists[HASH_IDS])
     if not requests:
         raise InputError("trace", str(path), "a file with at least one row")
+    try:
+        for name, content in hash_content(hashes).items() if hashes else ():
+            requests[name] = replace(requests[name], content=content)
+        waits_for(requests.values())
+    except InputError as problem:
+        raise InputError(f"{file.name}: {problem.field}", problem.value, problem.allowed) from problem
     ordered = sorted(requests.values(), key=lambda request: request.arrival_s)
-    trace = Trace(tuple(ordered), str(path), sha256_file(file), num_hash_ids)
-    if warn and num_hash_ids:
-        logger.warning("%s: %s", file.name, trace.hash_ids_problem)
-    return trace
+    return Trace(_with_session_content(ordered), str(path), sha256_file(file))
+
+
+def _with_session_content(rows: list[TraceRequest]) -> tuple[TraceRequest, ...]:
+    """The rows, with the content of the turns of sessions that have none."""
+    added: dict[str, TraceRequest] = {}
+    for turns in _sessions(rows).values():
+        if any(row.prefix_tokens for row in turns) and not any(row.content for row in turns):
+            for row, content in zip(turns, session_content(turns), strict=True):
+                added[row.request_id] = replace(row, content=content)
+    return tuple([added.get(row.request_id, row) for row in rows])
+
+
+def _list(location: str, name: str, value: object) -> list[Any]:
+    """The list in a column, or in its JSON text; empty without a value."""
+    if value is None or value == "":
+        return []
+    items: Any = from_json(value)
+    for item in items if isinstance(items, list) else [items]:
+        if name == "content":
+            is_pair = isinstance(item, list | tuple) and len(item) == 2
+            is_valid = is_pair and isinstance(item[0], str) and type(item[1]) is int
+        else:
+            is_valid = isinstance(item, str if name == "after" else int | str)
+        if not is_valid or not isinstance(items, list):
+            raise InputError(f"{location} column {name}", item, f"a list of {_LISTS[name]}, or its JSON text")
+    return list(items)
 
 
 def read_number(
@@ -251,7 +321,9 @@ def read_number(
     return int(converted) if kind is int else converted
 
 
-def _request(location: str, row: Mapping[str, Any], defaults: Mapping[str, float]) -> TraceRequest:
+def _request(
+    location: str, row: Mapping[str, Any], defaults: Mapping[str, float], lists: Mapping[str, list[Any]]
+) -> TraceRequest:
     """Validates one row of a file and converts it to a request."""
 
     hints = {"max_tokens": "; or default_max_tokens for requests without max_tokens"}
@@ -287,6 +359,8 @@ def _request(location: str, row: Mapping[str, Any], defaults: Mapping[str, float
             allowed = "a finite number (mu, sigma and nu, or none of them)"
             mu, sigma, nu = (number(name, allowed=allowed) for name in _PREDICTED)
             fields["prediction"] = LengthPrediction(mu, sigma, nu)
+        fields["content"] = tuple([Segment(*item) for item in lists.get("content", ())])
+        fields["after"] = tuple(lists.get("after", ()))
         request = TraceRequest(**fields)
         request.request()
     except InputError as problem:
@@ -304,8 +378,11 @@ def write_trace(trace: Trace, path: str | Path) -> None:
     for name in COLUMNS:
         if name in _PREDICTED:
             values = [getattr(row.prediction, name, None) for row in trace.requests]
+        elif name in _LISTS:
+            values = [json.dumps(items) if (items := getattr(row, name)) else None for row in trace.requests]
         else:
             values = [getattr(row, name) for row in trace.requests]
-        if any(value != defaults.get(name) for value in values):
+        default = None if name in _LISTS else defaults.get(name)
+        if any(value != default for value in values):
             columns[name] = values
     write_table(columns, path, SCHEMA, "trace")

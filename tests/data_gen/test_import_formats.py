@@ -303,7 +303,7 @@ def test_blocks_and_sessions_of_mooncake(tmp_path: Path) -> None:
     _, rows = rows_of("mooncake", report_file("20", "sessions.jsonl"), tmp_path)
     names = ("session_id", "turn", "think_time_s", "arrival_s", "prefix_tokens", "prompt_tokens")
     assert values_of(rows, *names) == [("s1", 0, None, 0.0, None, 600), ("s1", 1, 0.5, 0.5, 600, 700)]
-    trace = load_trace(tmp_path / "out.parquet", default_max_tokens=100, warn=False)
+    trace = load_trace(tmp_path / "out.parquet", default_max_tokens=100)
     assert [(row.think_time_s, row.prefix_tokens) for row in trace.requests] == [(None, 0), (0.5, 600)]
     _, rows = rows_of("log", report_file("20", "by_hand_sessions.jsonl"), tmp_path, schema="trace")
     assert sum(row["prefix_tokens"] for row in rows) == 36 * 8192

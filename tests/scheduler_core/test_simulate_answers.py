@@ -5,6 +5,7 @@ import logging
 import math
 import sys
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ import pytest
 from data_gen.importers.config import ImportLengthsConfig
 from data_gen.importers.import_lengths import import_lengths
 from scheduler_core.errors import InputError
+from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.commands import calibrate
 from scheduler_core.simulator.commands.replicas import ReplicasConfig, find_replicas
 from scheduler_core.simulator.commands.simulate import main
 from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.metrics import metric_bounds
 from scheduler_core.simulator.run import run_simulation
+from scheduler_core.simulator.step_time.base import LinearStepTime
 from scheduler_core.simulator.step_time.roofline import GPUS, MODELS, RooflineStepTime
 from scheduler_core.simulator.sweep import Cell
 from scheduler_core.simulator.trace import MAX_TIME_S, Trace, load_trace, write_trace
@@ -303,10 +306,8 @@ HASHES = [[0, 1, 2, 3], [0, 1, 2, 4]]
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv"])
-def test_shared_prefixes_that_are_not_simulated_are_said_once(
-    suffix: str, tmp_path: Path, caplog: Caplog
-) -> None:
-    """A Mooncake trace with a prefix cache had the same latencies as without, and no warning."""
+def test_prefixes_that_hash_ids_share_are_simulated(suffix: str, tmp_path: Path) -> None:
+    """Two prompts of four blocks, of which three are equal: 1,536 tokens of the second one are found."""
     rows = [
         {"request_id": f"r{at}", "arrival_s": at, "prompt_tokens": 2000, "output_tokens": 5, "max_tokens": 9}
         | {"hash_ids": hashes}
@@ -318,20 +319,12 @@ def test_shared_prefixes_that_are_not_simulated_are_said_once(
     else:
         lines = [",".join(rows[0]), *(",".join([*map(str, list(row.values())[:-1]), f'"{row["hash_ids"]}"']) for row in rows)]  # fmt: skip
         path.write_text("\n".join(lines) + "\n")
-    trace = load_trace(path)
-    assert trace.num_hash_ids == len(trace) == 2
-    (message,) = caplog.messages
-    assert "2 of 2 rows have hash_ids" in message
-    assert "not simulated" in message
-    caplog.clear()
-    options = f"--trace {path} --policy fcfs --prefix_cache_tokens 100000 --num_seeds 3"
-    assert typed(f"run {options} --json {tmp_path}/o.json") == 0
-    assert sum("hash_ids" in text for text in caplog.messages) == 1
-    assert sum("prefix_cache_tokens 100000 has no effect" in text for text in caplog.messages) == 1
-    assert {"hash_ids", "prefix_cache"} <= set(read(tmp_path / "o.json")["warnings"])
-    caplog.clear()
-    assert typed(f"sweep {tmp_path}/sweep {options} --loads [0.5,0.6]") == 0
-    assert sum("hash_ids" in text for text in caplog.messages) == 1
+    first, second = load_trace(path).requests
+    assert (first.content, second.content) == ((("0", 2000),), (("0", 1536), ("4", 464)))
+    times = LinearStepTime(base_s=1e-9, per_prefill_token_s=1e-3, per_decode_s=0.0, per_context_token_s=0.0)
+    limits = SchedulerConfig(num_kv_blocks=1000, prefix_caching=True, max_num_batched_tokens=4096)
+    result = simulate(load_trace(path), scheduler=limits, step_time=times)
+    assert [record.ttft_s for record in result.records] == pytest.approx([2.0, 1.0 + 0.464])
 
 
 def calibration(error: float, num_failed: int = 0) -> dict[str, Any]:
@@ -474,20 +467,20 @@ def test_errors_while_a_users_policy_is_loaded(
         assert told in capsys.readouterr().err
 
 
-def test_a_trace_whose_prefixes_are_shared_says_that_they_are_not_simulated(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The report's trace: with its groups as sessions the cache is used; with hash_ids alone it is not, which is said."""
+def test_prefixes_are_shared_by_hash_ids_as_by_sessions(tmp_path: Path) -> None:
+    """The report's trace, imported, and with its groups as sessions by hand: both find what earlier requests of a group have
+    computed, even while these still run, which the report's cache of ended turns did not."""
     folder = Path(__file__).parents[1] / "data" / "reports" / "20-mooncake-prefix-cache"
     want = json.loads((folder / "expected.json").read_text())
-    options = "--default_max_tokens 100 --policy fcfs --scheduler.num_kv_blocks 40000 --prefix_cache_tokens 10000000"
-    means = []
+    options = "--default_max_tokens 100 --policy fcfs --scheduler.num_kv_blocks 40000 --overwrite true"
     imported = tmp_path / "trace.parquet"
     import_lengths(ImportLengthsConfig(kind="mooncake", file=str(folder / "trace.jsonl"), out=str(imported)))
-    for trace in (imported, folder / "by_hand_sessions.jsonl"):
-        caplog.clear()
-        assert typed(f"run --trace {trace} {options} --overwrite true --json {tmp_path}/out.json") == 0
-        assert any("hash_ids" in text for text in caplog.messages) is (trace == imported)
-        means.append(read(tmp_path / "out.json")["metrics"]["ttft_s"]["mean"])
-    assert means[0] == pytest.approx(want["ttft_mean_s_without"], abs=want["tolerance"])
-    assert means[1] == pytest.approx(want["ttft_mean_s_with_cache"], abs=want["tolerance"])
+    means = {}
+    for trace, caching in product((imported, folder / "by_hand_sessions.jsonl"), ("true", "false")):
+        cached = f"{options} --scheduler.prefix_caching {caching}"
+        assert typed(f"run --trace {trace} {cached} --json {tmp_path}/out.json") == 0
+        means[trace.suffix, caching] = read(tmp_path / "out.json")["metrics"]["ttft_s"]["mean"]
+    for suffix in (".parquet", ".jsonl"):
+        assert means[suffix, "false"] == pytest.approx(want["ttft_mean_s_without"], abs=want["tolerance"])
+        assert means[suffix, "true"] < want["ttft_mean_s_with_cache"]
+    assert means[".parquet", "true"] == pytest.approx(means[".jsonl", "true"], rel=1e-3)

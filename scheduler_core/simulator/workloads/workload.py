@@ -9,6 +9,7 @@ import numpy as np
 from scheduler_core.errors import InputError
 from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges
 from scheduler_core.request import MAX_TIERS
+from scheduler_core.simulator.content import session_content
 from scheduler_core.simulator.trace import MAX_REQUESTS, MAX_TIME_S, MAX_TOKENS, Trace, TraceRequest
 from scheduler_core.simulator.workloads.arrivals import Arrivals, at_rate, check_rate
 from scheduler_core.simulator.workloads.lengths import IntArray, Lengths, TokenDistribution, read_lengths
@@ -141,7 +142,8 @@ class Sessions:
                 think_time_s=think_s, tier=first.tier, tenant=first.tenant, priority=first.priority,
             ))  # fmt: skip
             prefix = prompt + row.output_tokens
-        return turns
+        contents = session_content(turns)
+        return [replace(row, content=content) for row, content in zip(turns, contents, strict=True)]
 
 
 #: Default lengths, typical of chats.
