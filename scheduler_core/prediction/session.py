@@ -20,13 +20,15 @@ and their embedding is the unit vector x / |x|, so that requests with similar fe
 `SessionPredictor` is a linear regression of ln tokens on x, for requests without a text, to which memory and linear
 correction are then applied as to any other prediction.
 
+`session_context` is the one call for what a `Correction` knows of such a request.
+
 `python -m benchmarks.correcting.agent_sessions` compares them on recorded sessions of coding agents.
 """
 
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,7 @@ from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
 from scheduler_core.lengths.student_t import student_t_cdf, student_t_hazard
+from scheduler_core.prediction.correction import RequestContext
 from scheduler_core.prediction.predictions import Embedding, LengthPrediction
 from scheduler_core.prediction.prompt_text import ASSISTANT, TOOL, Message
 from scheduler_core.ranges import check_ranges
@@ -50,6 +53,8 @@ NEWEST = 0.2
 TOKEN_CHARS = 4
 #: Weight of a session in the product of two joined embeddings.
 SESSION_WEIGHT = 0.3
+#: How an output that calls a tool ends.
+TOOL_USE = "tool_use"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +118,13 @@ def request_embedding(text: Embedding | None, messages: Sequence[Message] = ()) 
     texts alone. None without an embedding of the prompt."""
     if text is None:
         return None
-    if any(message.role == ASSISTANT for message in messages):
-        return joined(text, session_of(messages).embedding())
+    return _with_features(text, session_of(messages))
+
+
+def _with_features(text: Embedding, features: SessionFeatures) -> Embedding:
+    """A text's embedding, `joined` with the features of its session if there were outputs before it, otherwise with zeros."""
+    if features.turn:
+        return joined(text, features.embedding())
     return np.concatenate((text, np.zeros(NUM_FEATURES, np.float32)))
 
 
@@ -156,17 +166,20 @@ class _State:
     mean_log: float = 0.0
     context_tokens: int | None = 0
     end_s: float | None = None
+    calls_tool: bool = False
 
     @property
     def mean_output_tokens(self) -> float | None:
         return math.exp(self.mean_log) if self.num_outputs else None
 
-    def after(self, output_tokens: int, context_tokens: int | None, end_s: float | None) -> "_State":
+    def after(
+        self, output_tokens: int, context_tokens: int | None, end_s: float | None, calls_tool: bool = False
+    ) -> "_State":
         """The state after a further output."""
         num = self.num_outputs + 1
         step = math.log(output_tokens) - self.mean_log
         mean_log = self.mean_log + max(NEWEST, 1.0 / num) * step
-        return _State(num, float(output_tokens), mean_log, context_tokens, end_s)
+        return _State(num, float(output_tokens), mean_log, context_tokens, end_s, calls_tool)
 
 
 class SessionStates:
@@ -190,13 +203,13 @@ class SessionStates:
         now: float | None = None,
         input_tokens: int | None = None,
         new_input_tokens: int | None = None,
-        is_tool_result: bool = False,
+        is_tool_result: bool | None = None,
         depth: int = 0,
     ) -> SessionFeatures:
         """What is known of the next request of a session, which may be new; `now` is its arrival in seconds.
 
         Without `new_input_tokens` they are those beyond the last input and output, or, if the input is shorter than these,
-        because the session was compacted, all of it.
+        because the session was compacted, all of it. Without `is_tool_result`, it is one after an output that called a tool.
         """
         state = self._states.get(session, _State())
         if new_input_tokens is None and input_tokens is not None and state.context_tokens is not None:
@@ -209,26 +222,48 @@ class SessionStates:
             mean_output_tokens=state.mean_output_tokens,
             input_tokens=input_tokens,
             new_input_tokens=new_input_tokens,
-            is_tool_result=is_tool_result,
+            is_tool_result=state.calls_tool if is_tool_result is None else is_tool_result,
             pause_s=pause_s,
             depth=depth,
         )
 
     def observe(
-        self, session: str, *, output_tokens: int, input_tokens: int | None = None, now: float | None = None
+        self,
+        session: str,
+        *,
+        output_tokens: int,
+        input_tokens: int | None = None,
+        now: float | None = None,
+        ended_by: str = "",
     ) -> None:
-        """Adds an ended request; `now` is the end of its output in seconds. `InputError` for an output without tokens."""
+        """Adds an ended request; `now` is the end of its output in seconds, and `ended_by` how it ended, such as `TOOL_USE`.
+        `InputError` for an output without tokens."""
         if output_tokens < 1:
             raise InputError("output_tokens", output_tokens, "integers > 0")
         state = self._states.pop(session, _State())
         context_tokens = None if input_tokens is None else input_tokens + output_tokens
-        self._states[session] = state.after(output_tokens, context_tokens, now)
+        self._states[session] = state.after(output_tokens, context_tokens, now, ended_by == TOOL_USE)
         if len(self._states) > self.max_sessions:
             self._states.popitem(last=False)
 
     def forget(self, session: str) -> None:
         """Drops a session that has ended, if it is there."""
         self._states.pop(session, None)
+
+
+def session_context(context: RequestContext, states: SessionStates, session: str) -> RequestContext:
+    """The context of a session's request, with an embedding of the session's features: `joined` with that of its text if it
+    has one. As with `request_embedding`, zeros stand for the session of a text without outputs before it. `session` is empty
+    for a request without one.
+
+    To be called at the arrival of a request, and at its end before `SessionStates.observe`; the result is the same if the
+    session had no other request in between. The pause before the request is not used.
+    """
+    text = context.embedding
+    features = states.features(session, input_tokens=context.prompt_tokens) if session else SessionFeatures()
+    if text is None:
+        return replace(context, embedding=features.embedding()) if session else context
+    return replace(context, embedding=_with_features(text, features))
 
 
 class RecursiveRegression:

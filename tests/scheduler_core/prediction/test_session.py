@@ -23,6 +23,7 @@ from scheduler_core.prediction.session import (
     SessionStates,
     joined,
     request_embedding,
+    session_context,
     session_of,
 )
 from scheduler_core.statistics import kendall_tau
@@ -332,3 +333,38 @@ def test_first_requests_are_compared_by_their_texts_and_later_ones_with_their_se
     assert float(first @ later) == pytest.approx(math.sqrt(1 - SESSION_WEIGHT))
     assert float(later @ apart) == pytest.approx(SESSION_WEIGHT, abs=1e-6)
     assert request_embedding(None, turns) is None
+
+
+def test_the_input_after_a_call_of_a_tool_is_its_result() -> None:
+    sessions = SessionStates()
+    for ended_by, is_tool_result in (("tool_use", True), ("end_turn", False), ("", False)):
+        sessions.observe("a", output_tokens=5, ended_by=ended_by)
+        assert sessions.features("a").is_tool_result == is_tool_result
+        assert not sessions.features("a", is_tool_result=False).is_tool_result
+
+
+def test_context_of_a_session_is_the_same_at_arrival_and_end() -> None:
+    sessions, context = SessionStates(), RequestContext(prompt_tokens=900, tenant="t")
+    sessions.observe("a", output_tokens=50, input_tokens=600, now=3.0)
+    arrival = session_context(context, sessions, "a")
+    sessions.observe("b", output_tokens=70)
+    end = session_context(context, sessions, "a")
+    assert arrival.tenant == "t"
+    assert arrival.embedding is not None
+    assert end.embedding is not None
+    assert (arrival.embedding == end.embedding).all()
+    assert (arrival.embedding == sessions.features("a", input_tokens=900).embedding()).all()
+    assert session_context(context, sessions, "") is context
+
+
+def test_contexts_with_a_text_have_embeddings_of_one_length() -> None:
+    sessions = SessionStates()
+    context = RequestContext(embedding=np.array([0.6, 0.8], np.float32))
+    sessions.observe("a", output_tokens=50)
+    later, first, without = (session_context(context, sessions, name).embedding for name in ("a", "new", ""))
+    assert later is not None
+    assert first is not None
+    assert without is not None
+    assert len(later) == len(first) == 2 + NUM_FEATURES
+    assert (first == without).all()
+    assert float(first @ later) == pytest.approx(math.sqrt(1 - SESSION_WEIGHT))
