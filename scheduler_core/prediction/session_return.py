@@ -47,6 +47,7 @@ from numpy.typing import NDArray
 from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogT
 from scheduler_core.prediction.predictions import LengthPrediction
+from scheduler_core.prediction.score_window import COVERAGE_LEVELS
 from scheduler_core.prediction.session import NEWEST, RecursiveRegression
 from scheduler_core.ranges import check_ranges
 
@@ -69,6 +70,8 @@ KIND, TOOL, TENANT, HOURS, SESSION = 10.0, 20.0, 20.0, 40.0, 2.0
 SESSION_DECAY, MEMORY = 0.93, 5000
 #: Groups that are kept, except for those of sessions, and kinds of ends that are kept of a session.
 MAX_GROUPS, MAX_KINDS = 4096, 8
+#: Number of latest pauses for `ReturnPredictor.coverage`.
+WINDOW = 1000
 #: Seconds of a part of the day, and number of parts.
 DAY_PART_S, NUM_DAY_PARTS = 14_400.0, 6
 #: First b, precision of its prior, weight of the factor's prior in ends, and turns after which a turn is forgotten.
@@ -237,6 +240,8 @@ class ReturnPredictor:
         self._new_tokens = RecursiveRegression((2.0, 20.0, 20.0), NEW_TOKENS_CENTER, MEMORY)
         #: Pauses that wait for each of the checkpoints, in the order of their times.
         self._waiting: tuple[deque[_Pause], ...] = tuple(deque() for _ in CHECKPOINTS)
+        #: Of the latest pauses: probability of a shorter one, infinite after `ENDED_S`, and of one that is shorter than that.
+        self._levels: deque[tuple[float, float]] = deque(maxlen=WINDOW)
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -302,14 +307,21 @@ class ReturnPredictor:
         if state is None or pause is None:
             return
         self._sessions.move_to_end(session)
-        pause_s = now - pause.forecast.ended_s
-        position = (math.log(max(pause_s, MIN_PAUSE_S)) - _LOG_MIN) / BIN_WIDTH
-        # At a checkpoint, rounding may place a pause before the bins that are counted.
-        self._count(pause, max(min(int(position), NUM_BINS - 1), pause.num_counted), is_return=True)
+        pause_s = max(now - pause.forecast.ended_s, MIN_PAUSE_S)
+        if pause_s < MAX_PAUSE_S:
+            # At a checkpoint, rounding may place a pause before the bins that are counted.
+            number = int((math.log(pause_s) - _LOG_MIN) / BIN_WIDTH)
+            self._count(pause, min(max(number, pause.num_counted), NUM_BINS - 1), is_return=True)
         if pause.num_counted < ENDED_BIN:
-            self._turns.observe(pause.turn_features, pause.tenant, is_end=False)
+            self._learn_end(pause, pause_s, is_end=False)
         if input_tokens is not None and pause.sizes is not None and input_tokens >= pause.sizes[0]:
             self._learn_new_tokens(state, pause, input_tokens - sum(pause.sizes))
+
+    def _learn_end(self, pause: _Pause, pause_s: float, *, is_end: bool) -> None:
+        """Learns whether the session has ended with a turn, once per turn."""
+        self._turns.observe(pause.turn_features, pause.tenant, is_end=is_end)
+        level = math.inf if is_end else 1.0 - pause.forecast.survival(pause_s)
+        self._levels.append((level, 1.0 - pause.forecast.survival(ENDED_S)))
 
     def _learn_new_tokens(self, state: _Session, pause: _Pause, num_tokens: int) -> None:
         """Learns N, which may be negative where an engine drops a part of the output, such as reasoning."""
@@ -339,7 +351,7 @@ class ReturnPredictor:
                     continue
                 self._count(pause, end, is_return=False)
                 if end == ENDED_BIN:
-                    self._turns.observe(pause.turn_features, pause.tenant, is_end=True)
+                    self._learn_end(pause, math.inf, is_end=True)
                 if end < NUM_BINS:
                     self._waiting[number + 1].append(pause)
 
@@ -364,6 +376,16 @@ class ReturnPredictor:
                 counts[1, first:] += _KERNELS[end, 1, first:]
             else:
                 counts[1, first:end] += 1.0
+
+    def coverage(self) -> dict[str, float | None]:
+        """Calibration: level -> fraction of the latest `WINDOW` pauses that were not longer than their quantile, among those
+        whose quantile is below `ENDED_S`; None if there are none. Sessions that do not return count after that time."""
+        levels, ends = np.array(self._levels).reshape(-1, 2).T
+        coverage: dict[str, float | None] = {}
+        for name, level in COVERAGE_LEVELS.items():
+            is_observed = ends > level
+            coverage[name] = float((levels <= level)[is_observed].mean()) if is_observed.any() else None
+        return coverage
 
     def state(self) -> dict[str, Any]:
         """What is learned, without the sessions: JSON content, except for the array of the counts."""

@@ -169,6 +169,31 @@ def test_dropped_sessions_do_not_count_as_never_returned() -> None:
     assert predictor.forecast("other 0") is None
 
 
+def test_a_return_after_days_is_no_return_of_the_distribution() -> None:
+    predictor = ReturnPredictor()
+    before = predictor.ended("a", 0.0, ended_by="x").survival(MAX_PAUSE_S)
+    predictor.returned("a", 10 * MAX_PAUSE_S)
+    after = predictor.ended("b", 10 * MAX_PAUSE_S, ended_by="x")
+    assert after.survival(MAX_PAUSE_S) > before
+    assert predictor.forecast("a") is None
+    # One that comes a moment before the end of the last bin is counted in it.
+    predictor.returned("b", 11 * MAX_PAUSE_S * (1 - 1e-12))
+    later = predictor.ended("c", 12 * MAX_PAUSE_S, ended_by="x")
+    soon, late = (each.probability_of_return(0.8 * MAX_PAUSE_S, 0.2 * MAX_PAUSE_S) for each in (after, later))
+    assert late > soon
+
+
+def test_coverage_is_that_of_the_quantiles() -> None:
+    predictor = ReturnPredictor()
+    assert predictor.coverage() == {"p50": None, "p90": None, "p99": None}
+    stream(predictor, lognormal(9.0, 1.0, 0.05), 6000, ended_by="tool_use")
+    coverage = predictor.coverage()
+    assert coverage["p50"] == pytest.approx(0.5, abs=0.05)
+    assert coverage["p90"] == pytest.approx(0.9, abs=0.03)
+    # 5 % never return: the 99 % quantile is infinite.
+    assert coverage["p99"] is None
+
+
 def test_a_session_with_pauses_of_its_own_differs_from_the_others() -> None:
     predictor = ReturnPredictor()
     now = stream(predictor, lognormal(60.0, 0.5), 300, ended_by="tool_use")
