@@ -15,6 +15,7 @@ PromptText = Literal["last", "conversation"]
 #: Minimum and maximum value of options.
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("release", "max_waiting", "max_num_seqs", "max_in_flight"), (1, INTEGERS)),
+    "engine_kv_tokens": (1, INTEGERS),
     **dict.fromkeys(("resolution", "idle_timeout_s"), (POSITIVE, FINITE)),
     **dict.fromkeys(("aging_per_s", "drain_delay_s", "drain_timeout_s"), (0.0, FINITE)),
     **dict.fromkeys(("warm_up_s", "request_timeout_s"), (POSITIVE, 3600)),
@@ -65,6 +66,8 @@ class ProxyConfig:
     """Maximum number of requests the engine runs concurrently; must match its configuration."""
     release: int = 4
     """For engine none: maximum number of concurrent requests to the engine, usually its slots."""
+    engine_kv_tokens: int | None = None
+    """Tokens that the engine's KV cache has memory for, for policies that use sessions; default: read from /metrics of vLLM and SGLang."""
     max_waiting: int = 10_000
     """For engine none: maximum number of queued requests; further requests get 429."""
     deadline_s: float = 0.1

@@ -33,6 +33,8 @@ class EngineMonitor:
         self._gone_s: float | None = None
         self._logged_s: float | None = None
         self._probing: asyncio.Task[None] | None = None
+        #: Called when the engine is back.
+        self.on_back: Callable[[], None] | None = None
 
     @property
     def is_up(self) -> bool:
@@ -48,6 +50,8 @@ class EngineMonitor:
                     "the engine is back after %.0f s; /readyz is 200", self._observed_s - self._gone_s
                 )
             self._gone_s = None
+            if self.on_back is not None:
+                self.on_back()
 
     def failed(self, reason: str) -> None:
         """Observes that the engine cannot be reached."""

@@ -19,6 +19,7 @@ from predictors.proxy.forecast import Forecast, Forecaster
 from predictors.proxy.metrics import ProxyMetrics
 from predictors.proxy.parsing import ParsedRequest
 from predictors.proxy.responses import ResponseStats, output_length
+from predictors.proxy.session_context import Turn
 from predictors.proxy.shared_calibration import ObservingClient, SharedCalibration
 from scheduler_core.adapters.live_calibration import FORCED_LENGTH, LiveCalibration
 from scheduler_core.prediction.correction import RequestContext
@@ -72,6 +73,7 @@ class Exchange:
     used: Prediction | None = None  # after online calibration
     forecasting: asyncio.Task[Forecast] | None = None
     prompt_tokens: int | None = None  # if the predictor counted them
+    turn: Turn | None = None  # if sessions are followed
     shadow: asyncio.Task[Forecast] | None = None
     stats: ResponseStats | None = None
     end: str = ""  # complete, error, engine_lost or client_gone
@@ -124,6 +126,8 @@ class Recorder:
             self.calibration = LiveCalibration(config.calibration_file, metrics.calibration)
         usage = config.feedback_usage
         self._may_request_usage = usage is True or (usage == "auto" and config.engine in USAGE_ENGINES)
+        #: Whether tokens are needed without calibration and log.
+        self._counts_tokens = False
         self._tokens_per_event = TokensPerEvent()
         #: The latest ended requests with their predictions, for the live page.
         self.ended: deque[EndedRequest] = deque(maxlen=MAX_ENDED)
@@ -152,8 +156,14 @@ class Recorder:
         """Whether the proxy should request the token counts of a stream because the client did not."""
         body, options = parsed.body, parsed.content.get("stream_options")
         is_single_stream = parsed.is_completion and body.is_stream and body.num_outputs == 1
-        is_needed = self.is_on and self._may_request_usage and not body.include_usage
+        is_used = self.is_on or self._counts_tokens
+        is_needed = is_used and self._may_request_usage and not body.include_usage
         return is_needed and is_single_stream and isinstance(options, dict | None)
+
+    def count_tokens(self) -> None:
+        """Requests the token counts of streams also without calibration and log, from an engine that is known to have them."""
+        self._counts_tokens = True
+        self._may_request_usage = self._may_request_usage or self._config.feedback_usage == "auto"
 
     def stop_requesting_usage(self) -> None:
         """Handles a request that the engine accepts only without `stream_options`."""

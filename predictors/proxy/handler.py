@@ -22,10 +22,12 @@ from predictors.proxy.errors import EngineLostError, Refusal
 from predictors.proxy.feedback import Exchange, Recorder, context_of
 from predictors.proxy.forecast import Forecast, Forecaster
 from predictors.proxy.metrics import ProxyMetrics
-from predictors.proxy.order import HoldQueue, make_order
+from predictors.proxy.order import NO_END, HoldQueue, make_order
 from predictors.proxy.parsing import JsonBody, ParsedRequest, endpoint_of, parse_request, parsed_bytes
 from predictors.proxy.relay import HeldBody, Relay, origin_form
 from predictors.proxy.responses import EventStreamReader, JsonReader, ReadBudget, Reader
+from predictors.proxy.session_id import SESSION_HEADER
+from predictors.proxy.sessions import Sessions
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.api_request import MAX_TOKENS
 from scheduler_core.prediction.predictor import PredictionRequest
@@ -71,6 +73,9 @@ class RequestHandler:
         predictor = None if config.predictor == "none" else config.predictor
         self.forecaster = Forecaster(predictor, "predictor", config.deadline_s)
         self.recorder = Recorder(config, self.metrics, lambda: self.forecaster.client)
+        self.sessions: Sessions | None = None
+        if self.queue is not None and (model := self.queue.model) is not None:
+            self.sessions = Sessions(config, self.metrics, self.queue, model, self.relay, self.recorder)
         #: Requests in flight that may generate (True), and others.
         self._num_in_flight = {True: 0, False: 0}
         self.budget = ReadBudget()
@@ -189,16 +194,19 @@ class RequestHandler:
         if not fields.has_prompt:
             self.metrics.unread.labels(parsed.endpoint).inc()
         max_tokens = fields.max_tokens or config.default_max_tokens
-        engine, restricts = self._engine, self._rules.restricts
+        engine, restricts, tenant = self._engine, self._rules.restricts, self._rules.tenant(headers)
+        turn = None if self.sessions is None else self.sessions.begin(headers, parsed, tenant)
         declared = (fields.priority or 0) if engine is None else engine.client_priority(parsed, headers)
         ordered = Request(
             request_id=uuid.uuid4().hex,
             arrival_s=self._clock(),
-            prompt_tokens=self._prompt_tokens(parsed),
+            prompt_tokens=self._prompt_tokens(parsed) if turn is None else turn.prompt_tokens,
             max_tokens=min(max_tokens * parsed.num_outputs, MAX_TOKENS),
             priority=0 if restricts else declared,
             tier=self._rules.tier(headers),
-            tenant=self._rules.tenant(headers),
+            tenant=tenant,
+            session="" if turn is None else turn.session,
+            content=() if turn is None else turn.content,
         )
         served = fields.model if config.served_model is None else config.served_model
         temperature = None if fields.temperature is None else min(fields.temperature, 100.0)
@@ -211,7 +219,7 @@ class RequestHandler:
             tenant=ordered.tenant,
             system_prompt=prompt_key(fields.messages),
         )
-        return Exchange(parsed=parsed, request=ordered, query=query, started_s=start)
+        return Exchange(parsed=parsed, request=ordered, query=query, turn=turn, started_s=start)
 
     def _prompt_tokens(self, parsed: ParsedRequest) -> int:
         """Estimated tokens of a prompt; of one that cannot be read, the moving average of the others."""
@@ -234,6 +242,10 @@ class RequestHandler:
                 self.metrics.held.observe(exchange.waited_s)
                 self.metrics.hints.labels("held").inc()
                 hint = NO_HINT
+                if session := exchange.request.session:
+                    self.metrics.session_held.observe(exchange.waited_s)
+                    # Read by vLLM and Dynamo, and by balancers between proxy and replicas.
+                    hint = Hint(headers={SESSION_HEADER: session})
             else:
                 state = self.order.enter(exchange.request)
                 forecast = await forecasting
@@ -241,7 +253,8 @@ class RequestHandler:
                 hint = self._hint(exchange, state, *self.order.key(state), forecast)
             yield hint
         finally:
-            self.order.leave(exchange.request.request_id)
+            end = NO_END if self.sessions is None else self.sessions.end(exchange)
+            self.order.leave(exchange.request.request_id, end)
             if exchange.end != "complete":  # otherwise the recorder waits for it: an output can be quicker
                 forecasting.cancel()
 
@@ -255,6 +268,9 @@ class RequestHandler:
             exchange.context = context_of(exchange)
             prediction = calibration.correct(exchange.context, prediction)
         prediction = exchange.used = exchange.parsed.body.prediction(prediction, exchange.query.max_tokens)
+        turn = exchange.turn
+        if turn is not None and not turn.is_estimated:
+            prompt_tokens = None  # the engine has counted better
         self.order.update(exchange.request.request_id, prediction, prompt_tokens)
         self.metrics.predictions.labels(forecast.outcome).inc()
         if forecast.seconds:

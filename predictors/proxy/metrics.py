@@ -37,9 +37,14 @@ class ProxyMetrics:
         self.counts = counter("feedback_counts", "Lengths in the feedback log, by source of the count.", "by")
         unrecorded = "Ended requests without a length for the feedback log and calibration, by reason."
         self.unrecorded = counter("unrecorded", unrecorded, "reason")
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts, as reported by the engine.")
+        cached = "Tokens of prompts that the engine's prefix cache had: by the engine's report, and by the proxy's model."
+        self.cached_tokens = counter("cached_tokens", cached, "by")
         self.calibration = CalibrationGauges("tailcast_proxy_", registry)
         overhead = "Time from arrival to sending to the engine, without prediction and queue."
         self.overhead = seconds("overhead", overhead, SHORT_SECONDS)
         self.prediction = seconds("prediction", "Time waiting for a prediction.", SECONDS)
         self.held = seconds("held", "Time waiting in the queue of the proxy.", LONG_SECONDS)
+        held = "Time waiting in the queue of the proxy, of requests of sessions."
+        self.session_held = seconds("session_held", held, LONG_SECONDS)
         self.request = seconds("request", "Time from arrival to the last byte.", LONG_SECONDS)

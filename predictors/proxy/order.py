@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from heapq import nsmallest
@@ -11,11 +11,17 @@ from itertools import islice
 from typing import Any, cast
 
 from predictors.proxy.config import ProxyConfig
+from predictors.proxy.engine_model import CacheSize, End, EngineModel
 from predictors.proxy.errors import Refusal
+from predictors.proxy.session_context import resized
 from scheduler_core.adapters.live_order import LiveOrder, declared_level, order_policy
 from scheduler_core.policies.base import Policy
 from scheduler_core.prediction.predictions import Prediction
 from scheduler_core.request import Request, RequestState, Status
+
+#: Seconds after which a policy is asked again whether a request that it holds may be sent, without an event.
+ASK_AGAIN_S = 0.5
+NO_END = End()
 
 
 class AgingPolicy:
@@ -42,26 +48,30 @@ class EngineOrder:
     engine step each running request gets at most one token, so a step is assumed to end when a request gets
     its second chunk or a complete response. The engine runs at most `max_num_seqs` requests; `num_running`
     are sent but not finished. What a client declares, its priority and its tier, comes before the policy's key
-    (see `declared_level`).
+    (see `declared_level`). `model` is that of the engine's prefix cache, None if the policy does not use one.
     """
 
     policy: Policy
     max_num_seqs: int
     clock: Callable[[], float]
     aging_per_s: float = 0.0
+    model: EngineModel | None = None
     num_running: int = field(default=0, init=False)
     _in_step: set[str] = field(default_factory=set, init=False)
     _step_start_s: float = field(default=0.0, init=False)
+    #: Of the current step.
+    _num_tokens: list[int] = field(default_factory=list, init=False)
+    _prefill_tokens: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         level = declared_level(self.policy)
         self.policy = cast(Policy, AgingPolicy(self.policy, self.aging_per_s))
-        self._order = LiveOrder(self.policy, self.max_num_seqs, level)
+        self._order = LiveOrder(self.policy, self.max_num_seqs, level, self.model)
 
     @property
     def uses_outputs(self) -> bool:
         """Whether the policy needs calls of `on_output`."""
-        return self.policy.progress != "unused" or self.policy.needs_queue
+        return self.policy.progress != "unused" or self.policy.needs_queue or self.model is not None
 
     @property
     def num_live(self) -> int:
@@ -78,7 +88,8 @@ class EngineOrder:
         """Sets the prediction of a request (None: unknown) and its prompt length, if known."""
         state = self._order.states.get(request_id)
         if state is not None and prompt_tokens is not None and state.first_scheduled_s is None:
-            state.request = replace(state.request, prompt_tokens=prompt_tokens)
+            content = resized(state.request.content, prompt_tokens)
+            state.request = replace(state.request, prompt_tokens=prompt_tokens, content=content)
             state.prefill_target_tokens = prompt_tokens
         self._order.predict(request_id, prediction, self.clock())
 
@@ -93,16 +104,23 @@ class EngineOrder:
         prompt_tokens, num_output_tokens = state.request.prompt_tokens, state.num_output_tokens + num_tokens
         if state.first_token_s is None:
             self._order.progress(request_id, prompt_tokens, prompt_tokens, 1, now)
+            self._prefill_tokens += max(prompt_tokens - state.cached_tokens, 0)
             num_tokens -= 1
         if num_tokens:
             num_computed = prompt_tokens + num_output_tokens - 1
             self._order.progress(request_id, num_tokens, num_computed, num_output_tokens, now)
+        self._num_tokens.append(num_tokens)
+        if self.model is not None:
+            self.model.compute(state)
         if num_tokens > 1:
             self._end_step(now)
 
-    def leave(self, request_id: str) -> None:
+    def leave(self, request_id: str, end: End = NO_END) -> None:
         """Handles the end or abort of a request; does nothing if it has left before."""
-        state = self._order.leave(request_id)
+        state = self._order.states.get(request_id)
+        if state is not None and self.model is not None:
+            self.model.end(state, end)
+        state = self._order.leave(request_id, end.ended_by)
         self.num_running -= state is not None and state.first_scheduled_s is not None
 
     def first(self, num: int) -> list[RequestState]:
@@ -119,14 +137,24 @@ class EngineOrder:
 
     def _admit(self, request_id: str, now: float) -> None:
         if not self.num_running:
-            self._in_step.clear()
-            self._step_start_s = now
+            self._start_step(now)
         self.num_running += 1
+        if self.model is not None:
+            self.model.send(self._order.states[request_id])
         self._order.schedule([request_id], now)
 
     def _end_step(self, now: float) -> None:
-        self.policy.on_step(now, now - self._step_start_s)
+        step_s = now - self._step_start_s
+        if self.model is not None:
+            num_steps = max(self._num_tokens, default=1)
+            self.model.observe(step_s, max(num_steps, 1), self._prefill_tokens, sum(self._num_tokens))
+        self.policy.on_step(now, step_s)
+        self._start_step(now)
+
+    def _start_step(self, now: float) -> None:
         self._in_step.clear()
+        self._num_tokens.clear()
+        self._prefill_tokens = 0
         self._step_start_s = now
 
 
@@ -164,7 +192,8 @@ class SentOrder(EngineOrder):
 
 @dataclass
 class HoldQueue(EngineOrder):
-    """Admits up to `max_num_seqs` requests in the order of a policy; rejects requests above `max_waiting`.
+    """Admits up to `max_num_seqs` requests in the order of a policy, and fewer if the policy holds the first one back
+    (`Policy.may_admit`) while others run; rejects requests above `max_waiting`.
 
     A request is queued at its arrival, with the policy's key for unknown lengths until its prediction is
     available. It never waits for a prediction if a slot is free. Admitted requests are never preempted, so
@@ -173,6 +202,7 @@ class HoldQueue(EngineOrder):
 
     max_waiting: int = 10_000
     _turns: dict[str, asyncio.Future[None]] = field(default_factory=dict, init=False)
+    _timer: asyncio.TimerHandle | None = field(default=None, init=False)
 
     @property
     def num_waiting(self) -> int:
@@ -205,9 +235,18 @@ class HoldQueue(EngineOrder):
             self.leave(name)
             raise
 
-    def leave(self, request_id: str) -> None:
+    def cached_tokens(self, request_id: str) -> int:
+        """Tokens of a sent request that the engine had cached, by the model of it."""
+        state = self._order.states.get(request_id)
+        return 0 if state is None or state.first_scheduled_s is None else state.cached_tokens
+
+    def waiting(self) -> Iterator[RequestState]:
+        """The waiting requests in no particular order."""
+        return iter(self._order.waiting)
+
+    def leave(self, request_id: str, end: End = NO_END) -> None:
         """As in `EngineOrder`, and admits the next request."""
-        super().leave(request_id)
+        super().leave(request_id, end)
         if self._turns.pop(request_id, None) is not None:
             self._release()
 
@@ -218,11 +257,23 @@ class HoldQueue(EngineOrder):
             order.start_step(now)
             head = order.waiting.peek()
             assert head is not None
+            if self.num_running and not self.policy.may_admit(head, now):
+                self._ask_again()
+                return
             order.dequeue(head.request_id)
             self._admit(head.request_id, now)
             turn = self._turns[head.request_id]
             if not turn.done():
                 turn.set_result(None)
+
+    def _ask_again(self) -> None:
+        """Releases again in a while, unless an event comes before."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(ASK_AGAIN_S, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._release()
 
 
 def policy_name(config: ProxyConfig) -> str:
@@ -237,4 +288,7 @@ def make_order(config: ProxyConfig, clock: Callable[[], float]) -> SentOrder | H
     policy = order_policy(name, config.policy_parameters, sent_once=sent_once)
     if sent_once:
         return SentOrder(policy, config.max_num_seqs, clock, config.aging_per_s)
-    return HoldQueue(policy, config.release, clock, config.aging_per_s, max_waiting=config.max_waiting)
+    model = None
+    if any(map(policy.reads, ("session", "cached", "costs"))):
+        model = EngineModel(None if config.engine_kv_tokens is None else CacheSize(config.engine_kv_tokens))
+    return HoldQueue(policy, config.release, clock, config.aging_per_s, model, max_waiting=config.max_waiting)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import logging
 import re
 import select
 from collections.abc import AsyncIterator, Mapping
@@ -26,6 +27,7 @@ from predictors.proxy.engine_monitor import EngineMonitor
 from predictors.proxy.errors import EngineLostError, Refusal, bad_body, engine_failed
 from predictors.proxy.responses import Reader
 
+logger = logging.getLogger(__name__)
 #: Shorter than the keep-alive of servers (uvicorn: 5 s), so that connections about to be closed are not used.
 KEEPALIVE_S = 2.0
 LARGE_BYTES = 2**19
@@ -271,6 +273,20 @@ class Relay:
             raise engine_failed(f"cannot be reached ({type(error).__name__})") from error
         if status in (502, 503, 504):
             raise engine_failed(f"answers GET /health with {status}")
+
+    async def read_metrics(self) -> str:
+        """The engine's /metrics; empty if it has none or cannot be reached."""
+        assert self._session is not None
+        url = URL(f"{self.config.engine_url.rstrip('/')}/metrics", encoded=True)
+        try:
+            async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=PROBE_S)) as response:
+                data = await response.read()
+                return data.decode("utf-8", "replace") if response.status == 200 else ""
+        except aiohttp.ClientConnectorError as error:
+            self.monitor.failed(f"cannot be reached ({type(error).__name__})")
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            logger.debug("the engine has no /metrics", exc_info=True)
+        return ""
 
     async def respond(
         self, request: web.Request, upstream: aiohttp.ClientResponse, reader: Reader | None

@@ -68,6 +68,8 @@ class ProxyServer:
         except BaseException:
             await self.stop()
             raise
+        if self.handler.sessions is not None:
+            await self.handler.sessions.read_size()
         forecasters = (self.handler.forecaster, self.handler.recorder.shadow)
         await asyncio.gather(*(forecaster.warm_up(config.warm_up_s) for forecaster in forecasters))
         if config.engine_probe_s:
@@ -89,6 +91,8 @@ class ProxyServer:
         await self.handler.relay.finish_reading()  # aiohttp stops reading now
         for runner in runners:
             await runner.cleanup()
+        if self.handler.sessions is not None:
+            await self.handler.sessions.close()
         await self.handler.recorder.close()
         await self.handler.forecaster.close()
         await self.handler.relay.stop()

@@ -25,6 +25,8 @@ from scheduler_core.request import Segment
 MAX_MESSAGES, MAX_SESSIONS, MAX_STREAMS = 1_000_000, 20_000, 8
 #: Characters of a piece of a text that is no message.
 PIECE_CHARS = 4096
+#: Beginning of the keys of system prompts, which sessions share.
+SYSTEM_KEY = "system:"
 #: Maximum tokens per character; images have tokens without characters.
 MAX_RATIO = 2.0
 #: Weight of a prompt in the tokens per character of its served model.
@@ -113,7 +115,8 @@ class SessionContexts:
         return len(self._sessions)
 
     def begin(self, session: str, body: ApiRequest, *, continues: bool = False) -> Turn:
-        """The next prompt of a session. `continues`: the body has only what follows the latest response."""
+        """The next prompt of a session, or of none if its name is empty. `continues`: the body has only what follows the latest
+        response."""
         state = self._sessions.pop(session, None) or _Session()
         self._num_messages -= state.num_messages
         self._num_turns += 1
@@ -129,8 +132,9 @@ class SessionContexts:
         stream.before = truncate(stream.before, stream.prompt_tokens - 1)
         others = [each for each in state.streams if each is not stream]
         state.streams = [*others[1 - MAX_STREAMS :], stream]
-        self._sessions[session] = state
-        self._num_messages += state.num_messages
+        if session:
+            self._sessions[session] = state
+            self._num_messages += state.num_messages
         while len(self._sessions) > self._max_sessions or (
             self._num_messages > self._max_messages and len(self._sessions) > 1
         ):
@@ -190,7 +194,7 @@ class SessionContexts:
         before: tuple[Segment, ...] = ()
         if best is None:
             if system := round(chars[0] * ratio):
-                before = (Segment(f"system:{chain[0] % 2**64:x}", system),)
+                before = (Segment(f"{SYSTEM_KEY}{chain[0] % 2**64:x}", system),)
         else:
             shared = min(chars[common - 1] / max(best.prompt_chars, 1), 1.0) * best.prompt_tokens
             before = truncate(best.content, int(shared))
@@ -207,6 +211,15 @@ def truncate(content: tuple[Segment, ...], num_tokens: int) -> tuple[Segment, ..
         segments.append(Segment(key, left))
         num_tokens -= left
     return tuple(segments)
+
+
+def resized(content: tuple[Segment, ...], num_tokens: int) -> tuple[Segment, ...]:
+    """The content of a prompt that has another number of tokens: its last segment has the difference."""
+    if not content:
+        return ()
+    before = truncate(content[:-1], num_tokens - 1)
+    num_before = sum(segment.num_tokens for segment in before)
+    return (*before, Segment(content[-1].key, num_tokens - num_before))
 
 
 def _pieces(body: ApiRequest, latest: _Stream | None) -> tuple[array[int], array[int]]:

@@ -133,7 +133,11 @@ def _read_choices(response: ApiResponse, content: dict[str, Any], choices: list[
         elif has_output(delta if delta is not None else choice.get("text")):
             response.num_new_tokens += 1
         response.finish_reason = _text(choice.get("finish_reason")) or response.finish_reason
-    _take_counts(response, content.get("timings"), "predicted_n", "prompt_n")
+    timings = content.get("timings")
+    _take_counts(response, timings, "predicted_n", "prompt_n")
+    if response.prompt_tokens is not None and (cached := _count(_member(timings, "cache_n"))) is not None:
+        response.prompt_tokens += cached  # llama.cpp has only counted the others
+        response.cached_tokens = cached
     _take_counts(response, content.get("usage"), "completion_tokens", "prompt_tokens")
 
 

@@ -1,0 +1,198 @@
+"""Model of the engine's prefix cache and costs, against the core's accountant and a synthetic engine."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from predictors.proxy.engine_model import CacheSize, End, EngineModel, read_cache_size
+from scheduler_core.adapters.live_order import UnknownEngine
+from scheduler_core.request import Request, RequestState, Segment
+
+COMPLETE = End(is_complete=True)
+
+
+def state_of(name: str, *content: tuple[str, int], session: str = "") -> RequestState:
+    segments = tuple(Segment(key, num) for key, num in content)
+    num_tokens = sum(segment.num_tokens for segment in segments)
+    request = Request(
+        request_id=name,
+        arrival_s=0.0,
+        prompt_tokens=num_tokens,
+        max_tokens=99,
+        session=session,
+        content=segments,
+    )
+    return RequestState(request, order=0)
+
+
+def generate(model: EngineModel, state: RequestState, num_tokens: int) -> None:
+    """Processes the prompt and so many tokens of output."""
+    for number in range(1, num_tokens + 1):
+        state.num_output_tokens = number
+        state.first_token_s = 1.0
+        state.num_computed_tokens = state.known_tokens - 1
+        model.compute(state)
+
+
+def turn(
+    model: EngineModel, session: str, num_tokens: int, cached: int | None = None, output: int = 1
+) -> int:
+    """A turn of a session with a prompt of so many tokens; returns what the model has of it."""
+    state = state_of("r", (session, num_tokens), session=session)
+    model.send(state)
+    generate(model, state, output)
+    model.end(state, End(is_complete=True, cached_tokens=cached))
+    return state.cached_tokens
+
+
+def test_contexts_stay_until_their_memory_is_needed() -> None:
+    model = EngineModel(CacheSize(1000, 10))
+    assert (model.capacity_tokens, turn(model, "a", 400, output=21)) == (1000, 0)
+    assert (model.resident_tokens("a"), model.resident_tokens("b")) == (420, 0)
+    assert turn(model, "a", 500) == 420
+    assert turn(model, "b", 400) == 0
+    assert (model.resident_tokens("a"), model.num_resident_tokens) == (500, 900)
+    turn(model, "c", 300)
+    assert (model.resident_tokens("a"), model.resident_tokens("b")) == (300, 400)
+    waiting = state_of("w", ("a", 600), session="a")
+    model.look_up([waiting])
+    assert waiting.cached_tokens == 300
+    model.clear(CacheSize(2000, 10))
+    assert (model.capacity_tokens, model.resident_tokens("a"), model.num_resident_tokens) == (2000, 0, 0)
+
+
+def test_an_unknown_engine_evicts_nothing() -> None:
+    model = EngineModel()
+    for number in range(9):
+        turn(model, str(number), 10**9)
+    assert model.resident_tokens("0") == 10**9 // 16 * 16
+    assert model.capacity_tokens == UnknownEngine.capacity_tokens
+
+
+def test_the_cache_that_an_engine_reports_corrects_the_model() -> None:
+    model = EngineModel(CacheSize(10_000, 10))
+    for session in "abcd":
+        turn(model, session, 1000)
+    turn(model, "b", 1500, cached=0)
+    assert [model.resident_tokens(session) for session in "abcd"] == [0, 1500, 1000, 1000]
+    turn(model, "c", 1500, cached=950)  # an estimate of tokens may be off by so much
+    assert model.resident_tokens("d") == 1000
+    turn(model, "b", 2000, cached=None)
+    assert model.resident_tokens("d") == 1000
+
+
+def test_shared_system_prompts_stay_when_sessions_are_dropped() -> None:
+    model = EngineModel(CacheSize(10_000, 10))
+    for session in "abc":
+        state = state_of("r", ("system:x", 500), (session, 1000), session=session)
+        model.send(state)
+        assert state.cached_tokens == (0 if session == "a" else 500)
+        generate(model, state, 1)
+        model.end(state, COMPLETE)
+    state = state_of("r", ("system:x", 500), ("c", 1100), session="c")
+    model.send(state)
+    model.end(state, End(is_complete=True, cached_tokens=100))
+    assert [model.resident_tokens(session) for session in "abc"] == [0, 0, 1590]
+    state = state_of("r", ("system:x", 500), ("d", 1000))
+    model.send(state)
+    assert state.cached_tokens == 500
+
+
+def test_requests_without_memory_wait_in_the_engine() -> None:
+    model = EngineModel(CacheSize(1000, 10))
+    states = [state_of(name, (name, 600), session=name) for name in "abc"]
+    for state in states:
+        model.send(state)
+    assert model.num_resident_tokens == 600
+    generate(model, states[0], 1)
+    model.end(states[0], COMPLETE)
+    assert model.num_resident_tokens == 1000  # the second request, and what is left of the first one
+    model.end(states[1], End())  # failed before its first token
+    assert model.resident_tokens("b") == 0
+    model.end(states[2], COMPLETE)
+    model.end(states[2], COMPLETE)  # has left
+    assert model.resident_tokens("c") == 600 - 10  # the last token of an output is not computed
+
+
+def test_reported_tokens_replace_estimates() -> None:
+    model = EngineModel(CacheSize(10_000, 10))
+    state = state_of("r", ("system:x", 100), ("a", 200), session="a")
+    model.send(state)
+    generate(model, state, 1)
+    content = (Segment("system:x", 100), Segment("a", 400))
+    model.end(state, End(is_complete=True, prompt_tokens=500, content=content))
+    assert model.resident_tokens("a") == 500
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["send", "end", "fail", "miss", "compute", "clear"]),
+        st.integers(0, 5),
+        st.integers(1, 700),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(STEPS)
+def test_memory_is_conserved(steps: list[tuple[str, int, int]]) -> None:
+    """Whatever requests and reports come, each block is free, unused or of a running request."""
+    model = EngineModel(CacheSize(1000, 10))
+    running: dict[str, RequestState] = {}
+    for number, (action, slot, size) in enumerate(steps):
+        name = str(slot)
+        if action == "send" and name not in running:
+            content = (("system:x", 50), (f"s{slot % 3}", size), (f"n{number % 4}", 30))
+            running[name] = state_of(name, *content[: 1 + slot % 3], session=f"s{slot % 3}")
+            model.send(running[name])
+        elif action == "clear":
+            model.clear(CacheSize(1000, 10))
+        elif name in running and action == "compute":
+            generate(model, running[name], size // 20 + 1)
+        elif name in running:
+            cached = {"miss": 0, "end": 10**6}.get(action)
+            model.end(running.pop(name), End(is_complete=action != "fail", cached_tokens=cached))
+        holders = {name for name in running if model._kv.held_by(name)}
+        model._kv.validate(holders, set())
+        assert model.num_resident_tokens <= model.capacity_tokens
+    for name in list(running):
+        model.end(running.pop(name), COMPLETE)
+    assert model._kv.num_free_blocks == 100
+
+
+def test_costs_are_those_of_the_engine() -> None:
+    """An engine that takes 10 ms for a step, 0.1 ms for a prompt token and 1 ms for a decode."""
+    model = EngineModel()
+    for number in range(4000):
+        num_decodes, prompt = number // 100 % 16 + 1, 300 * (number // 200 % 3) if number % 4 == 0 else 0
+        model.observe(0.01 + 1e-4 * prompt + 1e-3 * num_decodes, 1, prompt, num_decodes)
+    assert model.costs.prefill_s(1000) == pytest.approx(0.1, rel=0.15)
+    assert model.costs.decode_s(1) == pytest.approx(1e-3 + 0.01 / 8.5, rel=0.25)
+
+
+VLLM = """# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig
+# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{block_size="128",cache_dtype="auto",engine="0",num_gpu_blocks="90"%s} 1.0
+vllm:num_requests_running{engine="0"} 3.0
+"""
+SGLANG = """sglang:max_total_num_tokens{dp_rank="%d",model_name="m",tp_rank="0"} 47125.0
+sglang:page_size{dp_rank="%d",model_name="m"} 64.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (VLLM % "", CacheSize(11_520, 128)),
+        (VLLM % ',kv_cache_size_tokens="None"', CacheSize(11_520, 128)),
+        (VLLM % ',kv_cache_size_tokens="5000"', CacheSize(5000, 128)),
+        (SGLANG % (0, 0) + SGLANG % (1, 1), CacheSize(94_250, 64)),
+        ("llamacpp:n_decode_total 3\n", None),
+        ("vllm:cache_config_info{", None),
+        ('vllm:cache_config_info{num_gpu_blocks="None",block_size="16"} 1.0', None),
+        ("", None),
+    ],
+)
+def test_the_size_is_read_from_metrics(text: str, size: CacheSize | None) -> None:
+    assert read_cache_size(text) == size

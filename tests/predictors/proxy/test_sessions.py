@@ -1,0 +1,244 @@
+"""Agents behind the proxy: a policy holds sessions although slots are free, by what the engine's cache has of them."""
+
+import asyncio
+import json
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import pytest
+from aiohttp import web
+
+from predictors.proxy import order as order_module
+from predictors.proxy.engine_model import EngineModel
+from predictors.proxy.order import HoldQueue
+from scheduler_core.errors import InputError
+from scheduler_core.policies.base import EngineView, Policy
+from scheduler_core.request import Request, RequestState
+from tests.fake_openai import event
+from tests.predictors.proxy import fake_engine
+from tests.predictors.proxy.fake_engine import RunningProxy, running_engine, running_proxy, until
+from tests.scheduler_core.helpers import Clock
+
+#: Seconds after which `Single` lets another session run.
+TURN_S = 60.0
+
+
+@dataclass(kw_only=True, slots=True)
+class Single(Policy):
+    """One session at a time, which changes when its requests have ended, or after `TURN_S`."""
+
+    key_changes = "on_event"
+    progress = "unused"
+    inputs: ClassVar[frozenset[str]] = frozenset({"session"})
+    active: str = field(default="", init=False)
+    since_s: float = field(default=0.0, init=False)
+    engine: EngineView = field(init=False)
+    ends: list[str] = field(default_factory=list, init=False)
+
+    def key(self, state: RequestState, now: float) -> float:
+        return 0.0 if state.request.session == self.active else 1.0
+
+    def bind(self, engine: EngineView) -> None:
+        self.engine = engine
+
+    def may_admit(self, state: RequestState, now: float) -> bool:
+        return state.request.session in ("", self.active) or now > self.since_s + TURN_S
+
+    def on_admit(self, state: RequestState, now: float) -> None:
+        if state.request.session:
+            self.active, self.since_s = state.request.session, now
+
+    def on_finish(self, state: RequestState) -> None:
+        self.ends.append(state.ended_by)
+
+
+OPTIONS: dict[str, Any] = {"policy": f"{__name__}:Single", "release": 8}
+
+
+class CachingEngine:
+    """An engine of one token per character, whose prefix cache has the prompts used last."""
+
+    def __init__(self, num_tokens: int = 4000) -> None:
+        self.num_tokens = num_tokens
+        self.go = asyncio.Event()
+        self.go.set()
+        self.prompts: OrderedDict[str, None] = OrderedDict()
+        self.reason = "tool_calls"
+
+    async def __call__(self, request: web.Request, body: bytes) -> web.StreamResponse:
+        if request.path == "/metrics":
+            return web.Response(
+                text=f'vllm:cache_config_info{{block_size="10",num_gpu_blocks="{self.num_tokens // 10}"}} 1.0\n'
+            )
+        if not body:
+            return web.Response()
+        content = json.loads(body)
+        prompt = "\n".join(message["content"] for message in content["messages"])
+        cached = max((shared(prompt, other) for other in self.prompts), default=0)
+        await self.go.wait()
+        self.prompts[prompt] = None
+        self.prompts.move_to_end(prompt)
+        while sum(map(len, self.prompts)) > self.num_tokens:
+            self.prompts.popitem(last=False)
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": 3}
+        usage |= {"prompt_tokens_details": {"cached_tokens": cached}}
+        if not content.get("stream"):
+            return web.json_response(fake_engine.completion(3, self.reason) | {"usage": usage})
+        events = fake_engine.stream_events(["a", "b", "c"], None)
+        if (content.get("stream_options") or {}).get("include_usage"):
+            events.insert(-1, event({"id": "c", "choices": [], "usage": usage}))
+        return await fake_engine.streamed(request, events)
+
+
+def shared(first: str, second: str) -> int:
+    """Characters of the common beginning of two texts."""
+    return next(
+        (n for n, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]),
+        min(len(first), len(second)),
+    )
+
+
+def chat(*texts: str, **more: Any) -> dict[str, Any]:
+    roles = ("user", "assistant", "tool")
+    messages = [{"role": roles[min(i, 1 + i % 2)], "content": text} for i, text in enumerate(texts)]
+    return {"model": "m", "messages": messages, "max_tokens": 50} | more
+
+
+def send(proxy: RunningProxy, session: str, *texts: str, **more: Any) -> asyncio.Task[tuple[int, bytes]]:
+    return asyncio.create_task(proxy.post(chat(*texts, **more), {"x-session-id": session} if session else {}))
+
+
+def policy_of(proxy: RunningProxy) -> Single:
+    queue = proxy.server.handler.queue
+    assert queue is not None
+    policy: Single = queue.policy._policy  # type: ignore[attr-defined]
+    return policy
+
+
+async def test_sessions_are_held_although_slots_are_free() -> None:
+    script = CachingEngine()
+    script.go.clear()
+    async with running_engine(script) as fake, running_proxy(fake.url, **OPTIONS) as proxy:
+        first = send(proxy, "a", "x" * 100)
+        await until(lambda: fake.num_in_flight == 1)
+        others = [send(proxy, "b", "y" * 100), send(proxy, "b", "z" * 100), send(proxy, "", "single")]
+        second = send(proxy, "a", "x" * 100, "ls", "a.py")
+        queue = proxy.server.handler.queue
+        assert queue is not None
+        # The session that runs is not held; what is behind the first held one is.
+        await until(lambda: (queue.num_waiting, fake.num_in_flight) == (3, 2))
+        assert await proxy.metric("tailcast_proxy_held_sessions") == 1
+        assert await proxy.metric("tailcast_proxy_waiting") == 3
+        script.go.set()
+        assert [(await task)[0] for task in (first, second, *others)] == [200] * 5
+        assert await proxy.metric("tailcast_proxy_sessions") == 2
+        assert await proxy.metric("tailcast_proxy_session_held_seconds_count") == 4
+        assert await proxy.metric("tailcast_proxy_held_sessions") == 0
+        assert set(policy_of(proxy).ends) == {"tool_use"}
+
+
+async def test_the_policy_sees_the_engines_cache() -> None:
+    script = CachingEngine()
+    async with running_engine(script) as fake, running_proxy(fake.url, **OPTIONS) as proxy:
+        engine = policy_of(proxy).engine
+        assert (engine.capacity_tokens, await proxy.metric("tailcast_proxy_kv_tokens")) == (4000, 4000)
+        texts = ["x" * 1000]
+        for number in range(3):
+            await send(proxy, "a", *texts, stream=number == 1)
+            texts += ["call", "y" * 500]
+        [session] = {header["x-session-id"] for _, path, header, _ in fake.requests if path != "/metrics"}
+        assert session == "a"  # the client's own
+        name = next(iter(proxy.server.handler.sessions._contexts._sessions))  # type: ignore[union-attr]
+        assert engine.resident_tokens(name) == pytest.approx(2010, abs=10)
+        reported = await proxy.metric('tailcast_proxy_cached_tokens_total{by="engine"}')
+        assert await proxy.metric('tailcast_proxy_cached_tokens_total{by="model"}') == pytest.approx(
+            reported, rel=0.05
+        )
+        assert reported == pytest.approx(2500, abs=20)
+        assert await proxy.metric("tailcast_proxy_prompt_tokens_total") == pytest.approx(4520, abs=10)
+        assert await proxy.metric("tailcast_proxy_resident_tokens") <= 4000
+        await send(proxy, "", "single")
+        assert "x-session-id" not in fake.requests[-1][2]
+        await send(proxy, "", "Fix it.", "ls", "a.py")
+        assert len(fake.requests[-1][2]["x-session-id"]) == 24  # for replicas behind a balancer
+
+
+@pytest.mark.mend  # a held request whose client was gone would have kept its place for ever
+async def test_clients_that_disconnect_and_engines_that_fail_lose_no_session() -> None:
+    script = CachingEngine()
+    script.go.clear()
+    async with running_engine(script) as fake, running_proxy(fake.url, **OPTIONS) as proxy:
+        queue = proxy.server.handler.queue
+        assert queue is not None
+        first, held, gone = send(proxy, "a", "x"), send(proxy, "b", "y"), send(proxy, "c", "z")
+        await until(lambda: queue.num_waiting == 2)
+        gone.cancel()
+        await until(lambda: queue.num_waiting == 1)
+        first.cancel()  # aborted in the engine
+        await until(lambda: queue.num_waiting == 0)
+        await fake.stop()
+        assert (await held)[0] in (502, 504)
+        assert (await send(proxy, "b", "y"))[0] == 502
+        script.num_tokens = 9000
+        script.go.set()
+        await fake.start()
+        assert (await send(proxy, "b", "y"))[0] == 200
+        await proxy.reaches("tailcast_proxy_kv_tokens", 9000)  # read again from the new engine
+        assert policy_of(proxy).engine.capacity_tokens == 9000
+        assert (queue.num_running, queue.num_waiting, queue.num_live) == (0, 0, 0)
+
+
+@pytest.mark.mend  # a restarted engine has lost the contexts that the model has
+async def test_the_cache_of_a_restarted_engine_is_empty() -> None:
+    script = CachingEngine()
+    async with running_engine(script) as fake, running_proxy(fake.url, **OPTIONS) as proxy:
+        await send(proxy, "a", "x" * 1000)
+        assert await proxy.metric("tailcast_proxy_resident_tokens") >= 1000
+        monitor = proxy.server.handler.relay.monitor
+        monitor.failed("cannot be reached")
+        assert (await send(proxy, "b", "y" * 10))[0] == 200
+        assert await proxy.metric("tailcast_proxy_resident_tokens") <= 20
+        for session in "cde":
+            await send(proxy, session, session * 1000)
+        script.prompts.clear()  # a restart that nobody has seen
+        await send(proxy, "d", "d" * 1000, "ls", "a.py")
+        assert (
+            await proxy.metric("tailcast_proxy_resident_tokens") <= 2030
+        )  # those of d, and of e, used later
+
+
+async def test_sighup_and_unknown_sizes(caplog: pytest.LogCaptureFixture) -> None:
+    go = asyncio.Event()
+    async with running_engine(fake_engine.gated(go)) as fake, running_proxy(fake.url, **OPTIONS) as proxy:
+        assert "set --engine_kv_tokens" in caplog.text
+        assert await proxy.metric("tailcast_proxy_kv_tokens") == 0
+        assert policy_of(proxy).engine.capacity_tokens > 2**60
+        tasks = [send(proxy, "a", "x"), send(proxy, "b", "x")]
+        await until(lambda: fake.num_in_flight == 1)
+        await proxy.server.reload(replace(proxy.server.handler.config, release=9, engine_kv_tokens=7))
+        assert "these options need a restart: engine_kv_tokens" in caplog.text
+        go.set()
+        assert [(await task)[0] for task in tasks] == [200, 200]
+    options = OPTIONS | {"engine_kv_tokens": 500}
+    async with running_engine(CachingEngine()) as fake, running_proxy(fake.url, **options) as proxy:
+        assert await proxy.metric("tailcast_proxy_kv_tokens") == 500
+
+
+async def test_a_policy_may_change_its_mind_without_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order_module, "ASK_AGAIN_S", 0.01)
+    clock = Clock()
+    queue = HoldQueue(Single(), 8, clock, model=EngineModel())
+    await queue.enter(Request(request_id="a", arrival_s=0.0, prompt_tokens=1, max_tokens=1, session="a"))
+    held = asyncio.create_task(
+        queue.enter(Request(request_id="b", arrival_s=0.0, prompt_tokens=1, max_tokens=1, session="b"))
+    )
+    await until(lambda: queue.num_waiting == 1)
+    clock.now = TURN_S + 1.0
+    await held
+    assert queue.num_running == 2
+
+
+def test_engines_with_priorities_cannot_hold_sessions() -> None:
+    with pytest.raises(InputError, match="--engine none"):
+        order_module.order_policy(f"{__name__}:Single", {}, sent_once=True)
