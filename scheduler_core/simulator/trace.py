@@ -302,11 +302,19 @@ def _list(location: str, name: str, value: object) -> list[Any]:
 
 
 def read_number(
-    location: str, name: str, value: object, high: float | None = None, allowed: str = "", hint: str = ""
+    location: str,
+    name: str,
+    value: object,
+    high: float | None = None,
+    allowed: str = "",
+    hint: str = "",
+    *,
+    range_of: str = "",
 ) -> float:
-    """The value of a numeric column of a trace, a number or its decimal text. `InputError` with the location, the column and
-    the range, which ends at `high` (None: that of the column), unless `allowed` describes it; `hint` follows."""
-    kind, low, largest = _NUMBERS[name]
+    """The value of a numeric column of a trace, or of one with the range of column `range_of`, a number or its decimal text.
+    `InputError` with the location, the column and the range, which ends at `high` (None: that of the column), unless `allowed`
+    describes it; `hint` follows."""
+    kind, low, largest = _NUMBERS[range_of or name]
     high = largest if high is None else high
     try:
         number: Any = parse_number(value) if isinstance(value, str) else value

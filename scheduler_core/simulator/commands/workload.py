@@ -1,17 +1,20 @@
 """`simulate workload`: draws a trace from the description of a workload."""
 
+import logging
 from dataclasses import dataclass
 
 from scheduler_core.ranges import INTEGERS, check_ranges
 from scheduler_core.simulator.trace import write_trace
 from scheduler_core.simulator.workloads.workload import Workload
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadConfig(Workload):
     """Draw requests from the description of a workload and write them as a trace."""
 
-    INPUTS = ("lengths", "classes")
+    INPUTS = ("lengths", "classes", "agents")
     OUTPUTS = ("out",)
 
     out: str
@@ -28,4 +31,7 @@ class WorkloadConfig(Workload):
 
 def run(config: WorkloadConfig) -> None:
     """Runs `simulate workload`."""
-    write_trace(config.trace(config.seed), config.out)
+    trace = config.trace(config.seed)
+    if trace.problem:
+        logger.warning("%s", trace.problem)
+    write_trace(trace, config.out)

@@ -1,4 +1,4 @@
-"""Description of a workload (requests, classes, tiers, conversations), and traces drawn from it."""
+"""Description of a workload (requests, classes, tiers, conversations, agents), and traces drawn from it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -8,9 +8,10 @@ import numpy as np
 
 from scheduler_core.errors import InputError
 from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges
-from scheduler_core.request import MAX_TIERS
+from scheduler_core.request import MAX_TIERS, Segment
 from scheduler_core.simulator.content import session_content
 from scheduler_core.simulator.trace import MAX_REQUESTS, MAX_TIME_S, MAX_TOKENS, Trace, TraceRequest
+from scheduler_core.simulator.workloads.agents import Agents
 from scheduler_core.simulator.workloads.arrivals import Arrivals, at_rate, check_rate
 from scheduler_core.simulator.workloads.lengths import IntArray, Lengths, TokenDistribution, read_lengths
 from scheduler_core.statistics import FloatArray
@@ -146,6 +147,36 @@ class Sessions:
         return [replace(row, content=content) for row, content in zip(turns, contents, strict=True)]
 
 
+@dataclass(frozen=True, kw_only=True)
+class SharedPrefix:
+    """Groups of requests with the same start of the prompt, such as a system prompt or a document. The lengths of the workload
+    are those of the rest of each prompt."""
+
+    num_groups: int = 10
+    """Number of groups; each has about num_requests / num_groups requests, in random order."""
+    prefix: TokenDistribution = field(
+        default_factory=lambda: TokenDistribution(kind="fixed", low=2048, high=2048)
+    )
+    """Tokens of a group's shared start."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self, num_groups=(1, MAX_REQUESTS))
+
+    def prompts(self, rows: list[TraceRequest], rng: np.random.Generator) -> list[TraceRequest]:
+        """The rows with the prefix of a group before each prompt."""
+        groups = rng.permutation(len(rows)) % self.num_groups
+        lengths = self.prefix.draw(self.num_groups, rng)
+        prompts = []
+        for row, group in zip(rows, groups.tolist(), strict=True):
+            prefix, rest = (
+                Segment(f"g{group}", int(lengths[group])),
+                Segment(row.request_id, row.prompt_tokens),
+            )
+            num_tokens = prefix.num_tokens + rest.num_tokens
+            prompts.append(replace(row, prompt_tokens=num_tokens, content=(prefix, rest)))
+        return prompts
+
+
 #: Default lengths, typical of chats.
 _CHAT = Lengths(
     prompt=TokenDistribution(kind="log_t", mu=5.5, sigma=0.8, high=4096),
@@ -173,9 +204,26 @@ class Workload:
     """Distribution of tiers for requests whose class has none. Unset: tier 2."""
     sessions: Sessions | None = None
     """Conversations of several turns; rate_rps is then the rate of conversations. Unset: requests are independent."""
+    shared_prefix: SharedPrefix | None = None
+    """Groups of requests with a shared start of the prompt. Unset: prompts share nothing."""
+    agents: Agents | None = None
+    """Agent sessions in a closed loop, instead of all other parts. num_requests is rounded up to a multiple of their number;
+    with a horizon, choose so many that none runs out. Unset: none."""
 
     def __post_init__(self) -> None:
         check_ranges(self, num_requests=(1, MAX_REQUESTS))
+        if self.agents is not None:
+            for name, default in (
+                ("arrivals", Arrivals()),
+                ("lengths", _CHAT),
+                ("classes", ()),
+                ("tiers", None),
+            ):
+                if getattr(self, name) != default:
+                    raise InputError(name, getattr(self, name), "unset together with agents")
+        parts = [name for name in ("sessions", "shared_prefix", "agents") if getattr(self, name) is not None]
+        if len(parts) > 1:
+            raise InputError(", ".join(parts), "set", "one of them")
         if self.arrivals.rate_rps is not None:
             check_rate("rate_rps", self.arrivals.rate_rps, self.num_requests)
         if self.arrivals.process == "trace" and self.lengths.file is None:
@@ -185,6 +233,10 @@ class Workload:
 
     def trace(self, seed: int) -> Trace:
         """Draws the requests in order of arrival, reproducibly by seed; `InputError` if a file is invalid."""
+        source = f"workload, seed {seed}"
+        if self.agents is not None:
+            rows, problem = self.agents.requests(self.num_requests, seed)
+            return Trace(tuple(sorted(rows, key=lambda row: row.arrival_s)), source, problem=problem)
         streams = map(np.random.default_rng, np.random.SeedSequence(seed).spawn(4))
         arrival_rng, length_rng, class_rng, session_rng = streams
         classes, tiers = np.zeros(self.num_requests, np.int64), np.full(self.num_requests, 2)
@@ -198,8 +250,10 @@ class Workload:
         rows = [TraceRequest(arrival_s=float(time), **row) for row, time in zip(values, times, strict=True)]
         if self.sessions is not None:
             rows = self.sessions.conversations(rows, session_rng)
+        elif self.shared_prefix is not None:
+            rows = self.shared_prefix.prompts(rows, session_rng)
         rows.sort(key=lambda row: row.arrival_s)
-        return Trace(tuple(rows), source=f"workload, seed {seed}")
+        return Trace(tuple(rows), source)
 
     def _times(self, rng: np.random.Generator) -> FloatArray:
         if self.arrivals.process != "trace":
