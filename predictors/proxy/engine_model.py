@@ -23,6 +23,8 @@ from scheduler_core.request import RequestState, Segment
 
 #: Tokens of a block where the engine does not report them.
 BLOCK_TOKENS = 16
+#: Tokens of a step, which engines do not report: the default of vLLM and SGLang on large GPUs.
+STEP_TOKENS = 8192
 #: Contexts that are remembered.
 MAX_CONTEXTS = 20_000
 #: Tokens that the engine reports may be this fraction of those in the model, whose tokens are estimates.
@@ -59,6 +61,8 @@ class CacheSize:
 
 class EngineModel:
     """The prefix cache of one engine (see `LiveEngine`). `size` None: unknown, so that nothing is ever evicted."""
+
+    step_tokens, has_host_tier = STEP_TOKENS, False
 
     def __init__(self, size: CacheSize | None = None) -> None:
         self.costs = StepCosts()

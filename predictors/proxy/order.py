@@ -19,8 +19,6 @@ from scheduler_core.policies.base import Policy
 from scheduler_core.prediction.predictions import Prediction
 from scheduler_core.request import Request, RequestState, Status
 
-#: Seconds after which a policy is asked again whether a request that it holds may be sent, without an event.
-ASK_AGAIN_S = 0.5
 NO_END = End()
 
 
@@ -139,9 +137,11 @@ class EngineOrder:
         if not self.num_running:
             self._start_step(now)
         self.num_running += 1
+        state = self._order.states[request_id]
         if self.model is not None:
-            self.model.send(self._order.states[request_id])
+            self.model.send(state)
         self._order.schedule([request_id], now)
+        state.num_computed_tokens = state.cached_tokens
 
     def _end_step(self, now: float) -> None:
         step_s = now - self._step_start_s
@@ -202,7 +202,6 @@ class HoldQueue(EngineOrder):
 
     max_waiting: int = 10_000
     _turns: dict[str, asyncio.Future[None]] = field(default_factory=dict, init=False)
-    _timer: asyncio.TimerHandle | None = field(default=None, init=False)
 
     @property
     def num_waiting(self) -> int:
@@ -235,6 +234,13 @@ class HoldQueue(EngineOrder):
             self.leave(name)
             raise
 
+    def set_size(self, size: CacheSize) -> None:
+        """Handles that the size of the engine's KV cache has become known; its cache is empty."""
+        assert self.model is not None
+        self.model.clear(size)
+        self.policy.bind(self.model)
+        self._release()
+
     def cached_tokens(self, request_id: str) -> int:
         """Tokens of a sent request that the engine had cached, by the model of it."""
         state = self._order.states.get(request_id)
@@ -258,22 +264,12 @@ class HoldQueue(EngineOrder):
             head = order.waiting.peek()
             assert head is not None
             if self.num_running and not self.policy.may_admit(head, now):
-                self._ask_again()
                 return
             order.dequeue(head.request_id)
             self._admit(head.request_id, now)
             turn = self._turns[head.request_id]
             if not turn.done():
                 turn.set_result(None)
-
-    def _ask_again(self) -> None:
-        """Releases again in a while, unless an event comes before."""
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(ASK_AGAIN_S, self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        self._release()
 
 
 def policy_name(config: ProxyConfig) -> str:

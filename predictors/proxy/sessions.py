@@ -93,7 +93,7 @@ class Sessions:
                 "the size of the engine's KV cache is unknown, so that no session is held: set --engine_kv_tokens"
             )
         elif size != self._model.size:
-            self._model.clear(size)
+            self._queue.set_size(size)
             logger.info("the engine's KV cache has %d tokens", size.num_tokens)
 
     async def close(self) -> None:
