@@ -87,7 +87,7 @@ class LiveEngine(EngineView, Protocol):
 class UnknownEngine:
     """An engine of which only typical costs are known: all contexts have memory, and nothing is cached."""
 
-    capacity_tokens = 2**62
+    capacity_tokens, step_tokens, has_host_tier = 2**62, 2**62, False
     costs: Costs
 
     def __init__(self) -> None:
@@ -199,6 +199,7 @@ class LiveOrder:
         state.prefill_target_tokens = state.known_tokens
         state.num_computed_tokens = 0
         state.num_preemptions += 1
+        self.engine.look_up([state])
         self.policy.on_preempt(state, now)
 
     def progress(

@@ -2,7 +2,7 @@
 
 vLLM forms the batches: running requests first, then waiting ones until budget, slots or memory are used up. The
 policy orders the waiting queue and, if it evicts by key, the running requests, of which vLLM preempts the last one when
-memory runs out.
+memory runs out. A policy for sessions also holds waiting requests back and orders the free blocks of the prefix cache.
 
 `TailcastScheduler` is created at its first access, so that this module can be imported without vLLM. User guide:
 docs/vllm.md.
@@ -15,6 +15,8 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +25,14 @@ from scheduler_core.adapters.live_calibration import FORCED_LENGTH, LiveCalibrat
 from scheduler_core.adapters.live_order import LiveOrder, declared_level
 from scheduler_core.adapters.prediction_thread import PredictionThread, PromptDecoder
 from scheduler_core.adapters.settings import EngineSettings, check_version, read_settings
+from scheduler_core.adapters.vllm_cache import VllmCache
 from scheduler_core.errors import InputError, MissingExtraError
+from scheduler_core.policies.base import Policy
 from scheduler_core.prediction.correction import RequestContext
 from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import LengthPrediction, Prediction, requested_prediction
 from scheduler_core.prediction.predictor import PredictionRequest, PredictionStatus, open_predictor
-from scheduler_core.request import Request, RequestState
+from scheduler_core.request import Request, RequestState, Status
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler as _Base
@@ -43,6 +47,7 @@ SUPPORTED = ("0.32",)
 HINTS = {
     "tailcast_tier": "tier",
     "tailcast_tenant": "tenant",
+    "tailcast_session": "session",
     "tailcast_ttft_slo_s": "ttft_slo_s",
     "tailcast_tbt_slo_s": "tbt_slo_s",
     "tailcast_ttlt_slo_s": "ttlt_slo_s",
@@ -52,7 +57,8 @@ HINTS = {
 def request_of(request: Any, now: float) -> tuple[Request, list[str]]:
     """Converts a `vllm.v1.request.Request` that arrives now; also returns the names of hints with invalid values.
 
-    Invalid hints are ignored, because a client's mistake must not stop the engine.
+    Invalid hints are ignored, because a client's mistake must not stop the engine. Without a hint, its session is the one
+    that vLLM knows (member `session_id` of the body, or header X-Session-ID). Sessions of different tenants are different.
     """
     values: dict[str, Any] = {
         "request_id": request.request_id,
@@ -68,12 +74,14 @@ def request_of(request: Any, now: float) -> tuple[Request, list[str]]:
             continue
         value = hints[hint]
         try:
-            if isinstance(value, bool) or isinstance(value, str) is not (name == "tenant"):
+            if isinstance(value, bool) or isinstance(value, str) is not (name in ("tenant", "session")):
                 raise TypeError(hint)
             Request(**values, **{name: value})
             values[name] = value
         except (InputError, TypeError):
             bad_hints.append(hint)
+    if session := values.get("session") or getattr(request, "session_id", None):
+        values["session"] = f"{values['tenant']}\n{session}" if values.get("tenant") else session
     return Request(**values), bad_hints
 
 
@@ -82,11 +90,25 @@ class PolicyQueue:
 
     vLLM prepends preempted requests and those it skipped in a step; here they are also inserted in key order.
     The state of a request, including its prediction, is kept while it is not in the queue.
+
+    Before each admission vLLM asks whether the queue is empty. It counts as empty while the policy holds the first request
+    back (`Policy.may_admit`) and others run. `on_admitted` is called before that with a request that was admitted in the same
+    step, so that the policy knows. Its length always counts all requests, and vLLM's engine goes on while there are any.
     """
 
-    def __init__(self, order: LiveOrder, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        order: LiveOrder,
+        clock: Callable[[], float],
+        running: Callable[[], Sequence[Any]] = tuple,
+        on_admitted: Callable[[Any], None] = lambda request: None,
+    ) -> None:
         self._order = order
         self._clock = clock
+        self._running = running
+        self._on_admitted = on_admitted
+        self._holds = type(order.policy).may_admit is not Policy.may_admit
+        self._popped: Any = None
         self._requests: dict[str, Any] = {}
 
     def add_request(self, request: Any) -> None:
@@ -105,6 +127,7 @@ class PolicyQueue:
         """Removes and returns the first request; IndexError if there is none."""
         request = self.peek_request()
         self.remove_request(request)
+        self._popped = request
         return request
 
     prepend_request = add_request
@@ -127,7 +150,14 @@ class PolicyQueue:
                 self.remove_request(request)
 
     def __bool__(self) -> bool:
-        return bool(self._requests)
+        running = self._running() if self._holds and self._requests else ()
+        if not running:
+            return bool(self._requests)
+        if running[-1] is self._popped:
+            self._on_admitted(self._popped)
+        self._popped = None
+        head = self._order.waiting.peek()
+        return head is not None and self._order.policy.may_admit(head, self._clock())
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -164,13 +194,20 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
         self._tailcast_settings = settings
         self._tailcast_clock: Callable[[], float] = time.monotonic
         policy, max_num_seqs = settings.make_policy(), config.scheduler_config.max_num_seqs
-        self._tailcast_order = LiveOrder(policy, max_num_seqs, declared_level(policy))
+        #: What the policy may read of the engine; None: nothing of it.
+        self._tailcast_cache: VllmCache | None = None
+        if policy.orders_retention or any(map(policy.reads, ("cached", "costs", "session"))):
+            self._tailcast_cache = self._tailcast_make_cache(policy)
+        level = declared_level(policy)
+        self._tailcast_order = LiveOrder(policy, max_num_seqs, level, self._tailcast_cache)
         self._tailcast_step_start_s: float | None = None
         #: Whether the policy uses the progress of running requests beyond the first token and the end.
         self._tailcast_follows = self._tailcast_order.policy.progress != "unused"
         #: Requests without an output token since their last admission.
         self._tailcast_prefills: set[str] = set()
-        self.waiting = PolicyQueue(self._tailcast_order, self._tailcast_clock)
+        self.waiting = PolicyQueue(
+            self._tailcast_order, self._tailcast_clock, lambda: self.running, self._tailcast_admitted
+        )
         # With "fcfs" vLLM preempts the last running request, see `_tailcast_sort_running`; with "priority" it would use
         # the declared priority under every policy.
         self.policy = type(self.policy)("fcfs")
@@ -191,6 +228,10 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
             ours, bad_hints = request_of(request, self._tailcast_clock())
             for hint in bad_hints:
                 self._tailcast_metrics.bad_hints.labels(hint).inc()
+            if self._tailcast_cache is not None:
+                self._tailcast_cache.add(request)
+                if not ours.session and self._tailcast_order.policy.reads("session"):
+                    ours = replace(ours, session=self._tailcast_cache.continued_session(request))
             self._tailcast_order.arrive(ours, ours.arrival_s)
             if self._tailcast_thread is None:
                 self._tailcast_metrics.predictions.labels(PredictionStatus.ABSENT.value).inc()
@@ -219,6 +260,8 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
             self._tailcast_sort_running(now)
         if self._tailcast_step_start_s is None:
             self._tailcast_step_start_s = now
+        if self._tailcast_cache is not None and order.policy.orders_retention:
+            self._tailcast_cache.reserve(self._tailcast_next_blocks(self._tailcast_cache))
         output = super().schedule(*args, **kwargs)
         new = [data.req_id for data in output.scheduled_new_reqs]
         for state in (order.states.get(request_id) for request_id in new if thread is not None):
@@ -226,6 +269,9 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
                 self._tailcast_metrics.unscored_admissions.inc()
         admitted = (*new, *output.scheduled_cached_reqs.resumed_req_ids)
         self._tailcast_prefills.update(admitted)
+        if self._tailcast_cache is not None:
+            for request_id in admitted:
+                self._tailcast_admitted(self.requests[request_id], output.num_scheduled_tokens[request_id])
         order.schedule(admitted, now)
         return output
 
@@ -244,7 +290,11 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
                 self._tailcast_prefills.discard(request_id)
         result = super().update_from_output(scheduler_output, model_runner_output)
         if self._tailcast_step_start_s is not None:
-            self._tailcast_order.policy.on_step(now, now - self._tailcast_step_start_s)
+            step_s = now - self._tailcast_step_start_s
+            if self._tailcast_cache is not None and self._tailcast_order.policy.reads("costs"):
+                num_tokens = sum(scheduled[request_id] for request_id in prefills)
+                self._tailcast_cache.costs.observe(step_s, num_tokens, len(scheduled) - len(prefills))
+            self._tailcast_order.policy.on_step(now, step_s)
         self._tailcast_step_start_s = now if self.running else None
         return result
 
@@ -265,6 +315,9 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         """Called by vLLM once for each request that ends, in any state and for any reason."""
         self._tailcast_stops(request)
+        if self._tailcast_cache is not None:
+            state = self._tailcast_order.states.get(request.request_id)
+            self._tailcast_cache.end(request, "" if state is None else state.request.session)
         state = self._tailcast_order.leave(request.request_id)
         if state is not None:
             if str(request.get_finished_reason()) == "stop":
@@ -273,6 +326,37 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
                 self._tailcast_thread.withdraw(request.request_id)
             self._tailcast_calibrate(request)
         return super()._free_request(request, *args, **kwargs)
+
+    def _tailcast_make_cache(self, policy: Policy) -> VllmCache:
+        capacity_tokens = getattr(self.cache_config, "kv_cache_size_tokens", None)
+        if capacity_tokens is None:
+            capacity_tokens = (self.kv_cache_manager.block_pool.num_gpu_blocks - 1) * self.block_size
+        # A connector may have its own position in the queue of free blocks.
+        is_ordered = policy.orders_retention and self.connector is None
+        retention = policy.retention_key if is_ordered else None
+        return VllmCache(self.kv_cache_manager, capacity_tokens, retention)
+
+    def _tailcast_next_blocks(self, cache: VllmCache) -> int:
+        """Upper bound of the blocks that the next step takes, unless vLLM skips the first waiting requests."""
+        budget, num_requests = self.max_num_scheduled_tokens, len(self.running)
+        num_tokens = sum(request.num_tokens - request.num_computed_tokens for request in self.running)
+        if self.waiting:
+            with closing(self._tailcast_order.waiting.ascending()) as waiting:
+                for state in waiting:
+                    if num_tokens >= budget or num_requests >= self.max_num_active_reqs:
+                        break
+                    cache.look_up([state])
+                    num_tokens += state.uncached_tokens
+                    num_requests += 1
+        return int(min(num_tokens, budget)) // cache.block_size + num_requests
+
+    def _tailcast_admitted(self, request: Any, num_scheduled_tokens: int = 0) -> None:
+        """Tells the policy of an admission with what the prefix cache had; `num_scheduled_tokens`: those that already count as
+        computed."""
+        state = self._tailcast_order.states.get(request.request_id)
+        if state is not None and state.status is Status.WAITING:
+            state.cached_tokens = max(request.num_computed_tokens - num_scheduled_tokens, 0)
+            self._tailcast_order.schedule([request.request_id], self._tailcast_clock())
 
     def _tailcast_stops(self, request: Any) -> None:
         """Called before a request stops running; reports its progress if that is not done in every step."""

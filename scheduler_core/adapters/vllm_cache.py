@@ -1,0 +1,216 @@
+"""vLLM's prefix cache, as policies use it: hits of waiting requests, contexts of sessions, order of eviction.
+
+Nothing of vLLM is changed but the order of its queue of free blocks, from whose front blocks are taken.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import Any
+
+from scheduler_core.engine.step_costs import StepCosts
+from scheduler_core.request import RequestState
+
+#: Ended prompts of unnamed sessions that are remembered, and sessions before those without blocks are dropped.
+_MAX_TAILS, _MIN_CONTEXTS = 20_000, 4096
+#: Beginning of the names of sessions without a name.
+_UNNAMED = "~"
+
+
+class VllmCache:
+    """See `LiveEngine`. Block hashes of a prompt are looked up in vLLM's block pool, without references or statistics.
+
+    A block's hash depends on all tokens up to its end, and vLLM frees the blocks of a request from its end: where a block
+    is cached, those before it are, too, so the number of cached blocks is found by bisection. (Only an order of requests
+    and of evictions depends on this; vLLM searches itself at the admission.)
+
+    With several groups of layers, such as sliding windows, hits are those of the first one with full attention, an upper
+    bound; without one, nothing counts as cached, and the order of eviction is vLLM's.
+
+    Args:
+        manager: vLLM's `KVCacheManager`.
+        capacity_tokens: Tokens that the KV cache has memory for.
+        retention: `Policy.retention_key` if the policy orders evictions; else None: least recently used first, as in vLLM.
+    """
+
+    #: vLLM's default of --max-num-batched-tokens; the adapter sets that of the engine.
+    step_tokens = 8192
+    has_host_tier = False
+
+    def __init__(self, manager: Any, capacity_tokens: int, retention: Callable[[str], float] | None) -> None:
+        from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+        self.capacity_tokens = capacity_tokens
+        self.costs = StepCosts()
+        self._manager = manager
+        self._pool = manager.block_pool
+        groups = enumerate(manager.coordinator.single_type_managers if manager.enable_caching else ())
+        self._groups = [number for number, group in groups if type(group) is FullAttentionManager][:1]
+        managers = manager.coordinator.single_type_managers
+        self.block_size = managers[self._groups[0]].block_size if self._groups else 1
+        #: Hashes of a block, each of so many tokens as vLLM hashes at once.
+        self._scale = max(self.block_size // self._pool.hash_block_size, 1)
+        is_orderable = bool(self._groups) and len(managers) == 1 and self._scale == 1
+        self._retention = retention if is_orderable else None
+        self._requests: dict[str, Any] = {}
+        #: Hashes of the blocks of each session's last request as far as they were cached at the last look, and in how
+        #: many of these contexts each hash is.
+        self._contexts: dict[str, list[bytes]] = {}
+        self._uses: dict[bytes, int] = {}
+        self._max_contexts = _MIN_CONTEXTS
+        #: Unnamed session by the last whole block of its last prompt; empty: of several.
+        self._tails: OrderedDict[bytes, str] = OrderedDict()
+
+    def add(self, request: Any) -> None:
+        """Called before a request of vLLM arrives at the policy."""
+        self._requests[request.request_id] = request
+
+    def continued_session(self, request: Any) -> str:
+        """The session of a request without a name: that of an ended one whose prompt it continues, else a new one.
+
+        The prompt begins with all whole blocks of the former one and has more of them. To tell sessions with the same
+        system prompt apart, a prompt is continued once, and not if several sessions ended with the same block.
+        """
+        for value in reversed(request.block_hashes[:-1]):
+            if session := self._tails.get(value):
+                del self._tails[value]
+                return session
+        return f"{_UNNAMED}{request.request_id}"
+
+    def look_up(self, states: Iterable[RequestState]) -> None:
+        """Updates `cached_tokens` of waiting requests; two look-ups for each where nothing has changed."""
+        for state in states:
+            request = self._requests.get(state.request_id)
+            if request is None or not self._manager.prefix_cache_lookup_enabled(request):
+                continue
+            # vLLM computes at least one token of a prompt again.
+            limit = min((request.num_tokens - 1) // self.block_size, len(request.block_hashes) // self._scale)
+            num = self._num_cached(request.block_hashes, limit, state.cached_tokens // self.block_size)
+            state.cached_tokens = num * self.block_size
+
+    def resident_tokens(self, session: str) -> int:
+        """See `EngineView`."""
+        context = self._contexts.get(session)
+        return 0 if context is None else self._trim(context) * self.block_size
+
+    def end(self, request: Any, session: str) -> None:
+        """Called when a request has ended: its blocks are the context of its session."""
+        if self._requests.pop(request.request_id, None) is None or not session or not self._groups:
+            return
+        hashes = request.block_hashes
+        num_prompt = request.num_prompt_tokens // self._pool.hash_block_size
+        if session.startswith(_UNNAMED) and num_prompt:
+            self._set_tail(hashes[num_prompt - 1], session)
+        if request.num_computed_tokens <= 0:
+            return
+        scale = self._scale
+        num_blocks = min(len(hashes) // scale, request.num_computed_tokens // self.block_size)
+        self._set_context(session, list(hashes[scale - 1 : num_blocks * scale : scale]))
+
+    def reserve(self, num_blocks: int) -> None:
+        """Moves blocks of least value to the front of the queue of free blocks, at least `num_blocks` if there are so many.
+
+        These are blocks without content and those that are in no session's context, least recently used first, then the ends
+        of the contexts of the sessions with the smallest `Policy.retention_key`; what several of them share goes with the
+        last one. O(num_blocks), and O(sessions log sessions) if a context has to shrink.
+        """
+        if self._retention is None or num_blocks <= 0:
+            return
+        queue, uses = self._pool.free_block_queue, self._uses
+        num_front, kept = 0, []
+        for block in islice(queue.iter_blocks_after(None), 2 * num_blocks):
+            if block.block_hash is not None and block.block_hash[:-4] in uses:
+                kept.append(block)
+                continue
+            num_front += 1
+            if num_front == num_blocks:
+                break
+        for block in kept:
+            queue.remove(block)
+        queue.append_n(kept)
+        if num_front < num_blocks:
+            self._shrink_contexts(num_blocks - num_front)
+
+    def _shrink_contexts(self, num_blocks: int) -> None:
+        queue = self._pool.free_block_queue
+        front: list[Any] = []
+        assert self._retention is not None
+        for session in sorted(self._contexts, key=self._retention):
+            context = self._contexts[session]
+            self._trim(context)
+            while context and len(front) < num_blocks:
+                block = self._block(context[-1])
+                if block is not None and block.ref_cnt > 0:  # a request uses it and hence all before it
+                    break
+                if self._release(context.pop()) and block is not None:
+                    queue.remove(block)
+                    front.append(block)
+            if not context:
+                del self._contexts[session]
+            if len(front) == num_blocks:
+                break
+        queue.prepend_n(front)
+
+    def _set_context(self, session: str, context: list[bytes]) -> None:
+        old = self._contexts.get(session, [])
+        # As each hash depends on all before it, the lists are equal up to a point.
+        num = min(len(old), len(context))
+        num_common = bisect_left(range(num), True, key=lambda index: old[index] != context[index])
+        for value in context[num_common:]:
+            self._uses[value] = self._uses.get(value, 0) + 1
+        for value in old[num_common:]:
+            self._release(value)
+        self._contexts[session] = context
+        if len(self._contexts) > self._max_contexts:
+            self._contexts = {name: each for name, each in self._contexts.items() if self._trim(each)}
+            self._max_contexts = max(2 * len(self._contexts), _MIN_CONTEXTS)
+
+    def _set_tail(self, value: bytes, session: str) -> None:
+        former = self._tails.pop(value, session)
+        self._tails[value] = session if former == session else ""
+        if len(self._tails) > _MAX_TAILS:
+            self._tails.popitem(last=False)
+
+    def _release(self, value: bytes) -> bool:
+        """Removes a hash from one context; whether it is in no other."""
+        self._uses[value] -= 1
+        if self._uses[value]:
+            return False
+        del self._uses[value]
+        return True
+
+    def _trim(self, context: list[bytes]) -> int:
+        """Drops what is no longer cached from the end of a context; the number of blocks that are left."""
+        num = bisect_left(range(len(context)), True, key=lambda index: self._block(context[index]) is None)
+        for value in context[num:]:
+            self._release(value)
+        del context[num:]
+        return num
+
+    def _num_cached(self, hashes: Sequence[bytes], limit: int, guess: int) -> int:
+        """Number of leading blocks that are cached, at most `limit`; fast if it is near `guess`."""
+        if not self._groups:
+            return 0
+        scale = self._scale
+
+        def is_missing(index: int) -> bool:
+            return self._block(hashes[(index + 1) * scale - 1]) is None
+
+        low, high, step = 0, limit, 1
+        guess = min(guess, limit)
+        if guess and is_missing(guess - 1):
+            high = guess - 1
+        else:
+            low = guess
+            while low + step <= limit and not is_missing(low + step - 1):
+                low += step
+                step *= 2
+            high = min(low + step - 1, limit)
+        return bisect_left(range(high), True, lo=low, key=is_missing)
+
+    def _block(self, value: bytes) -> Any:
+        blocks = self._pool.get_cached_block(value, self._groups)
+        return None if blocks is None else blocks[0]
