@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,14 @@ from scheduler_core.adapters.settings import EngineSettings
 from scheduler_core.adapters.vllm import PolicyQueue
 from scheduler_core.lengths.quantiles import LEVELS
 from scheduler_core.policies import make_policy
+from scheduler_core.policies.base import Policy
 from scheduler_core.prediction.predictor import (
     AsyncPredictor,
     PredictionEvent,
     PredictionRequest,
     PredictionStatus,
 )
-from scheduler_core.request import Phase, Request
+from scheduler_core.request import Phase, Request, RequestState
 from tests.scheduler_core.adapters.length_reader import LengthReader, of_length, settle
 from tests.scheduler_core.adapters.stand_in import QUEUE_METHODS, FakeRequest
 
@@ -77,6 +78,47 @@ def test_the_first_is_always_the_one_of_the_smallest_key(actions: list[tuple[int
         assert (len(queue), {request.request_id for request in queue}) == (len(inside), inside)
         assert {name for name, request in live.items() if request in queue} == inside
     order.waiting.validate(0.0, keys_are_fresh=False)
+
+
+def test_held_requests_wait_while_others_run_and_never_alone() -> None:
+    """vLLM asks the queue before each admission whether it is empty."""
+
+    @dataclass(kw_only=True, slots=True)
+    class OneSession(Policy):
+        """Turns of a session run only alone or with others of it."""
+
+        running: list[str] = field(default_factory=list)
+
+        def key(self, state: RequestState, now: float) -> float:
+            return state.request.arrival_s
+
+        def on_admit(self, state: RequestState, now: float) -> None:
+            self.running.append(state.request.session)
+
+        def may_admit(self, state: RequestState, now: float) -> bool:
+            return state.request.session in self.running
+
+    order = LiveOrder(OneSession(), max_num_seqs=4)
+    running: list[FakeRequest] = []
+    queue = PolicyQueue(
+        order, lambda: 1.0, lambda: running, lambda request: order.schedule([request.request_id], 1.0)
+    )
+    for number, session in enumerate("aabb"):
+        name = f"{session}{number}"
+        request = Request(request_id=name, arrival_s=number, prompt_tokens=4, max_tokens=64, session=session)
+        order.arrive(request, 0.0)
+        queue.add_request(FakeRequest(name, 1))
+
+    def admitted() -> list[str]:
+        while queue:
+            running.append(queue.pop_request())
+        return [request.request_id for request in running]
+
+    assert admitted() == ["a0", "a1"], "the policy knows of the first admission at the second one"
+    assert len(queue) == 2, "vLLM goes on while there are any"
+    running.clear()
+    assert admitted() == ["b2", "b3"], "nothing runs, so the first one is admitted"
+    assert not queue
 
 
 def test_a_request_whose_prompt_was_cached_decodes_after_its_first_token() -> None:
