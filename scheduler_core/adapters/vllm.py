@@ -334,7 +334,7 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
         # A connector may have its own position in the queue of free blocks.
         is_ordered = policy.orders_retention and self.connector is None
         retention = policy.retention_key if is_ordered else None
-        return VllmCache(self.kv_cache_manager, capacity_tokens, retention)
+        return VllmCache(self.kv_cache_manager, capacity_tokens, self.max_num_scheduled_tokens, retention)
 
     def _tailcast_next_blocks(self, cache: VllmCache) -> int:
         """Upper bound of the blocks that the next step takes, unless vLLM skips the first waiting requests."""
@@ -356,6 +356,7 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
         state = self._tailcast_order.states.get(request.request_id)
         if state is not None and state.status is Status.WAITING:
             state.cached_tokens = max(request.num_computed_tokens - num_scheduled_tokens, 0)
+            state.num_computed_tokens = state.cached_tokens
             self._tailcast_order.schedule([request.request_id], self._tailcast_clock())
 
     def _tailcast_stops(self, request: Any) -> None:

@@ -32,18 +32,23 @@ class VllmCache:
 
     Args:
         manager: vLLM's `KVCacheManager`.
-        capacity_tokens: Tokens that the KV cache has memory for.
+        capacity_tokens, step_tokens: Tokens that the KV cache has memory for, and that fit into one step.
         retention: `Policy.retention_key` if the policy orders evictions; else None: least recently used first, as in vLLM.
     """
 
-    #: vLLM's default of --max-num-batched-tokens; the adapter sets that of the engine.
-    step_tokens = 8192
     has_host_tier = False
 
-    def __init__(self, manager: Any, capacity_tokens: int, retention: Callable[[str], float] | None) -> None:
+    def __init__(
+        self,
+        manager: Any,
+        capacity_tokens: int,
+        step_tokens: int,
+        retention: Callable[[str], float] | None,
+    ) -> None:
         from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
         self.capacity_tokens = capacity_tokens
+        self.step_tokens = step_tokens
         self.costs = StepCosts()
         self._manager = manager
         self._pool = manager.block_pool

@@ -122,7 +122,7 @@ def make() -> Iterator[Make]:
                 prefix_cache_lookup_enabled=lambda request: True,
             )
             retention = None if values is None else lambda session: values.get(session, 0.0)
-            return pool, VllmCache(manager, num_blocks * BLOCK, retention)
+            return pool, VllmCache(manager, num_blocks * BLOCK, 2048, retention)
 
         yield build
 
