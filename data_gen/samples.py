@@ -67,6 +67,7 @@ TRACE_SCHEMA = pa.schema(
         # Seconds between the end of the previous turn and this request; null: the request arrives at arrival_s.
         pa.field("think_time_s", pa.float64()),
         pa.field("prefix_tokens", pa.int32()),  # leading prompt tokens in the cache after the previous turn
+        pa.field("ended_by", pa.string()),  # how the output ended: tool_use, end_turn
         # Ids of the prompt's blocks, equal for equal prefixes (Mooncake).
         pa.field("hash_ids", pa.list_(pa.int64())),
         pa.field("ttft_s", pa.float64()),  # measured by the source, as is total_s; see samples/2

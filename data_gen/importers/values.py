@@ -18,7 +18,7 @@ from data_gen.importers.source_row import SourceRow
 from data_gen.prompts import conversation_id_of, prompt_id_of
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.api_request import ApiRequest, read_request
-from scheduler_core.prediction.api_response import COMPLETE, TRUNCATED
+from scheduler_core.prediction.api_response import COMPLETE, TRUNCATED, ended_by
 from scheduler_core.prediction.prompt_text import ASSISTANT, Message, user_text
 from scheduler_core.shell.json_text import from_json
 
@@ -187,7 +187,7 @@ def _hash_ids(value: Any) -> list[int]:
 def ending(value: object) -> dict[str, Any]:
     """Columns for a finish reason of a server, or for a boolean (whether the output finished).
 
-    Null and reasons that are not in `FINISH_REASONS` are unknown; an error keeps its length. Several outputs of a request, which share one token count,
+    Null and reasons that are not in `FINISH_REASONS` are unknown; an error keeps its length. `ended_by` has the kind of end. Several outputs of a request, which share one token count,
     are an error without a length. ValueError for an object.
     """
     value = from_json(value)
@@ -202,7 +202,9 @@ def ending(value: object) -> dict[str, Any]:
     if isinstance(value, Mapping | list):
         raise ValueError("null, a text, true or false")
     reason = FINISH_REASONS.get(str(value).lower(), UNKNOWN if str(value) else None)
-    return {"finish_reason": reason, **({"error": f"{value}: as logged"} if reason == ERROR else {})}
+    ended = ended_by(str(value))
+    error = {"error": f"{value}: as logged"} if reason == ERROR else {}
+    return {"finish_reason": reason, **({"ended_by": ended} if ended else {}), **error}
 
 
 def failure(error: str) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Protocol
 from scheduler_core.errors import InputError
 from scheduler_core.request import Segment
 
-#: Tokens of a block with a hash, in Mooncake's traces and in those of Bailian (Qwen). The last block of a prompt is smaller.
-_BLOCK_SIZES = (512, 16)
+#: Tokens of a block with a hash, in traces of Mooncake and of Bailian (Qwen). The last block of a prompt may be smaller.
+_MOONCAKE_TOKENS, _BAILIAN_TOKENS = 512, 16
 
 Content = tuple[Segment, ...]
 
@@ -76,18 +76,20 @@ def _first_tokens(content: Content, num_tokens: int) -> list[Segment]:
 
 def hash_content(prompts: Mapping[str, tuple[int, Sequence[object]]]) -> dict[str, Content]:
     """Content by request id of prompts, by request id: number of tokens, and ids of blocks, of which equal ones have equal
-    text. `InputError` if the number of ids is not that of blocks of 512 or 16 tokens.
+    text. Blocks have 512 tokens; or 16, if there is an id for each block of 16 tokens. Ids may be missing at the end of a
+    prompt, not with 16. `InputError` if there are more of them.
 
     Blocks that always follow the same one, as in prompts that start alike, are one stream with it.
     """
-    for size in _BLOCK_SIZES:
-        wrong = [name for name, (num, ids) in prompts.items() if len(ids) != math.ceil(num / size)]
-        if not wrong:
-            break
-    else:
-        num_tokens, ids = prompts[wrong[0]]
-        allowed = f"an id for each of {num_tokens} tokens' blocks, which have {_BLOCK_SIZES[0]} or {_BLOCK_SIZES[1]} tokens"
-        raise InputError(f"hash_ids of request {wrong[0]}", f"{len(ids)} ids", allowed)
+    size = _MOONCAKE_TOKENS
+    if any(len(ids) > math.ceil(num / size) for num, ids in prompts.values()):
+        size = _BAILIAN_TOKENS
+        for name, (num, ids) in prompts.items():
+            if len(ids) != math.ceil(num / size):
+                blocks = f"blocks of {_MOONCAKE_TOKENS} or {size} tokens"
+                raise InputError(
+                    f"hash_ids of request {name}", f"{len(ids)} ids", f"an id for each of its {blocks}"
+                )
     #: The block before each one; None: not always the same one.
     before: dict[object, object] = {}
     for _, ids in prompts.values():

@@ -351,13 +351,27 @@ def test_sessions_of_coding_agents(tmp_path: Path) -> None:
     ]  # fmt: skip
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "s.parquet")
     report, requests = rows_of("auto", tmp_path / "s.parquet", tmp_path)
-    names = ("session_id", "turn", "think_time_s", "arrival_s", "prefix_tokens", "tenant", "total_s")
+    names = (
+        "session_id",
+        "turn",
+        "think_time_s",
+        "arrival_s",
+        "prefix_tokens",
+        "tenant",
+        "total_s",
+        "ended_by",
+    )
     assert values_of(requests, *names) == [
-        ("t1/main", 0, None, 0.0, 0, "t1", 2.0),
-        ("t1/main", 1, 3.0, 3.0, 703, "t1", 1.0),
-        ("t1/sub", 0, None, 6.0, 64, "t1", 1.0),
+        ("t1/main", 0, None, 0.0, 0, "t1", 2.0, "tool_use"),
+        ("t1/main", 1, 3.0, 3.0, 703, "t1", 1.0, "tool_use"),
+        ("t1/sub", 0, None, 6.0, 64, "t1", 1.0, "tool_use"),
     ]
     assert report["kind"] == "agent-sessions"
+    trace = load_trace(tmp_path / "out.parquet", default_max_tokens=100)
+    assert [(row.session_id, row.content, row.ended_by) for row in trace.requests] == [
+        ("t1/main", (("t1/main", 700),), "tool_use"), ("t1/main", (("t1/main", 703), ("t1/main#1+", 1)), "tool_use"),
+        ("t1/sub", (("t1/sub#0+", 100),), "tool_use"),
+    ]  # fmt: skip
 
 
 def test_values_that_real_servers_write(tmp_path: Path) -> None:

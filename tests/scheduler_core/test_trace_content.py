@@ -111,8 +111,11 @@ def test_hashes_of_small_blocks_and_of_none() -> None:
     assert hash_content({"a": (40, [1, 2, 3]), "b": (33, [1, 2, 4])}) == {
         "a": (("1", 40),), "b": (("1", 32), ("4", 1)),
     }  # fmt: skip
-    with pytest.raises(InputError, match="hash_ids of request a: got '1 ids'; allowed: an id for each of 40"):
-        hash_content({"a": (40, [1]), "b": (2000, [1, 2])})
+    assert hash_content({"a": (40, [1]), "b": (2000, [1, 2])}) == {"a": (("1", 40),), "b": (("1", 1024),)}
+    with pytest.raises(
+        InputError, match="hash_ids of request b: got '9 ids'; allowed: an id for each of its blocks"
+    ):
+        hash_content({"a": (40, [1, 2, 3]), "b": (2000, list(range(9)))})
 
 
 def line(name: str, **more: Any) -> dict[str, Any]:
@@ -169,7 +172,7 @@ def test_sessions_of_a_file_get_their_content(tmp_path: Path) -> None:
             [line("a", session_id="s", after=["b"]), line("b", session_id="s", turn=1, think_time_s=1)],
             "after: got",
         ),
-        ([line("a", hash_ids=[1, 2, 3])], "t.jsonl: hash_ids of request a: got '3 ids'"),
+        ([line("a", hash_ids=[1, 2])], "t.jsonl: hash_ids of request a: got '2 ids'"),
         ([line("a", hash_ids=[[1]])], r"row 1 column hash_ids: got \[1\]"),
     ],
 )  # fmt: skip
