@@ -258,9 +258,9 @@ class HoldQueue(EngineOrder):
 
     def _release(self) -> None:
         order = self._order
+        now = self.clock()
+        order.start_step(now)  # also without waiting requests: the policy follows ends
         while order.waiting and self.num_running < self.max_num_seqs:
-            now = self.clock()
-            order.start_step(now)
             head = order.waiting.peek()
             assert head is not None
             if self.num_running and not self.policy.may_admit(head, now):
@@ -270,6 +270,7 @@ class HoldQueue(EngineOrder):
             turn = self._turns[head.request_id]
             if not turn.done():
                 turn.set_result(None)
+            order.start_step(now)
 
 
 def policy_name(config: ProxyConfig) -> str:
