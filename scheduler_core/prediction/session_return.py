@@ -81,7 +81,7 @@ MIN_NEW_TOKENS, NEW_TOKENS_CENTER, NEW_TOKENS_SIGMA, NEW_TOKENS_NU = 30, 5.8, 1.
 STATE_FORMAT = "tailcast-session-returns/1"
 
 _LOG_MIN = math.log(MIN_PAUSE_S)
-_LOG_EDGES = _LOG_MIN + BIN_WIDTH * np.arange(NUM_BINS + 1)
+_LOG_EDGES: FloatArray = _LOG_MIN + BIN_WIDTH * np.arange(NUM_BINS + 1)
 _EDGES_S = np.exp(_LOG_EDGES)
 MAX_PAUSE_S = float(_EDGES_S[-1])
 
@@ -109,7 +109,7 @@ class SessionReturn:
             turn.
     """
 
-    __slots__ = ("_hazards", "end_probability", "ended_s", "new_tokens")
+    __slots__ = ("_hazards", "_rates", "end_probability", "ended_s", "new_tokens")
 
     def __init__(
         self, hazards: FloatArray, *, ended_s: float, end_probability: float, new_tokens: LengthPrediction
@@ -117,6 +117,7 @@ class SessionReturn:
         """`hazards` are those of the bins [NUM_BINS], >= 0."""
         #: Cumulative hazard at the edges of the bins.
         self._hazards: list[float] = [0.0, *np.cumsum(hazards).tolist()]
+        self._rates: list[float] | None = None
         self.ended_s, self.end_probability, self.new_tokens = ended_s, end_probability, new_tokens
 
     def survival(self, idle_s: float) -> float:
@@ -137,9 +138,25 @@ class SessionReturn:
         log_times = np.log(np.concatenate([[start_s], inner, [end_s]]))
         # t S is a power of t in each bin, so its mean over ln t is the logarithmic mean of its values at both ends.
         log_products = log_times - np.interp(log_times, _LOG_EDGES, self._hazards) + self._hazard(idle_s)
-        steps = np.diff(log_products)
-        growths = np.where(steps == 0.0, 1.0, np.expm1(steps) / np.where(steps == 0.0, 1.0, steps))
-        return start_s - idle_s + float(np.exp(log_products[:-1]) * growths @ np.diff(log_times))
+        return start_s - idle_s + float(_segments(log_times, log_products).sum())
+
+    def return_rate(self, idle_s: float) -> float:
+        """Returns per second for which the context of the session is kept, with the best time h for which it is kept: the
+        maximum over h of P(pause <= idle_s + h | pause > idle_s) / E[min(pause - idle_s, h) | pause > idle_s].
+
+        This is the Gittins index of keeping it (1979): contexts of the largest rates give the most hits for their memory. From
+        the edges of the bins, between which it is linear in ln idle_s; a session of more than `MAX_PAUSE_S` has 0.
+        """
+        if self._rates is None:
+            self._rates = _return_rates(np.array(self._hazards))
+        if idle_s <= MIN_PAUSE_S:
+            return self._rates[0]
+        position = (math.log(idle_s) - _LOG_MIN) / BIN_WIDTH
+        if position >= NUM_BINS:
+            return 0.0
+        number = int(position)
+        rate = self._rates[number]
+        return rate + (self._rates[number + 1] - rate) * (position - number)
 
     def quantile(self, level: float, idle_s: float = 0.0) -> float:
         """The pause in seconds that is not exceeded with probability `level` in [0, 1), if it is longer than `idle_s`;
@@ -174,6 +191,24 @@ class SessionReturn:
         number = int(position)
         hazard = hazards[number]
         return hazard + (hazards[number + 1] - hazard) * (position - number)
+
+
+def _segments(log_times: FloatArray, log_products: FloatArray) -> FloatArray:
+    """Integrals of S over the times [N-1] between N; `log_products` is ln(t S), linear in ln t between them."""
+    steps = np.diff(log_products)
+    growths = np.where(steps == 0.0, 1.0, np.expm1(steps) / np.where(steps == 0.0, 1.0, steps))
+    return np.asarray(np.exp(log_products[:-1]) * growths * np.diff(log_times))
+
+
+def _return_rates(hazards: FloatArray) -> list[float]:
+    """`SessionReturn.return_rate` at the edges of the bins, from the cumulative hazards there [NUM_BINS + 1]."""
+    survival = np.exp(-hazards)
+    # From the right, so that differences of small numbers are exact.
+    remaining_s = np.append(_segments(_LOG_EDGES, _LOG_EDGES - hazards)[::-1].cumsum()[::-1], 0.0)
+    returns = survival[:, None] - survival
+    seconds = remaining_s[:, None] - remaining_s
+    rates = np.where(seconds > 0.0, returns / np.where(seconds > 0.0, seconds, 1.0), 0.0).max(axis=1)
+    return [float(rate) for rate in rates]
 
 
 @dataclass(slots=True, eq=False)

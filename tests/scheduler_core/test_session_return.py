@@ -70,6 +70,34 @@ def test_expected_pause_is_the_integral_of_survival(
     assert expected <= horizon_s * (1 + 1e-7)
 
 
+@given(HAZARDS, st.floats(1e-4, 10.0))
+def test_contexts_kept_while_their_rate_exceeds_a_price_are_kept_for_the_best_time(
+    hazards: np.ndarray, price: float
+) -> None:
+    """The best time to keep a context is that at which its rate first falls to the price of a second."""
+    forecast = forecast_of(hazards)
+    edges = MIN_PAUSE_S * np.exp(0.25 * np.arange(NUM_BINS + 1))
+
+    def value(keep_s: float) -> float:
+        return (
+            1.0
+            - forecast.survival(keep_s)
+            - price * forecast.expected_pause_s(MIN_PAUSE_S, keep_s - MIN_PAUSE_S)
+        )
+
+    below = [time_s for time_s in edges if forecast.return_rate(time_s) <= price]
+    values = [value(time_s) for time_s in edges]
+    assert value(below[0]) == pytest.approx(max(values), abs=1e-6 * (1 + price))
+
+
+def test_rate_of_a_constant_hazard_is_this_hazard() -> None:
+    edges = MIN_PAUSE_S * np.exp(0.25 * np.arange(NUM_BINS + 1))
+    forecast = forecast_of(np.diff(edges) / 1000.0)
+    for idle_s in (0.0, 1.0, 300.0, 5000.0):
+        assert forecast.return_rate(idle_s) == pytest.approx(1 / 1000.0, rel=0.15)
+    assert forecast.return_rate(2 * MAX_PAUSE_S) == 0.0
+
+
 @given(HAZARDS, st.floats(0.01, 0.99), st.floats(0.0, 1e4))
 def test_quantile_is_the_inverse_of_survival(hazards: np.ndarray, level: float, idle_s: float) -> None:
     forecast = forecast_of(hazards)
