@@ -8,7 +8,7 @@ DATA is the folder of the public data sets; the requests are a stream of many ap
 step times, `--slots` slots and `--kv_blocks` blocks of 16 tokens: by default so few that requests wait for memory and are
 preempted; with `--slots 8 --kv_blocks 8192` they wait for slots.
 `--load` is relative to the estimated saturation. `--prefix_tokens`: all requests of an application share so many tokens of
-system prompt, and each engine has a prefix cache of the size of its KV cache.
+system prompt, and engines cache prefixes in their blocks.
 
 Routers that see only what they sent, as those inside LiteLLM and Ray Serve, and the requests that ended:
     least busy: the number of requests; two at random: the same, of two replicas; predicted work: the sum of prompts and
@@ -38,6 +38,7 @@ from scheduler_core.policies import make_policy
 from scheduler_core.prediction.correction import Correction, RequestContext
 from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.report.page import markdown_table
+from scheduler_core.request import Segment
 from scheduler_core.routing import make_router
 from scheduler_core.routing.base import Router, RoutingRequest
 from scheduler_core.routing.predicted_work import PredictedWork
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
 
 FloatArray = NDArray[np.float64]
 MAX_TOKENS = 4096
-BLOCK_TOKENS = 16
 #: Requests in flight on one replica, whose lengths the memory does not know yet.
 IN_FLIGHT = 24
 FIRST = "least busy"
@@ -108,7 +108,7 @@ def expected_tokens(stream: Stream, features: Features, num_in_flight: int) -> d
 
 
 def trace_of(stream: Stream, features: Features, prefix_tokens: int) -> Trace:
-    """The stream as a trace; with a shared prefix an application is a session, whose turns arrive independently."""
+    """The stream as a trace, in which the prompts of an application start with the same `prefix_tokens` tokens."""
     return Trace(
         tuple(
             TraceRequest(
@@ -117,23 +117,18 @@ def trace_of(stream: Stream, features: Features, prefix_tokens: int) -> Trace:
                 prompt_tokens=prefix_tokens + max(1, features.num_tokens(request.prompt)),
                 output_tokens=tokens,
                 max_tokens=MAX_TOKENS,
-                session_id=request.application if prefix_tokens else None,
-                prefix_tokens=prefix_tokens,
+                content=(Segment(request.application, prefix_tokens),) if prefix_tokens else (),
             )
             for number, (request, tokens) in enumerate(stream)
         )
     )
 
 
-def summary(
-    trace: Trace, router: Router, num_replicas: int, limits: SchedulerConfig, cached: int
-) -> FloatArray:
+def summary(trace: Trace, router: Router, num_replicas: int, limits: SchedulerConfig) -> FloatArray:
     """[9] of one run: mean, P90 and P99 of TTFT and of the latency per token, mean latency, tokens/s, preemptions."""
     width = len(str(num_replicas))
     schedulers = {f"{one:0{width}d}": Scheduler(limits, make_policy("fcfs")) for one in range(num_replicas)}
-    outcome = Simulation(
-        trace, schedulers, LinearStepTime(), Predictions(), router, prefix_cache_tokens=cached
-    ).run()
+    outcome = Simulation(trace, schedulers, LinearStepTime(), Predictions(), router).run()
     records = [one for one in outcome.records if int(one.request_id) >= len(trace) / 6]
     latencies = np.array([(one.ttft_s, one.normalized_latency_s, one.ttlt_s) for one in records]).T
     tails = [[values.mean(), *np.percentile(values, [90, 99])] for values in latencies]
@@ -176,8 +171,9 @@ def main() -> None:
     mixed = [streams.mixed(seed) for seed in range(options.seeds)]
     mixed = [[(request, min(tokens, MAX_TOKENS)) for request, tokens in stream] for stream in mixed]
     features.prepare([PRETRAINED], [request.prompt for stream in mixed for request, _ in stream])
-    limits = SchedulerConfig(max_num_seqs=options.slots, num_kv_blocks=options.kv_blocks)
-    cached = options.kv_blocks * BLOCK_TOKENS if options.prefix_tokens else 0
+    limits = SchedulerConfig(
+        max_num_seqs=options.slots, num_kv_blocks=options.kv_blocks, prefix_caching=options.prefix_tokens > 0
+    )
     parts = []
     for num_replicas in options.replicas:
         expected = [expected_tokens(stream, features, IN_FLIGHT * num_replicas) for stream in mixed]
@@ -203,7 +199,7 @@ def main() -> None:
                     routers["prefix affinity"] = make_router("prefix_affine")
                 routers["least KV"] = make_router("least_kv")
                 for side, router in routers.items():
-                    result = summary(trace, router, num_replicas, limits, cached)
+                    result = summary(trace, router, num_replicas, limits)
                     runs.setdefault(side, []).append(result)
             prefix = f"{options.prefix_tokens:,} shared tokens, " if options.prefix_tokens else ""
             parts.append(
