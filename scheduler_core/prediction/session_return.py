@@ -81,7 +81,7 @@ MIN_NEW_TOKENS, NEW_TOKENS_CENTER, NEW_TOKENS_SIGMA, NEW_TOKENS_NU = 30, 5.8, 1.
 STATE_FORMAT = "tailcast-session-returns/1"
 
 _LOG_MIN = math.log(MIN_PAUSE_S)
-_LOG_EDGES: FloatArray = _LOG_MIN + BIN_WIDTH * np.arange(NUM_BINS + 1)
+_LOG_EDGES = np.linspace(_LOG_MIN, _LOG_MIN + BIN_WIDTH * NUM_BINS, NUM_BINS + 1)
 _EDGES_S = np.exp(_LOG_EDGES)
 MAX_PAUSE_S = float(_EDGES_S[-1])
 
@@ -202,13 +202,20 @@ def _segments(log_times: FloatArray, log_products: FloatArray) -> FloatArray:
 
 def _return_rates(hazards: FloatArray) -> list[float]:
     """`SessionReturn.return_rate` at the edges of the bins, from the cumulative hazards there [NUM_BINS + 1]."""
-    survival = np.exp(-hazards)
-    # From the right, so that differences of small numbers are exact.
-    remaining_s = np.append(_segments(_LOG_EDGES, _LOG_EDGES - hazards)[::-1].cumsum()[::-1], 0.0)
-    returns = survival[:, None] - survival
-    seconds = remaining_s[:, None] - remaining_s
-    rates = np.where(seconds > 0.0, returns / np.where(seconds > 0.0, seconds, 1.0), 0.0).max(axis=1)
-    return [float(rate) for rate in rates]
+    bins_s = _segments(_LOG_EDGES, np.asarray(_LOG_EDGES - hazards)).tolist()
+    bins_returns = (-np.diff(np.exp(-hazards))).tolist()
+    rates = [0.0]
+    # From the right, with runs of bins of decreasing rates: a bin takes in the runs after it that have larger rates.
+    runs: list[tuple[float, float, float]] = []
+    for returns, time_s in zip(reversed(bins_returns), reversed(bins_s), strict=True):
+        rate = returns / time_s
+        while runs and runs[-1][0] > rate:
+            _, more_returns, more_s = runs.pop()
+            returns, time_s = returns + more_returns, time_s + more_s
+            rate = returns / time_s
+        runs.append((rate, returns, time_s))
+        rates.append(rate)
+    return rates[::-1]
 
 
 @dataclass(slots=True, eq=False)
