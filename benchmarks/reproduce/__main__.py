@@ -18,62 +18,31 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 
-from benchmarks.reproduce import (
-    multitier,
-    multitier_figures,
-    rad,
-    semantic,
-    slai,
-    tie,
-    tie_lengths,
-    uniboost,
-    uniboost_appendix,
-)
 from benchmarks.reproduce.page import load, pages, save, section
 from benchmarks.reproduce.study import Effort, Findings, Study
+from benchmarks.shared.command import Parser
 from scheduler_core.errors import InputError
 
-#: Study -> its function; the texts are in studies.toml.
-RUNS: dict[str, Callable[[Effort], Findings]] = {
-    "multitier-tables": multitier.tables,
-    "multitier-tiers": multitier_figures.tiers,
-    "multitier-figures": multitier_figures.figures,
-    "semantic-spikes": semantic.spike_response,
-    "semantic-engines": semantic.other_engines,
-    "semantic-errors": semantic.predictor_errors,
-    "semantic-predictor": semantic.predictor_speed,
-    "slai-figure7": slai.figure_7,
-    "slai-figure8": slai.figure_8,
-    "slai-appendix": slai.appendix,
-    "rad-stability": rad.stability,
-    "uniboost-table2": uniboost.table_2,
-    "uniboost-figure6": uniboost.figure_6,
-    "uniboost-figure8": uniboost.figure_8,
-    "uniboost-ablation": uniboost.ablation,
-    "uniboost-starvation": uniboost_appendix.starvation,
-    "uniboost-sensitivity": uniboost_appendix.sensitivity,
-    "uniboost-chunks": uniboost_appendix.chunks,
-    "uniboost-cluster": uniboost_appendix.cluster,
-    "tie-table2": tie.table_2,
-    "tie-table3": tie.table_3,
-    "tie-table4": tie.table_4,
-    "tie-table5": tie.table_5,
-    "tie-table1": tie_lengths.table_1,
-    "tie-figure7": tie_lengths.figure_7,
-    "tie-figure8": tie_lengths.figure_8,
-}
+
+def _function(path: str) -> Callable[[Effort], Findings]:
+    """The function `module.name` of a study."""
+    module, _, name = path.partition(".")
+    function: Callable[[Effort], Findings] = getattr(import_module(f"benchmarks.reproduce.{module}"), name)
+    return function
+
+
 with Path(__file__).with_name("studies.toml").open("rb") as _file:
-    _TEXTS = tomllib.load(_file)
-STUDIES = tuple(Study(name=name, run=run, **_TEXTS[name]) for name, run in RUNS.items())
+    STUDIES = tuple(
+        Study(name=name, **texts | {"run": _function(texts["run"])})
+        for name, texts in tomllib.load(_file).items()
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.reproduce", description=__doc__.split("\n")[0]
-    )
+    parser = Parser(__doc__)
     parser.add_argument("studies", nargs="*", help="studies or papers (default: all)")
     parser.add_argument("--quick", action="store_true", help="small versions, some minutes in total")
     parser.add_argument("--scale", type=float, default=1.0, help="fraction of requests and of --seeds")
@@ -87,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, default=Path("out/reproduce"), help="folder for findings")
     parser.add_argument("--markdown", type=Path, help="folder for the pages of all saved findings")
-    parser.add_argument("--page-only", action="store_true", help="only write the pages of saved findings")
+    parser.add_argument("--page_only", action="store_true", help="only write the pages of saved findings")
     parser.add_argument("--list", action="store_true", help="list the studies and their cost")
     return parser
 

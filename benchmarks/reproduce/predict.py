@@ -29,7 +29,7 @@ from torch import Tensor
 
 from benchmarks.reproduce.frozen_heads import HEADS, LogT, Rows, TrainableHead, outputs_of, read_rows, train
 from benchmarks.reproduce.tie_requests import ABOUT, COLUMNS
-from benchmarks.reproduce.tie_systems import LMSYS_8B, LMSYS_70B, LMSYS_MISTRAL
+from benchmarks.reproduce.tie_systems import SETTINGS
 from benchmarks.shared.pooled import ENCODER
 from examples.pretrained.prepare import prepare
 from predictors.heads import Predicted
@@ -154,9 +154,7 @@ def main() -> int:
             options.data / "castillo_validation.parquet", columns=["prompt", "model", "prompt_tokens"]
         )
         table = report.table.assign(**columns)
-        table = table[
-            table.model.isin([setting.served_model for setting in (LMSYS_8B, LMSYS_70B, LMSYS_MISTRAL)])
-        ]
+        table = table[table.model.isin({setting.served_model for setting in SETTINGS.values()})]
         table = table.merge(raw.drop_duplicates(["prompt", "model"]), on=["prompt", "model"])
         shipped = open_batch_predictor(folder, InferenceOptions(threads=1, progress=False)).predict(
             table.prompt.tolist(), table.model.tolist(), table.temperature.tolist()

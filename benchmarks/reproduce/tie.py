@@ -8,18 +8,10 @@ from benchmarks.reproduce.simulate import over_seeds
 from benchmarks.reproduce.study import Effort, Findings, listed
 from benchmarks.reproduce.tie_requests import FAMILIES, Order, requests, with_worse_points
 from benchmarks.reproduce.tie_systems import (
-    ALPACA_8B,
-    ALPACA_70B,
-    ALPACA_MISTRAL,
     LMSYS_8B,
-    LMSYS_70B,
-    LMSYS_MISTRAL,
     PAPER_SYSTEMS,
-    SHAREGPT_8B,
-    SHAREGPT_70B,
-    SHAREGPT_MISTRAL,
+    SETTINGS,
     SYSTEMS,
-    Setting,
     measured,
     num_online,
     online,
@@ -30,32 +22,35 @@ Printed = Mapping[str, Sequence[float]]
 #: System -> measure -> value.
 Measures = Mapping[str, Mapping[str, float]]
 #: Values of FCFS, SSJF, LTR, TIE by measure. Table 2; LMSYS 8B in sections 6.2 and 6.4.
-TABLE_2: dict[Setting, Printed] = {
-    LMSYS_70B: {"token mean": (9.08, 5.50, 4.34, 2.41), "token P90": (16.13, 8.24, 7.03, 4.05),
+TABLE_2: dict[str, Printed] = {
+    "LMSYS 70B": {"token mean": (9.08, 5.50, 4.34, 2.41), "token P90": (16.13, 8.24, 7.03, 4.05),
                 "ttft mean": (319.51, 273.30, 252.20, 204.03), "ttft P90": (618.21, 551.15, 507.35, 475.10)},
-    SHAREGPT_8B: {"token mean": (1.66, 0.95, 0.86, 0.57), "token P90": (3.27, 1.84, 1.56, 0.90),
+    "ShareGPT 8B": {"token mean": (1.66, 0.95, 0.86, 0.57), "token P90": (3.27, 1.84, 1.56, 0.90),
                   "ttft mean": (161.56, 132.58, 120.03, 98.10), "ttft P90": (316.07, 296.69, 273.87, 239.04)},
-    SHAREGPT_70B: {"token mean": (4.36, 2.43, 2.22, 1.41), "token P90": (8.78, 4.90, 3.78, 2.22),
+    "ShareGPT 70B": {"token mean": (4.36, 2.43, 2.22, 1.41), "token P90": (8.78, 4.90, 3.78, 2.22),
                    "ttft mean": (417.28, 342.45, 346.50, 288.79), "ttft P90": (807.27, 744.59, 696.75, 660.28)},
-    ALPACA_8B: {"token mean": (1.45, 0.71, 0.83, 0.52), "token P90": (3.62, 1.47, 1.76, 0.93),
+    "Alpaca 8B": {"token mean": (1.45, 0.71, 0.83, 0.52), "token P90": (3.62, 1.47, 1.76, 0.93),
                 "ttft mean": (83.65, 62.93, 65.33, 54.18), "ttft P90": (159.72, 140.80, 142.17, 123.02)},
-    ALPACA_70B: {"token mean": (4.52, 2.06, 2.36, 1.54), "token P90": (11.36, 4.32, 5.14, 2.81),
+    "Alpaca 70B": {"token mean": (4.52, 2.06, 2.36, 1.54), "token P90": (11.36, 4.32, 5.14, 2.81),
                  "ttft mean": (235.64, 171.14, 174.31, 146.14), "ttft P90": (444.52, 395.78, 394.10, 359.08)},
 }  # fmt: skip
 #: Section 6.2: growth of mean per-token latency from 30 to 100 requests per second.
 GROWTH = {"FCFS": 7.42, "SSJF": 8.55, "LTR": 6.17, "TIE": 3.68}
 #: Tables 3 (trained on LMSYS) and 6: time for 3,000 of 10,000 samples in s, samples in 3 minutes.
-TABLE_3: dict[Setting, Printed] = {
-    ALPACA_8B: {"time": (229.37, 144.93, 139.53, 98.12), "in 180 s": (2292, 3488, 3672, 4762)},
-    ALPACA_70B: {"time": (559.30, 324.52, 316.98, 246.10), "in 180 s": (861, 1557, 1895, 2524)},
+TABLE_3: dict[str, Printed] = {
+    "Alpaca 8B": {"time": (229.37, 144.93, 139.53, 98.12), "in 180 s": (2292, 3488, 3672, 4762)},
+    "Alpaca 70B": {"time": (559.30, 324.52, 316.98, 246.10), "in 180 s": (861, 1557, 1895, 2524)},
 }
-TABLE_6: dict[Setting, Printed] = {
-    ALPACA_MISTRAL: {"time": (238.95, 175.88, 196.77, 123.07), "in 180 s": (2246, 3077, 2601, 4173)}
+TABLE_6: dict[str, Printed] = {
+    "Alpaca Mistral-7B": {"time": (238.95, 175.88, 196.77, 123.07), "in 180 s": (2246, 3077, 2601, 4173)}
 }
-TABLE_5: dict[Setting, Printed] = {
-    LMSYS_MISTRAL: {"token mean": (2.56, 1.67, 1.25, 0.71), "ttft mean": (127.67, 100.72, 88.21, 59.05)},
-    SHAREGPT_MISTRAL: {"token mean": (1.19, 0.82, 0.79, 0.57), "ttft mean": (174.43, 143.29, 131.63, 97.71)},
-    ALPACA_MISTRAL: {"token mean": (1.34, 0.94, 0.81, 0.47), "ttft mean": (86.13, 67.72, 64.18, 45.04)},
+TABLE_5: dict[str, Printed] = {
+    "LMSYS Mistral-7B": {"token mean": (2.56, 1.67, 1.25, 0.71), "ttft mean": (127.67, 100.72, 88.21, 59.05)},
+    "ShareGPT Mistral-7B": {
+        "token mean": (1.19, 0.82, 0.79, 0.57),
+        "ttft mean": (174.43, 143.29, 131.63, 97.71),
+    },
+    "Alpaca Mistral-7B": {"token mean": (1.34, 0.94, 0.81, 0.47), "ttft mean": (86.13, 67.72, 64.18, 45.04)},
 }
 #: The other families are compared with the first, which has the same training; other rows with TIE.
 REFERENCE = FAMILIES[0]
@@ -109,7 +104,8 @@ def _extent(effort: Effort, *, online: bool) -> str:
     return f"{size}, in every setting, on the same fraction of the engine's slots and memory"
 
 
-def _source(effort: Effort, setting: Setting = LMSYS_8B) -> str:
+def _source(effort: Effort, name: str = "LMSYS 8B") -> str:
+    setting = SETTINGS[name]
     return f"Requests: {requests(effort, 10, 0, setting.served_model, setting.dataset).source}."
 
 
@@ -133,8 +129,8 @@ def table_2(effort: Effort) -> Findings:
     for name, paper in GROWTH.items():
         what = f"{name}, growth of mean per-token latency from 30 to 100 req/s"
         findings.row("section 6.2", what, growth[name], paper)
-    for setting, printed in list(TABLE_2.items())[: 2 if effort.quick else None]:
-        _rows(findings, f"table 2, {setting.where}", measured(effort, setting, 100.0, SYSTEMS), printed)
+    for name, printed in list(TABLE_2.items())[: 2 if effort.quick else None]:
+        _rows(findings, f"table 2, {name}", measured(effort, SETTINGS[name], 100.0, SYSTEMS), printed)
     token = {name: got[name]["token mean"] for name in PAPER_SYSTEMS}
     findings.claim("figure 4", "TIE has the lowest mean per-token latency at 100 req/s", _is_least("TIE", token),
                    listed(token, "{:.3g} s"))  # fmt: skip
@@ -149,23 +145,23 @@ def _is_least(name: str, values: Mapping[str, float]) -> bool:
 
 def table_3(effort: Effort) -> Findings:
     """Table 3: offline, 10,000 prompts at once."""
-    findings = Findings(size=_extent(effort, online=False), notes=[_source(effort, ALPACA_8B)])
-    for setting, printed in list(TABLE_3.items())[: 1 if effort.quick else None]:
-        got = measured(effort, setting, None, SYSTEMS)
-        _rows(findings, f"table 3, {setting.where}", got, printed)
-        time = {name: got[name]["time"] for name in PAPER_SYSTEMS}
+    findings = Findings(size=_extent(effort, online=False), notes=[_source(effort, "Alpaca 8B")])
+    for name, printed in list(TABLE_3.items())[: 1 if effort.quick else None]:
+        got = measured(effort, SETTINGS[name], None, SYSTEMS)
+        _rows(findings, f"table 3, {name}", got, printed)
+        time = {system: got[system]["time"] for system in PAPER_SYSTEMS}
         text = "TIE is first to have 3 of 10 samples"
-        findings.claim(f"table 3, {setting.where}", text, _is_least("TIE", time), listed(time, "{:.4g} s"))
+        findings.claim(f"table 3, {name}", text, _is_least("TIE", time), listed(time, "{:.4g} s"))
     return findings
 
 
 def table_5(effort: Effort) -> Findings:
     """Tables 5 and 6: Mistral-7B, the only dense model among them with public outputs."""
-    findings = Findings(size=_extent(effort, online=True), notes=[_source(effort, LMSYS_MISTRAL)])
-    for setting, printed in list(TABLE_5.items())[: 1 if effort.quick else None]:
-        _rows(findings, f"table 5, {setting.where}", measured(effort, setting, 100.0, SYSTEMS), printed)
-    for setting, printed in TABLE_6.items():
-        _rows(findings, f"table 6, {setting.where}", measured(effort, setting, None, SYSTEMS), printed)
+    findings = Findings(size=_extent(effort, online=True), notes=[_source(effort, "LMSYS Mistral-7B")])
+    for name, printed in list(TABLE_5.items())[: 1 if effort.quick else None]:
+        _rows(findings, f"table 5, {name}", measured(effort, SETTINGS[name], 100.0, SYSTEMS), printed)
+    for name, printed in TABLE_6.items():
+        _rows(findings, f"table 6, {name}", measured(effort, SETTINGS[name], None, SYSTEMS), printed)
     return findings
 
 

@@ -44,18 +44,16 @@ class Setting:
     """A served model on its GPUs, and a set of prompts.
 
     Attributes:
-        where: Name in the paper.
         served_model: Served model of the outputs in CASTILLO.
         dataset: Data set of the prompts in CASTILLO; None: all.
         model: Data sheet of the model.
         devices: Number of A6000 GPUs.
     """
 
-    where: str
     served_model: str
     dataset: str | None
     model: str
-    devices: int = 1
+    devices: int
 
     @property
     def step_time(self) -> RooflineStepTime:
@@ -71,18 +69,18 @@ class Setting:
         )
 
 
-_8B, _70B = "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.3-70B-Instruct"
-_MISTRAL = "mistralai/Mistral-7B-Instruct-v0.3"
-#: CASTILLO has no LMSYS prompts; all of its prompts replace them.
-LMSYS_8B = Setting(where="LMSYS 8B", served_model=_8B, dataset=None, model="llama-3-8b")
-LMSYS_70B = Setting(where="LMSYS 70B", served_model=_70B, dataset=None, model="llama-3-70b", devices=8)
-ALPACA_8B = replace(LMSYS_8B, where="Alpaca 8B", dataset="Alpaca")
-ALPACA_70B = replace(LMSYS_70B, where="Alpaca 70B", dataset="Alpaca")
-SHAREGPT_8B = replace(LMSYS_8B, where="ShareGPT 8B", dataset="ShareGPT")
-SHAREGPT_70B = replace(LMSYS_70B, where="ShareGPT 70B", dataset="ShareGPT")
-LMSYS_MISTRAL = Setting(where="LMSYS Mistral-7B", served_model=_MISTRAL, dataset=None, model="mistral-7b")
-SHAREGPT_MISTRAL = replace(LMSYS_MISTRAL, where="ShareGPT Mistral-7B", dataset="ShareGPT")
-ALPACA_MISTRAL = replace(LMSYS_MISTRAL, where="Alpaca Mistral-7B", dataset="Alpaca")
+_MODELS = {
+    "8B": ("meta-llama/Llama-3.1-8B-Instruct", "llama-3-8b", 1),
+    "70B": ("meta-llama/Llama-3.3-70B-Instruct", "llama-3-70b", 8),
+    "Mistral-7B": ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b", 1),
+}
+#: Settings by their names in the paper. CASTILLO has no LMSYS prompts; all of its prompts replace them.
+SETTINGS = {
+    f"{prompts} {size}": Setting(served_model=served_model, dataset=dataset, model=model, devices=devices)
+    for prompts, dataset in {"LMSYS": None, "ShareGPT": "ShareGPT", "Alpaca": "Alpaca"}.items()
+    for size, (served_model, model, devices) in _MODELS.items()
+}
+LMSYS_8B = SETTINGS["LMSYS 8B"]
 
 
 def num_online(effort: Effort, rate_rps: float) -> int:
