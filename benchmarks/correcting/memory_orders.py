@@ -22,21 +22,17 @@ import numpy as np
 
 from benchmarks.lengths.features import Features
 from benchmarks.lengths.streams import MIXED, Streams
+from benchmarks.scheduling.default_order import CONFIG, PROCESSES, trace_of
 from benchmarks.shared.command import Parser
 from benchmarks.shared.pages import mean_cell, put_section
 from scheduler_core.prediction.predictions import Prediction
 from scheduler_core.report.page import markdown_table
-from scheduler_core.scheduler import SchedulerConfig
-from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.run import run_simulation
-from scheduler_core.simulator.step_time import saturation_rate_rps
-from scheduler_core.simulator.trace import Trace, TraceRequest
+from scheduler_core.simulator.trace import Trace
 from scheduler_core.simulator.trace_predictions import Predictions, oracle_predictions
-from scheduler_core.simulator.workloads.arrivals import Arrivals
 
-MAX_TOKENS, WARM_UP = 8000, 500
+WARM_UP = 500
 ORDERS = ("bounded_shortest", "tie", "ssjf")
-CONFIG = SimulationConfig(trace="benchmark", policy="fcfs", scheduler=SchedulerConfig(max_num_seqs=64))
 SIDES = ("as predicted", "calibrated", "with the memory", "true lengths")
 COLUMNS = ("TTFT mean", "TTFT P90", "TTFT P99", "per token mean", "per token P90", "per token P99")
 Values = dict[str, float]
@@ -54,32 +50,15 @@ def draw(
 ) -> tuple[Trace, Predictions]:
     """A trace, and its predictions with embeddings."""
     rows = MIXED[stream](streams, seed)[:num]
-    requests = [
-        TraceRequest(
-            request_id=f"r{number}",
-            arrival_s=0.0,
-            prompt_tokens=max(min(features.num_tokens(request.prompt), MAX_TOKENS), 1),
-            output_tokens=min(tokens, MAX_TOKENS),
-            max_tokens=MAX_TOKENS,
-        )
-        for number, (request, tokens) in enumerate(rows)
-    ]
-    trace = Trace(tuple(requests), source="benchmark")
-    rate = load * saturation_rate_rps(trace, CONFIG.scheduler, CONFIG.make_step_time())
-    process = (
-        Arrivals(process="spikes", max_burst=200, rate_rps=rate)
-        if arrivals == "spikes"
-        else Arrivals(rate_rps=rate)
-    )
-    times = process.times(len(requests), np.random.default_rng(seed))
-    requests = [replace(row, arrival_s=float(time)) for row, time in zip(requests, times, strict=True)]
-    by_id = {
-        row.request_id: Prediction(
-            length=features.length(name, request.prompt), embedding=features.embedding(request.prompt)
-        )
-        for row, (request, _) in zip(requests, rows, strict=True)
+    lengths = ((features.num_tokens(request.prompt), tokens) for request, tokens in rows)
+    rng = np.random.default_rng(seed)
+    trace = trace_of(lengths, lambda rate_rps: PROCESSES[arrivals](rate_rps).times(len(rows), rng), load)
+    prompts = [request.prompt for request, _ in rows]
+    by_id: dict[str, Prediction | None] = {
+        f"r{row}": Prediction(length=features.length(name, prompt), embedding=features.embedding(prompt))
+        for row, prompt in enumerate(prompts)
     }
-    return Trace(tuple(requests), source="benchmark"), Predictions(name, by_id)
+    return trace, Predictions(name, by_id)
 
 
 def run(policy: str, trace: Trace, predictions: Predictions, *, learns: bool) -> Values:

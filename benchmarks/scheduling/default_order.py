@@ -16,7 +16,7 @@ of the simulator, 64 sequences). Values are ratios to FCFS on the same requests,
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -44,6 +44,11 @@ from training.evaluating.batch_predictor import InferenceOptions, open_batch_pre
 
 MAX_TOKENS = 8000
 ORDERS = ("bounded_shortest", "ssjf", "tie", "ltr", "trail", "uniboost", "sjf")
+PROCESSES: dict[str, Callable[[float], Arrivals]] = {
+    "poisson": lambda rate_rps: Arrivals(rate_rps=rate_rps),
+    "gamma": lambda rate_rps: Arrivals(process="gamma", cv=3.0, rate_rps=rate_rps),
+    "spikes": lambda rate_rps: Arrivals(process="spikes", max_burst=200, rate_rps=rate_rps),
+}
 ARRIVALS = ("azure", "gamma", "spikes")
 #: The default order with the true lengths as predictions: an upper bound for better predictors.
 TRUE_LENGTHS = "bounded_shortest, true lengths"
@@ -80,39 +85,53 @@ def read_population(data: Path) -> Population:
     return Population(table.assign(mu=rows.mu, sigma=rows.sigma, nu=rows.nu), azure)
 
 
+def trace_of(
+    lengths: Iterable[tuple[int, int]], times: Callable[[float], NDArray[np.float64]], load: float
+) -> Trace:
+    """Requests named r0, r1, ... of (prompt tokens, output tokens), limited to `MAX_TOKENS`.
+
+    Args:
+        lengths: Lengths of the requests.
+        times: Function from a rate in requests per second to the arrival times in seconds.
+        load: Rate of the arrivals, as a fraction of the engine's capacity.
+    """
+    requests = [
+        TraceRequest(
+            request_id=f"r{index}",
+            arrival_s=0.0,
+            prompt_tokens=min(max(prompt, 1), MAX_TOKENS),
+            output_tokens=min(max(output, 1), MAX_TOKENS),
+            max_tokens=MAX_TOKENS,
+        )
+        for index, (prompt, output) in enumerate(lengths)
+    ]
+    trace = Trace(tuple(requests), source="benchmark")
+    arrivals = times(load * saturation_rate_rps(trace, CONFIG.scheduler, CONFIG.make_step_time()))
+    rows = (replace(row, arrival_s=float(time)) for row, time in zip(requests, arrivals, strict=True))
+    return replace(trace, requests=tuple(rows))
+
+
 def draw(
     population: Population, arrivals: str, load: float, seed: int, num: int
 ) -> tuple[Trace, Predictions]:
     """Draws requests and their predictions."""
     rng = np.random.default_rng(seed)
     rows = population.rows.iloc[rng.integers(0, len(population.rows), num)]
-    lengths = [int(rng.choice(values)) for values in rows.output_tokens]
-    requests = [
-        TraceRequest(
-            request_id=f"r{index}",
-            arrival_s=0.0,
-            prompt_tokens=min(int(prompt), MAX_TOKENS),
-            output_tokens=min(max(length, 1), MAX_TOKENS),
-            max_tokens=MAX_TOKENS,
-        )
-        for index, (prompt, length) in enumerate(zip(rows.prompt_tokens, lengths, strict=True))
+    lengths = [
+        (int(prompt), int(rng.choice(each)))
+        for prompt, each in zip(rows.prompt_tokens, rows.output_tokens, strict=True)
     ]
-    trace = Trace(tuple(requests), source="benchmark")
-    rate = load * saturation_rate_rps(trace, CONFIG.scheduler, CONFIG.make_step_time())
-    if arrivals == "azure":
-        start = rng.integers(0, len(population.azure_s) - num)
-        times = at_rate(population.azure_s[start : start + num] - population.azure_s[start], rate)
-    elif arrivals == "gamma":
-        times = Arrivals(process="gamma", cv=3.0, rate_rps=rate).times(num, rng)
-    else:
-        times = Arrivals(process="spikes", max_burst=200, rate_rps=rate).times(num, rng)
-    requests = [replace(row, arrival_s=float(time)) for row, time in zip(requests, times, strict=True)]
+
+    def times(rate_rps: float) -> NDArray[np.float64]:
+        if arrivals == "azure":
+            start = rng.integers(0, len(population.azure_s) - num)
+            return at_rate(population.azure_s[start : start + num] - population.azure_s[start], rate_rps)
+        return PROCESSES[arrivals](rate_rps).times(num, rng)
+
+    trace = trace_of(lengths, times, load)
     parameters = rows[["mu", "sigma", "nu"]].to_numpy(float).tolist()
-    predictions = {
-        row.request_id: Prediction(length=LengthPrediction(*one))
-        for row, one in zip(requests, parameters, strict=True)
-    }
-    return Trace(tuple(requests), source="benchmark"), Predictions("tailcast-minilm", predictions)
+    predictions = [Prediction(length=LengthPrediction(*one)) for one in parameters]
+    return trace, Predictions("tailcast-minilm", {f"r{row}": one for row, one in enumerate(predictions)})
 
 
 def run(policy: str, trace: Trace, predictions: Predictions, parameters: Mapping[str, Any]) -> Values:

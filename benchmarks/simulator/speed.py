@@ -35,7 +35,7 @@ from benchmarks.shared.command import Parser
 from benchmarks.shared.processes import ROOT
 from benchmarks.shared.timing import interleaved, memory_mb
 from benchmarks.simulator import plain_loop
-from benchmarks.simulator.vidur import SARATHI, Case, limits_of, read_case, table_of
+from benchmarks.simulator.vidur import SARATHI, Case, limits_of, read_case, table_of, trace_of
 from scheduler_core.engine.plan import PrefillChunk
 from scheduler_core.policies import make_policy
 from scheduler_core.report.page import markdown_table
@@ -44,7 +44,7 @@ from scheduler_core.simulator.loop import Simulation
 from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime, StepWork
 from scheduler_core.simulator.step_time.operator_table import OperatorTable
 from scheduler_core.simulator.step_time.roofline import GPUS, RooflineStepTime
-from scheduler_core.simulator.trace import Trace, TraceRequest
+from scheduler_core.simulator.trace import Trace
 from scheduler_core.simulator.trace_predictions import Predictions
 
 CHUNK = 512
@@ -66,18 +66,9 @@ def synthetic_trace(num: int, rate_rps: float, seed: int = 0) -> Trace:
     arrivals = np.cumsum(rng.exponential(1 / rate_rps, num))
     prompts = np.clip(np.rint(rng.lognormal(6.6, 0.95, num)), 1, 3500).astype(int)
     outputs = np.clip(np.rint(rng.lognormal(5.0, 0.85, num)), 1, 590).astype(int)
-    return Trace(
-        tuple(
-            TraceRequest(
-                request_id=str(index),
-                arrival_s=float(arrivals[index]),
-                prompt_tokens=int(prompts[index]),
-                output_tokens=int(outputs[index]),
-                max_tokens=int(outputs[index]),
-            )
-            for index in range(num)
-        )
-    )
+    names = ("id", "arrived_at", "prompt_tokens", "output_tokens")
+    columns = (range(num), arrivals.tolist(), prompts.tolist(), outputs.tolist())
+    return trace_of(dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True))
 
 
 def synthetic_table() -> OperatorTable:

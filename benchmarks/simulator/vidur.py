@@ -10,7 +10,7 @@ times, completion times, iterations and restarts. Rules: microsoft/vidur @ 7d475
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ def read_case(folder: Path) -> Case:
     )
 
 
-def trace_of(rows: Sequence[dict[str, Any]]) -> Trace:
+def trace_of(rows: Iterable[dict[str, Any]]) -> Trace:
     """A trace from rows with id, arrived_at, prompt_tokens and output_tokens."""
     return Trace(
         tuple(
@@ -110,24 +110,20 @@ def trace_of(rows: Sequence[dict[str, Any]]) -> Trace:
 
 def limits_of(arguments: dict[str, str], num_blocks: int) -> SchedulerConfig:
     """Converts the limits and rules of a Vidur run for our scheduler."""
-    parameters: dict[str, bool | int | float | str] = {"spare_block": True}
     kind = arguments["replica_scheduler_config_type"]
     max_num_seqs = int(arguments[f"{kind}_scheduler_config_batch_size_cap"])
+    parameters: dict[str, bool | int | float | str]
     if kind == "vllm":
-        budget = int(arguments["vllm_scheduler_config_max_tokens_in_batch"])
-        batching = "vllm"
-        parameters["padded"] = True
+        budget, parameters = int(arguments["vllm_scheduler_config_max_tokens_in_batch"]), {"padded": True}
     else:
         chunk = int(arguments["sarathi_scheduler_config_chunk_size"])
-        budget = max_num_seqs + chunk
-        batching = "chunked_prefill"
-        parameters["chunk_tokens"] = chunk
+        budget, parameters = max_num_seqs + chunk, {"chunk_tokens": chunk}
     return SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         num_kv_blocks=num_blocks,
-        batching=batching,
-        batching_parameters=parameters,
+        batching="vllm" if kind == "vllm" else "chunked_prefill",
+        batching_parameters={"spare_block": True, **parameters},
     )
 
 
