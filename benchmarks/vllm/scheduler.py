@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -135,10 +134,6 @@ class Side:
         self.num_ended += ended
         return time.thread_time() - generated + planned - begin
 
-    def counts(self) -> tuple[int, int]:
-        """(running, waiting)."""
-        return len(self._scheduler.running), len(self._scheduler.waiting)
-
     def _add(self) -> None:
         length = int(np.clip(self._rng.lognormal(5.5, 1.0), 2, MAX_TOKENS))
         sampling = SamplingParams(max_tokens=length, temperature=0.0)
@@ -149,44 +144,17 @@ class Side:
         self._scheduler.add_request(Request(name, [5] * PROMPT_TOKENS, sampling, None))
 
 
-def measured(options: argparse.Namespace) -> None:
-    """Prints a row for each scheduler, all in this process, and exits."""
-    model = Path(sys.executable).parents[1] / "models" / NAME
-    packaged_model(model)
+def measured(policy: str, options: argparse.Namespace) -> tuple[float, float, float]:
+    """Mean and P99 of a step in ms, and the number of requests that end per step, of one scheduler."""
+    model = packaged_model(Path(sys.executable).parents[1] / "models" / NAME)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
-        sides = {name: Side(None if name == VLLM else name, model, options) for name in options.policies}
-        seconds: dict[str, list[float]] = {name: [] for name in sides}
+        side = Side(None if policy == VLLM else policy, model, options)
         gc.disable()
-        for number in range(options.steps + WARM_UP):
-            for name, side in sides.items():
-                spent = side.step()
-                if number >= WARM_UP:
-                    seconds[name].append(spent)
+        times_ms = 1e3 * np.array([side.step() for _ in range(options.steps + WARM_UP)])
         gc.enable()
-        for name, values in seconds.items():
-            running, waiting = sides[name].counts()
-            row = {"scheduler": name, "running": running, "waiting": waiting}
-            row |= {
-                "mean_ms": 1e3 * float(np.mean(values)),
-                "p99_ms": 1e3 * float(np.percentile(values, 99)),
-                "ended_per_step": sides[name].num_ended / (options.steps + WARM_UP),
-            }
-            sys.stdout.write(json.dumps(row) + "\n")
-    sys.stdout.flush()
-    os._exit(0)
-
-
-def rows_of(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of one round."""
-    rows: list[dict[str, Any]] = []
-    for name in options.policies:
-        command = [sys.executable, "-m", "benchmarks.vllm.scheduler", "--measure", "--policies", name]
-        for option in ("running", "waiting", "steps"):
-            command += [f"--{option}", str(getattr(options, option))]
-        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        rows += [json.loads(line) for line in output.splitlines() if line.startswith('{"scheduler"')]
-    return rows
+    steps_ms = times_ms[WARM_UP:]
+    return float(steps_ms.mean()), float(np.percentile(steps_ms, 99)), side.num_ended / len(times_ms)
 
 
 def main() -> None:
@@ -196,19 +164,18 @@ def main() -> None:
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--waiting", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.measure:
-        measured(options)
-    rounds = [{row["scheduler"]: row for row in rows_of(options)} for _ in range(options.rounds)]
-    lines = []
-    for name in options.policies:
-        values = {key: [one[name][key] for one in rounds] for key in ("mean_ms", "p99_ms", "ended_per_step")}
-        extra = [one[name]["mean_ms"] - one[options.policies[0]]["mean_ms"] for one in rounds]
-        more = "-" if name == options.policies[0] else f"{min(extra):.2f} to {max(extra):.2f}"
-        cells = (f"{np.mean(one):.2f}" for one in values.values())
-        lines.append((name, *cells, more))
-    header = ("scheduler", "mean, ms", "P99, ms", "ended per step", f"more than {options.policies[0]}, ms")
+    rounds: dict[str, list[tuple[float, float, float]]] = {name: [] for name in options.policies}
+    for _ in range(options.rounds):
+        for name, rows in rounds.items():
+            with get_context("spawn").Pool(1) as pool:
+                rows.append(pool.apply(measured, (name, options)))
+    first, lines = options.policies[0], []
+    for name, rows in rounds.items():
+        extra = [own[0] - other[0] for own, other in zip(rows, rounds[first], strict=True)]
+        more = "-" if name == first else f"{min(extra):.2f} to {max(extra):.2f}"
+        lines.append((name, *(f"{value:.2f}" for value in np.mean(rows, axis=0)), more))
+    header = ("scheduler", "mean, ms", "P99, ms", "ended per step", f"more than {first}, ms")
     print(f"{options.running} running, {options.waiting:,} waiting, {options.rounds} rounds:\n")
     print(markdown_table(header, lines))
 
