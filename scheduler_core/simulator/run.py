@@ -1,6 +1,6 @@
 """One simulation, from its configuration to its result."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from html import escape
 from typing import Any
@@ -21,7 +21,7 @@ from scheduler_core.simulator.records import RequestRecord
 from scheduler_core.simulator.steady_state import unsteady
 from scheduler_core.simulator.step_time import isolated_latency_s, saturation_rate_rps
 from scheduler_core.simulator.step_time.roofline import KV_BLOCK_TOKENS, RooflineStepTime
-from scheduler_core.simulator.trace import Trace, load_trace
+from scheduler_core.simulator.trace import Trace, load_trace, waits_for
 from scheduler_core.simulator.trace_predictions import (
     Predictions,
     Progress,
@@ -216,7 +216,7 @@ def run_simulation(
             "num_scalings": len(outcome.scaling),
         }
     predictor = predictor_statistics(predictions, schedulers)
-    warnings = result_warnings(config, trace, metrics, predictor)
+    warnings = result_warnings(config, trace, metrics, predictor, outcome.records)
     if calibration is not None:
         predictor["online_calibration"] = {
             name: calibration.metrics(name) for name in calibration.served_models
@@ -241,16 +241,27 @@ def run_simulation(
 
 
 def result_warnings(
-    config: SimulationConfig, trace: Trace, metrics: Mapping[str, Any], predictor: Mapping[str, Any]
+    config: SimulationConfig,
+    trace: Trace,
+    metrics: Mapping[str, Any],
+    predictor: Mapping[str, Any],
+    records: Sequence[RequestRecord],
 ) -> dict[str, str]:
     """What may mislead in the result of a run, as sentences by kind.
 
     - trace: what of its source is not in it, see `Trace.problem`.
+    - closed_loop: agents had no more turns before the horizon, so that fewer sessions competed.
     - kv_cache: it is larger than the memory of the device of a roofline.
     - steady_state: see `unsteady`.
     - predictions: requests without one although there is a predictor.
     """
     warnings: dict[str, str | None] = {"trace": trace.problem}
+    if config.horizon_s is not None and config.workload is not None and config.workload.agents is not None:
+        awaited = {name for names in waits_for(trace.requests).values() for name in names}
+        if any(record.request_id not in awaited for record in records):
+            warnings["closed_loop"] = (
+                "some agents had no more turns before horizon_s; use more workload.num_requests"
+            )
     warnings["kv_cache"] = _kv_cache_problem(config)
     warnings["steady_state"] = unsteady([metrics["steady_state"]], config.trace_repeat)
     num, parts = len(trace), []

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from scheduler_core.errors import InputError
 from scheduler_core.simulator.commands.simulate import main
+from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.loop import Simulation
+from scheduler_core.simulator.run import run_simulation
 from scheduler_core.simulator.trace import Trace, TraceRequest, load_trace, waits_for
 from scheduler_core.simulator.trace_predictions import Predictions
 from scheduler_core.simulator.workloads.agents import Agents, PauseDistribution
@@ -235,6 +237,15 @@ def test_groups_share_their_prefix_and_nothing_else() -> None:
         for other in rows:
             expected = shared if other.content[0] == row.content[0] else 0
             assert num_shared(row.content, other.content) == (row.prompt_tokens if other is row else expected)
+
+
+def test_agents_without_turns_before_the_horizon_are_said() -> None:
+    for num_requests, runs_out in ((6, True), (600, False)):
+        small = TokenDistribution(low=1, high=30)
+        agents = Agents(num_sessions=2, first_prompt=small, growth=small, output=small, ramp_up_s=0.0)
+        workload = Workload(num_requests=num_requests, agents=agents)
+        config = SimulationConfig(policy="fcfs", workload=workload, horizon_s=300.0, step_time=ROUND)
+        assert ("closed_loop" in run_simulation(config).warnings) is runs_out
 
 
 def test_agents_are_simulated_from_the_command_line(recording: str, tmp_path: Path) -> None:
