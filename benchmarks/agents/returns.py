@@ -32,7 +32,7 @@ import argparse
 import math
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -48,7 +48,7 @@ from scheduler_core.prediction.correction import Correction, RequestContext
 from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import LengthPrediction
 from scheduler_core.prediction.session import RecursiveRegression
-from scheduler_core.prediction.session_return import ENDED_S, ReturnPredictor, SessionReturn
+from scheduler_core.prediction.session_return import ENDED_S, NUM_BINS, ReturnPredictor, SessionReturn
 from scheduler_core.report.page import markdown_table
 from scheduler_core.statistics import kendall_tau
 
@@ -157,11 +157,61 @@ def events(turns: Mapping[str, Sequence[Turn]], hours: float, seed: int) -> list
     return sorted(rows, key=lambda row: row[:2])
 
 
+class TrueReturn(SessionReturn):
+    """The true return of a session `pause_s` seconds after the end of a turn; None: never. The rest is predicted."""
+
+    __slots__ = ("pause_s",)
+
+    def __init__(self, pause_s: float | None, predicted: SessionReturn) -> None:
+        super().__init__(
+            np.zeros(NUM_BINS),
+            ended_s=predicted.ended_s,
+            end_probability=predicted.end_probability,
+            new_tokens=predicted.new_tokens,
+        )
+        self.pause_s = math.inf if pause_s is None else pause_s
+
+    def survival(self, idle_s: float) -> float:
+        return float(idle_s < self.pause_s)
+
+    def probability_of_return(self, idle_s: float, horizon_s: float) -> float:
+        return float(self.pause_s <= idle_s + horizon_s)
+
+    def expected_pause_s(self, idle_s: float, horizon_s: float) -> float:
+        return min(max(self.pause_s - idle_s, 0.0), horizon_s)
+
+    def return_rate(self, idle_s: float) -> float:
+        return 1.0 / max(self.pause_s - idle_s, 1e-3)
+
+    def quantile(self, level: float, idle_s: float = 0.0) -> float:
+        return max(self.pause_s, idle_s)
+
+
+class TrueReturns(ReturnPredictor):
+    """Session -> the pauses after its turns, in seconds, in place of predictions: their bound."""
+
+    def __init__(self, pauses_s: Mapping[str, Sequence[float | None]]) -> None:
+        super().__init__()
+        self._pauses_s = pauses_s
+        self._num_turns: Counter[str] = Counter()
+        self._true: dict[str, TrueReturn] = {}
+
+    def ended(self, session: str, now: float, **turn: Any) -> TrueReturn:
+        pauses_s, number = self._pauses_s.get(session, ()), self._num_turns[session]
+        self._num_turns[session] += 1
+        pause_s = pauses_s[number] if number < len(pauses_s) else None
+        true = self._true[session] = TrueReturn(pause_s, super().ended(session, now, **turn))
+        return true
+
+    def forecast(self, session: str) -> TrueReturn | None:
+        return None if super().forecast(session) is None else self._true[session]
+
+
 class Returns:
     """`ReturnPredictor`, with what it may know of a turn."""
 
-    def __init__(self, *, ends: bool, sessions: bool) -> None:
-        self.predictor = ReturnPredictor()
+    def __init__(self, predictor: ReturnPredictor, *, ends: bool = True, sessions: bool = True) -> None:
+        self.predictor = predictor
         self._ends, self._sessions = ends, sessions
         self._names: dict[str, str] = {}
         self._num = 0
@@ -251,39 +301,21 @@ class LogTRegression:
         self._means[key] = (log_pause, mean + max(0.2, 1.0 / (num + 1)) * (log_pause - mean), num + 1)
 
 
-@dataclass(frozen=True, slots=True)
-class TruePause:
-    """The recorded pause; None: the session never returns."""
-
-    pause_s: float | None
-
-    def survival(self, idle_s: float) -> float:
-        return float(self.pause_s is None or idle_s < self.pause_s)
-
-    def probability_of_return(self, idle_s: float, horizon_s: float) -> float:
-        return 1.0 - self.survival(idle_s + horizon_s)
-
-    def quantile(self, level: float) -> float:
-        return math.inf if self.pause_s is None else self.pause_s
-
-
-class TrueReturns:
-    """Recorded pauses, as the bound of predictions."""
-
-    def ended(self, turn: Turn, now: float) -> TruePause:
-        return TruePause(turn.pause_s)
-
-    def returned(self, turn: Turn, now: float) -> None: ...
-
-
-METHODS: dict[str, Callable[[], Method]] = {
-    "global": lambda: Returns(ends=False, sessions=False),
-    "by end": lambda: Returns(ends=True, sessions=False),
-    "log-t regression": LogTRegression,
-    "ours": lambda: Returns(ends=True, sessions=True),
-    "true returns": TrueReturns,
+METHODS: dict[str, Callable[[Mapping[str, Sequence[Turn]]], Method]] = {
+    "global": lambda turns: Returns(ReturnPredictor(), ends=False, sessions=False),
+    "by end": lambda turns: Returns(ReturnPredictor(), sessions=False),
+    "log-t regression": lambda turns: LogTRegression(),
+    "ours": lambda turns: Returns(ReturnPredictor()),
+    "true returns": lambda turns: Returns(
+        TrueReturns(
+            {
+                session: [turn.pause_s for turn in sorted(rows, key=lambda turn: turn.ended_s)]
+                for session, rows in turns.items()
+            }
+        )
+    ),
 }
-OURS, REFERENCE = "ours", "by end"
+REFERENCE = "by end"
 
 
 @dataclass(slots=True)
@@ -405,9 +437,9 @@ def retention_table(scores: Mapping[str, Scores], turns: Sequence[Turn]) -> str:
     return markdown_table(header, cells)
 
 
-def pause_tables(rows: Sequence[tuple[float, int, Turn]]) -> str:
+def pause_tables(runs: Mapping[str, Sequence[Turn]], rows: Sequence[tuple[float, int, Turn]]) -> str:
     """Markdown tables of the scores of pauses and of retention."""
-    scores = {name: score(create(), rows) for name, create in METHODS.items()}
+    scores = {name: score(create(runs), rows) for name, create in METHODS.items()}
     turns = [turn for _, is_return, turn in rows if not is_return]
     sessions = np.unique([turn.session.split()[0] for turn in turns], return_inverse=True)[1]
     pauses = np.array([math.inf if turn.pause_s is None else turn.pause_s for turn in turns])
@@ -450,7 +482,7 @@ def pause_tables(rows: Sequence[tuple[float, int, Turn]]) -> str:
 
 def turn_table(rows: Sequence[tuple[float, int, Turn]]) -> str:
     """Markdown table of the number of turns that remain and of the growth of the input."""
-    returns, forecasts, sizes = Returns(ends=True, sessions=True), [], []
+    returns, forecasts, sizes = Returns(ReturnPredictor()), [], []
     for now, is_return, turn in rows:
         if is_return:
             returns.returned(turn, now)
@@ -498,7 +530,7 @@ def _cell(value: float | None) -> str:
 
 def times_us(rows: Sequence[tuple[float, int, Turn]]) -> tuple[float, float]:
     """Microseconds of the events of a turn (its end and the return after it), and of a probability of return."""
-    returns, start = Returns(ends=True, sessions=True), time.process_time()
+    returns, start = Returns(ReturnPredictor()), time.process_time()
     forecasts = []
     for now, is_return, turn in rows:
         if is_return:
@@ -532,7 +564,7 @@ def main(args: Sequence[str] | None = None) -> int:
     num_sessions = len({agent.split()[0] for agent in turns})
     text = (
         f"{sum(map(len, turns.values())):,} turns of {num_sessions} sessions\n\n"
-        f"{pause_tables(rows)}\n\n{turn_table(rows)}\n\n"
+        f"{pause_tables(turns, rows)}\n\n{turn_table(rows)}\n\n"
         f"{of_turn_us:.0f} µs for the events of a turn, {of_query_us:.1f} µs per probability of return"
     )
     print(text)

@@ -390,6 +390,23 @@ def test_recursive_regression_is_ridge_regression() -> None:
     assert regression.predict(x[0]) == pytest.approx(4.0 + float(coefficients @ x[0]), rel=1e-6)
 
 
+def test_true_returns_are_those_of_the_next_turn() -> None:
+    returns = benchmark.TrueReturns({"a": [4.0, None]})
+    first = returns.ended("a", 10.0, ended_by="tool_use", input_tokens=5, output_tokens=5)
+    assert returns.forecast("a") is first
+    assert [first.survival(3.9), first.survival(4.0), first.probability_of_return(1.0, 3.0)] == [
+        1.0,
+        0.0,
+        1.0,
+    ]
+    assert (first.expected_pause_s(1.0, 10.0), first.return_rate(2.0), first.quantile(0.1)) == (3.0, 0.5, 4.0)
+    returns.returned("a", 14.0, input_tokens=20)
+    assert returns.forecast("a") is None
+    last = returns.ended("a", 15.0)
+    assert (last.probability_of_return(0.0, 1e9), last.return_rate(0.0)) == (0.0, 0.0)
+    assert last.expected_pause_s(5.0, 60.0) == 60.0
+
+
 def test_benchmark_of_recorded_sessions(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
     rng, rows = np.random.default_rng(0), []
     for number in range(12):
