@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 import tempfile
 import time
 from contextlib import ExitStack
@@ -23,7 +24,7 @@ import numpy as np
 from aiohttp import web
 
 from benchmarks.shared.command import Parser
-from benchmarks.shared.processes import command_ports, cpu_s, print_ports, printing_ports
+from benchmarks.shared.processes import ROOT, command_ports, cpu_s, free_port, listens, running
 from scheduler_core.report.page import markdown_table
 
 CHAT = "/v1/chat/completions"
@@ -57,8 +58,8 @@ class Variant:
     cpu_s: float = 0.0
 
 
-async def engine(num_events: int) -> None:
-    """Writes the port to stdout and serves until terminated."""
+async def engine(port: int, num_events: int) -> None:
+    """Serves until terminated."""
     delta = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m"}
     word = {**delta, "choices": [{"index": 0, "delta": {"content": " word"}, "finish_reason": None}]}
     last = {**delta, "choices": [], "usage": {"prompt_tokens": 90, "completion_tokens": num_events}}
@@ -78,8 +79,7 @@ async def engine(num_events: int) -> None:
     application.router.add_post(CHAT, respond)
     runner = web.AppRunner(application, access_log=None)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    print_ports(runner.addresses[0][1])
+    await web.TCPSite(runner, "127.0.0.1", port).start()
     await asyncio.Event().wait()
 
 
@@ -138,15 +138,18 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1000, help="requests of each variant")
     parser.add_argument("--block", type=int, default=50, help="requests per turn of a variant")
     parser.add_argument("--events", type=int, default=20, help="events of a response")
-    parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine:
-        asyncio.run(engine(options.events))
+        asyncio.run(engine(options.engine, options.events))
         return
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        words = ("benchmarks.proxy.overhead", "--engine", "--events", str(options.events))
-        _, [port] = stack.enter_context(printing_ports(*words))
+        port = free_port()
+        command = [sys.executable, "-m", "benchmarks.proxy.overhead", "--engine", str(port)]
+        command += ["--events", str(options.events)]
+        environment = {"PYTHONPATH": str(ROOT)}
+        stack.enter_context(running(command, lambda: listens(port), environment=environment))
         target = f"http://127.0.0.1:{port}"
         variants = {"direct": Variant(target, None)}
         for name, flags in VARIANTS.items():

@@ -71,11 +71,7 @@ class LogT:
 
 
 #: The families of TIE's table 4.
-HEADS = {
-    "log-t, nu 3.5": LogT(),
-    "log-t, free nu": LogT(nu=None),
-    "log-normal": LogT(nu=1_000.0),
-}
+HEADS = {"log-t, nu 3.5": LogT(), "log-t, free nu": LogT(nu=None), "log-normal": LogT(nu=1_000.0)}
 
 
 @dataclass(frozen=True)

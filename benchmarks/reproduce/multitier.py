@@ -197,11 +197,7 @@ def tiers(effort: Effort) -> Findings:
 
 
 #: Figures 6 and 7: systems at QPS 10 with 1,000 requests.
-FIGURE_6 = {
-    "vLLM": ("fcfs", "vllm"),
-    "Orca": ("fcfs", "orca"),
-    "Sarathi": ("fcfs", "chunked_prefill"),
-}
+FIGURE_6 = {"vLLM": ("fcfs", "vllm"), "Orca": ("fcfs", "orca"), "Sarathi": ("fcfs", "chunked_prefill")}
 LLUMLET, STILL = "Llumlet", "Llumlet, no migration"
 #: E2E P99 in seconds at K = 1, from the text of section 5.2; Llumlet at K = 7.
 FIGURE_6_P99 = {

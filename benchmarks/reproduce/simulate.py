@@ -116,12 +116,7 @@ def simulate(
     if system.router is not None:
         arguments["router"] = system.router()
     done = Simulation(
-        trace,
-        schedulers,
-        system.step_time,
-        predictions or Predictions(),
-        watch=watch,
-        **arguments,
+        trace, schedulers, system.step_time, predictions or Predictions(), watch=watch, **arguments
     ).run()
     block = system.scheduler.kv_block_tokens
     resident = max(core.pool.kv.peak_blocks for core in schedulers.values()) * block

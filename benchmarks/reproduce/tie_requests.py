@@ -128,12 +128,7 @@ def _wrong(values: Array, r2: float, rng: np.random.Generator) -> Array:
 
 
 def _requests(
-    prompt: Array,
-    output: Array,
-    lengths: Mapping[str, Array],
-    points: Array,
-    ranks: Array,
-    source: str,
+    prompt: Array, output: Array, lengths: Mapping[str, Array], points: Array, ranks: Array, source: str
 ) -> Requests:
     names = [f"r{index}" for index in range(len(output))]
     rows = tuple(

@@ -185,11 +185,7 @@ def improvement(base: Mapping[str, float], value: Mapping[str, float], name: str
 
 
 def compared(
-    effort: Effort,
-    orders: Mapping[str, Order],
-    workload: Workload,
-    load: float,
-    engine: Engine = A100,
+    effort: Effort, orders: Mapping[str, Order], workload: Workload, load: float, engine: Engine = A100
 ) -> dict[str, dict[str, float]]:
     """Measures of each system, all on the same traces; means over the seeds."""
 

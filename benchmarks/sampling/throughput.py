@@ -120,10 +120,7 @@ def main() -> None:
             ).load()
             tokenizer.padding_side = "left"
             plain.set_attn_implementation("sdpa")
-            sides = {
-                "generate": with_generate(plain, tokenizer, batch),
-                "gen-samples": with_backend(engine),
-            }
+            sides = {"generate": with_generate(plain, tokenizer, batch), "gen-samples": with_backend(engine)}
         num_prompts = options.prompts or -(-(4 if on_gpu else 2) * batch // options.samples)
         prompts = list(open_prompts(f"templates:{num_prompts}?seed=11"))
         with closing(engine):

@@ -125,26 +125,6 @@ def running(
 
 
 @contextlib.contextmanager
-def printing_ports(*words: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """Runs `python -m WORDS`, which prints its ports and serves until it is terminated; its stdin is a pipe."""
-    command = [sys.executable, "-m", *words]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
-    ) as process:
-        try:
-            assert process.stdout is not None
-            yield process, [int(port) for port in process.stdout.readline().split()]
-        finally:
-            process.kill()
-
-
-def print_ports(*ports: int) -> None:
-    """Tells `printing_ports` that the server is ready."""
-    sys.stdout.write(f"{' '.join(map(str, ports))}\n")
-    sys.stdout.flush()
-
-
-@contextlib.contextmanager
 def command_ports(name: str, *words: str) -> Iterator[tuple[Process, list[int]]]:
     """Runs a server command of the package predictors; yields its process and the ports that it has chosen."""
     with tempfile.TemporaryDirectory() as folder:

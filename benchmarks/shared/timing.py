@@ -8,9 +8,7 @@ from pathlib import Path
 
 
 def interleaved(
-    sides: Mapping[str, Callable[[], object]],
-    repeats: int,
-    clock: Callable[[], float] = time.process_time,
+    sides: Mapping[str, Callable[[], object]], repeats: int, clock: Callable[[], float] = time.process_time
 ) -> dict[str, list[float]]:
     """Seconds of each call of each side: one call of every side, `repeats` times."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}

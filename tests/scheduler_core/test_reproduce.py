@@ -12,9 +12,8 @@ import torch
 
 from benchmarks.reproduce import multitier_systems, rad
 from benchmarks.reproduce.__main__ import STUDIES, _is_kept
-from benchmarks.reproduce.coverage import COVERAGE
 from benchmarks.reproduce.frozen_heads import HEADS, Rows
-from benchmarks.reproduce.page import MAX_ROWS, coverage, load, pages, save
+from benchmarks.reproduce.page import COVERAGE, MAX_ROWS, coverage, load, pages, save
 from benchmarks.reproduce.predict import BASELINES, head_columns, prediction_table
 from benchmarks.reproduce.study import Claim, Effort, Findings, Row
 from benchmarks.reproduce.tie import ABLATIONS
