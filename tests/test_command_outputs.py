@@ -57,6 +57,7 @@ VALUES = {
     "workload": '{"lengths": {"file": "{}", "output": null}}',
     "lengths": '{"file": "{}", "output": null}',
     "classes": '[{"lengths": {"file": "{}"}}]',
+    "agents": '{"file": "{}"}',
 }
 #: Refused, or opened, while options are checked.
 NOT_POSSIBLE = {

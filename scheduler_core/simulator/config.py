@@ -151,7 +151,8 @@ class SimulationConfig:
     trace: str | None = None
     """Requests: JSON lines, CSV or Parquet with columns request_id, arrival_s, prompt_tokens, output_tokens (the true
     length), max_tokens; optional prompt, prompt_id, tier, priority, tenant, category, ttft_slo_s, tbt_slo_s, ttlt_slo_s,
-    session_id, turn, think_time_s, prefix_tokens, and a predicted log-t length mu, sigma, nu. Alternative to workload."""
+    session_id, turn, think_time_s, prefix_tokens, content or hash_ids (shared prefixes), after (requests to wait for),
+    ended_by, and a predicted log-t length mu, sigma, nu. Alternative to workload."""
     repeat: int = 1
     """Number of times that the trace is simulated in a row, with new ids of requests and conversations, so that a short
     trace reaches a steady state."""
