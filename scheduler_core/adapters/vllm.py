@@ -315,11 +315,10 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         """Called by vLLM once for each request that ends, in any state and for any reason."""
         self._tailcast_stops(request)
-        if self._tailcast_cache is not None:
-            state = self._tailcast_order.states.get(request.request_id)
-            self._tailcast_cache.end(request, "" if state is None else state.request.session)
         state = self._tailcast_order.leave(request.request_id)
         if state is not None:
+            if self._tailcast_cache is not None:
+                self._tailcast_cache.end(request, state.request.session)
             if str(request.get_finished_reason()) == "stop":
                 self._tailcast_metrics.observe_length(state, request.num_output_tokens)
             if self._tailcast_thread is not None:
@@ -362,6 +361,9 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
     def _tailcast_stops(self, request: Any) -> None:
         """Called before a request stops running; reports its progress if that is not done in every step."""
         self._tailcast_prefills.discard(request.request_id)
+        state = self._tailcast_order.states.get(request.request_id)
+        if state is not None and self._tailcast_cache is not None:
+            self._tailcast_cache.stop(request, state.request.session)
         if not self._tailcast_follows:
             self._tailcast_progress(request, 0, 0)
 

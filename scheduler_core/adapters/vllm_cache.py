@@ -101,19 +101,19 @@ class VllmCache:
         context = self._contexts.get(session)
         return 0 if context is None else self._trim(context) * self.block_size
 
-    def end(self, request: Any, session: str) -> None:
-        """Called when a request has ended: its blocks are the context of its session."""
-        if self._requests.pop(request.request_id, None) is None or not session or not self._groups:
-            return
-        hashes = request.block_hashes
-        num_prompt = request.num_prompt_tokens // self._pool.hash_block_size
-        if session.startswith(_UNNAMED) and num_prompt:
-            self._set_tail(hashes[num_prompt - 1], session)
-        if request.num_computed_tokens <= 0:
-            return
+    def stop(self, request: Any, session: str) -> None:
+        """Called before a request stops running: its blocks are the context of its session."""
         scale = self._scale
-        num_blocks = min(len(hashes) // scale, request.num_computed_tokens // self.block_size)
-        self._set_context(session, list(hashes[scale - 1 : num_blocks * scale : scale]))
+        num_blocks = min(len(request.block_hashes) // scale, request.num_computed_tokens // self.block_size)
+        if session and self._groups and num_blocks:
+            self._set_context(session, list(request.block_hashes[scale - 1 : num_blocks * scale : scale]))
+
+    def end(self, request: Any, session: str) -> None:
+        """Called when a request has ended, after `stop` if it ran."""
+        num_prompt = request.num_prompt_tokens // self._pool.hash_block_size
+        is_known = self._requests.pop(request.request_id, None) is not None
+        if is_known and session.startswith(_UNNAMED) and 0 < num_prompt <= len(request.block_hashes):
+            self._set_tail(request.block_hashes[num_prompt - 1], session)
 
     def reserve(self, num_blocks: int) -> None:
         """Moves blocks of least value to the front of the queue of free blocks, at least `num_blocks` if there are so many.
@@ -125,39 +125,42 @@ class VllmCache:
         if self._retention is None or num_blocks <= 0:
             return
         queue, uses = self._pool.free_block_queue, self._uses
-        num_front, kept = 0, []
+        front: list[Any] = []
+        kept: list[Any] = []
         for block in islice(queue.iter_blocks_after(None), 2 * num_blocks):
-            if block.block_hash is not None and block.block_hash[:-4] in uses:
-                kept.append(block)
-                continue
-            num_front += 1
-            if num_front == num_blocks:
+            is_kept = block.block_hash is not None and block.block_hash[:-4] in uses
+            (kept if is_kept else front).append(block)
+            if len(front) == num_blocks:
                 break
         for block in kept:
             queue.remove(block)
         queue.append_n(kept)
-        if num_front < num_blocks:
-            self._shrink_contexts(num_blocks - num_front)
+        if len(front) < num_blocks:
+            for block in front:
+                queue.remove(block)
+            front += self._shrink_contexts(num_blocks - len(front))
+            queue.prepend_n(front)
 
-    def _shrink_contexts(self, num_blocks: int) -> None:
+    def _shrink_contexts(self, num_blocks: int) -> list[Any]:
+        """Takes free blocks of the contexts of least value out of the queue, in the order in which they are to be evicted."""
         queue = self._pool.free_block_queue
-        front: list[Any] = []
+        blocks: list[Any] = []
         assert self._retention is not None
         for session in sorted(self._contexts, key=self._retention):
             context = self._contexts[session]
             self._trim(context)
-            while context and len(front) < num_blocks:
+            while context and len(blocks) < num_blocks:
                 block = self._block(context[-1])
                 if block is not None and block.ref_cnt > 0:  # a request uses it and hence all before it
                     break
                 if self._release(context.pop()) and block is not None:
                     queue.remove(block)
-                    front.append(block)
+                    blocks.append(block)
             if not context:
                 del self._contexts[session]
-            if len(front) == num_blocks:
+            if len(blocks) == num_blocks:
                 break
-        queue.prepend_n(front)
+        return blocks
 
     def _set_context(self, session: str, context: list[bytes]) -> None:
         old = self._contexts.get(session, [])

@@ -2,7 +2,7 @@
 
 python -m tests.scheduler_core.adapters.session_script '{"model": ..., "policy": ... or null, "sessions": ..., ...}'
 
-A step is the unit of time. Prints as one line of JSON what happened; every step checks the queue of free blocks, and the hits
+A step takes 10 ms and 1 ms per token. Prints as one line of JSON what happened; every step checks the queue of free blocks, and the hits
 of waiting requests against vLLM's own search.
 """
 
@@ -26,7 +26,7 @@ def main() -> None:
 
 
 class Sessions:
-    """Sessions whose contexts grow by `growth` tokens a turn and return `pause` steps after a turn's end.
+    """Sessions whose contexts grow by `growth` tokens a turn and return `pause` seconds after a turn's end.
 
     `named`: how the scheduler learns of the session: "hint", "session_id", or not at all.
     """
@@ -77,6 +77,7 @@ class Sessions:
         self.hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
         self.task = task
         self.step = 0
+        self.now = 0.0
         if task["policy"] is not None:
             self.scheduler._tailcast_clock = self.clock
             self.scheduler.waiting._clock = self.clock
@@ -86,17 +87,17 @@ class Sessions:
             self.system + [self.chance.randrange(5, 50) for _ in range(task["first"])]
             for _ in range(task["sessions"])
         ]
-        self.due = dict.fromkeys(range(task["sessions"]), 0)
+        self.due = dict.fromkeys(range(task["sessions"]), 0.0)
         self.turns = dict.fromkeys(range(task["sessions"]), 0)
         self.live: dict[str, int] = {}
-        self.waits: dict[str, int] = {}
+        self.waits: dict[str, float] = {}
         self.queries = self.hits = 0
         self.idle_steps = 0
         self.held_steps = 0
         self.names: set[str] = set()
 
     def clock(self) -> float:
-        return float(self.step)
+        return self.now
 
     def add(self, session: int) -> None:
         from vllm import SamplingParams
@@ -111,7 +112,7 @@ class Sessions:
             name, list(self.contexts[session]), sampling, None, block_hasher=self.hasher, **options
         )
         self.live[name] = session
-        self.waits[name] = self.step
+        self.waits[name] = self.now
         self.scheduler.add_request(request)
         if self.task["policy"] is not None:
             self.names.add(self.scheduler._tailcast_order.states[name].request.session)
@@ -119,13 +120,13 @@ class Sessions:
     def run(self) -> dict[str, Any]:
         from vllm.v1.outputs import ModelRunnerOutput
 
-        longest = 0
+        longest = 0.0
         done = 0
         while done < self.task["sessions"]:
             self.step += 1
             assert self.step < 100_000, "never ends"
             for session, due in list(self.due.items()):
-                if due <= self.step:
+                if due <= self.now:
                     del self.due[session]
                     self.add(session)
             if self.live and self.chance.random() < self.task.get("aborts", 0.0):
@@ -137,10 +138,11 @@ class Sessions:
             for data in plan.scheduled_new_reqs:
                 self.queries += self.scheduler.requests[data.req_id].num_prompt_tokens
                 self.hits += data.num_computed_tokens
-                longest = max(longest, self.step - self.waits[data.req_id])
+                longest = max(longest, self.now - self.waits[data.req_id])
             self.idle_steps += not names and bool(self.scheduler.requests)
             waits = len(self.scheduler.waiting)
             self.held_steps += waits > 0 and not self.scheduler.waiting and bool(self.scheduler.running)
+            self.now += 0.01 + 0.001 * plan.total_num_scheduled_tokens
             rows = {name: row for row, name in enumerate(names)}
             tokens = [[] if self.scheduler.requests[name].is_prefill_chunk else [7] for name in names]
             output = ModelRunnerOutput(req_ids=names, req_id_to_index=rows, sampled_token_ids=tokens)
@@ -150,7 +152,7 @@ class Sessions:
                         done += self.end(one.request_id)
         left = {name: len(getattr(self.scheduler, name)) for name in ("requests", "waiting", "running")}
         return {
-            "steps": self.step, "hits": self.hits / self.queries, "idle": self.idle_steps, "held": self.held_steps, "left": left,
+            "seconds": self.now, "hits": self.hits / self.queries, "idle": self.idle_steps, "held": self.held_steps, "left": left,
             "longest_wait": longest, "names": len(self.names),
         }  # fmt: skip
 
@@ -164,7 +166,7 @@ class Sessions:
         ]
         if self.turns[session] == self.task["turns"]:
             return True
-        self.due[session] = self.step + self.task["pause"]
+        self.due[session] = self.now + self.task["pause"]
         return False
 
     def abort(self, name: str) -> None:
@@ -175,7 +177,7 @@ class Sessions:
         session = self.live.pop(name)
         self.turns[session] += 1  # another request id
         self.turns[session] = min(self.turns[session], self.task["turns"] - 1)
-        self.due[session] = self.step + 1 + self.task["pause"]
+        self.due[session] = self.now + self.task["pause"]
 
     def check(self) -> None:
         manager = self.scheduler.kv_cache_manager

@@ -134,6 +134,7 @@ def turn(pool: Pool, cache: VllmCache, session: str, blocks: str) -> int:
     cache.reserve(len(blocks))
     num_hits = pool.run(request)
     pool.free(request)
+    cache.stop(request, session)
     cache.end(request, session)
     return num_hits
 
@@ -222,6 +223,7 @@ def test_no_block_is_lost(make: Make, turns: list[tuple[str, int, bool, int]]) -
         turn(pool, cache, session, blocks)
         if running is not None:
             pool.free(running)
+            cache.stop(running, "a")
             cache.end(running, "a")
             running = None
         elif number % 3 == 0:
@@ -248,6 +250,7 @@ def test_a_prompt_continues_the_session_whose_prompt_it_begins_with(make: Make) 
         found = cache.continued_session(request)
         pool.run(request)
         pool.free(request)
+        cache.stop(request, found)
         cache.end(request, found)
         return found
 

@@ -12,7 +12,7 @@ from tests.data_gen.conftest import ROOT, save_tiny_llama, vllm_environment, vll
 pytestmark = pytest.mark.slow
 
 #: Eight contexts of 20 to 33 blocks each, and memory for 120 blocks.
-TASK = {"sessions": 8, "turns": 6, "first": 300, "growth": 40, "output": 8, "pause": 5, "blocks": 120}
+TASK = {"sessions": 8, "turns": 6, "first": 300, "growth": 40, "output": 8, "pause": 0.2, "blocks": 120}
 
 
 @pytest.fixture(scope="module")
