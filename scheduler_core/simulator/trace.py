@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
@@ -189,7 +189,7 @@ class Trace:
         return replace(self, requests=tuple(copies))
 
 
-def waits_for(rows: Iterable[TraceRequest]) -> dict[str, tuple[str, ...]]:
+def waits_for(rows: Collection[TraceRequest]) -> dict[str, tuple[str, ...]]:
     """Ids of the requests whose ends a request waits for, by its id: those in `after`, or the previous turn of its session if
     it has a think time. `InputError` if one is not among the rows, or requests wait for each other."""
     waits: dict[str, tuple[str, ...]] = {}
