@@ -33,22 +33,6 @@ from scheduler_core.report.page import markdown_table
 from training.evaluating.batch_predictor import InferenceOptions, open_batch_predictor
 from training.evaluating.scores import kendall_tau
 
-HEADER = (
-    "predictor",
-    "in distribution: tau",
-    "R2 of mu",
-    "CRPS, tokens",
-    "P50 / P90 / P99, %",
-    "tau of E",
-    "E, ratio",
-    "CVaR, ratio",
-    "served model unknown: tau",
-    "of the ceiling",
-    "source left out: tau",
-    "of the ceiling",
-    "CRPS of ln tokens",
-    "ms a prompt",
-)
 #: Prompts that are timed individually.
 NUM_TIMED = 64
 RISK = 0.9
@@ -123,25 +107,26 @@ def main(args: Sequence[str] | None = None) -> None:
     for name, artifact in artifacts.items():
         report, *sources = score_sources(artifact, {"report": files.report, **files.set_aside})
         one = in_distribution[name]
-        lines.append(
-            (
-                name,
-                f"{report.named:.3f}",
-                f"{one['mu']['r2']:.3f}",
-                f"{one['crps_tokens']:.1f}",
-                " / ".join(
-                    f"{100 * one['coverage'][level]['estimate']:.1f}" for level in ("p50", "p90", "p99")
-                ),
-                *(f"{value:.3f}" for value in risk_scores(artifact, table)),
-                f"{report.mean:.3f}",
-                f"{of_ceiling([report], 'mean'):.2f}",
-                f"{np.mean([source.unknown for source in sources]):.3f}",
-                f"{of_ceiling(sources, 'unknown'):.2f}",
-                f"{np.mean([source.crps_log[0] for source in sources]):.3f}",
-                f"{milliseconds(artifact, timed):.2f}",
-            )
-        )
-    text = markdown_table(HEADER, lines)
+        levels = (100 * one["coverage"][level]["estimate"] for level in ("p50", "p90", "p99"))
+        tau_of_e, expected, cvar = risk_scores(artifact, table)
+        cells = {
+            "predictor": name,
+            "in distribution: tau": f"{report.named:.3f}",
+            "R2 of mu": f"{one['mu']['r2']:.3f}",
+            "CRPS, tokens": f"{one['crps_tokens']:.1f}",
+            "P50 / P90 / P99, %": " / ".join(f"{value:.1f}" for value in levels),
+            "tau of E": f"{tau_of_e:.3f}",
+            "E, ratio": f"{expected:.3f}",
+            "CVaR, ratio": f"{cvar:.3f}",
+            "served model unknown: tau": f"{report.mean:.3f}",
+            "of the ceiling": f"{of_ceiling([report], 'mean'):.2f}",
+            "source left out: tau": f"{np.mean([source.unknown for source in sources]):.3f}",
+            "of its ceiling": f"{of_ceiling(sources, 'unknown'):.2f}",
+            "CRPS of ln tokens": f"{np.mean([source.crps_log[0] for source in sources]):.3f}",
+            "ms a prompt": f"{milliseconds(artifact, timed):.2f}",
+        }
+        lines.append(list(cells.values()))
+    text = markdown_table(list(cells), lines)
     print(text)
     if options.markdown is not None:
         put_section(options.markdown, "predictors side by side", text)
