@@ -8,12 +8,15 @@ from typing import Any, ClassVar
 
 import pytest
 from aiohttp import web
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from predictors.proxy.engine_model import CacheSize, EngineModel
+from predictors.proxy.engine_model import CacheSize, End, EngineModel
 from predictors.proxy.order import HoldQueue, order_policy
 from scheduler_core.errors import InputError
+from scheduler_core.policies import make_policy
 from scheduler_core.policies.base import EngineView, Policy
-from scheduler_core.request import Request, RequestState
+from scheduler_core.request import Request, RequestState, Segment
 from tests.fake_openai import event
 from tests.predictors.proxy import fake_engine
 from tests.predictors.proxy.fake_engine import RunningProxy, running_engine, running_proxy, until
@@ -257,3 +260,69 @@ async def test_the_policy_acts_on_an_end_that_no_request_waits_for() -> None:
 def test_engines_with_priorities_cannot_hold_sessions() -> None:
     with pytest.raises(InputError, match="--engine none"):
         order_policy(f"{__name__}:Single", {}, sent_once=True)
+
+
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["arrive", "output", "end", "fail", "gone", "restart"]),
+        st.integers(0, 9),
+        st.integers(1, 600),
+    ),
+    max_size=40,
+)
+
+
+@pytest.mark.mend  # a bound on waits: whatever is held is sent as soon as nothing runs
+@pytest.mark.parametrize("policy", ["thunder_agent", "continuum", "hrrn", "bounded_shortest", "Single"])
+@settings(max_examples=40, deadline=None)
+@given(ACTIONS)
+def test_no_request_is_held_by_an_idle_engine(policy: str, actions: list[tuple[str, int, int]]) -> None:
+    """Whatever arrives, ends, fails, disconnects or restarts."""
+    asyncio.run(run_actions(policy, actions))
+
+
+async def run_actions(policy: str, actions: list[tuple[str, int, int]]) -> None:
+    clock = Clock()
+    order = Single() if policy == "Single" else make_policy(policy)
+    queue = HoldQueue(order, 4, clock, model=EngineModel(CacheSize(1000, 10)))
+    tasks: dict[str, asyncio.Task[None]] = {}
+    for number, (action, slot, size) in enumerate(actions):
+        clock.now += size / 10.0
+        name, session = f"r{slot}", f"s{slot % 4}"
+        if action == "arrive" and name not in tasks:
+            content = (Segment("system:", 20), Segment(session, size))
+            request = Request(
+                request_id=name, arrival_s=clock.now, prompt_tokens=size + 20, max_tokens=50,
+                session="" if slot > 7 else session, content=content,
+            )  # fmt: skip
+            tasks[name] = asyncio.create_task(queue.enter(request))
+        elif action == "restart":
+            queue.set_size(CacheSize(900 + size, 10))
+        elif name in tasks and tasks[name].done():
+            if action == "output":
+                queue.on_output(name, 1 + size % 3)
+            elif action in ("end", "fail"):
+                end = End(
+                    ended_by="tool_use",
+                    is_complete=action == "end",
+                    cached_tokens=size if number % 2 else None,
+                )
+                queue.leave(name, end)
+                del tasks[name]
+        elif name in tasks and action == "gone":
+            task = tasks.pop(name)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert queue.num_running or not queue.num_waiting
+        assert queue.num_running == sum(task.done() for task in tasks.values())
+        queue.model._kv.validate({n for n in tasks if queue.model._kv.held_by(n)}, set())  # type: ignore[union-attr]
+    while tasks:
+        clock.now += 1.0
+        name = next(name for name, task in tasks.items() if task.done())
+        await tasks.pop(name)
+        queue.on_output(name, 5)
+        queue.leave(name, End(is_complete=True))
+        await asyncio.sleep(0)
+    assert (queue.num_live, queue.num_running, queue.num_waiting) == (0, 0, 0)
