@@ -16,7 +16,7 @@ from scheduler_core.policies.fcfs_estimate import (
     RunningWork,
     ServiceRate,
 )
-from scheduler_core.policies.work_left import WorkLeft
+from scheduler_core.policies.work_left import WorkLeft, work_left_s
 from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 from scheduler_core.request import RequestState
 from scheduler_core.statistics import FloatArray, kendall_tau
@@ -30,8 +30,8 @@ _WAIT_RATIO, _WAIT_FRACTION, _LATENCY_FRACTION = 1.05, 0.9, 0.8
 #: Overload at which r is `ratio`: load less its standard error, minus 1.
 _OVERLOAD = 0.05
 
-#: Decay factor of the weights in the mean work, per new request.
-_WORK_FADE = 0.999
+#: Decay factor of the weights in the mean work, per new request; weight of an ended one in the mean output.
+_WORK_FADE, _OUTPUT_WEIGHT = 0.999, 0.01
 
 #: Arrivals between updates of the quantiles, and ended requests between updates of the rank correlation.
 _REFRESH_EVERY, _RANK_EVERY = 20, 40
@@ -120,9 +120,9 @@ class BoundedShortest(WorkLeft):
     by the work that the engine can do meanwhile; its standard error distinguishes bursts from overload. Requests are in
     arrival order without predictions, and while these do not rank the finished requests better than chance.
 
-    With `work_left` a prompt's work is its engine time as measured, less what is cached, in units of that of an output token;
-    it is added to the key and to both sides of the comparison of ranks. Reordering then changes what is cached and so t:
-    the guarantee is relative to first come, first served at the speed that is measured.
+    With `work_left` the key is the engine time of the prompt that is not cached and of the median. The work of the bound is in
+    such seconds, as of the arrival, and t also has what is lost from the cache meanwhile. Reordering then changes t: the
+    guarantee is relative to first come, first served with the t that is measured.
     """
 
     needs_queue = True
@@ -137,7 +137,7 @@ class BoundedShortest(WorkLeft):
     _next_due_s: float = field(default=0.0, init=False, repr=False)
     _preempted: set[str] = field(default_factory=set, init=False, repr=False)
     _running: RunningWork = field(default_factory=RunningWork, init=False, repr=False)
-    _rate: ServiceRate = field(default_factory=ServiceRate, init=False, repr=False)
+    _rate: ServiceRate = field(init=False, repr=False)
     _bias: PredictionBias = field(default_factory=PredictionBias, init=False, repr=False)
     _ranked: deque[tuple[float, float]] = field(
         default_factory=lambda: deque(maxlen=_NUM_RANKED), init=False, repr=False
@@ -148,21 +148,35 @@ class BoundedShortest(WorkLeft):
     _fcfs_latencies: RecentValues = field(init=False, repr=False)
     _num_new: int = field(default=0, init=False, repr=False)
     _load: Load = field(default_factory=Load, init=False, repr=False)
-    _sum_work: float = field(default=256.0, init=False, repr=False)
+    _sum_work: float = field(init=False, repr=False)
     _num_work: float = field(default=1.0, init=False, repr=False)
+    #: With `work_left`: seconds of the prompt as of the arrival, by request.
+    _prompt_s: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+    _mean_output: float = field(default=256.0, init=False, repr=False)
     _remaining_s: float = field(default=0.0, init=False, repr=False)
     _running_s: float = field(default=0.0, init=False, repr=False)
     _max_num_seqs: int = field(default=0, init=False, repr=False)
+    #: Arrivals since the latest step.
+    _num_unseen: int = field(default=0, init=False, repr=False)
     _all_changed: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_ranges(self, ratio=(1.0, FINITE), prompt_weight=(POSITIVE, FINITE), window=(100, 1_000_000))
+        self._rate = ServiceRate(in_seconds=self.work_left)
+        self._sum_work = 0.1 if self.work_left else 256.0
         self._fcfs_waits = RecentValues(int(self.window))
         self._fcfs_latencies = RecentValues(int(self.window))
 
     def on_arrival(self, state: RequestState, now: float) -> None:
         self._is_due = True
+        if self.work_left:
+            self._prompt_s[state.request_id] = work_left_s(state, self._times)
         work = self._work(state)
+        if self.work_left:
+            self._sum_work, self._num_work = (
+                _WORK_FADE * self._sum_work + work,
+                _WORK_FADE * self._num_work + 1.0,
+            )
         wait_s = self._fcfs_wait_s(now)
         self._waiting.add(state, wait_s, work)
         self._rate.advance(now, has_queue=True)
@@ -178,7 +192,11 @@ class BoundedShortest(WorkLeft):
         if state.prediction is None:
             return
         work = self._work(state)
-        self._sum_work, self._num_work = _WORK_FADE * self._sum_work + work, _WORK_FADE * self._num_work + 1.0
+        if not self.work_left:
+            self._sum_work, self._num_work = (
+                _WORK_FADE * self._sum_work + work,
+                _WORK_FADE * self._num_work + 1.0,
+            )
         waiting = self._waiting.get(state)
         if waiting is not None:
             self._load.grow(self._waiting.revise(state, work))
@@ -189,15 +207,13 @@ class BoundedShortest(WorkLeft):
             self._waiting.overtake(state, growth)
 
     def on_pressure(self, num_waiting: int, max_num_seqs: int) -> bool:
-        self._max_num_seqs = max_num_seqs
+        self._max_num_seqs, self._num_unseen = max_num_seqs, 0
         changed, self._all_changed = self._all_changed, False
         is_due = WorkLeft.on_pressure(self, num_waiting, max_num_seqs)
         return changed or is_due
 
     def on_admit(self, state: RequestState, now: float) -> None:
         self._is_due = True
-        if self.work_left:  # the prefix cache may have changed since the arrival
-            self._load.grow(self._waiting.revise(state, self._work(state)))
         waiting = self._waiting.get(state)
         if waiting is None:
             work = self._work(state)
@@ -222,11 +238,16 @@ class BoundedShortest(WorkLeft):
         self._due.pop(state.order, None)
         self._preempted.discard(state.request_id)
         expected = self._running.remove(state.request_id)
-        if expected is None or state.last_token_s is None:
-            return
-        self._rate.advance(state.last_token_s, len(self._waiting) > 0)
-        work = self._prompt_work(state) + state.num_output_tokens
+        if expected is not None and state.last_token_s is not None:
+            self._learn(state, expected, state.last_token_s)
+        self._prompt_s.pop(state.request_id, None)
+
+    def _learn(self, state: RequestState, expected: float, end_s: float) -> None:
+        """Updates the estimates with a request that has ended, of which `expected` was the work."""
+        self._rate.advance(end_s, len(self._waiting) > 0)
+        work = self._total(state, state.num_output_tokens)
         self._rate.finished(state, work)
+        self._mean_output += _OUTPUT_WEIGHT * (state.num_output_tokens - self._mean_output)
         self._waiting.overtake(state, work - expected)
         if state.prediction is not None:
             self._bias.learn(risk_tokens(state)[0], state.num_output_tokens)
@@ -236,7 +257,8 @@ class BoundedShortest(WorkLeft):
         num_waiting = len(self._waiting)
         if not num_waiting or (num_waiting > _LONG_QUEUE and now < self._next_due_s):
             return ()
-        self._next_due_s = now + _DUE_EVERY_TOKENS * self._rate.step_s
+        token_s = self._times.decode_s if self.work_left else self._rate.step_s
+        self._next_due_s = now + _DUE_EVERY_TOKENS * token_s
         due = self._waiting.due(now, self._rate.token_s)
         orders = self._waiting.orders(due)
         if np.array_equal(orders, self._due_orders):
@@ -255,26 +277,25 @@ class BoundedShortest(WorkLeft):
             return _FRONT + state.order
         if not self._ranks:
             return float(state.order)
-        return median_tokens(state) + (self._prompt_work(state) if self.work_left else 0.0)
+        return self.work(state, median_tokens(state))
 
-    def _prompt_work(self, state: RequestState) -> float:
-        uncached_tokens = state.request.prompt_tokens - state.cached_tokens
-        if not self.work_left:
-            return self.prompt_weight * uncached_tokens
-        times = self._times
-        return (
-            times.prefill_s * uncached_tokens + times.reload_s * state.host_cached_tokens
-        ) / times.decode_s
+    def _total(self, state: RequestState, output_tokens: float) -> float:
+        """Work of prompt and output in tokens of output; with `work_left` in seconds, as of the arrival."""
+        if self.work_left:
+            return self._prompt_s[state.request_id] + self._times.decode_s * output_tokens
+        return self.prompt_weight * (state.request.prompt_tokens - state.cached_tokens) + output_tokens
 
     def _work(self, state: RequestState) -> float:
-        """Expected work of the whole request in tokens; without a usable prediction that of a mean request."""
+        """Expected work of the whole request; without a usable prediction that of a mean request or output."""
         if not self._ranks:
             return self._rate.mean_work
         if state.prediction is None:
-            return min(self._sum_work / self._num_work, self._prompt_work(state) + state.request.max_tokens)
+            if self.work_left:
+                return self._total(state, min(self._mean_output, state.request.max_tokens))
+            return min(self._sum_work / self._num_work, self._total(state, state.request.max_tokens))
         expected = risk_tokens(state)[0]
         expected *= self._bias.ratio(expected)
-        return self._prompt_work(state) + min(expected, state.request.max_tokens)
+        return self._total(state, min(expected, state.request.max_tokens))
 
     def _mean_service_s(self) -> float:
         """Mean engine time per request, in seconds."""
@@ -286,7 +307,11 @@ class BoundedShortest(WorkLeft):
         if self._load.last_arrival_s is not None:
             self._remaining_s += remaining * (now - self._load.last_arrival_s)
             self._running_s += num_running * (now - self._load.last_arrival_s)
-        work = self._waiting.work_behind(max(self._max_num_seqs - num_running, 0))
+        num_free = max(self._max_num_seqs - num_running, 0)
+        if self.work_left and len(self._waiting) > self._num_unseen:
+            num_free = 0  # some were not admitted in the latest step: it is memory that limits them
+        self._num_unseen += 1
+        work = self._waiting.work_behind(num_free)
         if work <= 0.0:
             return 0.0
         if self._running_s > 0.0:
@@ -313,8 +338,10 @@ class BoundedShortest(WorkLeft):
 
     def _rank(self, state: RequestState) -> None:
         """Adds a finished request and updates whether predictions rank requests better than chance."""
-        prompt = self._prompt_work(state) if self.work_left else 0.0
-        self._ranked.append((prompt + median_tokens(state), prompt + state.num_output_tokens))
+        ranked = (median_tokens(state), float(state.num_output_tokens))
+        self._ranked.append(
+            (self._total(state, ranked[0]), self._total(state, ranked[1])) if self.work_left else ranked
+        )
         self._num_unranked += 1
         if self._num_unranked < _RANK_EVERY:
             return

@@ -295,12 +295,17 @@ class RunningWork:
 
 
 class ServiceRate:
-    """Engine time per token of work while requests wait, and time per output token of a running request."""
+    """Engine time per unit of work while requests wait, and running time of a request per unit.
 
-    def __init__(self) -> None:
-        # Prior of one short request, so that the estimate for a much slower engine adapts quickly.
-        self._busy_s, self._busy_work = 0.04, 100.0
-        self._decode_s, self._decode_tokens = 1.0, 50.0
+    The unit is an output token, and the running time that of its decode; with `in_seconds` an expected second of the engine,
+    and the running time that of the whole request.
+    """
+
+    def __init__(self, *, in_seconds: bool = False) -> None:
+        self._in_seconds = in_seconds
+        # Prior of one short request, so that the estimate for a much slower engine adapts quickly; seconds are known.
+        self._busy_s, self._busy_work = (30.0, 30.0) if in_seconds else (0.04, 100.0)
+        self._decode_s, self._decode_tokens = (10.0, 1.0) if in_seconds else (1.0, 50.0)
         self.mean_work = 0.0
         self._last_s, self._has_queue = 0.0, False
 
@@ -326,6 +331,11 @@ class ServiceRate:
         if self._has_queue:
             self._busy_work += work
         self.mean_work = work if self.mean_work == 0.0 else 0.99 * self.mean_work + 0.01 * work
-        if state.num_output_tokens > 1 and state.first_token_s is not None and state.last_token_s is not None:
+        if state.last_token_s is None:
+            return
+        if self._in_seconds and state.first_scheduled_s is not None:
+            self._decode_s = 0.99 * self._decode_s + state.last_token_s - state.first_scheduled_s
+            self._decode_tokens = 0.99 * self._decode_tokens + work
+        elif not self._in_seconds and state.num_output_tokens > 1 and state.first_token_s is not None:
             self._decode_s = 0.99 * self._decode_s + state.last_token_s - state.first_token_s
             self._decode_tokens = 0.99 * self._decode_tokens + state.num_output_tokens - 1

@@ -56,9 +56,12 @@ def _predictions(trace: Trace, medians: list[float]) -> Predictions:
     return Predictions("test", {row.request_id: predicted(median, 0.3) for row, median in pairs})
 
 
-def waits(policy: str, trace: Trace, predictions: Predictions, of: str = "queueing_delay_s") -> np.ndarray:
+def waits(
+    policy: str, trace: Trace, predictions: Predictions, of: str = "queueing_delay_s", **parameters: float
+) -> np.ndarray:
     """Seconds from arrival to admission, or another property of the records, in the order of the trace."""
-    records = run_simulation(replace(CONFIG, policy=policy), trace=trace, predictions=predictions).records
+    config = replace(CONFIG, policy=policy, policy_parameters=parameters)
+    records = run_simulation(config, trace=trace, predictions=predictions).records
     by_id = {record.request_id: getattr(record, of) for record in records}
     return np.array([by_id[row.request_id] for row in trace.requests])
 
@@ -82,6 +85,8 @@ def test_no_request_waits_much_longer_than_promised(seed: int, load: float, is_b
     others = (random_predictions(trace, seed), reversed_predictions(trace))
     for predictions in (oracle_predictions(trace), *others):
         assert np.all(waits("bounded_shortest", trace, predictions) <= promised)
+    in_seconds = waits("bounded_shortest", trace, oracle_predictions(trace), work_left=True)
+    assert np.all(in_seconds <= promised)
 
 
 @settings(max_examples=3, deadline=None)
