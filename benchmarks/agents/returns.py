@@ -1,6 +1,6 @@
 """When agents' sessions return: predicted pauses, turns that remain, and growth of contexts, on recorded sessions.
 
-    python -m benchmarks.agents.returns DATA [--sessions held_out] [--hours 24] [--seed 0] [--markdown PAGE]
+    python -m benchmarks.agents.returns DATA [--sessions held_out] [--hours 6] [--seed 0] [--markdown PAGE]
 
 DATA is a table (Parquet) of recorded sessions, see `benchmarks.correcting.agent_sessions`. The constants of
 `scheduler_core.prediction.session_return` were chosen on two thirds of the sessions (`is_development`); by default the
@@ -19,9 +19,8 @@ session that never returns, count as a pause of more than an hour. AUC: of P(ret
 session that does and one that does not; at the ends of turns, and among all sessions that have been idle for less than an
 hour, once a minute. There, the idle time itself ranks sessions as LRU and a fixed time-to-live do.
 
-Retention: how long the contexts of idle sessions must be kept, in token-seconds, for the same hits (tokens of the returns
-within an hour whose context was still kept). A fixed time-to-live keeps all for the same time. A prediction keeps a context
-for the t with the largest P(pause <= t) - price E[min(pause, t)], for all prices.
+Retention: hits of a cache of contexts, as a fraction of the tokens of the contexts to which sessions return. While it is too
+large, the context of the idle session with the smallest `return_rate` is evicted, or the one that was used longest ago (LRU).
 
 Recorded pauses contain a part of the duration of the request that follows; they are not used to predict outputs.
 """
@@ -58,9 +57,8 @@ HOUR_S = 3600.0
 HORIZONS_S, RANKING_S = (10.0, 60.0, 300.0), 60.0
 #: Levels of the quantiles whose mean loss is half of the CRPS.
 LEVELS = tuple((number + 0.5) / 32 for number in range(32))
-#: Times in seconds for which a context may be kept, prices of a second relative to a hit, and hits at which costs are compared.
-KEEP_S = np.concatenate([[0.0], np.geomspace(0.5, HOUR_S, 50)])
-PRICES, HITS = np.geomspace(1e-5, 1.0, 40), (0.7, 0.8, 0.9, 0.95)
+#: Tokens of the cache of contexts.
+CAPACITIES = (500_000, 1_000_000, 2_000_000, 3_000_000)
 COLUMNS = (
     "session", "agent", "time_s", "input_tokens", "output_tokens", "stop", "think_time_s", "api_time_s",
 )  # fmt: skip
@@ -328,13 +326,11 @@ class Scores:
     #: P(return within `HORIZONS_S`) at the ends of turns [N, 3], and of idle sessions once a minute [M, 3].
     at_end: NDArray[np.float64]
     of_idle: NDArray[np.float64]
-    #: S at `KEEP_S` [N, K].
-    survival: NDArray[np.float64]
 
 
 def score(method: Method, rows: Sequence[tuple[float, int, Turn]]) -> Scores:
     """Scores of a method on a stream of events."""
-    log_scores, crps, covered, at_end, of_idle, survival = [], [], [], [], [], []
+    log_scores, crps, covered, at_end, of_idle = [], [], [], [], []
     idle: dict[str, tuple[float, Pause]] = {}
     next_s = rows[0][0]
     for now, is_return, turn in rows:
@@ -359,9 +355,7 @@ def score(method: Method, rows: Sequence[tuple[float, int, Turn]]) -> Scores:
         crps.append(2.0 * float((np.array(LEVELS) * gaps - np.minimum(gaps, 0.0)).mean()))
         covered.append([true_s <= pause.quantile(level) for level in (0.5, 0.9)])
         at_end.append([pause.probability_of_return(0.0, horizon_s) for horizon_s in HORIZONS_S])
-        survival.append([pause.survival(time_s) for time_s in KEEP_S.tolist()])
-    columns = (log_scores, crps, covered, at_end, of_idle, survival)
-    return Scores(*(np.array(column) for column in columns))
+    return Scores(*(np.array(column) for column in (log_scores, crps, covered, at_end, of_idle)))
 
 
 def idle_truth(rows: Sequence[tuple[float, int, Turn]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -403,42 +397,54 @@ def gain(
     return float(sums.sum() / counts.sum()), float(low), float(high)
 
 
-def retention_table(scores: Mapping[str, Scores], turns: Sequence[Turn]) -> str:
-    """Markdown table of the token-seconds for which contexts are kept for the same hits."""
-    pauses = np.array([math.inf if turn.pause_s is None else turn.pause_s for turn in turns])
-    tokens = np.array([turn.input_tokens + turn.output_tokens for turn in turns], float)
-    returned = tokens @ (pauses <= HOUR_S)
+def hits(method: Returns | None, capacity: int, rows: Sequence[tuple[float, int, Turn]]) -> float:
+    """Hits of a cache of contexts that evicts by the rates of a method; by LRU without a method."""
+    cache: dict[str, tuple[float, int, SessionReturn | None]] = {}
+    num_hits = num_returned = num_cached = 0
+    for now, is_return, turn in rows:
+        _, size, _ = cache.pop(turn.session, (now, 0, None))
+        num_cached -= size
+        if is_return:
+            num_hits += size
+            num_returned += turn.input_tokens + turn.output_tokens
+            if method is not None:
+                method.returned(turn, now)
+            continue
+        size = turn.input_tokens + turn.output_tokens
+        cache[turn.session] = (now, size, None if method is None else method.ended(turn, now))
+        num_cached += size
+        while num_cached > capacity:
+            rates = (
+                (ended_s if pause is None else pause.return_rate(now - ended_s), session)
+                for session, (ended_s, _, pause) in cache.items()
+            )
+            num_cached -= cache.pop(min(rates)[1])[1]
+    return num_hits / max(num_returned, 1)
 
-    def costs(kept_s: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
-        """Mean seconds per token at `HITS`, of several choices of the times for which each context is kept [N]."""
-        points = sorted(
-            (tokens @ (pauses <= each) / returned, tokens @ np.minimum(pauses, each)) for each in kept_s
-        )
-        hits, token_seconds = np.array(points).T
-        return np.asarray(np.interp(HITS, hits, token_seconds) / tokens.sum())
 
-    seconds = {"fixed time-to-live": costs([np.full(len(turns), keep_s) for keep_s in KEEP_S])}
-    for name, each in scores.items():
-        steps = 0.5 * (each.survival[:, 1:] + each.survival[:, :-1]) * np.diff(KEEP_S)
-        expected_s = np.concatenate([np.zeros((len(turns), 1)), steps.cumsum(axis=1)], axis=1)
-        choices = [KEEP_S[np.argmax(1.0 - each.survival - price * expected_s, axis=1)] for price in PRICES]
-        if name == "true returns":
-            choices = [np.where(pauses <= limit_s, pauses, 0.0) for limit_s in KEEP_S]
-        seconds[name] = costs(choices)
-    base = seconds["fixed time-to-live"]
+def hit_table(runs: Mapping[str, Sequence[Turn]], rows: Sequence[tuple[float, int, Turn]]) -> str:
+    """Markdown table of the hits of caches of several sizes."""
+    methods: dict[str, list[Returns | None]] = {"LRU": [None for _ in CAPACITIES]}
+    for name, create in METHODS.items():
+        own = [create(runs) for _ in CAPACITIES]
+        methods[name] = [method for method in own if isinstance(method, Returns)]
     cells = [
-        [name, *(f"{value:.1f} ({value / of_base:.2f})" for value, of_base in zip(values, base, strict=True))]
-        for name, values in seconds.items()
+        [
+            name,
+            *(
+                f"{hits(method, capacity, rows):.3f}"
+                for method, capacity in zip(each, CAPACITIES, strict=True)
+            ),
+        ]
+        for name, each in methods.items()
+        if each
     ]
-    header = [
-        "seconds for which a token is kept (relative to time-to-live)",
-        *(f"{hit:.0%} hits" for hit in HITS),
-    ]
+    header = ["hits of a cache of", *(f"{capacity / 1e6:g} M tokens" for capacity in CAPACITIES)]
     return markdown_table(header, cells)
 
 
 def pause_tables(runs: Mapping[str, Sequence[Turn]], rows: Sequence[tuple[float, int, Turn]]) -> str:
-    """Markdown tables of the scores of pauses and of retention."""
+    """Markdown tables of the scores of pauses and of hits."""
     scores = {name: score(create(runs), rows) for name, create in METHODS.items()}
     turns = [turn for _, is_return, turn in rows if not is_return]
     sessions = np.unique([turn.session.split()[0] for turn in turns], return_inverse=True)[1]
@@ -477,7 +483,7 @@ def pause_tables(runs: Mapping[str, Sequence[Turn]], rows: Sequence[tuple[float,
         f"AUC of a return within {horizons} s",
         "the same, of idle sessions once a minute",
     ]
-    return f"{markdown_table(header, cells)}\n\n{retention_table(scores, turns)}"
+    return f"{markdown_table(header, cells)}\n\n{hit_table(runs, rows)}"
 
 
 def turn_table(rows: Sequence[tuple[float, int, Turn]]) -> str:
@@ -551,7 +557,7 @@ def main(args: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("data", nargs="?")
     parser.add_argument("--sessions", choices=("held_out", "development", "all"), default="held_out")
-    parser.add_argument("--hours", type=float, default=24.0)
+    parser.add_argument("--hours", type=float, default=6.0)
     parser.add_argument("--seed", type=int, default=0, help="of the starting times of sessions")
     parser.add_argument("--markdown", help="page whose tables are replaced")
     options = parser.parse_args(args)
