@@ -16,7 +16,7 @@ from scheduler_core.policies.fcfs_estimate import (
     RunningWork,
     ServiceRate,
 )
-from scheduler_core.policies.work_left import WorkLeft, work_left_s
+from scheduler_core.policies.work_left import WorkLeft
 from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 from scheduler_core.request import RequestState
 from scheduler_core.statistics import FloatArray, kendall_tau
@@ -29,6 +29,9 @@ _WAIT_RATIO, _WAIT_FRACTION, _LATENCY_FRACTION = 1.05, 0.9, 0.8
 
 #: Overload at which r is `ratio`: load less its standard error, minus 1.
 _OVERLOAD = 0.05
+
+#: With `work_left`: waits before this number of requests have ended do not count, because costs are not known yet.
+_NUM_LEARNT = 64
 
 #: Decay factor of the weights in the mean work, per new request; weight of an ended one in the mean output.
 _WORK_FADE, _OUTPUT_WEIGHT = 0.999, 0.01
@@ -120,9 +123,9 @@ class BoundedShortest(WorkLeft):
     by the work that the engine can do meanwhile; its standard error distinguishes bursts from overload. Requests are in
     arrival order without predictions, and while these do not rank the finished requests better than chance.
 
-    With `work_left` the key is the engine time of the prompt that is not cached and of the median. The work of the bound is in
-    such seconds, as of the arrival, and t also has what is lost from the cache meanwhile. Reordering then changes t: the
-    guarantee is relative to first come, first served with the t that is measured.
+    With `work_left` the key is the engine time of the prompt that is not cached and of the median, and all work is in such
+    seconds, with what is cached at the time. Reordering then changes what is cached: the guarantee is relative to first come,
+    first served with the work that is measured.
     """
 
     needs_queue = True
@@ -150,8 +153,7 @@ class BoundedShortest(WorkLeft):
     _load: Load = field(default_factory=Load, init=False, repr=False)
     _sum_work: float = field(init=False, repr=False)
     _num_work: float = field(default=1.0, init=False, repr=False)
-    #: With `work_left`: seconds of the prompt as of the arrival, by request.
-    _prompt_s: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+    _num_ended: int = field(default=0, init=False, repr=False)
     _mean_output: float = field(default=256.0, init=False, repr=False)
     _remaining_s: float = field(default=0.0, init=False, repr=False)
     _running_s: float = field(default=0.0, init=False, repr=False)
@@ -169,8 +171,6 @@ class BoundedShortest(WorkLeft):
 
     def on_arrival(self, state: RequestState, now: float) -> None:
         self._is_due = True
-        if self.work_left:
-            self._prompt_s[state.request_id] = work_left_s(state, self._times)
         work = self._work(state)
         if self.work_left:
             self._sum_work, self._num_work = (
@@ -240,7 +240,6 @@ class BoundedShortest(WorkLeft):
         expected = self._running.remove(state.request_id)
         if expected is not None and state.last_token_s is not None:
             self._learn(state, expected, state.last_token_s)
-        self._prompt_s.pop(state.request_id, None)
 
     def _learn(self, state: RequestState, expected: float, end_s: float) -> None:
         """Updates the estimates with a request that has ended, of which `expected` was the work."""
@@ -248,6 +247,10 @@ class BoundedShortest(WorkLeft):
         work = self._total(state, state.num_output_tokens)
         self._rate.finished(state, work)
         self._mean_output += _OUTPUT_WEIGHT * (state.num_output_tokens - self._mean_output)
+        self._num_ended += 1
+        if self.work_left and self._num_ended == _NUM_LEARNT:
+            self._fcfs_waits.clear()
+            self._fcfs_latencies.clear()
         self._waiting.overtake(state, work - expected)
         if state.prediction is not None:
             self._bias.learn(risk_tokens(state)[0], state.num_output_tokens)
@@ -255,6 +258,9 @@ class BoundedShortest(WorkLeft):
 
     def take_changed(self, now: float) -> Collection[RequestState]:
         num_waiting = len(self._waiting)
+        if self.work_left and self._is_due:  # the prefix cache may have changed
+            for waiting in self._waiting:
+                self._waiting.revise(waiting, self._work(waiting))
         if not num_waiting or (num_waiting > _LONG_QUEUE and now < self._next_due_s):
             return ()
         token_s = self._times.decode_s if self.work_left else self._rate.step_s
@@ -280,9 +286,11 @@ class BoundedShortest(WorkLeft):
         return self.work(state, median_tokens(state))
 
     def _total(self, state: RequestState, output_tokens: float) -> float:
-        """Work of prompt and output in tokens of output; with `work_left` in seconds, as of the arrival."""
+        """Work of prompt and output in tokens of output, with `work_left` in seconds."""
         if self.work_left:
-            return self._prompt_s[state.request_id] + self._times.decode_s * output_tokens
+            uncached_tokens, times = state.request.prompt_tokens - state.cached_tokens, self._times
+            prompt_s = times.prefill_s * uncached_tokens + times.reload_s * state.host_cached_tokens
+            return prompt_s + times.decode_s * output_tokens
         return self.prompt_weight * (state.request.prompt_tokens - state.cached_tokens) + output_tokens
 
     def _work(self, state: RequestState) -> float:

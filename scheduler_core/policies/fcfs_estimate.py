@@ -1,6 +1,7 @@
 """Estimates for first come, first served on the same engine: waits of requests, engine speed, and load."""
 
 import math
+from collections.abc import Iterator
 from itertools import islice
 
 import numpy as np
@@ -79,6 +80,9 @@ class ArrivalOrder:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return (state for state in self._states if state is not None)
 
     def add(self, state: RequestState, fcfs_wait_s: float, work: float) -> None:
         if len(self._states) == self._table.shape[1]:
