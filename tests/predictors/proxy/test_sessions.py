@@ -6,6 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+import aiohttp
 import pytest
 from aiohttp import web
 from hypothesis import given, settings
@@ -196,6 +197,47 @@ async def test_clients_that_disconnect_and_engines_that_fail_lose_no_session() -
         await proxy.reaches("tailcast_proxy_kv_tokens", 9000)  # read again from the new engine
         assert policy_of(proxy).engine.capacity_tokens == 9000
         assert (queue.num_running, queue.num_waiting, queue.num_live) == (0, 0, 0)
+
+
+@pytest.mark.mend  # killing the proxy or the engine must not lose a session
+async def test_agents_finish_although_engine_and_proxy_are_killed() -> None:
+    script = CachingEngine()
+    num_turns = 20
+    done: list[str] = []
+
+    async def agent(url: list[str], session: str) -> None:
+        """Repeats a turn until it has an output, as clients of agents do."""
+        texts = [session * 400]
+        async with aiohttp.ClientSession() as client:
+            for turn in range(num_turns):
+                status = 0
+                while status != 200:
+                    try:
+                        async with client.post(
+                            url[0], json=chat(*texts), headers={"x-session-id": session}
+                        ) as response:
+                            await response.read()
+                            status = response.status
+                    except aiohttp.ClientError:
+                        await asyncio.sleep(0)
+                texts += ["call", f"{session}{turn}" * 20]
+                done.append(session)
+
+    async with running_engine(script) as fake, running_proxy(fake.url, **OPTIONS) as first:
+        url = [first.url + fake_engine.CHAT]
+        agents = [asyncio.create_task(agent(url, session)) for session in "abcdef"]
+        await until(lambda: len(done) > 6)
+        await fake.stop()
+        await fake.start()
+        await until(lambda: len(done) > 40)
+        await first.server.stop()
+        async with running_proxy(fake.url, **OPTIONS) as second:
+            url[0] = second.url + fake_engine.CHAT
+            await asyncio.gather(*agents)
+            queue = second.server.handler.queue
+            assert queue is not None
+            assert (queue.num_live, queue.num_running, queue.num_waiting) == (0, 0, 0)
+    assert len(done) == 6 * num_turns
 
 
 @pytest.mark.mend  # a restarted engine has lost the contexts that the model has
