@@ -183,7 +183,7 @@ def run_side(
     """Turns of a run and the hit rate."""
     before = prefix_cache(url)
     if side.startswith("proxy:"):
-        words = ["--engine_url", url, "--policy", side.removeprefix("proxy:"), "--predictor", "none"]
+        words = [url, "--policy", side.removeprefix("proxy:"), "--predictor", "none"]
         words += ["--release", str(MAX_NUM_SEQS), "--admin_port", "0"]
         with command_ports("tailcast_proxy", *words) as (_, ports):
             turns = asyncio.run(loop.run(f"http://127.0.0.1:{ports[0]}", seed))

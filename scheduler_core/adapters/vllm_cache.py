@@ -126,15 +126,15 @@ class VllmCache:
             return
         queue, uses = self._pool.free_block_queue, self._uses
         front: list[Any] = []
-        kept: list[Any] = []
+        contexts: list[Any] = []
         for block in islice(queue.iter_blocks_after(None), 2 * num_blocks):
-            is_kept = block.block_hash is not None and block.block_hash[:-4] in uses
-            (kept if is_kept else front).append(block)
+            is_of_context = block.block_hash is not None and block.block_hash[:-4] in uses
+            (contexts if is_of_context else front).append(block)
             if len(front) == num_blocks:
                 break
-        for block in kept:
+        for block in contexts:
             queue.remove(block)
-        queue.append_n(kept)
+        queue.append_n(contexts)
         if len(front) < num_blocks:
             for block in front:
                 queue.remove(block)
