@@ -90,7 +90,7 @@ class Sessions:
             size = CacheSize(self._config.engine_kv_tokens, *([] if size is None else [size.block_tokens]))
         if size is None:
             logger.warning(
-                "the size of the engine's KV cache is unknown, so that no session is held: set --engine_kv_tokens"
+                "the size of the engine's KV cache is unknown, all contexts count as cached: set --engine_kv_tokens"
             )
         elif size != self._model.size:
             self._queue.set_size(size)
