@@ -4,10 +4,13 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from multidict import CIMultiDict
 
 from predictors.proxy.client_rules import ClientRules
 from predictors.proxy.config import ProxyConfig
+from predictors.proxy.session_context import SessionContexts
 from predictors.proxy.session_id import SESSION_HEADERS, SessionIds
 from scheduler_core.prediction.api_request import read_request
 
@@ -107,3 +110,37 @@ def test_no_tenant_joins_a_session_of_another(content: dict[str, Any]) -> None:
     assert len(sessions) == len({rules.tenant(CIMultiDict(key)) for key in keys}) == 5
     headers = {"x-session-id": "s"}
     assert name(content, headers, "a") != name(content, headers, "b")
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=9),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["id", "role", "content", "session_id"]), inner)
+    ),
+    max_leaves=6,
+)
+MEMBERS = [
+    "messages",
+    "input",
+    "prompt",
+    "metadata",
+    "conversation",
+    "previous_response_id",
+    "session_id",
+    "tools",
+]
+BODIES = st.dictionaries(st.sampled_from([*MEMBERS, "prompt_cache_key", "system", "model"]), VALUES)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(BODIES, min_size=1, max_size=4))
+def test_any_body_can_be_read(bodies: list[dict[str, Any]]) -> None:
+    """Whatever types its members have, a body has a session or none, and segments of a valid request."""
+    ids, contexts = SessionIds(), SessionContexts()
+    for content in bodies:
+        body = read_request(content)
+        session = ids.session_of({}, content, body, "tenant")
+        assert len(session) in (0, 24)
+        turn = contexts.begin(session, body, continues=bool(content.get("previous_response_id")))
+        assert sum(segment.num_tokens for segment in turn.content) == turn.prompt_tokens
