@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.agents.vllm_sessions import Turn, measures
 from benchmarks.scheduling.routing import SentWork, table
 from benchmarks.shared.pages import mean_cell
 from benchmarks.vllm.plan import BURSTS, Cell, asks, cells
@@ -29,6 +30,14 @@ def test_metrics_by_hand() -> None:
     steps = [[0.5, 0.5, 5, 0, 0, 1], [2.0, 1.5, 0, 3, 9, 3], [2.5, 0.5, 0, 2, 9, 2]]
     assert window_throughput({"requests": rows, "steps": steps}) == pytest.approx(2.0)
     assert window_throughput({"requests": rows, "steps": steps}, CLOCK) == pytest.approx(1.0)
+
+
+def test_measures_of_sessions_by_hand() -> None:
+    turns = [Turn(0, 0, 0.0, 1.0, 2.0, 100), Turn(0, 1, 2.5, 3.0, 4.0, 150), Turn(1, 0, 0.0, 6.0, 8.0, 100)]
+    values = measures(turns, 0.25)
+    assert values["turns/s"] == 3 / 8
+    assert (values["TTFT mean, s"], values["P50"], values["max"]) == (2.5, 1.0, 6.0)
+    assert (values["session mean, s"], values["session max"], values["hits"]) == (6.0, 8.0, 0.25)
 
 
 def test_bursts() -> None:
