@@ -82,7 +82,7 @@ class Continuum(EventOrder):
 
     Sessions whose contexts are not kept starve while enough others go on.
 
-    Differs from the paper: the cost of keeping a context is the part of the memory that it takes; tools are told apart only by
+    Differs from the paper: the cost of keeping a context is the part of the memory that it takes; tools are distinguished only by
     how the turn ended (`RequestState.ended_by`), and "end_turn" ends the program; before 10 pauses are known they are
     exponential with mean `default_pause_s`; a time to live ends with the first event after it.
     """
@@ -168,8 +168,8 @@ class Continuum(EventOrder):
         return session.first_s - (_FIRST if session.is_in_time else 0.0)
 
     def retention_key(self, session: str) -> float:
-        known = self._sessions.get(session)
-        return _FIRST + max(known.expires_s, self._key_s) if known is not None and known.is_held else 0.0
+        entry = self._sessions.get(session)
+        return _FIRST + max(entry.expires_s, self._key_s) if entry is not None and entry.is_held else 0.0
 
     def _forget(self) -> None:
         """Drops the tenth of the sessions that have been idle longest."""

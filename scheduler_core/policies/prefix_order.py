@@ -104,7 +104,7 @@ class DepthFirst(EventOrder):
             entries.append(
                 ([*branches, (math.inf, -float(state.cached_tokens))], state.order, state.request_id)
             )
-        self._positions = {name: float(place) for place, (*_, name) in enumerate(sorted(entries))}
+        self._positions = {name: float(position) for position, (*_, name) in enumerate(sorted(entries))}
 
 
 def _cached_keys(state: RequestState) -> Iterator[str]:

@@ -54,9 +54,9 @@ class Engine:
 
 
 def policy(name: str, capacity_tokens: int = 1000, **parameters: float) -> Policy:
-    made = make_policy(name, parameters)
-    made.bind(Engine(capacity_tokens))
-    return made
+    rule = make_policy(name, parameters)
+    rule.bind(Engine(capacity_tokens))
+    return rule
 
 
 def state(name: str, order: int, prompt: int, cached: int = 0, **more: Any) -> RequestState:
@@ -66,22 +66,22 @@ def state(name: str, order: int, prompt: int, cached: int = 0, **more: Any) -> R
     return item
 
 
-def order_of(made: Policy, *states: RequestState, now: float = 0.0) -> list[str]:
+def order_of(rule: Policy, *states: RequestState, now: float = 0.0) -> list[str]:
     """Names of the waiting requests in the order of keys that are recomputed now."""
-    made.on_pressure(len(states), 8)
-    keys = {item.request_id: (made.key(item, now), item.request.arrival_s) for item in states}
+    rule.on_pressure(len(states), 8)
+    keys = {item.request_id: (rule.key(item, now), item.request.arrival_s) for item in states}
     return sorted(keys, key=keys.__getitem__)
 
 
-def arrive(made: Policy, *states: RequestState) -> None:
+def arrive(rule: Policy, *states: RequestState) -> None:
     for item in states:
-        made.on_arrival(item, item.request.arrival_s)
+        rule.on_arrival(item, item.request.arrival_s)
 
 
-def end(made: Policy, item: RequestState, now: float, outputs: int = 1, ended_by: str = "") -> None:
+def end(rule: Policy, item: RequestState, now: float, outputs: int = 1, ended_by: str = "") -> None:
     """Ends a running request."""
     item.num_output_tokens, item.last_token_s, item.ended_by = outputs, now, ended_by
-    made.on_finish(item)
+    rule.on_finish(item)
 
 
 def test_work_left_is_uncached_prompt_copy_and_remaining_output() -> None:
@@ -102,26 +102,26 @@ def test_a_long_prompt_comes_after_a_longer_output_only_by_work_left(name: str) 
     a, b = state("a", 0, 100), state("b", 0, 900)
     a.prediction, b.prediction = prediction(40.0, 1e-6), prediction(10.0, 1e-6)
     for left, cached, expected in ((False, 0, "ba"), (True, 0, "ab"), (True, 850, "ba")):
-        made = policy(name, work_left=left)
+        rule = policy(name, work_left=left)
         b.cached_tokens = cached
-        arrive(made, a, b)
-        assert "".join(order_of(made, a, b)) == expected
-        assert made.reads("cached") == made.reads("costs") == left
-        assert not made.on_pressure(2, 8)  # not again without an event
-        made.on_admit(a, 1.0)
-        assert made.on_pressure(1, 8) == left
+        arrive(rule, a, b)
+        assert "".join(order_of(rule, a, b)) == expected
+        assert rule.reads("cached") == rule.reads("costs") == left
+        assert not rule.on_pressure(2, 8)  # not again without an event
+        rule.on_admit(a, 1.0)
+        assert rule.on_pressure(1, 8) == left
 
 
 def test_hrrn_counts_waits_in_prefill_times() -> None:
     """a waits 10 s for 1 s of prefill, ratio 11; b 5 s for 0.4 s, 13.5; all but 200 tokens of a cached: 51."""
-    made, a, b = policy("hrrn"), state("a", 0, 1000), state("b", 5, 400)
-    arrive(made, a, b, state("c", 10, 1))
-    assert order_of(made, a, b) == ["b", "a"]
-    assert made.key(b, 99.0) == pytest.approx(-13.5)
+    rule, a, b = policy("hrrn"), state("a", 0, 1000), state("b", 5, 400)
+    arrive(rule, a, b, state("c", 10, 1))
+    assert order_of(rule, a, b) == ["b", "a"]
+    assert rule.key(b, 99.0) == pytest.approx(-13.5)
     a.cached_tokens = 800
-    made.on_admit(state("c", 10, 1), 10.0)
-    assert order_of(made, a, b) == ["a", "b"]
-    assert made.key(a, 99.0) == pytest.approx(-51.0)
+    rule.on_admit(state("c", 10, 1), 10.0)
+    assert order_of(rule, a, b) == ["a", "b"]
+    assert rule.key(a, 99.0) == pytest.approx(-51.0)
     counting = policy("hrrn", count_outputs=True)
     b.prediction = prediction(60.0, 1e-6)
     arrive(counting, b, state("c", 10, 1))
@@ -130,9 +130,9 @@ def test_hrrn_counts_waits_in_prefill_times() -> None:
 
 
 def test_longest_prefix_comes_first() -> None:
-    made = policy("longest_prefix")
+    rule = policy("longest_prefix")
     states = [state("a", 0, 100, 10), state("b", 1, 900, 300), state("c", 2, 50), state("d", 3, 400, 300)]
-    assert order_of(made, *states) == ["b", "d", "a", "c"]
+    assert order_of(rule, *states) == ["b", "d", "a", "c"]
 
 
 def test_depth_first_takes_the_heaviest_branch_and_its_deepest_requests() -> None:
@@ -150,66 +150,66 @@ def test_depth_first_takes_the_heaviest_branch_and_its_deepest_requests() -> Non
         state("x", 3, 500, 100, content=content("x", "v")),
         state("xy", 4, 500, 150, content=content("x", "y")), state("xz", 5, 500, 200, content=content("x", "z")),
     ]  # fmt: skip
-    made = policy("depth_first")
-    arrive(made, *states)
-    assert order_of(made, *states) == ["xy", "xz", "x", "w_long", "w_short", "none"]
-    made.on_admit(states[4], 6.0)
+    rule = policy("depth_first")
+    arrive(rule, *states)
+    assert order_of(rule, *states) == ["xy", "xz", "x", "w_long", "w_short", "none"]
+    rule.on_admit(states[4], 6.0)
     left = [item for item in states if item.request_id != "xy"]
-    assert order_of(made, *left) == ["w_long", "w_short", "xz", "x", "none"]
+    assert order_of(rule, *left) == ["w_long", "w_short", "xz", "x", "none"]
 
 
 def test_uniboost_of_the_waiting_queue_boosts_by_uncached_work() -> None:
     """Phi = a - b(w): 900 of 1,000 tokens cached, w = 0.1 s; gamma is that of the latencies' tail."""
-    made, a = (
+    rule, a = (
         policy("uniboost_uncached", gamma_per_s=0.5, update_every=5, window=5, smoothing=1.0),
         state("a", 3, 1000, 900),
     )
-    arrive(made, a)
-    order_of(made, a)
-    assert made.key(a, 9.0) == pytest.approx(3.0 - boost_s(0.1, 0.5))
+    arrive(rule, a)
+    order_of(rule, a)
+    assert rule.key(a, 9.0) == pytest.approx(3.0 - boost_s(0.1, 0.5))
     for number in range(5):
-        end(made, state(f"e{number}", 0, 10), float(number + 1))
-    order_of(made, a)
+        end(rule, state(f"e{number}", 0, 10), float(number + 1))
+    order_of(rule, a)
     gamma = math.log(5.0) / (np.quantile(range(1, 6), 0.99) - np.quantile(range(1, 6), 0.95))
-    assert made.key(a, 9.0) == pytest.approx(3.0 - boost_s(0.1, float(gamma)))
+    assert rule.key(a, 9.0) == pytest.approx(3.0 - boost_s(0.1, float(gamma)))
 
 
 def test_thunder_agent_pauses_the_smallest_idle_session_and_resumes_in_groups() -> None:
     """1,000 tokens of memory. a (300) and b (500) act; c (150) is new and fits. The next turn of b grows to 700: a is paused;
     its next turn waits until c's session ends, then comes before d, a new session that is smaller."""
-    made = policy("thunder_agent", buffer_tokens=0)
+    rule = policy("thunder_agent", buffer_tokens=0)
 
     def turn(name: str, order: int, prompt: int) -> RequestState:
         item = state(f"{name}{order}", order, prompt, session=name)
-        made.on_arrival(item, item.request.arrival_s)
+        rule.on_arrival(item, item.request.arrival_s)
         return item
 
     def admitted(*states: RequestState) -> list[str]:
-        made.on_pressure(len(states), 8)
-        return [item.request_id for item in states if made.may_admit(item, 99.0)]
+        rule.on_pressure(len(states), 8)
+        return [item.request_id for item in states if rule.may_admit(item, 99.0)]
 
     for item in (turn("a", 0, 299), turn("b", 1, 499)):
         assert admitted(item) == [item.request_id]
-        made.on_admit(item, 2.0)
-        end(made, item, 3.0, ended_by="tool_use")
+        rule.on_admit(item, 2.0)
+        end(rule, item, 3.0, ended_by="tool_use")
     c = turn("c", 4, 150)
     assert admitted(c) == ["c4"]
-    made.on_admit(c, 4.0)
+    rule.on_admit(c, 4.0)
     b = turn("b", 5, 700)
     assert admitted(b) == ["b5"]
-    made.on_admit(b, 5.0)
+    rule.on_admit(b, 5.0)
     a, d = turn("a", 6, 301), turn("d", 7, 200)
     assert admitted(a, d) == []
-    assert order_of(made, a, d) == ["a6", "d7"]
-    end(made, c, 8.0, ended_by="tool_use")  # it may come back, but a's turn waits
+    assert order_of(rule, a, d) == ["a6", "d7"]
+    end(rule, c, 8.0, ended_by="tool_use")  # it may come back, but a's turn waits
     assert admitted(a, d) == []
-    end(made, b, 9.0, ended_by="end_turn")
+    end(rule, b, 9.0, ended_by="end_turn")
     assert admitted(a, d) == ["a6", "d7"]
-    made.on_admit(a, 9.0)
-    made.on_admit(d, 9.0)
+    rule.on_admit(a, 9.0)
+    rule.on_admit(d, 9.0)
     e = turn("e", 10, 900)
     assert admitted(e) == []
-    made.on_arrival(state("f", 1811, 10), 1811.0)
+    rule.on_arrival(state("f", 1811, 10), 1811.0)
     assert admitted(e) == ["e10"]  # held for half an hour
 
 
@@ -226,34 +226,38 @@ def test_time_to_live_has_the_largest_expected_gain() -> None:
 def test_continuum_keeps_contexts_and_serves_who_comes_in_time_first() -> None:
     """The context of a, 200 of 1,000 tokens, is worth 0.2 s: 2 ln(0.2 / (0.2 * 2)) < 0, so it is not kept. After waits of 10 s
     in the mean it is kept for 2 ln(10.2 / 0.4) = 6.5 s; meanwhile no 900 tokens are admitted."""
-    made = policy("continuum")
+    rule = policy("continuum")
     a = state("a0", 0, 199, session="a")
-    arrive(made, a)
-    made.on_admit(a, 0.0)
-    end(made, a, 1.0, ended_by="tool_use")
-    made.on_pressure(0, 8)
-    assert made.retention_key("a") == 0.0
-    made._mean_wait_s = 10.0  # type: ignore[attr-defined]
+    arrive(rule, a)
+    rule.on_admit(a, 0.0)
+    end(rule, a, 1.0, ended_by="tool_use")
+    rule.on_pressure(0, 8)
+    assert rule.retention_key("a") == 0.0
+    for number in range(400):
+        waits = state(f"w{number}", 0, 10)
+        arrive(rule, waits)
+        rule.on_admit(waits, 10.0)
+        end(rule, waits, 10.0)
     a, b, c = (
         state(name, at, size, session=name[0])
         for name, at, size in (("a1", 3, 200), ("b0", 2, 900), ("c0", 4, 100))
     )
-    arrive(made, b, a)
-    made.on_admit(a, 3.0)
-    end(made, a, 3.0, outputs=0, ended_by="tool_use")
-    made.on_pressure(1, 8)
-    assert made.retention_key("a") > made.retention_key("b") == made.retention_key("") == 0.0
-    assert not made.may_admit(b, 3.0)
-    arrive(made, c)
+    arrive(rule, b, a)
+    rule.on_admit(a, 3.0)
+    end(rule, a, 3.0, outputs=0, ended_by="tool_use")
+    rule.on_pressure(1, 8)
+    assert rule.retention_key("a") > rule.retention_key("b") == rule.retention_key("") == 0.0
+    assert not rule.may_admit(b, 3.0)
+    arrive(rule, c)
     late = state("a2", 9, 200, session="a")
-    assert made.may_admit(c, 4.0)
-    arrive(made, late)  # 6 s later: in time
-    assert order_of(made, b, c, late) == ["a2", "b0", "c0"]
-    made.on_admit(late, 9.0)
-    end(made, late, 9.0, ended_by="end_turn")
-    made.on_pressure(2, 8)
-    assert made.retention_key("a") == 0.0
-    assert made.may_admit(b, 9.0)
+    assert rule.may_admit(c, 4.0)
+    arrive(rule, late)  # 6 s later: in time
+    assert order_of(rule, b, c, late) == ["a2", "b0", "c0"]
+    rule.on_admit(late, 9.0)
+    end(rule, late, 9.0, ended_by="end_turn")
+    rule.on_pressure(2, 8)
+    assert rule.retention_key("a") == 0.0
+    assert rule.may_admit(b, 9.0)
 
 
 def agents(num_sessions: int, turns: int, longest: int, num_single: int = 0, seed: int = 0) -> Trace:
@@ -341,9 +345,9 @@ def test_orders_for_agents_gain_what_their_sources_say() -> None:
     for case, less, mean_less in (
         ("thunder_agent", 0.7, 0.5), ("continuum", 0.7, 0.5), ("longest_prefix", 0.9, 0.9), ("depth_first", 0.9, 0.9),
     ):  # fmt: skip
-        found = measured(case, trace)
-        assert found[0] < less * end_s, case
-        assert found[1] < mean_less * mean_s, case
+        of_case = measured(case, trace)
+        assert of_case[0] < less * end_s, case
+        assert of_case[1] < mean_less * mean_s, case
     hrrn = measured("hrrn", trace)
     assert hrrn[1] < 0.9 * mean_s
     assert hrrn[2] < 1.5 * longest_s
