@@ -82,8 +82,8 @@ class Continuum(EventOrder):
 
     Sessions whose contexts are not kept starve while enough others go on.
 
-    Differs from the paper: the cost of keeping a context is the part of the memory that it takes; tools are distinguished only by
-    how the turn ended (`RequestState.ended_by`), and "end_turn" ends the program; before 10 pauses are known they are
+    Differs from the paper: the cost of keeping a context is the part of the memory that it takes; tools are distinguished only
+    by how the turn ended (`RequestState.ended_by`), and "end_turn" ends the program; before 10 pauses are known they are
     exponential with mean `default_pause_s`; a time to live ends with the first event after it.
     """
 

@@ -339,7 +339,7 @@ class UniBoost(Policy):
 
 @dataclass(kw_only=True, slots=True)
 class UniBoostUncached(EventOrder):
-    """UniBoost of the waiting queue alone, as its authors propose it for SGLang and agents' prompts (sgl-project/sglang #35637).
+    """UniBoost of the waiting queue alone, as its authors propose it for agents' prompts (sgl-project/sglang #35637).
 
     key = Phi = a - b(w),   w = alpha (n - h),   b(w) = (1/gamma) ln(1/(1 - exp(-gamma w)))
 
