@@ -29,8 +29,6 @@ STEP_TOKENS = 8192
 MAX_CONTEXTS = 20_000
 #: Tokens that the engine reports may be this fraction of those in the model, whose tokens are estimates.
 MIN_HIT = 0.9
-#: Steps, and seconds, whose mean is one observation of the costs: prompts take several steps, but are counted in the last one.
-WINDOW_STEPS, WINDOW_S = 16, 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +70,14 @@ class EngineModel:
         self._running: dict[str, RequestState] = {}
         #: Tokens that the engine should report as cached, and the number of the context that has them.
         self._expected: dict[str, tuple[int, int]] = {}
+        #: Prompt tokens that were sent and not cached, so far and before each request.
+        self._num_sent_tokens = 0
+        self._sent_tokens: dict[str, int] = {}
         #: Ended requests with their running numbers, by the last segment of their prompts; the latest one last.
         self._ended: OrderedDict[str, tuple[int, RequestState]] = OrderedDict()
         self._num_ended = 0
         #: Last segment of the latest request of a session.
         self._latest: OrderedDict[str, str] = OrderedDict()
-        #: Of the current window of `observe`.
-        self._num_steps = self._prefill_tokens = self._num_decodes = 0
-        self._seconds = 0.0
 
     @property
     def capacity_tokens(self) -> int:
@@ -106,6 +104,8 @@ class EngineModel:
         """Handles a request that is sent to the engine."""
         self.look_up([state])
         self._running[state.request_id] = state
+        self._sent_tokens[state.request_id] = self._num_sent_tokens
+        self._num_sent_tokens += state.request.prompt_tokens - state.cached_tokens
         for key, _ in reversed(state.request.content):
             if (ended := self._ended.get(key)) is not None:
                 # The engine may not find the output again, such as a reasoning that is no part of the next prompt.
@@ -126,6 +126,9 @@ class EngineModel:
         name, request = state.request_id, state.request
         if self._running.pop(name, None) is None:
             return
+        before_tokens = self._sent_tokens.pop(name)
+        if end.is_complete:
+            self._measure(state, before_tokens)
         expected, number = self._expected.pop(name, (0, 0))
         if end.is_complete or state.first_token_s is not None:
             if end.prompt_tokens is not None and end.content[:-1] == request.content[:-1]:
@@ -151,17 +154,13 @@ class EngineModel:
         for state in self._running.values():
             self._place(state)
 
-    def observe(self, duration_s: float, num_steps: int, prefill_tokens: int, num_decodes: int) -> None:
-        """Adds steps of the engine, which have taken `duration_s` seconds together, to the costs."""
-        self._num_steps += num_steps
-        self._seconds += duration_s
-        self._prefill_tokens += prefill_tokens
-        self._num_decodes += num_decodes
-        if self._num_steps >= WINDOW_STEPS or self._seconds >= WINDOW_S:
-            num = self._num_steps
-            self.costs.observe(self._seconds / num, self._prefill_tokens / num, self._num_decodes / num)
-            self._num_steps = self._prefill_tokens = self._num_decodes = 0
-            self._seconds = 0.0
+    def _measure(self, state: RequestState, before_tokens: int) -> None:
+        """Adds the steps of an ended request to the costs: one for each of its tokens, which together process the prompts that
+        were sent since, so that streams and other responses are measured alike."""
+        start_s, end_s, num = state.first_scheduled_s, state.last_token_s, state.num_output_tokens
+        if start_s is not None and end_s is not None and num:
+            prefill_tokens = self._num_sent_tokens - before_tokens
+            self.costs.observe((end_s - start_s) / num, prefill_tokens / num, len(self._running) + 1)
 
     def _empty(self) -> tuple[KVCache, PrefixCache]:
         size = self.size or CacheSize(2**40)

@@ -57,9 +57,6 @@ class EngineOrder:
     num_running: int = field(default=0, init=False)
     _in_step: set[str] = field(default_factory=set, init=False)
     _step_start_s: float = field(default=0.0, init=False)
-    #: Of the current step.
-    _num_tokens: list[int] = field(default_factory=list, init=False)
-    _prefill_tokens: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         level = declared_level(self.policy)
@@ -102,12 +99,10 @@ class EngineOrder:
         prompt_tokens, num_output_tokens = state.request.prompt_tokens, state.num_output_tokens + num_tokens
         if state.first_token_s is None:
             self._order.progress(request_id, prompt_tokens, prompt_tokens, 1, now)
-            self._prefill_tokens += max(prompt_tokens - state.cached_tokens, 0)
             num_tokens -= 1
         if num_tokens:
             num_computed = prompt_tokens + num_output_tokens - 1
             self._order.progress(request_id, num_tokens, num_computed, num_output_tokens, now)
-        self._num_tokens.append(num_tokens)
         if self.model is not None:
             self.model.compute(state)
         if num_tokens > 1:
@@ -135,7 +130,8 @@ class EngineOrder:
 
     def _admit(self, request_id: str, now: float) -> None:
         if not self.num_running:
-            self._start_step(now)
+            self._in_step.clear()
+            self._step_start_s = now
         self.num_running += 1
         state = self._order.states[request_id]
         if self.model is not None:
@@ -144,17 +140,8 @@ class EngineOrder:
         state.num_computed_tokens = state.cached_tokens
 
     def _end_step(self, now: float) -> None:
-        step_s = now - self._step_start_s
-        if self.model is not None:
-            num_steps = max(self._num_tokens, default=1)
-            self.model.observe(step_s, max(num_steps, 1), self._prefill_tokens, sum(self._num_tokens))
-        self.policy.on_step(now, step_s)
-        self._start_step(now)
-
-    def _start_step(self, now: float) -> None:
+        self.policy.on_step(now, now - self._step_start_s)
         self._in_step.clear()
-        self._num_tokens.clear()
-        self._prefill_tokens = 0
         self._step_start_s = now
 
 

@@ -1,12 +1,18 @@
 """Model of the engine's prefix cache and costs, against the core's accountant and a synthetic engine."""
 
+import math
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from predictors.proxy.engine_model import CacheSize, End, EngineModel, read_cache_size
+from predictors.proxy.order import HoldQueue
 from scheduler_core.adapters.live_order import UnknownEngine
+from scheduler_core.policies import make_policy
 from scheduler_core.request import Request, RequestState, Segment
+from tests.scheduler_core.helpers import Clock
 
 COMPLETE = End(is_complete=True)
 
@@ -161,14 +167,42 @@ def test_memory_is_conserved(steps: list[tuple[str, int, int]]) -> None:
     assert model._kv.num_free_blocks == 100
 
 
-def test_costs_are_those_of_the_engine() -> None:
-    """An engine that takes 10 ms for a step, 0.1 ms for a prompt token and 1 ms for a decode."""
+@pytest.mark.parametrize("is_stream", [True, False])
+@pytest.mark.parametrize("num_running", [2, 16])
+async def test_costs_are_those_of_the_engine(is_stream: bool, num_running: int) -> None:
+    """An engine that takes 12 ms for a step, 33 us for a prompt token and 0.25 ms for a decode, in chunks of 4,096 tokens."""
+    rng, clock = np.random.default_rng(0), Clock()
     model = EngineModel()
-    for number in range(4000):
-        num_decodes, prompt = number // 100 % 16 + 1, 300 * (number // 200 % 3) if number % 4 == 0 else 0
-        model.observe(0.01 + 1e-4 * prompt + 1e-3 * num_decodes, 1, prompt, num_decodes)
-    assert model.costs.prefill_s(1000) == pytest.approx(0.1, rel=0.15)
-    assert model.costs.decode_s(1) == pytest.approx(1e-3 + 0.01 / 8.5, rel=0.25)
+    queue = HoldQueue(make_policy("hrrn"), 64, clock, model=model)
+    left: dict[str, list[int]] = {}  # prompt and output tokens that are not computed
+    for number in range(300):
+        if len(left) < num_running:
+            prompt, output = (int(math.exp(rng.uniform(*bounds))) for bounds in ((5.0, 10.0), (3.0, 6.0)))
+            request = Request(
+                request_id=str(number), arrival_s=clock.now, prompt_tokens=prompt, max_tokens=output
+            )
+            await queue.enter(request)
+            left[request.request_id] = [prompt, output]
+        while len(left) == num_running:
+            budget, ends = 4096, []
+            decodes = [name for name, tokens in left.items() if not tokens[0]]
+            for name, tokens in left.items():
+                chunk = min(budget, tokens[0])
+                tokens[0] -= chunk
+                budget -= chunk
+                if chunk and not tokens[0]:
+                    ends.append(name)
+            clock.now += 0.012 + (4096 - budget) / 30_000 + 0.00025 * len(decodes)
+            for name in decodes + ends:
+                left[name][1] -= 1
+                is_end = not left[name][1]
+                if is_stream or is_end:
+                    queue.on_output(name, 1 if is_stream else queue._order.states[name].request.max_tokens)
+                if is_end:
+                    del left[name]
+                    queue.leave(name, COMPLETE)
+    assert model.costs.prefill_s(1000) == pytest.approx(1 / 30, rel=0.2)
+    assert model.costs.decode_s(1) == pytest.approx(0.00025 + 0.012 / num_running, rel=0.35)
 
 
 VLLM = """# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig
