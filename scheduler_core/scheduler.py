@@ -66,6 +66,7 @@ class Scheduler:
             config.max_num_seqs,
             max_running=former.max_running(config),
             preemption=config.preemption,
+            step_tokens=config.max_num_batched_tokens,
             evicts_by_key=policy.evicts_by_key or former.evicts_by_key,
             group=former.group,
             lockstep=former.lockstep and policy.progress == "unused",
@@ -113,7 +114,7 @@ class Scheduler:
     @property
     def wants_step_ends(self) -> bool:
         """Whether the policy needs the duration of each step if several are completed in one call."""
-        return type(self.policy).on_steps is not Policy.on_steps
+        return self._measures or type(self.policy).on_steps is not Policy.on_steps
 
     def find(self, request_id: str) -> RequestState | None:
         """The current state of a request, read-only and valid until the next step; None if it is not live."""
@@ -207,7 +208,7 @@ class Scheduler:
         reorders = policy.progress == "every_step" or (
             (policy.preemptive or policy.needs_queue) and len(self.pool.waiting) > 0
         )
-        if batch.preempted or reorders:
+        if batch.preempted or reorders or policy.reorders_next:
             return 1
         if batch.prefills:
             limit = 1 if group is None else self._former.steady_chunks(batch, limit)
@@ -249,7 +250,9 @@ class Scheduler:
         step_s = (now - self._opened_s) / result.num_steps
         if self._measures:
             copied = sum([transfer.num_tokens for transfer in plan.swapped_in])
-            self.pool.costs.observe(step_s, plan.num_prefill_tokens, len(plan.decodes), copied)
+            prefill_tokens, num_decodes = plan.num_prefill_tokens, len(plan.decodes)
+            for start, end in pairwise(bounds) if bounds else ((self._opened_s, now),):
+                self.pool.costs.observe(end - start, prefill_tokens, num_decodes, copied)
         if bounds:
             self.policy.on_steps(now, [end - start for start, end in pairwise(bounds)])
         else:

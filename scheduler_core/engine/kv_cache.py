@@ -130,7 +130,7 @@ class KVCache:
         held = self._held.get(request_id, 0)
         if self.prefixes is None or not held:
             return held
-        return held - self.prefixes.own(request_id) + self.prefixes.alone(request_id)
+        return held - self.prefixes.own(request_id) + self.prefixes.exclusive(request_id)
 
     def fits(
         self, num_tokens: int, *, waive_watermark: bool, freed_blocks: int = 0, hit: Hit = NO_HIT

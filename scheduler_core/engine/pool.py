@@ -36,6 +36,7 @@ class Pool:
         max_running: int,
         preemption: Preemption,
         evicts_by_key: bool,
+        step_tokens: int,
         group: Callable[[RequestState], int] | None,
         lockstep: bool,
     ) -> None:
@@ -43,6 +44,8 @@ class Pool:
         self.kv = kv
         self.max_num_seqs = max_num_seqs
         self.max_running = max_running
+        #: See `EngineView`.
+        self.step_tokens = step_tokens
         self.preemption = preemption
         self._states: dict[str, RequestState] = {}
         self.waiting = WaitingQueue(policy, group)
@@ -76,6 +79,11 @@ class Pool:
     def capacity_tokens(self) -> int:
         """See `EngineView`."""
         return self.kv.capacity_tokens
+
+    @property
+    def has_host_tier(self) -> bool:
+        """See `EngineView`."""
+        return self.kv.prefixes is not None and self.kv.prefixes.num_host_blocks > 0
 
     @property
     def states(self) -> Mapping[str, RequestState]:
@@ -159,8 +167,6 @@ class Pool:
 
     def start_step(self, now: float) -> None:
         """Updates keys that change from step to step; called before each step."""
-        if self.kv.prefixes is not None:
-            self.kv.prefixes.start_step()
         if self.evictions is not None:
             self.evictions.start_step()
         for state in self.policy.take_changed(now):

@@ -154,10 +154,10 @@ class PrefixCache:
             on_device = 0 if host else min(child.num_blocks, want)
             device += on_device
             pinned += min(child.pinned, on_device)
-            found = min(child.end, want)
-            host += found - on_device
-            path.append((child, found))
-            if found < want:
+            hit = min(child.end, want)
+            host += hit - on_device
+            path.append((child, hit))
+            if hit < want:
                 break
             node = child
         return Hit(device, pinned, host, tuple(path)) if path else NO_HIT
@@ -208,7 +208,7 @@ class PrefixCache:
         """Blocks in the tree that a request uses."""
         return sum([node.pins[request_id] for node in self._paths.get(request_id, ())])
 
-    def alone(self, request_id: str) -> int:
+    def exclusive(self, request_id: str) -> int:
         """Blocks in the tree that no other running request uses."""
         num = 0
         for node in self._paths.get(request_id, ()):
@@ -249,13 +249,10 @@ class PrefixCache:
             del self._nodes[node]
             node = node.parent
 
-    def start_step(self) -> None:
-        """Called when the values of sessions may have changed."""
-        if self.retention is not None:
-            self._ranked[True].clear()
-
     def evict(self, num_blocks: int) -> None:
         """Frees unused blocks on the device. AssertionError if there are too few."""
+        if self.retention is not None:
+            self._ranked[True].clear()  # the values may have changed
         self._free(num_blocks, on_device=True)
         excess = self.num_on_host - self.num_host_blocks
         if excess > 0:

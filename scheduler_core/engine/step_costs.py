@@ -2,14 +2,12 @@
 
 import numpy as np
 
-#: Weight of a step is multiplied by this with each further one, so that about the last thousand count.
-_FADE = 0.999
+#: Weight of a step relative to that of the next one, so that about the last thousand count; and the largest weight.
+_FADE, _MAX_WEIGHT = 0.999, 1e12
 #: Prior: seconds per step, and per thousand prompt tokens, decode, thousand copied tokens (`LinearStepTime`).
 _PRIOR = (0.017, 0.055, 5.5e-5, 0.0052)
 #: Variance of the prior relative to that of a step: each coefficient is known to about itself.
 _PRIOR_STEPS = 2.0
-#: Steps between two solutions.
-_REFRESH = 16
 
 
 class StepCosts:
@@ -24,29 +22,52 @@ class StepCosts:
     def __init__(self) -> None:
         prior = np.array(_PRIOR)
         scale = _PRIOR_STEPS * (_PRIOR[0] / prior) ** 2
-        #: Sums of x x^T and of t x over the steps, x = (1, P / 1000, D, S / 1000); and their prior.
         self._prior = np.diag(scale), scale * prior
-        self._gram, self._response = np.zeros((4, 4)), np.zeros(4)
-        self._coefficients = [float(value) for value in prior]
-        self._num_new = 0
+        #: Weighted sums of x x^T and of t x over the steps, x = (1, P / 1000, D, S / 1000).
+        self._gram = [[0.0] * 4 for _ in range(4)]
+        self._response = [0.0] * 4
+        self._weight = 1.0
+        self._solution: list[float] | None = [float(value) for value in prior]
         self._decodes = self._decode_steps = 1.0
 
     def observe(
         self, step_s: float, prefill_tokens: float, num_decodes: float, copied_tokens: float = 0.0
     ) -> None:
-        """Adds a step of `step_s` seconds; of several equal ones the mean."""
-        x = np.array((1.0, prefill_tokens / 1000.0, num_decodes, copied_tokens / 1000.0))
-        self._gram = _FADE * self._gram + np.multiply.outer(x, x)
-        self._response = _FADE * self._response + step_s * x
+        """Adds a step of `step_s` seconds."""
+        weight = self._weight = self._weight / _FADE
+        if weight > _MAX_WEIGHT:
+            self._rescale(weight)
+            weight = 1.0
+        x = [(0, 1.0)]
+        if prefill_tokens:
+            x.append((1, prefill_tokens / 1000.0))
         if num_decodes:
-            self._decodes = _FADE * self._decodes + num_decodes
-            self._decode_steps = _FADE * self._decode_steps + 1.0
-        self._num_new += 1
-        if self._num_new >= _REFRESH:
-            self._num_new = 0
+            x.append((2, float(num_decodes)))
+            self._decodes += weight * num_decodes
+            self._decode_steps += weight
+        if copied_tokens:
+            x.append((3, copied_tokens / 1000.0))
+        for row, value in x:
+            self._response[row] += weight * value * step_s
+            for column, other in x:
+                self._gram[row][column] += weight * value * other
+        self._solution = None
+
+    def _rescale(self, weight: float) -> None:
+        self._gram = [[value / weight for value in row] for row in self._gram]
+        self._response = [value / weight for value in self._response]
+        self._decodes, self._decode_steps = self._decodes / weight, self._decode_steps / weight
+        self._weight = 1.0
+
+    @property
+    def _coefficients(self) -> list[float]:
+        """c, solved if there are new steps."""
+        if self._solution is None:
             gram, response = self._prior
-            solution = np.linalg.solve(self._gram + gram, self._response + response)
-            self._coefficients = [max(float(value), 0.0) for value in solution]
+            gram = np.array(self._gram) / self._weight + gram
+            solution = np.linalg.solve(gram, np.array(self._response) / self._weight + response)
+            self._solution = [max(float(value), 0.0) for value in solution]
+        return self._solution
 
     def prefill_s(self, num_tokens: float) -> float:
         """Seconds to process prompt tokens."""

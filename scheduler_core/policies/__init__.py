@@ -25,6 +25,7 @@ from scheduler_core.policies.thunder_agent import ThunderAgent
 from scheduler_core.policies.tie import Tie
 from scheduler_core.policies.uniboost import DistBoost, UniBoost, UniBoostUncached
 from scheduler_core.policies.vtc import Vtc
+from scheduler_core.policies.working_set import WorkingSet
 from scheduler_core.ranges import construct
 
 #: Every policy of this package by name.
@@ -56,6 +57,7 @@ POLICIES: dict[str, type[Policy]] = {
     "depth_first": DepthFirst,
     "thunder_agent": ThunderAgent,
     "continuum": Continuum,
+    "working_set": WorkingSet,
 }
 
 #: Entry points of this group are policies of other packages.

@@ -32,11 +32,19 @@ class EngineView(Protocol):
 
     Attributes:
         capacity_tokens: Tokens that the KV cache has memory for.
+        step_tokens: Tokens that fit into one step of the engine.
+        has_host_tier: Whether contexts that were evicted are copied back from host memory, and not computed again.
         costs: Measured costs of work; of the policies with "costs" in `inputs`, else those of a typical engine.
     """
 
     @property
     def capacity_tokens(self) -> int: ...
+
+    @property
+    def step_tokens(self) -> int: ...
+
+    @property
+    def has_host_tier(self) -> bool: ...
 
     @property
     def costs(self) -> Costs: ...
@@ -101,6 +109,11 @@ class Policy(ABC):
         return name in self.inputs
 
     @property
+    def reorders_next(self) -> bool:
+        """Whether the order may change before the next step because of events in this one, such as an admission."""
+        return False
+
+    @property
     def reserves_memory(self) -> bool:
         """Whether it determines the KV memory of admitted requests, which engines usually allocate themselves."""
         return type(self).admission_tokens is not Policy.admission_tokens
@@ -144,7 +157,8 @@ class Policy(ABC):
 
     def retention_key(self, session: str) -> float:
         """Value of keeping the unused blocks of a session in the KV cache; those of the smallest are evicted first. The
-        session is empty for requests without one. Used if `orders_retention`; as `may_admit` it changes with events only."""
+        session is empty for requests without one. Used if `orders_retention`; as `may_admit` it changes with events only,
+        but not with an arrival, which may come before the evictions of the step it falls into."""
         return 0.0
 
     def on_pressure(self, num_waiting: int, max_num_seqs: int) -> bool:

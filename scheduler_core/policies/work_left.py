@@ -63,6 +63,10 @@ class EventOrder(Policy):
                 self._times = TokenTimes.of(self._costs)
         return is_due
 
+    @property
+    def reorders_next(self) -> bool:
+        return self._is_due
+
     def on_arrival(self, state: RequestState, now: float) -> None:
         self._event_s, self._is_due = now, True
 
@@ -95,6 +99,10 @@ class WorkLeft(EventOrder):
 
     def on_pressure(self, num_waiting: int, max_num_seqs: int) -> bool:
         return EventOrder.on_pressure(self, num_waiting, max_num_seqs) and self.work_left
+
+    @property
+    def reorders_next(self) -> bool:
+        return self._is_due and self.work_left
 
     def work(self, state: RequestState, output_tokens: float) -> float:
         """Seconds with `work_left`, else the tokens of output."""

@@ -261,9 +261,12 @@ class SimulatedReplica:
             stopped = tuple([name for name in done if rows[name].output_tokens < rows[name].max_tokens])
         self.step = None
         ends_s: tuple[float, ...] = ()
-        if num_steps > 1 and self._run is not None and scheduler.wants_step_ends:
-            before = self._run.num_done - num_steps
-            ends_s = tuple([self._run.at(before + done) for done in range(1, num_steps)])
+        if num_steps > 1 and scheduler.wants_step_ends:
+            if self._run is None:
+                ends_s = tuple(self._chunk_ends[:-1])
+            else:
+                before = self._run.num_done - num_steps
+                ends_s = tuple([self._run.at(before + done) for done in range(1, num_steps)])
         ended_by = {name: rows[name].ended_by for name in done if rows[name].ended_by} if done else {}
         result = StepResult(plan.step, stopped, num_steps, ends_s, ended_by)
         if self._watch is None:

@@ -1,0 +1,371 @@
+"""Working set of sessions, by tailcast: as many agent sessions at a time as the KV cache has memory for, in turn."""
+
+import math
+from dataclasses import dataclass, field
+from itertools import islice
+
+from scheduler_core.policies.base import EngineView
+from scheduler_core.policies.estimates import median_tokens
+from scheduler_core.policies.fcfs_estimate import RecentValues
+from scheduler_core.policies.work_left import EventOrder, work_left_s
+from scheduler_core.prediction.session_return import ReturnPredictor
+from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
+from scheduler_core.request import RequestState
+
+#: Keys of turns that are due, and of those of active sessions, are below those of others by these.
+_DUE, _ACTIVE = 1e12, 1e9
+#: Waiting turns that are considered at a time, in order of arrival, and sessions that are remembered.
+_MAX_TURNS, _MAX_SESSIONS = 512, 10_000
+#: Weight of the newest pause in the mean of a session, prior of it in seconds, and longest pause that counts in it.
+_NEWEST_PAUSE, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 15.0, 600.0
+#: W is computed again after this fraction of it.
+_REFRESH = 0.01
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """A session as the policy knows it.
+
+    Attributes:
+        context_tokens: Tokens of its last input and output, or of the input that waits.
+        is_active: Whether it is in the working set.
+        entered_s: Time at which it was last added to it.
+        waiting: Turns that wait, by request id; usually one.
+        num_running: Turns that run.
+        idle_since_s: End of its last turn; None while a turn waits or runs.
+        mean_pause_s: Mean seconds from the end of a turn to the next one.
+        last_s: End of its last turn, also while others wait or run.
+        num_turns: Turns that ended.
+        value: v, while it is idle and active.
+    """
+
+    name: str
+    context_tokens: int = 0
+    is_active: bool = False
+    entered_s: float = 0.0
+    waiting: dict[str, RequestState] = field(default_factory=dict)
+    num_running: int = 0
+    idle_since_s: float | None = None
+    mean_pause_s: float = _FIRST_PAUSE_S
+    last_s: float = 0.0
+    num_turns: int = 0
+    value: float = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.waiting and not self.num_running
+
+
+@dataclass(kw_only=True, slots=True)
+class WorkingSet(EventOrder):
+    """A working set of sessions (Denning 1968, "The Working Set Model for Program Behavior", CACM 11(5)): turns of active
+    sessions run, least work first; others wait until there is memory for their contexts, or until their deadline.
+
+    A session becomes active, the largest (now - a) / w first, as soon as   A + c <= f M   and less prefill than fills a step is
+    pending. For it, idle sessions i leave the set, smallest value first, as long as   v_i C < 1,   v_i = m G_i
+    If a turn would miss its deadline   d = a + r max(W, Q)   after the prefill of all turns before it, the first turn is due: it
+    is the next one, and others leave for its session: idle ones by value, then those that wait, longest in the set first.
+
+    | symbol | meaning | unit |
+    | --- | --- | --- |
+    | a, w | arrival of a turn; its work (`work_left_s`) | s |
+    | M, A | memory of the KV cache; contexts of the active sessions | tokens |
+    | c | context of a session with its expected output | tokens |
+    | f | fill, 0.95: the rest is for growth | - |
+    | m | time to prefill a token of a lost context, or to copy it if the engine has a host tier | s |
+    | G | returns per second of idle context, at the best horizon (`SessionReturn.return_rate`) | 1/s |
+    | C | contexts of the running turns, all of which a prefill delays | tokens |
+    | W | wait under first come, first served, if it loses each context between two turns, see below | s |
+    | Q | P99 of W over the last `window` arrivals | s |
+    | r | ratio, 0.95: sessions that are ahead of those under first come, first served have longer contexts | - |
+
+    v C is what a kept context saves, in token seconds of delayed turns, per token second for which it lies idle. So the dearer a
+    miss, the longer contexts are kept; with a cheap one the order is nearly that of the highest response ratio.
+
+    Guarantee, up to errors of the estimates: every turn starts by its deadline, or as soon as a turn ends and leaves enough memory.
+    So a session makes progress at least at 1 / r of its rate under first come, first served, which serves sessions in turn. If
+    all contexts fit, all sessions are active. While nothing runs, the first waiting turn is admitted.
+
+    W solves   W = sum over sessions of w_i W / (W + z_i),   w_i with the miss of its context, z_i the mean pause: a session is in
+    the queue for the fraction W / (W + z_i) of the time. No context is lost as long as all fit.
+
+    Attributes:
+        predict_returns: Use the predicted return of each session; False: the mean pause of all.
+    """
+
+    inputs = frozenset({"cached", "costs", "session", "length"})
+    orders_retention = True
+
+    ratio: float = 0.95
+    fill: float = 0.95
+    window: float = 2000
+    predict_returns: bool = True
+    #: The sessions that are known, those used last at the end.
+    sessions: dict[str, Session] = field(default_factory=dict, init=False, repr=False)
+    returns: ReturnPredictor = field(default_factory=ReturnPredictor, init=False, repr=False)
+    _engine: EngineView | None = field(default=None, init=False, repr=False)
+    #: Waiting turns in order of arrival, those of them that are due, and running ones.
+    _turns: dict[str, RequestState] = field(default_factory=dict, init=False, repr=False)
+    _due: set[str] = field(default_factory=set, init=False, repr=False)
+    _running: dict[str, RequestState] = field(default_factory=dict, init=False, repr=False)
+    _deadlines: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+    _fcfs_wait_s: float = field(default=0.0, init=False, repr=False)
+    _fcfs_wait_at_s: float = field(default=-math.inf, init=False, repr=False)
+    _fcfs_waits: RecentValues = field(init=False, repr=False)
+    #: Sums over ended turns, fading: number, seconds of new work; and over pauses: number, seconds.
+    _num_turns: float = field(default=0.0, init=False, repr=False)
+    _turn_s: float = field(default=0.0, init=False, repr=False)
+    _pause_s: float = field(default=_FIRST_PAUSE_S, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_ranges(self, ratio=(POSITIVE, FINITE), fill=(POSITIVE, 1.0), window=(1, 10**6))
+        self._fcfs_waits = RecentValues(int(self.window))
+
+    def bind(self, engine: EngineView) -> None:
+        EventOrder.bind(self, engine)
+        self._engine = engine
+
+    # Events.
+
+    def on_arrival(self, state: RequestState, now: float) -> None:
+        EventOrder.on_arrival(self, state, now)
+        session = self._session(state)
+        session.context_tokens = state.request.prompt_tokens
+        if session.idle_since_s is not None:
+            pause_s = min(now - session.idle_since_s, _LONGEST_PAUSE_S)
+            session.mean_pause_s += _NEWEST_PAUSE * (pause_s - session.mean_pause_s)
+            self._pause_s += 0.002 * (pause_s - self._pause_s)
+            if self.predict_returns:
+                self.returns.returned(session.name, now, input_tokens=state.request.prompt_tokens)
+            session.idle_since_s = None
+        self._wait(state, session)
+        if self._fcfs_wait_s > 0.0:
+            self._fcfs_waits.append(self._fcfs_wait_s)
+
+    def on_admit(self, state: RequestState, now: float) -> None:
+        EventOrder.on_admit(self, state, now)
+        session = self._session(state)
+        self._stop_waiting(state, session)
+        if not session.is_active:
+            self._activate(session)
+        session.num_running += 1
+        self._running[state.request_id] = state
+
+    def on_preempt(self, state: RequestState, now: float) -> None:
+        EventOrder.on_preempt(self, state, now)
+        session = self._session(state)
+        self._stop_running(state, session)
+        self._wait(state, session)
+        self._due.add(state.request_id)
+
+    def on_finish(self, state: RequestState) -> None:
+        EventOrder.on_finish(self, state)
+        session = self._session(state)
+        if state.request_id in session.waiting:
+            self._stop_waiting(state, session)
+        else:
+            self._stop_running(state, session)
+            self._learn_turn(state)
+        session.last_s = self._event_s
+        if not state.request.session:
+            del self.sessions[session.name]
+            return
+        session.context_tokens = max(state.known_tokens, session.context_tokens)
+        session.num_turns += 1
+        if session.is_idle:
+            session.idle_since_s = self._event_s
+            if self.predict_returns:
+                self.returns.ended(
+                    session.name,
+                    self._event_s,
+                    ended_by=state.ended_by,
+                    tenant=state.request.tenant,
+                    input_tokens=state.request.prompt_tokens,
+                    output_tokens=state.num_output_tokens,
+                )
+
+    def _session(self, state: RequestState) -> Session:
+        name = state.request.session or state.request_id
+        session = self.sessions.get(name)
+        if session is None:
+            session = self.sessions[name] = Session(name, mean_pause_s=self._pause_s)
+            if len(self.sessions) > _MAX_SESSIONS:
+                idle = [item for item in self.sessions.values() if item.is_idle and item is not session]
+                for item in sorted(idle, key=lambda item: item.last_s)[: _MAX_SESSIONS // 10]:
+                    del self.sessions[item.name]
+        return session
+
+    def _wait(self, state: RequestState, session: Session) -> None:
+        self._turns[state.request_id] = session.waiting[state.request_id] = state
+
+    def _stop_waiting(self, state: RequestState, session: Session) -> None:
+        del self._turns[state.request_id], session.waiting[state.request_id]
+        self._deadlines.pop(state.request_id, None)
+        self._due.discard(state.request_id)
+
+    def _stop_running(self, state: RequestState, session: Session) -> None:
+        del self._running[state.request_id]
+        session.num_running -= 1
+
+    def _learn_turn(self, state: RequestState) -> None:
+        """Adds an ended turn to the mean time of the work that is new in each."""
+        request = state.request
+        new_tokens = request.prompt_tokens - min(state.cached_tokens, request.prompt_tokens)
+        if state.cached_tokens:  # else its context was lost as well
+            self._num_turns = 0.998 * self._num_turns + 1.0
+            work_s = self._times.prefill_s * new_tokens + self._times.decode_s * state.num_output_tokens
+            self._turn_s = 0.998 * self._turn_s + work_s
+
+    # Decisions.
+
+    def on_pressure(self, num_waiting: int, max_num_seqs: int) -> bool:
+        if not EventOrder.on_pressure(self, num_waiting, max_num_seqs):
+            return False
+        if self._turns:
+            self._plan()
+        return True
+
+    def key(self, state: RequestState, now: float) -> float:
+        if state.request_id in self._due:
+            return state.order - _DUE
+        session = self._session(state)
+        return self._work_s(state) - _ACTIVE if session.is_active else state.request.arrival_s
+
+    def eviction_key(self, state: RequestState, now: float) -> float:
+        return state.request.arrival_s
+
+    def may_admit(self, state: RequestState, now: float) -> bool:
+        return self._session(state).is_active
+
+    def retention_key(self, session: str) -> float:
+        item = self.sessions.get(session)
+        if item is None:
+            return -math.inf
+        return _DUE + item.value if item.is_active else item.last_s
+
+    def _work_s(self, state: RequestState) -> float:
+        return work_left_s(state, self._times, median_tokens(state))
+
+    def _prompt_s(self, state: RequestState) -> float:
+        return work_left_s(state, self._times)
+
+    def _miss_s(self, num_tokens: float) -> float:
+        """m: time until a context that was evicted is in the KV cache again."""
+        assert self._engine is not None, "bind was not called"
+        times = self._times
+        return num_tokens * (times.reload_s if self._engine.has_host_tier else times.prefill_s)
+
+    def _plan(self) -> None:
+        """Finds out what is due, and adds sessions to the working set."""
+        assert self._engine is not None, "bind was not called"
+        now, turns = self._key_s, list(islice(self._turns.values(), _MAX_TURNS))
+        self._find_due(turns, now)
+        outside = [state for state in turns if not self._session(state).is_active]
+        if not outside:
+            return
+        due = next((state for state in outside if state.request_id in self._due), None)
+        active = [session for session in self.sessions.values() if session.is_active]
+        pending = sum(state.uncached_tokens for state in turns if self._session(state).is_active)
+        for state in self._running.values():
+            pending += max(state.prefill_target_tokens - state.num_computed_tokens, 0)
+        free = self.fill * self._engine.capacity_tokens - sum(session.context_tokens for session in active)
+        idle = [session for session in active if session.is_idle]
+        for session in idle:
+            session.value = self._miss_s(1.0) * self._return_rate(session, now)
+        idle.sort(key=lambda session: session.value)
+        running_tokens = sum(state.known_tokens for state in self._running.values())
+        outside.sort(key=lambda state: (state.request.arrival_s - now) / self._work_s(state))
+        if due is not None:
+            outside = [due, *[state for state in outside if state is not due]]
+        for state in outside:
+            session = self._session(state)
+            if session.is_active:
+                continue
+            if state is not due and pending >= self._engine.step_tokens:
+                return
+            need = session.context_tokens + median_tokens(state)
+            leaving: list[Session] = []
+            freed = 0.0
+            for other in idle:
+                if free + freed >= need or (state is not due and other.value * running_tokens >= 1.0):
+                    break
+                leaving.append(other)
+                freed += other.context_tokens
+            if state is due and free + freed < need:
+                waiting = [other for other in active if other.waiting and not other.num_running]
+                for other in sorted(waiting, key=lambda other: other.entered_s):
+                    if free + freed >= need:
+                        break
+                    leaving.append(other)
+                    freed += other.context_tokens
+            if free + freed < need and active:
+                if state is due:
+                    # What is free now is not given to others, because this turn stays the first.
+                    self._leave(leaving)
+                return
+            self._leave(leaving)
+            active = [other for other in active if other.is_active]
+            idle = [other for other in idle if other.is_active]
+            free += freed - need
+            self._activate(session)
+            active.append(session)
+            pending += state.uncached_tokens
+
+    def _find_due(self, turns: list[RequestState], now: float) -> None:
+        """Adds the first turn to those that are due, if a turn reaches its bound once those before it are served."""
+        self._estimate_fcfs_wait(now)
+        longest_s = self.ratio * max(self._fcfs_wait_s, self._fcfs_waits.quantile(0.99))
+        ahead_s = 0.0
+        for state in turns:
+            ahead_s += self._prompt_s(state)
+            if now + ahead_s >= self._deadlines.setdefault(
+                state.request_id, state.request.arrival_s + longest_s
+            ):
+                self._due.add(turns[0].request_id)
+                return
+
+    def _estimate_fcfs_wait(self, now: float) -> None:
+        """Updates W."""
+        assert self._engine is not None, "bind was not called"
+        if now < self._fcfs_wait_at_s + _REFRESH * self._fcfs_wait_s:
+            return
+        self._fcfs_wait_at_s = now
+        num_tokens = sum(session.context_tokens for session in self.sessions.values())
+        are_lost = num_tokens > self._engine.capacity_tokens
+        turn_s = self._turn_s / self._num_turns if self._num_turns else 0.0
+        work: list[tuple[float, float]] = []
+        for session in self.sessions.values():
+            pause_s = session.mean_pause_s
+            if session.idle_since_s is not None:
+                pause_s = max(pause_s, now - session.idle_since_s)
+            if session.waiting:
+                work_s = sum(self._work_s(state) for state in session.waiting.values())
+                cached = sum(
+                    state.cached_tokens - state.host_cached_tokens for state in session.waiting.values()
+                )
+            else:
+                work_s, cached = turn_s, session.context_tokens
+            work.append(
+                (work_s + (self._miss_s(cached) if are_lost else 0.0), pause_s if session.num_turns else 0.0)
+            )
+        wait_s = self._fcfs_wait_s or sum(work_s for work_s, _ in work)
+        for _ in range(3):
+            if wait_s <= 0.0:
+                break
+            wait_s = sum(work_s * wait_s / (wait_s + pause_s) for work_s, pause_s in work)
+        self._fcfs_wait_s = wait_s
+
+    @staticmethod
+    def _leave(sessions: list[Session]) -> None:
+        for session in sessions:
+            session.is_active = False
+
+    def _activate(self, session: Session) -> None:
+        session.is_active, session.entered_s, session.value = True, self._event_s, 0.0
+
+    def _return_rate(self, session: Session, now: float) -> float:
+        """G of an idle session."""
+        forecast = self.returns.forecast(session.name) if self.predict_returns else None
+        if forecast is None or session.idle_since_s is None:
+            return 1.0 / self._pause_s
+        return forecast.return_rate(now - session.idle_since_s)
