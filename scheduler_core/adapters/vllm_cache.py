@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 from scheduler_core.engine.step_costs import StepCosts
@@ -66,6 +66,8 @@ class VllmCache:
         self._contexts: dict[str, list[bytes]] = {}
         self._uses: dict[bytes, int] = {}
         self._max_contexts = _MIN_CONTEXTS
+        #: Number of the block after which `_take_unused` goes on.
+        self._next_block = 0
         #: Unnamed session by the last whole block of its last prompt; empty: of several.
         self._tails: OrderedDict[bytes, str] = OrderedDict()
 
@@ -116,36 +118,54 @@ class VllmCache:
             self._set_tail(request.block_hashes[num_prompt - 1], session)
 
     def reserve(self, num_blocks: int) -> None:
-        """Moves blocks of least value to the front of the queue of free blocks, at least `num_blocks` if there are so many.
+        """Moves blocks of least value to the front of the queue of free blocks, so that at least `num_blocks` are there.
 
-        These are blocks without content and those that are in no session's context, least recently used first, then the ends
-        of the contexts of the sessions with the smallest `Policy.retention_key`; what several of them share goes with the
-        last one. O(num_blocks), and O(sessions log sessions) if a context has to shrink.
+        These are blocks without content, those that are in no session's context, and the ends of the contexts of the sessions
+        with the smallest `Policy.retention_key`; what several of them share goes with the last one. All others stay in vLLM's
+        order: least recently used first, ends before beginnings. O(num_blocks), and O(sessions log sessions) if a
+        context has to shrink.
         """
         if self._retention is None or num_blocks <= 0:
             return
-        queue, uses = self._pool.free_block_queue, self._uses
-        front: list[Any] = []
-        contexts: list[Any] = []
-        for block in islice(queue.iter_blocks_after(None), 2 * num_blocks):
-            is_of_context = block.block_hash is not None and block.block_hash[:-4] in uses
-            (contexts if is_of_context else front).append(block)
-            if len(front) == num_blocks:
-                break
-        for block in contexts:
+        queue = self._pool.free_block_queue
+        first = takewhile(self._is_unused, queue.iter_blocks_after(None))
+        front = list(islice(first, num_blocks))
+        if len(front) == num_blocks:
+            return
+        for block in front:
             queue.remove(block)
-        queue.append_n(contexts)
-        if len(front) < num_blocks:
-            for block in front:
-                queue.remove(block)
-            front += self._shrink_contexts(num_blocks - len(front))
-            queue.prepend_n(front)
+        front += self._take_unused(num_blocks - len(front), front)
+        front += self._shrink_contexts(num_blocks - len(front))
+        queue.prepend_n(front)
+
+    def _is_unused(self, block: Any) -> bool:
+        """Whether a free block is in no session's context."""
+        return block.block_hash is None or block.block_hash[:-4] not in self._uses
+
+    def _take_unused(self, num_blocks: int, others: list[Any]) -> list[Any]:
+        """Takes free blocks with content that is in no context out of the queue, except `others`, from the next 2 `num_blocks`
+        blocks of the pool."""
+        blocks: list[Any] = []
+        pool, numbers = self._pool.blocks, {block.block_id for block in others}
+        for _ in range(min(2 * num_blocks, len(pool))):
+            self._next_block = (self._next_block + 1) % len(pool)
+            block = pool[self._next_block]
+            if block.ref_cnt or block.is_null or block.block_hash is None or block.block_id in numbers:
+                continue
+            if self._is_unused(block):
+                self._pool.free_block_queue.remove(block)
+                blocks.append(block)
+                if len(blocks) == num_blocks:
+                    break
+        return blocks
 
     def _shrink_contexts(self, num_blocks: int) -> list[Any]:
         """Takes free blocks of the contexts of least value out of the queue, in the order in which they are to be evicted."""
         queue = self._pool.free_block_queue
         blocks: list[Any] = []
         assert self._retention is not None
+        if not num_blocks:
+            return blocks
         for session in sorted(self._contexts, key=self._retention):
             context = self._contexts[session]
             self._trim(context)

@@ -25,6 +25,7 @@ class Block:
     block_id: int
     ref_cnt: int = 0
     block_hash: bytes | None = None
+    is_null: bool = False
 
 
 class FreeQueue:
@@ -52,7 +53,8 @@ class Pool:
     hash_block_size = BLOCK
 
     def __init__(self, num_blocks: int) -> None:
-        self.free_block_queue = FreeQueue([Block(number) for number in range(num_blocks)])
+        self.blocks = [Block(number) for number in range(num_blocks)]
+        self.free_block_queue = FreeQueue(list(self.blocks))
         self.cached: dict[bytes, Block] = {}
         self.held: dict[str, list[Block]] = {}
 

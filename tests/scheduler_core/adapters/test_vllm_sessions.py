@@ -11,10 +11,10 @@ from tests.data_gen.conftest import ROOT, save_tiny_llama, vllm_environment, vll
 
 pytestmark = pytest.mark.slow
 
-#: Eight contexts of 20 to 33 blocks each, and memory for 120 blocks.
+#: Eight contexts of 3,000 to 3,500 tokens, and memory for 16,000.
 LOAD = {
-    "sessions": 8, "turns": 6, "first_tokens": 300, "growth_tokens": 40, "output_tokens": 8, "pause_s": 0.02,
-    "kv_tokens": 120 * 16, "max_num_seqs": 8, "max_num_batched_tokens": 512,
+    "sessions": 8, "turns": 6, "first_tokens": 3000, "growth_tokens": 100, "output_tokens": 8, "pause_s": 0.1,
+    "kv_tokens": 16_000, "max_num_seqs": 8, "max_num_batched_tokens": 1024,
 }  # fmt: skip
 
 
@@ -28,7 +28,7 @@ def sessions(vllm_python: Path, model: Path) -> Any:  # noqa: F811
     """Runs session_script.py with a policy, None for vLLM's own scheduler; what it printed."""
 
     def run(policy: str | None, aborts: float = 0.0, **load: Any) -> Any:
-        task = {"model": str(model), "policy": policy, "aborts": aborts, "load": LOAD | load}
+        task: dict[str, Any] = {"model": str(model), "policy": policy, "aborts": aborts, "load": LOAD | load}
         done = subprocess.run(
             [str(vllm_python), "-m", "tests.scheduler_core.adapters.session_script", json.dumps(task)],
             cwd=ROOT, env={**vllm_environment(), "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=600,
@@ -37,32 +37,37 @@ def sessions(vllm_python: Path, model: Path) -> Any:  # noqa: F811
         assert lines, done.stdout[-3000:] + done.stderr[-3000:]
         result = json.loads(lines[0][7:])
         assert set(result["left"].values()) == {0}
-        assert result["turns"] == [LOAD["turns"]] * 8
+        assert result["turns"] == [task["load"]["turns"]] * 8
         return result
 
     return run
 
 
 def test_sessions_whose_turns_are_held_back_find_their_contexts(sessions: Any) -> None:
-    """The script checks the queue of free blocks in every step, and the hits against vLLM's own search."""
+    """The script checks the queue of free blocks in every step."""
     stock = sessions(None)
     assert stock["hits"] < 0.05, "least recently used contexts are gone when their sessions return"
-    held = sessions("thunder_agent")
-    assert held["held"] > 0
-    assert held["hits"] > 0.5
-    kept = sessions("continuum")
-    assert kept["hits"] > 0.2
+    for policy in ("working_set", "thunder_agent", "continuum"):
+        result = sessions(policy)
+        assert result["held"] > 0
+        assert result["hits"] > 0.4, policy
+        assert result["num_wrong"] == 0
 
 
-def test_hits_are_those_of_vllm(sessions: Any) -> None:
+@pytest.mark.parametrize("policy", ["hrrn", "working_set"])
+def test_hits_are_those_of_vllm_after_aborts(sessions: Any, policy: str) -> None:
     for seed in range(2):
-        result = sessions("hrrn", system_tokens=100, kv_tokens=3200, aborts=0.1, seed=seed)
-        assert result["hits"] > 0.2
+        result = sessions(policy, system_tokens=1000, aborts=0.1, seed=seed)
+        assert result["hits"] > 0.1
+        assert result["num_wrong"] == 0, "hits are those that vLLM finds"
 
 
-def test_queue_of_free_blocks_survives_aborts_and_preemptions(sessions: Any) -> None:
+def test_queue_of_free_blocks_survives_preemptions(sessions: Any) -> None:
+    """Outputs of many tokens, for which there is too little memory."""
     for seed in range(2):
-        result = sessions("continuum", system_tokens=100, aborts=0.1, output_tokens=30, seed=seed)
+        result = sessions(
+            "working_set", system_tokens=100, aborts=0.005, output_tokens=300, turns=3, seed=seed
+        )
         assert result["held"] > 0
 
 
