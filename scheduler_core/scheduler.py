@@ -276,6 +276,8 @@ class Scheduler:
                 self._prefill(state, chunk, result.num_steps, now)
                 if self._on_tokens is not None:
                     self._on_tokens(state, chunk.num_tokens, now)
+                if chunk.is_last:
+                    self.policy.on_prefill_end(state, now)
                 if chunk.is_last or self._on_tokens is not None:
                     if state.num_output_tokens >= state.request.max_tokens or state.request_id in stopped:
                         self._end(state, result, finished)

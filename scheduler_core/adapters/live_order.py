@@ -221,6 +221,7 @@ class LiveOrder:
                 state.first_token_s = now
             if state.decode_entered_s is None:
                 state.decode_entered_s = now
+                self.policy.on_prefill_end(state, now)
         self.policy.on_tokens(state, num_tokens, now)
 
     def leave(self, request_id: str, ended_by: str = "") -> RequestState | None:

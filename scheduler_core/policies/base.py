@@ -187,6 +187,9 @@ class Policy(ABC):
         `state` is already updated. Called before `on_finish`.
         """
 
+    def on_prefill_end(self, state: RequestState, now: float) -> None:  # noqa: B027
+        """Called when a running request has processed its prompt, after `on_tokens` of that step."""
+
     def on_preempt(self, state: RequestState, now: float) -> None:  # noqa: B027
         """Called when the request was preempted, before its key as a waiting request is computed."""
 

@@ -34,7 +34,7 @@ def work_left_s(state: RequestState, times: TokenTimes, output_tokens: float = 0
 
 @dataclass(kw_only=True, slots=True)
 class EventOrder(Policy):
-    """Order of the waiting requests that is recomputed after every event (arrival, prediction, admission, preemption, end),
+    """Order of the waiting requests that is recomputed after every event (arrival, prediction, admission, end of prefill, preemption, end),
     with the prefix cache, the costs and the time (`_key_s`) as they are then, but not with time alone.
 
     Simulated steps without an event can thus be completed at once. It does not read tokens of running requests.
@@ -74,6 +74,9 @@ class EventOrder(Policy):
         self._is_due = True
 
     def on_admit(self, state: RequestState, now: float) -> None:
+        self._event_s, self._is_due = now, True
+
+    def on_prefill_end(self, state: RequestState, now: float) -> None:
         self._event_s, self._is_due = now, True
 
     def on_preempt(self, state: RequestState, now: float) -> None:

@@ -18,6 +18,8 @@ _DUE, _ACTIVE = 1e12, 1e9
 _MAX_TURNS, _MAX_SESSIONS = 512, 10_000
 #: Weight of the newest pause in the mean of a session, prior of it in seconds, and longest pause that counts in it.
 _NEWEST_PAUSE, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 15.0, 600.0
+#: Mean output before any turn has ended, and weight of the newest one.
+_FIRST_OUTPUT_TOKENS, _NEWEST_OUTPUT = 256.0, 0.02
 #: W is computed again after this fraction of it.
 _REFRESH = 0.01
 
@@ -77,7 +79,7 @@ class WorkingSet(EventOrder):
     | C | contexts of the running turns, all of which a prefill delays | tokens |
     | W | wait under first come, first served, if it loses each context between two turns, see below | s |
     | Q | P99 of W over the last `window` arrivals | s |
-    | r | ratio, 0.95: sessions that are ahead of those under first come, first served have longer contexts | - |
+    | r | ratio, 0.9: sessions that are ahead of those under first come, first served have longer contexts | - |
 
     v C is what a kept context saves, in token seconds of delayed turns, per token second for which it lies idle. So the dearer a
     miss, the longer contexts are kept; with a cheap one the order is nearly that of the highest response ratio.
@@ -96,7 +98,7 @@ class WorkingSet(EventOrder):
     inputs = frozenset({"cached", "costs", "session", "length"})
     orders_retention = True
 
-    ratio: float = 0.95
+    ratio: float = 0.9
     fill: float = 0.95
     window: float = 2000
     predict_returns: bool = True
@@ -116,6 +118,8 @@ class WorkingSet(EventOrder):
     _num_turns: float = field(default=0.0, init=False, repr=False)
     _turn_s: float = field(default=0.0, init=False, repr=False)
     _pause_s: float = field(default=_FIRST_PAUSE_S, init=False, repr=False)
+    #: Mean output of ended turns, for turns without a prediction.
+    _output_tokens: float = field(default=_FIRST_OUTPUT_TOKENS, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_ranges(self, ratio=(POSITIVE, FINITE), fill=(POSITIVE, 1.0), window=(1, 10**6))
@@ -210,6 +214,7 @@ class WorkingSet(EventOrder):
     def _learn_turn(self, state: RequestState) -> None:
         """Adds an ended turn to the mean time of the work that is new in each."""
         request = state.request
+        self._output_tokens += _NEWEST_OUTPUT * (state.num_output_tokens - self._output_tokens)
         new_tokens = request.prompt_tokens - min(state.cached_tokens, request.prompt_tokens)
         if state.cached_tokens:  # else its context was lost as well
             self._num_turns = 0.998 * self._num_turns + 1.0
@@ -244,7 +249,13 @@ class WorkingSet(EventOrder):
         return _DUE + item.value if item.is_active else item.last_s
 
     def _work_s(self, state: RequestState) -> float:
-        return work_left_s(state, self._times, median_tokens(state))
+        return work_left_s(state, self._times, self._expected_output(state))
+
+    def _expected_output(self, state: RequestState) -> float:
+        """Predicted median of the output in tokens; the mean of ended turns without a prediction."""
+        if state.prediction is not None:
+            return median_tokens(state)
+        return min(self._output_tokens, state.request.max_tokens)
 
     def _prompt_s(self, state: RequestState) -> float:
         return work_left_s(state, self._times)
@@ -283,7 +294,7 @@ class WorkingSet(EventOrder):
                 continue
             if state is not due and pending >= self._engine.step_tokens:
                 return
-            need = session.context_tokens + median_tokens(state)
+            need = session.context_tokens + self._expected_output(state)
             leaving: list[Session] = []
             freed = 0.0
             for other in idle:

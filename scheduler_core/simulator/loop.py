@@ -16,6 +16,7 @@ from scheduler_core.errors import InputError
 from scheduler_core.prediction.correction import Correction, RequestContext
 from scheduler_core.prediction.outcome import Outcome as RequestOutcome
 from scheduler_core.prediction.predictions import Prediction
+from scheduler_core.prediction.session import SessionStates, session_context
 from scheduler_core.ranges import check_choice
 from scheduler_core.routing.base import Router, RoutingRequest
 from scheduler_core.routing.disaggregated import Disaggregated
@@ -144,6 +145,8 @@ class Simulation:
         }
         self._predicted = predictions.by_id
         self._calibration, self._served_model = calibration, served_model
+        #: What online calibration knows of the sessions.
+        self._sessions = SessionStates()
         #: Corrected predictions of requests in the system, by request id.
         self._corrected: dict[str, Prediction] = {}
         self._source = EventSource(trace, predictions)
@@ -298,14 +301,23 @@ class Simulation:
             max_tokens=row.max_tokens,
         )
         self._calibration.observe(self._context(row, prediction), outcome)
+        if row.session_id is not None:
+            # Without the time: a recorded pause contains a part of the next output's.
+            self._sessions.observe(
+                row.session_id,
+                output_tokens=item.output_tokens,
+                input_tokens=row.prompt_tokens,
+                ended_by=row.ended_by,
+            )
 
     def _context(self, row: TraceRequest, prediction: Prediction) -> RequestContext:
-        return RequestContext(
+        context = RequestContext(
             served_model=self._served_model or row.model,
             tenant=row.tenant,
             prompt_tokens=row.prompt_tokens,
             embedding=prediction.embedding,
         )
+        return session_context(context, self._sessions, row.session_id or "")
 
     def _update(self, name: str, prediction: Prediction | None, now: float) -> None:
         if self._dispatcher is None:
