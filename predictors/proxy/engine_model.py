@@ -66,13 +66,14 @@ class EngineModel:
         self.costs = StepCosts()
         self.size = size
         self._kv, self._prefixes = self._empty()
-        #: Requests in the engine; those without memory wait there.
+        #: Requests in the engine, and those of them that wait there for memory, in the order of sending.
         self._running: dict[str, RequestState] = {}
+        self._waiting: dict[str, RequestState] = {}
         #: Tokens that the engine should report as cached, and the number of the context that has them.
         self._expected: dict[str, tuple[int, int]] = {}
-        #: Prompt tokens that were sent and not cached, so far and before each request.
-        self._num_sent_tokens = 0
-        self._sent_tokens: dict[str, int] = {}
+        #: Prompt tokens to compute of requests with memory, so far and as of the sending of each request.
+        self._num_prompt_tokens = 0
+        self._sent_at: dict[str, int] = {}
         #: Ended requests with their running numbers, by the last segment of their prompts; the latest one last.
         self._ended: OrderedDict[str, tuple[int, RequestState]] = OrderedDict()
         self._num_ended = 0
@@ -104,18 +105,14 @@ class EngineModel:
         """Handles a request that is sent to the engine."""
         self.look_up([state])
         self._running[state.request_id] = state
-        self._sent_tokens[state.request_id] = self._num_sent_tokens
-        self._num_sent_tokens += state.request.prompt_tokens - state.cached_tokens
-        for key, _ in reversed(state.request.content):
-            if (ended := self._ended.get(key)) is not None:
-                # The engine may not find the output again, such as a reasoning that is no part of the next prompt.
-                tokens = min(state.cached_tokens, ended[1].request.prompt_tokens)
-                self._expected[state.request_id] = (tokens, ended[0])
-                break
-        self._place(state)
+        self._sent_at[state.request_id] = self._num_prompt_tokens
+        self._waiting[state.request_id] = state
+        self._place_waiting()
 
     def compute(self, state: RequestState) -> None:
         """Handles tokens that the engine has processed, up to `num_computed_tokens` of a request."""
+        if state.request_id in self._waiting:
+            self._place(state)  # the engine has found memory for it
         if self._kv.held_by(state.request_id):
             self._kv.grow(state.request_id, state.num_computed_tokens)
             if state.num_output_tokens <= 1:
@@ -126,24 +123,24 @@ class EngineModel:
         name, request = state.request_id, state.request
         if self._running.pop(name, None) is None:
             return
-        before_tokens = self._sent_tokens.pop(name)
+        if name in self._waiting and end.is_complete:
+            self._place(state)
+        self._waiting.pop(name, None)
+        sent_at, (expected, number) = self._sent_at.pop(name), self._expected.pop(name, (0, 0))
         if end.is_complete:
-            self._measure(state, before_tokens)
-        expected, number = self._expected.pop(name, (0, 0))
+            self._measure(state, self._num_prompt_tokens - sent_at)
         if end.is_complete or state.first_token_s is not None:
             if end.prompt_tokens is not None and end.content[:-1] == request.content[:-1]:
                 state.request = replace(request, prompt_tokens=end.prompt_tokens, content=end.content)
             num_computed = state.known_tokens - 1
-            if self._kv.held_by(name) or self._place(state):
+            if self._kv.held_by(name):
                 self._kv.grow(name, num_computed)
                 self._publish(state, num_computed)
                 self._remember(state)
         self._kv.release(name, request.session)
         if end.cached_tokens is not None and end.cached_tokens < MIN_HIT * expected - self._kv.block_tokens:
             self._evict_before(number)
-        for waiting in self._running.values():
-            if not self._kv.held_by(waiting.request_id) and not self._place(waiting):
-                break
+        self._place_waiting()
 
     def clear(self, size: CacheSize | None) -> None:
         """Empties the cache, because the engine was restarted or its size has become known."""
@@ -151,15 +148,14 @@ class EngineModel:
         self._kv, self._prefixes = self._empty()
         self._ended.clear()
         self._expected.clear()
-        for state in self._running.values():
-            self._place(state)
+        self._waiting = dict(self._running)
+        self._place_waiting()
 
-    def _measure(self, state: RequestState, before_tokens: int) -> None:
+    def _measure(self, state: RequestState, prefill_tokens: int) -> None:
         """Adds the steps of an ended request to the costs: one for each of its tokens, which together process the prompts that
         were sent since, so that streams and other responses are measured alike."""
         start_s, end_s, num = state.first_scheduled_s, state.last_token_s, state.num_output_tokens
         if start_s is not None and end_s is not None and num:
-            prefill_tokens = self._num_sent_tokens - before_tokens
             self.costs.observe((end_s - start_s) / num, prefill_tokens / num, len(self._running) + 1)
 
     def _empty(self) -> tuple[KVCache, PrefixCache]:
@@ -168,10 +164,25 @@ class EngineModel:
         prefixes = PrefixCache(size.block_tokens)
         return KVCache(num_blocks, size.block_tokens, 0.0, prefixes=prefixes), prefixes
 
+    def _place_waiting(self) -> None:
+        """Gives the requests that wait in the engine memory, as far as there is some for the first of them."""
+        while self._waiting and self._place(next(iter(self._waiting.values()))):
+            pass
+
     def _place(self, state: RequestState) -> bool:
-        """Gives a request memory; False if there is too little, so that it waits in the engine."""
-        hit = self._kv.find(state)
-        return self._kv.admit(state.request_id, state.known_tokens, waive_watermark=True, hit=hit)
+        """Gives a waiting request memory, and looks up what is cached of it; False if there is too little."""
+        name, hit = state.request_id, self._kv.find(state)
+        if not self._kv.admit(name, state.known_tokens, waive_watermark=True, hit=hit):
+            return False
+        del self._waiting[name]
+        state.cached_tokens = hit.num_blocks * self._kv.block_tokens
+        self._num_prompt_tokens += state.request.prompt_tokens - state.cached_tokens
+        for key, _ in reversed(state.request.content):
+            if (ended := self._ended.get(key)) is not None:
+                # The engine may not find the output again, such as a reasoning that is no part of the next prompt.
+                self._expected[name] = (min(state.cached_tokens, ended[1].request.prompt_tokens), ended[0])
+                break
+        return True
 
     def _publish(self, state: RequestState, num_tokens: int) -> None:
         """Lets other requests find the computed tokens of a request that have memory."""

@@ -120,6 +120,21 @@ def test_requests_without_memory_wait_in_the_engine() -> None:
     assert model.resident_tokens("c") == 600 - 10  # the last token of an output is not computed
 
 
+@pytest.mark.mend  # a context counted as cached although the engine had evicted it before the request's turn
+def test_a_context_is_lost_while_its_request_waits_in_the_engine() -> None:
+    model = EngineModel(CacheSize(1000, 10))
+    turn(model, "a", 400)
+    states = [state_of("b", ("b", 600)), state_of("c", ("c", 900)), state_of("r", ("a", 500), session="a")]
+    for state in states:
+        model.send(state)
+    assert states[2].cached_tokens == 400
+    for state in states:
+        generate(model, state, 1)
+        model.end(state, COMPLETE)
+    assert states[2].cached_tokens == 0
+    assert model.resident_tokens("a") == 500
+
+
 def test_reported_tokens_replace_estimates() -> None:
     model = EngineModel(CacheSize(10_000, 10))
     state = state_of("r", ("system:x", 100), ("a", 200), session="a")

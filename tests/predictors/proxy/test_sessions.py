@@ -315,7 +315,9 @@ ACTIONS = st.lists(
 
 
 @pytest.mark.mend  # a bound on waits: whatever is held is sent as soon as nothing runs
-@pytest.mark.parametrize("policy", ["thunder_agent", "continuum", "hrrn", "bounded_shortest", "Single"])
+@pytest.mark.parametrize(
+    "policy", ["working_set", "thunder_agent", "continuum", "hrrn", "bounded_shortest", "Single"]
+)
 @settings(max_examples=40, deadline=None)
 @given(ACTIONS)
 def test_no_request_is_held_by_an_idle_engine(policy: str, actions: list[tuple[str, int, int]]) -> None:
