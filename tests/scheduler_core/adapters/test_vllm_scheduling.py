@@ -154,6 +154,22 @@ def test_what_clients_declare_reaches_the_policy_and_mistakes_are_left_out(make:
     assert drain(scheduler) == ["r1", "r0"]
 
 
+@pytest.mark.parametrize(
+    ("hints", "own", "session"),
+    [
+        ({"tailcast_session": "a", "tailcast_tenant": "t"}, "b", "t\na"),
+        ({"tailcast_session": 3}, "b", "b"),
+        ({}, "b", "b"),
+        (None, None, ""),
+    ],
+)
+def test_session_of_a_request(hints: dict[str, Any] | None, own: str | None, session: str) -> None:
+    """The hint, else vLLM's session_id; sessions of different tenants are different."""
+    request = FakeRequest("r0", 2, extra_args=hints)
+    vars(request)["session_id"] = own
+    assert adapter.request_of(request, 0.0)[0].session == session
+
+
 def test_a_declared_priority_and_tier_come_before_the_policys_key(make: Make) -> None:
     """A tier is one step of priority, as in the proxy."""
     scheduler = make("ssjf", max_num_seqs=1)
