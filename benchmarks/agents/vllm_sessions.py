@@ -223,7 +223,7 @@ def table(runs: dict[str, list[dict[str, float]]]) -> str:
 
 
 def main() -> None:
-    """Runs all sides round by round and prints the table after each."""
+    """Runs all sides round by round and prints the table after each run."""
     parser = Parser(__doc__)
     parser.add_argument("--model", type=Path, help="folder of a model; default: the packaged SmolLM2")
     parser.add_argument("--vllm_python", type=Path, default=ROOT / ".venv-vllm/bin/python")
@@ -260,13 +260,13 @@ def main() -> None:
                 raw.append({"side": side, "round": number, "turns": [asdict(turn) for turn in turns]})
                 if options.out is not None:
                     write_json(options.out, raw)
-            tokens = np.mean([turn.prompt_tokens for turn in turns])
-            print(
-                f"\n{loop.sessions} sessions of {loop.turns} turns, prompts of {tokens:,.0f} tokens in the mean, ",
-                end="",
-            )
-            print(f"{options.blocks * options.block_size:,} tokens of KV memory, {number + 1} rounds:\n")
-            print(table({side: values for side, values in results.items() if values}), flush=True)
+                tokens = np.mean([turn.prompt_tokens for turn in turns])
+                print(
+                    f"\n{loop.sessions} sessions of {loop.turns} turns, prompts of {tokens:,.0f} tokens in the mean, ",
+                    end="",
+                )
+                print(f"{options.blocks * options.block_size:,} tokens of KV memory, {number + 1} rounds:\n")
+                print(table({name: values for name, values in results.items() if values}), flush=True)
 
 
 if __name__ == "__main__":
