@@ -38,6 +38,7 @@ class FakeRequest:
     num_computed_tokens: int = 0
     prompt_token_ids: list[int] = field(init=False)
     sampling_params: SimpleNamespace = field(init=False)
+    block_hashes: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:
         self.prompt_token_ids = [self.length] * self.num_prompt_tokens
@@ -68,8 +69,14 @@ class AsyncScheduler:
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=[None])
         self.block_size = 16
         self.is_shut_down = False
+        self.cache_config = SimpleNamespace(kv_cache_size_tokens=16_000)
+        self.connector = None
+        self.max_num_scheduled_tokens = 4096
         self.kv_cache_manager = SimpleNamespace(
-            block_pool=SimpleNamespace(get_num_free_blocks=lambda: 1000),
+            block_pool=SimpleNamespace(get_num_free_blocks=lambda: 1000, hash_block_size=self.block_size),
+            coordinator=SimpleNamespace(single_type_managers=()),
+            enable_caching=False,
+            prefix_cache_lookup_enabled=lambda request: False,
             get_blocks=lambda request_id: SimpleNamespace(blocks=([None],)),
         )
 
@@ -164,6 +171,7 @@ def modules(version: str = "0.32.0") -> dict[str, ModuleType]:
         **{name: {} for name in ("vllm.v1", "vllm.v1.core", sched)},
         f"{sched}.async_scheduler": {"AsyncScheduler": AsyncScheduler},
         f"{sched}.request_queue": {"RequestQueue": RequestQueue},
+        "vllm.v1.core.single_type_kv_cache_manager": {"FullAttentionManager": object},
         "vllm.tokenizers": {"cached_tokenizer_from_config": lambda config: config.tokenizer},
     }
     stand_ins = {name: ModuleType(name) for name in members}
