@@ -33,6 +33,8 @@ ARRIVAL = [f"r{number}" for number in range(6)]
 #: The first one runs alone; those that come after it are each shorter, more urgent and in less of a hurry by fairness.
 LENGTHS = (52, 48, 40, 32, 24, 16)
 STEP_S = 0.05
+#: Their deadlines come from times that differ between these engines.
+OWN_TIMES = {"working_set"}
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,8 @@ def row(name: str) -> str:
     for place, finished in orders.items():
         if finished is None:
             cells.append("no")
+        elif name in OWN_TIMES:
+            cells.append("yes")
         elif finished == ARRIVAL:
             cells.append("arrival")
         elif place in ("simulator", "vLLM") or not POLICIES[name].preemptive:

@@ -6,6 +6,8 @@ import numpy as np
 _FADE, _MAX_WEIGHT = 0.999, 1e12
 #: Prior: seconds per step, and per thousand prompt tokens, decode, thousand copied tokens (`LinearStepTime`).
 _PRIOR = (0.017, 0.055, 5.5e-5, 0.0052)
+#: Prior of the decodes in a step.
+_PRIOR_DECODES = 32.0
 #: Variance of the prior relative to that of a step: each coefficient is known to about itself.
 _PRIOR_STEPS = 2.0
 
@@ -28,7 +30,7 @@ class StepCosts:
         self._response = [0.0] * 4
         self._weight = 1.0
         self._solution: list[float] | None = [float(value) for value in prior]
-        self._decodes = self._decode_steps = 1.0
+        self._decodes, self._decode_steps = _PRIOR_DECODES, 1.0
 
     def observe(
         self, step_s: float, prefill_tokens: float, num_decodes: float, copied_tokens: float = 0.0
@@ -77,6 +79,11 @@ class StepCosts:
         """Seconds of the engine for output tokens of one request, among others in the same steps."""
         share = self._decodes / self._decode_steps
         return num_tokens * (self._coefficients[2] + self._coefficients[0] / share)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step with the mean number of decodes and nothing else."""
+        return self._coefficients[0] + self._coefficients[2] * self._decodes / self._decode_steps
 
     def reload_s(self, num_tokens: float) -> float:
         """Seconds to copy tokens from host memory."""

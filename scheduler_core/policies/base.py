@@ -14,6 +14,11 @@ Progress = Literal["unused", "in_runs", "every_step"]
 class Costs(Protocol):
     """Seconds of the engine's time, as measured (`engine.step_costs.StepCosts`)."""
 
+    @property
+    def step_s(self) -> float:
+        """Of a step that only generates tokens."""
+        ...
+
     def prefill_s(self, num_tokens: float) -> float:
         """To process prompt tokens."""
         ...
@@ -146,7 +151,7 @@ class Policy(ABC):
         return state.known_tokens
 
     def bind(self, engine: EngineView) -> None:  # noqa: B027
-        """Called once, before all other calls."""
+        """Called before all other calls, and again when the engine's size becomes known or changes."""
 
     def may_admit(self, state: RequestState, now: float) -> bool:
         """Whether a waiting request may be admitted while others run. If not, no request after it in the order is either.

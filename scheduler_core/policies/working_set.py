@@ -18,6 +18,8 @@ _DUE, _ACTIVE = 1e12, 1e9
 _MAX_TURNS, _MAX_SESSIONS = 512, 10_000
 #: Weight of the newest pause in the mean of a session, prior of it in seconds, and longest pause that counts in it.
 _NEWEST_PAUSE, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 15.0, 600.0
+#: Weight of the newest pause in the mean of all, and pauses before which idle sessions only leave for turns that are due.
+_NEWEST_OF_ALL, _FIRST_PAUSES = 0.002, 20
 #: Mean output before any turn has ended, and weight of the newest one.
 _FIRST_OUTPUT_TOKENS, _NEWEST_OUTPUT = 256.0, 0.02
 #: W is computed again after this fraction of it.
@@ -79,7 +81,9 @@ class WorkingSet(EventOrder):
     | C | contexts of the running turns, all of which a prefill delays | tokens |
     | W | wait under first come, first served, if it loses each context between two turns, see below | s |
     | Q | P99 of W over the last `window` arrivals | s |
-    | r | ratio, 0.9: sessions that are ahead of those under first come, first served have longer contexts | - |
+    | r | ratio, 1.1 | - |
+
+    If the contexts have grown beyond M, sessions leave in the same order until they fit.
 
     v C is what a kept context saves, in token seconds of delayed turns, per token second for which it lies idle. So the dearer a
     miss, the longer contexts are kept; with a cheap one the order is nearly that of the highest response ratio.
@@ -88,8 +92,9 @@ class WorkingSet(EventOrder):
     So a session makes progress at least at 1 / r of its rate under first come, first served, which serves sessions in turn. If
     all contexts fit, all sessions are active. While nothing runs, the first waiting turn is admitted.
 
-    W solves   W = sum over sessions of w_i W / (W + z_i),   w_i with the miss of its context, z_i the mean pause: a session is in
-    the queue for the fraction W / (W + z_i) of the time. No context is lost as long as all fit.
+    W solves   W = sum over sessions of w_i W / (W + z_i),   w_i the engine's time for a turn with the miss of its context, z_i the
+    time from its start to the next turn, output and mean pause: a session is in the queue for the fraction W / (W + z_i) of the
+    time. An output token takes as long as a step with its share of the prompts. No context is lost as long as all fit.
 
     Attributes:
         predict_returns: Use the predicted return of each session; False: the mean pause of all.
@@ -98,7 +103,7 @@ class WorkingSet(EventOrder):
     inputs = frozenset({"cached", "costs", "session", "length"})
     orders_retention = True
 
-    ratio: float = 0.9
+    ratio: float = 1.1
     fill: float = 0.95
     window: float = 2000
     predict_returns: bool = True
@@ -114,10 +119,12 @@ class WorkingSet(EventOrder):
     _fcfs_wait_s: float = field(default=0.0, init=False, repr=False)
     _fcfs_wait_at_s: float = field(default=-math.inf, init=False, repr=False)
     _fcfs_waits: RecentValues = field(init=False, repr=False)
-    #: Sums over ended turns, fading: number, seconds of new work; and over pauses: number, seconds.
+    #: Sums over ended turns, fading: number, seconds for what was new in their prompts; mean pause, and number of pauses.
     _num_turns: float = field(default=0.0, init=False, repr=False)
-    _turn_s: float = field(default=0.0, init=False, repr=False)
+    _prompt_work_s: float = field(default=0.0, init=False, repr=False)
     _pause_s: float = field(default=_FIRST_PAUSE_S, init=False, repr=False)
+    _max_num_seqs: int = field(default=1, init=False, repr=False)
+    _num_pauses: int = field(default=0, init=False, repr=False)
     #: Mean output of ended turns, for turns without a prediction.
     _output_tokens: float = field(default=_FIRST_OUTPUT_TOKENS, init=False, repr=False)
 
@@ -138,7 +145,8 @@ class WorkingSet(EventOrder):
         if session.idle_since_s is not None:
             pause_s = min(now - session.idle_since_s, _LONGEST_PAUSE_S)
             session.mean_pause_s += _NEWEST_PAUSE * (pause_s - session.mean_pause_s)
-            self._pause_s += 0.002 * (pause_s - self._pause_s)
+            self._num_pauses += 1
+            self._pause_s += max(_NEWEST_OF_ALL, 1.0 / self._num_pauses) * (pause_s - self._pause_s)
             if self.predict_returns:
                 self.returns.returned(session.name, now, input_tokens=state.request.prompt_tokens)
             session.idle_since_s = None
@@ -218,14 +226,14 @@ class WorkingSet(EventOrder):
         new_tokens = request.prompt_tokens - min(state.cached_tokens, request.prompt_tokens)
         if state.cached_tokens:  # else its context was lost as well
             self._num_turns = 0.998 * self._num_turns + 1.0
-            work_s = self._times.prefill_s * new_tokens + self._times.decode_s * state.num_output_tokens
-            self._turn_s = 0.998 * self._turn_s + work_s
+            self._prompt_work_s = 0.998 * self._prompt_work_s + self._times.prefill_s * new_tokens
 
     # Decisions.
 
     def on_pressure(self, num_waiting: int, max_num_seqs: int) -> bool:
         if not EventOrder.on_pressure(self, num_waiting, max_num_seqs):
             return False
+        self._max_num_seqs = max_num_seqs
         if self._turns:
             self._plan()
         return True
@@ -271,19 +279,18 @@ class WorkingSet(EventOrder):
         assert self._engine is not None, "bind was not called"
         now, turns = self._key_s, list(islice(self._turns.values(), _MAX_TURNS))
         self._find_due(turns, now)
+        active = [session for session in self.sessions.values() if session.is_active]
+        self._shrink(active, now)
         outside = [state for state in turns if not self._session(state).is_active]
         if not outside:
             return
         due = next((state for state in outside if state.request_id in self._due), None)
-        active = [session for session in self.sessions.values() if session.is_active]
+        active = [session for session in active if session.is_active]
         pending = sum(state.uncached_tokens for state in turns if self._session(state).is_active)
         for state in self._running.values():
             pending += max(state.prefill_target_tokens - state.num_computed_tokens, 0)
         free = self.fill * self._engine.capacity_tokens - sum(session.context_tokens for session in active)
-        idle = [session for session in active if session.is_idle]
-        for session in idle:
-            session.value = self._miss_s(1.0) * self._return_rate(session, now)
-        idle.sort(key=lambda session: session.value)
+        idle = self._idle(active, now)
         running_tokens = sum(state.known_tokens for state in self._running.values())
         outside.sort(key=lambda state: (state.request.arrival_s - now) / self._work_s(state))
         if due is not None:
@@ -298,13 +305,13 @@ class WorkingSet(EventOrder):
             leaving: list[Session] = []
             freed = 0.0
             for other in idle:
-                if free + freed >= need or (state is not due and other.value * running_tokens >= 1.0):
+                is_kept = self._num_pauses < _FIRST_PAUSES or other.value * running_tokens >= 1.0
+                if free + freed >= need or (state is not due and is_kept):
                     break
                 leaving.append(other)
                 freed += other.context_tokens
             if state is due and free + freed < need:
-                waiting = [other for other in active if other.waiting and not other.num_running]
-                for other in sorted(waiting, key=lambda other: other.entered_s):
+                for other in self._held(active):
                     if free + freed >= need:
                         break
                     leaving.append(other)
@@ -321,6 +328,31 @@ class WorkingSet(EventOrder):
             self._activate(session)
             active.append(session)
             pending += state.uncached_tokens
+
+    def _shrink(self, active: list[Session], now: float) -> None:
+        """Lets sessions leave if the contexts have grown beyond the memory, so that not all of them are lost in turn."""
+        assert self._engine is not None, "bind was not called"
+        excess = sum(session.context_tokens for session in active) - self._engine.capacity_tokens
+        if excess <= 0:
+            return
+        for session in [*self._idle(active, now), *self._held(active)]:
+            if excess <= 0:
+                return
+            session.is_active = False
+            excess -= session.context_tokens
+
+    def _idle(self, active: list[Session], now: float) -> list[Session]:
+        """The idle ones, smallest value first."""
+        idle = [session for session in active if session.is_idle]
+        for session in idle:
+            session.value = self._miss_s(1.0) * self._return_rate(session, now)
+        return sorted(idle, key=lambda session: session.value)
+
+    @staticmethod
+    def _held(active: list[Session]) -> list[Session]:
+        """Those with a turn that waits and none that runs, longest in the set first."""
+        waiting = [session for session in active if session.waiting and not session.num_running]
+        return sorted(waiting, key=lambda session: session.entered_s)
 
     def _find_due(self, turns: list[RequestState], now: float) -> None:
         """Adds the first turn to those that are due, if a turn reaches its bound once those before it are served."""
@@ -341,30 +373,41 @@ class WorkingSet(EventOrder):
         if now < self._fcfs_wait_at_s + _REFRESH * self._fcfs_wait_s:
             return
         self._fcfs_wait_at_s = now
-        num_tokens = sum(session.context_tokens for session in self.sessions.values())
-        are_lost = num_tokens > self._engine.capacity_tokens
-        turn_s = self._turn_s / self._num_turns if self._num_turns else 0.0
+        engine, sessions = self._engine, self.sessions.values()
+        num_tokens = sum(session.context_tokens for session in sessions)
+        are_lost = num_tokens > engine.capacity_tokens
+        prompts = [self._fcfs_prompt_s(session, are_lost) for session in sessions]
+        # A turn takes part in as many steps as it has output tokens, which others share.
+        num_running = max(min(engine.capacity_tokens * len(prompts) / num_tokens, self._max_num_seqs), 1.0)
+        chunks = (
+            num_tokens / len(prompts) / engine.step_tokens if are_lost and not engine.has_host_tier else 1.0
+        )
+        steps = max(self._output_tokens / num_running, chunks, 1.0)
+        output_s = self._output_tokens * (sum(prompts) / len(prompts) / steps + engine.costs.step_s)
         work: list[tuple[float, float]] = []
-        for session in self.sessions.values():
-            pause_s = session.mean_pause_s
-            if session.idle_since_s is not None:
-                pause_s = max(pause_s, now - session.idle_since_s)
-            if session.waiting:
-                work_s = sum(self._work_s(state) for state in session.waiting.values())
-                cached = sum(
-                    state.cached_tokens - state.host_cached_tokens for state in session.waiting.values()
-                )
-            else:
-                work_s, cached = turn_s, session.context_tokens
-            work.append(
-                (work_s + (self._miss_s(cached) if are_lost else 0.0), pause_s if session.num_turns else 0.0)
-            )
+        for session, prompt_s in zip(sessions, prompts, strict=True):
+            away_s = 0.0
+            if session.num_turns:
+                away_s = session.mean_pause_s + output_s
+                if session.idle_since_s is not None:
+                    away_s = max(away_s, now - session.idle_since_s)
+            work.append((prompt_s + steps * engine.costs.step_s, away_s))
         wait_s = self._fcfs_wait_s or sum(work_s for work_s, _ in work)
         for _ in range(3):
             if wait_s <= 0.0:
                 break
-            wait_s = sum(work_s * wait_s / (wait_s + pause_s) for work_s, pause_s in work)
+            wait_s = sum(work_s * wait_s / (wait_s + away_s) for work_s, away_s in work)
         self._fcfs_wait_s = wait_s
+
+    def _fcfs_prompt_s(self, session: Session, are_lost: bool) -> float:
+        """Time to process the prompt of a turn of this session under first come, first served."""
+        if session.waiting:
+            work_s = sum(self._prompt_s(state) for state in session.waiting.values())
+            cached = sum(state.cached_tokens - state.host_cached_tokens for state in session.waiting.values())
+        else:
+            work_s = self._prompt_work_s / self._num_turns if self._num_turns else 0.0
+            cached = session.context_tokens
+        return work_s + (self._miss_s(cached) if are_lost else 0.0)
 
     @staticmethod
     def _leave(sessions: list[Session]) -> None:

@@ -34,6 +34,8 @@ CASES["hrrn, with outputs"] = ("hrrn", {"count_outputs": True})
 class Costs:
     """A prompt token takes 1 ms, an output token 10 ms, the copy of a token 0.1 ms."""
 
+    step_s = 0.02
+
     def prefill_s(self, num_tokens: float) -> float:
         return 1e-3 * num_tokens
 
