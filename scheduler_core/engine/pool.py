@@ -64,6 +64,8 @@ class Pool:
         self._num_admitted = 0
         #: Requests of other replicas that have blocks and a slot reserved here; `max_running` excludes those slots.
         self.reserved: set[str] = set()
+        #: Tokens of admitted requests to process, and those of them that the prefix cache had.
+        self.num_admitted_tokens = self.num_cached_tokens = 0
         self.costs = StepCosts()
         self._holds = type(policy).may_admit is not Policy.may_admit
         #: Content, prompt tokens and computed tokens of the last request of each session.
@@ -189,6 +191,8 @@ class Pool:
             return False
         self._stop_waiting(state)
         self._set_cached(state, hit)
+        self.num_admitted_tokens += state.known_tokens
+        self.num_cached_tokens += state.cached_tokens
         state.status = Status.RUNNING
         if state.num_computed_tokens < state.prefill_target_tokens:
             state.prefill_target_tokens = state.known_tokens

@@ -26,7 +26,8 @@ LEVELS = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 _FRACTION = (0.0, 1.0)
 #: Bounds of metrics that are not only >= 0, by the last or the last but one part of their name.
 _BOUNDS = {
-    "slo_attainment": _FRACTION, "busy_fraction": _FRACTION, "peak_kv_usage": _FRACTION, "kv_usage": _FRACTION,
+    "slo_attainment": _FRACTION, "busy_fraction": _FRACTION, "prefix_hit_fraction": _FRACTION,
+    "peak_kv_usage": _FRACTION, "kv_usage": _FRACTION,
     "fairness_requests": _FRACTION, "fairness_tenants": _FRACTION, "coverage": _FRACTION, "kendall_tau": (-1.0, 1.0),
     "starvation_slope": UNBOUNDED, "accumulated_fraction": (-math.inf, 1.0), "relative_growth": UNBOUNDED,
 }  # fmt: skip
@@ -116,6 +117,7 @@ def run_metrics(
     """Metrics of one run, see README.md; SLO metrics are None without targets.
 
     - `fairness_tenants`: Jain's index of the mean 1 / slowdown of each tenant.
+    - `prefix_hit_fraction`: fraction of the tokens to process that admitted requests found in the prefix cache.
     - `groups`: request metrics by tier, tenant and category, if there are several values.
     - `littles_law_error`: relative difference between the time average of the number of requests in the system and
       throughput times mean ttlt_s; must be 0 up to rounding.
@@ -129,13 +131,18 @@ def run_metrics(
     in_system = outcome.request_seconds * per_s
     expected_in_system = float(requests["ttlt_s"].sum()) * per_s
     capacity = sum(core.config.num_kv_blocks for core in schedulers.values())
+    admitted = [core.pool.num_admitted_tokens for core in schedulers.values()]
     speed, tenants = 1 / requests["slowdown"], _codes(requests["tenant"])[1]
     mean_replicas = outcome.replica_seconds * per_s
     return {
         **_request_metrics(requests, per_s, len(outcome.refused)),
         "tbt_s": watch.gaps.merged().summary(),
         "num_refused": len(outcome.refused),
+        "num_unfinished": outcome.num_unfinished,
         "num_preemptions": sum(core.counters.num_preemptions for core in schedulers.values()),
+        "prefix_hit_fraction": _fraction(
+            [core.pool.num_cached_tokens for core in schedulers.values()], admitted
+        ),
         "num_steps": outcome.num_steps,
         "makespan_s": span,
         "busy_fraction": outcome.busy_s * per_s / len(schedulers),
@@ -157,6 +164,12 @@ def run_metrics(
         },
         "prediction": prediction_quality(requests),
     }
+
+
+def _fraction(parts: Sequence[int], totals: Sequence[int]) -> float:
+    """Sum of the parts divided by that of the totals; 0 if that is 0."""
+    total = sum(totals)
+    return sum(parts) / total if total else 0.0
 
 
 def _request_metrics(requests: Columns, per_s: float, num_refused: int) -> dict[str, Any]:
