@@ -18,6 +18,7 @@ from scheduler_core.routing.infaas import Infaas
 from scheduler_core.routing.llumnix import Llumnix
 from scheduler_core.routing.predicted_work import PredictedWait, PredictedWork
 from scheduler_core.routing.prefix_affine import PrefixAffine
+from scheduler_core.routing.session_affine import SessionAffine
 
 #: Every router by name.
 ROUTERS: dict[str, type[Router]] = {
@@ -27,6 +28,7 @@ ROUTERS: dict[str, type[Router]] = {
     "least_kv": LeastKv,
     "power_of_two": PowerOfTwo,
     "prefix_affine": PrefixAffine,
+    "session_affine": SessionAffine,
     "predicted_work": PredictedWork,
     "predicted_wait": PredictedWait,
     "infaas": Infaas,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -55,6 +55,10 @@ class RequestView(NamedTuple):
         return self.prompt_tokens + self.num_output_tokens - self.num_computed_tokens
 
 
+def _no_context(session: str) -> int:
+    return 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSnapshot:
     """One replica at one time.
@@ -68,6 +72,7 @@ class ReplicaSnapshot:
         waiting_prefill_tokens: Tokens that the waiting requests must process before their next output token.
         tiers: Distinct tiers of its running and waiting requests, in order.
         requests: Its requests, running ones first, if the router needs them (`Router.needs_requests`).
+        resident_tokens: Tokens of the context of a session in its KV cache, see `EngineView`; valid until its next step.
     """
 
     replica_id: str
@@ -84,6 +89,7 @@ class ReplicaSnapshot:
     waiting_prefill_tokens: int = 0
     tiers: tuple[int, ...] = ()
     requests: Iterable[RequestView] = ()
+    resident_tokens: Callable[[str], int] = field(default=_no_context, repr=False, compare=False)
 
     @property
     def num_requests(self) -> int:
@@ -143,6 +149,7 @@ def take_snapshot(
         waiting_prefill_tokens=pool.waiting_prefill_tokens,
         tiers=tuple(sorted(level for level, num in pool.num_by_level.items() if num)),
         requests=_Views(pool) if keep_requests else (),
+        resident_tokens=pool.resident_tokens,
     )
 
 

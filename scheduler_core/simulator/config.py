@@ -46,7 +46,7 @@ class ClusterConfig:
     """Number of replicas; 1 needs no router."""
     router: str = "jsq"
     """Router that chooses the replica of each request: round_robin, random, jsq, least_kv, power_of_two, prefix_affine,
-    predicted_work, predicted_wait, infaas, llumnix, disaggregated; see scheduler_core/routing/README.md."""
+    session_affine, predicted_work, predicted_wait, infaas, llumnix, disaggregated; see scheduler_core/routing/README.md."""
     router_parameters: dict[str, float | bool] = field(default_factory=dict)
     """Overrides of the router's parameters, such as {alpha: 2} for infaas or {whole_queue: true} for llumnix."""
     num_prefill_replicas: int = 0

@@ -12,9 +12,12 @@ from scheduler_core.routing.snapshot import ReplicaSnapshot, RequestView
 
 
 def item(
-    name: str = "new", tier: int = 2, arrival_s: float = 0.0, prompt: int = 16, cap: int = 64, **more: Any
-) -> RoutingRequest:
-    request = Request(request_id=name, arrival_s=arrival_s, prompt_tokens=prompt, max_tokens=cap, tier=tier)
+    name: str = "new", tier: int = 2, arrival_s: float = 0.0, prompt: int = 16, cap: int = 64, session: str = "",
+    **more: Any,
+) -> RoutingRequest:  # fmt: skip
+    request = Request(
+        request_id=name, arrival_s=arrival_s, prompt_tokens=prompt, max_tokens=cap, tier=tier, session=session
+    )
     return RoutingRequest(request=request, **more)
 
 

@@ -1,5 +1,6 @@
 """Clusters around the very same schedulers: one replica is the loop of one, and with migration nothing is lost."""
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +17,12 @@ from scheduler_core.routing.llumnix import AutoScaler, Headroom, MigrationPlanne
 from scheduler_core.routing.snapshot import ReplicaRole
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.loop import Simulation, SimulationOutcome
+from scheduler_core.simulator.records import RequestRecord
 from scheduler_core.simulator.step_time.base import LinearStepTime
 from scheduler_core.simulator.trace import Trace
 from scheduler_core.simulator.trace_predictions import Predictions, trace_predictions
+from scheduler_core.simulator.workloads.agents import Agents
+from scheduler_core.simulator.workloads.workload import Workload
 from tests.scheduler_core.helpers import random_trace, trace_row
 from tests.scheduler_core.routing.helpers import router
 
@@ -169,6 +173,35 @@ def conversations(num: int) -> Trace:
             )  # fmt: skip
             known = prompt + 20
     return Trace(tuple(rows))
+
+
+def test_session_affine_routing_keeps_sessions_together_and_balances_their_contexts() -> None:
+    agents = Agents(num_sessions=12, scale=0.01, max_pause_s=2.0, ramp_up_s=5.0, max_tokens_per_request=1500)
+    trace = Workload(num_requests=240, agents=agents).trace(3)
+
+    def run(name: str, blocks: int, exact: bool = False) -> list[RequestRecord]:
+        cores = {f"n{number}": core(num_kv_blocks=blocks, max_num_seqs=8) for number in range(3)}
+        one = Simulation(trace, cores, LinearStepTime(), Predictions(), router(name), exact_steps=exact)
+        outcome = one.run()
+        assert not outcome.refused
+        return outcome.records
+
+    ample = run("session_affine", 4096)
+    assert sorted(record.request_id for record in ample) == sorted(row.request_id for row in trace.requests)
+    homes = {record.session_id: record.replica_id for record in ample}
+    assert all(record.replica_id == homes[record.session_id] for record in ample), "nothing was evicted"
+    per_replica = Counter(homes.values())
+    assert len(per_replica) == 3
+    assert max(per_replica.values()) <= 3 * min(per_replica.values())
+    tight = run("session_affine", 256)
+    assert len(tight) == len(ample)
+    assert tight == run("session_affine", 256, exact=True)
+    moved = {record.session_id: set[str | None]() for record in tight}
+    for record in tight:
+        moved[record.session_id].add(record.replica_id)
+    assert any(len(names) > 1 for names in moved.values()), "sessions move when they were evicted"
+    others = run("jsq", 256)
+    assert sum(record.ttft_s for record in tight) < sum(record.ttft_s for record in others)
 
 
 def test_prefix_affine_routing_finds_what_earlier_turns_have_left() -> None:

@@ -22,6 +22,7 @@ from scheduler_core.routing.infaas import Infaas
 from scheduler_core.routing.migration import Move
 from scheduler_core.routing.predicted_work import PredictedWait, PredictedWork
 from scheduler_core.routing.prefix_affine import PrefixAffine
+from scheduler_core.routing.session_affine import SessionAffine
 from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot, ReplicaStatus, RequestView
 from tests.scheduler_core.routing.helpers import item, predicted, replica, router, running, waiting
 
@@ -57,6 +58,42 @@ def test_power_of_two_joins_the_shorter_of_two_drawn() -> None:
     for name, expected in zip("0123", (3000, 2000, 1000, 0), strict=True):
         assert abs(counts[name] - expected) <= 4 * 40
     assert (counts["3"], two.choose(item(), pictures[2:], 0.0)) == (0, "2")
+
+
+def test_session_affine_stays_with_the_context_and_moves_when_it_is_evicted() -> None:
+    affine = SessionAffine()
+    resident: dict[tuple[str, str], int] = {}
+
+    def send(name: str, session: str, prompt: int, names: str = "ab") -> str:
+        replicas = [
+            replica(one, resident_tokens=lambda session, one=one: resident.get((one, session), 0))
+            for one in names
+        ]
+        request = item(name, prompt=prompt, session=session)
+        chosen = affine.choose(request, replicas, 0.0)
+        affine.on_dispatched(request, chosen, 0.0)
+        return chosen
+
+    def finish(name: str, session: str, replica_id: str, tokens: int) -> None:
+        affine.on_finished(name, replica_id, 0.0)
+        resident[replica_id, session] = tokens
+
+    assert [send("x0", "x", 300), send("y0", "y", 100), send("z0", "z", 100)] == ["a", "b", "b"]
+    assert send("x1", "x", 300) == "a", "its turn before is still live"
+    finish("x0", "x", "a", 310)
+    finish("x1", "x", "a", 310)
+    finish("y0", "y", "b", 110)
+    assert send("x2", "x", 320) == "a", "although b has fewer tokens"
+    finish("x2", "x", "a", 64)
+    assert send("w0", "w", 500) == "b", "200 tokens against 320"
+    assert send("x3", "x", 330) == "a", "a part of its context is left"
+    finish("x3", "x", "a", 0)
+    assert send("y0b", "y", 120) == "b"
+    finish("y0b", "y", "b", 0)
+    assert send("y1", "y", 130) == "a", "both are evicted: nothing on a, 600 tokens on b"
+    assert send("x4", "x", 340, names="b") == "b", "its replica is not available"
+    affine.on_gone("b", 0.0)
+    assert send("z1", "z", 100) == "b", "130 tokens on a, nothing on the new b"
 
 
 def test_prefix_affine_follows_the_longest_shared_prefix_until_its_replica_is_too_busy() -> None:
