@@ -140,3 +140,49 @@ def test_hits_and_evictions_are_those_of_single_blocks_in_lru_order(seed: int) -
             assert alone == blocks.private[name] + len(blocks.users[name] - others), before
         kv.validate(set(running), set())
     assert compared > 100
+
+
+def test_evicted_blocks_come_back_from_host_memory() -> None:
+    """12 blocks of 4 tokens, and as many on the host: a and b take turns with 36 tokens each. What the other one has evicted is
+    copied back; without the host it is computed again."""
+    for host_blocks, copied, computed in ((12, {24, 28, 32}, False), (0, set(), True)):
+        core = helpers.scheduler(
+            "fcfs", max_num_seqs=1, max_num_batched_tokens=64, num_kv_blocks=12, kv_block_tokens=BLOCK,
+            num_host_cache_blocks=host_blocks, kv_watermark=0.0,
+        )  # fmt: skip
+        given = [
+            (
+                helpers.request(
+                    f"{name}{turn}", 10.0 * turn + at, prompt=36, cap=2, content=(Segment(name, 36),)
+                ),
+                2,
+            )
+            for turn in range(3)
+            for at, name in ((0.0, "a"), (5.0, "b"))
+        ]
+        run = helpers.Drive(core, given)
+        run.run()
+        moved = {item.num_tokens for plan in run.plans for item in plan.swapped_in}
+        assert moved <= copied
+        assert bool(moved) is not computed
+        later = sum(run.prefill_tokens[f"{name}{turn}"] for name in "ab" for turn in (1, 2))
+        assert (later > 60) is computed
+        core.validate()
+
+
+def test_values_of_sessions_order_evictions_and_their_use_breaks_ties() -> None:
+    cache = PrefixCache(BLOCK)
+    kv = KVCache(9, BLOCK, 0.0, prefixes=cache)
+    values = {"old": 5.0, "new": 1.0, "newer": 1.0}
+    cache.retention = values.__getitem__
+    for name in values:
+        state = state_of(name, (Segment(name, 12),), 12)
+        assert kv.admit(name, 12, waive_watermark=False, hit=kv.find(state))
+        state.num_computed_tokens = 12
+        kv.publish(state)
+        kv.release(name, name)
+    for size, hits in ((4, (3, 2, 3)), (12, (3, 0, 2)), (4, (3, 0, 1))):
+        kv.admit(f"{size}{hits}", size, waive_watermark=False)
+        assert tuple(kv.find(state_of(name, (Segment(name, 12),), 13)).num_blocks for name in values) == hits
+    cache.clear()
+    kv.validate({"4(3, 2, 3)", "12(3, 0, 2)", "4(3, 0, 1)"}, set())
