@@ -197,7 +197,8 @@ class WorkingSet(EventOrder):
                 )
 
     def _session(self, state: RequestState) -> Session:
-        name = state.request.session or state.request_id
+        # A session may have the name of a request.
+        name = state.request.session or f"\0{state.request_id}"
         session = self.sessions.get(name)
         if session is None:
             session = self.sessions[name] = Session(name, mean_pause_s=self._pause_s)

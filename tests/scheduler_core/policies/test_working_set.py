@@ -117,6 +117,19 @@ def test_an_idle_session_leaves_if_its_context_saves_less_than_it_costs(
     assert made.sessions["a"].is_active is not bool(expected)
 
 
+@pytest.mark.mend
+def test_a_session_may_have_the_id_of_a_request_without_one() -> None:
+    """The end of the request removed the session, and the admission of its turn raised KeyError."""
+    made = policy()
+    alone = RequestState(request("a", 0.0), order=0)
+    made.on_arrival(alone, 0.0)
+    item = turn(made, "a", 1.0, 100)
+    run(made, alone, 1.0)
+    end(made, alone, 2.0)
+    run(made, item, 2.0)
+    assert made.sessions["a"].num_running == 1
+
+
 def test_a_turn_that_is_due_comes_first_and_others_leave_for_it() -> None:
     made = policy()
     a, b = turn(made, "a", 0.0, 600), turn(made, "b", 0.1, 400)
