@@ -16,6 +16,8 @@ from scheduler_core.simulator.trace import TraceRequest
 from scheduler_core.simulator.watch import ReplicaWatch, Step
 
 _UNLIMITED_STEPS = 1 << 30
+#: Distance of the hashes of two blocks of one segment: odd, so that all are different.
+_BLOCK_STEP = 0x9E37_79B9_7F4A_7C15
 
 
 def prefix_blocks(row: TraceRequest, kv_block_tokens: int) -> tuple[int, ...]:
@@ -26,10 +28,9 @@ def prefix_blocks(row: TraceRequest, kv_block_tokens: int) -> tuple[int, ...]:
     for key, num_tokens in row.content:
         start, position = position, position + num_tokens
         path.update(f"{start} {key} ".encode())
-        for block in range(start // kv_block_tokens, position // kv_block_tokens):
-            name = path.copy()
-            name.update(str(block).encode())
-            blocks.append(int.from_bytes(name.digest()[:8]))
+        first = int.from_bytes(path.digest()[:8])
+        numbers = range(start // kv_block_tokens, position // kv_block_tokens)
+        blocks += [(first + block * _BLOCK_STEP) % (1 << 64) for block in numbers]
     return tuple(blocks)
 
 
