@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.shared.pages import mean_cell
 from scheduler_core.report.page import markdown_table
-from scheduler_core.report.plotting import color, dash, new_figure, svg
+from scheduler_core.report.plotting import color, dash, mark_decades, new_figure, svg
 from scheduler_core.shell.files import atomic_file
 from scheduler_core.statistics import interval
 
@@ -172,30 +172,36 @@ def _closed(cases: Cases, case: Setting) -> float:
 
 
 def plot(file: Path, runs: Runs, num_sessions: int, policies: Sequence[str]) -> None:
-    """Turns per second and mean TTFT over KV memory, as SVG: with and without a host tier."""
+    """Turns per second, mean TTFT and longest wait over KV memory, without a host tier, as SVG."""
     cases = Cases(runs)
-    figure, axes = new_figure(9.5, 5.6, rows=2, columns=2, sharex=True)
-    for row, host in enumerate((False, True)):
-        columns = [
-            case
-            for case in cases.settings
-            if (case.router, case.host, case.num_sessions) == ("", host, num_sessions)
-        ]
-        x = [case.kv_tokens / 1e6 for case in columns]
-        for axis, column in zip(axes[2 * row : 2 * row + 2], ("turns", "mean"), strict=True):
-            for number, policy in enumerate(policies):
-                means = [interval(cases.values(case, policy, column)) for case in columns]
-                style = {"color": color(number), "linestyle": dash(number), "marker": "o", "markersize": 4}
-                if policy == OURS:
-                    style |= {"linewidth": 2.6, "zorder": 5}
-                axis.plot(x, [mean.mean for mean in means], label=policy, **style)
-            axis.set_ylim(bottom=0.0)
-            axis.set_xticks(x)
-        name = f"{num_sessions} sessions, {'with' if host else 'without'} a host tier"
-        axes[2 * row].set(title=name, ylabel="turns per second")
-        axes[2 * row + 1].set(title=name, ylabel="mean time to first token (s)")
-    for axis in axes[2:]:
-        axis.set_xlabel("KV memory (million tokens)")
+    columns = [
+        case
+        for case in cases.settings
+        if (case.router, case.host, case.num_sessions) == ("", False, num_sessions)
+    ]
+    sizes = [case.kv_tokens / 1e6 for case in columns]
+    labels = {
+        "turns": "turns per second",
+        "mean": "mean time to first token (s)",
+        "longest": "longest wait (s)",
+    }
+    figure, axes = new_figure(11.0, 3.4, columns=3)
+    for axis, (column, label) in zip(axes, labels.items(), strict=True):
+        for number, policy in enumerate(policies):
+            style = {"color": color(number), "linestyle": dash(number), "marker": "o", "markersize": 4}
+            if policy == OURS:
+                style |= {"linewidth": 2.8, "zorder": 5}
+            means = [interval(cases.values(case, policy, column)).mean for case in columns]
+            axis.plot(sizes, means, label=policy, **style)
+        axis.set_xticks(sizes)
+        axis.set(title=label, xlabel="KV memory (million tokens)", ylim=(0.0, None))
+    axes[2].set_yscale("log")
+    waits = [
+        value for policy in policies for case in columns for value in cases.values(case, policy, "longest")
+    ]
+    limits = (0.8 * min(waits), 1.25 * max(waits))
+    axes[2].set_ylim(limits)
+    mark_decades(axes[2].yaxis, limits)
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(file) as temporary:
         Path(temporary).write_text(svg(figure, axes[0]), encoding="utf-8")

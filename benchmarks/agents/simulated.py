@@ -155,14 +155,17 @@ def _count_hits(scheduler: Scheduler, hits: dict[str, int]) -> None:
 
 
 def settings(seeds: int, quick: bool) -> list[Setting]:
-    """All settings, seed by seed, those of several replicas last."""
+    """All settings, seed by seed."""
     if quick:
         return [Setting("", 0, host, num, QUICK_TOKENS) for num, host in QUICK]
-    cases = product([""], range(seeds), (False, True), NUM_SESSIONS, KV_TOKENS)
-    routed = product(range(seeds), ROUTERS)
     return [
-        *(Setting(*case) for case in cases),
-        *(Setting(router, seed, False, NUM_SESSIONS[1], KV_TOKENS[0]) for seed, router in routed),
+        Setting(router, seed, *case)
+        for seed in range(seeds)
+        for router, cases in [
+            ("", list(product((False, True), NUM_SESSIONS, KV_TOKENS))),
+            *((name, [(False, NUM_SESSIONS[1], KV_TOKENS[0])]) for name in ROUTERS),
+        ]
+        for case in cases
     ]
 
 
