@@ -207,7 +207,8 @@ class HoldQueue(EngineOrder):
 
     async def enter(self, request: Request) -> None:
         """Waits for admission of the request; cancellation removes it. Refusal (429) if the queue is full."""
-        if self.num_running >= self.max_num_seqs and self.num_waiting >= self.max_waiting:
+        is_held = self.num_running >= self.max_num_seqs or self.num_waiting
+        if is_held and self.num_waiting >= self.max_waiting:
             text = f"the queue of the proxy is full: {self.max_waiting} requests are waiting"
             raise Refusal(429, text, "queue_full")
         name, now = request.request_id, self.clock()

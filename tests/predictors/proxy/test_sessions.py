@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from predictors.proxy.engine_model import CacheSize, End, EngineModel
+from predictors.proxy.errors import Refusal
 from predictors.proxy.order import HoldQueue, order_policy
 from scheduler_core.errors import InputError
 from scheduler_core.policies import make_policy
@@ -288,6 +289,23 @@ async def test_an_event_lets_a_held_session_run() -> None:
     queue.set_size(CacheSize(1000))
     await held
     assert queue.num_running == 2
+
+
+@pytest.mark.mend  # held requests were accepted without limit while slots were free
+async def test_a_queue_is_full_also_while_the_policy_holds_its_requests() -> None:
+    queue = HoldQueue(Single(), 8, Clock(), model=EngineModel(), max_waiting=2)
+    requests = [
+        Request(request_id=name, arrival_s=0.0, prompt_tokens=1, max_tokens=1, session=name)
+        for name in "abcd"
+    ]
+    tasks = [asyncio.create_task(queue.enter(request)) for request in requests[:3]]
+    await until(lambda: queue.num_waiting == 2)
+    with pytest.raises(Refusal) as refusal:
+        await queue.enter(requests[3])
+    assert (refusal.value.status, queue.num_running, queue.num_waiting) == (429, 1, 2)
+    for request in requests:
+        queue.leave(request.request_id)
+    await asyncio.gather(*tasks)
 
 
 @pytest.mark.mend  # sessions that a policy pauses at the end of a turn were not, because no request waited
