@@ -25,8 +25,8 @@ from scheduler_core.request import RequestState, Segment
 BLOCK_TOKENS = 16
 #: Tokens of a step, which engines do not report: the default of vLLM and SGLang on large GPUs.
 STEP_TOKENS = 8192
-#: Contexts that are remembered.
-MAX_CONTEXTS = 20_000
+#: Contexts that are remembered; and streams in a cache of unknown size, of which the older half is then dropped.
+MAX_CONTEXTS, MAX_STREAMS = 20_000, 80_000
 #: Tokens that the engine reports may be this fraction of those in the model, whose tokens are estimates.
 MIN_HIT = 0.9
 
@@ -58,7 +58,7 @@ class CacheSize:
 
 
 class EngineModel:
-    """The prefix cache of one engine (see `LiveEngine`). `size` None: unknown, so that nothing is ever evicted."""
+    """The prefix cache of one engine (see `LiveEngine`). `size` None: unknown, so that only what was used long ago is evicted."""
 
     step_tokens, has_host_tier = STEP_TOKENS, False
 
@@ -205,6 +205,8 @@ class EngineModel:
         for contexts in (self._ended, self._latest):
             if len(contexts) > MAX_CONTEXTS:
                 contexts.popitem(last=False)
+        if self.size is None and len(self._prefixes) > MAX_STREAMS:
+            self._prefixes.evict(self._prefixes.num_unused // 2)
 
     def _num_found(self, state: RequestState) -> int:
         """Blocks of an ended request that are in the cache."""
@@ -215,7 +217,8 @@ class EngineModel:
     def _evict_before(self, number: int) -> None:
         """Evicts what was last used before an ended request."""
         num_blocks = 0
-        for key, (ended_number, state) in list(self._ended.items()):
+        while self._ended:
+            key, (ended_number, state) = next(iter(self._ended.items()))
             if ended_number >= number:
                 break
             first = state.request.content[0]

@@ -120,6 +120,10 @@ class PrefixCache:
         #: Latest use when they were ranked; nodes used later come after them.
         self._ranked_at = {True: 0, False: 0}
 
+    def __len__(self) -> int:
+        """Number of nodes of the tree."""
+        return len(self._nodes)
+
     def _walk(
         self, content: tuple[Segment, ...], prompt_tokens: int, num_tokens: int
     ) -> Iterator[tuple[_Name, int, int]]:

@@ -75,6 +75,17 @@ def test_an_unknown_engine_evicts_nothing() -> None:
     assert model.capacity_tokens == UnknownEngine.capacity_tokens
 
 
+@pytest.mark.mend
+def test_an_unknown_engine_does_not_take_all_memory_of_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request without a session left a node of the tree for good."""
+    monkeypatch.setattr("predictors.proxy.engine_model.MAX_STREAMS", 40)
+    model = EngineModel()
+    for number in range(200):
+        turn(model, str(number), 1000 + number)
+        assert len(model._prefixes) <= 40
+    assert model.resident_tokens("199") == 1199 // 16 * 16
+
+
 def test_the_cache_that_an_engine_reports_corrects_the_model() -> None:
     model = EngineModel(CacheSize(10_000, 10))
     for session in "abcd":
