@@ -192,7 +192,8 @@ class VllmCache:
         for value in old[num_common:]:
             self._release(value)
         self._contexts[session] = context
-        if len(self._contexts) > self._max_contexts:
+        # After that each hash is of a block that is cached.
+        if len(self._contexts) > self._max_contexts or len(self._uses) > 2 * len(self._pool.blocks):
             self._contexts = {name: each for name, each in self._contexts.items() if self._trim(each)}
             self._max_contexts = max(2 * len(self._contexts), _MIN_CONTEXTS)
 

@@ -190,6 +190,15 @@ def test_contexts_of_small_value_go_first_from_their_ends(make: Make) -> None:
     assert (hits(cache, "oabc"), hits(cache, "nabc")) == (2, 2)
 
 
+@pytest.mark.mend  # hashes of up to 4096 long contexts were kept whose blocks had gone, gigabytes of them
+def test_hashes_of_blocks_that_have_gone_are_forgotten(make: Make) -> None:
+    pool, cache = make(10)
+    for number in range(200):
+        turn(pool, cache, str(number), f"{chr(1000 + number)}bcdefg")
+        assert len(cache._uses) <= 2 * len(pool.blocks)
+    assert cache.resident_tokens("199") == 7 * BLOCK
+
+
 def test_what_sessions_share_goes_with_the_last_one(make: Make) -> None:
     values = {"a": 1.0, "b": 2.0}
     pool, cache = make(8, values)
