@@ -97,7 +97,8 @@ class WorkingSet(EventOrder):
     time. An output token takes as long as a step with its share of the prompts. No context is lost as long as all fit.
 
     Attributes:
-        predict_returns: Use the predicted return of each session; False: the mean pause of all.
+        predict_returns: Use the predicted return of each session; False: the mean pause of all, and the time since
+            the end of the turn.
     """
 
     inputs = frozenset({"cached", "costs", "session", "length"})
@@ -246,7 +247,8 @@ class WorkingSet(EventOrder):
         return self._work_s(state) - _ACTIVE if session.is_active else state.request.arrival_s
 
     def eviction_key(self, state: RequestState, now: float) -> float:
-        return state.request.arrival_s
+        # Below all keys, so that no batch former evicts a running turn for one that waits.
+        return state.request.arrival_s - 2.0 * _DUE
 
     def may_admit(self, state: RequestState, now: float) -> bool:
         return self._session(state).is_active
@@ -419,8 +421,7 @@ class WorkingSet(EventOrder):
         session.is_active, session.entered_s, session.value = True, self._event_s, 0.0
 
     def _return_rate(self, session: Session, now: float) -> float:
-        """G of an idle session."""
+        """G of an idle session; without a prediction 1 / (mean pause + idle time)."""
         forecast = self.returns.forecast(session.name) if self.predict_returns else None
-        if forecast is None or session.idle_since_s is None:
-            return 1.0 / self._pause_s
-        return forecast.return_rate(now - session.idle_since_s)
+        idle_s = 0.0 if session.idle_since_s is None else now - session.idle_since_s
+        return 1.0 / (self._pause_s + idle_s) if forecast is None else forecast.return_rate(idle_s)
