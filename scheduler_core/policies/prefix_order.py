@@ -86,6 +86,10 @@ class DepthFirst(EventOrder):
             self._is_stale = False
         return self._positions.get(state.request_id, _LAST)
 
+    def eviction_key(self, state: RequestState, now: float) -> float:
+        # Below all positions: a running request has none, and is not evicted for one that waits.
+        return state.request.arrival_s - _LAST
+
     def _sort(self) -> None:
         """Updates the positions of all waiting requests."""
         nodes: dict[tuple[int, str], int] = {}

@@ -11,7 +11,7 @@ from scheduler_core.errors import InputError
 from scheduler_core.policies import POLICIES
 from scheduler_core.policies.base import KeyChanges, Policy
 from scheduler_core.prediction.predictions import Prediction, RankPrediction
-from scheduler_core.request import Request, RequestState
+from scheduler_core.request import Request, RequestState, Segment
 from scheduler_core.scheduler import Scheduler, SchedulerStateError
 from tests.scheduler_core.helpers import line, predicted, prediction, request, run_step, scheduler
 
@@ -290,3 +290,24 @@ def test_a_policy_that_is_not_preemptive_is_never_asked() -> None:
     step(core)
     core.add(ask("high", 1), 1.0)
     assert step(core, 1.0) == "low"
+
+
+@pytest.mark.mend  # working_set and depth_first: evicted again and again for turns whose keys were always smaller
+@pytest.mark.parametrize(
+    "policy", ["continuum", "depth_first", "longest_prefix", "thunder_agent", "working_set"]
+)
+def test_prompts_that_do_not_fit_together_are_not_evicted_for_each_other_without_end(policy: str) -> None:
+    core = scheduler(
+        policy, batching="stage_aware", max_num_seqs=6, max_num_batched_tokens=16, num_kv_blocks=25,
+        kv_block_tokens=4, kv_watermark=0.0,
+    )  # fmt: skip
+    prompts = [70, 44, 65, 62, 75, 51, 30]
+    for number, prompt in enumerate(prompts):
+        session = "abc"[number % 3]
+        content = (Segment(session, prompt),)
+        core.add(request(str(number), 0.0, prompt=prompt, cap=9, session=session, content=content), 0.0)
+    now = 0.0
+    while core.num_waiting + core.num_running and now < 150.0:
+        now += 1.0
+        run_step(core, now)
+    assert core.counters.num_finished == len(prompts)
