@@ -119,7 +119,7 @@ def _table(cases: Cases, case: Setting) -> str:
         of_policy = cases.values if policy == FCFS else cases.ratios
         name = "fcfs (1/s, s)" if policy == FCFS else policy
         rows.append([name, *(mean_cell(of_policy(case, policy, column)) for column in RATIOS), *others])
-    note = f"{cases.num(case)} seeds, contexts of {cases.load(case):.2f} times the KV memory."
+    note = f"Seeds: {cases.num(case)}. Contexts: {cases.load(case):.2f} times the KV memory."
     return f"{note}\n\n{markdown_table(['policy', *RATIOS.values(), *OTHERS.values()], rows)}"
 
 
@@ -129,7 +129,7 @@ def _routers(cases: Cases, routed: Sequence[Setting]) -> str:
         for policy in cases.policies(case):
             values = [mean_cell(cases.values(case, policy, column)) for column in (*RATIOS, *OTHERS)]
             rows.append([case.router, policy, *values])
-    note = f"{routed[0].label} tokens of KV memory for each replica; values, not ratios; {cases.num(routed[0])} seeds."
+    note = f"{routed[0].label} tokens of KV memory for each replica; values, not ratios. Seeds: {cases.num(routed[0])}."
     return f"{note}\n\n{markdown_table(['router', 'policy', *RATIOS.values(), *OTHERS.values()], rows)}"
 
 
