@@ -139,6 +139,8 @@ class Continuum(EventOrder):
         if not state.request.session or state.ended_by == "end_turn":
             del self._sessions[_name(state)]
             return
+        if len(self._sessions) > _MAX_SESSIONS:
+            self._forget()
         if state.last_token_s is None:
             return
         session.tokens, session.is_in_time = state.known_tokens, False
@@ -147,8 +149,6 @@ class Continuum(EventOrder):
         cost = session.tokens / self._capacity_tokens
         pauses_s = self._pauses_s.get(state.ended_by, ())
         session.expires_s = self._event_s + time_to_live_s(pauses_s, benefit_s, cost, self.default_pause_s)
-        if len(self._sessions) > _MAX_SESSIONS:
-            self._forget()
 
     def on_pressure(self, num_waiting: int, max_num_seqs: int) -> bool:
         is_due = EventOrder.on_pressure(self, num_waiting, max_num_seqs)

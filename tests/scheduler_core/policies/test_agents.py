@@ -262,6 +262,17 @@ def test_continuum_keeps_contexts_and_serves_who_comes_in_time_first() -> None:
     assert rule.may_admit(b, 9.0)
 
 
+@pytest.mark.mend  # they stayed until a turn ended, for example for as long as the engine of a proxy was away
+def test_continuum_forgets_sessions_whose_turns_were_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler_core.policies.continuum._MAX_SESSIONS", 20)
+    rule: Any = policy("continuum")
+    for number in range(100):
+        item = state(f"r{number}", number, 10, session=f"s{number}")
+        arrive(rule, item)
+        rule.on_finish(item)
+        assert len(rule._sessions) <= 20
+
+
 def agents(num_sessions: int, turns: int, longest: int, num_single: int = 0, seed: int = 0) -> Trace:
     """Growing sessions in a closed loop that share a system prompt of 500 tokens; and single requests without content."""
     rng = np.random.default_rng(seed)
