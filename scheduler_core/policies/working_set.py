@@ -94,7 +94,8 @@ class WorkingSet(EventOrder):
 
     W solves   W = sum over sessions of w_i W / (W + z_i),   w_i the engine's time for a turn with the miss of its context, z_i the
     time from its start to the next turn, output and mean pause: a session is in the queue for the fraction W / (W + z_i) of the
-    time. An output token takes as long as a step with its share of the prompts. No context is lost as long as all fit.
+    time. An output token takes as long as a step with its share of the prompts. No context is lost as long as all fit. An idle
+    session counts with the probability that it returns within W, so that those that have ended or moved soon do not.
 
     Attributes:
         predict_returns: Use the predicted return of each session; False: the mean pause of all, and the time since
@@ -376,31 +377,41 @@ class WorkingSet(EventOrder):
         if now < self._fcfs_wait_at_s + _REFRESH * self._fcfs_wait_s:
             return
         self._fcfs_wait_at_s = now
-        engine, sessions = self._engine, self.sessions.values()
-        num_tokens = sum(session.context_tokens for session in sessions)
+        engine = self._engine
+        shares = {session: self._return_probability(session, now) for session in self.sessions.values()}
+        num_sessions = max(sum(shares.values()), 1e-9)
+        num_tokens = max(sum(share * session.context_tokens for session, share in shares.items()), 1.0)
         are_lost = num_tokens > engine.capacity_tokens
-        prompts = [self._fcfs_prompt_s(session, are_lost) for session in sessions]
+        work = {session: share * self._fcfs_prompt_s(session, are_lost) for session, share in shares.items()}
         # A turn takes part in as many steps as it has output tokens, which others share.
-        num_running = max(min(engine.capacity_tokens * len(prompts) / num_tokens, self._max_num_seqs), 1.0)
+        num_running = max(min(engine.capacity_tokens * num_sessions / num_tokens, self._max_num_seqs), 1.0)
         chunks = (
-            num_tokens / len(prompts) / engine.step_tokens if are_lost and not engine.has_host_tier else 1.0
+            num_tokens / num_sessions / engine.step_tokens if are_lost and not engine.has_host_tier else 1.0
         )
         steps = max(self._output_tokens / num_running, chunks, 1.0)
-        output_s = self._output_tokens * (sum(prompts) / len(prompts) / steps + engine.costs.step_s)
-        work: list[tuple[float, float]] = []
-        for session, prompt_s in zip(sessions, prompts, strict=True):
-            away_s = 0.0
-            if session.num_turns:
-                away_s = session.mean_pause_s + output_s
-                if session.idle_since_s is not None:
-                    away_s = max(away_s, now - session.idle_since_s)
-            work.append((prompt_s + steps * engine.costs.step_s, away_s))
-        wait_s = self._fcfs_wait_s or sum(work_s for work_s, _ in work)
+        output_s = self._output_tokens * (sum(work.values()) / num_sessions / steps + engine.costs.step_s)
+        turns = [
+            (
+                work[session] + share * steps * engine.costs.step_s,
+                session.mean_pause_s + output_s if session.num_turns else 0.0,
+            )
+            for session, share in shares.items()
+        ]
+        wait_s = self._fcfs_wait_s or sum(work_s for work_s, _ in turns)
         for _ in range(3):
             if wait_s <= 0.0:
                 break
-            wait_s = sum(work_s * wait_s / (wait_s + away_s) for work_s, away_s in work)
+            wait_s = sum(work_s * wait_s / (wait_s + away_s) for work_s, away_s in turns)
         self._fcfs_wait_s = wait_s
+
+    def _return_probability(self, session: Session, now: float) -> float:
+        """Probability that a turn of the session is in the queue, or comes while one of the others waits."""
+        forecast = self.returns.forecast(session.name) if self.predict_returns else None
+        if session.idle_since_s is None or forecast is None:
+            return 1.0
+        return forecast.probability_of_return(
+            now - session.idle_since_s, max(self._fcfs_wait_s, _FIRST_PAUSE_S)
+        )
 
     def _fcfs_prompt_s(self, session: Session, are_lost: bool) -> float:
         """Time to process the prompt of a turn of this session under first come, first served."""
