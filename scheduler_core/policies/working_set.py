@@ -109,7 +109,7 @@ class WorkingSet(EventOrder):
     fill: float = 0.95
     window: float = 2000
     predict_returns: bool = True
-    #: The sessions that are known, those used last at the end.
+    #: The sessions that are known.
     sessions: dict[str, Session] = field(default_factory=dict, init=False, repr=False)
     returns: ReturnPredictor = field(default_factory=ReturnPredictor, init=False, repr=False)
     _engine: EngineView | None = field(default=None, init=False, repr=False)
