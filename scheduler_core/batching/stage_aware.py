@@ -10,7 +10,9 @@ from scheduler_core.batching.base import BatchFormer, steps_that_fit
 from scheduler_core.batching.batch import Batch
 from scheduler_core.engine.kv_cache import Limits
 from scheduler_core.engine.pool import Pool
+from scheduler_core.errors import InputError
 from scheduler_core.kv_cost import Form, KVCost
+from scheduler_core.policies.base import Policy
 from scheduler_core.ranges import check_choice
 from scheduler_core.request import RequestState, Status
 
@@ -53,6 +55,13 @@ class StageAware(BatchFormer):
         check_choice("cache_rule", self.cache_rule, ("exact", "paper"))
         names = ("alpha_1", "alpha_2", "gamma_1", "gamma_2", "beta")
         self._cost = KVCost(**{name: getattr(self, name) for name in names})
+
+    def check_policy(self, policy: Policy) -> None:
+        BatchFormer.check_policy(self, policy)
+        if policy.protects_running:
+            # A swapped request that is first could neither evict a prompt in process, nor let it go on.
+            allowed = "policies under which a running request may be evicted for one that waits"
+            raise InputError(f"policy under {type(self).__name__}", type(policy).__name__, allowed)
 
     def max_running(self, limits: Limits) -> int:
         return limits.num_kv_blocks  # memory is the limit

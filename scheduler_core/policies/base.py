@@ -86,6 +86,8 @@ class Policy(ABC):
         inputs: Inputs of the key: "length", "urgency", "bucket", "rank", "point" (predictions), "priority",
             "tier", "tenant", "slo", "session" (fields of the request), "cached" (what the prefix cache has of a waiting
             request, looked up before all keys are recomputed), "costs" (of the engine, measured).
+        protects_running: The eviction keys of running requests are below the keys of all waiting ones, so that none is evicted
+            for one that waits.
         orders_retention: Unused blocks are evicted in the order of `retention_key`. False: least recently used first.
     """
 
@@ -98,6 +100,7 @@ class Policy(ABC):
     progress: ClassVar[Progress] = "every_step"
     needs_queue: ClassVar[bool] = False
     inputs: ClassVar[frozenset[str]] = frozenset()
+    protects_running: ClassVar[bool] = False
     orders_retention: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:

@@ -54,6 +54,7 @@ class DepthFirst(EventOrder):
     """
 
     inputs = frozenset({"cached"})
+    protects_running = True
 
     _waiting: dict[str, RequestState] = field(default_factory=dict, init=False, repr=False)
     _positions: dict[str, float] = field(default_factory=dict, init=False, repr=False)

@@ -104,6 +104,7 @@ class WorkingSet(EventOrder):
 
     inputs = frozenset({"cached", "costs", "session", "length"})
     orders_retention = True
+    protects_running = True
 
     ratio: float = 1.1
     fill: float = 0.95
@@ -116,6 +117,9 @@ class WorkingSet(EventOrder):
     #: Waiting turns in order of arrival, those of them that are due, and running ones.
     _turns: dict[str, RequestState] = field(default_factory=dict, init=False, repr=False)
     _due: set[str] = field(default_factory=set, init=False, repr=False)
+    #: Sessions outside of the set of which a turn was admitted because nothing ran; they enter before the next step, when
+    #: all keys are recomputed.
+    _admitted: list[Session] = field(default_factory=list, init=False, repr=False)
     _running: dict[str, RequestState] = field(default_factory=dict, init=False, repr=False)
     _deadlines: dict[str, float] = field(default_factory=dict, init=False, repr=False)
     _fcfs_wait_s: float = field(default=0.0, init=False, repr=False)
@@ -161,7 +165,7 @@ class WorkingSet(EventOrder):
         session = self._session(state)
         self._stop_waiting(state, session)
         if not session.is_active:
-            self._activate(session)
+            self._admitted.append(session)
         session.num_running += 1
         self._running[state.request_id] = state
 
@@ -237,6 +241,10 @@ class WorkingSet(EventOrder):
         if not EventOrder.on_pressure(self, num_waiting, max_num_seqs):
             return False
         self._max_num_seqs = max_num_seqs
+        for session in self._admitted:
+            if not session.is_active:
+                self._activate(session)
+        self._admitted.clear()
         if self._turns:
             self._plan()
         return True

@@ -292,10 +292,15 @@ def test_a_policy_that_is_not_preemptive_is_never_asked() -> None:
     assert step(core, 1.0) == "low"
 
 
-@pytest.mark.mend  # working_set and depth_first: evicted again and again for turns whose keys were always smaller
-@pytest.mark.parametrize(
-    "policy", ["continuum", "depth_first", "longest_prefix", "thunder_agent", "working_set"]
-)
+@pytest.mark.mend  # working_set and depth_first: a swapped request that is first left the step empty
+@pytest.mark.parametrize("policy", ["depth_first", "working_set"])
+def test_policies_that_protect_running_requests_are_refused_by_stages(policy: str) -> None:
+    with pytest.raises(InputError, match="policy under StageAware"):
+        scheduler(policy, batching="stage_aware")
+
+
+@pytest.mark.mend  # evicted again and again for turns whose keys were always smaller
+@pytest.mark.parametrize("policy", ["continuum", "longest_prefix", "thunder_agent"])
 def test_prompts_that_do_not_fit_together_are_not_evicted_for_each_other_without_end(policy: str) -> None:
     core = scheduler(
         policy, batching="stage_aware", max_num_seqs=6, max_num_batched_tokens=16, num_kv_blocks=25,

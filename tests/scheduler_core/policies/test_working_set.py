@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from scheduler_core.engine.plan import StepResult
 from scheduler_core.policies.base import Policy
 from scheduler_core.policies.static import Fcfs
 from scheduler_core.policies.working_set import WorkingSet
@@ -281,3 +282,24 @@ def test_many_sessions_are_remembered_only_up_to_a_number(monkeypatch: pytest.Mo
         end(made, item, number + 0.2)
     assert 0 < len(made.sessions) <= 20
     assert "s59" in made.sessions
+
+
+@pytest.mark.mend
+def test_keys_are_fresh_after_a_session_is_admitted_because_nothing_ran() -> None:
+    """The other turn of the session became active within the step, with the key of one outside of the set."""
+    core = Scheduler(
+        SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=64, num_kv_blocks=10, kv_block_tokens=10),
+        WorkingSet(),
+    )
+    for number in range(2):
+        core.add(request(f"r{number}", 0.0, prompt=60, cap=30, session="s"), 0.0)
+    core.add(request("other", 0.0, prompt=60, cap=30, session="t"), 0.0)
+    now = 0.0
+    for _ in range(300):
+        plan = core.schedule(now)
+        core.validate()
+        if plan is None:
+            break
+        now += 0.1
+        core.complete(StepResult(plan.step), now)
+    assert core.counters.num_finished == 3
