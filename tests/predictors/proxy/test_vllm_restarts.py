@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_fixed
@@ -118,12 +117,12 @@ async def test_no_session_is_lost_when_proxy_and_engine_are_killed(
                 dying = proxy if num_turns == PROXY_DIES_AT else engine
                 restarts.append(asyncio.ensure_future(dying.restart()))
 
-        limits = httpx.Limits(max_keepalive_connections=0)
         async with openai.AsyncOpenAI(
             base_url=f"http://127.0.0.1:{proxy_port}/v1",
             api_key="x",
             max_retries=0,
-            http_client=openai.DefaultAsyncHttpxClient(limits=limits, timeout=600),
+            timeout=600,
+            default_headers={"Connection": "close"},
         ) as client:
             outputs = await asyncio.gather(
                 *(agent(client, number, on_turn) for number in range(NUM_SESSIONS))
