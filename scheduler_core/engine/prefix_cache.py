@@ -107,7 +107,6 @@ class PrefixCache:
         self.num_unused = self.num_pinned = self.num_on_host = 0
         #: Increases when a prompt may find more or fewer blocks than before.
         self.version = 0
-        self.num_evicted = 0
         #: Value of a session's unused blocks, smallest evicted first; None: least recently used first.
         self.retention: Callable[[str], float] | None = None
         self._root = _Node(None, (), 0)
@@ -280,7 +279,6 @@ class PrefixCache:
             if on_device:
                 node.num_blocks -= freed
                 self.num_unused -= freed
-                self.num_evicted += freed
                 if self.num_host_blocks:
                     self.num_on_host += freed
                     self._rank_on_host(node)
