@@ -98,13 +98,12 @@ def _cells(wheres: Sequence[str], num: int) -> str:
 
 
 def _values_table(study: Study, findings: Findings) -> list[str]:
-    """One row for each measure: the range over its cells, and the cells that differ from the paper."""
-    rows = [row for row in findings.rows if row.paper is not None] or findings.rows
+    """One row for each measure with a value of the paper: its range over the cells, and the cells that differ."""
+    rows = [row for row in findings.rows if row.paper is not None]
     groups: dict[str, list[Row]] = {}
     for row in rows:
         if not study.measures or any(measure in row.what for measure in study.measures):
             groups.setdefault(row.what, []).append(row)
-    any_paper = any(row.paper is not None for row in rows)
     any_directed = any(row.verdict != "-" for row in rows)
     lines = []
     for what, group in list(groups.items())[:MAX_ROWS]:
@@ -115,39 +114,38 @@ def _values_table(study: Study, findings: Findings) -> list[str]:
         paper, ours = _range(row.paper for row in group), _range(row.ours for row in group)
         more = [_range(row.more.get(name) for row in group) for name in study.columns]
         direction = [same, _cells(differing, num_directed)] if any_directed else []
-        lines.append([what, where, *([paper] if any_paper else []), ours, *more, *direction])
-    head = ["measure", "where", *(["paper"] if any_paper else []), "ours", *study.columns]
+        lines.append([what, where, paper, ours, *more, *direction])
+    if not lines:
+        return []
+    head = ["measure", "where", "paper", "ours", *study.columns]
     return _markdown([*head, *(["same direction", "differs in"] if any_directed else [])], lines)
 
 
 def claims_table(parts: Sequence[Part]) -> list[str]:
-    """One row for each claim of a paper, those that fail somewhere first."""
+    """One row for each sentence of the paper, then one for each check of ours; those that fail somewhere first."""
     rows = []
-    for claims in _by_text(parts).values():
+    for (text, is_ours), claims in _by_text(parts).items():
         failed = [claim for claim in claims if not claim.holds]
-        if not failed:
-            verdict = "holds" + (f" in all {len(claims)} cases" if len(claims) > 1 else "")
-        else:
-            num_held = len(claims) - len(failed)
-            verdict = f"holds in {num_held} of {len(claims)} cases" if num_held else "does not hold"
-        example = (failed or claims)[0]
-        text = claims[0].text + (" (our variant)" if claims[0].own_variant else "")
-        rows.append(
-            (
-                not failed,
-                [text, example.evidence, verdict, _cells([one.where for one in failed], len(claims))],
-            )
-        )
-    rows.sort(key=lambda row: row[0])
-    return _markdown(["claim", "ours, first case", "verdict", "where it fails"], [cells for _, cells in rows])
+        cases = f" in all {len(claims)} cases" if len(claims) > 1 else ""
+        verdict = f"holds{cases}"
+        if failed:
+            cells = _cells([one.case or one.where for one in failed], len(claims))
+            verdict = f"fails in {cells}" if len(failed) < len(claims) else f"fails{cases}"
+        wheres = _cells(list(dict.fromkeys(claim.where for claim in claims)), 0)
+        example, cause = (failed or claims)[0], next((one.cause for one in failed if one.cause), "")
+        cells = [text, "our check" if is_ours else wheres, example.evidence, verdict, cause]
+        rows.append((is_ours, not failed, cells))
+    rows.sort(key=lambda row: row[:2])
+    head = ["claim", "where", "ours, first case", "verdict", "cause"]
+    return _markdown(head, [cells for *_, cells in rows])
 
 
-def _by_text(parts: Sequence[Part]) -> dict[str, list[Claim]]:
-    """Claims by their text: a sentence that is tested in several cases is one claim."""
-    texts: dict[str, list[Claim]] = {}
+def _by_text(parts: Sequence[Part]) -> dict[tuple[str, bool], list[Claim]]:
+    """Claims by their text, and by whether they are our checks: a sentence that is tested in several cases is one claim."""
+    texts: dict[tuple[str, bool], list[Claim]] = {}
     for _, findings, _ in parts:
         for claim in findings.claims:
-            texts.setdefault(claim.text, []).append(claim)
+            texts.setdefault((claim.text, claim.ours), []).append(claim)
     return texts
 
 
@@ -172,23 +170,23 @@ def section(
         new = " ".join(sentence for sentence in sentences if sentence not in known)
         known.update(sentences)
         lines += [new, ""] if new else []
-    if findings.rows:
-        lines += _values_table(study, findings)
+    lines += _values_table(study, findings)
     counts = _values([(study, findings, about)])
     same = "" if counts == "-" else f" {counts} values have the paper's direction."
     path = f"benchmarks/results/reproduction/{study.name}.json"
     lines += [
-        f"{_extent(findings, about)}{same} [All {len(findings.rows)} values](../../{path}). "
+        f"{_extent(study, findings, about)}{same} [All {len(findings.rows)} values](../../{path}). "
         f"`{about['command']}`, version {about['version']}, {about['date']}, {about['cpu_s']:.0f} CPU s.",
         "",
     ]
     return lines
 
 
-def _extent(findings: Findings, about: Mapping[str, Any]) -> str:
-    """Size of the simulation relative to the paper's study."""
+def _extent(study: Study, findings: Findings, about: Mapping[str, Any]) -> str:
+    """Size of the simulation, and of the paper's own."""
     seeds = f"{about['num_seeds']} seed" + ("s" if about["num_seeds"] > 1 else "")
     what = f"{findings.size}, {seeds}." if findings.size else f"{seeds}."
+    what += f" The paper: {study.paper_size}." if study.paper_size else ""
     if about["quick"]:
         return f"Quick version: it checks that the study runs, and at best the direction of an effect: {what}"
     return f"Scale {about['scale']:g}: {what}"
@@ -201,7 +199,7 @@ def _scales(parts: Sequence[Part]) -> str:
         for _, _, about in parts
     )
     counts = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
-    return f"Of {len(parts)} studies: {counts}. Scale 1 is the paper's size."
+    return f"Of {len(parts)} studies: {counts}. Each section has the size of scale 1, and that of the paper."
 
 
 def coverage(names: Sequence[str]) -> str:
@@ -246,7 +244,7 @@ def summary(parts: Sequence[Part]) -> str:
     """The first page: what was compared, and the counts and the lesson of each paper."""
     by_paper = {paper: [part for part in parts if part[0].paper == paper] for paper in _papers(parts)}
     rows = [
-        [f"[{paper}]({slug(paper)}.md)", _claims(own), _claims(own, own_variant=True), _values(own)]
+        [f"[{paper}]({slug(paper)}.md)", _claims(own), _claims(own, ours=True), _values(own)]
         for paper, own in by_paper.items()
     ]
     lines = [
@@ -255,14 +253,18 @@ def summary(parts: Sequence[Part]) -> str:
         f"{_GENERATED} Which results of the five papers hold in `scheduler_core.simulator`?",
         "",
         "All systems have the same memory and batch limits, every resident token is charged, and every request",
-        "counts. Paper values are as printed. A claim is a sentence of the paper; it holds if it holds in every",
-        "case that the paper tests. Claims about our own variants are counted separately. A value has a direction",
-        "if the paper reports an effect; effects within 3 % (or 3 points) count as no effect. A table has the",
-        "range of a measure over the cells of the paper's table; each section links to all its values,",
-        "which have the columns that its text names.",
+        "counts. Paper values are as printed. A claim is a sentence of the paper, which counts once; it holds if it",
+        "holds in every case that the paper tests. What the paper does not state is a check of ours. A value has a",
+        "direction if the paper reports an effect; effects within 3 % (or 3 points) count as no effect. A table has",
+        "the measures for which the paper has values, as the range over its cells; each section links to all values.",
         "",
         *_markdown(
-            ["paper", "claims that hold", "claims about our variants", "values in the paper's direction"],
+            [
+                "paper",
+                "the paper's claims that hold",
+                "our checks that hold",
+                "values in the paper's direction",
+            ],
             rows,
         ),
         f"{_scales(parts)} Every table and figure of the papers, and its study: [coverage](coverage.md).",
@@ -291,8 +293,8 @@ def _values(parts: Sequence[Part]) -> str:
     return f"{same} of {len(rows)}" if rows else "-"
 
 
-def _claims(parts: Sequence[Part], *, own_variant: bool = False) -> str:
-    texts = [claims for claims in _by_text(parts).values() if claims[0].own_variant is own_variant]
+def _claims(parts: Sequence[Part], *, ours: bool = False) -> str:
+    texts = [claims for (_, is_ours), claims in _by_text(parts).items() if is_ours is ours]
     return f"{sum(all(one.holds for one in claims) for claims in texts)} of {len(texts)}" if texts else "-"
 
 

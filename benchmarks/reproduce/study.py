@@ -20,7 +20,7 @@ class Effort:
 
     Attributes:
         quick: Few requests and settings, one seed.
-        scale: Fraction of the paper's requests (and of the seeds), in (0, 1].
+        scale: Fraction of the requests of the full study (and of the seeds), in (0, 1].
         num_seeds: Seeds of each simulation at scale 1.
         data: Folder of public length sets and traces (traces/slai_sharegpt4_8k.parquet and so on); None:
             distributions with the statistics that the papers print.
@@ -103,23 +103,27 @@ def _direction(value: float, neutral: float) -> int:
     return 0 if 1 / NO_EFFECT <= ratio <= NO_EFFECT else 1 if ratio > 1 else -1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """An ordering or a statement in words.
+    """A sentence of the paper, or a check of ours, in one case.
 
     Attributes:
-        where: Section, table or figure of the paper.
-        text: The statement.
+        where: Section, table or figure with the sentence, the same for all cases.
+        text: The sentence, quoted or closely paraphrased. Claims with the same text count once.
         holds: Whether it holds here.
         evidence: The numbers behind the verdict.
-        own_variant: Whether it is about a variant of ours instead of the paper's system; counted separately.
+        case: Cell in which it is tested; empty: there is only one.
+        cause: Why it fails, one sentence; shown if it does not hold.
+        ours: Whether it is a check of ours, which the paper does not state; counted separately.
     """
 
     where: str
     text: str
     holds: bool
     evidence: str
-    own_variant: bool = False
+    case: str = ""
+    cause: str = ""
+    ours: bool = False
 
 
 @dataclass(slots=True)
@@ -128,7 +132,7 @@ class Findings:
 
     Attributes:
         rows: Values.
-        claims: Statements.
+        claims: Sentences of the paper, and checks of ours.
         notes: Paragraphs above the tables, about this run.
         size: Extent of the simulation relative to the full study, as text.
     """
@@ -144,9 +148,35 @@ class Findings:
         """Adds a `Row` with its other attributes."""
         self.rows.append(Row(where=where, what=what, paper=paper, ours=ours, **other))
 
-    def claim(self, where: str, text: str, holds: bool, evidence: str, *, own_variant: bool = False) -> None:
-        """Adds a `Claim`."""
-        self.claims.append(Claim(where, text, holds, evidence, own_variant))
+    def claim(
+        self,
+        where: str,
+        text: str,
+        holds: bool,
+        evidence: str,
+        *,
+        case: str = "",
+        cause: str = "",
+        own_variant: bool = False,
+    ) -> None:
+        """Adds a sentence of the paper; see `Claim`."""
+        self.claims.append(
+            Claim(
+                where=where,
+                text=text,
+                holds=holds,
+                evidence=evidence,
+                case=case,
+                cause=cause,
+                ours=own_variant,
+            )
+        )
+
+    def check(
+        self, where: str, text: str, holds: bool, evidence: str, *, case: str = "", cause: str = ""
+    ) -> None:
+        """Adds a check of ours, which the paper does not state; see `Claim`."""
+        self.claim(where, text, holds, evidence, case=case, cause=cause, own_variant=True)
 
 
 def listed(values: Mapping[Any, float], form: str) -> str:
@@ -163,6 +193,7 @@ class Study:
         paper: Short name of the paper.
         title: Heading.
         why: Reasons for differences from the paper, in paragraphs.
+        paper_size: Extent of the paper's own measurement, for comparison with `Findings.size`.
         cost_s: Expected CPU seconds, quick and at scale 1 with 3 seeds.
         run: Runs the study.
         measures: Parts of the names of the measures that the page shows; all are in the data. Empty: all.
@@ -173,6 +204,7 @@ class Study:
     paper: str
     title: str
     why: str
+    paper_size: str = ""
     cost_s: tuple[float, float]
     run: Callable[[Effort], Findings]
     measures: tuple[str, ...] = ()

@@ -59,10 +59,17 @@ def test_findings_read_back_and_the_page_counts_them(tmp_path: Path) -> None:
             Row(where="table 1", what="b", paper=2.0, ours=0.5, neutral=1.0, note="because"),
         ],
         [
-            Claim("section 1", "it holds", True, "1 < 2"),
-            Claim("section 2, case 1", "it does not always", True, "1 < 2"),
-            Claim("section 2, case 2", "it does not always", False, "2 < 1"),
-            Claim("section 2", "our variant does", True, "2 > 1", own_variant=True),
+            Claim(where="section 1", text="it holds", holds=True, evidence="1 < 2"),
+            Claim(where="section 2", text="it does not always", holds=True, evidence="1 < 2", case="case 1"),
+            Claim(
+                where="section 2",
+                text="it does not always",
+                holds=False,
+                evidence="2 < 1",
+                case="case 2",
+                cause="Why.",
+            ),
+            Claim(where="section 2", text="our variant does", holds=True, evidence="2 > 1", ours=True),
         ],
         ["A note."],
     )
@@ -72,12 +79,31 @@ def test_findings_read_back_and_the_page_counts_them(tmp_path: Path) -> None:
     texts = pages([(STUDIES[0], read, about)])
     assert "| [Multi-tier Llumnix](multi-tier-llumnix.md) | 1 of 2 | 1 of 1 | 1 of 2 |" in texts["index.md"]
     text = texts["multi-tier-llumnix.md"]
-    assert "| it does not always | 2 < 1 | holds in 1 of 2 cases | section 2, case 2 |" in text
-    assert "| it holds | 1 < 2 | holds |  |" in text
-    assert "| our variant does (our variant) | 2 > 1 | holds |  |" in text
+    assert "| it does not always | section 2 | 2 < 1 | fails in case 2 | Why. |" in text
+    assert "| it holds | section 1 | 1 < 2 | holds |  |" in text
+    assert "| our variant does | our check | 2 > 1 | holds |  |" in text
     assert "| a | table 1 | 2 | 3 | 2.1 | - | 1 of 1 |  |" in text
     assert "| b | table 1 | 2 | 0.5 | - | - | 0 of 1 | table 1 |" in text
     assert "1 of 2 values have the paper's direction. [All 2 values]" in text
+
+
+@pytest.mark.mend
+def test_a_sentence_counts_once_and_a_check_of_ours_is_not_the_papers(tmp_path: Path) -> None:
+    """18 of 22 claims of one paper were one sentence, which the section that they named does not have."""
+    findings = Findings()
+    for number in range(18):
+        findings.claim(
+            "section 5.1", "the sentence", number < 17, "1 < 2", case=f"cell {number}", cause="Why."
+        )
+    findings.check("section 5.1", "the sentence", True, "1 < 2")
+    save(tmp_path / "x.json", findings, ABOUT)
+    texts = pages([(STUDIES[0], *load(tmp_path / "x.json"))])
+    assert "| [Multi-tier Llumnix](multi-tier-llumnix.md) | 0 of 1 | 1 of 1 | - |" in texts["index.md"]
+    table = [line for line in texts["multi-tier-llumnix.md"].splitlines() if "the sentence" in line]
+    assert table == [
+        "| the sentence | section 5.1 | 1 < 2 | fails in cell 17 | Why. |",
+        "| the sentence | our check | 1 < 2 | holds |  |",
+    ]
 
 
 def test_the_page_says_the_scale_of_every_study(tmp_path: Path) -> None:
@@ -93,7 +119,7 @@ def test_the_page_says_the_scale_of_every_study(tmp_path: Path) -> None:
         parts.append((STUDIES[number], *load(path)))
     text = "".join(pages(parts).values())
     assert "Of 4 studies: 1 at scale 1, 2 at scale 0.25, 1 quick versions, which are not conclusive" in text
-    assert "Scale 1: 0 requests, 3 seeds." in text
+    assert f"Scale 1: 0 requests, 3 seeds. The paper: {STUDIES[0].paper_size}." in text
     assert "Scale 0.25: 1 requests, 1 seed." in text
     assert "at best the direction of an effect: 2 requests, 1 seed." in text
 
