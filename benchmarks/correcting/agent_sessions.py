@@ -1,10 +1,10 @@
 """Predicted output lengths of coding agents' requests, from features of their sessions alone.
 
-    python -m benchmarks.correcting.agent_sessions DATA [--sessions held_out] [--seeds 3] [--hours 24] [--pauses]
+    python -m benchmarks.correcting.agent_sessions DATA [--sessions held_out] [--seeds 3] [--hours 24]
         [--markdown benchmarks/results/agent_sessions.md]
 
 DATA is a table (Parquet) of recorded sessions, one row a request, without texts: session, agent, depth, time_s (from the
-session's start), model, input_tokens, cached_tokens, output_tokens, input_types, think_time_s, api_time_s (may be empty),
+session's start), model, input_tokens, cached_tokens, output_tokens, input_types, api_time_s (may be empty),
 tool_tokens, system_tokens. The features and constants of `scheduler_core.prediction.session` were chosen on two
 thirds of the sessions (`is_development`); by default the others are measured, with `--sessions all` every session of DATA.
 
@@ -20,16 +20,14 @@ arrival, and learned at its end (at the rate of `TOKEN_S` where its duration is 
 "calibrated" is the correction without the memory; memory includes it. Application: the lengths of tool definitions and
 system prompt stand for the key of the system prompt. The scores are means over seeds of the starting times.
 
-Pauses are not used unless `--pauses` is set, because the recorded pause before a request contains a part of its own
-duration, hence of the length to predict (`pause_correlations`, printed with `--pauses`). A gateway's own pauses do not.
+Pauses are not used, because the recorded pause before a request contains a part of its own duration, hence of the length to
+predict. A gateway's own pauses do not.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import math
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +37,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from benchmarks.shared.command import Parser
 from benchmarks.shared.pages import put_section
 from scheduler_core.prediction.correction import Correction, RequestContext
 from scheduler_core.prediction.outcome import Outcome
@@ -56,7 +55,7 @@ FIRST_TOKEN_S, TOKEN_S = 2.0, 0.025
 CONSTANT = LengthPrediction(SessionPredictor.PRIOR_MEAN, SessionPredictor.SIGMA, SessionPredictor.NU)
 COLUMNS = (
     "session", "agent", "depth", "time_s", "model", "input_tokens", "cached_tokens", "output_tokens",
-    "input_types", "think_time_s", "api_time_s", "tool_tokens", "system_tokens",
+    "input_types", "api_time_s", "tool_tokens", "system_tokens",
 )  # fmt: skip
 
 
@@ -74,7 +73,6 @@ class AgentRequest:
     input_tokens: int
     new_input_tokens: int
     is_tool_result: bool
-    pause_s: float | None
     output_tokens: int
 
 
@@ -94,8 +92,8 @@ def read_requests(file: str, *, held_out: bool) -> list[AgentRequest]:
 
 
 def _request(row: Mapping[str, Any]) -> AgentRequest:
-    duration_s = _number(row["api_time_s"])
-    if duration_s is None:
+    duration_s = row["api_time_s"]
+    if duration_s is None or math.isnan(duration_s):
         duration_s = FIRST_TOKEN_S + TOKEN_S * row["output_tokens"]
     return AgentRequest(
         session=row["session"],
@@ -108,48 +106,8 @@ def _request(row: Mapping[str, Any]) -> AgentRequest:
         input_tokens=row["input_tokens"],
         new_input_tokens=row["input_tokens"] - row["cached_tokens"],
         is_tool_result="tool_result" in row["input_types"],
-        pause_s=_number(row["think_time_s"]),
         output_tokens=row["output_tokens"],
     )
-
-
-def _number(value: float | None) -> float | None:
-    """A number; None for a missing one."""
-    return None if value is None or math.isnan(value) else value
-
-
-def pause_correlations(requests: Sequence[AgentRequest]) -> tuple[float, ...]:
-    """Kendall's tau of pause and seconds of the request before, after the pause, and after that one. Each is its rank
-    among requests of the same model and about the same output; only results of tools after less than a minute.
-
-    Requests close in time share the load of the engine, so all three are positive. A client cannot know the speed of the
-    request that follows better than that of the one before.
-    """
-    runs: dict[str, list[AgentRequest]] = {}
-    for request in sorted(requests, key=lambda each: each.start_s):
-        runs.setdefault(request.agent, []).append(request)
-    triples = [
-        triple
-        for run_of_agent in runs.values()
-        for triple in zip(run_of_agent, run_of_agent[1:], run_of_agent[2:], strict=False)
-        if triple[1].is_tool_result and triple[1].pause_s is not None and triple[1].pause_s < 60.0
-    ]
-
-    def ranks(values: Sequence[float], of: Sequence[AgentRequest]) -> NDArray[np.float64]:
-        keys = [(request.model, round(8.0 * math.log(request.output_tokens))) for request in of]
-        groups: dict[tuple[str, int], list[int]] = {}
-        for number, key in enumerate(keys):
-            groups.setdefault(key, []).append(number)
-        result = np.zeros(len(values))
-        for group in groups.values():
-            order = np.argsort(np.argsort(np.array(values)[group], kind="stable"), kind="stable")
-            result[group] = (order + 0.5) / len(group)
-        return result
-
-    pauses = ranks([triple[1].pause_s or 0.0 for triple in triples], [triple[1] for triple in triples])
-    columns = ([triple[index] for triple in triples] for index in range(3))
-    durations = (ranks([each.end_s - each.start_s for each in column], column) for column in columns)
-    return tuple(kendall_tau(pauses, duration) or 0.0 for duration in durations)
 
 
 def events(requests: Sequence[AgentRequest], hours: float, seed: int) -> list[tuple[float, bool, int]]:
@@ -186,8 +144,8 @@ class Methods:
         "ridge + memory",
     )
 
-    def __init__(self, *, pauses: bool) -> None:
-        self._sessions, self._predictor, self._pauses = SessionStates(), SessionPredictor(), pauses
+    def __init__(self) -> None:
+        self._sessions, self._predictor = SessionStates(), SessionPredictor()
         self._corrections = {name: Correction() for name in self.NAMES[3:]}
         #: Seconds (of this process) of all predictions, and of all updates, of "ridge + memory", with features.
         self.predict_s = self.observe_s = 0.0
@@ -202,8 +160,6 @@ class Methods:
             is_tool_result=request.is_tool_result,
             depth=request.depth,
         )
-        if self._pauses and features.turn:
-            features = replace(features, pause_s=request.pause_s)
         context = RequestContext(
             served_model=request.model,
             prompt_tokens=request.input_tokens,
@@ -305,9 +261,9 @@ class StreamResult:
     gains: dict[str, tuple[float, float, float]]
 
 
-def run(requests: Sequence[AgentRequest], *, hours: float, seed: int, pauses: bool) -> StreamResult:
+def run(requests: Sequence[AgentRequest], *, hours: float, seed: int) -> StreamResult:
     """Predicts and learns the requests in the order of their arrivals and ends."""
-    methods = Methods(pauses=pauses)
+    methods = Methods()
     pending: dict[int, Pending] = {}
     predictions: list[tuple[AgentRequest, list[LengthPrediction]]] = []
     for _, is_arrival, number in events(requests, hours, seed):
@@ -355,43 +311,29 @@ def tables(results: Sequence[StreamResult], num: int) -> str:
     )
 
 
-def main(args: Sequence[str] | None = None) -> int:
+def main(args: Sequence[str] | None = None) -> None:
     """Prints the tables and the time of a prediction."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("data", nargs="?")
+    parser = Parser(__doc__)
+    parser.add_argument("data")
     parser.add_argument("--sessions", choices=("held_out", "all"), default="held_out")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--hours", type=float, default=24.0)
-    parser.add_argument("--pauses", action="store_true", help="use the recorded pauses; see above")
     parser.add_argument("--markdown", help="page whose tables are replaced")
     options = parser.parse_args(args)
-    if options.data is None:
-        print("nothing to measure: a table of recorded sessions is required (see --help)")
-        return 0
     requests = read_requests(options.data, held_out=options.sessions == "held_out")
-    results = [
-        run(requests, hours=options.hours, seed=seed, pauses=options.pauses) for seed in range(options.seeds)
-    ]
+    results = [run(requests, hours=options.hours, seed=seed) for seed in range(options.seeds)]
     num_sessions = len({request.session for request in requests})
     times = [(result.predict_s, result.observe_s) for result in results]
     predict_us, observe_us = (1e6 * np.mean(times, axis=0)).tolist()
     text = (
-        f"{len(requests):,} requests of {num_sessions} sessions, {'with' if options.pauses else 'without'} pauses\n\n"
+        f"{len(requests):,} requests of {num_sessions} sessions\n\n"
         f"{tables(results, len(requests))}\n\n"
         f"ridge + memory: {predict_us:.0f} µs per prediction, {observe_us:.0f} µs per update"
     )
-    if options.pauses:
-        own = " / ".join(f"{value:.2f}" for value in pause_correlations(requests))
-        text += (
-            f"\n\nKendall tau of a pause and the speed of the request before / after / after that one: {own}"
-        )
     print(text)
     if options.markdown:
-        put_section(options.markdown, "with pauses" if options.pauses else "without pauses", text)
-    return 0
+        put_section(options.markdown, "agent sessions", text)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from benchmarks.correcting import agent_sessions, agent_texts
+from benchmarks.correcting import agent_sessions
 
 
 def table(num_sessions: int, turns: int) -> list[dict[str, object]]:
@@ -29,7 +29,6 @@ def table(num_sessions: int, turns: int) -> list[dict[str, object]]:
                     "cached_tokens": context,
                     "output_tokens": 0 if (number, turn) == (0, 3) else output,
                     "input_types": "tool_result" if turn else "text",
-                    "think_time_s": float(rng.uniform(1, 30)) if turn else float("nan"),
                     "api_time_s": 0.02 * output if turn % 2 else None,
                     "tool_tokens": 1000,
                     "system_tokens": 500,
@@ -47,24 +46,23 @@ def test_all_methods_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
     held_out = {request.session for request in agent_sessions.read_requests(str(file), held_out=True)}
     assert 0 < len(held_out) < 12
     assert not any(map(agent_sessions.is_development, held_out))
-    words = [str(file), "--sessions", "all", "--seeds", "1", "--hours", "0.1", "--pauses"]
+    words = [str(file), "--sessions", "all", "--seeds", "1", "--hours", "0.1"]
     page = tmp_path / "page.md"
-    assert agent_sessions.main([*words, "--markdown", str(page)]) == 0
+    agent_sessions.main([*words, "--markdown", str(page)])
     printed = capsys.readouterr().out
     assert all(f"| {name} |" in printed for name in agent_sessions.Methods.NAMES)
-    assert "479 requests of 12 sessions, with pauses" in printed
+    assert "479 requests of 12 sessions" in printed
     assert printed.strip() in page.read_text()
-    result = agent_sessions.run(requests, hours=0.1, seed=0, pauses=False)
+    result = agent_sessions.run(requests, hours=0.1, seed=0)
     last = dict(zip(agent_sessions.Methods.NAMES, result.scores[-1], strict=True))
     assert last["ridge + memory"][0] > last["mean of session"][0] > 0.3
     low = result.gains["previous output"][1]
     assert low > 0
-    assert agent_sessions.main([]) == 0
 
 
 def test_a_request_is_learned_at_its_end_only() -> None:
     requests = [
-        agent_sessions.AgentRequest("a", "a", start, end, "m", 0, 0, 10, 10, False, None, 100)
+        agent_sessions.AgentRequest("a", "a", start, end, "m", 0, 0, 10, 10, False, 100)
         for start, end in ((0.0, 50.0), (20.0, 30.0))
     ]
     rows = agent_sessions.events(requests, hours=1.0, seed=0)
@@ -74,39 +72,3 @@ def test_a_request_is_learned_at_its_end_only() -> None:
         (False, 1),
         (False, 0),
     ]
-
-
-def test_pauses_that_contain_the_next_request_are_found() -> None:
-    rng, requests, now = np.random.default_rng(1), [], 0.0
-    for _ in range(400):
-        speed, output = float(rng.uniform(0.01, 0.05)), int(rng.integers(100, 112))
-        pause = 3.0 + speed * output
-        start, end = now + pause, now + pause + speed * output
-        requests.append(
-            agent_sessions.AgentRequest("a", "a", start, end, "m", 0, 0, 10, 10, True, pause, output)
-        )
-        now = end
-    before, own, after = agent_sessions.pause_correlations(requests)
-    assert own > 0.8
-    assert max(abs(before), abs(after)) < 0.15
-
-
-def test_texts_and_sessions_are_measured_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = []
-    for number in range(40):
-        prompt = f"Change my booking number {number}, please."
-        for turn in range(8):
-            rows.append({"prompt": prompt, "n_tokens": 10 + 20 * (number % 3) + 5 * turn})
-            prompt += f"{agent_texts.OMITTED}[tool result] {'row ' * (turn + 1)}"
-    file = tmp_path / "turns.parquet"
-    pq.write_table(pa.Table.from_pylist(rows), file)
-    requests = agent_texts.read_requests(str(file))
-    assert [request.turn for request in requests[:9]] == [*range(8), 0]
-    assert len({request.first_prompt for request in requests}) == 40
-    assert agent_texts.main([str(file), "--seeds", "1"]) == 0
-    printed = capsys.readouterr().out
-    assert "320 requests of 40 sessions" in printed
-    assert all(f"| {name} |" in printed for name in agent_texts.METHODS)
-    scores = dict(zip(agent_texts.METHODS, agent_texts.run(requests, 0), strict=True))
-    assert scores["memory on both"][-1][0] > scores["calibrated"][-1][0] + 0.2
-    assert agent_texts.main([]) == 0
