@@ -115,8 +115,7 @@ class Run:
 
 def onnx_latency(run: Run) -> None:
     """Measures both encoders; a check uses only MiniLM, because exporting the other graph takes gigabytes."""
-    graphs = str(run.options.work / "graphs")
-    command = ["benchmarks.predictors.onnx_latency", "--no-compile", "--graphs", graphs]
+    command = ["benchmarks.predictors.onnx_latency", "--no-compile"]
     if run.options.check:
         run.command(*command, "--shapes", "1x8", "--repetitions", "1")
         return
