@@ -2,16 +2,13 @@
 
     python -m benchmarks.service [--artifact ARTIFACT]  # default: all-MiniLM-L6-v2 with random heads
     python -m benchmarks.service --quick                # everything once, two seconds each
-    python -m benchmarks.service --only tailcast --only 'Mosec, batch 1' --loads 70% saturation --rounds 6
+    python -m benchmarks.service --only tailcast --only 'Mosec, batch 1' --rounds 6
 
 In each round every server is restarted and gets three loads: 20 req/s (open loop), 64 callers (closed loop),
-then 70 % of our saturation (open loop). After the table, the results of our servers are divided by those of
-Mosec, round by round. Servers that are not installed are skipped; to create their
-environments:
+then 70 % of our saturation (open loop). Servers that are not installed are skipped; to install them:
 
     python3.11 -m venv peers
     peers/bin/pip install mosec==0.9.8 'ray[serve]==2.60.0' onnxruntime tokenizers
-    make triton-env
     python -m benchmarks.service --peers_python peers/bin/python
 
 "req/cpu-s" is responses per CPU second of the server and all its processes. It is the value to compare: on a
@@ -34,15 +31,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.service.load_generator import OK
-from benchmarks.service.servers import CORES, OURS, VARIANTS, Variant, is_installed
+from benchmarks.service.servers import OURS, VARIANTS, Variant, is_installed
 from benchmarks.shared.command import Parser
 from benchmarks.shared.processes import ROOT, Process
 from scheduler_core.report.page import markdown_table
 
-LOADS = ("20", "saturation", "70%")
 CALLERS = 64
-#: The server that ours are compared with, round by round.
-REFERENCE = f"Mosec, batch 1, {CORES} workers"
 HEADER = (
     "server", "saturation req/s", "req/cpu-s", "20: p50/p99 ms", "70 %: p50/p99 ms", "answered", "PSS MB", "start s",
     "CPU s", "lines",
@@ -87,17 +81,6 @@ class Row:
         cells += [f"{pss_mb:.0f}", *(f"{value:.1f}" for value in start), str(self.variant.user_lines)]
         return cells
 
-    def ratios(self, other: Row, load: str, name: str) -> str:
-        """A value divided by that of another row, over the rounds that both have."""
-
-        def by_round(row: Row) -> dict[int, float]:
-            reports = [report for report in row.reports.get(load, []) if report["latency_ms"]]
-            return {report["round"]: (report | report["latency_ms"])[name] for report in reports}
-
-        own, others = by_round(self), by_round(other)
-        ratios = [own[turn] / others[turn] for turn in own.keys() & others.keys()]
-        return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})" if ratios else "-"
-
 
 def _range(values: Sequence[float]) -> str:
     if not values:
@@ -113,11 +96,11 @@ class Bench:
     artifact: Path
     options: argparse.Namespace
 
-    def load(self, url: str, variant: Variant, **options: float) -> dict[str, Any]:
+    def load(self, url: str, **options: float) -> dict[str, Any]:
         """Runs one load in another process and returns its report; RuntimeError with the end of its stderr if it fails."""
         words = [f"--{name}={value}" for name, value in options.items()]
         words += [f"--{name}={getattr(self.options, name)}" for name in ("seconds", "seed")]
-        command = [sys.executable, "-m", "benchmarks.service.load_generator", url, f"--body={variant.body}"]
+        command = [sys.executable, "-m", "benchmarks.service.load_generator", url]
         result = subprocess.run([*command, *words], check=False, capture_output=True, cwd=ROOT)
         if result.returncode:
             raise RuntimeError(result.stderr.decode(errors="replace")[-500:])
@@ -127,10 +110,10 @@ class Bench:
     def saturation(self) -> float:
         """Approximate saturation of our server in responses per second; loads are fractions of it."""
         with OURS.serve(self.artifact, self.options.peers_python) as (_, url):
-            return float(self.load(url, OURS, callers=CALLERS, warmup_s=1)["answers_per_s"])
+            return float(self.load(url, callers=CALLERS, warmup_s=1)["answers_per_s"])
 
-    def measure(self, row: Row, saturation: float, turn: int) -> None:
-        """Measures one server in round `turn`."""
+    def measure(self, row: Row, saturation: float) -> None:
+        """Measures one server in one round."""
         loads: dict[str, dict[str, float]] = {
             "20": {"rate": 20.0},
             "saturation": {"callers": CALLERS, "warmup_s": 1},
@@ -138,18 +121,15 @@ class Bench:
         }
         with row.variant.serve(self.artifact, self.options.peers_python) as (process, url):
             for name, load in loads.items():
-                if name in self.options.loads:
-                    self._phase(row, process, url, name, turn, load)
+                self._phase(row, process, url, name, load)
             row.processes.append((process.pss_mb(), process.start_s, process.start_cpu_s))
 
-    def _phase(
-        self, row: Row, process: Process, url: str, name: str, turn: int, load: dict[str, float]
-    ) -> None:
+    def _phase(self, row: Row, process: Process, url: str, name: str, load: dict[str, float]) -> None:
         before = process.cpu_s()
-        report = self.load(url, row.variant, **load)
+        report = self.load(url, **load)
         # The warm-up costs CPU too, so its responses count as well.
         per_cpu_s = report["all_answers"] / max(process.cpu_s() - before, 1e-9)
-        row.reports.setdefault(name, []).append(report | {"round": turn, "per_cpu_s": per_cpu_s})
+        row.reports.setdefault(name, []).append(report | {"per_cpu_s": per_cpu_s})
 
     def compare(self, variants: Sequence[Variant]) -> None:
         """Measures all servers and prints the tables."""
@@ -158,7 +138,7 @@ class Bench:
         for turn in range(self.options.rounds):
             for row in rows if turn % 2 == 0 else reversed(rows):
                 try:
-                    self.measure(row, saturation, turn)
+                    self.measure(row, saturation)
                 except RuntimeError as error:
                     row.failures.append(str(error).strip().splitlines()[-1])
                 print(f"round {turn + 1}: {row.variant.name}", file=sys.stderr)
@@ -166,15 +146,6 @@ class Bench:
             f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}, 70 % of {saturation:.0f} req/s\n"
         )
         print(markdown_table(HEADER, [row.cells() for row in rows]))
-        [*other] = (row for row in rows if row.variant.name == REFERENCE)
-        ours = [row for row in rows if row.variant.package is None]
-        if other and ours:
-            columns = (("saturation", "answers_per_s"), ("70%", "p50"), ("70%", "p90"), ("70%", "p99"))
-            ratios = [
-                (row.variant.name, *(row.ratios(other[0], *column) for column in columns)) for row in ours
-            ]
-            print(f"\nDivided by {REFERENCE}, median of the rounds (smallest-largest):\n")
-            print(markdown_table(("server", "saturation", "70 %: p50", "p90", "p99"), ratios))
 
 
 def export_minilm(folder: Path) -> Path:
@@ -197,7 +168,6 @@ def main() -> None:
     parser.add_argument(
         "--only", action="append", help="only servers with this name, or else with it in the name"
     )
-    parser.add_argument("--loads", nargs="+", default=LOADS, choices=LOADS, help="default: all")
     parser.add_argument("--seconds", type=float, default=8.0, help="duration of each load")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)

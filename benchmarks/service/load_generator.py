@@ -102,14 +102,6 @@ def report(finished: Sequence[Finished], seconds: float, warmup_s: float) -> dic
     }
 
 
-def json_body(kind: str, prompt: str) -> dict[str, Any]:
-    """One prompt as "prompt": {"prompt": ...}, or "tensors": Open Inference Protocol."""
-    if kind == "tensors":
-        tensor = {"name": "prompt", "shape": [1, 1], "datatype": "BYTES", "data": [prompt]}
-        return {"inputs": [tensor]}
-    return {"prompt": prompt}
-
-
 @contextlib.asynccontextmanager
 async def connected(load: argparse.Namespace) -> AsyncIterator[Ask]:
     """Connects to the server of a load by the scheme of its URL; yields a function that sends a prompt."""
@@ -131,7 +123,7 @@ async def connected(load: argparse.Namespace) -> AsyncIterator[Ask]:
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
         async def by_http(prompt: str) -> str:
-            async with session.post(load.url, json=json_body(load.body, prompt)) as response:
+            async with session.post(load.url, json={"prompt": prompt}) as response:
                 await response.read()
                 return OK if response.status == 200 else f"HTTP {response.status}"
 
@@ -146,7 +138,6 @@ def main() -> None:
     parser.add_argument("--rate", type=float, help="requests per second; default: closed loop")
     parser.add_argument("--callers", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--body", choices=("prompt", "tensors"), default="prompt")
     load = parser.parse_args()
     print(json.dumps(report(asyncio.run(run_load(load)), load.seconds, load.warmup_s)))
 
