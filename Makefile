@@ -105,7 +105,7 @@ proto: $(READY)
 	$(BIN)/python -m predictors.manifest > predictors/manifest.schema.json
 
 # The benchmarks that need neither data nor another server nor a GPU.
-BENCHMARKS := predictors.onnx_latency predictors.tiny proxy.overhead sampling.throughput service simulator.speed training.fit_dist
+BENCHMARKS := predictors.onnx_latency proxy.overhead sampling.throughput service simulator.speed training.fit_dist
 
 # The site in out/site; `make docs DOCS=serve` shows it while you write.
 DOCS ?= build --strict
