@@ -29,7 +29,7 @@ def response_fields(prediction: Prediction) -> dict[str, Any]:
     if (urgency := prediction.urgency) is not None:
         fields["urgency"] = pb.Urgency(
             probabilities=urgency.probabilities,
-            level=urgency.most_likely,
+            level=urgency.level,
             abstain=urgency.abstains,
             abstain_threshold=urgency.abstain_threshold,
         )

@@ -3,8 +3,9 @@
 The batch former `stage_aware` implements the paper's batches, evictions and cache-or-recompute rule.
 
 In the paper the predicted urgency of the text is used without a limit. Here it raises a request by at most
-`max_promotion` levels above its tier, and only if the predictor does not abstain (`RequestState.effective_level`).
-With `max_promotion` of at least 5, the number of levels, the order is that of the paper.
+`max_promotion` levels above its tier, to the level of least expected cost (`RequestState.effective_level`). With
+`max_promotion` of at least 5, the number of levels, f_e is the most probable level, and the order is that of the
+paper. A predictor that abstains leaves the request its tier under both; the paper's predictors never do.
 """
 
 import math
@@ -27,10 +28,9 @@ class Hpjf(Policy):
 
     | symbol | meaning | unit |
     | --- | --- | --- |
-    | f_e | declared tier, raised by at most max_promotion levels to the predicted one; 0 = most urgent | - |
+    | f_e | max_promotion 5 or more: predicted level; else declared tier, raised by at most max_promotion; 0 = most urgent | - |
 
-    Differs from the paper: the level is the one of least expected cost, not the most probable one (see
-    `UrgencyPrediction.level`); the promotion is limited unless max_promotion is 5 or more.
+    Differs from the paper: a predictor can abstain; the default limits the promotion.
     """
 
     key_changes = "never"
@@ -55,7 +55,7 @@ class Semantic(Policy):
 
     | symbol | meaning | unit |
     | --- | --- | --- |
-    | f_e | declared tier, raised by at most max_promotion levels to the predicted one; 0 = most urgent | - |
+    | f_e | max_promotion 5 or more: predicted level; else declared tier, raised by at most max_promotion; 0 = most urgent | - |
     | f_t | estimated remaining computation time | s |
     | n, n_left | prompt and generated tokens; those not in the cache | tokens |
     | m_left | middle of the predicted bucket, or predicted median or length, or max_tokens, less generated; >= 1 | tokens |
@@ -63,8 +63,8 @@ class Semantic(Policy):
 
     Under high load, less urgent levels starve, and long requests within a level; the paper accepts this.
 
-    Differs from the paper: the open last bucket ends at max_tokens; the level is that of least expected cost;
-    the promotion is limited unless max_promotion is 5 or more.
+    Differs from the paper: the open last bucket ends at max_tokens; a predictor can abstain; the default limits the
+    promotion.
     """
 
     key_changes = "never"

@@ -19,7 +19,7 @@ from scheduler_core.lengths import quantiles as by_quantiles
 from scheduler_core.lengths.quantiles import LEVELS
 from scheduler_core.lengths.student_t import student_t_cdf
 from scheduler_core.lengths.table import LengthTable
-from scheduler_core.prediction.urgency import effective_level, expected_cost_levels
+from scheduler_core.prediction.urgency import abstains, effective_level
 
 #: Unit vector [D] of a prompt; prompts with similar outputs have a large product.
 Embedding = NDArray[np.float32]
@@ -106,8 +106,7 @@ class LengthPrediction:
 class UrgencyPrediction:
     """Predicted urgency of a request: probabilities of at least two levels, most urgent (0) first; their sum is 1.
 
-    `abstain_threshold` in [0, 1] belongs to the artifact: if the highest probability is below it, the
-    predictor abstains. None: never abstain; 1: always abstain, even if a probability is rounded to 1.
+    `abstain_threshold` in [0, 1] or None belongs to the artifact; see `urgency.abstains`.
     """
 
     probabilities: tuple[float, ...]
@@ -119,26 +118,20 @@ class UrgencyPrediction:
             raise InputError("abstain_threshold", self.abstain_threshold, "numbers in [0, 1], or None")
 
     @property
-    def most_likely(self) -> int:
-        """The level of the highest probability, the more urgent one for ties."""
+    def level(self) -> int:
+        """The most probable level, 0 = most urgent; the more urgent one for ties. The service's response calls it so too."""
         return self.probabilities.index(max(self.probabilities))
 
     @property
     def abstains(self) -> bool:
-        """Whether the highest probability is below the threshold, or the threshold is 1."""
-        threshold = self.abstain_threshold
-        return threshold is not None and (threshold >= 1 or max(self.probabilities) < threshold)
-
-    @property
-    def level(self) -> int:
-        """The level of least expected cost, 0 = most urgent (see `urgency.expected_cost_levels`)."""
-        return int(expected_cost_levels(self.probabilities))
+        """Whether the declared tier is better than the prediction (see `urgency.abstains`)."""
+        return bool(abstains(self.probabilities, self.abstain_threshold))
 
     def effective_level(self, declared_tier: int, max_promotion: float = 1) -> int:
         """The level to schedule a request at, 0 = most urgent; see `urgency.effective_level`.
 
-        It is the declared tier if the predictor abstains, if the tier is not one of the levels, or if the prediction
-        is less urgent. With `max_promotion` of at least the number of levels it is always the predicted `level`.
+        It is the declared tier if the predictor abstains. With `max_promotion` of at least the number of levels it is
+        otherwise `level`; with less, the declared tier if that is not one of the levels, or more urgent.
         """
         return _effective_level(self, declared_tier, max_promotion)
 
@@ -254,12 +247,13 @@ HEADS: dict[str, Any] = {
 
 @lru_cache(maxsize=65536)
 def _effective_level(urgency: UrgencyPrediction, declared_tier: int, max_promotion: float) -> int:
+    if urgency.abstains:
+        return declared_tier
     if max_promotion >= len(urgency.probabilities):
         return urgency.level
     if declared_tier >= len(urgency.probabilities):
         return declared_tier
-    threshold = urgency.abstain_threshold
-    return int(effective_level(urgency.probabilities, declared_tier, threshold, int(max_promotion)))
+    return int(effective_level(urgency.probabilities, declared_tier, 0.0, int(max_promotion)))
 
 
 def _check_distribution(name: str, probabilities: Sequence[float]) -> None:

@@ -1,4 +1,4 @@
-"""Scheduling level of a request from its predicted urgency: expected cost, abstention, limited promotion.
+"""Scheduling level of a request from its predicted urgency: expected cost, abstention, limited or unlimited promotion.
 
 All functions raise InputError for arguments outside their range.
 
@@ -17,6 +17,19 @@ from scheduler_core.errors import InputError
 LEVELS = ("emergency", "interactive", "standard", "batch", "background")
 # Cost of serving a request one level too late, relative to one level too early.
 UNDER_TRIAGE_COST = 3.0
+# Without a threshold, predictors abstain if the highest probability is below this multiple of a uniform one's.
+NEAR_UNIFORM = 1.25
+
+
+def abstains(probabilities: ArrayLike, threshold: float | None) -> NDArray[np.bool_]:
+    """Whether a prediction says too little to be used, so that the declared tier counts instead: [N], or one value.
+
+    `probabilities` are [N, K] or [K]. It is if the highest one is below `threshold`, from 0 (never) to 1 (always, even
+    if a probability is rounded to 1). None: only if it is nearly uniform, the highest below NEAR_UNIFORM / K.
+    """
+    rows = np.asarray(probabilities, dtype=np.float64)
+    lowest = NEAR_UNIFORM / rows.shape[-1] if threshold is None else threshold
+    return np.asarray((rows.max(axis=-1) < lowest) | (lowest >= 1))
 
 
 def expected_cost_levels(
@@ -49,17 +62,16 @@ def effective_level(
 ) -> NDArray[np.int64]:
     """The level at which a request is scheduled, from its declared tier and the prediction from its text.
 
-    1. If the highest probability is below `threshold`, or `threshold` is 1, the predictor abstains: the result is the
-       declared tier.
-    2. Otherwise it is the level of least expected cost (`expected_cost_levels`), ...
-    3. ... but never less urgent than the declared tier and at most `max_promotion` levels more urgent. This limits the
-       gain of a deceptive prompt.
+    1. If the predictor abstains (`abstains`), the result is the declared tier.
+    2. With `max_promotion` of at least K the text is trusted without limit, as in the paper: the result is the most
+       probable level, the more urgent one for ties.
+    3. Otherwise it is the level of least expected cost (`expected_cost_levels`), but never less urgent than the declared
+       tier and at most `max_promotion` levels more urgent. This limits the gain of a deceptive prompt.
 
     Args:
         probabilities: Probability of each level, the most urgent first; [N, K] or [K].
         declared_tier: Level the client declared; one number or [N].
-        threshold: Minimum of the highest probability, from 0 to 1 (always abstain, even if a probability is rounded to 1);
-            None: never abstain.
+        threshold: See `abstains`.
         max_promotion: At least 0.
         under_triage_cost: See `expected_cost_levels`.
 
@@ -74,11 +86,12 @@ def effective_level(
         raise InputError("max_promotion", max_promotion, "integers >= 0")
     if threshold is not None and not 0 <= threshold <= 1:
         raise InputError("threshold", threshold, "numbers from 0 to 1, or None")
-    decided = expected_cost_levels(rows, under_triage_cost)
-    limited = np.minimum(np.maximum(decided, tiers - max_promotion), tiers)
-    threshold = 0.0 if threshold is None else threshold
-    is_certain = (rows.max(axis=-1) >= threshold) & (threshold < 1)
-    return np.asarray(np.where(is_certain, limited, tiers), dtype=np.int64)
+    if max_promotion >= rows.shape[-1]:
+        levels = rows.argmax(axis=-1)
+    else:
+        decided = expected_cost_levels(rows, under_triage_cost)
+        levels = np.minimum(np.maximum(decided, tiers - max_promotion), tiers)
+    return np.asarray(np.where(abstains(rows, threshold), tiers, levels), dtype=np.int64)
 
 
 def _checked_rows(probabilities: ArrayLike) -> NDArray[np.float64]:

@@ -443,6 +443,9 @@ def test_urgency_abstains_below_the_threshold_and_decides_the_effective_level(ri
         # Abstaining leaves the declared tier.
         ([0.7, 0.2, 0.1], 0.8, 2, 0, True, 2),
         ([0.7, 0.2, 0.1], 0.7, 2, 0, False, 1),
+        # Nearly uniform: it abstains without a threshold, too.
+        ([0.4, 0.3, 0.3], None, 2, 0, True, 2),
+        ([0.4, 0.3, 0.3], 0.0, 2, 0, False, 1),
         # In half precision a softmax has a sum of nearly 1.
         ([0.7003, 0.2, 0.1], None, 2, 0, False, 1),
     ):
@@ -452,6 +455,7 @@ def test_urgency_abstains_below_the_threshold_and_decides_the_effective_level(ri
         message = response_fields(Prediction(urgency=urgency))["urgency"]
         assert sum(message.probabilities) == pytest.approx(1.0, abs=1e-12)
         assert (message.level, message.abstain) == (level, abstain)
+        assert message.level == urgency.level
         assert (None if declared is None else urgency.effective_level(declared)) == effective
         assert (message.abstain_threshold if message.HasField("abstain_threshold") else None) == threshold
 

@@ -15,7 +15,7 @@ import scheduler_core.policies as package
 from scheduler_core.errors import InputError
 from scheduler_core.policies import POLICIES, make_policy, policy_class, policy_name, policy_parameters
 from scheduler_core.prediction.predictions import HEADS, UrgencyPrediction
-from scheduler_core.prediction.urgency import LEVELS, effective_level, expected_cost_levels
+from scheduler_core.prediction.urgency import LEVELS, abstains, effective_level, expected_cost_levels
 from scheduler_core.request import RequestState
 from tests.scheduler_core.helpers import Drive, full_prediction, request, run_step, scheduler
 
@@ -29,6 +29,8 @@ FAIR: dict[str, dict[str, float]] = {
 }  # fmt: skip
 FOLDER = Path(package.__file__).parent
 SURE = (1.0, 0.0, 0.0, 0.0, 0.0)
+#: Most probable level 2, level of least expected cost 1; most probable level 0, but nearly uniform.
+LIKELY_2, FLAT = (0.1, 0.2, 0.5, 0.1, 0.1), (0.234, 0.2, 0.2, 0.183, 0.183)
 
 
 @pytest.mark.parametrize("name", FAIR)
@@ -153,8 +155,8 @@ def test_probability_moved_to_a_more_urgent_level_never_lowers_the_urgency(
     moved = more[level] * share
     more[level] -= moved
     more[level - 1] += moved
-    before = effective_level(row, tier, 0.0, K, under_triage_cost=cost)
-    assert int(effective_level(more, tier, 0.0, K, under_triage_cost=cost)) <= int(before)
+    before = effective_level(row, tier, 0.0, K - 1, under_triage_cost=cost)
+    assert int(effective_level(more, tier, 0.0, K - 1, under_triage_cost=cost)) <= int(before)
 
 
 @pytest.mark.parametrize(
@@ -163,12 +165,20 @@ def test_probability_moved_to_a_more_urgent_level_never_lowers_the_urgency(
         (3, None, None, 1, 3),
         (3, (0.4, 0.3, 0.1, 0.1, 0.1), 0.5, 1, 3),  # abstains
         (3, (0.4, 0.3, 0.1, 0.1, 0.1), 0.4, 1, 2),
-        (3, (0.4, 0.3, 0.1, 0.1, 0.1), None, 1, 2),  # never abstains
+        (3, (0.4, 0.3, 0.1, 0.1, 0.1), None, 1, 2),
+        (3, FLAT, None, 1, 3),  # says nothing: abstains without a threshold, too
+        (3, FLAT, None, math.inf, 3),
+        (3, FLAT, 0.0, 1, 2),  # never abstains
+        (3, FLAT, 0.0, math.inf, 0),
         (3, SURE, 1.0, 1, 3),  # always abstains
         (3, SURE, None, 2, 1),
         (1, SURE[::-1], None, 1, 1),  # no text lowers its own request
-        (3, SURE, 1.0, 5, 0),  # unlimited trust: neither the threshold ...
-        (1, SURE[::-1], None, math.inf, 4),  # ... nor the declared tier limits it
+        (3, SURE, 1.0, 5, 3),
+        (3, SURE, None, 5, 0),  # unlimited trust: the declared tier does not limit it
+        (1, SURE[::-1], None, math.inf, 4),
+        (6, SURE, None, math.inf, 0),
+        (3, LIKELY_2, None, 2, 1),  # least expected cost
+        (3, LIKELY_2, None, 5, 2),  # unlimited trust: the paper's level, the most probable one
         # 5, 6: not predicted
         *((tier, SURE, None, 1, level) for tier, level in enumerate((0, 0, 1, 2, 3, 5, 6))),
     ],
@@ -181,7 +191,23 @@ def test_the_level_to_schedule_at(
     assert state.effective_level(max_promotion) == expected
 
 
-def test_the_level_is_the_one_of_least_expected_cost() -> None:
-    """Under-triage costs three times as much: the smallest level with P(level <= d) >= 1/4."""
-    assert UrgencyPrediction((0.2, 0.04, 0.76)).level == 2
-    assert UrgencyPrediction((0.26, 0.0, 0.74)).level == 0
+@pytest.mark.mend
+def test_unlimited_trust_is_the_papers_level() -> None:
+    """It was the level of least expected cost, 1 here, and outputs that say nothing were trusted."""
+    states = [
+        RequestState(request(name, tier=4), order=0, urgency=UrgencyPrediction(row))
+        for name, row in (("a", LIKELY_2), ("b", FLAT))
+    ]
+    assert [make_policy("hpjf", {"max_promotion": K}).key(state, 0.0) for state in states] == [2.0, 4.0]
+    assert int(expected_cost_levels(LIKELY_2)) == 1
+
+
+@given(
+    row=probability_rows, tier=tiers, threshold=st.none() | st.floats(0, 1), promotion=st.integers(0, K + 1)
+)
+def test_a_prediction_and_an_array_of_them_have_the_same_level(
+    row: NDArray[np.float64], tier: int, threshold: float | None, promotion: int
+) -> None:
+    urgency = UrgencyPrediction(tuple(row.tolist()), threshold)
+    assert urgency.effective_level(tier, promotion) == int(effective_level(row, tier, threshold, promotion))
+    assert urgency.abstains == bool(abstains(row, threshold))
