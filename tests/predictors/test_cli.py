@@ -87,8 +87,12 @@ class Process:
 
     def workers(self) -> list[int]:
         """Pids of its child processes that run."""
-        children = psutil.Process(self.process.pid).children()
-        return [child.pid for child in children if child.status() != psutil.STATUS_ZOMBIE]
+        pids = []
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+                if child.status() != psutil.STATUS_ZOMBIE:
+                    pids.append(child.pid)
+        return pids
 
 
 @contextlib.contextmanager
