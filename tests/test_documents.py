@@ -1,5 +1,6 @@
 """Documents: links lead somewhere, commands have the options they are shown with, README stays short."""
 
+import json
 import re
 import shlex
 import tomllib
@@ -59,6 +60,17 @@ def test_readme_is_short() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert text.count("\n") <= 110
     assert len(text.split()) <= 1000
+
+
+def test_readme_has_the_size_of_the_included_predictors_training() -> None:
+    """It said 15,000 prompts long after they had become more."""
+    manifest = json.loads(
+        (ROOT / "predictors/pretrained/tailcast-minilm/manifest.json").read_text(encoding="utf-8")
+    )
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    [prompts, models] = re.findall(r"is trained on ([\d,]+) prompts.*? and (\d+) models", text)[0]
+    assert prompts == f"{manifest['training_data']['num_prompts']['train']:,}"
+    assert int(models) == len(manifest["served_models"])
 
 
 def test_reference_pages_name_modules_that_exist() -> None:
