@@ -21,6 +21,7 @@ _ARGUMENTS = {
     "schedule": (),
     "complete": ("result",),
     "abort": ("request_id",),
+    "end_session": ("session",),
     "reserve": ("request_id", "num_blocks"),
     "unreserve": ("request_id",),
     "detach": ("request_id",),

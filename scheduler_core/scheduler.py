@@ -33,7 +33,7 @@ class SchedulerConfig(Limits):
     """Limits of one engine replica, and its batch former. `InputError` for values outside their range."""
 
     batching: str = "chunked_prefill"
-    """Batch former; one of: chunked_prefill (Sarathi-Serve), orca, rad, rad_prefill_first, request_level,
+    """Batch former; one of: chunked_prefill (Sarathi-Serve), orca, quantile_reserve, rad, rad_prefill_first, request_level,
     slai, stage_aware, uniboost, vllm (prefill first)."""
     batching_parameters: dict[str, bool | int | float | str] = field(default_factory=dict)
     """Overrides of the batch former's parameters, such as {max_decodes: 64} for slai."""
@@ -376,6 +376,17 @@ class Scheduler:
         self.policy.on_finish(state)
         self.counters.num_aborted += 1
         return True
+
+    def end_session(self, session: str, now: float) -> bool:
+        """Tells the policy that a session will send no more requests here, because it ended or moved to another replica.
+        False, without effect, while requests of it are live."""
+        self._check_time(now)
+        self._now = now
+        is_idle = all(state.request.session != session for state in self.pool.states.values())
+        if is_idle:
+            self.policy.on_session_end(session, now)
+        self._record("end_session", now, session=session, ended=is_idle)
+        return is_idle
 
     def detach(self, request_id: str, now: float) -> RequestState:
         """Removes a request that moves to another replica; blocks and slot of a running one stay reserved. `InputError`

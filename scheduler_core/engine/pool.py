@@ -88,6 +88,11 @@ class Pool:
         return self.kv.prefixes is not None and self.kv.prefixes.num_host_blocks > 0
 
     @property
+    def evicts_by_policy(self) -> bool:
+        """See `EngineView`."""
+        return self.policy.orders_retention
+
+    @property
     def states(self) -> Mapping[str, RequestState]:
         """All live requests, read-only; O(running requests) after a step in lockstep."""
         self.sync()

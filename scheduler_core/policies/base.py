@@ -1,5 +1,6 @@
 """Interface of policies: an order over requests, and hooks for events."""
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import ClassVar, Literal, Protocol
@@ -9,6 +10,9 @@ from scheduler_core.request import RequestState
 KeyChanges = Literal["never", "on_event", "with_time"]
 RunningKeys = Literal["on_event", "on_tokens"]
 Progress = Literal["unused", "in_runs", "every_step"]
+
+#: Eviction key of requests that only go if memory runs out for running ones, before those at -infinity.
+LAST_RESORT = -sys.float_info.max
 
 
 class Costs(Protocol):
@@ -39,6 +43,8 @@ class EngineView(Protocol):
         capacity_tokens: Tokens that the KV cache has memory for.
         step_tokens: Tokens that fit into one step of the engine.
         has_host_tier: Whether contexts that were evicted are copied back from host memory, and not computed again.
+        evicts_by_policy: Whether it evicts unused blocks in the order of `Policy.retention_key`; False: those used least
+            recently first, as engines do behind a proxy.
         costs: Measured costs of work; of the policies with "costs" in `inputs`, else those of a typical engine.
     """
 
@@ -50,6 +56,9 @@ class EngineView(Protocol):
 
     @property
     def has_host_tier(self) -> bool: ...
+
+    @property
+    def evicts_by_policy(self) -> bool: ...
 
     @property
     def costs(self) -> Costs: ...
@@ -134,7 +143,8 @@ class Policy(ABC):
         """Sort key of running requests; the largest is evicted first, the latest arrival of several. -inf: never evicted
         for a waiting request. Used if `evicts_by_key`.
 
-        If memory runs out for the running requests themselves, requests at -inf may be evicted as well.
+        If memory runs out for the running requests themselves, requests at -inf may be evicted as well; those at
+        `LAST_RESORT` before them. At `LAST_RESORT`, `may_preempt` must be false.
         """
         return self.key(state, now)
 
@@ -214,3 +224,6 @@ class Policy(ABC):
 
     def on_finish(self, state: RequestState) -> None:  # noqa: B027
         """Called when the request has finished or was aborted."""
+
+    def on_session_end(self, session: str, now: float) -> None:  # noqa: B027
+        """Called when a session without live requests will send none here any more: it ended, or moved to another replica."""

@@ -150,6 +150,10 @@ class Continuum(EventOrder):
         pauses_s = self._pauses_s.get(state.ended_by, ())
         session.expires_s = self._event_s + time_to_live_s(pauses_s, benefit_s, cost, self.default_pause_s)
 
+    def on_session_end(self, session: str, now: float) -> None:
+        EventOrder.on_session_end(self, session, now)
+        self._sessions.pop(session, None)
+
     def on_pressure(self, num_waiting: int, max_num_seqs: int) -> bool:
         is_due = EventOrder.on_pressure(self, num_waiting, max_num_seqs)
         if is_due:

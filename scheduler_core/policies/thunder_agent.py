@@ -57,8 +57,7 @@ class ThunderAgent(EventOrder):
 
     Differs from the paper: both rules are applied after events, not every 5 s; acting programs keep their whole weight (the
     code's default; in the paper it halves every second); a program ends with an output that ends the agent's turn
-    (`RequestState.ended_by` "end_turn") or after `lease_s` without a request (as in ai-dynamo/dynamo #11447) instead of when
-    the client releases it.
+    (`RequestState.ended_by` "end_turn") or after `lease_s` without a request (as in ai-dynamo/dynamo #11447), if it is not released before.
     """
 
     inputs = frozenset({"session"})
@@ -107,6 +106,10 @@ class ThunderAgent(EventOrder):
         program.changed_s = self._event_s
         if not program.live and (not state.request.session or state.ended_by == "end_turn"):
             del self._programs[name]
+
+    def on_session_end(self, session: str, now: float) -> None:
+        EventOrder.on_session_end(self, session, now)
+        self._programs.pop(session, None)
 
     def on_pressure(self, num_waiting: int, max_num_seqs: int) -> bool:
         is_due = EventOrder.on_pressure(self, num_waiting, max_num_seqs)

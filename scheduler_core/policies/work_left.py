@@ -34,7 +34,7 @@ def work_left_s(state: RequestState, times: TokenTimes, output_tokens: float = 0
 
 @dataclass(kw_only=True, slots=True)
 class EventOrder(Policy):
-    """Order of the waiting requests that is recomputed after every event (arrival, prediction, admission, end of prefill, preemption, end),
+    """Order of the waiting requests that is recomputed after every event (arrival, prediction, admission, end of prefill, preemption, end, end of a session),
     with the prefix cache, the costs and the time (`_key_s`) as they are then, but not with time alone.
 
     Simulated steps without an event can thus be completed at once. It does not read tokens of running requests.
@@ -84,6 +84,9 @@ class EventOrder(Policy):
 
     def on_finish(self, state: RequestState) -> None:
         self._event_s, self._is_due = max(self._event_s, state.last_token_s or self._event_s), True
+
+    def on_session_end(self, session: str, now: float) -> None:
+        self._event_s, self._is_due = now, True
 
 
 @dataclass(kw_only=True, slots=True)

@@ -83,7 +83,9 @@ class WorkingSet(EventOrder):
     | Q | P99 of W over the last `window` arrivals | s |
     | r | ratio, 1.1 | - |
 
-    If the contexts have grown beyond M, sessions leave in the same order until they fit.
+    If the contexts have grown beyond M, sessions leave in the same order until they fit. Where the engine evicts the least
+    recently used blocks whatever the policy wants, those whose last turn ended first leave first in each case: it is their
+    contexts that will be lost.
 
     v C is what a kept context saves, in token seconds of delayed turns, per token second for which it lies idle. So the dearer a
     miss, the longer contexts are kept; with a cheap one the order is nearly that of the highest response ratio.
@@ -201,6 +203,11 @@ class WorkingSet(EventOrder):
                     input_tokens=state.request.prompt_tokens,
                     output_tokens=state.num_output_tokens,
                 )
+
+    def on_session_end(self, session: str, now: float) -> None:
+        EventOrder.on_session_end(self, session, now)
+        if self.sessions.pop(session, None) is not None:
+            self.returns.left(session, now)
 
     def _session(self, state: RequestState) -> Session:
         # A session may have the name of a request.
@@ -355,16 +362,19 @@ class WorkingSet(EventOrder):
 
     def _idle(self, active: list[Session], now: float) -> list[Session]:
         """The idle ones, smallest value first."""
+        assert self._engine is not None, "bind was not called"
         idle = [session for session in active if session.is_idle]
         for session in idle:
             session.value = self._miss_s(1.0) * self._return_rate(session, now)
-        return sorted(idle, key=lambda session: session.value)
+        by_value = self._engine.evicts_by_policy
+        return sorted(idle, key=lambda session: session.value if by_value else session.last_s)
 
-    @staticmethod
-    def _held(active: list[Session]) -> list[Session]:
+    def _held(self, active: list[Session]) -> list[Session]:
         """Those with a turn that waits and none that runs, longest in the set first."""
+        assert self._engine is not None, "bind was not called"
         waiting = [session for session in active if session.waiting and not session.num_running]
-        return sorted(waiting, key=lambda session: session.entered_s)
+        by_entry = self._engine.evicts_by_policy
+        return sorted(waiting, key=lambda session: session.entered_s if by_entry else session.last_s)
 
     def _find_due(self, turns: list[RequestState], now: float) -> None:
         """Adds the first turn to those that are due, if a turn reaches its bound once those before it are served."""

@@ -359,6 +359,13 @@ class ReturnPredictor:
         if input_tokens is not None and pause.sizes is not None and input_tokens >= pause.sizes[0]:
             self._learn_new_tokens(state, pause, input_tokens - sum(pause.sizes))
 
+    def left(self, session: str, now: float) -> None:
+        """The session will not return, because it ended or moved; nothing is learned from its pause after this time."""
+        self._count_until(now)
+        state = self._sessions.get(session)
+        if state is not None:
+            state.close()
+
     def _learn_end(self, pause: _Pause, pause_s: float, *, is_end: bool) -> None:
         """Learns whether the session has ended with a turn, once per turn."""
         self._turns.observe(pause.turn_features, pause.tenant, is_end=is_end)

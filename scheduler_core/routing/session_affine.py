@@ -19,17 +19,18 @@ class _Session:
 
 @dataclass(kw_only=True, slots=True)
 class SessionAffine(Router):
-    """The replica of the session, as long as that has a part of its context or an unfinished request of it; else the one with
-    the least C, then with the fewest requests.
+    """The replica of the session, as long as that has half of its context or an unfinished request of it; else the one with the
+    least C, then with the fewest requests.
 
-    C(r) = sum of the contexts of the sessions whose replica is r and that have a part of their context or a request there
+    C(r) = sum of the contexts of the sessions whose replica is r and that have half of their context or a request there
 
     | symbol | meaning | unit |
     | --- | --- | --- |
     | C | contexts for which memory is needed | tokens |
 
-    So no context is computed twice because of routing, and memory, which limits how many sessions an engine can serve without
-    losing contexts, is shared equally. A session whose context is lost has no reason to stay.
+    So hardly a context is computed twice because of routing, and memory, which limits how many sessions an engine can serve
+    without losing contexts, is shared equally. A session whose context is lost has no reason to stay, though a prefix that
+    others share, such as a system prompt, is still there.
     """
 
     sees_tokens: ClassVar[bool] = True
@@ -84,7 +85,7 @@ class SessionAffine(Router):
 
 
 def _is_there(name: str, session: _Session, replica: ReplicaSnapshot) -> bool:
-    return session.num_live > 0 or replica.resident_tokens(name) > 0
+    return session.num_live > 0 or 2 * replica.resident_tokens(name) >= session.tokens > 0
 
 
 def _name(item: RoutingRequest) -> str:

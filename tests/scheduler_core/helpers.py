@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
@@ -81,6 +82,7 @@ SMALL_PARAMETERS: dict[str, dict[str, Any]] = {
     "rad": {"n": 3, "t_row": 1, "t_red": 1},
     "rad_prefill_first": {"n": 3, "t_row": 1, "t_red": 1},
     "slai": {"max_decodes": 2, "paying_first": True},
+    "quantile_reserve": {"quantile": 0.2},
 }
 
 #: Batch formers that never preempt under a policy that is not preemptive, because memory is reserved for the longest output.
@@ -164,6 +166,39 @@ def line(plan: StepPlan) -> str:
     words += plan.decodes
     words += [f"-{name}{kept.get(name, '')}" for name in plan.preempted]
     return " ".join(words)
+
+
+@dataclass
+class FixedCosts:
+    """Costs of an engine that are given: seconds of a step without prompts, and per token."""
+
+    step_s: float = 0.02
+    prefill_token_s: float = 1e-3
+    decode_token_s: float = 1e-2
+    reload_token_s: float = 1e-4
+
+    def prefill_s(self, num_tokens: float) -> float:
+        return self.prefill_token_s * num_tokens
+
+    def decode_s(self, num_tokens: float) -> float:
+        return self.decode_token_s * num_tokens
+
+    def reload_s(self, num_tokens: float) -> float:
+        return self.reload_token_s * num_tokens
+
+
+@dataclass
+class FixedEngine:
+    """What a policy sees of an engine whose cache is empty."""
+
+    capacity_tokens: int = 1000
+    step_tokens: int = 100_000
+    has_host_tier: bool = False
+    evicts_by_policy: bool = True
+    costs: FixedCosts = field(default_factory=FixedCosts)
+
+    def resident_tokens(self, session: str) -> int:
+        return 0
 
 
 class Drive:

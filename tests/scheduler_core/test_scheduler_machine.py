@@ -109,6 +109,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.core.abort(name, self.now)
         del self.live[name]
 
+    @rule(session=st.sampled_from(["s", "t", "unknown"]))
+    def end_session(self, session: str) -> None:
+        is_live = any(item.session == session for item in self.live.values())
+        assert self.core.end_session(session, self.now) is not is_live
+
     @precondition(lambda self: self.open is None)
     @rule()
     def schedule(self) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from scheduler_core.request import RequestState, Segment
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.run import SimulationResult
 from scheduler_core.simulator.trace import Trace
-from tests.scheduler_core.helpers import prediction, request, simulate, trace_row
+from tests.scheduler_core.helpers import FixedCosts, FixedEngine, prediction, request, simulate, trace_row
 
 #: Policies that read the prefix cache or sessions, with the parameters that make them.
 CASES: dict[str, tuple[str, dict[str, float]]] = {
@@ -31,33 +31,9 @@ CASES |= {
 CASES["hrrn, with outputs"] = ("hrrn", {"count_outputs": True})
 
 
-class Costs:
-    """A prompt token takes 1 ms, an output token 10 ms, the copy of a token 0.1 ms."""
-
-    step_s = 0.02
-
-    def prefill_s(self, num_tokens: float) -> float:
-        return 1e-3 * num_tokens
-
-    def decode_s(self, num_tokens: float) -> float:
-        return 1e-2 * num_tokens
-
-    def reload_s(self, num_tokens: float) -> float:
-        return 1e-4 * num_tokens
-
-
-@dataclass
-class Engine:
-    capacity_tokens: int = 1000
-    costs: Costs = field(default_factory=Costs)
-
-    def resident_tokens(self, session: str) -> int:
-        return 0
-
-
 def policy(name: str, capacity_tokens: int = 1000, **parameters: float) -> Policy:
     rule = make_policy(name, parameters)
-    rule.bind(Engine(capacity_tokens))
+    rule.bind(FixedEngine(capacity_tokens))
     return rule
 
 
@@ -88,7 +64,7 @@ def end(rule: Policy, item: RequestState, now: float, outputs: int = 1, ended_by
 
 def test_work_left_is_uncached_prompt_copy_and_remaining_output() -> None:
     """500 tokens, 300 cached, 100 of them on the host, 40 outputs expected: 200 + 10 + 400 ms; after 15 outputs less."""
-    times = TokenTimes.of(Costs())
+    times = TokenTimes.of(FixedCosts())
     item = state("a", 0, 500, 300)
     item.host_cached_tokens = 100
     assert work_left_s(item, times, 40) == pytest.approx(0.2 + 0.01 + 0.4)

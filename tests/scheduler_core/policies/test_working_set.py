@@ -1,7 +1,7 @@
 """The working set of sessions: who enters and leaves by hand; its promises in full simulations."""
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from scheduler_core.simulator.trace_predictions import Predictions
 from scheduler_core.simulator.workloads.agents import Agents
 from scheduler_core.simulator.workloads.lengths import TokenDistribution
 from scheduler_core.simulator.workloads.workload import Workload
-from tests.scheduler_core.helpers import prediction, request
+from tests.scheduler_core.helpers import FixedCosts, FixedEngine, prediction, request
 
 HORIZON_S = 1200.0
 STEP = LinearStepTime(
@@ -29,35 +29,13 @@ STEP = LinearStepTime(
 )  # fmt: skip
 
 
-class Costs:
-    """A prompt token takes 10 ms, an output token 10 ms, the copy of a token 1 ms."""
-
-    step_s = 0.02
-
-    def prefill_s(self, num_tokens: float) -> float:
-        return 1e-2 * num_tokens
-
-    def decode_s(self, num_tokens: float) -> float:
-        return 1e-2 * num_tokens
-
-    def reload_s(self, num_tokens: float) -> float:
-        return 1e-3 * num_tokens
-
-
-@dataclass
-class Engine:
-    capacity_tokens: int = 1000
-    step_tokens: int = 100_000
-    has_host_tier: bool = False
-    costs: Costs = field(default_factory=Costs)
-
-    def resident_tokens(self, session: str) -> int:
-        return 0
+#: A prompt token takes 10 ms, as one of output, the copy of a token 1 ms.
+COSTS = FixedCosts(prefill_token_s=1e-2, decode_token_s=1e-2, reload_token_s=1e-3)
 
 
 def policy(**parameters: Any) -> WorkingSet:
     made = WorkingSet(fill=1.0, ratio=10.0, **parameters)
-    made.bind(Engine())
+    made.bind(FixedEngine(costs=COSTS))
     return made
 
 
@@ -108,7 +86,7 @@ def test_an_idle_session_leaves_if_its_context_saves_less_than_it_costs(
     made = policy(predict_returns=False)
     made._pause_s, made._num_pauses = pause_s, 100
     running = 1500 if not expected else 100
-    made.bind(Engine(capacity_tokens=running + 700))
+    made.bind(FixedEngine(capacity_tokens=running + 700, costs=COSTS))
     a, b = turn(made, "a", 0.0, 500), turn(made, "b", 0.1, running)
     for item in (a, b):
         run(made, item, 1.0)
@@ -116,6 +94,19 @@ def test_an_idle_session_leaves_if_its_context_saves_less_than_it_costs(
     c = turn(made, "c", 3.0, 400)
     assert admitted(made, c) == expected
     assert made.sessions["a"].is_active is not bool(expected)
+
+
+def test_a_session_that_has_ended_leaves_its_place_to_others() -> None:
+    made = policy()
+    first = turn(made, "a", 0.0, 900)
+    run(made, first, 0.0)
+    end(made, first, 1.0)
+    other = turn(made, "b", 1.1, 500)
+    assert admitted(made, other) == [], "the first pauses are short"
+    made.on_session_end("a", 1.2)
+    assert admitted(made, other) == ["b"]
+    assert made.returns.forecast("a") is None
+    assert made.retention_key("a") == -float("inf"), "its blocks are evicted first"
 
 
 @pytest.mark.mend
