@@ -14,7 +14,7 @@ from scheduler_core.batching.base import BatchFormer, steps_that_fit
 from scheduler_core.batching.batch import Batch, prefill_tokens_ahead
 from scheduler_core.engine.kv_cache import Limits
 from scheduler_core.engine.pool import Pool
-from scheduler_core.policies.base import Policy
+from scheduler_core.policies.base import LAST_RESORT, Policy
 from scheduler_core.ranges import FINITE, check_ranges
 from scheduler_core.request import RequestState, Status
 
@@ -24,8 +24,10 @@ class OneOrder(BatchFormer):
     """The M requests of smallest Phi, whether they wait, prefill or decode.
 
     1. Until the batch has M requests or C tokens: r = argmin Phi over the prefill-ready and decode-ready requests.
-    2. If the keys and values of r's next chunk or token fit, r joins; else swap out the victim and repeat.
+    2. If the keys and values of r's next chunk or token fit, r joins; else swap out the victim and repeat. Without a
+       victim r is passed over.
     3. Requests in memory that are not among the M are paused: they keep their memory and skip this step.
+    4. If no request has joined, swap out the one of the largest Phi(v) - swap_token_s n_v and repeat.
 
     victim = argmax of Phi(v) - swap_token_s n_v over unprotected running v with Phi(r) < Phi(v) - delta
 
@@ -36,10 +38,12 @@ class OneOrder(BatchFormer):
     | delta | lead in Phi that another request needs to replace one of the last step | hysteresis_s |
     | n_v, swap_token_s | tokens of v in the cache, time to copy one out and back | tokens, s |
 
-    A policy protects a request with an eviction key of -infinity (MemGuard between two thresholds). It can be paused, but
-    is only swapped out if the step would otherwise be empty. `preemption` applies to the victim's cache (paper: swap).
+    A policy protects a request with an eviction key of `LAST_RESORT` or -infinity (MemGuard between two thresholds). It can be
+    paused, but is only swapped out by rule 4, and at -infinity only if all are. `preemption` applies to the victim's cache
+    (paper: swap).
 
-    Differs from the paper: SELECTVICTIM uses priority and swap cost without a formula there; here both are in seconds.
+    Differs from the paper: SELECTVICTIM uses priority and swap cost without a formula there; here both are in seconds. The
+    paper has no rule 4: a step in which all requests are protected and none has memory would be empty for ever.
     Admissions of a step end at the first request that does not fit and has no victim, so that none is
     overtaken because of its size. The policy's own hysteresis is not used.
     """
@@ -60,13 +64,22 @@ class OneOrder(BatchFormer):
         batch = Batch(max_num_batched_tokens)
         if self._decode_only(pool, batch, now):
             return batch
+        self._fill(pool, batch, now)
+        while not batch.prefills and not batch.decodes and pool.num_running:
+            batch.evict(pool, self._last_resort(pool, now), now)
+            self._fill(pool, batch, now)
+        chosen = [*batch.decodes, *(state for state, _ in batch.prefills)]
+        self._last = frozenset([state.request_id for state in chosen])
+        return batch
+
+    def _fill(self, pool: Pool, batch: Batch, now: float) -> None:
+        """Rules 1 to 3."""
         ranked = [(*self._rank(pool, state, now), state) for state in pool.running.values()]
         later = _Later(sorted(ranked, reverse=True), self.swap_token_s)
-        chosen: list[str] = []
         head: RequestState | None = None
         head_rank: tuple[float, float, int] | None = None
         may_admit = True
-        while batch.budget > 0 and len(chosen) < pool.max_num_seqs:
+        while batch.budget > 0 and len(batch.prefills) + len(batch.decodes) < pool.max_num_seqs:
             first = pool.waiting.peek() if may_admit else None
             if first is not None and first.request_id in batch.preempted:
                 first = None
@@ -82,11 +95,8 @@ class OneOrder(BatchFormer):
                     continue
                 state = head
             else:
-                break
+                return
             batch.add(state)
-            chosen.append(state.request_id)
-        self._last = frozenset(chosen)
-        return batch
 
     def steady_steps(self, pool: Pool, batch: Batch, limit: int) -> int:
         policy = pool.policy
@@ -107,16 +117,19 @@ class OneOrder(BatchFormer):
         growing = [state for state in running if state.num_computed_tokens >= state.kv_tokens]
         free = pool.kv.num_free_blocks
         is_short = len(growing) > free
-        if (is_short or len(pool.waiting)) and self._may_displace(pool, batch.budget - num, now):
-            return False
+        assert pool.evictions is not None, "this former evicts by key"
+        if is_short or len(pool.waiting):
+            victim = pool.evictions.first_displaceable(now)
+            if victim is not None and pool.policy.eviction_key(victim, now) > LAST_RESORT:
+                return False
+            if self._may_admit(pool, batch.budget - num, now):
+                return False
         if is_short:
             growing.sort(key=lambda state: self._rank(pool, state, now))
             paused = set(growing[free:])
             running = [state for state in running if state not in paused]
-            if free == 0:
-                first = self._rank(pool, growing[0], now)
-                if not any(self._rank(pool, state, now) < first for state in running):
-                    return False  # the first of the order has no memory
+            if not running:
+                return False  # one has to be swapped out
             del growing[free:]
         for state in growing:
             pool.grow(state, state.num_computed_tokens + 1)
@@ -126,18 +139,12 @@ class OneOrder(BatchFormer):
         return True
 
     @staticmethod
-    def _may_displace(pool: Pool, least_budget: int, now: float) -> bool:
-        """Whether a running request may be swapped out, or the first waiting one may be admitted with at
-        least `least_budget` tokens and all free memory."""
-        assert pool.evictions is not None, "this former evicts by key"
-        if pool.evictions.first_displaceable(now) is not None:
-            return True
+    def _may_admit(pool: Pool, least_budget: int, now: float) -> bool:
+        """Whether the first waiting request may be admitted with at least `least_budget` tokens and all free memory."""
         head = pool.waiting.peek()
-        if head is None or pool.num_running >= pool.max_running:
+        if head is None or pool.num_running >= pool.max_running or not pool.policy.may_admit(head, now):
             return False
-        remaining = prefill_tokens_ahead(pool, head)
-        num_tokens = head.known_tokens - remaining + min(remaining, least_budget)
-        return pool.kv.fits(num_tokens, waive_watermark=False)
+        return pool.kv.fits(_first_tokens(pool, head, least_budget), waive_watermark=False)
 
     def _rank(self, pool: Pool, state: RequestState, now: float) -> tuple[float, float, int]:
         """Phi, less the hysteresis for requests of the last step; ties by arrival."""
@@ -150,22 +157,30 @@ class OneOrder(BatchFormer):
         tokens = state.num_computed_tokens + (min(remaining, batch.budget) if remaining > 0 else 1)
         while not pool.grow(state, tokens):
             victim = self._victim(pool, state, later, now)
-            if victim is None and not batch.prefills and not batch.decodes:
-                victim = next((item[-1] for item in later.ranked if item[-1].status is Status.RUNNING), None)
             if victim is None:
                 return False
             batch.evict(pool, victim, now)
         return True
 
     def _admit(self, pool: Pool, batch: Batch, state: RequestState, later: _Later, now: float) -> bool:
-        remaining = prefill_tokens_ahead(pool, state)
-        tokens = state.known_tokens - remaining + min(remaining, batch.budget)
-        while not batch.admit(pool, state, now, tokens):
-            victim = self._victim(pool, state, later, now) if pool.policy.preemptive else None
+        may_displace = pool.policy.preemptive and pool.policy.may_admit(state, now)
+        while not batch.admit(pool, state, now, _first_tokens(pool, state, batch.budget)):
+            victim = self._victim(pool, state, later, now) if may_displace else None
             if victim is None:
                 return False
             batch.evict(pool, victim, now)
         return True
+
+    def _last_resort(self, pool: Pool, now: float) -> RequestState:
+        """The victim of rule 4; those that the policy protects least first."""
+        policy = pool.policy
+
+        def order(state: RequestState) -> tuple[bool, bool, float, float, int]:
+            limit = policy.eviction_key(state, now)
+            cost = policy.key(state, now) - self.swap_token_s * state.num_computed_tokens
+            return limit > LAST_RESORT, limit > -math.inf, cost, state.request.arrival_s, state.order
+
+        return max(pool.running.values(), key=order)
 
     def _victim(self, pool: Pool, state: RequestState, later: _Later, now: float) -> RequestState | None:
         """SELECTVICTIM among the running requests later in the order; None if there is no suitable one."""
@@ -175,6 +190,12 @@ class OneOrder(BatchFormer):
         limit = pool.policy.key(state, now) + self.hysteresis_s
         costs = [(cost, other) for key, cost, other in candidates if key > limit]
         return max(costs, key=lambda pair: pair[0])[1] if costs else None
+
+
+def _first_tokens(pool: Pool, state: RequestState, budget: int) -> int:
+    """Tokens of a waiting request after its first chunk."""
+    remaining = prefill_tokens_ahead(pool, state)
+    return state.known_tokens - remaining + min(remaining, budget)
 
 
 class _Later:
@@ -193,7 +214,7 @@ class _Later:
             self._candidates = []
             for index, item in enumerate(self.ranked):
                 state = item[-1]
-                if state.status is Status.RUNNING and policy.eviction_key(state, now) > -math.inf:
+                if state.status is Status.RUNNING and policy.eviction_key(state, now) > LAST_RESORT:
                     key = policy.key(state, now)
                     cost = key - self._swap_token_s * state.num_computed_tokens
                     self._candidates.append((index, key, cost, state))

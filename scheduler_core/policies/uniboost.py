@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from scheduler_core.policies.base import Policy
+from scheduler_core.policies.base import LAST_RESORT, EngineView, Policy
 from scheduler_core.policies.work_left import EventOrder, work_left_s
 from scheduler_core.ranges import FINITE, INTEGERS, POSITIVE, check_ranges
 from scheduler_core.request import Phase, RequestState
@@ -176,14 +176,18 @@ class UniBoost(Policy):
     | symbol | meaning | unit |
     | --- | --- | --- |
     | w~ | effective work: max(attained, s_pre - h) = s_pre - h and, in decode, the generated tokens | tokens |
+    | h | cached tokens of the prompt, as of the first admission | tokens |
     | w^ | MemGuard: w~ rounded down to the grid k, 2k, 4k, ... (at least k); without MemGuard w~ | tokens |
     | k | bin_tokens | tokens |
     | delta | hysteresis_s | s |
     | gamma | gamma_per_s; gamma-Ada: ln 5/(t99 - t95) of the latest latencies, smoothed (`TailRate`) | 1/s |
 
-    MemGuard (`mem_guard`): a running request can only be displaced in the step after its w^ has grown, so at
-    most 1 + floor(log2(S/k)) times for S tokens of work. gamma-Ada: `adapt_gamma`. `signal_by_phase`: w~ is
-    the prompt in prefill and the generated tokens in decode, as in the paper's algorithm.
+    MemGuard (`mem_guard`): a running request can only be displaced in the step after its w^ has grown. If memory runs out
+    for the running requests themselves, one may go earlier, but none twice with the same w^: one that comes back is only
+    admitted if all such requests have memory up to their next thresholds. So a request with S tokens of work is preempted at
+    most 1 + floor(log2(S/k)) times (w^ has no more values), and at most 3 S of its tokens are copied out, with every batch
+    former, if k is a multiple of the block size. gamma-Ada: `adapt_gamma`. `signal_by_phase`: w~ is the prompt in prefill
+    and the generated tokens in decode, as in the paper's algorithm.
 
     No starvation: boosts are at most b(k), and those of waiting requests do not grow, so a request that has waited longer
     precedes new ones; its latency is that of FCFS plus the work that overtakes it by boosts (paper, A.2).
@@ -192,7 +196,9 @@ class UniBoost(Policy):
     measured times per prompt and output token, and MemGuard scales these seconds by w^/w~; (2) bins use floor
     (algorithm), not ceiling (Eq. 8), because the stated bound holds for floor; (3) gamma is that of Eq. 9;
     the algorithm's line 17 gives a 39th of it; (4) work lost in a preemption does not count as attained; (5)
-    all keys are recomputed when gamma or the times per token have changed by `refresh`, not at every step.
+    all keys are recomputed when gamma or the times per token have changed by `refresh`, not at every step; (6) the
+    paper's MemGuard has no rule for a step in which all requests are protected and none has memory, see above; (7)
+    the bound is that of one engine: a migration starts the count anew.
     """
 
     key_changes = "on_event"
@@ -221,8 +227,15 @@ class UniBoost(Policy):
     _latest_gamma: float = field(init=False, repr=False)
     #: Whether `_used` has changed between steps that were completed at once.
     _moved: bool = field(default=False, init=False, repr=False)
+    #: Of admitted and preempted requests: s_pre - h, and w^.
+    _prompts: dict[str, int] = field(default_factory=dict, init=False, repr=False)
     _bins: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+    #: Requests that may be displaced in this step, and those that were preempted since their w^ has grown.
     _open: set[str] = field(default_factory=set, init=False, repr=False)
+    _spent: set[str] = field(default_factory=set, init=False, repr=False)
+    #: Of those of `_spent` that run: tokens that they may need up to their next threshold.
+    _kept: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+    _capacity_tokens: float = field(default=math.inf, init=False, repr=False)
     _changed: list[RequestState] = field(default_factory=list, init=False, repr=False)
     _last_step_s: float = field(default=-math.inf, init=False, repr=False)
 
@@ -248,7 +261,9 @@ class UniBoost(Policy):
 
     def effective_tokens(self, state: RequestState) -> tuple[int, int]:
         """w~ as (prompt tokens, generated tokens)."""
-        prompt = state.request.prompt_tokens - state.cached_tokens
+        prompt = self._prompts.get(state.request_id)
+        if prompt is None:
+            prompt = state.request.prompt_tokens - state.cached_tokens
         if self.signal_by_phase and state.num_output_tokens > 0 and state.phase is Phase.DECODE:
             return 0, state.num_output_tokens
         return prompt, 0 if self.signal_by_phase else state.num_output_tokens
@@ -269,15 +284,43 @@ class UniBoost(Policy):
         return state.request.arrival_s - boost_s(work_s, gamma)
 
     def may_preempt(self, running: RequestState, waiting: RequestState, now: float) -> bool:
-        return self.key(waiting, now) < self.key(running, now) - self.hysteresis_s
+        guarded = self.mem_guard and running.request_id not in self._open
+        return not guarded and self.key(waiting, now) < self.key(running, now) - self.hysteresis_s
 
     def eviction_key(self, state: RequestState, now: float) -> float:
-        guarded = self.mem_guard and state.request_id not in self._open
-        return -math.inf if guarded else self.key(state, now)
+        if not self.mem_guard or state.request_id in self._open:
+            return self.key(state, now)
+        return -math.inf if state.request_id in self._spent else LAST_RESORT
+
+    def bind(self, engine: EngineView) -> None:
+        self._capacity_tokens = engine.capacity_tokens
+
+    def may_admit(self, state: RequestState, now: float) -> bool:
+        if state.request_id not in self._spent:
+            return True
+        need = sum(self._kept.values()) + self._tokens_to_threshold(state)
+        return need + self.bin_tokens <= self._capacity_tokens
+
+    def _tokens_to_threshold(self, state: RequestState) -> float:
+        """Tokens of the request in the cache when it reaches its next threshold, rounded up to a multiple of k."""
+        reached = state.num_output_tokens if self.signal_by_phase else sum(self.effective_tokens(state))
+        tokens = state.known_tokens + 2.0 * self._bins[state.request_id] - reached
+        longest = state.request.prompt_tokens + state.request.max_tokens
+        return math.ceil(min(tokens, longest) / self.bin_tokens) * self.bin_tokens
 
     def on_admit(self, state: RequestState, now: float) -> None:
-        self._bins[state.request_id] = self.quantized(sum(self.effective_tokens(state)))
+        name = state.request_id
+        if name not in self._bins:
+            self._prompts[name] = state.request.prompt_tokens - state.cached_tokens
+            self._bins[name] = self.quantized(sum(self.effective_tokens(state)))
+        if name in self._spent:
+            self._kept[name] = self._tokens_to_threshold(state)
+
+    def on_preempt(self, state: RequestState, now: float) -> None:
         self._open.discard(state.request_id)
+        self._kept.pop(state.request_id, None)
+        if self.mem_guard:
+            self._spent.add(state.request_id)
 
     def on_tokens(self, state: RequestState, num_tokens: int, now: float) -> None:
         self._rate.on_tokens(state, num_tokens)
@@ -293,6 +336,8 @@ class UniBoost(Policy):
                 self._changed.append(state)
             return
         self._changed.append(state)
+        self._spent.discard(name)
+        self._kept.pop(name, None)
         decodes = state.num_computed_tokens > state.prefill_target_tokens
         for reached in range(tokens - num_tokens + 1 if decodes else tokens, tokens + 1):  # token by token
             self._open.discard(name)
@@ -320,8 +365,11 @@ class UniBoost(Policy):
         # It finishes now if its last token is later than the last completed step; otherwise it was aborted.
         if self.adapt_gamma and state.last_token_s is not None and state.last_token_s > self._last_step_s:
             self._tail.finished(state.last_token_s - state.request.arrival_s)
+        self._prompts.pop(state.request_id, None)
         self._bins.pop(state.request_id, None)
         self._open.discard(state.request_id)
+        self._spent.discard(state.request_id)
+        self._kept.pop(state.request_id, None)
 
     def on_pressure(self, num_waiting: int, max_num_seqs: int) -> bool:
         moved, self._moved = self._moved, False

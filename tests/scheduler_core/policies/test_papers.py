@@ -11,7 +11,7 @@ import pytest
 
 from scheduler_core.lengths import LogT
 from scheduler_core.policies import make_policy, vtc
-from scheduler_core.policies.base import Policy
+from scheduler_core.policies.base import LAST_RESORT, Policy
 from scheduler_core.policies.deadlines import SloTie
 from scheduler_core.policies.s3 import EDGES
 from scheduler_core.policies.shortest_first import Sept, Ssjf
@@ -24,7 +24,7 @@ from scheduler_core.prediction.predictions import (
     UrgencyPrediction,
 )
 from scheduler_core.request import RequestState, Status
-from tests.scheduler_core.helpers import prediction, request
+from tests.scheduler_core.helpers import prediction, request, scheduler
 
 BETAS = {0: 0.1, 10: 0.1, 11: 0.1, 13: 0.15, 20: 0.2, 30: 0.3, 50: 0.5, 900: 0.5}
 
@@ -290,9 +290,30 @@ def test_uniboost_may_be_displaced_only_after_a_threshold() -> None:
         free = []
         for generated in range(1, 31):
             generate(policy, item, 1, 0.0)
-            if policy.eviction_key(item, 0.0) > -math.inf:
+            if policy.eviction_key(item, 0.0) > LAST_RESORT:
                 free.append(generated)
         assert free == expected
+
+
+def test_uniboost_preempts_a_request_once_between_two_thresholds_and_then_has_memory_for_it() -> None:
+    """k = 8, prompt 6, preempted at 10 of 16 tokens: it comes back if 16 of 24 are free of such requests, with 8 to spare."""
+    policy = make_policy("uniboost", {"bin_tokens": 8, "adapt_gamma": False})
+    scheduler(policy, num_kv_blocks=24, kv_block_tokens=1)  # tells it the size of the cache
+    item, other = state("a", prompt=6), state("b", prompt=3)
+    for each in (item, other):
+        enter(policy, each)
+        policy.on_admit(each, 0.0)
+        generate(policy, each, 4, 0.0)
+        assert policy.eviction_key(each, 0.0) == LAST_RESORT
+        policy.on_preempt(each, 0.0)
+        assert policy.may_admit(each, 0.0)
+    policy.on_admit(item, 0.0)
+    assert policy.eviction_key(item, 0.0) == -math.inf
+    assert not policy.may_admit(other, 0.0)
+    assert policy.may_admit(state("new"), 0.0)
+    generate(policy, item, 6, 0.0)
+    assert policy.eviction_key(item, 0.0) == policy.key(item, 0.0)
+    assert policy.may_admit(other, 0.0)
 
 
 def test_uniboost_without_its_phases_is_boosted_by_work_and_has_hysteresis() -> None:
