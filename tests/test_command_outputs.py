@@ -47,6 +47,7 @@ COMMANDS = {
     "simulate sweep": "{out} --trace {trace}",
     "simulate capacity": "--trace {trace} --json {json} --at_most.ttft_s 1",
     "simulate replicas": "--trace {trace} --json {json} --at_most.ttft_s 1",
+    "simulate tiers": "--workload.tiers.num_tiers 2 --cluster.num_replicas 2 --json {json}",
     "simulate calibrate": "--url http://127.0.0.1:9/v1 --served_model m --json {json}",
 }
 #: Options whose value is more than a path.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from benchmarks.reproduce.simulate import Outcome, System, percentile
 from scheduler_core.routing.llumnix import Llumnix
 from scheduler_core.scheduler import SchedulerConfig
+from scheduler_core.simulator.commands.tiers import TiersConfig
 from scheduler_core.simulator.config import ClusterConfig
 from scheduler_core.simulator.step_time.base import DecodeRun, StepTime, StepWork
 from scheduler_core.simulator.step_time.roofline import RooflineStepTime
@@ -80,7 +81,7 @@ def baseline() -> System:
 
 
 def proposed(num_tiers: int, migration: bool = True) -> System:
-    """Llumnix in front of tier-ordered replicas, with headroom as in the released code."""
+    """Llumnix in front of Llumlets, with headroom as in the released code."""
     decay = 2.5 / (num_tiers - 1) if num_tiers > 1 else 1.0
     cluster = ClusterConfig(
         num_replicas=REPLICAS,
@@ -89,7 +90,7 @@ def proposed(num_tiers: int, migration: bool = True) -> System:
         headroom_decay=decay,
         migration=migration,
     )
-    return System(policy="hpjf", scheduler=limits("vllm"), step_time=STEP_TIME, cluster=cluster)
+    return System(policy="llumlet", scheduler=limits("vllm"), step_time=STEP_TIME, cluster=cluster)
 
 
 def whole_queue(system: System) -> System:
@@ -98,21 +99,39 @@ def whole_queue(system: System) -> System:
     return replace(system, router=lambda: Llumnix(headroom=headroom, whole_queue=True))
 
 
-def tiers_alone() -> System:
+def tiers_on_round_robin() -> System:
     """Tier-ordered replicas behind round robin, to isolate the effect of the order."""
     return replace(proposed(1), cluster=ClusterConfig(num_replicas=REPLICAS, router="round_robin"))
 
 
 def as_released(system: System, num: int) -> System:
     """The proposed system without the limits that its code ignores: memory, batch, attention cost."""
-    room = num * 512 // 16 + 1
+    num_blocks = num * 512 // 16 + 1
     return replace(
-        system, scheduler=limits("vllm", blocks=room, seats=num), step_time=ReleasedCost(system.step_time)
+        system,
+        scheduler=limits("vllm", blocks=num_blocks, seats=num),
+        step_time=ReleasedCost(system.step_time),
     )
 
 
-def latencies(outcome: Outcome, cut_s: float = math.inf) -> tuple[float, float, float, float]:
-    """Prefill P99 and mean, E2E P99 and mean; with `cut_s`, only of work that finished by then."""
-    first = [record.ttft_s for record in outcome.records if record.first_token_s <= cut_s]
-    last = [record.ttlt_s for record in outcome.records if record.finish_s <= cut_s]
+def search(num: int, mix: str, tiers: Sequence[int], headrooms: Sequence[float], seeds: range) -> TiersConfig:
+    """The search of `simulate tiers` over K and headroom, with lambda = 1 as in figure 3."""
+    return TiersConfig(
+        json="",
+        workload=workload(num, 1, mix),
+        scheduler=limits("vllm"),
+        step_time_model="roofline",
+        step_time_parameters={"model": STEP_TIME.model, "gpu": STEP_TIME.gpu},
+        cluster=ClusterConfig(num_replicas=REPLICAS, router="llumnix", migration=True),
+        tiers=list(tiers),
+        headroom_fractions=list(headrooms),
+        seed=seeds[0],
+        num_seeds=len(seeds),
+    )
+
+
+def latencies(outcome: Outcome, limit_s: float = math.inf) -> tuple[float, float, float, float]:
+    """Prefill P99 and mean, E2E P99 and mean; with `limit_s`, only of work that finished by then."""
+    first = [record.ttft_s for record in outcome.records if record.first_token_s <= limit_s]
+    last = [record.ttlt_s for record in outcome.records if record.finish_s <= limit_s]
     return percentile(first, 99), sum(first) / len(first), percentile(last, 99), sum(last) / len(last)

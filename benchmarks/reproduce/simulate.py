@@ -112,7 +112,7 @@ def simulate(
         else Scheduler(system.scheduler, make_policy(system.policy, system.parameters))
         for name in system.cluster.replica_ids
     }
-    arguments: dict[str, Any] = dict(system.cluster.simulation_arguments(seed))
+    arguments: dict[str, Any] = dict(system.cluster.simulation_arguments(seed, system.step_time))
     if system.router is not None:
         arguments["router"] = system.router()
     done = Simulation(

@@ -14,6 +14,7 @@ from scheduler_core.policies.base import Policy
 from scheduler_core.policies.bounded_shortest import BoundedShortest
 from scheduler_core.policies.continuum import Continuum
 from scheduler_core.policies.deadlines import Edf, SloTie
+from scheduler_core.policies.llumlet import Llumlet
 from scheduler_core.policies.ltr import Ltr
 from scheduler_core.policies.prefix_order import DepthFirst, LongestPrefix
 from scheduler_core.policies.s3 import S3
@@ -48,6 +49,7 @@ POLICIES: dict[str, type[Policy]] = {
     "elis": Elis,
     "hpjf": Hpjf,
     "semantic": Semantic,
+    "llumlet": Llumlet,
     "distboost": DistBoost,
     "uniboost": UniBoost,
     "uniboost_uncached": UniBoostUncached,

@@ -55,6 +55,9 @@ class Router(ABC):
     def on_finished(self, request_id: str, replica_id: str, now: float) -> None:  # noqa: B027
         """Called after the request has finished."""
 
+    def on_first_token(self, request: Request, ttft_s: float, now: float) -> None:  # noqa: B027
+        """Called when a request has finished, with its time from arrival to first token, before `on_finished`."""
+
     def on_aborted(self, request_id: str, replica_id: str, now: float) -> None:  # noqa: B027
         """Called after the request was aborted, or its replica has failed."""
 

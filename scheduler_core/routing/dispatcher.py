@@ -93,8 +93,11 @@ class Dispatcher:
             assignments.append((item, chosen))
         return assignments
 
-    def finished(self, request_id: str, now: float) -> None:
-        """Removes a finished request."""
+    def finished(self, request_id: str, now: float, first_token_s: float | None = None) -> None:
+        """Removes a finished request; `first_token_s` is the time of its first token."""
+        if first_token_s is not None:
+            request = self._requests[request_id].item.request
+            self.router.on_first_token(request, first_token_s - request.arrival_s, now)
         self.router.on_finished(request_id, self._assigned_replica(request_id), now)
         del self._requests[request_id]
 

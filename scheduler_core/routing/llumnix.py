@@ -11,12 +11,16 @@ from typing import ClassVar, Literal
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.urgency import LEVELS
 from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
+from scheduler_core.request import Request
 from scheduler_core.routing.base import Router, RoutingRequest
 from scheduler_core.routing.migration import Move
 from scheduler_core.routing.snapshot import Capacity, ReplicaSnapshot, ReplicaStatus, RequestView
 
+#: `AdaptiveHeadroom`: bounds of a_p, and the fraction of requests that may miss their target.
+_MIN_SCALE, _MAX_SCALE, _MISSED_FRACTION = 1 / 16, 2.0, 0.01
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Headroom:
     """KV memory counted as used for each tier that is present on a replica (multi-tier, section 3.3). `fractions`
     are H_p / M by tier, most urgent first. `InputError` without a tier, or for a fraction outside [0, 1]."""
@@ -38,6 +42,61 @@ class Headroom:
             if not 0 <= tier < len(self.fractions):
                 raise InputError("tier", tier, f"0 to {len(self.fractions) - 1}")
         return num_kv_blocks * math.fsum(self.fractions[tier] for tier in present)
+
+
+@dataclass(kw_only=True, slots=True)
+class AdaptiveHeadroom(Headroom):
+    """Headroom that follows the recent need of each tier, as the multi-tier paper proposes in section 6.5: "adjusting H_p
+    upward when SLO violations are detected and downward when headroom is consistently unused".
+
+    H_p = M h_p a_p;   at the end of a window:  a_p <- min(2 a_p, 2) if more than 1 % of the tier missed its target,
+                                                a_p <- max(0.9 a_p, 1/16) if not
+
+    | symbol | meaning | unit |
+    | --- | --- | --- |
+    | h_p | initial `fractions`, with a_p = 1 | - |
+    | target | `ttft_slo_s` of the requests that ended in the window | s |
+    | window_s | least time between two changes | s |
+
+    A tier without such a request in a window keeps its headroom. All headroom together is at most twice the initial one.
+    """
+
+    window_s: float
+    #: a_p, and of the current window the numbers of requests with a target and of those that missed it, by tier.
+    _scales: list[float] = field(init=False, repr=False)
+    _numbers: list[int] = field(init=False, repr=False)
+    _missed: list[int] = field(init=False, repr=False)
+    _initial: tuple[float, ...] = field(init=False, repr=False)
+    _start_s: float = field(default=-math.inf, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        Headroom.__post_init__(self)
+        check_ranges(self, window_s=(POSITIVE, FINITE))
+        if max(self.fractions) > 1 / _MAX_SCALE:
+            raise InputError(
+                "headroom fraction", max(self.fractions), f"at most {1 / _MAX_SCALE}, to double it"
+            )
+        self._initial, num = self.fractions, len(self.fractions)
+        self._scales, self._numbers, self._missed = [1.0] * num, [0] * num, [0] * num
+
+    def observe(self, tier: int, met: bool, now: float) -> None:
+        """Counts a request that ended, and whether it met its target; adapts when the window is over."""
+        if self._start_s == -math.inf:
+            self._start_s = now
+        if now - self._start_s >= self.window_s:
+            self._adapt()
+            self._start_s = now
+        self._numbers[tier] += 1
+        self._missed[tier] += not met
+
+    def _adapt(self) -> None:
+        for tier, number in enumerate(self._numbers):
+            if self._missed[tier] > _MISSED_FRACTION * number:
+                self._scales[tier] = min(2 * self._scales[tier], _MAX_SCALE)
+            elif number:
+                self._scales[tier] = max(0.9 * self._scales[tier], _MIN_SCALE)
+            self._numbers[tier] = self._missed[tier] = 0
+        self.fractions = tuple(h * a for h, a in zip(self._initial, self._scales, strict=True))
 
 
 def exponential_headroom(
@@ -111,7 +170,10 @@ class Llumnix(Router):
     | V | virtual usage, see `virtual_usage_blocks` | blocks |
     | H_p | headroom of tier p, see `Headroom` | blocks |
 
-    If all replicas are draining: the one with the fewest requests (section 3.4).
+    If all replicas are draining: the one with the fewest requests (section 3.4). A request is only sent into the headroom of
+    a replica (F_full < 0) if no replica has memory outside of it.
+
+    The replicas' queues must have the same order: policy `llumlet`.
 
     Differs from the paper: ties of freeness go to the replica with fewer requests, which distributes a burst over equal
     replicas. `whole_queue` dispatches by `queue_freeness`, which is better in bursts.
@@ -133,6 +195,10 @@ class Llumnix(Router):
     def dispatch_key(self, item: RoutingRequest, now: float) -> tuple[float, ...]:
         return (float(item.request.tier), item.request.arrival_s)
 
+    def on_first_token(self, request: Request, ttft_s: float, now: float) -> None:
+        if isinstance(self.headroom, AdaptiveHeadroom) and request.ttft_slo_s is not None:
+            self.headroom.observe(request.tier, ttft_s <= request.ttft_slo_s, now)
+
 
 @dataclass(kw_only=True, slots=True)
 class MigrationPlanner:
@@ -151,9 +217,10 @@ class MigrationPlanner:
 
     A draining replica has F = -infinity: it is always a source, and all its requests leave, one per interval.
 
-    Differs from the paper: a request only moves if blocks and a slot are free at its destination. Otherwise the demand
-    of a waiting request would move with it, and it would move back at the next tick. From a draining replica
-    waiting requests always move. While a replica drains the others are balanced as well.
+    Differs from the paper: a request only moves if a slot and its blocks are free at its destination, beside the demand of
+    the head of the queue and the headroom of all tiers then present: F_full >= 0 after the move. Otherwise the
+    demand of a waiting request would move with it, and it would move back at the next tick. From a draining replica
+    waiting requests always move, and running ones into headroom. While a replica drains the others are balanced as well.
     """
 
     headroom: Headroom = field(default_factory=exponential_headroom)
@@ -212,7 +279,11 @@ class MigrationPlanner:
                 tokens = target.num_kv_blocks * target.kv_block_tokens
                 capacity = capacities[target.replica_id]
                 forced = leaving and not row.running
-                if row.prompt_tokens + row.max_tokens <= tokens and (forced or capacity.fits(row)):
+                reserve = 0.0
+                if not leaving:
+                    headroom = self.headroom.blocks({*target.tiers, row.tier}, target.num_kv_blocks)
+                    reserve = target.head_demand_blocks + headroom
+                if row.prompt_tokens + row.max_tokens <= tokens and (forced or capacity.fits(row, reserve)):
                     capacity.take(row)
                     return [Move(row.request_id, source.replica_id, target.replica_id)]
         return []

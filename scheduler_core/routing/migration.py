@@ -1,10 +1,10 @@
 """Live migration of requests between replicas, as a state machine (Llumnix, Sun et al. 2024, section 4.2; multi-tier,
 section 3.5).
 
-A running request is copied in stages of `stage_blocks` blocks while it continues to generate; full blocks
-never change. The last stage of at most `stage_blocks` blocks is copied while the request is stopped; then the
-destination takes over. A request that does not grow meanwhile takes ceil(blocks / stage_blocks) stages. A
-waiting request has no cache and moves to the queue of the destination at once.
+A running request is copied in stages of at most `stage_blocks` blocks while it continues to generate; full blocks
+never change. As in Llumnix, each stage copies what the request has added during the one before (pre-copy), until at most
+`LAST_STAGE_BLOCKS` are left: the request stops while they are copied, and the destination takes over. The pause thus does
+not depend on the length of its context. A waiting request has no cache and moves to the queue of the destination at once.
 
     start -> copying (live) -> ... -> handover (stopped) -> committed
                   |                        |
@@ -19,8 +19,35 @@ from dataclasses import dataclass
 from enum import Enum
 
 from scheduler_core.errors import InputError
+from scheduler_core.ranges import FINITE, INTEGERS, POSITIVE, check_ranges
 from scheduler_core.request import Phase, RequestState, Status
 from scheduler_core.scheduler import Scheduler
+
+#: Blocks that may be left for the last stage: a full one and the one that is being filled.
+LAST_STAGE_BLOCKS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVLink:
+    """Link of a replica to the others; it sends one copy at a time.
+
+    Attributes:
+        kv_bytes_per_token: Keys and values of a token in all layers; 128 KiB for Llama-3-8B and Mistral-7B.
+        bytes_per_s: Bandwidth; 100 Gb/s in the multi-tier paper's code, which declares but never charges it.
+        latency_s: Time of a copy beside its transfer, from the same code.
+    """
+
+    kv_bytes_per_token: int = 131_072
+    bytes_per_s: float = 12.5e9
+    latency_s: float = 5e-3
+
+    def __post_init__(self) -> None:
+        check_ranges(self, kv_bytes_per_token=(1, INTEGERS))
+        check_ranges(self, bytes_per_s=(POSITIVE, FINITE), latency_s=(0, FINITE))
+
+    def copy_s(self, num_tokens: int) -> float:
+        """Seconds to copy the keys and values of so many tokens."""
+        return self.latency_s + num_tokens * self.kv_bytes_per_token / self.bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +115,8 @@ class _Ongoing:
 class Migrations:
     """All ongoing migrations: returns the copies to execute, and handles events that end a copy or a migration.
 
-    `schedulers` maps ids to schedulers. At most `stage_blocks` > 0 blocks are
-    copied in one stage. None: one stage with the request stopped (disaggregated serving).
+    `schedulers` maps ids to schedulers. At most `stage_blocks` > 0 blocks are copied in one stage during which the request
+    generates. None: one stage with the request stopped (disaggregated serving).
     """
 
     def __init__(self, schedulers: Mapping[str, Scheduler], stage_blocks: int | None = 64) -> None:
@@ -169,8 +196,9 @@ class Migrations:
         if ongoing.num_stages and left >= ongoing.left_blocks:
             return self._stay(ongoing, AbortReason.STALLED, now)
         count, live = left, False
-        if self._stage_blocks is not None and left > self._stage_blocks:
-            count, live = self._stage_blocks, True
+        if self._stage_blocks is not None and left > LAST_STAGE_BLOCKS:
+            full = state.num_computed_tokens // source.config.kv_block_tokens - ongoing.copied_blocks
+            count, live = min(full, self._stage_blocks), True
         if not destination.reserve(move.request_id, count, now):
             return self._stay(ongoing, AbortReason.DESTINATION_FULL, now)
         if not live:

@@ -215,9 +215,9 @@ class Capacity:
         taken = self._replica.num_free_blocks - self._blocks
         return self._replica.kv_load + taken / self._replica.num_kv_blocks
 
-    def fits(self, row: RequestView) -> bool:
-        """Whether blocks and a slot are left for a request."""
-        return row.demand_blocks <= self._blocks and self._slots > 0
+    def fits(self, row: RequestView, reserve_blocks: float = 0.0) -> bool:
+        """Whether a slot and blocks are left for a request, and `reserve_blocks` after it."""
+        return row.demand_blocks + reserve_blocks <= self._blocks and self._slots > 0
 
     def take(self, row: RequestView) -> None:
         """Subtracts the blocks and the slot of a request."""

@@ -16,16 +16,19 @@ from scheduler_core.routing import ROUTERS, make_router
 from scheduler_core.routing.base import Router
 from scheduler_core.routing.disaggregated import Disaggregated
 from scheduler_core.routing.llumnix import (
+    AdaptiveHeadroom,
     AutoScaler,
     Headroom,
     Llumnix,
     MigrationPlanner,
     exponential_headroom,
 )
+from scheduler_core.routing.migration import KVLink
 from scheduler_core.routing.snapshot import ReplicaRole
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.step_time import calibrated_step_time, make_step_time
 from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime
+from scheduler_core.simulator.step_time.roofline import RooflineStepTime
 from scheduler_core.simulator.trace import MAX_REQUESTS, MAX_TIME_S, MAX_TOKENS
 from scheduler_core.simulator.workloads.workload import Workload
 
@@ -63,8 +66,15 @@ class ClusterConfig:
     """Migration: minimum difference of freeness, in blocks per running request (theta)."""
     interval_s: float = 0.05
     """Seconds between two decisions of migration, disaggregation and auto-scaling."""
+    headroom_window_s: float | None = None
+    """llumnix: seconds between two adaptations of each tier's headroom to its missed targets (ttft_slo_s). Unset: fixed."""
     stage_blocks: int = 64
-    """Migration: KV blocks copied in one stage."""
+    """Migration: maximum number of KV blocks copied in one stage, during which the request generates."""
+    link_bytes_per_s: float = 12.5e9
+    """Migration and disaggregation: bandwidth between replicas; default: 100 Gb/s."""
+    kv_bytes_per_token: int | None = None
+    """Migration and disaggregation: bytes of keys and values of a token. Unset: those of the model of step_time_model
+    roofline, else 131072 (Llama-3-8B, Mistral-7B)."""
     min_replicas: int | None = None
     """Auto-scaling: minimum number of replicas; the others start when needed. Unset: no auto-scaling."""
     startup_s: float = 0.0
@@ -87,7 +97,9 @@ class ClusterConfig:
             raise InputError(
                 "migration", True, "false with router disaggregated, which has its own migrations"
             )
-        self.headroom()
+        if self.headroom_window_s is not None and self.router != "llumnix":
+            raise InputError("headroom_window_s", self.headroom_window_s, "unset with another router than llumnix")
+        self.link()
         self.make_router(0)
 
     @property
@@ -96,7 +108,19 @@ class ClusterConfig:
         return tuple(f"{index:0{width}d}" for index in range(self.num_replicas))
 
     def headroom(self) -> Headroom:
-        return exponential_headroom(self.num_tiers, self.headroom_fraction, self.headroom_decay)
+        headroom = exponential_headroom(self.num_tiers, self.headroom_fraction, self.headroom_decay)
+        if self.headroom_window_s is None:
+            return headroom
+        return AdaptiveHeadroom(headroom.fractions, window_s=self.headroom_window_s)
+
+    def link(self, step_time: object = None) -> KVLink:
+        """The link for copies of the KV cache of the served model."""
+        num_bytes = self.kv_bytes_per_token
+        if num_bytes is None and isinstance(step_time, RooflineStepTime):
+            num_bytes = step_time.size.kv_bytes_per_token
+        if num_bytes is None:
+            return KVLink(bytes_per_s=self.link_bytes_per_s)
+        return KVLink(kv_bytes_per_token=num_bytes, bytes_per_s=self.link_bytes_per_s)
 
     def make_router(self, seed: int) -> Router:
         """A new router; `seed` is for routers that use random numbers."""
@@ -109,12 +133,13 @@ class ClusterConfig:
         rng = np.random.default_rng([seed, 1]) if ROUTERS[self.router].needs_generator else None
         return make_router(self.router, self.router_parameters, rng)
 
-    def simulation_arguments(self, seed: int) -> Mapping[str, Any]:
-        """Arguments of `Simulation` for this cluster; empty with one replica."""
+    def simulation_arguments(self, seed: int, step_time: object = None) -> Mapping[str, Any]:
+        """Arguments of `Simulation` for this cluster; empty with one replica. `step_time`: see `link`."""
         if self.num_replicas == 1:
             return {}
         names, router = self.replica_ids, self.make_router(seed)
         arguments: dict[str, Any] = {"router": router, "interval_s": self.interval_s}
+        arguments["link"] = self.link(step_time)
         if isinstance(router, Disaggregated):
             roles = [ReplicaRole.PREFILL] * self.num_prefill_replicas
             roles += [ReplicaRole.DECODE] * (self.num_replicas - len(roles))
@@ -122,7 +147,9 @@ class ClusterConfig:
             arguments |= {"roles": roles_by_name, "planner": router, "stage_blocks": None}
         elif self.migration:
             arguments["planner"] = MigrationPlanner(
-                headroom=self.headroom(), threshold=self.migration_threshold, interval_s=self.interval_s
+                headroom=router.headroom if isinstance(router, Llumnix) else self.headroom(),
+                threshold=self.migration_threshold,
+                interval_s=self.interval_s,
             )
             arguments["stage_blocks"] = self.stage_blocks
         if self.min_replicas is not None:
@@ -143,11 +170,12 @@ class SimulationConfig:
     INPUTS = ("trace", "workload", "step_time_parameters", "vary")
     SPELLINGS = (("served_model", "model"),)
 
-    policy: str
+    policy: str | None = None
     """Order of the requests: fcfs (arrival), bounded_shortest (shortest first, with bounded delay relative to
     fcfs), ssjf (shortest predicted median), sept (smallest predicted mean), tie (mean plus tail risk), uniboost,
     semantic and others, see scheduler_core/policies/README.md; or sjf (shortest true length, as a reference).
-    Custom policies: package.module:Class, or the name of an entry point in the group tailcast.policies."""
+    Custom policies: package.module:Class, or the name of an entry point in the group tailcast.policies. Unset: llumlet
+    (tiers) with cluster.router llumnix, else fcfs."""
     trace: str | None = None
     """Requests: JSON lines, CSV or Parquet with columns request_id, arrival_s, prompt_tokens, output_tokens (the true
     length), max_tokens; optional prompt, prompt_id, tier, priority, tenant, category, ttft_slo_s, tbt_slo_s, ttlt_slo_s,
@@ -246,9 +274,14 @@ class SimulationConfig:
         return self.repeat if self.workload is None else None
 
     @property
+    def policy_name(self) -> str:
+        """`policy`, or its default for the router."""
+        return self.policy or ("llumlet" if self.cluster.router == "llumnix" else "fcfs")
+
+    @property
     def order_policy(self) -> str:
-        """The policy that orders the queue: `policy`, or the policy behind a reference such as sjf."""
-        return BOUNDS.get(self.policy, self.policy)
+        """The policy that orders the queue: `policy_name`, or the policy behind a reference such as sjf."""
+        return BOUNDS.get(self.policy_name, self.policy_name)
 
     @property
     def prediction_source(self) -> str:
@@ -257,4 +290,4 @@ class SimulationConfig:
             return "oracle"
         if self.predictor is not None:
             return self.predictor
-        return "trace" if "length" in policy_class(self.policy).inputs else "none"
+        return "trace" if "length" in policy_class(self.policy_name).inputs else "none"

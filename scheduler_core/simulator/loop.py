@@ -22,7 +22,7 @@ from scheduler_core.routing.base import Router, RoutingRequest
 from scheduler_core.routing.disaggregated import Disaggregated
 from scheduler_core.routing.dispatcher import Dispatcher
 from scheduler_core.routing.llumnix import AutoScaler, MigrationPlanner, ScaleIn, ScaleOut
-from scheduler_core.routing.migration import Aborted, AbortReason, Copy, Migrations, Move, Outcome
+from scheduler_core.routing.migration import Aborted, AbortReason, Copy, KVLink, Migrations, Move, Outcome
 from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot, ReplicaStatus, take_snapshot
 from scheduler_core.scheduler import Scheduler
 from scheduler_core.simulator.records import RequestRecord
@@ -32,11 +32,6 @@ from scheduler_core.simulator.step_time.base import StepTime
 from scheduler_core.simulator.trace import Trace, TraceRequest
 from scheduler_core.simulator.trace_predictions import Predictions, Progress
 from scheduler_core.simulator.watch import ReplicaWatch, RunWatch, Step
-
-#: A copy of KV blocks between replicas takes `LINK_LATENCY_S` (declared but never charged in the multi-tier paper's code)
-#: plus `BLOCK_COPY_S` per block: 16 tokens of Mistral-7B (128 KiB each) over 100 Gb/s. A replica sends one copy at a time.
-LINK_LATENCY_S = 5e-3
-BLOCK_COPY_S = 16 * 131_072 / 12.5e9
 
 
 @dataclass(slots=True)
@@ -52,6 +47,7 @@ class SimulationOutcome:
         request_seconds, waiting_seconds, replica_seconds: Integrals over time of the numbers of requests in the system
             (arrived, not finished), of waiting requests, and of replicas that run, drain or start.
         num_migrated_blocks: Blocks copied for migrated requests.
+        migration_pauses_s: Time for which each migrated running request stopped.
         scaling: Decisions of the auto-scaler and their times in seconds.
     """
 
@@ -67,6 +63,7 @@ class SimulationOutcome:
     replica_seconds: float = 0.0
     num_migrations: int = 0
     num_migrated_blocks: int = 0
+    migration_pauses_s: list[float] = field(default_factory=list)
     aborted_migrations: Counter[AbortReason] = field(default_factory=Counter)
     scaling: list[tuple[float, ScaleIn | ScaleOut]] = field(default_factory=list)
 
@@ -88,6 +85,7 @@ class Simulation:
         roles: Phases by replica; default: both.
         planner: Moves requests between replicas every `interval_s`.
         stage_blocks: See `Migrations`.
+        link: Duration of copies between replicas; None: `KVLink` with its defaults.
         scaler: Starts and drains replicas every `interval_s`; None: all run. `schedulers` includes those it may start.
         standby: Replicas that are only started by the scaler. Drained replicas can be started again.
         startup_s: Time until a replica started by the scaler is available; it counts for `max_replicas` at once.
@@ -115,6 +113,7 @@ class Simulation:
         planner: MigrationPlanner | Disaggregated | None = None,
         interval_s: float = 0.05,
         stage_blocks: int | None = 64,
+        link: KVLink | None = None,
         scaler: AutoScaler | None = None,
         standby: AbstractSet[str] = frozenset(),
         startup_s: float = 0.0,
@@ -157,6 +156,9 @@ class Simulation:
         self._planner = planner
         self._interval_s = interval_s
         self._migrations = Migrations(schedulers, stage_blocks)
+        self._link = link or KVLink()
+        #: Start of the last stage of a migration, by request id.
+        self._paused_s: dict[str, float] = {}
         #: Ongoing copies and their end times, by request id; infinite: waiting for the end of a step.
         self._copies: dict[str, tuple[float, Copy]] = {}
         #: Requests whose move waits for the end of a step.
@@ -412,7 +414,7 @@ class Simulation:
         self._may_count = True
         if self._dispatcher is not None:
             self._handle(self._migrations.left_source(name, AbortReason.FINISHED, now), now)
-            self._dispatcher.finished(name, now)
+            self._dispatcher.finished(name, now, item.first_token_s)
             replica_id = replica.name
         row = self._rows.pop(name)
         prediction = self._corrected.pop(name, None) or self._predicted.get(name)
@@ -494,10 +496,13 @@ class Simulation:
         name, outcome = result.move.request_id, self._outcome
         if isinstance(result, Copy):
             source = self._replicas[result.move.source]
-            copy_s = LINK_LATENCY_S + result.num_blocks * BLOCK_COPY_S
+            copy_s = self._link.copy_s(result.num_blocks * source.scheduler.config.kv_block_tokens)
             source.link_free_s = max(now, source.link_free_s) + copy_s
+            if not result.live:
+                self._paused_s[name] = now
             self._copies[name] = (source.link_free_s, result)
             return
+        paused_s = self._paused_s.pop(name, None)
         if isinstance(result, Aborted):
             self._copies.pop(name, None)
             outcome.aborted_migrations[result.reason] += 1
@@ -506,5 +511,7 @@ class Simulation:
             self._dispatcher.migrated(name, result.move.destination, now)
             outcome.num_migrations += 1
             outcome.num_migrated_blocks += result.num_blocks
+            if paused_s is not None:
+                outcome.migration_pauses_s.append(now - paused_s)
         if name in self._delayed:
             self._update(name, self._delayed.pop(name), now)

@@ -9,6 +9,7 @@ import numpy as np
 
 from scheduler_core.engine.decision_log import DecisionLog
 from scheduler_core.errors import InputError
+from scheduler_core.policies import policy_class
 from scheduler_core.prediction.correction import Correction
 from scheduler_core.prediction.predictor import PredictorAddress
 from scheduler_core.report.page import format_cell, text_table
@@ -16,7 +17,7 @@ from scheduler_core.shell.versions import versions_of
 from scheduler_core.simulator.config import BOUNDS, SimulationConfig
 from scheduler_core.simulator.latencies import distribution_figure, group_field, latency_curves, latency_table
 from scheduler_core.simulator.loop import Simulation
-from scheduler_core.simulator.metrics import predictor_statistics, run_metrics
+from scheduler_core.simulator.metrics import predictor_statistics, run_metrics, summary
 from scheduler_core.simulator.records import RequestRecord
 from scheduler_core.simulator.steady_state import unsteady
 from scheduler_core.simulator.step_time import isolated_latency_s, saturation_rate_rps
@@ -197,7 +198,7 @@ def run_simulation(
         served_model=config.served_model,
         watch=watch,
         progress=progress,
-        **cluster.simulation_arguments(config.seed),
+        **cluster.simulation_arguments(config.seed, step_time),
     ).run()
     if not outcome.records:
         reason = next(iter(outcome.refused.values()))
@@ -212,6 +213,7 @@ def run_simulation(
         metrics["cluster"] = {
             "num_migrations": outcome.num_migrations,
             "num_migrated_blocks": outcome.num_migrated_blocks,
+            "migration_pause_s": summary(outcome.migration_pauses_s),
             "aborted_migrations": {reason.value: num for reason, num in outcome.aborted_migrations.items()},
             "num_scalings": len(outcome.scaling),
         }
@@ -222,7 +224,7 @@ def run_simulation(
             name: calibration.metrics(name) for name in calibration.served_models
         }
     return SimulationResult(
-        config=asdict(config) | {"predictor": predictions.source},
+        config=asdict(config) | {"policy": config.policy_name, "predictor": predictions.source},
         versions=versions_of(("numpy",)),
         trace={
             "source": trace.source,
@@ -252,6 +254,7 @@ def result_warnings(
     - trace: what of its source is not in it, see `Trace.problem`.
     - closed_loop: agents had no more turns before the horizon, so that fewer sessions competed.
     - kv_cache: it is larger than the memory of the device of a roofline.
+    - tiers: the router orders by tier and the replicas' queues do not; headroom without targets that it could adapt to.
     - steady_state: see `unsteady`.
     - predictions: requests without one although there is a predictor.
     """
@@ -263,6 +266,7 @@ def result_warnings(
                 "some agents had no more turns before horizon_s; use more workload.num_requests"
             )
     warnings["kv_cache"] = _kv_cache_problem(config)
+    warnings["tiers"] = _tiers_problem(config, records)
     warnings["steady_state"] = unsteady([metrics["steady_state"]], config.trace_repeat)
     num, parts = len(trace), []
     if predictor["num_without_prompt"]:
@@ -290,3 +294,19 @@ def _kv_cache_problem(config: SimulationConfig) -> str | None:
         f"the KV cache of {num_tokens} tokens does not fit: {devices} have memory for {fitting}; "
         f"use --scheduler.num_kv_blocks {fitting // scheduler.kv_block_tokens}"
     )
+
+
+def _tiers_problem(config: SimulationConfig, records: Sequence[RequestRecord]) -> str | None:
+    """Says that a part of multi-tier Llumnix has no effect."""
+    cluster = config.cluster
+    if cluster.router != "llumnix" or cluster.num_replicas == 1:
+        return None
+    has_tiers = len({record.tier for record in records}) > 1
+    if has_tiers and "tier" not in policy_class(config.order_policy).inputs:
+        return (
+            f"router llumnix dispatches by tier, but policy {config.policy_name} orders the queue of each replica without "
+            "tiers, so urgent requests wait behind others; leave policy unset, or use llumlet"
+        )
+    if cluster.headroom_window_s is not None and all(record.ttft_slo_s is None for record in records):
+        return "the headroom did not adapt, because no request has ttft_slo_s; see workload.classes"
+    return None

@@ -125,7 +125,7 @@ def run(config: RunConfig) -> int:
 def _log_summary(config: RunConfig, result: SimulationResult) -> None:
     """Logs the latencies of a run, and that no request waited."""
     ttft = result.metrics["ttft_s"]
-    summary = (config.policy, result.metrics["num_finished"], ttft["mean"], ttft["p99"])
+    summary = (config.policy_name, result.metrics["num_finished"], ttft["mean"], ttft["p99"])
     logger.info("%s: %d requests, ttft mean %.3f s p99 %.3f s", *summary)
     if result.metrics["mean_requests_waiting"] < HARDLY_ANY:
         slots = config.scheduler.max_num_seqs * result.metrics["mean_replicas"]
@@ -144,7 +144,7 @@ def _simulated(config: RunConfig, simulation: SimulationConfig, trace: Trace) ->
             predictions = prepare_predictions(simulation, trace, bar.update)
     else:
         predictions = prepare_predictions(simulation, trace)
-    description = f"simulating {simulation.policy}"
+    description = f"simulating {simulation.policy_name}"
     if config.num_seeds > 1:
         description += f", seed {simulation.seed}"
     watch = RunWatch(steps=None if config.steps is None else StepTable())

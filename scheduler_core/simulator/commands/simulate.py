@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     ),
     "capacity": ("CapacityConfig", (), "find the highest load that meets targets"),
     "replicas": ("ReplicasConfig", (), "find the number of replicas that meets targets"),
+    "tiers": ("TiersConfig", (), "find the number of tiers and the headroom of multi-tier Llumnix"),
     "calibrate": ("EngineCalibrationConfig", (), "measure a live engine and fit step times to it"),
 }
 

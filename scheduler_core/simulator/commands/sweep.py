@@ -43,9 +43,6 @@ _AXES = {"load": "load, fraction of the estimated capacity", "rate": "requests p
 class BaseConfig(SimulationConfig, SweepWorkers):
     """Settings of all simulations of a sweep, and its worker processes."""
 
-    policy: str = "fcfs"
-    """As for simulate run; not used if policies are varied."""
-
     def __post_init__(self) -> None:
         SimulationConfig.__post_init__(self)
         SweepWorkers.__post_init__(self)

@@ -94,6 +94,29 @@ def test_priority_spf_hpjf_and_vtc_order_by_what_they_are_named_for() -> None:
     assert make_policy("hpjf", {"max_promotion": 5}).key(judged, 0.0) == 0.0
 
 
+def test_llumlet_promotes_a_waiting_request_by_a_tier_at_every_quota() -> None:
+    """Quota 2 s, arrival at 1 s in tier 2: tier 1 from 3 s, tier 0 from 5 s. While it runs its tier stays; when it waits again,
+    its whole age counts."""
+    policy = make_policy("llumlet", {"quota_s": 2.0})
+    urgent, waits, runs = (state(n, arrival_s=1.0, order=i, tier=2 * min(i, 1)) for i, n in enumerate("abc"))
+    for item in (urgent, waits, runs):
+        policy.on_arrival(item, item.request.arrival_s)
+    assert policy.reorders_next
+    assert list(policy.take_changed(2.9)) == []
+    runs.status = Status.RUNNING
+    assert list(policy.take_changed(3.0)) == [waits]
+    assert [policy.key(item, 3.0) for item in (urgent, waits, runs)] == [0.0, 1.0, 2.0]
+    runs.status = Status.WAITING
+    policy.on_preempt(runs, 4.0)
+    assert list(policy.take_changed(4.0)) == [runs]
+    assert set(policy.take_changed(9.0)) == {waits, runs}
+    assert [policy.key(item, 9.0) for item in (urgent, waits, runs)] == [0.0, 0.0, 0.0]
+    assert not policy.reorders_next
+    fixed = make_policy("llumlet")
+    fixed.on_arrival(waits, 1.0)
+    assert (fixed.key(waits, 1e9), list(fixed.take_changed(1e9)), fixed.reorders_next) == (2.0, [], False)
+
+
 def test_vtc_charges_prompts_once_and_outputs_double() -> None:
     """w_p = 1, w_q = 2. Tenant u: prompts 10 and 6 wait, so their keys are 0 and 0 + 10. Admitting the first: c_u = 10,
     and the second's key stays 10. Its prefill yields a token and 2 more are decoded: c_u = 10 + 3 * 2 = 16. Tenant v joins

@@ -14,15 +14,21 @@ from scheduler_core.routing import ROUTERS
 from scheduler_core.routing.base import Router
 from scheduler_core.routing.disaggregated import Disaggregated
 from scheduler_core.routing.llumnix import AutoScaler, Headroom, MigrationPlanner, ScaleIn, ScaleOut
+from scheduler_core.routing.migration import KVLink
 from scheduler_core.routing.snapshot import ReplicaRole
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
+from scheduler_core.simulator.config import ClusterConfig, SimulationConfig
 from scheduler_core.simulator.loop import Simulation, SimulationOutcome
 from scheduler_core.simulator.records import RequestRecord
+from scheduler_core.simulator.run import run_simulation
 from scheduler_core.simulator.step_time.base import LinearStepTime
+from scheduler_core.simulator.step_time.roofline import RooflineStepTime
 from scheduler_core.simulator.trace import Trace
 from scheduler_core.simulator.trace_predictions import Predictions, trace_predictions
 from scheduler_core.simulator.workloads.agents import Agents
-from scheduler_core.simulator.workloads.workload import Workload
+from scheduler_core.simulator.workloads.arrivals import Arrivals
+from scheduler_core.simulator.workloads.lengths import Lengths, TokenDistribution
+from scheduler_core.simulator.workloads.workload import Tiers, Workload
 from tests.scheduler_core.helpers import random_trace, trace_row
 from tests.scheduler_core.routing.helpers import router
 
@@ -221,3 +227,45 @@ def test_prefix_affine_routing_finds_what_earlier_turns_have_left() -> None:
     without, kept = mean_ttft_s("prefix_affine", False), mean_ttft_s("prefix_affine", True)
     assert kept < 0.95 * without
     assert kept < mean_ttft_s("round_robin", True), "a turn elsewhere finds nothing"
+
+
+def tiered(num: int = 60, **cluster: Any) -> SimulationConfig:
+    """More requests at once than two replicas have slots for, in five tiers."""
+    workload = Workload(
+        num_requests=num, arrivals=Arrivals(process="at_once"), tiers=Tiers(num_tiers=5),
+        lengths=Lengths(prompt=TokenDistribution(high=60), output=TokenDistribution(high=30)),
+    )  # fmt: skip
+    options = {"num_replicas": 2, "router": "llumnix"} | cluster
+    return SimulationConfig(
+        workload=workload, scheduler=SchedulerConfig(max_num_seqs=4), cluster=ClusterConfig(**options)
+    )
+
+
+@pytest.mark.mend  # with fcfs, the default, tier 0 waited longer than tier 4: 27.8 s against 17.3 s
+def test_replicas_behind_llumnix_order_by_tier_unless_the_user_chooses_otherwise() -> None:
+    result = run_simulation(tiered())
+    assert result.config["policy"] == "llumlet"
+    assert "tiers" not in result.warnings
+    tiers = result.metrics["groups"]["tier"]
+    ttft = [tiers[tier]["ttft_s"]["mean"] for tier in sorted(tiers)]
+    assert ttft == sorted(ttft)
+    plain = run_simulation(replace(tiered(), policy="fcfs"))
+    assert "policy fcfs orders the queue of each replica without tiers" in plain.warnings["tiers"]
+    assert plain.metrics["groups"]["tier"]["0"]["ttft_s"]["mean"] > 2 * ttft[0]
+    others = run_simulation(tiered(router="jsq"))
+    assert (others.config["policy"], "tiers" in others.warnings) == ("fcfs", False)
+
+
+def test_headroom_that_has_nothing_to_adapt_to_is_reported() -> None:
+    result = run_simulation(tiered(headroom_window_s=1.0))
+    assert "no request has ttft_slo_s" in result.warnings["tiers"]
+    with pytest.raises(InputError, match="headroom_window_s"):
+        tiered(router="jsq", headroom_window_s=1.0)
+
+
+def test_copies_cost_what_the_model_of_the_roofline_has_per_token() -> None:
+    roofline = RooflineStepTime(model="llama-2-7b")
+    assert ClusterConfig().link(roofline).kv_bytes_per_token == 524_288
+    assert ClusterConfig().link(LinearStepTime()) == KVLink()
+    own = ClusterConfig(kv_bytes_per_token=1000, link_bytes_per_s=1e6).link(roofline)
+    assert own.copy_s(1000) == pytest.approx(5e-3 + 1.0)

@@ -12,7 +12,16 @@ from scheduler_core.errors import InputError
 from scheduler_core.policies import make_policy
 from scheduler_core.replay import replay
 from scheduler_core.request import Phase, Status
-from scheduler_core.routing.migration import Aborted, AbortReason, Committed, Copy, Migrations, Move, Outcome
+from scheduler_core.routing.migration import (
+    Aborted,
+    AbortReason,
+    Committed,
+    Copy,
+    KVLink,
+    Migrations,
+    Move,
+    Outcome,
+)
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from tests.scheduler_core.helpers import predicted, prediction, request, run_step
 
@@ -73,8 +82,8 @@ def test_a_request_of_ten_blocks_moves_in_ceil_ten_fourths_stages() -> None:
 
 
 def test_a_running_request_goes_on_where_it_left_off() -> None:
-    """9 tokens during the first two copies: 47 tokens are 12 blocks, so the last stage copies 4; the destination then
-    generates the 90 that are left."""
+    """9 tokens during the first two copies: 47 tokens are 11 full blocks, so the third stage copies 3 and the last one the
+    block that is not full; the destination then generates the 90 that are left."""
     sides = pair()
     a, b = sides["a"], sides["b"]
     a.update("r", predicted(15), 0.0)
@@ -83,15 +92,25 @@ def test_a_running_request_goes_on_where_it_left_off() -> None:
     generate(a, 5)
     assert migrations.copied("r", 0.1) == Copy(MOVE, 4, live=True)
     generate(a, 4)
-    assert migrations.copied("r", 0.2) == Copy(MOVE, 4, live=False)
-    assert a.schedule(0.2) is None, "its only request is stopped"
-    assert migrations.copied("r", 0.3) == Committed(MOVE, 3, 12)
+    assert migrations.copied("r", 0.2) == Copy(MOVE, 3, live=True)
+    assert migrations.copied("r", 0.3) == Copy(MOVE, 1, live=False)
+    assert a.schedule(0.3) is None, "its only request is stopped"
+    assert migrations.copied("r", 0.3) == Committed(MOVE, 4, 12)
     assert (b.state("r").num_output_tokens, b.state("r").prediction) == (10, prediction(15))
     finished = ()
     while not finished:
         finished = run_step(b, 4.0)
     assert (finished[0].output_tokens, finished[0].first_token_s) == (100, 0.0)
     assert (a.counters.num_moved_out, b.counters.num_moved_in) == (1, 1)
+
+
+def test_a_copy_costs_the_bytes_of_its_tokens_over_the_bandwidth() -> None:
+    """Llama-2-7B: 2 x 32 layers x 4096 x 2 bytes = 512 KiB per token; 16 blocks of 16 tokens over 100 Gb/s: 10.7 ms."""
+    link = KVLink(kv_bytes_per_token=524_288)
+    assert link.copy_s(256) == pytest.approx(5e-3 + 256 * 524_288 / 12.5e9)
+    assert link.copy_s(0) == 5e-3
+    with pytest.raises(InputError, match="bytes_per_s"):
+        KVLink(bytes_per_s=0.0)
 
 
 def test_a_request_that_grows_as_fast_as_it_is_copied_stays() -> None:

@@ -404,6 +404,42 @@ def test_waiting_requests_move_first_and_only_where_they_fit() -> None:
     assert planner.plan([a, tight], frozenset(), 1.0) == ()
 
 
+def test_a_move_leaves_its_destination_outside_of_headroom() -> None:
+    """M = 100, headroom 20 % for tier 0 and 10 % for tier 1. b holds 60 blocks in tier 0: 40 free, 20 of them headroom. A
+    request of tier 0 with 20 blocks fits; one of tier 1 brings 10 of headroom and does not, unless its replica drains."""
+    planner = llumnix.MigrationPlanner(headroom=llumnix.Headroom((0.2, 0.1)))
+    b = replica("b", running("x", 60, tier=0))
+
+    def moves(tier: int, blocks: int, **more: Any) -> tuple[Move, ...]:
+        planner._last_s = -math.inf
+        a = replica("a", running("r", blocks, tier=tier), running("y", 75, tier=1), **more)
+        return planner.plan([a, b], frozenset({"y"}), 0.0)
+
+    assert moves(0, 20) == (Move("r", "a", "b"),)
+    assert moves(0, 21) == ()
+    assert moves(1, 20) == ()
+    assert moves(1, 10) == (Move("r", "a", "b"),)
+    assert moves(1, 20, status=DRAINING) == (Move("r", "a", "b"),)
+
+
+def test_adaptive_headroom_doubles_for_missed_targets_and_decays_without() -> None:
+    """Windows of 1 s. In the first, tier 0 misses 2 of 100 targets and tier 1 one of 100; tier 2 has none. In the second, tier 0
+    misses one of 100."""
+    headroom = llumnix.AdaptiveHeadroom((0.2, 0.1, 0.05), window_s=1.0)
+    for number in range(100):
+        headroom.observe(0, number > 1, 0.5)
+        headroom.observe(1, number > 0, 0.9)
+    assert headroom.fractions == (0.2, 0.1, 0.05)
+    headroom.observe(0, False, 1.5)
+    assert headroom.fractions == pytest.approx((0.4, 0.09, 0.05))
+    for _ in range(99):
+        headroom.observe(0, True, 1.6)
+    headroom.observe(0, True, 2.6)
+    assert headroom.fractions == pytest.approx((0.36, 0.09, 0.05))
+    with pytest.raises(InputError, match="to double it"):
+        llumnix.AdaptiveHeadroom((0.6,), window_s=1.0)
+
+
 def test_the_planner_waits_for_its_interval_and_for_imbalance() -> None:
     """M = 1000. a holds 500 blocks in 2 requests, F = 250; b 499, F = 250.5; c and d 498, F = 251. Equal replicas do
     nothing; a difference of 0.5 >= 0.3 does, unless the threshold is 1."""
