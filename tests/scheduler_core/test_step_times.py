@@ -129,7 +129,7 @@ def test_staircase_defaults_are_near_slais_timings() -> None:
 def test_sizes_of_models_are_the_published_ones() -> None:
     published = {
         "llama-2-7b": 6.74, "llama-2-13b": 13.0, "llama-2-70b": 69.0, "llama-3-8b": 8.03, "llama-3-70b": 70.6,
-        "mistral-7b": 7.24, "qwen1.5-4b": 3.95, "qwen2.5-7b": 7.62, "qwen2.5-72b": 72.7,
+        "codellama-34b": 33.7, "mistral-7b": 7.24, "qwen1.5-4b": 3.95, "qwen2.5-7b": 7.62, "qwen2.5-72b": 72.7,
     }  # fmt: skip
     for name, billions in published.items():
         assert MODELS[name].num_parameters / 1e9 == pytest.approx(billions, rel=0.005), name

@@ -73,6 +73,7 @@ GPUS: dict[str, Gpu] = {
     "a5000-24gb": Gpu(111.1e12, 768e9, 24e9, "RTX A5000; half of the 222.2 TFLOPS with sparsity"),
 }
 MODELS: dict[str, ModelSize] = {
+    "codellama-34b": ModelSize(48, 8192, 64, 8, 128, 22016, 32000, "codellama/CodeLlama-34b-hf"),
     "llama-2-7b": ModelSize(32, 4096, 32, 32, 128, 11008, 32000, "meta-llama/Llama-2-7b-hf"),
     "llama-2-13b": ModelSize(40, 5120, 40, 40, 128, 13824, 32000, "meta-llama/Llama-2-13b-hf"),
     "llama-2-70b": ModelSize(80, 8192, 64, 8, 128, 28672, 32000, "meta-llama/Llama-2-70b-hf"),
