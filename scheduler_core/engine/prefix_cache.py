@@ -34,9 +34,12 @@ class _Node:
         pinned: Blocks that running requests use, from the first one on.
         pins: The same of each running request.
         marks: Uses of the blocks, by increasing end; later ones were used at the latest as early.
+        evicted_for: Session whose value orders the eviction of its last block (`PrefixCache.retention`); None: it must stay.
     """
 
-    __slots__ = ("children", "end", "marks", "name", "num_blocks", "parent", "pinned", "pins", "start")
+    __slots__ = (
+        "children", "end", "evicted_for", "marks", "name", "num_blocks", "parent", "pinned", "pins", "start",
+    )  # fmt: skip
 
     def __init__(self, parent: "_Node | None", name: _Name, start: int) -> None:
         self.parent = parent
@@ -47,6 +50,7 @@ class _Node:
         self.pins: dict[str, int] = {}
         self.marks: list[_Mark] = []
         self.children: dict[_Name, _Node] = {}
+        self.evicted_for: str | None = None
 
     def floor(self, on_device: bool) -> int:
         """Blocks that have to stay: those in use, and those before blocks of other nodes in the same memory."""
@@ -113,11 +117,17 @@ class PrefixCache:
         self._nodes: dict[_Node, None] = {}
         self._paths: dict[str, list[_Node]] = {}
         self._uses = 0
-        #: Nodes to evict from, the next one last: (-value, -latest use, running number, node), by device (True) or host.
-        self._ranked: dict[bool, list[tuple[float, int, int, _Node]]] = {True: [], False: []}
+        #: Nodes to evict from, the next one last: (-latest use, running number, node), by device (True) or host.
+        self._ranked: dict[bool, list[tuple[int, int, _Node]]] = {True: [], False: []}
         self._num_ranked = 0
         #: Latest use when they were ranked; nodes used later come after them.
         self._ranked_at = {True: 0, False: 0}
+        #: With values instead: nodes with unused blocks at their ends and the latest uses of these, by session; as of the latest
+        #: eviction but for the nodes that have changed since.
+        self._ends: dict[str, dict[_Node, int]] = {}
+        self._changed: dict[_Node, None] = {}
+        #: Values of sessions in the current eviction.
+        self._values: dict[str, float] = {}
 
     def __len__(self) -> int:
         """Number of nodes of the tree."""
@@ -172,6 +182,7 @@ class PrefixCache:
         path = []
         for node, blocks in hit.path:
             if blocks > node.num_blocks:
+                self._note(node)
                 moved = blocks - node.num_blocks
                 node.num_blocks += moved
                 self.num_on_host -= moved
@@ -196,6 +207,7 @@ class PrefixCache:
                 self._nodes[child] = None
             want = end - start
             if want > child.num_blocks:
+                self._note(child)
                 self.num_on_host -= min(child.end, want) - child.num_blocks
                 self.num_unused += want - child.num_blocks
                 child.num_blocks = want
@@ -230,6 +242,7 @@ class PrefixCache:
             self.num_unused += node.pinned - pinned
             self.num_pinned -= node.pinned - pinned
             node.pinned = pinned
+            self._note(node)
             self._clean(node)
         return before - self.num_pinned
 
@@ -237,6 +250,7 @@ class PrefixCache:
         if node.pins.get(request_id, -1) >= blocks:
             return
         node.pins[request_id] = blocks
+        self._note(node)
         if blocks > node.pinned:
             self.num_unused -= blocks - node.pinned
             self.num_pinned += blocks - node.pinned
@@ -250,12 +264,12 @@ class PrefixCache:
         while node.parent is not None and not (node.end or node.pins or node.children):
             del node.parent.children[node.name]
             del self._nodes[node]
+            self._changed.pop(node, None)
+            self._remove_end(node)
             node = node.parent
 
     def evict(self, num_blocks: int) -> None:
         """Frees unused blocks on the device. AssertionError if there are too few."""
-        if self.retention is not None:
-            self._ranked[True].clear()  # the values may have changed
         self._free(num_blocks, on_device=True)
         excess = self.num_on_host - self.num_host_blocks
         if excess > 0:
@@ -270,8 +284,10 @@ class PrefixCache:
         if num_blocks <= 0:
             return
         self.version += 1
+        self._values.clear()  # they may have changed
+        by_value = on_device and self.retention is not None
         while num_blocks > 0:
-            node, mark = self._next(on_device)
+            node, mark = self._next_by_value() if by_value else self._next(on_device)
             end = node.num_blocks if on_device else node.end
             start = max(node.floor(on_device), self._start_of(node, mark))
             freed = min(num_blocks, end - start)
@@ -289,9 +305,12 @@ class PrefixCache:
                 self.num_on_host -= freed
             while len(node.marks) > 1 and node.marks[-2].end >= node.end:
                 node.marks.pop()
-            self._rank(node, on_device)
-            if node.parent is not None and not (node.num_blocks if on_device else node.end):
-                self._rank(node.parent, on_device)
+            if by_value:
+                self._note(node)
+            else:
+                self._rank(node, on_device)
+                if node.parent is not None and not (node.num_blocks if on_device else node.end):
+                    self._rank(node.parent, on_device)
             self._clean(node)
 
     def _rank_on_host(self, node: _Node) -> None:
@@ -306,12 +325,52 @@ class PrefixCache:
         index = bisect_left(node.marks, mark.end, key=lambda item: item.end)
         return node.marks[index - 1].end if index else 0
 
+    def _note(self, node: _Node) -> None:
+        """Remembers that the blocks of a node, or their use, change; and its parent, whose blocks before it must stay, if it has
+        none at this moment."""
+        if self.retention is not None:
+            self._changed[node] = None
+            if not node.num_blocks and node.parent is not None and node.parent is not self._root:
+                self._changed[node.parent] = None
+
+    def _remove_end(self, node: _Node) -> None:
+        session = node.evicted_for
+        if session is not None:
+            ends = self._ends[session]
+            del ends[node]
+            if not ends:
+                del self._ends[session]
+            node.evicted_for = None
+
+    def _next_by_value(self) -> tuple[_Node, _Mark]:
+        """The node from which to evict next, and its latest use: smallest value of its session first, then least recently used.
+        O(changed nodes + sessions)."""
+        assert self.retention is not None
+        for node in self._changed:
+            self._remove_end(node)
+            if node.num_blocks > node.floor(on_device=True):
+                mark = node.tail(node.num_blocks)
+                node.evicted_for = mark.session
+                self._ends.setdefault(mark.session, {})[node] = mark.use
+        self._changed.clear()
+        values = self._values
+        for session in self._ends:
+            if session not in values:
+                values[session] = self.retention(session)
+        assert self._ends, "fewer blocks are unused than to be freed"
+        least = min([values[session] for session in self._ends])
+        ends = [
+            item for session, each in self._ends.items() if values[session] == least for item in each.items()
+        ]
+        node, _ = min(ends, key=lambda item: item[1])
+        return node, node.tail(node.num_blocks)
+
     def _next(self, on_device: bool) -> tuple[_Node, _Mark]:
         """The node from which to evict next, and its latest use."""
         ranked = self._ranked[on_device]
         while True:
             while ranked:
-                _, use, _, node = ranked.pop()
+                use, _, node = ranked.pop()
                 end = node.num_blocks if on_device else node.end
                 if node in self._nodes and end > node.floor(on_device) and node.tail(end).use == -use:
                     return node, node.tail(end)
@@ -319,7 +378,7 @@ class PrefixCache:
             for node in self._nodes:
                 self._rank(node, on_device, sort=False)
             assert ranked, "fewer blocks are unused than to be freed"
-            ranked.sort(key=lambda item: item[:3])
+            ranked.sort(key=lambda item: item[:2])
 
     def _rank(self, node: _Node, on_device: bool, sort: bool = True) -> None:
         """Adds a node to those to evict from, if it has unused blocks at its end."""
@@ -329,11 +388,10 @@ class PrefixCache:
         mark = node.tail(end)
         if mark.use > self._ranked_at[on_device]:
             return
-        value = 0.0 if self.retention is None or not on_device else self.retention(mark.session)
         self._num_ranked += 1
-        item = (-value, -mark.use, self._num_ranked, node)
+        item = (-mark.use, self._num_ranked, node)
         if sort:
-            insort(self._ranked[on_device], item, key=lambda entry: entry[:3])
+            insort(self._ranked[on_device], item, key=lambda entry: entry[:2])
         else:
             self._ranked[on_device].append(item)
 

@@ -1,5 +1,6 @@
 """The prefix cache against a plain list of blocks, and in full simulations."""
 
+import math
 import random
 from collections.abc import Iterator
 
@@ -38,10 +39,13 @@ def tokens_of(content: tuple[Segment, ...], prompt: int, num_tokens: int) -> Ite
 
 
 class Blocks:
-    """Blocks named by the tokens up to their end; exact LRU, the ends of streams first."""
+    """Blocks named by the tokens up to their end; evicted from the ends of streams, smallest value of their sessions first, then
+    least recently used."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, values: dict[str, float]) -> None:
         self.num_blocks = num_blocks
+        self.values = values
+        self.sessions: dict[tuple[object, ...], str] = {}
         self.cached: dict[tuple[object, ...], int] = {}
         self.users: dict[str, set[tuple[object, ...]]] = {}
         self.private: dict[str, int] = {}
@@ -68,8 +72,11 @@ class Blocks:
 
     def make_room(self) -> None:
         while len(self.cached) + sum(self.private.values()) > self.num_blocks:
-            unused = [name for name in self.cached if name not in self.pinned()]
-            del self.cached[min(unused, key=lambda name: (self.cached[name], -len(name)))]
+            inner = {name[: len(name) - BLOCK] for name in self.cached}
+            ends = [name for name in self.cached if name not in self.pinned() and name not in inner]
+            order = {name: (self.values[self.sessions[name]], self.cached[name]) for name in ends}
+            assert len(set(order.values())) == len(order), "no ties"
+            del self.cached[min(ends, key=order.__getitem__)]
 
     def admit(self, state: RequestState, num_blocks: int) -> None:
         hits = self.hits(state)
@@ -85,10 +92,11 @@ class Blocks:
         self.users[state.request_id] |= set(names)
         self.private[state.request_id] = held - len(self.users[state.request_id])
 
-    def release(self, name: str) -> None:
+    def release(self, name: str, session: str) -> None:
         self.use += 1
         for block in self.users.pop(name):
             self.cached[block] = self.use
+            self.sessions[block] = session
         del self.private[name]
 
 
@@ -101,12 +109,19 @@ def random_content(rng: random.Random) -> tuple[tuple[Segment, ...], int]:
     return content, sum(item.num_tokens for item in content) + rest
 
 
+@pytest.mark.parametrize("by_value", [False, True])
 @pytest.mark.parametrize("seed", range(40))
-def test_hits_and_evictions_are_those_of_single_blocks_in_lru_order(seed: int) -> None:
+def test_hits_and_evictions_are_those_of_single_blocks(seed: int, by_value: bool) -> None:
     rng = random.Random(seed)
     kv = KVCache(24, BLOCK, 0.0, prefixes=PrefixCache(BLOCK))
-    blocks, running, compared = Blocks(24), dict[str, RequestState](), 0
+    values = dict.fromkeys("uvwxyz", 0.0)
+    if by_value:
+        assert kv.prefixes is not None
+        kv.prefixes.retention = values.__getitem__
+    blocks, running, compared = Blocks(24, values), dict[str, RequestState](), 0
     for number in range(400):
+        if by_value:
+            values[rng.choice("uvwxyz")] = rng.choice((-math.inf, 1.0, rng.random()))
         name = f"r{number}"
         if running and rng.random() < 0.55:
             name = rng.choice(list(running))
@@ -118,8 +133,9 @@ def test_hits_and_evictions_are_those_of_single_blocks_in_lru_order(seed: int) -
             kv.publish(state)
             blocks.publish(state, state.num_computed_tokens)
             if rng.random() < 0.6:
-                kv.release(name)
-                blocks.release(name)
+                session = rng.choice("uvwxyz")
+                kv.release(name, session)
+                blocks.release(name, session)
                 del running[name]
         else:
             content, prompt = random_content(rng)
