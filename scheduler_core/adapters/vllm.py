@@ -10,6 +10,7 @@ docs/vllm.md.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import multiprocessing
 import os
@@ -25,7 +26,7 @@ from scheduler_core.adapters.live_calibration import FORCED_LENGTH, LiveCalibrat
 from scheduler_core.adapters.live_order import LiveOrder, declared_level
 from scheduler_core.adapters.prediction_thread import PredictionThread, PromptDecoder
 from scheduler_core.adapters.settings import EngineSettings, check_version, read_settings
-from scheduler_core.adapters.vllm_cache import VllmCache
+from scheduler_core.adapters.vllm_cache import OutputEnds, VllmCache
 from scheduler_core.errors import InputError, MissingExtraError
 from scheduler_core.policies.base import Policy
 from scheduler_core.prediction.correction import RequestContext
@@ -58,7 +59,8 @@ def request_of(request: Any, now: float) -> tuple[Request, list[str]]:
     """Converts a `vllm.v1.request.Request` that arrives now; also returns the names of hints with invalid values.
 
     Invalid hints are ignored, because a client's mistake must not stop the engine. Without a hint, its session is the one
-    that vLLM knows (member `session_id` of the body, or header X-Session-ID). Sessions of different tenants are different.
+    that vLLM knows (member `session_id` of the body, or header X-Session-ID). Sessions of different tenants, or with different
+    `cache_salt`, are different, and no client can name a session that has no name.
     """
     values: dict[str, Any] = {
         "request_id": request.request_id,
@@ -81,7 +83,8 @@ def request_of(request: Any, now: float) -> tuple[Request, list[str]]:
         except (InputError, TypeError):
             bad_hints.append(hint)
     if session := values.get("session") or getattr(request, "session_id", None):
-        values["session"] = f"{values['tenant']}\n{session}" if values.get("tenant") else session
+        identity = (values.get("tenant", ""), getattr(request, "cache_salt", None), session)
+        values["session"] = hashlib.blake2b(repr(identity).encode(), digest_size=12).hexdigest()
     return Request(**values), bad_hints
 
 
@@ -198,6 +201,8 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
         self._tailcast_cache: VllmCache | None = None
         if policy.orders_retention or any(map(policy.reads, ("cached", "costs", "session"))):
             self._tailcast_cache = self._tailcast_make_cache(policy)
+        tokenizer = _tokenizer(config) if policy.reads("session") else None
+        self._tailcast_ends = None if tokenizer is None else OutputEnds(tokenizer)
         level = declared_level(policy)
         self._tailcast_order = LiveOrder(policy, max_num_seqs, level, self._tailcast_cache)
         self._tailcast_step_start_s: float | None = None
@@ -231,7 +236,8 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
             if self._tailcast_cache is not None:
                 self._tailcast_cache.add(request)
                 if not ours.session and self._tailcast_order.policy.reads("session"):
-                    ours = replace(ours, session=self._tailcast_cache.continued_session(request))
+                    session = self._tailcast_cache.continued_session(request, ours.tenant)
+                    ours = replace(ours, session=session)
             self._tailcast_order.arrive(ours, ours.arrival_s)
             if self._tailcast_thread is None:
                 self._tailcast_metrics.predictions.labels(PredictionStatus.ABSENT.value).inc()
@@ -315,11 +321,15 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         """Called by vLLM once for each request that ends, in any state and for any reason."""
         self._tailcast_stops(request)
-        state = self._tailcast_order.leave(request.request_id)
+        is_complete = str(request.get_finished_reason()) == "stop"
+        ended_by = ""
+        if is_complete and self._tailcast_ends is not None:
+            ended_by = self._tailcast_ends.of(request.output_token_ids)
+        state = self._tailcast_order.leave(request.request_id, ended_by)
         if state is not None:
             if self._tailcast_cache is not None:
-                self._tailcast_cache.end(request, state.request.session)
-            if str(request.get_finished_reason()) == "stop":
+                self._tailcast_cache.end(request, state.request.session, state.request.tenant)
+            if is_complete:
                 self._tailcast_metrics.observe_length(state, request.num_output_tokens)
             if self._tailcast_thread is not None:
                 self._tailcast_thread.withdraw(request.request_id)
@@ -491,12 +501,17 @@ def _forced_length(request: Any) -> tuple[int, bool]:
     return int(getattr(sampling, "min_tokens", 0) or 0), bool(getattr(sampling, "ignore_eos", False))
 
 
+def _tokenizer(config: Any) -> Any:
+    """The tokenizer of the served model; None with --skip-tokenizer-init."""
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    return cached_tokenizer_from_config(config.model_config)
+
+
 def _prediction_thread(settings: EngineSettings, config: Any) -> PredictionThread | None:
     if settings.predictor is None:
         return None
-    from vllm.tokenizers import cached_tokenizer_from_config
-
-    tokenizer = cached_tokenizer_from_config(config.model_config)
+    tokenizer = _tokenizer(config)
     if tokenizer is None:
         allowed = "unset with --skip-tokenizer-init: without a tokenizer there are no prompt texts"
         raise InputError("predictor", settings.predictor, allowed)

@@ -1,10 +1,11 @@
-"""vLLM's prefix cache, as policies use it: hits of waiting requests, contexts of sessions, order of eviction.
+"""vLLM's prefix cache, as policies use it: hits of waiting requests, contexts of sessions, order of eviction; and how turns end.
 
 Nothing of vLLM is changed but the order of its queue of free blocks, from whose front blocks are taken.
 """
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -12,12 +13,38 @@ from itertools import islice, takewhile
 from typing import Any
 
 from scheduler_core.engine.step_costs import StepCosts
+from scheduler_core.prediction.session import END_TURN, TOOL_USE
 from scheduler_core.request import RequestState
 
 #: Ended prompts of unnamed sessions that are remembered, and sessions before those without blocks are dropped.
 _MAX_TAILS, _MIN_CONTEXTS = 20_000, 4096
 #: Beginning of the names of sessions without a name.
 _UNNAMED = "~"
+#: Tokens with which models begin or end a call of a tool, as in vLLM's parsers of them.
+_CALLS = re.compile(
+    r"tool_?calls?|tool_request|tools_prefix|function_?calls?|\|call\||python_(?:tag|start)", re.I
+)
+
+
+class OutputEnds:
+    """How outputs of a served model end (`RequestState.ended_by`), by the tokens of its tokenizer for calls of tools.
+
+    The ends of models that call tools in plain text are unknown, and so are those before the first call.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        tokens = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+        tokens |= tokenizer.get_added_vocab()
+        #: Ids of these tokens.
+        self._calls = {token for text, token in tokens.items() if _CALLS.search(text.replace("▁", "_"))}
+        self._has_called = False
+
+    def of(self, output_token_ids: Iterable[int]) -> str:
+        """How a complete output has ended."""
+        if self._calls and not self._calls.isdisjoint(output_token_ids):
+            self._has_called = True
+            return TOOL_USE
+        return END_TURN if self._has_called else ""
 
 
 class VllmCache:
@@ -36,7 +63,7 @@ class VllmCache:
         retention: `Policy.retention_key` if the policy orders evictions; else None: least recently used first, as in vLLM.
     """
 
-    has_host_tier = False
+    has_host_tier, version = False, None
 
     def __init__(
         self,
@@ -68,22 +95,27 @@ class VllmCache:
         self._max_contexts = _MIN_CONTEXTS
         #: Number of the block after which `_take_unused` goes on.
         self._next_block = 0
-        #: Unnamed session by the last whole block of its last prompt; empty: of several.
-        self._tails: OrderedDict[bytes, str] = OrderedDict()
+        #: Unnamed session by its tenant and the last whole block of its last prompt; empty: of several.
+        self._tails: OrderedDict[tuple[str, bytes], str] = OrderedDict()
+
+    @property
+    def evicts_by_policy(self) -> bool:
+        """See `EngineView`."""
+        return self._retention is not None
 
     def add(self, request: Any) -> None:
         """Called before a request of vLLM arrives at the policy."""
         self._requests[request.request_id] = request
 
-    def continued_session(self, request: Any) -> str:
-        """The session of a request without a name: that of an ended one whose prompt it continues, else a new one.
+    def continued_session(self, request: Any, tenant: str = "") -> str:
+        """The session of a request without a name: that of an ended one of its tenant whose prompt it continues, else a new one.
 
         The prompt begins with all whole blocks of the former one and has more of them. To tell sessions with the same
         system prompt apart, a prompt is continued once, and not if several sessions ended with the same block.
         """
         for value in reversed(request.block_hashes[:-1]):
-            if session := self._tails.get(value):
-                del self._tails[value]
+            if session := self._tails.get((tenant, value)):
+                del self._tails[tenant, value]
                 return session
         return f"{_UNNAMED}{request.request_id}"
 
@@ -110,12 +142,12 @@ class VllmCache:
         if session and self._groups and num_blocks:
             self._set_context(session, list(request.block_hashes[scale - 1 : num_blocks * scale : scale]))
 
-    def end(self, request: Any, session: str) -> None:
+    def end(self, request: Any, session: str, tenant: str = "") -> None:
         """Called when a request has ended, after `stop` if it ran."""
         num_prompt = request.num_prompt_tokens // self._pool.hash_block_size
         is_known = self._requests.pop(request.request_id, None) is not None
         if is_known and session.startswith(_UNNAMED) and 0 < num_prompt <= len(request.block_hashes):
-            self._set_tail(request.block_hashes[num_prompt - 1], session)
+            self._set_tail((tenant, request.block_hashes[num_prompt - 1]), session)
 
     def reserve(self, num_blocks: int) -> None:
         """Moves blocks of least value to the front of the queue of free blocks, so that at least `num_blocks` are there.
@@ -197,7 +229,7 @@ class VllmCache:
             self._contexts = {name: each for name, each in self._contexts.items() if self._trim(each)}
             self._max_contexts = max(2 * len(self._contexts), _MIN_CONTEXTS)
 
-    def _set_tail(self, value: bytes, session: str) -> None:
+    def _set_tail(self, value: tuple[str, bytes], session: str) -> None:
         former = self._tails.pop(value, session)
         self._tails[value] = session if former == session else ""
         if len(self._tails) > _MAX_TAILS:

@@ -53,8 +53,8 @@ NEWEST = 0.2
 TOKEN_CHARS = 4
 #: Weight of a session in the product of two joined embeddings.
 SESSION_WEIGHT = 0.3
-#: How an output that calls a tool ends.
-TOOL_USE = "tool_use"
+#: How an output ends that calls a tool, and one that leaves the turn to the user.
+TOOL_USE, END_TURN = "tool_use", "end_turn"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

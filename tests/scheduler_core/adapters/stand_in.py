@@ -39,6 +39,7 @@ class FakeRequest:
     prompt_token_ids: list[int] = field(init=False)
     sampling_params: SimpleNamespace = field(init=False)
     block_hashes: tuple[bytes, ...] = ()
+    output_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.prompt_token_ids = [self.length] * self.num_prompt_tokens
@@ -155,6 +156,12 @@ class AsyncScheduler:
 
 class Tokenizer:
     """Ids are words w<id>; a chat template puts a word before and one behind the message."""
+
+    all_special_tokens = ("<s>", "<tool_call>")
+    all_special_ids = (0, 7)
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return {}
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         return " ".join(f"w{number}" for number in ids)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_core.adapters.vllm_cache import VllmCache
+from scheduler_core.adapters.vllm_cache import OutputEnds, VllmCache
 from scheduler_core.request import Request, RequestState
 
 BLOCK = 4
@@ -255,14 +255,14 @@ def test_no_block_is_lost(make: Make, turns: list[tuple[str, int, bool, int]]) -
 def test_a_prompt_continues_the_session_whose_prompt_it_begins_with(make: Make) -> None:
     pool, cache = make(50)
 
-    def session(name: str, blocks: str) -> str:
+    def session(name: str, blocks: str, tenant: str = "") -> str:
         request = Prompt(name, blocks)
         cache.add(request)
-        found = cache.continued_session(request)
+        found = cache.continued_session(request, tenant)
         pool.run(request)
         pool.free(request)
         cache.stop(request, found)
-        cache.end(request, found)
+        cache.end(request, found, tenant)
         return found
 
     first = session("1", "sysab")
@@ -275,3 +275,39 @@ def test_a_prompt_continues_the_session_whose_prompt_it_begins_with(make: Make) 
     assert session("6", "sysabq") not in (first, other), "each prompt is continued once"
     names: Iterable[str] = [session("7", "sys"), session("8", "sys")]
     assert session("9", "sysnew") not in names, "the prompts of two sessions ended so"
+    theirs = session("10", "other", "a")
+    assert session("11", "otherx") != theirs, "of another tenant"
+    assert session("12", "otherx", "a") == theirs
+
+
+class Vocabulary:
+    """A tokenizer of which only the special and added tokens are known."""
+
+    def __init__(self, *tokens: str) -> None:
+        self.all_special_tokens = ["<s>", *tokens[:1]]
+        self.all_special_ids = [0, *range(100, 100 + len(tokens[:1]))]
+        self.added = {token: 101 + number for number, token in enumerate(tokens[1:])}
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return self.added
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        "<tool_call>",
+        "[TOOL_CALLS]",
+        "<|call|>",
+        "<｜tool▁calls▁begin｜>",
+        "<|python_tag|>",
+        "<start_function_call>",
+    ],
+)
+def test_how_outputs_end_by_their_tokens(token: str) -> None:
+    for number, tokens in ((100, (token,)), (101, ("<|eot|>", token))):
+        ends = OutputEnds(Vocabulary(*tokens))
+        assert ends.of([5, 0]) == "", "before the first call it may be a model that calls tools in plain text"
+        assert ends.of([5, number, 7, 0]) == "tool_use"
+        assert ends.of([5, 0]) == "end_turn"
+    plain = OutputEnds(Vocabulary("<tool_response>", "[AVAILABLE_TOOLS]"))
+    assert {plain.of([number, 0]) for number in (5, 100, 101)} == {""}

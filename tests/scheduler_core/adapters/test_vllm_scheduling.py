@@ -4,14 +4,17 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from scheduler_core.adapters import vllm as adapter
 from scheduler_core.errors import InputError, MissingExtraError
+from scheduler_core.policies.base import Policy
+from scheduler_core.request import RequestState
 from tests.scheduler_core.adapters.length_reader import LengthReader, settle
 from tests.scheduler_core.adapters.stand_in import FakeRequest, modules, run_step, vllm_config
 
@@ -154,20 +157,61 @@ def test_what_clients_declare_reaches_the_policy_and_mistakes_are_left_out(make:
     assert drain(scheduler) == ["r1", "r0"]
 
 
-@pytest.mark.parametrize(
-    ("hints", "own", "session"),
-    [
-        ({"tailcast_session": "a", "tailcast_tenant": "t"}, "b", "t\na"),
-        ({"tailcast_session": 3}, "b", "b"),
-        ({}, "b", "b"),
-        (None, None, ""),
-    ],
-)
-def test_session_of_a_request(hints: dict[str, Any] | None, own: str | None, session: str) -> None:
-    """The hint, else vLLM's session_id; sessions of different tenants are different."""
+@dataclass(kw_only=True, slots=True)
+class Ends(Policy):
+    """Keeps how the turns of sessions have ended."""
+
+    inputs: ClassVar[frozenset[str]] = frozenset({"session"})
+    ends: list[str] = field(default_factory=list)
+
+    def key(self, state: RequestState, now: float) -> float:
+        return state.request.arrival_s
+
+    def on_finish(self, state: RequestState) -> None:
+        self.ends.append(state.ended_by)
+
+
+def test_the_policy_knows_how_turns_have_ended(make: Make) -> None:
+    scheduler = make(f"{__name__}:Ends", mode=None, max_num_seqs=1)
+    outputs = ((5, 0), (7, 5, 0), (5, 0))
+    for number, output in enumerate(outputs):
+        add(scheduler, FakeRequest(f"r{number}", 2, output_token_ids=output), mode=None)
+    add(scheduler, FakeRequest("aborted", 9, output_token_ids=(7,)), mode=None)
+    run_step(scheduler)
+    scheduler.finish_requests("aborted")
+    drain(scheduler)
+    assert scheduler._tailcast_order.policy.ends == ["", "", "tool_use", "end_turn"]
+
+
+def session_of(hints: dict[str, Any] | None, own: str | None = None, salt: str | None = None) -> str:
     request = FakeRequest("r0", 2, extra_args=hints)
-    vars(request)["session_id"] = own
-    assert adapter.request_of(request, 0.0)[0].session == session
+    vars(request).update(session_id=own, cache_salt=salt)
+    return adapter.request_of(request, 0.0)[0].session
+
+
+def test_session_of_a_request() -> None:
+    """The hint, else vLLM's session_id."""
+    named = {"tailcast_session": "a"}
+    assert session_of(named) == session_of(named, "b") == session_of(None, "a") != session_of({}, "b")
+    assert session_of({"tailcast_session": 3}, "b") == session_of(None, "b")
+    assert session_of(None) == ""
+
+
+@pytest.mark.mend  # clients could join the sessions of other tenants, and those without a name by the ids of requests
+def test_no_client_can_name_a_session_of_another_tenant() -> None:
+    names = [
+        session_of({"tailcast_session": session, "tailcast_tenant": tenant}, salt=salt)
+        for session, tenant, salt in (
+            ("b", "a", None),
+            ("b", "", None),
+            ("b", "a", "salt"),
+            ("a\nb", "", None),
+            ("', None, 'b", "a", None),
+            ("~r0", "", None),
+        )
+    ]
+    assert len(set(names)) == len(names)
+    assert not any(name.startswith(("~", "\0")) for name in names)
 
 
 def test_a_declared_priority_and_tier_come_before_the_policys_key(make: Make) -> None:
