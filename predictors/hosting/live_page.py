@@ -88,13 +88,34 @@ class ListedRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SessionCounts:
+    """Sessions of agents and what the engine's prefix cache has of them.
+
+    Attributes:
+        num_known, num_running, num_held: All; with a request in the engine; with one that waits.
+        num_active: Those in the working set; None if the policy has none.
+        hit_rate: Fraction of the tokens of prompts that was cached; None before the first one.
+        resident_tokens, kv_tokens: Tokens in the KV cache, and its size, 0 if it is unknown.
+    """
+
+    num_known: int
+    num_active: int | None
+    num_running: int
+    num_held: int
+    hit_rate: float | None
+    resident_tokens: int
+    kv_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OrderTable:
-    """Live requests, the first `MAX_LISTED` of them in their order, and the policy's name."""
+    """Live requests, the first `MAX_LISTED` of them in their order, the policy's name, and sessions if it uses them."""
 
     policy: str
     num_waiting: int
     num_running: int
     requests: Sequence[ListedRequest]
+    sessions: SessionCounts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +304,7 @@ def order_json(order: OrderTable, *, with_tenants: bool) -> dict[str, Any]:
         "policy": order.policy,
         "num_waiting": order.num_waiting,
         "num_running": order.num_running,
+        "sessions": None if order.sessions is None else asdict(order.sessions),
         "requests": rows,
     }
 

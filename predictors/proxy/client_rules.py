@@ -62,11 +62,11 @@ class ClientRules:
 
     def tenant(self, headers: Mapping[str, str]) -> str:
         """The value of the tenant header, or a hash of the API key (keys are never logged), or ""."""
-        name = headers.get(self._config.tenant_header, "").strip()
-        if name:
-            return name
-        key = next((key for key_name in KEY_HEADERS if (key := headers.get(key_name, ""))), "")
-        return "key-" + hashlib.sha256(key.encode()).hexdigest()[:12] if key else ""
+        return headers.get(self._config.tenant_header, "").strip() or _hash_of_key(headers)
+
+    def owner(self, headers: Mapping[str, str]) -> str:
+        """Whose sessions a request may be of: those with the same API key and the same tenant header, which any client may send."""
+        return f"{_hash_of_key(headers)}\n{self.tenant(headers)}"
 
     def tier(self, headers: Mapping[str, str]) -> int:
         """The declared urgency tier, or the default; InputError if clients may not declare it."""
@@ -95,6 +95,12 @@ class ClientRules:
         """The body without the client's hints; `content` itself if it has none."""
         allowed = functools.reduce(_without, CLIENT_MEMBERS, content)
         return content if allowed == content else allowed
+
+
+def _hash_of_key(headers: Mapping[str, str]) -> str:
+    """Hash of the API key; empty without one."""
+    key = next((key for name in KEY_HEADERS if (key := headers.get(name, ""))), "")
+    return "key-" + hashlib.sha256(key.encode()).hexdigest()[:12] if key else ""
 
 
 def _without(node: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:

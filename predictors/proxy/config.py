@@ -44,7 +44,7 @@ class ProxyConfig:
     queues requests itself. On SIGTERM it finishes the requests in flight; on SIGHUP it reads its options again."""
 
     INPUTS = ("predictor", "shadow_predictor")
-    OUTPUTS = ("port_file", "feedback", "calibration_file")
+    OUTPUTS = ("port_file", "feedback", "calibration_file", "session_file")
     SPELLINGS = (("served_model", "model"),)
 
     engine_url: str
@@ -68,6 +68,8 @@ class ProxyConfig:
     """For engine none: maximum number of concurrent requests to the engine, usually its slots."""
     engine_kv_tokens: int | None = None
     """Tokens that the engine's KV cache has memory for, for policies that use sessions; default: read from /metrics of vLLM and SGLang."""
+    session_file: str | None = None
+    """File that keeps sessions across restarts, and when they return, for policies that use sessions; default: none."""
     max_waiting: int = 10_000
     """For engine none: maximum number of queued requests; further requests get 429."""
     deadline_s: float = 0.1

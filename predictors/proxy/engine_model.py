@@ -8,18 +8,19 @@ engine has evicted the others, and hence all that was used before them, as for o
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass, replace
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from predictors.proxy.session_context import SYSTEM_KEY
+from predictors.proxy.session_context import SYSTEM_KEY, content_of
 from scheduler_core.adapters.live_order import UnknownEngine
 from scheduler_core.engine.kv_cache import KVCache
 from scheduler_core.engine.prefix_cache import PrefixCache
 from scheduler_core.engine.step_costs import StepCosts
 from scheduler_core.prediction.api_request import integer
-from scheduler_core.request import RequestState, Segment
+from scheduler_core.request import Request, RequestState, Segment
 
 #: Tokens of a block where the engine does not report them.
 BLOCK_TOKENS = 16
@@ -40,6 +41,7 @@ class End:
         is_complete: Whether its response is complete.
         content, prompt_tokens: Its prompt, by the tokens that the engine reports; None: it reports none.
         cached_tokens: Those of the prompt that the engine had cached; None: it does not report them.
+        ends_session: Whether it was the last one of its session, by what the client says.
     """
 
     ended_by: str = ""
@@ -47,6 +49,7 @@ class End:
     content: tuple[Segment, ...] = ()
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
+    ends_session: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +63,15 @@ class CacheSize:
 class EngineModel:
     """The prefix cache of one engine (see `LiveEngine`). `size` None: unknown, so that only what was used long ago is evicted."""
 
-    step_tokens, has_host_tier = STEP_TOKENS, False
+    step_tokens = STEP_TOKENS
+    has_host_tier = evicts_by_policy = False
 
     def __init__(self, size: CacheSize | None = None) -> None:
         self.costs = StepCosts()
         self.size = size
         self._kv, self._prefixes = self._empty()
+        #: Versions of the caches before this one.
+        self._past_versions = 0
         #: Requests in the engine, and those of them that wait there for memory, in the order of sending.
         self._running: dict[str, RequestState] = {}
         self._waiting: dict[str, RequestState] = {}
@@ -84,6 +90,11 @@ class EngineModel:
     def capacity_tokens(self) -> int:
         """Tokens of the KV cache, see `EngineView`."""
         return UnknownEngine.capacity_tokens if self.size is None else self._kv.capacity_tokens
+
+    @property
+    def version(self) -> int:
+        """See `LiveEngine`."""
+        return self._past_versions + self._prefixes.version
 
     @property
     def num_resident_tokens(self) -> int:
@@ -128,7 +139,9 @@ class EngineModel:
         self._waiting.pop(name, None)
         sent_at, (expected, number) = self._sent_at.pop(name), self._expected.pop(name, (0, 0))
         if end.is_complete:
-            self._measure(state, self._num_prompt_tokens - sent_at)
+            # Where the engine had more of it than the model, as after a restart of the proxy, that was not computed.
+            num_spared = max((end.cached_tokens or 0) - state.cached_tokens, 0)
+            self._measure(state, max(self._num_prompt_tokens - sent_at - num_spared, 0))
         if end.is_complete or state.first_token_s is not None:
             if end.prompt_tokens is not None and end.content[:-1] == request.content[:-1]:
                 state.request = replace(request, prompt_tokens=end.prompt_tokens, content=end.content)
@@ -142,8 +155,42 @@ class EngineModel:
             self._evict_before(number)
         self._place_waiting()
 
+    def state(self) -> dict[str, Any]:
+        """Contexts of which the cache has something, the latest one last, and its size; JSON content."""
+        states = [state for _, state in self._ended.values() if self._num_found(state)]
+        return {
+            "size": None if self.size is None else astuple(self.size),
+            "contexts": [
+                (
+                    each.request.session,
+                    each.request.content,
+                    each.request.prompt_tokens,
+                    each.num_output_tokens,
+                )
+                for each in states
+            ],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restores a `state`; raises an error if it is none."""
+        self.clear(None if state["size"] is None else CacheSize(*map(int, state["size"])))
+        for number, (session, content, prompt_tokens, output_tokens) in enumerate(state["contexts"]):
+            request = Request(
+                request_id=f"restored-{number}",
+                arrival_s=0.0,
+                prompt_tokens=prompt_tokens,
+                max_tokens=max(output_tokens, 1),
+                session=session,
+                content=content_of(content),
+            )
+            ended = RequestState(request, order=0)
+            ended.num_output_tokens = output_tokens
+            self.send(ended)
+            self.end(ended, End(is_complete=True))
+
     def clear(self, size: CacheSize | None) -> None:
         """Empties the cache, because the engine was restarted or its size has become known."""
+        self._past_versions += self._prefixes.version + 1
         self.size = size
         self._kv, self._prefixes = self._empty()
         self._ended.clear()

@@ -76,6 +76,8 @@ class RequestHandler:
         self.sessions: Sessions | None = None
         if self.queue is not None and (model := self.queue.model) is not None:
             self.sessions = Sessions(config, self.metrics, self.queue, model, self.relay, self.recorder)
+        elif config.session_file is not None:
+            raise InputError("session_file", config.session_file, "only with a policy that uses sessions")
         #: Requests in flight that may generate (True), and others.
         self._num_in_flight = {True: 0, False: 0}
         self.budget = ReadBudget()
@@ -195,7 +197,8 @@ class RequestHandler:
             self.metrics.unread.labels(parsed.endpoint).inc()
         max_tokens = fields.max_tokens or config.default_max_tokens
         engine, restricts, tenant = self._engine, self._rules.restricts, self._rules.tenant(headers)
-        turn = None if self.sessions is None else self.sessions.begin(headers, parsed, tenant)
+        owner = self._rules.owner(headers)
+        turn = None if self.sessions is None else self.sessions.begin(headers, parsed, owner)
         declared = (fields.priority or 0) if engine is None else engine.client_priority(parsed, headers)
         ordered = Request(
             request_id=uuid.uuid4().hex,

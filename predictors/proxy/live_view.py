@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 
 from predictors.hosting.live_page import MAX_LISTED, ListedRequest, LivePage, OrderTable, PromptQuery
 from predictors.proxy.handler import RequestHandler
@@ -37,12 +38,16 @@ def live_page(handler: RequestHandler) -> LivePage:
     async def predict(query: PromptQuery) -> tuple[LengthPrediction, RequestContext]:
         return await _predicted(handler, query)
 
+    def order() -> OrderTable:
+        table = order_table(handler.order, policy_name(config), holds=handler.queue is not None)
+        return table if handler.sessions is None else replace(table, sessions=handler.sessions.counts())
+
     return LivePage(
         title="tailcast-proxy",
         ended=handler.recorder.ended,
         calibration=lambda: handler.recorder.calibration,
         predict=predict,
-        order=lambda: order_table(handler.order, policy_name(config), holds=handler.queue is not None),
+        order=order,
         hint=hint,
         shows_tenants=True,
     )

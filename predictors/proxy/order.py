@@ -60,7 +60,8 @@ class EngineOrder:
 
     def __post_init__(self) -> None:
         level = declared_level(self.policy)
-        self.policy = cast(Policy, AgingPolicy(self.policy, self.aging_per_s))
+        if self.aging_per_s:
+            self.policy = cast(Policy, AgingPolicy(self.policy, self.aging_per_s))
         self._order = LiveOrder(self.policy, self.max_num_seqs, level, self.model)
 
     @property
@@ -86,6 +87,8 @@ class EngineOrder:
             content = resized(state.request.content, prompt_tokens)
             state.request = replace(state.request, prompt_tokens=prompt_tokens, content=content)
             state.prefill_target_tokens = prompt_tokens
+            if self.model is not None:
+                self.model.look_up([state])
         self._order.predict(request_id, prediction, self.clock())
 
     def on_output(self, request_id: str, num_tokens: int) -> None:
@@ -115,6 +118,10 @@ class EngineOrder:
             self.model.end(state, end)
         state = self._order.leave(request_id, end.ended_by)
         self.num_running -= state is not None and state.first_scheduled_s is not None
+        if end.ends_session and state is not None:
+            session = state.request.session
+            if all(other.request.session != session for other in self._order.states.values()):
+                self.policy.on_session_end(session, self.clock())
 
     def first(self, num: int) -> list[RequestState]:
         """The first `num` requests in their order, those that have no output yet as far as the proxy knows."""

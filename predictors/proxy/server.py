@@ -69,7 +69,7 @@ class ProxyServer:
             await self.stop()
             raise
         if self.handler.sessions is not None:
-            await self.handler.sessions.read_size()
+            await self.handler.sessions.start()
         forecasters = (self.handler.forecaster, self.handler.recorder.shadow)
         await asyncio.gather(*(forecaster.warm_up(config.warm_up_s) for forecaster in forecasters))
         if config.engine_probe_s:

@@ -15,7 +15,12 @@ import hashlib
 from array import array
 from bisect import bisect_left
 from collections import OrderedDict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from scheduler_core.prediction.api_request import CHARS_PER_TOKEN, ApiRequest
 from scheduler_core.prediction.prompt_text import SYSTEM
@@ -88,6 +93,8 @@ class Turn:
     Attributes:
         content: Its segments, which are all of its `prompt_tokens`.
         is_estimated: Whether no number of tokens was reported that its own depends on.
+        owner: See `ClientRules.owner`.
+        is_last: Whether the client says that no other one follows.
     """
 
     session: str
@@ -98,6 +105,8 @@ class Turn:
     number: int
     model: str
     stream: _Stream
+    owner: str = ""
+    is_last: bool = False
 
 
 class SessionContexts:
@@ -167,6 +176,46 @@ class SessionContexts:
         if len(self._ratios) > MAX_SESSIONS:
             self._ratios.popitem(last=False)
 
+    def forget(self, session: str) -> None:
+        """Drops a session that has ended, if it is there."""
+        if (state := self._sessions.pop(session, None)) is not None:
+            self._num_messages -= state.num_messages
+
+    def state(self) -> dict[str, Any]:
+        """All sessions, the latest one last: JSON content with arrays, of hashes and numbers, without texts."""
+        streams = [(name, each) for name, session in self._sessions.items() for each in session.streams]
+        return {
+            "num_turns": self._num_turns,
+            "ratios": list(self._ratios.items()),
+            "sessions": [(name, session.ratio) for name, session in self._sessions.items()],
+            "streams": [
+                (name, each.key, each.before, each.prompt_tokens, each.prompt_chars, each.output_tokens)
+                for name, each in streams
+            ],
+            "lengths": [len(each.chain) for _, each in streams],
+            "chains": _joined([each.chain for _, each in streams]),
+            "chars": _joined([each.chars for _, each in streams]),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restores a `state`; raises an error if it is none."""
+        ends = np.cumsum(state["lengths"], dtype=int)
+        chains, chars = (
+            np.split(np.asarray(state[name], np.int64), ends)[:-1] for name in ("chains", "chars")
+        )
+        sessions = OrderedDict((str(name), _Session(ratio=ratio)) for name, ratio in state["sessions"])
+        for (name, key, before, *numbers), own_chain, own_chars in zip(
+            state["streams"], chains, chars, strict=True
+        ):
+            if not len(own_chain) == len(own_chars) > 0 or numbers[0] < 1:
+                raise ValueError("streams")
+            pieces = array("q", own_chain.tobytes()), array("q", own_chars.tobytes())
+            stream = _Stream(str(key), *pieces, content_of(before), *map(int, numbers))
+            sessions[name].streams.append(stream)
+        self._sessions, self._num_turns = sessions, int(state["num_turns"])
+        self._ratios = OrderedDict((str(model), float(ratio)) for model, ratio in state["ratios"])
+        self._num_messages = sum(session.num_messages for session in sessions.values())
+
     def _stream(
         self,
         state: _Session,
@@ -202,6 +251,11 @@ class SessionContexts:
         return _Stream(f"{session}:{self._num_turns}", chain, chars, before, num_tokens, num_chars)
 
 
+def content_of(pairs: Iterable[tuple[str, int]]) -> tuple[Segment, ...]:
+    """The content with these keys and numbers of tokens."""
+    return tuple(Segment(str(key), int(num_tokens)) for key, num_tokens in pairs)
+
+
 def truncate(content: tuple[Segment, ...], num_tokens: int) -> tuple[Segment, ...]:
     """The first tokens of a content, at most `num_tokens`."""
     segments = []
@@ -220,6 +274,10 @@ def resized(content: tuple[Segment, ...], num_tokens: int) -> tuple[Segment, ...
     before = truncate(content[:-1], num_tokens - 1)
     num_before = sum(segment.num_tokens for segment in before)
     return (*before, Segment(content[-1].key, num_tokens - num_before))
+
+
+def _joined(arrays: list[array[int]]) -> NDArray[np.int64]:
+    return np.concatenate([np.zeros(0, np.int64), *(np.frombuffer(each, np.int64) for each in arrays)])
 
 
 def _pieces(body: ApiRequest, latest: _Stream | None) -> tuple[array[int], array[int]]:

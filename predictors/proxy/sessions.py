@@ -1,13 +1,20 @@
-"""Sessions of the requests in a proxy: their identity, their prompts, and the model of the engine that has their contexts."""
+"""Sessions of the requests in a proxy: their identity, their prompts, and the model of the engine that has their contexts.
+
+`--session_file` keeps them over restarts of the proxy, so that sessions go on where they were: the latest responses, the
+hashes of messages, the contexts in the engine's cache, and what was learned of returns.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from prometheus_client import Gauge
 
+from predictors.hosting.live_page import SessionCounts
 from predictors.proxy.config import ProxyConfig
 from predictors.proxy.engine_model import CacheSize, End, EngineModel, read_cache_size
 from predictors.proxy.feedback import Exchange, Recorder
@@ -16,10 +23,16 @@ from predictors.proxy.order import HoldQueue
 from predictors.proxy.parsing import ParsedRequest
 from predictors.proxy.relay import Relay
 from predictors.proxy.session_context import SessionContexts, Turn, resized
-from predictors.proxy.session_id import SessionIds
+from predictors.proxy.session_id import SessionIds, is_final
+from scheduler_core.adapters.live_calibration import SAVE_S, StateFile
+from scheduler_core.errors import InputError
 from scheduler_core.prediction.api_response import ended_by
+from scheduler_core.prediction.session_return import ReturnPredictor
 
 logger = logging.getLogger(__name__)
+#: Weight of a prompt in the hit rate relative to that of the next one, so that about the last thousand count.
+HIT_DECAY = 0.999
+STATE_FORMAT = "tailcast-proxy-sessions/1"
 
 
 class Sessions:
@@ -38,48 +51,69 @@ class Sessions:
         self._relay, self._recorder = relay, recorder
         self._ids, self._contexts = SessionIds(), SessionContexts()
         self._reading: asyncio.Task[None] | None = None
+        returns = getattr(queue.policy, "returns", None)
+        #: Of prompts and of what of them was cached, fading.
+        self._prompt_tokens = self._cached_tokens = 0.0
+        self._returns: ReturnPredictor | None = returns if isinstance(returns, ReturnPredictor) else None
+        self._file: StateFile | None = None
+        self._saving: asyncio.Task[None] | None = None
+        if config.session_file is not None:
+            self._file = StateFile(config.session_file, "session_file", "", self._restore)
         relay.monitor.on_back = self._on_back
         held = "Sessions whose next request waits in the queue of the proxy."
         resident = "Tokens in the engine's KV cache, by the proxy's model of it."
         for name, text, value in (
             ("sessions", "Sessions that are known.", lambda: len(self._contexts)),
-            ("held_sessions", held, lambda: len({state.request.session for state in queue.waiting()} - {""})),
+            ("held_sessions", held, self._num_held),
             ("resident_tokens", resident, lambda: model.num_resident_tokens),
             ("kv_tokens", "Size of the KV cache, 0 if it is unknown.", self._num_kv_tokens),
         ):
             Gauge(f"tailcast_proxy_{name}", text, registry=metrics.registry).set_function(value)
 
-    def begin(self, headers: Mapping[str, str], parsed: ParsedRequest, tenant: str) -> Turn | None:
-        """The next prompt of the session of a request, or of none; None if the prompt cannot be read."""
+    def begin(self, headers: Mapping[str, str], parsed: ParsedRequest, owner: str) -> Turn | None:
+        """The next prompt of the session of a request, or of none; None if the prompt cannot be read. `owner`: see `ClientRules`."""
         body = parsed.body
         if not body.has_prompt:
             return None
-        session = self._ids.session_of(headers, parsed.content, body, tenant)
-        return self._contexts.begin(session, body, continues=bool(parsed.content.get("previous_response_id")))
+        session = self._ids.session_of(headers, parsed.content, body, owner)
+        continues = bool(parsed.content.get("previous_response_id"))
+        turn = self._contexts.begin(session, body, continues=continues)
+        return replace(turn, owner=owner, is_last=bool(session) and is_final(headers))
 
     def end(self, exchange: Exchange) -> End:
         """What the response of a request says, which also becomes known of its session."""
         turn, stats = exchange.turn, exchange.stats
-        is_complete = exchange.end == "complete"
+        is_complete, is_last = exchange.end == "complete", turn is not None and turn.is_last
+        if turn is not None and is_last:
+            self._contexts.forget(turn.session)
         if turn is None or stats is None:
-            return End(is_complete=is_complete)
-        self._metrics.cached_tokens.labels("model").inc(
-            self._queue.cached_tokens(exchange.request.request_id)
-        )
+            return End(is_complete=is_complete, ends_session=is_last)
+        num_cached = self._queue.cached_tokens(exchange.request.request_id)
+        self._metrics.cached_tokens.labels("model").inc(num_cached)
         self._contexts.end(turn, stats.prompt_tokens, stats.output_tokens)
         if stats.response_id and turn.session:
-            self._ids.responded(stats.response_id, turn.session, exchange.request.tenant)
+            self._ids.responded(stats.response_id, turn.session, turn.owner)
+        if stats.cached_tokens is not None:
+            num_cached = stats.cached_tokens
+            self._metrics.cached_tokens.labels("engine").inc(num_cached)
         if stats.prompt_tokens:
             self._metrics.prompt_tokens.inc(stats.prompt_tokens)
-        if stats.cached_tokens is not None:
-            self._metrics.cached_tokens.labels("engine").inc(stats.cached_tokens)
+            self._prompt_tokens = HIT_DECAY * self._prompt_tokens + stats.prompt_tokens
+            self._cached_tokens = HIT_DECAY * self._cached_tokens + num_cached
         return End(
             ended_by=ended_by(stats.finish_reason),
             is_complete=is_complete,
             content=resized(turn.content, stats.prompt_tokens) if stats.prompt_tokens else (),
             prompt_tokens=stats.prompt_tokens or None,
             cached_tokens=stats.cached_tokens,
+            ends_session=is_last,
         )
+
+    async def start(self) -> None:
+        """Reads the size of the engine's cache, and begins to save."""
+        await self.read_size()
+        if self._file is not None:
+            self._saving = asyncio.create_task(self._save_repeatedly(self._file))
 
     async def read_size(self) -> None:
         """Reads the size of the engine's KV cache, if it can be reached; logs if the size remains unknown."""
@@ -97,16 +131,65 @@ class Sessions:
             logger.info("the engine's KV cache has %d tokens", size.num_tokens)
 
     async def close(self) -> None:
-        """Ends the reading of the size."""
-        if self._reading is not None:
-            self._reading.cancel()
-            await asyncio.gather(self._reading, return_exceptions=True)
+        """Ends all tasks and writes the state file."""
+        tasks = [task for task in (self._reading, self._saving) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._file is not None:
+            await asyncio.to_thread(self._file.write, self.state())
+            self._file.close()
+
+    def state(self) -> dict[str, Any]:
+        """What the state file keeps: JSON content with arrays."""
+        return {
+            "format": STATE_FORMAT,
+            "responses": self._ids.state(),
+            "sessions": self._contexts.state(),
+            "cache": self._model.state(),
+            "returns": None if self._returns is None else self._returns.state(),
+        }
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        try:
+            if state["format"] != STATE_FORMAT:
+                raise ValueError("format")
+            self._ids.restore(state["responses"])
+            self._contexts.restore(state["sessions"])
+            if self._returns is not None and state["returns"] is not None:
+                self._returns.restore(state["returns"])
+            self._model.restore(state["cache"])
+            self._queue.policy.bind(self._model)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            allowed = f"a file written with this option ({error!r})"
+            raise InputError("session_file", self._config.session_file, allowed) from error
+
+    async def _save_repeatedly(self, file: StateFile) -> None:
+        while True:
+            await asyncio.sleep(SAVE_S)
+            await asyncio.to_thread(file.write, self.state())
 
     def _on_back(self) -> None:
         """The engine was away: it has been restarted, with an empty cache that may have another size."""
         self._model.clear(self._model.size)
         if self._reading is None or self._reading.done():
             self._reading = asyncio.create_task(self.read_size())
+
+    def counts(self) -> SessionCounts:
+        """What the live page shows of sessions."""
+        working_set = getattr(self._queue.policy, "sessions", None)
+        return SessionCounts(
+            num_known=len(self._contexts),
+            num_active=None if working_set is None else sum(each.is_active for each in working_set.values()),
+            num_running=len({state.request.session for state in self._queue.running()} - {""}),
+            num_held=self._num_held(),
+            hit_rate=self._cached_tokens / self._prompt_tokens if self._prompt_tokens else None,
+            resident_tokens=self._model.num_resident_tokens,
+            kv_tokens=self._num_kv_tokens(),
+        )
+
+    def _num_held(self) -> int:
+        return len({state.request.session for state in self._queue.waiting()} - {""})
 
     def _num_kv_tokens(self) -> int:
         return 0 if self._model.size is None else self._model.size.num_tokens

@@ -1,4 +1,7 @@
-"""Online calibration in a serving process: background thread, state file and Prometheus metrics."""
+"""Online calibration in a serving process: background thread, state file and Prometheus metrics.
+
+The state file is also that of what else such a process keeps over restarts.
+"""
 
 import io
 import json
@@ -9,7 +12,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -106,8 +108,7 @@ class LiveCalibration:
         self, file: str | None, gauges: CalibrationGauges, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.calibration = Correction()
-        self._file = None if file is None else writable_target(file, "calibration_file")
-        self._release: Callable[[], object] = lambda: None
+        self._file: StateFile | None = None
         self._gauges = gauges
         self._clock = clock
         self._saved_s = self._published_s = clock()
@@ -116,16 +117,9 @@ class LiveCalibration:
         self._reminded_s: dict[str, float] = {}
         #: Single thread that runs updates, metrics and writes in order.
         self._thread = ThreadPoolExecutor(1, "tailcast-calibration")
-        if self._file is not None:
-            path = self._file.with_name(self._file.name + ".lock")
-            allowed = "a file that no other process uses; to share a memory, use one tailcast serve"
-            self._release = lock(path, "calibration_file", str(self._file), allowed)
-            try:
-                if self._file.exists():
-                    self.calibration.restore(_content(self._file))
-            except InputError:
-                self._release()
-                raise
+        if file is not None:
+            hint = "; to share a memory, use one tailcast serve"
+            self._file = StateFile(file, "calibration_file", hint, self.calibration.restore)
 
     def correct(self, context: RequestContext, prediction: Prediction | None) -> Prediction | None:
         """The prediction with its length corrected, if it has one."""
@@ -172,7 +166,8 @@ class LiveCalibration:
         """Processes all observed requests and writes the file. A second call has no effect."""
         self._submit(self._save)
         self._thread.shutdown()
-        self._release()
+        if self._file is not None:
+            self._file.close()
 
     def _submit(self, task: Callable[..., T], *args: Any) -> Future[T | None] | None:
         """Runs a task in the thread; None after `close`."""
@@ -200,15 +195,52 @@ class LiveCalibration:
         if self._file is None or not self._has_changed:
             return
         self._saved_s, self._has_changed = self._clock(), False
+        self._file.write(self.calibration.state())
+
+
+class StateFile:
+    """A file that keeps a state over restarts, of one process at a time.
+
+    `restore` gets the state of an existing file at once, and raises InputError if it is invalid. `InputError` for `option` if the
+    file cannot be read or written, or another process uses it; `hint` is what to do then.
+    """
+
+    def __init__(
+        self, file: str, option: str, hint: str, restore: Callable[[Mapping[str, Any]], object]
+    ) -> None:
+        self._path, self._option = writable_target(file, option), option
+        allowed = f"a file that no other process uses{hint}"
+        lock_path = self._path.with_name(self._path.name + ".lock")
+        #: Lets other processes use the file.
+        self.close = lock(lock_path, option, file, allowed)
         try:
-            with atomic_file(self._file) as temporary:
-                temporary.write_bytes(packed(self.calibration.state()))
+            if self._path.exists():
+                restore(self._content())
+        except InputError:
+            self.close()
+            raise
+
+    def write(self, state: Mapping[str, Any]) -> None:
+        """Replaces the state; logs if that fails."""
+        try:
+            with atomic_file(self._path) as temporary:
+                temporary.write_bytes(packed(state))
         except (OSError, TailcastError) as error:
-            logger.warning("the calibration file cannot be written: %s", error)
+            logger.warning("the file of %s cannot be written: %s", self._option, error)
+
+    def _content(self) -> Any:
+        if not self._path.is_file():
+            raise InputError(self._option, str(self._path), "a regular file, or the name of a new one")
+        try:
+            return unpacked(self._path.read_bytes())
+        except Exception as error:  # of numpy, zipfile, zlib and tokenize, which share no base class
+            raise InputError(
+                self._option, str(self._path), f"a file written with this option ({error})"
+            ) from error
 
 
 def packed(state: Mapping[str, Any]) -> bytes:
-    """A state of `Correction` as a file: numpy's zip archive of its arrays and, as "state", the rest in JSON with the names of
+    """A state as a file: numpy's zip archive of its arrays and, as "state", the rest in JSON with the names of
     the arrays."""
     arrays: dict[str, Any] = {}
 
@@ -240,14 +272,3 @@ def _run(task: Callable[..., T], *args: Any) -> T | None:
     except Exception:
         logger.exception("online calibration has failed")
         return None
-
-
-def _content(file: Path) -> Any:
-    if not file.is_file():
-        raise InputError("calibration_file", str(file), "a regular file, or the name of a new one")
-    try:
-        return unpacked(file.read_bytes())
-    except Exception as error:  # of numpy, zipfile, zlib and tokenize, which share no base class
-        raise InputError(
-            "calibration_file", str(file), f"a file written by online calibration ({error})"
-        ) from error

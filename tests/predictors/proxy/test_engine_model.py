@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from predictors.proxy.engine_model import CacheSize, End, EngineModel, read_cache_size
 from predictors.proxy.order import HoldQueue
+from scheduler_core.adapters.live_calibration import packed, unpacked
 from scheduler_core.adapters.live_order import UnknownEngine
 from scheduler_core.policies import make_policy
 from scheduler_core.request import Request, RequestState, Segment
@@ -229,6 +230,36 @@ async def test_costs_are_those_of_the_engine(is_stream: bool, num_running: int) 
                     queue.leave(name, COMPLETE)
     assert model.costs.prefill_s(1000) == pytest.approx(1 / 30, rel=0.2)
     assert model.costs.decode_s(1) == pytest.approx(0.00025 + 0.012 / num_running, rel=0.35)
+
+
+@pytest.mark.mend  # after a restart of the proxy prompts seemed to cost nothing, because the engine had them
+async def test_what_the_engine_had_cached_costs_nothing() -> None:
+    clock = Clock()
+    model = EngineModel(CacheSize(10**6, 10))
+    queue = HoldQueue(make_policy("hrrn"), 64, clock, model=model)
+    for number in range(50):
+        content = (Segment(str(number), 10_000),)
+        request = Request(
+            request_id="r", arrival_s=clock.now, prompt_tokens=10_000, max_tokens=9, content=content
+        )
+        await queue.enter(request)
+        cached = 9_900 if number % 2 else 0
+        clock.now += 0.1 + (10_000 - cached) / 20_000
+        queue.on_output("r", 9)
+        queue.leave("r", End(is_complete=True, cached_tokens=cached))
+    assert model.costs.prefill_s(1000) == pytest.approx(1 / 20, rel=0.1)
+
+
+def test_contexts_stay_over_a_restart_of_the_proxy() -> None:
+    model, restored = EngineModel(CacheSize(1000, 10)), EngineModel()
+    for session in "abc":
+        turn(model, session, 390, output=21)
+    restored.restore(unpacked(packed(model.state())))
+    assert [model.resident_tokens(session) for session in "abc"] == [180, 410, 410]
+    assert [restored.resident_tokens(session) for session in "abc"] == [pytest.approx(180, abs=10), 410, 410]
+    assert turn(restored, "b", 500) == turn(model, "b", 500) == 410
+    restored.restore(unpacked(packed(EngineModel().state())))
+    assert (restored.size, restored.num_resident_tokens) == (None, 0)
 
 
 VLLM = """# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig

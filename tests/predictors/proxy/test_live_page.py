@@ -172,6 +172,29 @@ async def test_waiting_requests_in_the_order_of_the_queue() -> None:
         assert rows[0]["running_s"] is None
 
 
+async def test_sessions_of_a_policy_that_uses_them() -> None:
+    go = asyncio.Event()
+    async with proxy_of(
+        fake_engine.gated(go), release=4, policy="working_set", engine_kv_tokens=1000
+    ) as proxy:
+        texts = {session: chat(session * 2000) for session in "abc"}
+        sent = []
+        for number, (session, content) in enumerate(texts.items()):
+            sent.append(asyncio.create_task(proxy.post(content, {"x-session-id": session})))
+            await until(lambda number=number: proxy.server.handler.order.num_live == number + 1)
+        sessions = (await state_of(proxy))["order"]["sessions"]
+        go.set()
+        await asyncio.gather(*sent)
+        now = proxy.server.live_page.clock()
+        proxy.server.live_page.clock = lambda: now + 1.5
+        ended = (await state_of(proxy))["order"]["sessions"]
+    assert (sessions["num_known"], sessions["kv_tokens"], sessions["hit_rate"]) == (3, 1000, None)
+    assert sessions["num_running"] + sessions["num_held"] == 3
+    assert sessions["num_running"] == sessions["num_active"] > 0
+    assert sessions["resident_tokens"] > 0
+    assert (ended["num_running"], ended["num_held"], ended["hit_rate"]) == (0, 0, 0.0)
+
+
 async def test_sent_requests_in_the_order_that_the_engine_gets() -> None:
     go = asyncio.Event()
     async with proxy_of(fake_engine.gated(go), engine="vllm", policy="ssjf") as proxy:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from scheduler_core.request import RequestState
 from tests.predictors.proxy.fake_engine import (
     CHAT,
     RunningProxy,
@@ -186,21 +187,21 @@ async def test_a_priority_in_the_engines_header_counts_before_the_one_in_the_bod
 
 
 @pytest.mark.parametrize("engine", ["vllm", "none"])
-async def test_a_tier_is_one_step_of_priority(engine: str) -> None:
+async def test_a_tier_is_one_step_of_priority(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the default policy, which does not use tiers itself."""
     async with running_engine() as fake, running_proxy(fake.url, engine=engine, **TINY) as proxy:
         order = proxy.server.handler.order._order
         levels = []
+        states: list[RequestState] = []
+        monkeypatch.setattr(type(order.policy), "on_finish", lambda _, state: states.append(state))
         for headers, priority in (
             ({}, 0),
             ({"x-tailcast-tier": "0"}, 0),
             ({"x-tailcast-tier": "4"}, 0),
             ({"x-tailcast-tier": "4"}, -3),
         ):
-            states = []
-            order.policy.on_finish = states.append  # type: ignore[method-assign]
             await proxy.post(chat(SHORT, priority=priority), headers)
-            levels.append(order.level(states[0]))
+            levels.append(order.level(states[-1]))
         assert levels == [0, -2, 2, -1]
         if engine == "vllm":
             sent = [int(headers["X-Vllm-Priority"]) for _, _, headers, _ in fake.requests]

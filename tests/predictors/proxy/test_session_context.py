@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from predictors.proxy.session_context import MAX_STREAMS, PIECE_CHARS, SessionContexts, Turn, truncate
+from scheduler_core.adapters.live_calibration import packed, unpacked
 from scheduler_core.engine.prefix_cache import PrefixCache
 from scheduler_core.prediction.api_request import read_request
 from scheduler_core.request import Request, Segment
@@ -122,6 +123,32 @@ def test_memory_is_bounded() -> None:
         shared(begin(contexts, message("0"), session="long"), begin(contexts, message("0"), session="long"))
         == 200
     )
+
+
+def test_sessions_go_on_after_a_restart() -> None:
+    contexts, restored = SessionContexts(), SessionContexts()
+    first = begin(contexts, message("a"), message("b"))
+    contexts.end(first, 900, 50)
+    begin(contexts, message("summary"))
+    begin(contexts, message("a"), session="b")
+    restored.restore(unpacked(packed(contexts.state())))
+    assert len(restored) == 2
+    texts = message("a"), message("b"), message("c")
+    for turn in (begin(contexts, *texts), begin(restored, *texts)):
+        assert (turn.prompt_tokens, turn.is_estimated, shared(first, turn)) == (1200, False, 300)
+    later = begin(restored, message("x"), session="c")
+    assert later.content[-1].key not in {segment.key for segment in first.content}
+    restored.restore(unpacked(packed(SessionContexts().state())))
+    assert len(restored) == 0
+
+
+def test_a_session_that_has_ended_is_forgotten() -> None:
+    contexts = SessionContexts()
+    first = begin(contexts, message("a"))
+    contexts.forget("a")
+    contexts.forget("b")
+    assert (len(contexts), contexts._num_messages) == (0, 0)
+    assert shared(first, begin(contexts, message("a"))) == 100  # the system prompt
 
 
 PROMPTS = st.lists(st.integers(0, 2), max_size=6)

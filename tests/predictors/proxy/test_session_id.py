@@ -11,7 +11,7 @@ from multidict import CIMultiDict
 from predictors.proxy.client_rules import ClientRules
 from predictors.proxy.config import ProxyConfig
 from predictors.proxy.session_context import SessionContexts
-from predictors.proxy.session_id import SESSION_HEADERS, SessionIds
+from predictors.proxy.session_id import SESSION_HEADERS, SessionIds, is_final
 from scheduler_core.prediction.api_request import read_request
 
 USER = "user_" + "a1" * 32
@@ -106,10 +106,40 @@ def test_no_tenant_joins_a_session_of_another(content: dict[str, Any]) -> None:
         {"api-key": "c"},
         {},
     ]
-    sessions = {name(content, key, rules.tenant(CIMultiDict(key))) for key in keys}
+    sessions = {name(content, key, rules.owner(CIMultiDict(key))) for key in keys}
     assert len(sessions) == len({rules.tenant(CIMultiDict(key)) for key in keys}) == 5
     headers = {"x-session-id": "s"}
     assert name(content, headers, "a") != name(content, headers, "b")
+
+
+@pytest.mark.mend  # a client joined the sessions of any tenant whose name it sent
+def test_the_name_of_a_tenant_does_not_open_its_sessions() -> None:
+    rules = ClientRules(ProxyConfig(engine_url="http://127.0.0.1:1"))
+    team = {"x-tailcast-tenant": "team", "x-session-id": "s"}
+    clients = [
+        team | {"Authorization": "Bearer a"},
+        team | {"Authorization": "Bearer b"},
+        team,
+        team | {"x-tailcast-tenant": "other", "Authorization": "Bearer a"},
+        {"x-session-id": "s", "Authorization": "Bearer a"},
+        {"x-session-id": "s", "x-tailcast-tenant": rules.tenant(CIMultiDict({"Authorization": "Bearer a"}))},
+    ]
+    assert len({name(chat(), headers, rules.owner(CIMultiDict(headers))) for headers in clients}) == 6
+
+
+def test_responses_are_remembered_over_restarts() -> None:
+    ids, restored = SessionIds(), SessionIds()
+    session = name({"input": "Fix the bug.", "tools": TOOLS}, ids=ids)
+    ids.responded("r1", session, "")
+    restored.restore(json.loads(json.dumps(ids.state())))
+    assert name({"input": "x", "previous_response_id": "r1"}, ids=restored) == session
+
+
+@pytest.mark.parametrize(
+    ("value", "is_last"), [("true", True), (" True ", True), ("false", False), ("", False)]
+)
+def test_the_last_request_of_a_session(value: str, is_last: bool) -> None:
+    assert is_final(CIMultiDict({"X-Dynamo-Session-Final": value})) == is_last
 
 
 VALUES = st.recursive(

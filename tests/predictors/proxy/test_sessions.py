@@ -3,7 +3,9 @@
 import asyncio
 import json
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import aiohttp
@@ -12,9 +14,11 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from predictors.proxy.config import ProxyConfig
 from predictors.proxy.engine_model import CacheSize, End, EngineModel
 from predictors.proxy.errors import Refusal
 from predictors.proxy.order import HoldQueue, order_policy
+from predictors.proxy.server import ProxyServer
 from scheduler_core.errors import InputError
 from scheduler_core.policies import make_policy
 from scheduler_core.policies.base import EngineView, Policy
@@ -61,6 +65,9 @@ class Single(Policy):
 
     def on_finish(self, state: RequestState) -> None:
         self.ends.append(state.ended_by)
+
+    def on_session_end(self, session: str, now: float) -> None:
+        self.ends.append(f"last of {session}")
 
 
 OPTIONS: dict[str, Any] = {"policy": f"{__name__}:Single", "release": 8}
@@ -123,7 +130,7 @@ def send(proxy: RunningProxy, session: str, *texts: str, **more: Any) -> asyncio
 def policy_of(proxy: RunningProxy) -> Single:
     queue = proxy.server.handler.queue
     assert queue is not None
-    policy: Single = queue.policy._policy  # type: ignore[attr-defined]
+    policy: Single = queue.policy  # type: ignore[assignment]
     return policy
 
 
@@ -260,6 +267,102 @@ async def test_the_cache_of_a_restarted_engine_is_empty() -> None:
         )  # those of d, and of e, used later
 
 
+async def test_a_last_request_ends_its_session() -> None:
+    script = CachingEngine()
+    last = {"x-dynamo-session-final": "true", "x-dynamo-session-id": "a"}
+    async with running_engine(script) as fake, running_proxy(fake.url, **OPTIONS) as proxy:
+        name = proxy.server.handler.sessions._ids.session_of({"x-session-id": "a"}, {}, None, "\n")  # type: ignore
+        await send(proxy, "a", "x" * 100)
+        script.go.clear()
+        turns = [
+            asyncio.create_task(proxy.post(chat("x" * 100, "ls", "a"), last)),
+            send(proxy, "a", "x" * 100),
+        ]
+        await until(lambda: fake.num_in_flight == 2)
+        turns[0].cancel()  # another one of the session runs, so it has not ended
+        await until(lambda: proxy.server.handler.order.num_running == 1)
+        script.go.set()
+        await turns[1]
+        assert policy_of(proxy).ends == ["tool_use", "", "tool_use"]
+        assert (await proxy.post(chat("x" * 100, "ls", "a"), last))[0] == 200
+        assert policy_of(proxy).ends[3:] == ["tool_use", f"last of {name}"]
+        assert await proxy.metric("tailcast_proxy_sessions") == 0
+        assert [fake.requests[-1][2][header] for header in last] == ["true", "a"]
+        await fake.stop()
+        assert (await proxy.post(chat("y"), last))[0] == 502
+        assert policy_of(proxy).ends[5:] == ["", f"last of {name}"]
+
+
+async def test_the_context_of_a_session_that_has_ended_is_free_at_once() -> None:
+    script = CachingEngine(num_tokens=3000)
+    options = {"policy": "working_set", "release": 8}
+    async with running_engine(script) as fake, running_proxy(fake.url, **options) as proxy:
+        policy: Any = proxy.server.handler.order.policy
+        for session in "ab":
+            await proxy.post(chat(session * 1400), {"x-dynamo-session-id": session})
+        assert [session.is_active for session in policy.sessions.values()] == [True, True]
+        last = {"x-dynamo-session-id": "a", "x-dynamo-session-final": "true"}
+        await proxy.post(chat("a" * 1400, "call", "b"), last)
+        assert (await proxy.post(chat("c" * 1400), {"x-dynamo-session-id": "c"}))[0] == 200
+        assert [session.is_active for session in policy.sessions.values()] == [True, True]
+        assert len(policy.sessions) == 2
+
+
+@pytest.mark.mend  # a restarted proxy took each context for lost, and learned from it that prompts cost nothing
+async def test_sessions_go_on_after_a_restart_of_the_proxy(tmp_path: Path) -> None:
+    script = CachingEngine(num_tokens=20_000)
+    options = {"policy": "working_set", "release": 8, "session_file": str(tmp_path / "sessions")}
+    texts = {session: [session * 2000] for session in "abcd"}
+
+    async def turns(proxy: RunningProxy) -> None:
+        for session, each in texts.items():
+            assert (await send(proxy, session, *each))[0] == 200
+            each += ["call", f"{session}{len(each)}" * 20]
+
+    async def by_model(proxy: RunningProxy) -> float:
+        return await proxy.metric('tailcast_proxy_cached_tokens_total{by="model"}')
+
+    async with running_engine(script) as fake:
+        async with running_proxy(fake.url, **options) as proxy:
+            for _ in range(3):
+                await turns(proxy)
+            before = proxy.server.handler.order.policy.returns.state()  # type: ignore[attr-defined]
+            with pytest.raises(InputError, match="session_file"):
+                async with running_proxy(fake.url, **options):
+                    pass
+        async with running_proxy(fake.url, **options) as proxy:
+            assert await proxy.metric("tailcast_proxy_sessions") == 4
+            assert await proxy.metric("tailcast_proxy_resident_tokens") == pytest.approx(8000, rel=0.1)
+            after = proxy.server.handler.order.policy.returns.state()  # type: ignore[attr-defined]
+            assert after["groups"] == before["groups"] != []
+            assert after["counts"].tolist() == before["counts"].tolist()
+            await turns(proxy)
+            reported = await proxy.metric('tailcast_proxy_cached_tokens_total{by="engine"}')
+            assert await by_model(proxy) == pytest.approx(reported, rel=0.05)
+            assert reported > 8000
+        script.prompts.clear()  # the engine was restarted, too
+        async with running_proxy(fake.url, **options) as proxy:
+            assert await proxy.metric("tailcast_proxy_resident_tokens") > 8000
+            await send(proxy, "d", *texts["d"])
+            # It reports no hit: all that was used before has gone.
+            assert await proxy.metric("tailcast_proxy_resident_tokens") < 2500
+        script.num_tokens = 30_000
+        async with running_proxy(fake.url, **options) as proxy:
+            assert await proxy.metric("tailcast_proxy_resident_tokens") == 0, "another engine"
+            assert await proxy.metric("tailcast_proxy_sessions") == 4
+
+
+async def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "sessions"
+    options = OPTIONS | {"session_file": str(file)}
+    for content in (b"", b"[]", b"{}", b'{"format": "tailcast-proxy-sessions/1", "responses": 3}', b"PK"):
+        file.write_bytes(content)
+        with pytest.raises(InputError, match="session_file"):
+            ProxyServer(ProxyConfig(engine_url="http://127.0.0.1:1", predictor="none", **options))
+    with pytest.raises(InputError, match="a policy that uses sessions"):
+        ProxyServer(ProxyConfig(engine_url="http://127.0.0.1:1", policy="fcfs", session_file=str(file)))
+
+
 async def test_sighup_and_unknown_sizes(caplog: pytest.LogCaptureFixture) -> None:
     go = asyncio.Event()
     async with running_engine(fake_engine.gated(go)) as fake, running_proxy(fake.url, **OPTIONS) as proxy:
@@ -324,7 +427,7 @@ def test_engines_with_priorities_cannot_hold_sessions() -> None:
 
 ACTIONS = st.lists(
     st.tuples(
-        st.sampled_from(["arrive", "output", "end", "fail", "gone", "restart"]),
+        st.sampled_from(["arrive", "arrive", "counted", "output", "end", "fail", "gone", "restart"]),
         st.integers(0, 9),
         st.integers(1, 600),
     ),
@@ -340,13 +443,62 @@ ACTIONS = st.lists(
 @given(ACTIONS)
 def test_no_request_is_held_by_an_idle_engine(policy: str, actions: list[tuple[str, int, int]]) -> None:
     """Whatever arrives, ends, fails, disconnects or restarts."""
-    asyncio.run(run_actions(policy, actions))
+    asyncio.run(run_actions(policy, actions, EngineModel(CacheSize(1000, 10))))
 
 
-async def run_actions(policy: str, actions: list[tuple[str, int, int]]) -> None:
+class AlwaysChanging(EngineModel):
+    """All waiting prompts are looked up at every event."""
+
+    version = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("policy", ["working_set", "hrrn", "longest_prefix"])
+@settings(max_examples=40, deadline=None)
+@given(ACTIONS)
+def test_look_ups_that_can_find_nothing_new_are_left_out(
+    policy: str, actions: list[tuple[str, int, int]]
+) -> None:
+    model, always = (each(CacheSize(1000, 10)) for each in (EngineModel, AlwaysChanging))
+    assert asyncio.run(run_actions(policy, actions, model)) == asyncio.run(
+        run_actions(policy, actions, always)
+    )
+
+
+async def test_an_arrival_looks_up_its_own_prompt_only() -> None:
+    model = EngineModel(CacheSize(1000, 10))
+    queue, num_looked = HoldQueue(make_policy("working_set"), 8, Clock(), model=model), 0
+    look_up = model.look_up
+
+    def counted(states: Iterable[RequestState]) -> None:
+        nonlocal num_looked
+        states = list(states)
+        num_looked += len(states)
+        look_up(states)
+
+    model.look_up = counted  # type: ignore[method-assign]
+    tasks = []
+    for number in range(60):
+        content = (Segment(str(number), 600),)
+        request = Request(
+            request_id=str(number), arrival_s=0.0, prompt_tokens=600, max_tokens=9, session=str(number), content=content
+        )  # fmt: skip
+        tasks.append(asyncio.create_task(queue.enter(request)))
+        await asyncio.sleep(0)
+    assert queue.num_waiting >= 58
+    assert num_looked < 70
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def run_actions(
+    policy: str, actions: list[tuple[str, int, int]], model: EngineModel
+) -> list[tuple[list[str], list[tuple[str, int]]]]:
+    """What ran, and what waited with its cached tokens, after each action."""
     clock = Clock()
     order = Single() if policy == "Single" else make_policy(policy)
-    queue = HoldQueue(order, 4, clock, model=EngineModel(CacheSize(1000, 10)))
+    queue = HoldQueue(order, 4, clock, model=model)
+    trace = []
     tasks: dict[str, asyncio.Task[None]] = {}
     for number, (action, slot, size) in enumerate(actions):
         clock.now += size / 10.0
@@ -360,6 +512,8 @@ async def run_actions(policy: str, actions: list[tuple[str, int, int]]) -> None:
             tasks[name] = asyncio.create_task(queue.enter(request))
         elif action == "restart":
             queue.set_size(CacheSize(900 + size, 10))
+        elif action == "counted":
+            queue.update(name, None, size)
         elif name in tasks and tasks[name].done():
             if action == "output":
                 queue.on_output(name, 1 + size % 3)
@@ -379,7 +533,9 @@ async def run_actions(policy: str, actions: list[tuple[str, int, int]]) -> None:
             await asyncio.sleep(0)
         assert queue.num_running or not queue.num_waiting
         assert queue.num_running == sum(task.done() for task in tasks.values())
-        queue.model._kv.validate({n for n in tasks if queue.model._kv.held_by(n)}, set())  # type: ignore[union-attr]
+        model._kv.validate({n for n in tasks if model._kv.held_by(n)}, set())
+        waiting = [(state.request_id, state.cached_tokens) for state in queue.first(9)]
+        trace.append((sorted(name for name, task in tasks.items() if task.done()), waiting))
     while tasks:
         clock.now += 1.0
         name = next(name for name, task in tasks.items() if task.done())
@@ -388,3 +544,4 @@ async def run_actions(policy: str, actions: list[tuple[str, int, int]]) -> None:
         queue.leave(name, End(is_complete=True))
         await asyncio.sleep(0)
     assert (queue.num_live, queue.num_running, queue.num_waiting) == (0, 0, 0)
+    return trace
