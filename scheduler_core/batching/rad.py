@@ -26,11 +26,14 @@ class Rad(BatchFormer):
     | symbol | meaning | unit |
     | --- | --- | --- |
     | P, D | requests in prefill (waiting or started) and in decode | requests |
-    | n | maximum number of requests started in a cycle | requests |
+    | n | maximum number of requests started in a cycle; None: no limit, `simulate` takes theorem 2's for its trace | requests |
     | t_row, t_col, t_red | output tile and reduction tile of the matrix products; 128, 256, 32 are best on A100 | tokens |
 
-    n > (t_col - 1) T_max / (epsilon T_R) makes the system stable at every load up to 1 - epsilon (Theorem 2), with
-    T_max the longest time of a single request and T_R the expected time per request of Theorem 1.
+    n > (t_col - 1) T_max / (epsilon T_R) makes the system stable at every load lambda T_R <= 1 - epsilon (theorem 2), with T_max
+    the time of the longest request without batching and T_R the mean engine time of a request in full tiles
+    (`simulator.step_time.stability.rad_bounds`). That no scheduler is stable at lambda T_R > 1 (theorem 1) assumes that a
+    step takes no time but that of its tiles and tokens (Eq. 7). A real step also has a fixed time, to read the weights
+    and to start the kernels; then larger batches, as those of chunked prefill, sustain more than RAD.
 
     Differs from the paper: P is in the order of the policy (paper: FCFS); if t_col is unset it is max_num_seqs; memory
     is limited: a request that does not fit is temporarily not in P, and a decode without a free block preempts the
@@ -40,7 +43,7 @@ class Rad(BatchFormer):
 
     allows_preemptive = False
 
-    n: int = 1024
+    n: int | None = None
     t_row: int = 128
     t_col: int | None = None
     t_red: int = 32
@@ -56,6 +59,11 @@ class Rad(BatchFormer):
         if t_lcm > limits.max_num_batched_tokens:
             allowed = f"a least common multiple of at most {limits.max_num_batched_tokens} batched tokens"
             raise InputError("t_row, t_col, t_red", (self.t_row, self.t_col, self.t_red), allowed)
+
+    @property
+    def max_started(self) -> int:
+        """n, as an integer."""
+        return INTEGERS if self.n is None else self.n
 
     def tile_columns(self, max_num_seqs: int) -> int:
         """t_col."""
@@ -79,7 +87,7 @@ class Rad(BatchFormer):
         if prefilling:
             batch.add_chunk(prefilling[0], self.chunk_tokens(pool.max_num_seqs))
             return True
-        while pool.num_running < max_running and self._num_started < self.n:
+        while pool.num_running < max_running and self._num_started < self.max_started:
             head = pool.waiting.peek()
             if head is None or not batch.admit(pool, head, now):
                 return False
@@ -91,7 +99,7 @@ class Rad(BatchFormer):
 
     def steady_steps(self, pool: Pool, batch: Batch, limit: int) -> int:
         full = len(batch.decodes) == self.tile_columns(pool.max_num_seqs)
-        may_prefill = len(pool.waiting) and not full and self._num_started < self.n
+        may_prefill = len(pool.waiting) and not full and self._num_started < self.max_started
         if may_prefill and pool.policy.key_changes == "with_time":
             return 1  # another request may become the first, and fit
         return steps_that_fit(pool, batch, limit)
@@ -112,13 +120,13 @@ class RadPrefillFirst(Rad):
     _decoding: bool = field(default=False, init=False, repr=False)
 
     def max_running(self, limits: Limits) -> int:
-        return self.n
+        return self.max_started
 
     def form(self, pool: Pool, max_num_batched_tokens: int, now: float) -> Batch:
         batch = Batch(max_num_batched_tokens)
         if not pool.num_running:
             self._num_started, self._decoding = 0, False
-        if not self._decoding and self._prefill(pool, batch, self.n, now):
+        if not self._decoding and self._prefill(pool, batch, self.max_started, now):
             return batch
         self._decoding = True
         active = pool.by_phase()[1][: self.tile_columns(pool.max_num_seqs)]

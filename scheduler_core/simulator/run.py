@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from scheduler_core.batching import BATCH_FORMERS
+from scheduler_core.batching.rad import Rad
 from scheduler_core.engine.decision_log import DecisionLog
 from scheduler_core.errors import InputError
 from scheduler_core.policies import policy_class
@@ -22,6 +24,7 @@ from scheduler_core.simulator.records import RequestRecord
 from scheduler_core.simulator.steady_state import unsteady
 from scheduler_core.simulator.step_time import isolated_latency_s, saturation_rate_rps
 from scheduler_core.simulator.step_time.roofline import KV_BLOCK_TOKENS, RooflineStepTime
+from scheduler_core.simulator.step_time.stability import rad_bounds
 from scheduler_core.simulator.trace import Trace, load_trace, waits_for
 from scheduler_core.simulator.trace_predictions import (
     Predictions,
@@ -132,6 +135,16 @@ def _saturation_rate_rps(config: SimulationConfig, trace: Trace) -> float:
     return rate * config.cluster.num_replicas
 
 
+def _with_cycle_length(config: SimulationConfig, trace: Trace) -> SimulationConfig:
+    """The configuration with the requests per cycle of RAD's theorem 2 for the trace, if it has none."""
+    limits = config.scheduler
+    if not issubclass(BATCH_FORMERS[limits.batching], Rad) or "n" in limits.batching_parameters:
+        return config
+    num = rad_bounds(trace, limits, config.make_step_time()).num_per_cycle
+    parameters = {**limits.batching_parameters, "n": num}
+    return replace(config, scheduler=replace(limits, batching_parameters=parameters))
+
+
 def prepare_predictions(
     config: SimulationConfig, trace: Trace, progress: Progress | None = None
 ) -> Predictions:
@@ -177,6 +190,7 @@ def run_simulation(
         raise InputError("decisions", cluster.num_replicas, "one replica with a decision log")
     if trace is None:
         trace = prepare_trace(config)
+    config = _with_cycle_length(config, trace)
     if predictions is None or config.policy in BOUNDS:
         predictions = prepare_predictions(config, trace)
     watch = watch or RunWatch()

@@ -23,7 +23,6 @@ from benchmarks.reproduce.tie_systems import LMSYS_8B, PAPER_SYSTEMS, SYSTEMS, r
 from predictors.heads import Predicted
 from scheduler_core.prediction.predictions import LengthPrediction, Prediction
 from scheduler_core.simulator.step_time.base import StepWork
-from scheduler_core.simulator.workloads.workload import Workload
 from training.network.data import SampleLengths
 
 ABOUT = {
@@ -164,10 +163,13 @@ def test_the_released_cost_charges_the_attention_of_32_of_the_batch() -> None:
 
 def test_the_bound_of_rad_is_the_time_at_optimal_tiling() -> None:
     """256 prompt tokens are 8 chunks of 32; outputs 8 to 128, so 67 decodes on average, 32 at a time."""
-    trace = Workload(num_requests=4000, lengths=rad.LENGTHS).trace(0)
-    step = rad.STEP_TIME.tile_s + 32 * rad.STEP_TIME.token_s
-    bounds = rad.rad_bounds(trace, rad.SYSTEMS["RAD"], rad.STEP_TIME)
-    assert bounds.expected_s == pytest.approx(step * (8 + 67 / 32), rel=0.01)
+    step_time = rad.STEP_TIMES["Eq. 7"]
+    rates, _ = rad.bounds(0, 4000, step_time)
+    expected_s = (step_time.linear_tile_s + 32 * step_time.per_token_s) * (8 + 67 / 32)
+    assert 1.0 / rates["T_R"] == pytest.approx(expected_s, rel=0.01)
+    assert rates["any scheduler"] == pytest.approx(rates["T_R"])
+    rates, _ = rad.bounds(0, 4000, rad.STEP_TIMES["Eq. 7 and a fixed time"])
+    assert rates["any scheduler"] > 1.2 * rates["T_R"]
 
 
 def test_tie_runs_at_the_papers_load_and_the_truth_is_hard_to_beat() -> None:

@@ -1,85 +1,29 @@
-"""The simulator and SRPT against queueing theory, and the simulator against the loads at which no policy keeps up (RAD, Theorems 1 and 2).
+"""The simulator and SRPT against queueing theory.
 
 With one slot and a time per step only, a request of n output tokens takes n steps: a single-server queue whose
 service time is n * base_s. Every mean is over independent runs; the test allows four of its standard errors.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from scheduler_core.errors import InputError
-from scheduler_core.policies import make_policy
-from scheduler_core.policies.base import Policy
-from scheduler_core.prediction.predictions import LengthPrediction
-from scheduler_core.request import RequestState
 from scheduler_core.scheduler import SchedulerConfig
-from scheduler_core.simulator.records import request_columns
-from scheduler_core.simulator.step_time import rad_bounds
 from scheduler_core.simulator.step_time.base import LinearStepTime
 from scheduler_core.simulator.trace import Trace
-from tests.scheduler_core.helpers import request, simulate, trace_row
+from scheduler_core.simulator.trace_predictions import oracle_predictions
+from tests.scheduler_core.helpers import simulate, trace_row
 
-STEP_TIME = LinearStepTime(
-    base_s=0.01, per_prefill_token_s=1e-4, per_decode_s=1e-4, per_context_token_s=0.0, per_swapped_token_s=0.0
-)
-T_COL, PROMPT, OUTPUT = 8, 64, 9
-RAD = SchedulerConfig(
-    max_num_seqs=T_COL, max_num_batched_tokens=64, batching="rad",
-    batching_parameters={"n": 100_000, "t_row": 16, "t_red": 16},
-)  # fmt: skip
 FloatArray = NDArray[np.float64]
-MEAN, CAP, NUM = 1000.0, 100_000, 1600
-
-
-def trace_at(arrivals: Sequence[float]) -> Trace:
-    """Equal requests."""
-    rows = [trace_row(f"r{number}", float(at), PROMPT, OUTPUT, OUTPUT) for number, at in enumerate(arrivals)]
-    return Trace(tuple(rows))
-
-
-BOUNDS = rad_bounds(trace_at([0.0]), RAD, STEP_TIME)
-
-
-def at_load(load: float, count: int = 1500) -> tuple[np.ndarray, np.ndarray]:
-    """Arrivals, and latencies under RAD with the n that its theorem 2 asks for up to load 0.9."""
-    arrivals = np.cumsum(np.random.default_rng(7).exponential(BOUNDS.expected_s / load, count))
-    limits = replace(RAD, batching_parameters={**RAD.batching_parameters, "n": BOUNDS.num_per_cycle})
-    columns = request_columns(simulate(trace_at(arrivals), scheduler=limits, step_time=STEP_TIME).records)
-    return arrivals, columns["ttlt_s"][np.argsort(columns["arrival_s"], kind="stable")]
-
-
-def test_rads_bounds_worked_out_by_hand() -> None:
-    """Prompt of 64 in chunks of lcm(16, 8, 16) = 16 tokens: 4 steps of 0.01 + 16e-4 = 0.0464 s. The last one samples the
-    first token; the other 8 take steps of 0.01 + 8e-4 s that 8 requests share: 8 x 0.0108 / 8 = 0.0108 s of the engine's
-    time, or 8 x 0.0108 s of the request's. n > 7 T_max / (0.1 T_R) = 7 x 0.1328 / 0.00572 = 162.5."""
-    assert BOUNDS.expected_s == pytest.approx(0.0464 + 0.0108)
-    assert (BOUNDS.longest_s, BOUNDS.num_per_cycle) == (pytest.approx(0.0464 + 0.0864), 163)
-    with pytest.raises(InputError, match="epsilon"):
-        rad_bounds(trace_at([0.0]), RAD, STEP_TIME, epsilon=1.0)
-
-
-def test_rad_keeps_up_below_its_bound_and_nobody_does_above() -> None:
-    """Below the bound times do not grow with the number of requests; at 1.1 of it the backlog grows by a tenth of the time.
-
-    With load 1.1 the last of N requests arrives at N T_R/1.1 and cannot be done before N T_R, so it takes at least a tenth
-    of its arrival time.
-    """
-    arrivals, times = at_load(0.9)
-    thirds = [part.mean() for part in np.array_split(times, 3)]
-    assert thirds[2] < 2.5 * thirds[0]
-    assert times.max() < 0.1 * arrivals[-1]
-    arrivals, times = at_load(1.1)
-    assert times[-T_COL:].max() > 0.08 * arrivals[-1]
-    assert np.polyfit(arrivals, times, 1)[0] == pytest.approx(0.1, abs=0.04)
-
-
+#: Mean length in tokens, and number of requests of a run, under SRPT.
+MEAN, NUM = 40.0, 1200
 BASE_S = 0.25
-QUEUE_STEP = LinearStepTime(base_s=BASE_S, per_prefill_token_s=0, per_decode_s=0, per_context_token_s=0)
+QUEUE_STEP = LinearStepTime(
+    base_s=BASE_S, per_prefill_token_s=0, per_decode_s=0, per_context_token_s=0, per_swapped_token_s=0
+)
 NUM_RUNS, WARM_UP = 16, 200
 MAX_TOKENS = 4000
 
@@ -145,52 +89,24 @@ def test_oracle_sjf_waits_as_cobham_says() -> None:
     check_mean(waits("sjf", load, geometric(mean), mean, 1200), expected)
 
 
-def latencies(
-    policy: Policy, arrivals: FloatArray, tokens: NDArray[np.int64], predictions: list[LengthPrediction]
-) -> FloatArray:
-    """Time from arrival to last token of each request on one server, preemption free of charge; a token takes a second.
-
-    Of the policy keys alone are used; the smallest, then the earliest, is served. Arrivals are ascending, in seconds.
-    """
-    present: dict[int, RequestState] = {}
-    keys: dict[int, float] = {}
-    found = np.zeros(len(arrivals))
-    now, coming = 0.0, 0
-    while coming < len(arrivals) or present:
-        if not present:
-            now = max(now, float(arrivals[coming]))
-        while coming < len(arrivals) and arrivals[coming] <= now:
-            item = request(str(coming), float(arrivals[coming]), prompt=1, cap=CAP)
-            state = RequestState(item, order=coming, prediction=predictions[coming])
-            policy.on_prediction(state)
-            present[coming], keys[coming] = state, policy.key(state, now)
-            coming += 1
-        best = min(present, key=lambda index: (keys[index], index))
-        state = present[best]
-        left = float(tokens[best]) - state.num_output_tokens
-        work = min(left, float(arrivals[coming]) - now) if coming < len(arrivals) else left
-        now += work
-        # Parts of a token are work too: the policies only read the number.
-        state.num_output_tokens += work  # type: ignore[assignment]
-        if tokens[best] - state.num_output_tokens <= 1e-9:
-            found[best] = now - arrivals[best]
-            policy.on_finish(state)
-            del present[best], keys[best]
-        else:
-            keys[best] = policy.key(state, now)
-    return found
-
-
-def mean_times(policy: str, load: float, runs: int = 6) -> FloatArray:
-    """Mean response times with exponential lengths that are known."""
-    found = []
+def mean_times(policy: str, load: float, runs: int = 5) -> FloatArray:
+    """Mean response times in seconds with exponential lengths that are known; preemption is free of charge."""
+    means = []
     for seed in range(runs):
         rng = np.random.default_rng(seed)
-        arrivals = np.cumsum(rng.exponential(MEAN / load, NUM))
-        tokens = np.maximum(np.round(rng.exponential(MEAN, NUM)), 1).astype(int)
-        sure = [LengthPrediction(math.log(value), 1e-7, 3.5) for value in tokens]
-        found.append(latencies(make_policy(policy), arrivals, tokens, sure)[WARM_UP:].mean())
-    return np.array(found)
+        arrivals = np.cumsum(rng.exponential(MEAN * BASE_S / load, NUM)).tolist()
+        tokens = np.maximum(np.round(rng.exponential(MEAN, NUM)), 1).astype(int).tolist()
+        rows = [
+            trace_row(str(i), at_s, 1, num, MAX_TOKENS)
+            for i, (at_s, num) in enumerate(zip(arrivals, tokens, strict=True))
+        ]
+        trace = Trace(tuple(rows))
+        limits = SchedulerConfig(max_num_seqs=1, preemption="swap", num_kv_blocks=100_000)
+        result = simulate(
+            trace, policy, scheduler=limits, step_time=QUEUE_STEP, predictions=oracle_predictions(trace)
+        )
+        means.append(np.mean([r.ttlt_s for r in result.records if int(r.request_id) >= WARM_UP]))
+    return np.array(means)
 
 
 def srpt_mean(load: float) -> float:
@@ -209,4 +125,4 @@ def srpt_mean(load: float) -> float:
 
 def test_srpt_of_known_lengths_reaches_the_least_mean() -> None:
     """At load 0.8 it is 0.45 of FCFS's mean."""
-    check_mean(mean_times("srpt", 0.8), MEAN * srpt_mean(0.8), 0.1)
+    check_mean(mean_times("srpt", 0.8), MEAN * BASE_S * srpt_mean(0.8), 0.1)

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from scheduler_core.engine.plan import PrefillChunk
 from scheduler_core.errors import InputError
@@ -224,6 +224,20 @@ class StepTime(Protocol):
         ...
 
 
+@runtime_checkable
+class SeparableStepTime(StepTime, Protocol):
+    """A model whose steps take a time for their tokens, and one for the attention of each of their requests."""
+
+    def least_s(self, num_steps: float, prefill_tokens: float, decodes: float) -> float:
+        """Lower bound of the time of `num_steps` or more steps with these tokens in total, without attention: the value of a
+        convex function for the mean step, or less, times the number of steps (Jensen); non-decreasing in all arguments."""
+        ...
+
+    def least_attention_s(self, prompt_tokens: int, output_tokens: int) -> float:
+        """Minimum of the attention time of a request over all ways to split its prompt, with `output_tokens` - 1 decodes."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinearStepTime:
     """t = base_s + per_prefill_token_s * P + per_decode_s * D + per_context_token_s * C + per_swapped_token_s * S.
@@ -266,3 +280,13 @@ class LinearStepTime:
         num = len(contexts)
         first = self.base_s + self.per_decode_s * num + self.per_context_token_s * total_of(contexts)
         return PolynomialRun(start_s, first, self.per_context_token_s * num)
+
+    def least_s(self, num_steps: float, prefill_tokens: float, decodes: float) -> float:
+        """See `SeparableStepTime`."""
+        tokens_s = self.per_prefill_token_s * prefill_tokens + self.per_decode_s * decodes
+        return self.base_s * num_steps + tokens_s
+
+    def least_attention_s(self, prompt_tokens: int, output_tokens: int) -> float:
+        """Nothing for the prompt in one chunk, and the context of each decode."""
+        decodes = output_tokens - 1
+        return self.per_context_token_s * decodes * (prompt_tokens + (decodes - 1) / 2)

@@ -171,16 +171,34 @@ class RooflineStepTime:
         first_s = self._linear(num, num) + self._decodes(num, total_of(contexts))
         return PolynomialRun(start_s, first_s, self._decodes(num, num) - self._decodes(num, 0))
 
+    def least_s(self, num_steps: float, prefill_tokens: float, decodes: float) -> float:
+        """Without the output embedding for the first tokens of requests, and without reading it."""
+        size, num_tokens = self.size, prefill_tokens + decodes
+        operations = size.layer_parameters * num_tokens + size.vocabulary * size.hidden * decodes
+        weights = size.layer_parameters * num_steps
+        seconds = 2.0 * max(operations / self._flops, weights / self._bytes_per_s)
+        return self.overhead_s * num_steps + seconds + self._collectives(num_steps, num_tokens)
+
+    def least_attention_s(self, prompt_tokens: int, output_tokens: int) -> float:
+        """The prompt in one chunk, and all decodes."""
+        decodes = output_tokens - 1
+        contexts = decodes * prompt_tokens + decodes * (decodes - 1) // 2
+        return self._chunk(0, prompt_tokens) + self._decodes(decodes, contexts)
+
     def _linear(self, num_tokens: int, num_sampled: int) -> float:
-        size, devices = self.size, self.tensor_parallel
+        size = self.size
         output = size.vocabulary * size.hidden
         computing = 2.0 * (size.layer_parameters * num_tokens + output * num_sampled) / self._flops
         reading = 2.0 * (size.layer_parameters + (output if num_sampled else 0)) / self._bytes_per_s
-        seconds = self.overhead_s + max(computing, reading)
-        if devices > 1:
-            sent = 2 * size.hidden * num_tokens * 2 * (devices - 1) / devices
-            seconds += 2 * size.num_layers * (COLLECTIVE_S + sent / LINK_BYTES_PER_S)
-        return seconds
+        return self.overhead_s + max(computing, reading) + self._collectives(1, num_tokens)
+
+    def _collectives(self, num_steps: float, num_tokens: float) -> float:
+        """Time of the collectives of several devices in these steps with `num_tokens` tokens in total."""
+        size, devices = self.size, self.tensor_parallel
+        if devices == 1:
+            return 0.0
+        sent = 2 * size.hidden * num_tokens * 2 * (devices - 1) / devices
+        return 2 * size.num_layers * (COLLECTIVE_S * num_steps + sent / LINK_BYTES_PER_S)
 
     def _decodes(self, num: int, context: int) -> float:
         """Attention time of decodes, each of which also reads the keys and values of its new token."""

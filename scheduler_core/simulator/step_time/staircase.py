@@ -75,6 +75,24 @@ class StaircaseStepTime:
 
         return PiecewiseRun(start_s, segment)
 
+    def least_s(self, num_steps: float, prefill_tokens: float, decodes: float) -> float:
+        """All tiles are full, or each step has one tile."""
+        tokens = prefill_tokens + decodes
+        tiles = max(tokens / self.t_col, num_steps)
+        return self.base_s * num_steps + self.linear_tile_s * tiles + self.per_token_s * tokens
+
+    def least_attention_s(self, prompt_tokens: int, output_tokens: int) -> float:
+        """The prompt in chunks of t_col after the rest: each column of tiles ends as early as it can."""
+        ends = range(prompt_tokens, 0, -self.t_col)
+        chunks = [self.chunk_tiles(end - min(end, self.t_col), min(end, self.t_col)) for end in ends]
+        last, decodes = prompt_tokens + output_tokens - 1, 0.0
+        context = prompt_tokens
+        while context < last:  # constant until the next tile
+            end = min(last, *(context + side - context % side for side in (self.t_row, self.t_col)))
+            decodes += (end - context) * self.decode_tiles(context)
+            context = end
+        return self.prefill_tile_s * sum(chunks) + self.decode_tile_s * decodes
+
     def _linear(self, num_tokens: int) -> float:
         return self.base_s + self.linear_tile_s * -(-num_tokens // self.t_col) + self.per_token_s * num_tokens
 
