@@ -90,7 +90,8 @@ class Slai(BatchFormer):
         others = [decodes[index] for index in order[num_critical : self.max_decodes]]
         self._add_critical(pool, batch, critical, now)
         batch.fill(pool, list(still_running(prefilling)), now)  # step 3
-        self._add_others(pool, batch, others, now)
+        # Under a policy that evicts by key, a critical decode may have taken the memory of one of the others.
+        self._add_others(pool, batch, list(still_running(others)), now)
         return batch
 
     def _due_s(self, decodes: list[RequestState]) -> list[float]:

@@ -115,7 +115,7 @@ class BoundedShortest(WorkLeft):
     Guarantee, up to errors of the estimates: every request starts within `ratio` times its wait under first come, first
     served, or the P99 of those waits if that is longer. It also ends within `ratio` times its latency under
     first come, first served, or their P99. There are no exemptions. The policy does not preempt; a request that a batch
-    former has preempted is first until it ends.
+    former has preempted counts as one that has reached its maximum wait until it ends, so that only earlier arrivals go before it.
 
     Work is E[min(X, M)], corrected by the true lengths of similar predictions (`PredictionBias`). W is the waiting work
     at the arrival, plus the deviation of the remaining work of running requests from its average; it is the same for

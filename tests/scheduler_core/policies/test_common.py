@@ -17,40 +17,12 @@ from scheduler_core.policies import POLICIES, make_policy, policy_class, policy_
 from scheduler_core.prediction.predictions import HEADS, UrgencyPrediction
 from scheduler_core.prediction.urgency import LEVELS, abstains, effective_level, expected_cost_levels
 from scheduler_core.request import RequestState
-from tests.scheduler_core.helpers import Drive, full_prediction, request, run_step, scheduler
+from tests.scheduler_core.helpers import full_prediction, request, run_step, scheduler
 
-STEP_S = 0.05
-#: Policies that say nobody starves, with parameters that make the wait short enough for a test.
-FAIR: dict[str, dict[str, float]] = {
-    "fcfs": {}, "ltr": {}, "tie": {"tau_s": 1.0}, "hrrn": {}, "edf": {}, "mlfq": {},
-    "distboost": {"gamma_per_s": 1.0},
-    "uniboost": {"bin_tokens": 1, "gamma_per_s": 1.0, "gamma_min_per_s": 0.5}, "bounded_shortest": {}, "vtc": {},
-    "uniboost_uncached": {"gamma_per_s": 1.0, "gamma_min_per_s": 0.5},
-}  # fmt: skip
 FOLDER = Path(package.__file__).parent
 SURE = (1.0, 0.0, 0.0, 0.0, 0.0)
 #: Most probable level 2, level of least expected cost 1; most probable level 0, but nearly uniform.
 LIKELY_2, FLAT = (0.1, 0.2, 0.5, 0.1, 0.1), (0.234, 0.2, 0.2, 0.183, 0.183)
-
-
-@pytest.mark.parametrize("name", FAIR)
-def test_nobody_starves_where_that_is_promised(name: str) -> None:
-    """One seat that short requests alone keep busy (three steps of work every three steps); a long one is among them.
-
-    Short: 4 prompt and 3 output tokens, predicted well; long: 40 and 50, arrives in the 10th step.
-    """
-    steps = [step for step in range(800) if step % 3 == 0 or step < 5]
-    short = (request(f"s{step}", step * STEP_S, 4, 60, tenant="a", ttlt_slo_s=1.0) for step in steps)
-    long = request("long", 10 * STEP_S, prompt=40, cap=60, tenant="b", ttlt_slo_s=20.0)
-    rows = [*((item, 3) for item in short), (long, 50)]
-    predictions = {item.request_id: full_prediction(float(length), 0.1) for item, length in rows}
-    limits = {"max_num_seqs": 1, "max_num_batched_tokens": 64, "num_kv_blocks": 4000}
-    core = scheduler(make_policy(name, FAIR[name]), **limits)
-    run = Drive(core, rows, STEP_S, predictions)
-    for _ in range(800):
-        run.step()
-    state = core.find("long")
-    assert state is None or state.num_output_tokens > 0
 
 
 @pytest.mark.parametrize("name", POLICIES)
