@@ -84,10 +84,10 @@ def test_session_affine_stays_with_the_context_and_moves_when_it_is_evicted() ->
     finish("x1", "x", "a", 310)
     finish("y0", "y", "b", 110)
     assert send("x2", "x", 320) == "a", "although b has fewer tokens"
-    finish("x2", "x", "a", 64)
+    finish("x2", "x", "a", 160)
     assert send("w0", "w", 500) == "b", "200 tokens against 320"
-    assert send("x3", "x", 330) == "a", "a part of its context is left"
-    finish("x3", "x", "a", 0)
+    assert send("x3", "x", 330) == "a", "half of its context is left"
+    finish("x3", "x", "a", 64)
     assert send("y0b", "y", 120) == "b"
     finish("y0b", "y", "b", 0)
     assert send("y1", "y", 130) == "a", "both are evicted: nothing on a, 600 tokens on b"
