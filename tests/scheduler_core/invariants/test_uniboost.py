@@ -143,11 +143,12 @@ def test_memguard_bounds_the_preemptions_of_every_request(
     signal_by_phase=st.booleans(),
     shared=st.integers(0, 6),
     num_swap_blocks=st.sampled_from([None, 0, 9]),
+    spare_block=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
 def test_memguard_holds_on_any_small_engine(
     seed: int, former: str, preemption: Any, num_kv_blocks: int, kv_block_tokens: int, bin_blocks: int,
-    signal_by_phase: bool, shared: int, num_swap_blocks: int | None,
+    signal_by_phase: bool, shared: int, num_swap_blocks: int | None, spare_block: bool,
 ) -> None:  # fmt: skip
     """Also with shared prompts in the prefix cache, too little host memory, and the signal of the paper's algorithm."""
     trace = trace_of(20, seed, load=200.0, outputs=(9.0, 20.0), longest=20)
@@ -161,6 +162,7 @@ def test_memguard_holds_on_any_small_engine(
         max_num_seqs=8, max_num_batched_tokens=64 if former == "vllm" else 16, num_kv_blocks=num_kv_blocks,
         kv_block_tokens=kv_block_tokens, preemption=preemption, batching=former,
         num_swap_blocks=num_swap_blocks if preemption == "swap" else None,
+        batching_parameters={"spare_block": spare_block} if former in ("chunked_prefill", "vllm") else {},
     )  # fmt: skip
     policy, copied = run(
         trace, config, bin_tokens=bin_blocks * kv_block_tokens, signal_by_phase=signal_by_phase
