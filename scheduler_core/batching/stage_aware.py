@@ -35,6 +35,11 @@ class StageAware(BatchFormer):
     | priority | (f_e, f_t): urgency, then remaining time | the policy's key; the paper's is policy "semantic" |
     | cache_rule | cache-or-recompute rule, "exact" or "paper" | used if preemption is "swap" |
 
+    The first of all requests always runs. An arrival costs O(log n) of n waiting requests, a step O(b log n + r log r)
+    and an eviction O(r) of the r requests in memory (section 3.3 has O(log r) with a second heap). No request ends
+    before a more urgent one that was there at its last step (Eq. 2) if b = 1; with more, less urgent decodes use
+    the slots beside an urgent one.
+
     Differs from the paper: new requests enter the heap at once, without an unsorted buffer; a batch has at most
     max_num_batched_tokens tokens, so prompts may be processed in chunks; a partly processed prompt counts as
     a prefill; no request is evicted for one of lower or equal priority; admission keeps the watermark free;
@@ -73,12 +78,14 @@ class StageAware(BatchFormer):
             if batch.budget == 0 or len(batch.prefills) + len(batch.decodes) == pool.max_num_seqs:
                 break
             if state.status is Status.RUNNING:
-                if self._allocate(pool, batch, state, now):
-                    batch.add(state)
-            elif may_admit and state.request_id not in batch.preempted:
-                may_admit = self._admit(pool, batch, state, now)
-                if may_admit:
-                    batch.add(state)
+                has_memory = self._allocate(pool, batch, state, now)
+            else:
+                is_new = may_admit and state.request_id not in batch.preempted
+                has_memory = is_new and self._admit(pool, batch, state, now)
+            if has_memory:
+                batch.add(state)
+            else:  # The memory of one that was just evicted is not for those of lower priority.
+                may_admit = False
         return batch
 
     def _select(self, pool: Pool, now: float) -> list[Ranked]:
@@ -156,6 +163,4 @@ def _ranked(pool: Pool, state: RequestState, now: float) -> Ranked:
 
 def _decodes(state: RequestState) -> bool:
     """Whether the request needs no prefill before its next token."""
-    if state.status is Status.RUNNING:
-        return state.num_computed_tokens >= state.prefill_target_tokens
     return state.num_computed_tokens >= state.prefill_target_tokens
