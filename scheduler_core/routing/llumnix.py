@@ -274,19 +274,28 @@ class MigrationPlanner:
         in_flight: AbstractSet[str],
     ) -> list[Move]:
         leaving = source.status is ReplicaStatus.DRAINING
+        spare_blocks = {target.replica_id: self._spare_blocks(target, capacities) for target in targets}
+        if not leaving and max(spare_blocks.values()) < 1:
+            return []
         for row in self.candidates(source, in_flight):
             for target in targets:
                 tokens = target.num_kv_blocks * target.kv_block_tokens
                 capacity = capacities[target.replica_id]
-                forced = leaving and not row.running
-                reserve = 0.0
-                if not leaving:
-                    headroom = self.headroom.blocks({*target.tiers, row.tier}, target.num_kv_blocks)
-                    reserve = target.head_demand_blocks + headroom
-                if row.prompt_tokens + row.max_tokens <= tokens and (forced or capacity.fits(row, reserve)):
+                if leaving:
+                    fits = not row.running or row.demand_blocks <= capacity.free_blocks
+                else:
+                    added = () if row.tier in target.tiers else (row.tier,)
+                    headroom = self.headroom.blocks(added, target.num_kv_blocks)
+                    fits = row.demand_blocks + headroom <= spare_blocks[target.replica_id]
+                if fits and row.prompt_tokens + row.max_tokens <= tokens:
                     capacity.take(row)
                     return [Move(row.request_id, source.replica_id, target.replica_id)]
         return []
+
+    def _spare_blocks(self, target: ReplicaSnapshot, capacities: dict[str, Capacity]) -> float:
+        """Free blocks beside the demand of the head of the queue and the headroom of the tiers that are present."""
+        reserved = self.headroom.blocks(target.tiers, target.num_kv_blocks)
+        return capacities[target.replica_id].free_blocks - target.head_demand_blocks - reserved
 
     def candidates(self, source: ReplicaSnapshot, in_flight: AbstractSet[str]) -> Iterator[RequestView]:
         """The requests that may leave the replica, in order of preference."""

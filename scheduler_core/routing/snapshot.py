@@ -215,9 +215,14 @@ class Capacity:
         taken = self._replica.num_free_blocks - self._blocks
         return self._replica.kv_load + taken / self._replica.num_kv_blocks
 
-    def fits(self, row: RequestView, reserve_blocks: float = 0.0) -> bool:
-        """Whether a slot and blocks are left for a request, and `reserve_blocks` after it."""
-        return row.demand_blocks + reserve_blocks <= self._blocks and self._slots > 0
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that are left; 0 without a slot."""
+        return self._blocks if self._slots > 0 else 0
+
+    def fits(self, row: RequestView) -> bool:
+        """Whether blocks and a slot are left for a request."""
+        return row.demand_blocks <= self.free_blocks
 
     def take(self, row: RequestView) -> None:
         """Subtracts the blocks and the slot of a request."""
