@@ -205,8 +205,8 @@ class MigrationPlanner:
     """Moves one request per pair of full and free replicas every interval_s, if max F - min F >= threshold (section 3.5).
 
     sources: F <= min F + band;  destinations: F >= max F - band, active;  paired by rank, fullest with freest.
-    candidates: waiting requests first (no cache to copy), then decoding ones; the least urgent tier first, then the
-    smallest cache, then the latest arrival.
+    candidates: waiting requests first (no cache to copy), in the order of their queue; then decoding ones, the least urgent
+    tier first, then the smallest cache, then the latest arrival.
 
     | symbol | meaning | unit |
     | --- | --- | --- |
@@ -221,6 +221,8 @@ class MigrationPlanner:
     the head of the queue and the headroom of all tiers then present: F_full >= 0 after the move. Otherwise the
     demand of a waiting request would move with it, and it would move back at the next tick. From a draining replica
     waiting requests always move, and running ones into headroom. While a replica drains the others are balanced as well.
+    Of the waiting requests the paper's code, in which none waits for memory, moves the least urgent one first; on a freer
+    replica that would be served before more urgent ones of its source.
     """
 
     headroom: Headroom = field(default_factory=exponential_headroom)
@@ -299,11 +301,13 @@ class MigrationPlanner:
 
     def candidates(self, source: ReplicaSnapshot, in_flight: AbstractSet[str]) -> Iterator[RequestView]:
         """The requests that may leave the replica, in order of preference."""
-        movable = [
-            ((row.running, -row.tier, row.kv_blocks, -row.arrival_s), index, row)
-            for index, row in enumerate(source.requests)
-            if row.request_id not in in_flight and (row.decoding or not row.running)
-        ]
+        movable = []
+        for index, row in enumerate(source.requests):
+            if row.request_id not in in_flight and (row.decoding or not row.running):
+                sign = -1 if row.running else 1
+                movable.append(
+                    ((row.running, sign * row.tier, row.kv_blocks, sign * row.arrival_s), index, row)
+                )
         heapify(movable)  # usually the first one fits
         while movable:
             yield heappop(movable)[-1]

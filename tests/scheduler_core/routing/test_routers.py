@@ -399,7 +399,7 @@ def test_waiting_requests_move_first_and_only_where_they_fit() -> None:
     a = replica("a", running("r", 80, tier=4), waiting("w1", 30, tier=1), waiting("w2", 25, tier=4))
     roomy, tight = replica("b", running("x", 10)), replica("b", running("x", 70), running("y", 10))
     planner = llumnix.MigrationPlanner(headroom=NO_HEADROOM)
-    assert planner.plan([a, roomy], frozenset(), 0.0) == (Move("w2", "a", "b"),)
+    assert planner.plan([a, roomy], frozenset(), 0.0) == (Move("w1", "a", "b"),)
     # 20 blocks are left on `tight`: neither waiting request fits, nor does the running one.
     assert planner.plan([a, tight], frozenset(), 1.0) == ()
 
