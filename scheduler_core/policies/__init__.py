@@ -14,6 +14,7 @@ from scheduler_core.policies.base import Policy
 from scheduler_core.policies.bounded_shortest import BoundedShortest
 from scheduler_core.policies.continuum import Continuum
 from scheduler_core.policies.deadlines import Edf, SloTie
+from scheduler_core.policies.gittins import BoostGittins, Gittins
 from scheduler_core.policies.llumlet import Llumlet
 from scheduler_core.policies.ltr import Ltr
 from scheduler_core.policies.prefix_order import DepthFirst, LongestPrefix
@@ -47,6 +48,8 @@ POLICIES: dict[str, type[Policy]] = {
     "srpt": Srpt,
     "trail": Trail,
     "elis": Elis,
+    "gittins": Gittins,
+    "boost_gittins": BoostGittins,
     "hpjf": Hpjf,
     "semantic": Semantic,
     "llumlet": Llumlet,

@@ -1,9 +1,9 @@
 """Work that is left for a request in seconds of the engine, and orders that are recomputed at every event."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
-from scheduler_core.policies.base import Costs, EngineView, Policy
+from scheduler_core.policies.base import Costs, EngineView, Policy, Progress, RunningKeys
 from scheduler_core.request import RequestState
 
 #: Least engine time of a request, because measured costs may be 0.
@@ -41,8 +41,8 @@ class EventOrder(Policy):
     """
 
     key_changes = "on_event"
-    running_keys = "on_event"
-    progress = "unused"
+    running_keys: ClassVar[RunningKeys] = "on_event"
+    progress: ClassVar[Progress] = "unused"
 
     _costs: Costs | None = field(default=None, init=False, repr=False)
     #: For the keys, until they are recomputed: seconds per token, and the time of the event before.
