@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from scheduler_core.batching.base import BatchFormer
 from scheduler_core.batching.chunked_prefill import ChunkedPrefill
 from scheduler_core.batching.rad import Rad, RadPrefillFirst
-from scheduler_core.batching.reserving import Orca, RequestLevel
+from scheduler_core.batching.reserving import Orca, QuantileReserve, RequestLevel
 from scheduler_core.batching.slai import Slai
 from scheduler_core.batching.stage_aware import StageAware
 from scheduler_core.batching.uniboost import OneOrder
@@ -17,6 +17,7 @@ from scheduler_core.ranges import construct
 BATCH_FORMERS: dict[str, type[BatchFormer]] = {
     "chunked_prefill": ChunkedPrefill,
     "orca": Orca,
+    "quantile_reserve": QuantileReserve,
     "rad": Rad,
     "rad_prefill_first": RadPrefillFirst,
     "request_level": RequestLevel,

@@ -15,7 +15,7 @@ from scheduler_core.errors import InputError
 from scheduler_core.kv_cost import KVCost
 from scheduler_core.policies.base import Policy
 from scheduler_core.request import Request
-from tests.scheduler_core.helpers import Drive, request, scheduler
+from tests.scheduler_core.helpers import Drive, predicted, request, scheduler
 from tests.scheduler_core.test_scheduler import Urgent
 
 #: A100, Qwen1.5-7B, from the paper's code.
@@ -53,6 +53,18 @@ def test_orca_joins_at_any_iteration_if_the_longest_answer_fits() -> None:
     ]  # fmt: skip
     run = drive("orca", rows, max_num_seqs=3, num_kv_blocks=12)
     assert run.lines == ["a+3. b+2.", "a b", "a b", "c+1. b", "c"]
+
+
+def test_a_request_waits_for_the_quantile_of_its_length() -> None:
+    """12 tokens. a and b are sure to have 4 tokens: each reserves 2 + 4. c is expected to have 7, and waits for 1 + 7. d, without
+    a prediction, needs only its prompt, but comes after c in the order. a and b end together, then c and d are admitted."""
+    lengths = {"a": 4, "b": 4, "c": 7, "d": 2}
+    rows = [(request(name, prompt=1 if name in "cd" else 2, cap=9), length) for name, length in lengths.items()]
+    predictions = {name: predicted(lengths[name], sigma=1e-6) for name in "abc"}
+    limits = {"kv_block_tokens": 1, "kv_watermark": 0.0, "num_kv_blocks": 12, "max_num_seqs": 4}
+    run = Drive(scheduler("fcfs", batching="quantile_reserve", **limits), rows, predictions=predictions)
+    run.run()
+    assert run.lines == ["a+2. b+2.", "a b", "a b", "a b", "c+1. d+1.", "c d", *["c"] * 5]
 
 
 def test_vllm_lets_a_prompt_interrupt_the_decodes() -> None:
