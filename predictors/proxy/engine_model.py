@@ -70,8 +70,6 @@ class EngineModel:
         self.costs = StepCosts()
         self.size = size
         self._kv, self._prefixes = self._empty()
-        #: Versions of the caches before this one.
-        self._past_versions = 0
         #: Requests in the engine, and those of them that wait there for memory, in the order of sending.
         self._running: dict[str, RequestState] = {}
         self._waiting: dict[str, RequestState] = {}
@@ -92,11 +90,6 @@ class EngineModel:
         return UnknownEngine.capacity_tokens if self.size is None else self._kv.capacity_tokens
 
     @property
-    def version(self) -> int:
-        """See `LiveEngine`."""
-        return self._past_versions + self._prefixes.version
-
-    @property
     def num_resident_tokens(self) -> int:
         """Tokens in the cache, of running and of ended requests."""
         kv = self._kv
@@ -111,6 +104,10 @@ class EngineModel:
         """Updates `cached_tokens` of waiting requests."""
         for state in states:
             state.cached_tokens = self._kv.find(state).num_blocks * self._kv.block_tokens
+
+    def look_up_again(self, waiting: Iterable[RequestState]) -> None:
+        """Updates `cached_tokens` of all waiting requests, of which only some find more or fewer tokens than before."""
+        self.look_up(self._prefixes.take_changed(waiting))
 
     def send(self, state: RequestState) -> None:
         """Handles a request that is sent to the engine."""
@@ -190,7 +187,6 @@ class EngineModel:
 
     def clear(self, size: CacheSize | None) -> None:
         """Empties the cache, because the engine was restarted or its size has become known."""
-        self._past_versions += self._prefixes.version + 1
         self.size = size
         self._kv, self._prefixes = self._empty()
         self._ended.clear()

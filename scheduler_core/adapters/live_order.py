@@ -79,20 +79,19 @@ class TypicalLength:
 class LiveEngine(EngineView, Protocol):
     """An engine with a prefix cache, as far as an adapter knows it."""
 
-    @property
-    def version(self) -> int | None:
-        """Differs from before if a look-up may find more or fewer tokens; None: unknown."""
-        ...
-
     def look_up(self, states: Iterable[RequestState]) -> None:
         """Updates `cached_tokens` of waiting requests."""
+        ...
+
+    def look_up_again(self, waiting: Iterable[RequestState]) -> None:
+        """Updates `cached_tokens` of all waiting requests, each of which was looked up before."""
         ...
 
 
 class UnknownEngine:
     """An engine of which only typical costs are known: all contexts have memory, and nothing is cached."""
 
-    capacity_tokens, step_tokens, version = 2**62, 2**62, 0
+    capacity_tokens, step_tokens = 2**62, 2**62
     has_host_tier = evicts_by_policy = False
     costs: Costs
 
@@ -105,6 +104,8 @@ class UnknownEngine:
 
     def look_up(self, states: Iterable[RequestState]) -> None:
         """Nothing is cached."""
+
+    look_up_again = look_up
 
 
 class LiveOrder:
@@ -127,8 +128,6 @@ class LiveOrder:
         self.policy = policy
         self.engine: LiveEngine = engine or UnknownEngine()
         self._reads_cached = policy.reads("cached")
-        #: Of the engine at the latest look-up of all waiting requests.
-        self._version: int | None = None
         policy.bind(self.engine)
         self.level = level or (lambda state: 0)
         self.states: dict[str, RequestState] = {}
@@ -180,10 +179,8 @@ class LiveOrder:
             self._rekey(state, now)
         pressed = self.policy.on_pressure(len(self.waiting), self.max_num_seqs)
         if pressed or self.policy.key_changes == "with_time":
-            version = self.engine.version
-            if self._reads_cached and (version is None or version != self._version):
-                self._version = version
-                self.engine.look_up(self.waiting)
+            if self._reads_cached:
+                self.engine.look_up_again(self.waiting)
             self.waiting.rekey_all(now)
             return True
         return False

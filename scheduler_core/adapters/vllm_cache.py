@@ -63,7 +63,7 @@ class VllmCache:
         retention: `Policy.retention_key` if the policy orders evictions; else None: least recently used first, as in vLLM.
     """
 
-    has_host_tier, version = False, None
+    has_host_tier = False
 
     def __init__(
         self,
@@ -129,6 +129,8 @@ class VllmCache:
             limit = min((request.num_tokens - 1) // self.block_size, len(request.block_hashes) // self._scale)
             num = self._num_cached(request.block_hashes, limit, state.cached_tokens // self.block_size)
             state.cached_tokens = num * self.block_size
+
+    look_up_again = look_up
 
     def resident_tokens(self, session: str) -> int:
         """See `EngineView`."""

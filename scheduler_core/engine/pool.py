@@ -71,8 +71,6 @@ class Pool:
         #: Content, prompt tokens and computed tokens of the last request of each session.
         self._contexts: dict[str, tuple[tuple[Segment, ...], int, int]] = {}
         self._max_contexts = _MIN_CONTEXTS
-        #: `PrefixCache.version` as of the last look.
-        self._version = -1
         if kv.prefixes is not None and policy.orders_retention:
             kv.prefixes.retention = policy.retention_key
         policy.bind(self)
@@ -310,12 +308,8 @@ class Pool:
 
     def look_up_all(self) -> None:
         """Updates what the policy reads of the prefix cache, before keys are computed."""
-        prefixes = self.kv.prefixes
-        if prefixes is None:
-            return
-        if self.policy.reads("cached") and prefixes.version != self._version:
-            self._version = prefixes.version
-            for state in self.waiting:
+        if self.kv.prefixes is not None and self.policy.reads("cached"):
+            for state in self.kv.prefixes.take_changed(self.waiting):
                 self.look_up(state)
 
     def resident_tokens(self, session: str) -> int:

@@ -7,10 +7,10 @@ memory is needed. They are then dropped, or moved to the host, from the ends of 
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from scheduler_core.request import Segment
+from scheduler_core.request import RequestState, Segment
 
 #: Name of a node below its parent: its key and the tokens of the stream before it; also those of segments between the two
 #: that are shorter than a block.
@@ -109,8 +109,8 @@ class PrefixCache:
         self.num_host_blocks = num_host_blocks
         #: Blocks on the device that no running request uses, blocks of running requests (each once), blocks on the host.
         self.num_unused = self.num_pinned = self.num_on_host = 0
-        #: Increases when a prompt may find more or fewer blocks than before.
-        self.version = 0
+        #: Keys of the streams that have more or fewer blocks than at the latest `take_changed`; None: before the first one.
+        self._resized: set[str] | None = None
         #: Value of a session's unused blocks, smallest evicted first; None: least recently used first.
         self.retention: Callable[[str], float] | None = None
         self._root = _Node(None, (), 0)
@@ -187,7 +187,7 @@ class PrefixCache:
                 node.num_blocks += moved
                 self.num_on_host -= moved
                 self.num_unused += moved
-                self.version += 1
+                self._note_size(node)
             self._pin(node, request_id, blocks)
             path.append(node)
         self._paths[request_id] = path
@@ -212,7 +212,7 @@ class PrefixCache:
                 self.num_unused += want - child.num_blocks
                 child.num_blocks = want
                 child.end = max(child.end, want)
-                self.version += 1
+                self._note_size(child)
             if depth == len(path):
                 path.append(child)
             self._pin(child, request_id, want)
@@ -268,6 +268,21 @@ class PrefixCache:
             self._remove_end(node)
             node = node.parent
 
+    def take_changed(self, waiting: Iterable[RequestState]) -> list[RequestState]:
+        """Those of these requests of which it may have more or fewer blocks than at the latest call; at the first one, all."""
+        resized, self._resized = self._resized, set()
+        if resized is None:
+            return list(waiting)
+        if not resized:
+            return []
+        return [
+            state for state in waiting if not resized.isdisjoint([key for key, _ in state.request.content])
+        ]
+
+    def _note_size(self, node: _Node) -> None:
+        if self._resized is not None:
+            self._resized.add(node.name[-1][1])
+
     def evict(self, num_blocks: int) -> None:
         """Frees unused blocks on the device. AssertionError if there are too few."""
         self._free(num_blocks, on_device=True)
@@ -283,7 +298,6 @@ class PrefixCache:
     def _free(self, num_blocks: int, *, on_device: bool) -> None:
         if num_blocks <= 0:
             return
-        self.version += 1
         self._values.clear()  # they may have changed
         by_value = on_device and self.retention is not None
         while num_blocks > 0:
@@ -303,6 +317,7 @@ class PrefixCache:
             else:
                 node.end -= freed
                 self.num_on_host -= freed
+            self._note_size(node)
             while len(node.marks) > 1 and node.marks[-2].end >= node.end:
                 node.marks.pop()
             if by_value:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from scheduler_core.engine.kv_cache import KVCache
-from scheduler_core.engine.prefix_cache import PrefixCache
+from scheduler_core.engine.prefix_cache import Hit, PrefixCache
 from scheduler_core.request import RequestState, Segment
 from tests.scheduler_core import helpers
 
@@ -119,6 +119,8 @@ def test_hits_and_evictions_are_those_of_single_blocks(seed: int, by_value: bool
         assert kv.prefixes is not None
         kv.prefixes.retention = values.__getitem__
     blocks, running, compared = Blocks(24, values), dict[str, RequestState](), 0
+    waiting = [state_of(f"w{at}", *random_content(rng)) for at in range(12)]
+    hits: dict[str, Hit] = {}
     for number in range(400):
         if by_value:
             values[rng.choice("uvwxyz")] = rng.choice((-math.inf, 1.0, rng.random()))
@@ -149,6 +151,10 @@ def test_hits_and_evictions_are_those_of_single_blocks(seed: int, by_value: bool
                 blocks.admit(state, kv.held_by(name))
                 running[name] = state
         assert kv.num_free_blocks == blocks.free()
+        hits |= {state.request_id: kv.find(state) for state in kv.prefixes.take_changed(waiting)}
+        for state in waiting:
+            hit = kv.find(state)
+            assert hits[state.request_id].num_blocks == hit.num_blocks, "it has changed"
         for name in running:
             before = kv.num_free_blocks
             alone = kv.freed_by(name)

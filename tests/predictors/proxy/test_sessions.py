@@ -449,7 +449,8 @@ def test_no_request_is_held_by_an_idle_engine(policy: str, actions: list[tuple[s
 class AlwaysChanging(EngineModel):
     """All waiting prompts are looked up at every event."""
 
-    version = None  # type: ignore[assignment]
+    def look_up_again(self, waiting: Iterable[RequestState]) -> None:
+        self.look_up(waiting)
 
 
 @pytest.mark.parametrize("policy", ["working_set", "hrrn", "longest_prefix"])
