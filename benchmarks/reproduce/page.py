@@ -1,6 +1,6 @@
 """Findings as Markdown pages, and as JSON so that a page can combine separate runs.
 
-A page has one row for each claim and at most `MAX_ROWS` rows in a table; all values are in the JSON files.
+A page has one row for each claim, and one table of at most `MAX_ROWS` rows for each study; all values are in the JSON files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_CELLS = 2
 #: What a reader learns from each paper; to be revised with its findings.
 LESSONS = {
     "Multi-tier Llumnix": "The most urgent tier gets its first token sooner than without tiers, as in the paper. The speed-up over the baseline is not there when both systems have the same memory, because the paper's dispatch counts only the first waiting request. Counting the whole queue (`Llumnix(whole_queue=True)`) removes most of the loss.",
-    "Semantic scheduling": "In large spikes of requests the most urgent level waits less than under the baselines, as in the paper. Wrong levels make urgent requests wait longer, as in the paper. Wrong length buckets do so too; the paper finds no effect on level 0.",
+    "Semantic scheduling": "In large spikes of requests the most urgent level waits less than under the baselines, as in the paper; in one of four settings HPJF is as good. The order does it: in vLLM's batches it serves this level as soon, or sooner, than in the paper's stage-aware ones. Wrong levels make urgent requests wait longer, as in the paper. Wrong length buckets do so too; the paper finds no effect on level 0.",
     "RAD and SLAI": "SLAI reduces the median TTFT and keeps the time between tokens of paying and free users, as in the paper. Its mean TTFT over all prompts is not lower. RAD is stable below the paper's bound.",
     "UniBoost": "UniBoost reduces TTFT against FCFS, as in the paper, and no long request starves. Against TRAIL+ with true lengths it is not better, unlike in the paper, which gives neither traces nor code.",
     "TIE": "TIE is better than FCFS, as in the paper. It is mostly not better than SSJF and LTR when all have equally good predictors and the output lengths of a prompt vary as in CASTILLO, a fifth as much as in the paper.",
@@ -78,8 +78,8 @@ def _number(value: float | None) -> str:
 
 
 def _range(values: Iterable[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    texts = [_number(value) for value in ((min(known), max(known)) if known else (None,))]
+    numbers = [value for value in values if value is not None]
+    texts = [_number(value) for value in ((min(numbers), max(numbers)) if numbers else (None,))]
     return " to ".join(dict.fromkeys(texts))
 
 
@@ -121,23 +121,35 @@ def _values_table(study: Study, findings: Findings) -> list[str]:
     return _markdown([*head, *(["same direction", "differs in"] if any_directed else [])], lines)
 
 
-def claims_table(parts: Sequence[Part]) -> list[str]:
-    """One row for each sentence of the paper, then one for each check of ours; those that fail somewhere first."""
-    rows = []
+def claims_sections(parts: Sequence[Part]) -> list[str]:
+    """Sentences of the paper that fail somewhere, those that hold, and checks of ours, one row for each."""
+    sections: dict[str, list[list[str]]] = {"fail": [], "hold": [], "ours": []}
     for (text, is_ours), claims in _by_text(parts).items():
         failed = [claim for claim in claims if not claim.holds]
-        cases = f" in all {len(claims)} cases" if len(claims) > 1 else ""
-        verdict = f"holds{cases}"
-        if failed:
-            cells = _cells([one.case or one.where for one in failed], len(claims))
-            verdict = f"fails in {cells}" if len(failed) < len(claims) else f"fails{cases}"
         wheres = _cells(list(dict.fromkeys(claim.where for claim in claims)), 0)
-        example, cause = (failed or claims)[0], next((one.cause for one in failed if one.cause), "")
-        cells = [text, "our check" if is_ours else wheres, example.evidence, verdict, cause]
-        rows.append((is_ours, not failed, cells))
-    rows.sort(key=lambda row: row[:2])
-    head = ["claim", "where", "ours, first case", "verdict", "cause"]
-    return _markdown(head, [cells for *_, cells in rows])
+        verdict = f"holds in all {len(claims)} cases" if len(claims) > 1 else "holds"
+        if failed:
+            cases = _cells([one.case or one.where for one in failed], len(claims))
+            verdict = f"fails in {cases}" if len(failed) < len(claims) else "fails"
+        evidence = (failed or claims)[0].evidence
+        cause = next((one.cause for one in failed if one.cause), "")
+        if is_ours:
+            sections["ours"].append([text, evidence, verdict, cause])
+        elif failed:
+            sections["fail"].append([text, wheres, evidence, verdict, cause])
+        else:
+            sections["hold"].append([text, wheres])
+    lines = []
+    for title, name, head in (
+        ("Claims of the paper that fail", "fail", ["claim", "where", "ours", "verdict", "cause"]),
+        ("Claims of the paper that hold", "hold", ["claim", "where"]),
+        ("Our checks", "ours", ["check", "result", "verdict", "cause"]),
+    ):
+        rows = sections[name]
+        for first in range(0, len(rows), MAX_ROWS):
+            heading = [f"## {title}", ""] if first == 0 else []
+            lines += [*heading, *_markdown(head, rows[first : first + MAX_ROWS])]
+    return lines
 
 
 def _by_text(parts: Sequence[Part]) -> dict[tuple[str, bool], list[Claim]]:
@@ -150,7 +162,7 @@ def _by_text(parts: Sequence[Part]) -> dict[tuple[str, bool], list[Claim]]:
 
 
 def section(
-    study: Study, findings: Findings, about: Mapping[str, Any], known: set[str] | None = None
+    study: Study, findings: Findings, about: Mapping[str, Any], printed: set[str] | None = None
 ) -> list[str]:
     """The section of one study.
 
@@ -158,17 +170,17 @@ def section(
         study: The study.
         findings: Its results.
         about: Description of the run.
-        known: Sentences that the page already has, and that are not repeated; those of this section are added.
+        printed: Sentences that the page already has, and that are not repeated; those of this section are added.
     """
-    known = set() if known is None else known
+    printed = set() if printed is None else printed
     cells = {row.where for row in findings.rows}
     # A note that starts with the name of a cell belongs to the data.
     notes = [note for note in findings.notes if note.split(":")[0] not in cells]
     lines = [f"## {study.title}", ""]
     for paragraph in (*study.why.split("\n\n"), *notes):
         sentences = re.split(r"(?<=\.) (?=[A-Z`])", paragraph)
-        new = " ".join(sentence for sentence in sentences if sentence not in known)
-        known.update(sentences)
+        new = " ".join(sentence for sentence in sentences if sentence not in printed)
+        printed.update(sentences)
         lines += [new, ""] if new else []
     lines += _values_table(study, findings)
     counts = _values([(study, findings, about)])
@@ -232,11 +244,10 @@ def paper_page(parts: Sequence[Part]) -> str:
     """The page of one paper with its claims and all its studies."""
     paper = parts[0][0].paper
     lines = [f"# {paper}", "", f"{_GENERATED} [How to read it](index.md).", "", LESSONS[paper], ""]
-    if any(findings.claims for _, findings, _ in parts):
-        lines += ["## Claims", "", *claims_table(parts)]
-    known: set[str] = set()
+    lines += claims_sections(parts)
+    printed: set[str] = set()
     for study, findings, about in parts:
-        lines += section(study, findings, about, known)
+        lines += section(study, findings, about, printed)
     return "\n".join(lines).rstrip() + "\n"
 
 
