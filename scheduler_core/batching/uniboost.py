@@ -29,7 +29,8 @@ class OneOrder(BatchFormer):
     3. Requests in memory that are not among the M are paused: they keep their memory and skip this step.
     4. If no request has joined, swap out the one of the largest Phi(v) - swap_token_s n_v and repeat.
 
-    victim = argmax of Phi(v) - swap_token_s n_v over unprotected running v with Phi(r) < Phi(v) - delta
+    victim = argmax of Phi(v) - swap_token_s n_v over unprotected running v with Phi(r) < Phi(v) - delta; if there is none
+    and r runs, over those at `LAST_RESORT`
 
     | symbol | meaning | here |
     | --- | --- | --- |
@@ -38,12 +39,12 @@ class OneOrder(BatchFormer):
     | delta | lead in Phi that another request needs to replace one of the last step | hysteresis_s |
     | n_v, swap_token_s | tokens of v in the cache, time to copy one out and back | tokens, s |
 
-    A policy protects a request with an eviction key of `LAST_RESORT` or -infinity (MemGuard between two thresholds). It can be
-    paused, but is only swapped out by rule 4, and at -infinity only if all are. `preemption` applies to the victim's cache
+    A policy protects a request with an eviction key of -infinity, or of `LAST_RESORT` from waiting ones only (MemGuard between
+    two thresholds). At -infinity it is only swapped out by rule 4, if all are. `preemption` applies to the victim's cache
     (paper: swap).
 
     Differs from the paper: SELECTVICTIM uses priority and swap cost without a formula there; here both are in seconds. The
-    paper has no rule 4: a step in which all requests are protected and none has memory would be empty for ever.
+    paper has no rule 4, without which a step could stay empty for ever.
     Admissions of a step end at the first request that does not fit and has no victim, so that none is
     overtaken because of its size. The policy's own hysteresis is not used.
     """
@@ -120,7 +121,7 @@ class OneOrder(BatchFormer):
         assert pool.evictions is not None, "this former evicts by key"
         if is_short or len(pool.waiting):
             victim = pool.evictions.first_displaceable(now)
-            if victim is not None and pool.policy.eviction_key(victim, now) > LAST_RESORT:
+            if victim is not None and (is_short or pool.policy.eviction_key(victim, now) > LAST_RESORT):
                 return False
             if self._may_admit(pool, batch.budget - num, now):
                 return False
@@ -184,12 +185,11 @@ class OneOrder(BatchFormer):
 
     def _victim(self, pool: Pool, state: RequestState, later: _Later, now: float) -> RequestState | None:
         """SELECTVICTIM among the running requests later in the order; None if there is no suitable one."""
-        candidates = later.candidates(pool.policy, now)
-        if not candidates:
-            return None
         limit = pool.policy.key(state, now) + self.hysteresis_s
-        costs = [(cost, other) for key, cost, other in candidates if key > limit]
-        return max(costs, key=lambda pair: pair[0])[1] if costs else None
+        victims = [item for item in later.evictable(pool.policy, now) if item[1] > limit]
+        if state.status is Status.WAITING:
+            victims = [item for item in victims if not item[0]]
+        return min(victims, key=lambda item: (item[0], -item[2]))[3] if victims else None
 
 
 def _first_tokens(pool: Pool, state: RequestState, budget: int) -> int:
@@ -205,24 +205,18 @@ class _Later:
     def __init__(self, ranked: list[tuple[Any, ...]], swap_token_s: float) -> None:
         self.ranked = ranked
         self._swap_token_s = swap_token_s
-        #: (index in `ranked`, Phi, Phi less swap cost, request) of unprotected ones; None: not computed yet.
-        self._candidates: list[tuple[int, float, float, RequestState]] | None = None
+        #: (index in `ranked`, `evictable`) of all but those at -infinity; None: not computed yet.
+        self._evictable: list[tuple[int, tuple[bool, float, float, RequestState]]] | None = None
 
-    def candidates(self, policy: Policy, now: float) -> list[tuple[float, float, RequestState]]:
-        """(Phi, Phi - swap_token_s n, request) of those that may be swapped out; computed once per step."""
-        if self._candidates is None:
-            self._candidates = []
+    def evictable(self, policy: Policy, now: float) -> list[tuple[bool, float, float, RequestState]]:
+        """(at `LAST_RESORT`, Phi, Phi - swap_token_s n, request) of those that may be swapped out; computed once per step."""
+        if self._evictable is None:
+            self._evictable = []
             for index, item in enumerate(self.ranked):
                 state = item[-1]
-                if state.status is Status.RUNNING and policy.eviction_key(state, now) > LAST_RESORT:
+                if state.status is Status.RUNNING and (limit := policy.eviction_key(state, now)) > -math.inf:
                     key = policy.key(state, now)
                     cost = key - self._swap_token_s * state.num_computed_tokens
-                    self._candidates.append((index, key, cost, state))
-        if not self._candidates:
-            return []
+                    self._evictable.append((index, (limit <= LAST_RESORT, key, cost, state)))
         num = len(self.ranked)
-        return [
-            (key, cost, state)
-            for index, key, cost, state in self._candidates
-            if index < num and state.status is Status.RUNNING
-        ]
+        return [item for index, item in self._evictable if index < num and item[3].status is Status.RUNNING]

@@ -196,9 +196,9 @@ class UniBoost(Policy):
     measured times per prompt and output token, and MemGuard scales these seconds by w^/w~; (2) bins use floor
     (algorithm), not ceiling (Eq. 8), because the stated bound holds for floor; (3) gamma is that of Eq. 9;
     the algorithm's line 17 gives a 39th of it; (4) work lost in a preemption does not count as attained; (5)
-    all keys are recomputed when gamma or the times per token have changed by `refresh`, not at every step; (6) the
-    paper's MemGuard has no rule for a step in which all requests are protected and none has memory, see above; (7)
-    the bound is that of one engine: a migration starts the count anew.
+    all keys are recomputed when gamma or the times per token have changed by `refresh`, not at every step; (6) in the paper
+    nobody is evicted between two thresholds, but then paused requests fill the memory, and the engine is slower; (7) the
+    bound is that of one engine: a migration starts the count anew.
     """
 
     key_changes = "on_event"
