@@ -228,6 +228,9 @@ class SimulationConfig:
     horizon_s: float | None = None
     """Simulated seconds after which the run ends although requests are not finished; for closed loops, in which better
     orders serve more turns in the same time. Unset: until all requests have finished."""
+    stop_after: int | None = None
+    """Number of finished requests after which the run ends, for offline generation of so many outputs from more prompts
+    (workload.arrivals.process at_once); makespan_s is then the time for them. Unset: until all requests have finished."""
     exact_steps: bool = False
     """Simulate every decode step individually instead of many at once; slower, same result."""
 
@@ -241,7 +244,8 @@ class SimulationConfig:
         check_ranges(
             self, rate=(POSITIVE, FINITE), load=(POSITIVE, FINITE), default_max_tokens=(1, MAX_TOKENS)
         )
-        check_ranges(self, horizon_s=(POSITIVE, MAX_TIME_S), seed=(0, 2**63 - 1), repeat=(1, MAX_REQUESTS))
+        check_ranges(self, horizon_s=(POSITIVE, MAX_TIME_S), stop_after=(1, MAX_REQUESTS))
+        check_ranges(self, seed=(0, 2**63 - 1), repeat=(1, MAX_REQUESTS))
         if self.predictor_noise and self.prediction_source != "oracle":
             raise InputError("predictor_noise", self.predictor_noise, "0 for a predictor other than oracle")
         if self.rate is not None and self.load is not None:

@@ -41,7 +41,7 @@ class SimulationOutcome:
     Attributes:
         records: Finished requests, in the order of their end.
         refused: Requests that could never run: reason by id.
-        num_unfinished: Requests that had arrived but not ended at the horizon.
+        num_unfinished: Requests that had arrived but not ended at the horizon, or with `stop_after`.
         start_s, end_s: First arrival, end of the last step.
         busy_s, num_steps: Sums over all replicas.
         request_seconds, waiting_seconds, replica_seconds: Integrals over time of the numbers of requests in the system
@@ -80,6 +80,7 @@ class Simulation:
         calibration: Corrects each prediction when it reaches the scheduler, with the requests finished until then.
         served_model: Name of the served model for `calibration`; empty: `model` of each row.
         horizon_s: Time at which the run ends, although requests are not finished; None: runs until all are.
+        stop_after: Number of finished requests after which the run ends; None: no limit.
         exact_steps: Simulate every step individually; slower, same result. Always the case with a planner.
         progress: Called with the number of requests finished or refused since the last call.
         roles: Phases by replica; default: both.
@@ -104,6 +105,7 @@ class Simulation:
         router: Router | None = None,
         *,
         horizon_s: float | None = None,
+        stop_after: int | None = None,
         exact_steps: bool = False,
         calibration: Correction | None = None,
         served_model: str = "",
@@ -150,6 +152,7 @@ class Simulation:
         self._corrected: dict[str, Prediction] = {}
         self._source = EventSource(trace, predictions)
         self._horizon_s = math.inf if horizon_s is None else horizon_s
+        self._stop_after = math.inf if stop_after is None else stop_after
         self._progress = progress
         self._dispatcher = None if router is None else Dispatcher(router)
         self._roles = {name: (roles or {}).get(name, ReplicaRole.BOTH) for name in schedulers}
@@ -191,13 +194,16 @@ class Simulation:
         if self._planner is not None or self._scaler is not None:
             self._next_tick_s = now + self._interval_s
         self._count_replicas(now)
-        while now < math.inf and now <= self._horizon_s:
-            now = self._advance(now)
+        end_s, records = self._horizon_s, self._outcome.records
+        while now < math.inf and now <= self._horizon_s and len(records) < self._stop_after:
+            before, now = now, self._advance(now)
+            if len(records) >= self._stop_after:
+                end_s = before
         if now < math.inf:
-            self._count(self._horizon_s)
+            self._count(end_s)
             self._outcome.num_unfinished = len(self._rows)
-            self._outcome.end_s = self._horizon_s
-            self._count_replicas(self._horizon_s)
+            self._outcome.end_s = end_s
+            self._count_replicas(end_s)
             return self._outcome
         if self._dispatcher is not None and self._dispatcher.num_pending:
             raise InputError("roles", self._roles, "at least one replica that can run every request")
@@ -373,6 +379,12 @@ class Simulation:
             request, replica = item.request, self._replicas[replica_id]
             self._reach(replica, now)
             replica.scheduler.add(request, now)
+            if request.session:
+                former = self._replica_of_session.get(request.session, replica_id)
+                self._replica_of_session[request.session] = replica_id
+                if former != replica_id:
+                    self._reach(self._replicas[former], now)
+                    self._replicas[former].scheduler.end_session(request.session, now)
             if request.request_id in self._delivered:
                 replica.scheduler.update(request.request_id, self._delivered[request.request_id], now)
 

@@ -207,6 +207,7 @@ def run_simulation(
         step_time,
         delayed,
         horizon_s=config.horizon_s,
+        stop_after=config.stop_after,
         exact_steps=config.exact_steps,
         calibration=calibration,
         served_model=config.served_model,

@@ -430,3 +430,15 @@ def test_a_turn_after_a_refused_one_is_not_lost() -> None:
     out = run(Trace(rows))
     assert list(out.refused) == ["s0"]
     assert [(record.request_id, record.arrival_s) for record in out.records] == [("s1", 2.0)]
+
+
+def test_a_run_that_stops_after_some_outputs_is_the_start_of_the_whole_run() -> None:
+    rows = [dataclasses.replace(row, arrival_s=0.0) for row in random_trace(60, seed=4).requests]
+    trace, limits = Trace(tuple(rows)), SchedulerConfig(max_num_seqs=8)
+    whole = simulate(trace, "tie", scheduler=limits)
+    part = simulate(trace, "tie", scheduler=limits, stop_after=18)
+    ends = sorted(record.finish_s for record in whole.records)
+    assert part.metrics["makespan_s"] == ends[17] < ends[18]
+    assert part.metrics["num_unfinished"] == 42
+    assert [record.finish_s for record in part.records] == ends[:18]
+    assert simulate(trace, "tie", scheduler=limits, stop_after=60).metrics == whole.metrics

@@ -56,6 +56,6 @@ def end_with_warnings(
         sum(one.get(name, 0) for one in metrics) for name in ("num_refused", "num_finished", "num_unfinished")
     )
     if num_unfinished:
-        logger.warning("%d requests were not finished at horizon_s", num_unfinished)
+        logger.warning("%d requests were not finished at the end (horizon_s, stop_after)", num_unfinished)
     reasons = {reason: num_refused} if num_refused else {}
     return report_left_out(reasons, num_refused + num_finished, "requests")
