@@ -155,6 +155,8 @@ class Simulation:
         self._stop_after = math.inf if stop_after is None else stop_after
         self._progress = progress
         self._dispatcher = None if router is None else Dispatcher(router)
+        #: Session -> replica of its latest request.
+        self._replica_of_session: dict[str, str] = {}
         self._roles = {name: (roles or {}).get(name, ReplicaRole.BOTH) for name in schedulers}
         self._planner = planner
         self._interval_s = interval_s
@@ -377,14 +379,14 @@ class Simulation:
         snapshots = self._snapshots(dispatcher, keep_requests=dispatcher.router.needs_requests)
         for item, replica_id in dispatcher.dispatch({s.replica_id: s for s in snapshots}, now):
             request, replica = item.request, self._replicas[replica_id]
-            self._reach(replica, now)
-            replica.scheduler.add(request, now)
             if request.session:
                 former = self._replica_of_session.get(request.session, replica_id)
                 self._replica_of_session[request.session] = replica_id
                 if former != replica_id:
                     self._reach(self._replicas[former], now)
                     self._replicas[former].scheduler.end_session(request.session, now)
+            self._reach(replica, now)
+            replica.scheduler.add(request, now)
             if request.request_id in self._delivered:
                 replica.scheduler.update(request.request_id, self._delivered[request.request_id], now)
 
