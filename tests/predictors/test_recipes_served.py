@@ -32,7 +32,7 @@ class Order(NamedTuple):
     parameters: Mapping[str, float] = MappingProxyType({})
 
 
-#: The paper's unlimited trust, so that the order does not depend on the threshold that a tiny training can certify.
+#: The paper's unlimited trust: the order is that of the most probable levels. The artifacts have no threshold to abstain.
 TRUST = {"max_promotion": float("inf")}
 TIE = Order("length", "tie")
 ORDERS = {
