@@ -19,6 +19,7 @@ from predictors.proxy.engine_model import CacheSize, End, EngineModel
 from predictors.proxy.errors import Refusal
 from predictors.proxy.order import HoldQueue, order_policy
 from predictors.proxy.server import ProxyServer
+from scheduler_core.adapters.live_calibration import unpacked
 from scheduler_core.errors import InputError
 from scheduler_core.policies import make_policy
 from scheduler_core.policies.base import EngineView, Policy
@@ -350,6 +351,28 @@ async def test_sessions_go_on_after_a_restart_of_the_proxy(tmp_path: Path) -> No
         async with running_proxy(fake.url, **options) as proxy:
             assert await proxy.metric("tailcast_proxy_resident_tokens") == 0, "another engine"
             assert await proxy.metric("tailcast_proxy_sessions") == 4
+
+
+@pytest.mark.mend  # a proxy that is killed writes nothing at its end
+async def test_sessions_are_written_while_the_proxy_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("predictors.proxy.sessions.SAVE_S", 0.01)
+    file = tmp_path / "sessions"
+    async with (
+        running_engine(CachingEngine()) as fake,
+        running_proxy(fake.url, **OPTIONS, session_file=str(file)) as proxy,
+    ):
+        await send(proxy, "a", "x" * 1000)
+
+        def is_written() -> bool:
+            return file.exists() and len(unpacked(file.read_bytes())["cache"]["contexts"]) == 1
+
+        await until(is_written)
+        (tmp_path / "copy").write_bytes(file.read_bytes())
+    options = OPTIONS | {"session_file": str(tmp_path / "copy")}
+    async with running_engine(CachingEngine()) as fake, running_proxy(fake.url, **options) as proxy:
+        assert await proxy.metric("tailcast_proxy_resident_tokens") >= 1000
 
 
 async def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
