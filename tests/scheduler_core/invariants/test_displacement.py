@@ -17,7 +17,7 @@ pytestmark = pytest.mark.mend
 
 STEP = LinearStepTime(base_s=0.05, per_prefill_token_s=0, per_decode_s=0, per_context_token_s=0)
 SIZES = pytest.mark.parametrize(
-    ("num", "seed"), [(80, 0), *(pytest.param(1000, seed, marks=pytest.mark.slow) for seed in range(3))]
+    ("num", "seed"), [(80, 0), *(pytest.param(300, seed, marks=pytest.mark.slow) for seed in range(3))]
 )
 
 

@@ -83,7 +83,7 @@ def pairs(*, every: bool) -> list[tuple[str, str]]:
 
 SCHEDULERS = [
     *((model, 30, False) for model in ("Eq. 7", "linear", "little memory")),
-    *(pytest.param(model, 300, True, marks=pytest.mark.slow) for model in MODELS),
+    *(pytest.param(model, 120, True, marks=pytest.mark.slow) for model in MODELS),
 ]
 
 
@@ -129,10 +129,11 @@ def test_above_the_bound_the_backlog_grows(policy: str) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("num", [1000, pytest.param(15_000, marks=pytest.mark.slow)])
-def test_chunked_prefill_is_stable_at_nine_tenths_of_the_bound(model: str, num: int) -> None:
+def test_chunked_prefill_is_stable_below_the_bound(model: str, num: int) -> None:
+    """At 0.9 of it; at 0.8 for the roofline, whose bound leaves out that each step reads the output embedding."""
     limits, step_time = MODELS[model]
-    rate = max_rate_rps(trace_of(num, None), limits, step_time)
-    result = run(trace_of(num, 0.9 * rate), limits, step_time)
+    rate = (0.8 if model == "roofline" else 0.9) * max_rate_rps(trace_of(num, None), limits, step_time)
+    result = run(trace_of(num, rate), limits, step_time)
     assert quarters(result)[3] < 3.0 * quarters(result)[0]
     assert result.metrics["steady_state"]["accumulated_fraction"] < 0.03
 

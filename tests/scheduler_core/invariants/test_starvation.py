@@ -75,7 +75,7 @@ def run(trace: Trace, policy: str) -> list[Step]:
 
 
 @pytest.mark.parametrize(
-    ("num", "seed"), [(300, 0), *(pytest.param(3000, seed, marks=pytest.mark.slow) for seed in range(3))]
+    ("num", "seed"), [(300, 0), *(pytest.param(1000, seed, marks=pytest.mark.slow) for seed in range(3))]
 )
 def test_only_requests_within_the_largest_deadline_overtake_under_edf(num: int, seed: int) -> None:
     trace = trace_of(num, seed)
@@ -91,7 +91,7 @@ def test_only_requests_within_the_largest_deadline_overtake_under_edf(num: int, 
 
 
 @pytest.mark.parametrize(
-    ("num", "seed"), [(300, 0), *(pytest.param(3000, seed, marks=pytest.mark.slow) for seed in range(3))]
+    ("num", "seed"), [(300, 0), *(pytest.param(1000, seed, marks=pytest.mark.slow) for seed in range(3))]
 )
 def test_only_shorter_prompts_overtake_under_hrrn(num: int, seed: int) -> None:
     trace = trace_of(num, seed)
@@ -106,7 +106,7 @@ def test_only_shorter_prompts_overtake_under_hrrn(num: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num", "seed"), [(300, 0), *(pytest.param(3000, seed, marks=pytest.mark.slow) for seed in range(3))]
+    ("num", "seed"), [(300, 0), *(pytest.param(1000, seed, marks=pytest.mark.slow) for seed in range(3))]
 )
 def test_a_request_in_mlfqs_first_queue_is_not_overtaken_by_later_ones(num: int, seed: int) -> None:
     """After alpha = 3 s without a step it is there: only requests that arrived before it are admitted before it."""
