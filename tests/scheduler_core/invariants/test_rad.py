@@ -188,21 +188,26 @@ def test_short_cycles_are_not_stable_at_nine_tenths() -> None:
     assert quarters(result)[3] > 3.0 * quarters(result)[0]
 
 
-@pytest.mark.parametrize("step_time", [LinearStepTime(), StaircaseStepTime()], ids=["linear", "staircase"])
-def test_with_a_fixed_time_per_step_rads_bound_is_not_everybodys(step_time: StepTime) -> None:
-    """1 / T_R was printed as the rate above which every policy is unstable; chunked prefill is stable at 1.25 of it."""
-    trace = trace_of(800, None, prompt=512, output=256)
-    limits = SchedulerConfig(max_num_seqs=256, num_kv_blocks=16_000)
-    config = replace(limits, batching="rad")
-    rate, limit = (
-        1.0 / rad_bounds(trace, config, step_time).expected_s,
-        max_rate_rps(trace, limits, step_time),
-    )
-    assert 1.25 * rate < limit
-    stable = quarters(run(trace_of(800, 1.25 * rate, prompt=512, output=256), limits, step_time))
+@pytest.mark.parametrize(
+    ("step_time", "stable_rps", "growing_rps"),
+    [(LinearStepTime(), 9.0, 7.5), (StaircaseStepTime(), 9.5, 7.5)],
+    ids=["linear", "staircase"],
+)
+def test_with_a_fixed_time_per_step_rads_bound_is_not_everybodys(
+    step_time: StepTime, stable_rps: float, growing_rps: float
+) -> None:
+    """1 / T_R, 6.6 or 6.4 requests/s here, was given as the rate above which every policy is unstable: chunked prefill is
+    stable at 9 and more, while RAD is not at 7.5."""
+    limits = SchedulerConfig()
+    trace = trace_of(1000, None, prompt=512, output=256)
+    rate = 1.0 / rad_bounds(trace, replace(limits, batching="rad"), step_time).expected_s
+    assert rate < growing_rps < stable_rps < max_rate_rps(trace, limits, step_time)
+    stable = quarters(run(trace_of(1000, stable_rps, prompt=512, output=256), limits, step_time))
     assert stable[3] < 2.0 * stable[0]
-    growing = quarters(run(trace_of(800, 1.1 * rate, prompt=512, output=256), config, step_time))
-    assert growing[3] > 3.0 * growing[0]
+    growing = run(
+        trace_of(1000, growing_rps, prompt=512, output=256), replace(limits, batching="rad"), step_time
+    )
+    assert quarters(growing)[3] > 3.0 * quarters(growing)[0]
 
 
 def test_without_the_fixed_time_it_is_and_all_models_are_checked() -> None:
