@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.reproduce.simulate import Outcome, System, percentile
-from scheduler_core.routing.llumnix import Llumnix
+from scheduler_core.routing.base import RoutingRequest
+from scheduler_core.routing.llumnix import Llumnix, full_freeness
+from scheduler_core.routing.snapshot import ReplicaSnapshot
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.commands.tiers import TiersConfig
 from scheduler_core.simulator.config import ClusterConfig
@@ -97,6 +99,24 @@ def whole_queue(system: System) -> System:
     """Our variant with `queue_freeness`: dispatch counts all waiting requests, not only the first."""
     headroom = system.cluster.headroom()
     return replace(system, router=lambda: Llumnix(headroom=headroom, whole_queue=True))
+
+
+@dataclass(kw_only=True, slots=True)
+class DeficitFreeness(Llumnix):
+    """Dispatch by the paper's freeness, but a negative remainder is not divided by the batch size."""
+
+    def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
+        def freeness(replica: ReplicaSnapshot) -> float:
+            value = full_freeness(replica, self.headroom)
+            return value if value >= 0 else value * max(replica.num_running, 1)
+
+        return max(replicas, key=lambda one: (freeness(one), -one.num_requests)).replica_id
+
+
+def undivided_deficit(system: System) -> System:
+    """Our variant with `DeficitFreeness`, to isolate the effect of the division in Eq. 1."""
+    headroom = system.cluster.headroom()
+    return replace(system, router=lambda: DeficitFreeness(headroom=headroom))
 
 
 def tiers_on_round_robin() -> System:
