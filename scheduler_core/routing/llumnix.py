@@ -146,9 +146,9 @@ def queue_freeness(replica: ReplicaSnapshot, headroom: Headroom) -> float:
 
     F = R / B if R >= 0 else R,  R = M - blocks held - blocks that all waiting requests need - headroom
 
-    F_full only counts the head of the queue, so a burst of a thousand waiting requests has the same freeness
-    as one. R < 0 (a queue) is not divided by B, because otherwise a larger batch would increase the freeness.
-    Llumnix's public code also dispatches by the demand of all waiting requests.
+    R < 0 is not divided by B, because otherwise a larger batch would increase the freeness: under F_full, the overloaded
+    replica with the largest batch looks freest. F_full also counts only the head of the queue; Llumnix's public code
+    dispatches by the demand of all waiting requests.
     """
     if replica.status is ReplicaStatus.DRAINING:
         return -math.inf
@@ -176,7 +176,7 @@ class Llumnix(Router):
     The replicas' queues must have the same order: policy `llumlet`.
 
     Differs from the paper: ties of freeness go to the replica with fewer requests, which distributes a burst over equal
-    replicas. `whole_queue` dispatches by `queue_freeness`, which is better in bursts.
+    replicas. `whole_queue` dispatches by `queue_freeness`, which is better under load.
     """
 
     sees_tokens: ClassVar[bool] = True
