@@ -99,8 +99,8 @@ def compare_tiers(config: TiersConfig, baseline: Results, results: Results) -> d
         results: Results of its `combinations`.
 
     Returns:
-        `baseline` and `points`, each with `effectiveness` (interval over seeds) and means over seeds in seconds (`ttlt_s`;
-        `ttft_s` of the first and the last tier). Points also have num_tiers, headroom_fraction, `gain` (ratio of the
+        `measure`, the name of the effectiveness; `baseline` and `points`, each with `effectiveness` (interval over seeds) and
+        means over seeds in seconds (`ttlt_s`; `ttft_s` of the first and the last tier). Points also have num_tiers, headroom_fraction, `gain` (ratio of the
         effectiveness to the baseline's, None if that is 0) and `may_be_best` (whether the interval of the paired
         difference from the best contains 0). `best`: index of the point with the highest mean.
     """
@@ -119,7 +119,9 @@ def compare_tiers(config: TiersConfig, baseline: Results, results: Results) -> d
             "gain": point["effectiveness"]["mean"] / base_mean if base_mean > 0 else None,
             "may_be_best": difference.high >= 0,
         }
-    return {"baseline": base, "points": points, "best": best}
+    has_targets = baseline[0]["metrics"]["goodput_rps"] is not None
+    measure = "goodput per replica" if has_targets else "1 / cost per latency"
+    return {"measure": measure, "baseline": base, "points": points, "best": best}
 
 
 def _point(results: Results) -> dict[str, Any]:
@@ -181,7 +183,7 @@ def run(config: TiersConfig) -> int:
     content = {"schema": "tailcast.tiers/1", "config": asdict(config), **comparison, "warnings": warnings}
     write_json(target, content)
     best = comparison["points"][comparison["best"]]
-    logger.info("%s", tiers_table(comparison))
+    logger.info("cost-effectiveness:\n%s", tiers_table(comparison))
     logger.info(
         "best: %d tiers with headroom_fraction %g; = : not distinguishable from it over %d seeds",
         best["num_tiers"], best["headroom_fraction"], config.num_seeds,
