@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -157,18 +157,45 @@ def drawn_rows(rows: Rows) -> Tensor:
     return chosen[torch.randperm(len(chosen))]
 
 
-def train(kind: TrainableHead, rows: Rows, tune: Rows, names: Sequence[str], seed: int) -> Network:
+def one_output(rows: Rows) -> Rows:
+    """The rows with their first output only."""
+    samples = rows.samples
+    first = SampleLengths(
+        samples.tokens[:, :1], samples.finished[:, :1], samples.present[:, :1], samples.max_tokens
+    )
+    return replace(rows, samples=first)
+
+
+def few_prompts(rows: Rows, factor: int, seed: int) -> Rows:
+    """The rows of a random `factor`-th of the prompts."""
+    chosen = np.random.default_rng(seed).permutation(int(rows.prompt.max()) + 1)
+    kept = torch.from_numpy(chosen[: len(chosen) // factor])
+    at = torch.isin(rows.prompt, kept).nonzero()[:, 0]
+    return replace(
+        rows,
+        prompt=rows.prompt[at],
+        model=rows.model[at],
+        temperature=rows.temperature[at],
+        samples=SampleLengths(*(part[at] for part in rows.samples)),
+        weight=rows.weight[at],
+        table=rows.table.iloc[at.numpy()],
+    )
+
+
+def train(
+    kind: TrainableHead, rows: Rows, tune: Rows, names: Sequence[str], seed: int, epochs: int = EPOCHS
+) -> Network:
     """Trains a network and returns the epoch with the lowest loss on the tuning prompts."""
     torch.manual_seed(seed)
     network = Network(kind, rows.features.shape[1], names, seed)
     network.location.fill_(float(rows.samples.mean(torch.log(rows.samples.tokens)).mean()))
     optimizer = torch.optim.AdamW((value for value in network.parameters() if value.requires_grad), lr=RATE)
-    total = EPOCHS * math.ceil(len(drawn_rows(rows)) / BATCH)
+    total = epochs * math.ceil(len(drawn_rows(rows)) / BATCH)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / (WARMUP * total), (total - step) / (total * (1 - WARMUP)))
     )
     best, weights = math.inf, {}
-    for epoch in range(EPOCHS):
+    for epoch in range(epochs):
         network.train()
         for at in torch.split(drawn_rows(rows), BATCH):
             model = rows.model[at].masked_fill(torch.rand(len(at)) < HIDDEN, 0)

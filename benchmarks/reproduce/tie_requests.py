@@ -32,10 +32,14 @@ _POINT_SIGMA = 1e-6
 ABOUT = b"about"
 #: Families of table 4, by their names in `benchmarks.reproduce.frozen_heads`.
 FAMILIES = ("log-t, nu 3.5", "log-t, free nu", "log-normal")
-#: Columns of that table with a log-t distribution, [mu, sigma, nu]. "length" is TIE's; in "within", sigma
-#: excludes the predictor's own error.
-LENGTHS = ("length", "within", *FAMILIES)
-_NUMBERS = ("prompt_tokens", *LENGTHS, "regression_tokens", "rank")
+#: Columns of that table with a log-t distribution, [mu, sigma, nu]. "length" is the shipped predictor's; in "within", sigma
+#: excludes the predictor's own error; "equal budget": from as many outputs as SSJF and LTR, on a tenth of the prompts.
+LENGTHS = ("length", "within", "equal budget", *FAMILIES)
+#: Columns with SSJF's length in tokens and LTR's rank: trained on the outputs that TIE's predictor learns from, and with
+#: the budget of the paper.
+POINTS = ("regression_tokens", "equal budget tokens")
+RANKS = ("rank", "equal budget rank")
+_NUMBERS = ("prompt_tokens", *LENGTHS, *POINTS, *RANKS)
 #: All columns of that table.
 COLUMNS = ("prompt_id", "served_model", "dataset", "output_tokens", *_NUMBERS)
 
@@ -49,8 +53,8 @@ class Order:
     Attributes:
         policy: Name of the policy.
         parameters: Parameters of the policy.
-        told: "nothing", one of `LENGTHS`, "median" (of TIE's distribution), "point" (SSJF's length), "rank",
-            "rank order" (the rank as a length, for policies that order by length), or "truth".
+        told: "nothing", one of `LENGTHS`, "median" (of the shipped distribution), one of `POINTS`, "truth", or one of `RANKS`: as
+            a rank for `ltr`, as a length for policies that order by length.
     """
 
     policy: str
@@ -65,15 +69,14 @@ class Requests:
     Attributes:
         trace: The requests.
         lengths: For each of `LENGTHS`, by request id: the predicted distribution.
-        points: By request id: the predicted length in tokens.
-        ranks: By request id: the predicted rank, larger = longer.
+        numbers: For each of `POINTS` and `RANKS`, by request id: the predicted length in tokens, or the predicted rank,
+            larger = longer.
         source: Description of their origin.
     """
 
     trace: Trace
     lengths: dict[str, dict[str, LengthPrediction]]
-    points: dict[str, float]
-    ranks: dict[str, float]
+    numbers: dict[str, dict[str, float]]
     source: str
 
 
@@ -99,14 +102,15 @@ def requests(
     sigma = np.exp(rng.normal(SIGMA_MEAN, SIGMA_SD, num))
     output = np.exp(np.clip(mu + sigma * rng.standard_t(NU, num), 0.0, math.log(CAP)))
     prompt = np.exp(rng.normal(4.0, 1.0, num))
-    seen_mu = _wrong(mu, R2_MU, rng)
-    seen_sigma = np.exp(_wrong(np.log(sigma), R2_SIGMA, rng))
+    seen_mu = with_error(mu, R2_MU, rng)
+    seen_sigma = np.exp(with_error(np.log(sigma), R2_SIGMA, rng))
     log_t = np.stack([seen_mu, seen_sigma, np.full(num, NU)], axis=1)
     # Standard deviation of ln length, as a log-normal fit yields it: that of t_3.5, 1.53 sigma.
     log_normal = np.stack([seen_mu, seen_sigma * math.sqrt(NU / (NU - 2)), np.full(num, 1e6)], axis=1)
     lengths = dict.fromkeys(LENGTHS, log_t) | {"log-normal": log_normal}
-    return _requests(
-        prompt, output, lengths, np.exp(seen_mu), seen_mu,
+    numbers = dict.fromkeys(POINTS, np.exp(seen_mu)) | dict.fromkeys(RANKS, seen_mu)
+    return made_requests(
+        prompt, output, lengths, numbers,
         f"a synthetic population of log-t distributions; one predictor for all with R2 {R2_MU} (mu) and {R2_SIGMA} (ln sigma)",
     )  # fmt: skip
 
@@ -114,30 +118,38 @@ def requests(
 def with_worse_points(data: Requests, share: float, seed: int) -> Requests:
     """Adds normal errors to the predicted ln lengths: `share` times their own standard deviation."""
     rng = np.random.default_rng([seed, 9])
-    logs = np.log(list(data.points.values()))
+    points = data.numbers[POINTS[0]]
+    logs = np.log(np.maximum(list(points.values()), 1.0))
     errors = rng.normal(0.0, share * float(logs.std()), len(logs))
-    points = np.maximum(np.exp(logs + errors), 1.0)
-    return replace(data, points=dict(zip(data.points, points.tolist(), strict=True)))
+    worse = dict(zip(points, np.exp(logs + errors).tolist(), strict=True))
+    return replace(data, numbers=data.numbers | {POINTS[0]: worse})
 
 
-def _wrong(values: Array, r2: float, rng: np.random.Generator) -> Array:
-    """The values with an error that leaves a fraction r2 of their variance explained."""
+def with_error(values: Array, r2: float, rng: np.random.Generator) -> Array:
+    """The values with an error that leaves a fraction r2 of their variance explained, of mean 0 given the result."""
     mean = values.mean()
     noise = rng.normal(0, math.sqrt(r2 * (1 - r2)) * values.std(), len(values))
     return np.asarray(mean + r2 * (values - mean) + noise)
 
 
-def _requests(
-    prompt: Array, output: Array, lengths: Mapping[str, Array], points: Array, ranks: Array, source: str
+def made_requests(
+    prompt: Array,
+    output: Array,
+    lengths: Mapping[str, Array],
+    numbers: Mapping[str, Array],
+    source: str,
+    limits: Array | int = CAP,
 ) -> Requests:
+    """Requests from columns [N]; `lengths` has parameters [N, 3], `limits` is max_tokens."""
     names = [f"r{index}" for index in range(len(output))]
+    caps = np.broadcast_to(np.asarray(limits), len(output))
     rows = tuple(
         TraceRequest(
             request_id=name,
             arrival_s=0.0,
             prompt_tokens=int(np.clip(prompt[index], 1, 2000)),
-            output_tokens=int(np.clip(round(float(output[index])), 1, CAP)),
-            max_tokens=CAP,
+            output_tokens=int(np.clip(round(float(output[index])), 1, caps[index])),
+            max_tokens=int(caps[index]),
         )
         for index, name in enumerate(names)
     )
@@ -147,8 +159,7 @@ def _requests(
             kind: {name: LengthPrediction(*row) for name, row in zip(names, values.tolist(), strict=True)}
             for kind, values in lengths.items()
         },
-        points=dict(zip(names, np.maximum(points, 1.0).tolist(), strict=True)),
-        ranks=dict(zip(names, ranks.tolist(), strict=True)),
+        numbers={kind: dict(zip(names, values.tolist(), strict=True)) for kind, values in numbers.items()},
         source=source,
     )
 
@@ -162,12 +173,12 @@ def _predicted(
     if not rows.num_rows:
         raise InputError(str(path), f"no outputs of {served_model} to {dataset}", "a file that has them")
     table = rows.to_pydict()
-    chosen = rng.integers(0, len(table["rank"]), num)
+    chosen = rng.integers(0, rows.num_rows, num)
     output = [float(rng.choice(table["output_tokens"][int(row)])) for row in chosen]
     column = {name: np.array(table[name], float)[chosen] for name in _NUMBERS}
-    return _requests(
+    return made_requests(
         column["prompt_tokens"], np.array(output), {name: column[name] for name in LENGTHS},
-        column["regression_tokens"], column["rank"], _about(path, table),
+        {name: column[name] for name in (*POINTS, *RANKS)}, _about(path, table),
     )  # fmt: skip
 
 
@@ -175,19 +186,23 @@ def _about(path: Path, table: Mapping[str, Any]) -> str:
     """Note on the training of the predictors, the variation of lengths, and Kendall's tau."""
     lengths = table["output_tokens"]
     medians = [float(np.median(one)) for one in lengths]
-    mu = [row[0] for row in table["length"]]
-    taus = [
-        float(kendalltau(values, medians).statistic)
-        for values in (mu, table["regression_tokens"], table["rank"])
-    ]
+
+    def taus(length: str, *others: str) -> str:
+        columns = {"TIE": [row[0] for row in table[length]]}
+        columns |= {name: table[other] for name, other in zip(("SSJF", "LTR"), others, strict=True)}
+        return ", ".join(
+            f"{name} {float(kendalltau(values, medians).statistic):.3f}" for name, values in columns.items()
+        )
+
     variation = float(np.mean([np.std(one) / np.mean(one) for one in lengths]))
     trained = (pq.read_schema(path).metadata or {}).get(ABOUT, b"").decode()
     return (
         f"{len(lengths)} prompts that no predictor was trained on, each with real outputs (mean CV of the "
         f"lengths of a prompt {variation:.2f}; the paper's prompts: 1.09). TIE gets a trained distribution, "
         "SSJF a trained regressor's length, LTR a trained ranker's score; Kendall's tau between these "
-        "predictions and the median length: "
-        f"TIE {taus[0]:.3f}, SSJF {taus[1]:.3f}, LTR {taus[2]:.3f}" + (f". {trained}" if trained else "")
+        f"predictions and the median length with the paper's equal budget: {taus('equal budget', POINTS[1], RANKS[1])}; "
+        f"from the same outputs: {taus(FAMILIES[0], POINTS[0], RANKS[0])}"
+        + (f". {trained}" if trained else "")
     )
 
 
@@ -198,15 +213,16 @@ def told(order: Order, data: Requests) -> Predictions | None:
     if order.told == "truth":
         return oracle_predictions(data.trace)
     answers: dict[str, Prediction | None] = {}
-    for name, length in data.lengths.get(order.told, data.lengths["length"]).items():
-        if order.told == "rank":
-            answers[name] = Prediction(rank=RankPrediction(data.ranks[name]))
-            continue
-        if order.told == "point":
-            length = LengthPrediction(math.log(data.points[name]), _POINT_SIGMA, NU)
-        elif order.told == "median":
+    if order.told in data.numbers:
+        for name, value in data.numbers[order.told].items():
+            if order.policy == "ltr":
+                answers[name] = Prediction(rank=RankPrediction(value))
+            else:
+                mu = math.log(max(value, 1.0)) if order.told in POINTS else value
+                answers[name] = Prediction(length=LengthPrediction(mu, _POINT_SIGMA, NU))
+        return Predictions(order.told, answers)
+    for name, length in data.lengths["length" if order.told == "median" else order.told].items():
+        if order.told == "median":
             length = LengthPrediction(length.mu, _POINT_SIGMA, NU)
-        elif order.told == "rank order":
-            length = LengthPrediction(data.ranks[name], _POINT_SIGMA, NU)
         answers[name] = Prediction(length=length)
     return Predictions(order.told, answers)

@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.reproduce.simulate import Outcome, System, over_seeds, percentile, simulate
 from benchmarks.reproduce.study import Effort
-from benchmarks.reproduce.tie_requests import Order, Requests, requests, told
+from benchmarks.reproduce.tie_requests import FAMILIES, Order, Requests, requests, told
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.step_time import saturation_rate_rps
 from scheduler_core.simulator.step_time.roofline import RooflineStepTime
@@ -21,22 +21,43 @@ SEATS, BUDGET = 256, 2048
 #: Mean TTFT of FCFS is 127.55 s at 100 requests per second, 7.42 times that at 30; arrivals over 60 s at an
 #: engine that serves 19 requests per second yield both numbers.
 ARRIVALS_S, PAPER_CAPACITY_RPS = 60, 19.0
+
+
+def same_outputs(name: str) -> str:
+    """Name of a system of `SAME_OUTPUTS`."""
+    return name if name == "FCFS" else f"{name}, same outputs"
+
+
+#: With the paper's budget: SSJF and LTR learn from one output of each prompt, TIE from several of a part of the prompts.
 PAPER_SYSTEMS = {
     "FCFS": Order("fcfs", told="nothing"),
-    "SSJF": Order("ssjf", told="point"),
-    "LTR": Order("ssjf", told="rank order"),
-    "TIE": Order("tie"),
+    "SSJF": Order("ssjf", told="equal budget tokens"),
+    "LTR": Order("ssjf", told="equal budget rank"),
+    "TIE": Order("tie", told="equal budget"),
 }
-#: The paper's systems, all of them non-preemptive (section 6); SSJF with TIE's median, to isolate the order;
-#: LTR as in its own paper, preemptive, with promotion after 200 steps of waiting; TIE with the sigma within a
-#: prompt, as the paper's predictor is trained to give it; the true lengths.
-SYSTEMS = {
-    **PAPER_SYSTEMS,
+#: The same, when all learn from the same outputs of all prompts.
+SAME_OUTPUTS = {
+    "FCFS": PAPER_SYSTEMS["FCFS"],
+    "SSJF": Order("ssjf", told="regression_tokens"),
+    "LTR": Order("ssjf", told="rank"),
+    "TIE": Order("tie", told=FAMILIES[0]),
+}
+#: TIE with the shipped predictor. Compared with it: SSJF with its median, to isolate the order; TIE with the sigma within a
+#: prompt, as the paper's predictor is trained to give it; LTR as in its own paper, preemptive, with promotion after 200 steps
+#: of waiting (the paper's baselines are non-preemptive, section 6); the true lengths.
+SHIPPED = "TIE, shipped"
+MORE_SYSTEMS = {
+    SHIPPED: Order("tie"),
     "SSJF, TIE's median": Order("ssjf", told="median"),
-    "LTR, preemptive": Order("ltr", told="rank"),
     "TIE, sigma within a prompt": Order("tie", told="within"),
+    "LTR, preemptive": Order("ltr", told="rank"),
     "SJF, true lengths": Order("ssjf", told="truth"),
 }
+COMPARED = {
+    **PAPER_SYSTEMS,
+    **{same_outputs(name): order for name, order in SAME_OUTPUTS.items() if name != "FCFS"},
+}
+SYSTEMS = COMPARED | MORE_SYSTEMS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ import numpy as np
 
 from scheduler_core.lengths.standard import FloatArray
 from scheduler_core.lengths.table import LengthTable
-from scheduler_core.policies.work_left import EventOrder
+from scheduler_core.policies.work_left import EventOrder, work_left_s
 from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 from scheduler_core.request import RequestState, Status
 
@@ -130,9 +130,11 @@ class Gittins(EventOrder):
 
     def index(self, state: RequestState) -> float:
         """r(g) in seconds."""
-        setup_s = self._times.prefill_s * state.uncached_tokens
+        setup_s = 0.0
         if state.status is Status.WAITING:
-            setup_s += self._times.reload_s * state.host_cached_tokens
+            setup_s = work_left_s(state, self._times)
+        elif state.num_computed_tokens < state.prefill_target_tokens:
+            setup_s = self._times.prefill_s * (state.prefill_target_tokens - state.num_computed_tokens)
         generated = state.num_output_tokens - state.num_output_tokens % self.update_tokens
         work = (generated, setup_s, self._times.decode_s)
         cached = self._indices.get(state.request_id)

@@ -1,5 +1,6 @@
 """The reproduction suite: verdicts, the page, the parts that are not the simulator's, and heads on frozen features."""
 
+import math
 import re
 from pathlib import Path
 
@@ -12,17 +13,20 @@ import torch
 
 from benchmarks.reproduce import multitier_systems, rad
 from benchmarks.reproduce.__main__ import STUDIES, _is_kept
-from benchmarks.reproduce.frozen_heads import HEADS, Rows
+from benchmarks.reproduce.frozen_heads import HEADS, Rows, few_prompts, one_output
 from benchmarks.reproduce.page import COVERAGE, MAX_ROWS, coverage, load, pages, save
-from benchmarks.reproduce.predict import BASELINES, head_columns, prediction_table
+from benchmarks.reproduce.predict import BASELINES, FEW_PROMPTS, ONE_OUTPUT, head_columns, prediction_table
 from benchmarks.reproduce.study import Claim, Effort, Findings, Row
 from benchmarks.reproduce.tie import ABLATIONS
+from benchmarks.reproduce.tie_map import SCORES, Population, Value, best, scaled, variation
 from benchmarks.reproduce.tie_requests import ABOUT as TRAINED
-from benchmarks.reproduce.tie_requests import COLUMNS, LENGTHS, requests, told
-from benchmarks.reproduce.tie_systems import LMSYS_8B, PAPER_SYSTEMS, SYSTEMS, run
+from benchmarks.reproduce.tie_requests import COLUMNS, LENGTHS, POINTS, RANKS, requests, told
+from benchmarks.reproduce.tie_systems import LMSYS_8B, PAPER_SYSTEMS, SAME_OUTPUTS, SYSTEMS, run
 from predictors.heads import Predicted
+from scheduler_core.errors import InputError
 from scheduler_core.prediction.predictions import LengthPrediction, Prediction
 from scheduler_core.simulator.step_time.base import StepWork
+from scheduler_core.statistics import interval
 from training.network.data import SampleLengths
 
 ABOUT = {
@@ -193,6 +197,8 @@ def test_tie_runs_on_trained_predictions_and_their_note_names_who_predicts_how_w
         "log-normal": [[4.6, 0.4, 1000.0]] * 4,
         "regression_tokens": [300.0, 200.0, 100.0, 400.0],
         "rank": [-1.0, 1.0, 0.0, 9.0],
+        "equal budget tokens": [100.0, 300.0, 200.0, 400.0],
+        "equal budget rank": [2.0, 3.0, 1.0, 9.0],
     }
     table = pa.table(rows).replace_schema_metadata({TRAINED: b"Heads on a frozen encoder"})
     pq.write_table(table, tmp_path / "predictions.parquet")
@@ -202,10 +208,17 @@ def test_tie_runs_on_trained_predictions_and_their_note_names_who_predicts_how_w
     for order, expected in (
         (SYSTEMS["TIE, sigma within a prompt"], LengthPrediction(4.6, 0.2, 3.5)),
         (ABLATIONS["log-normal"], LengthPrediction(4.6, 0.4, 1000.0)),
+        (PAPER_SYSTEMS["TIE"], found.lengths["equal budget"]["r0"]),
+        (
+            PAPER_SYSTEMS["SSJF"],
+            LengthPrediction(math.log(found.numbers["equal budget tokens"]["r0"]), 1e-6, 3.5),
+        ),
+        (SAME_OUTPUTS["LTR"], LengthPrediction(found.numbers["rank"]["r0"], 1e-6, 3.5)),
     ):
         predictions = told(order, found)
         assert predictions is not None
         assert predictions.by_id["r0"] == Prediction(length=expected)
+    assert "budget: TIE 1.000, SSJF 0.333, LTR -0.333;" in found.source
     assert found.source.endswith("TIE 1.000, SSJF -1.000, LTR 0.333. Heads on a frozen encoder")
 
 
@@ -239,10 +252,13 @@ def rows_of(num: int, seed: int) -> Rows:
 
 def test_each_head_is_trained_by_its_own_loss() -> None:
     report = rows_of(200, 2)
-    heads = BASELINES | HEADS
-    columns, likelihood = head_columns(heads, rows_of(6000, 0), rows_of(200, 1), report, ["m"])
+    rows, tune = rows_of(6000, 0), rows_of(200, 1)
+    columns, likelihood = head_columns(BASELINES | HEADS, rows, tune, report, ["m"])
+    columns |= head_columns(ONE_OUTPUT, one_output(rows), tune, report, ["m"])[0]
+    columns |= head_columns(FEW_PROMPTS, few_prompts(rows, 10, seed=0), tune, report, ["m"], 20)[0]
     mean = np.log(np.array(report.table.output_tokens.tolist())).mean(axis=1)
-    for scores in (columns["regression_tokens"], columns["rank"], np.array(columns["log-normal"])[:, 0]):
+    mu = [np.array(columns[name])[:, 0] for name in ("log-normal", "equal budget")]
+    for scores in (*mu, *(columns[name] for name in (*POINTS, *RANKS))):
         assert pd.Series(scores).corr(pd.Series(mean), method="kendall") > 0.8
     nu = {name: np.array(columns[name])[:, 2] for name in likelihood}
     assert (set(nu["log-t, nu 3.5"]), set(nu["log-normal"])) == ({3.5}, {1000.0})
@@ -254,3 +270,55 @@ def test_each_head_is_trained_by_its_own_loss() -> None:
     assert table.column_names == list(COLUMNS)
     assert table["within"][0].as_py() == pytest.approx([5.0, 0.3, 3.5])
     assert table["log-normal"][0].as_py() == columns["log-normal"][0]
+
+
+def test_the_papers_budget_is_the_same_number_of_outputs() -> None:
+    """One output of each prompt, or all ten of every tenth prompt."""
+    rows = rows_of(400, 3)
+    one, few = one_output(rows), few_prompts(rows, 10, seed=0)
+    assert int(one.samples.present.sum()) == int(few.samples.present.sum()) == 400
+    assert len(set(few.prompt.tolist())) == len(few.table) == 40
+    assert torch.equal(few.samples.tokens, rows.samples.tokens[few.prompt])
+
+
+def test_the_map_draws_outputs_of_the_wanted_variation() -> None:
+    rng = np.random.default_rng(0)
+    mu, sigma, limits = rng.normal(5.0, 0.8, 300), np.exp(rng.normal(-2.0, 0.5, 300)), np.full(300, 8192.0)
+    wide = scaled(mu, sigma, limits, 1.1)
+    assert variation(mu, wide, limits).mean() == pytest.approx(1.1, rel=0.01)
+    with pytest.raises(InputError, match="variation"):
+        scaled(mu, sigma, np.full(300, 200.0), 1.5)
+    population = Population("1.1", 1.1, np.full(300, 50.0), mu, wide, limits)
+    true, wrong = (population.requests(2000, error, seed=1) for error in ((1.0, 1.0), (0.4, 0.4)))
+    assert true.trace == wrong.trace
+    for data, explained in ((true, 1.0), (wrong, 0.4)):
+        seen = np.array([length.mu for length in data.lengths["length"].values()])
+        known = np.array([length.mu for length in true.lengths["length"].values()])
+        assert np.corrcoef(seen, known)[0, 1] ** 2 == pytest.approx(explained, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [
+        ({"median": 0.5, "mean": 0.9, "TIE": 1.0, "Gittins": 0.8}, ("median", 2.0)),
+        ({"median": 2.0, "mean": 1.25, "TIE": 1.0, "Gittins": 1.5}, ("TIE", 0.8)),
+    ],
+)
+def test_the_map_says_which_score_is_best_and_whether_that_is_clear(
+    ratios: dict[str, float], expected: tuple[str, float]
+) -> None:
+    for spread, is_clear in ((0.01, True), (1.0, False)):
+        values = [
+            Value(
+                "mean",
+                "0.4",
+                0.4,
+                "R2 0.4",
+                score,
+                interval([ratios[score] + spread * side for side in (-1.0, 0.0, 1.0)]),
+            )
+            for score in SCORES
+        ]
+        name, ratio, clear = best(values)
+        assert (name, clear) == (expected[0], is_clear)
+        assert ratio == pytest.approx(expected[1])
