@@ -276,7 +276,11 @@ class WorkingSet(EventOrder):
         return _DUE + item.value if item.is_active else item.last_s
 
     def _work_s(self, state: RequestState) -> float:
-        return work_left_s(state, self._times, self._expected_output(state))
+        """w"""
+        return self._prompt_s(state) + self._output_s(state)
+
+    def _output_s(self, state: RequestState) -> float:
+        return self._times.decode_s * max(self._expected_output(state) - state.num_output_tokens, 0.0)
 
     def _expected_output(self, state: RequestState) -> float:
         """Predicted median of the output in tokens; the mean of ended turns without a prediction."""
@@ -297,7 +301,8 @@ class WorkingSet(EventOrder):
         """Finds out what is due, and adds sessions to the working set."""
         assert self._engine is not None, "bind was not called"
         now, turns = self._key_s, list(islice(self._turns.values(), _MAX_TURNS))
-        self._find_due(turns, now)
+        prompts_s = {state.request_id: self._prompt_s(state) for state in turns}
+        self._find_due(turns, prompts_s, now)
         active = [session for session in self.sessions.values() if session.is_active]
         self._shrink(active, now)
         outside = [state for state in turns if not self._session(state).is_active]
@@ -311,7 +316,8 @@ class WorkingSet(EventOrder):
         free = self.fill * self._engine.capacity_tokens - sum(session.context_tokens for session in active)
         idle = self._idle(active, now)
         running_tokens = sum(state.known_tokens for state in self._running.values())
-        outside.sort(key=lambda state: (state.request.arrival_s - now) / self._work_s(state))
+        work_s = {s.request_id: prompts_s[s.request_id] + self._output_s(s) for s in outside}
+        outside.sort(key=lambda state: (state.request.arrival_s - now) / work_s[state.request_id])
         if due is not None:
             outside = [due, *[state for state in outside if state is not due]]
         for state in outside:
@@ -376,16 +382,15 @@ class WorkingSet(EventOrder):
         by_entry = self._engine.evicts_by_policy
         return sorted(waiting, key=lambda session: session.entered_s if by_entry else session.last_s)
 
-    def _find_due(self, turns: list[RequestState], now: float) -> None:
+    def _find_due(self, turns: list[RequestState], prompts_s: dict[str, float], now: float) -> None:
         """Adds the first turn to those that are due, if a turn reaches its bound once those before it are served."""
         self._estimate_fcfs_wait(now)
         longest_s = self.ratio * max(self._fcfs_wait_s, self._fcfs_waits.quantile(0.99))
         ahead_s = 0.0
         for state in turns:
-            ahead_s += self._prompt_s(state)
-            if now + ahead_s >= self._deadlines.setdefault(
-                state.request_id, state.request.arrival_s + longest_s
-            ):
+            ahead_s += prompts_s[state.request_id]
+            deadline_s = self._deadlines.setdefault(state.request_id, state.request.arrival_s + longest_s)
+            if now + ahead_s >= deadline_s:
                 self._due.add(turns[0].request_id)
                 return
 
