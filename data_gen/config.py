@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from data_gen.filters import PromptFilters
 from data_gen.openai.options import OpenAIOptions
 from data_gen.sources.layouts import SourceOptions
-from data_gen.synthetic_backend import SyntheticOptions
 from data_gen.transformers_backend import TransformersOptions
-from data_gen.vllm_backend import VllmOptions
 from scheduler_core.errors import InputError
 from scheduler_core.ranges import INTEGERS, POSITIVE, check_ranges
 from scheduler_core.shell.threads import wait_without_spinning
@@ -39,12 +37,12 @@ class GenSamplesConfig:
     """Source of the prompts: a .jsonl, .json, .csv, .parquet or .txt file, a folder of the datasets library, hf:NAME[:SPLIT] for a data set on the hub, or templates:COUNT[?seed=N] for the built-in templates."""
     out: str
     """Parquet file to write, one row per sample (schema samples/2). Unfinished runs are stored in OUT.partial, from which the same command resumes."""
-    backend: Literal["transformers", "openai", "vllm", "synthetic"] = "transformers"
-    """Engine: transformers or vllm in this process, a server with the OpenAI API, or synthetic (no language model: lengths of a power-law mixture, for tests and demos)."""
+    backend: Literal["transformers", "openai", "synthetic"] = "transformers"
+    """Engine: transformers in this process, a server with the OpenAI API such as vLLM, or synthetic (no language model: lengths of a power-law mixture, for tests and demos)."""
     model: str | None = None
-    """transformers and vllm: local model folder, .gguf file, hub name, or package:NAME/PATH for a file inside an installed package; unset: a small packaged model (transformers only). openai: name of the served model; unset: the only one of the server."""
+    """transformers: local model folder, .gguf file, hub name, or package:NAME/PATH for a file inside an installed package; unset: a small packaged model. openai: name of the served model; unset: the only one of the server."""
     served_model: str = ""
-    """transformers and vllm: name of the model recorded with the samples; empty: the last part of `model`."""
+    """transformers: name of the model recorded with the samples; empty: the last part of `model`."""
     num_samples: int = 20
     """Samples per prompt."""
     max_tokens: int = 128
@@ -79,34 +77,19 @@ class GenSamplesConfig:
     """Options of --backend transformers."""
     openai: OpenAIOptions = field(default_factory=OpenAIOptions)
     """Options of --backend openai."""
-    vllm: VllmOptions = field(default_factory=VllmOptions)
-    """Options of --backend vllm."""
-    synthetic: SyntheticOptions = field(default_factory=SyntheticOptions)
-    """Options of --backend synthetic."""
-    ray: str | None = None
-    """Address of a Ray cluster to sample on (HOST:PORT, ray://HOST:PORT or auto), or local to start one on this machine. Every node needs this version of tailcast, and the model."""
-    ray_workers: int | None = None
-    """Number of engines on the Ray cluster; unset: one per GPU (or per vllm.tensor_parallel_size GPUs), or one per node of a cluster without GPUs."""
     progress: bool = True
     """Show a progress bar on a terminal, or a line every ten seconds elsewhere."""
 
     def __post_init__(self) -> None:
         check_ranges(
             self,
-            **dict.fromkeys(("limit", "max_failures_in_a_row", "ray_workers"), (1, INTEGERS)),
+            **dict.fromkeys(("limit", "max_failures_in_a_row"), (1, INTEGERS)),
             **dict.fromkeys(("seed", "skip", "retries"), (0, INTEGERS)),
             num_samples=(1, 1_000_000),
             max_tokens=(1, 2**31 - 1),
             temperature=(0.0, 10.0),
             top_p=(POSITIVE, 1.0),
         )
-        if self.ray is not None and self.backend == "openai":
-            allowed = "unset for openai; list several servers in openai.base_urls instead"
-            raise InputError("ray", self.ray, allowed)
-        if self.ray_workers is not None and self.ray is None:
-            raise InputError("ray_workers", self.ray_workers, "unset without ray")
-        if self.backend == "vllm" and self.model is None:
-            raise InputError("model", None, "a model for vllm")
         if self.model is not None and self.openai.model not in ("", self.model):
             allowed = f"the same as model ({self.model}), or only one of them"
             raise InputError("openai.model", self.openai.model, allowed)
@@ -117,17 +100,12 @@ def make_backend(config: GenSamplesConfig) -> Backend:
     if config.backend == "synthetic":
         from data_gen.synthetic_backend import SyntheticBackend
 
-        return SyntheticBackend(config.synthetic)
+        return SyntheticBackend()
     if config.backend == "openai":
         from data_gen.openai.backend import OpenAIBackend
 
         return OpenAIBackend(replace(config.openai, model=config.model or config.openai.model))
     wait_without_spinning()
-    if config.backend == "vllm":
-        from data_gen.vllm_backend import VllmBackend
-
-        assert config.model is not None
-        return VllmBackend(config.model, served_model=config.served_model, options=config.vllm)
     from data_gen.transformers_backend import TransformersBackend
 
     model = config.model or DEFAULT_MODEL

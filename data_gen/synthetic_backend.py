@@ -13,28 +13,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-import time
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 
 from data_gen.backend import SampledOutput, SamplingSettings, Work, WorkResult, uniforms
-from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 
 #: Limits of a prompt's tail index (the mean length is finite above 1, the variance above 2), and of its typical length,
 #: 1 / p_max, the inverse of its maximum termination rate.
 ALPHA = (1.5, 4.0)
 TYPICAL_TOKENS = (10.0, 300.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SyntheticOptions:
-    """Synthetic output lengths of a power-law mixture, whose parameters are determined by the prompt id."""
-
-    samples_per_s: float | None = None
-    """Maximum sampling rate, for demos; unset: unlimited."""
-
-    def __post_init__(self) -> None:
-        check_ranges(self, samples_per_s=(POSITIVE, FINITE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +62,8 @@ class SyntheticBackend:
     served_model = "synthetic"
     seeded = True
 
-    def __init__(self, options: SyntheticOptions | None = None) -> None:
-        self._options = options or SyntheticOptions()
-
     def sample(self, work: Iterable[Work], settings: SamplingSettings) -> Generator[WorkResult, None, None]:
         """See `Backend.sample`; one result for each output."""
-        pause = 1 / self._options.samples_per_s if self._options.samples_per_s else 0.0
         for item in work:
             mixture = TerminationMixture.of(item.prompt.prompt_id)
             words = sum(len(message.text.split()) for message in item.prompt.chat)
@@ -90,8 +73,6 @@ class SyntheticBackend:
                     output = SampledOutput(index, settings.max_tokens, "length")
                 else:
                     output = SampledOutput(index, int(length), "stop")
-                if pause:
-                    time.sleep(pause)
                 yield WorkResult(item.prompt, words, (output,))
 
     def close(self) -> None:

@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from data_gen.backend import SampledOutput, SamplingSettings, Work, WorkResult, uniforms
-from data_gen.local_models import model_name, resolve_model, tokenize_within
+from data_gen.backend import SampledOutput, SampleFailure, SamplingSettings, Work, WorkResult, uniforms
 from data_gen.prompts import Prompt
 from scheduler_core.errors import InputError
 from scheduler_core.ranges import INTEGERS, check_ranges
+from scheduler_core.shell.files import PACKAGE_SCHEME, inside_package
 from scheduler_core.shell.threads import check_threads
 
 
@@ -67,7 +67,7 @@ class TransformersBackend:
         self._source = model
         self._options = options or TransformersOptions()
         self._loaded: tuple[Any, Any] | None = None
-        self.served_model = served_model or model_name(model)
+        self.served_model = served_model or Path(model.rstrip("/")).name.removesuffix(".gguf")
 
     @property
     def version(self) -> str:
@@ -87,7 +87,9 @@ class TransformersBackend:
 
         if self._options.threads is not None:
             torch.set_num_threads(self._options.threads)
-        path = resolve_model(self._source)
+        path = self._source
+        if path.startswith(PACKAGE_SCHEME):
+            path = str(inside_package(path, "model"))
         gguf: dict[str, Any] = {}
         if path.endswith(".gguf"):
             gguf = {"gguf_file": Path(path).name}
@@ -157,7 +159,7 @@ class _Sampler:
     def start(self, work: Work) -> WorkResult | None:
         """Adds the missing samples of a prompt to the batch; returns failures if the prompt is too long or invalid."""
         started = time.perf_counter()
-        ids, failure = tokenize_within(self._tokenizer, work, self._settings, self._context)
+        ids, failure = self._tokenize(work)
         if failure is not None:
             return failure
         self._batch.join(ids, len(work.indices))
@@ -165,6 +167,28 @@ class _Sampler:
             drawn = uniforms(self._settings.seed, work.prompt.prompt_id, index, self._settings.max_tokens)
             self.rows.append(_Row(work.prompt, len(ids), index, drawn, started))
         return None
+
+    def _tokenize(self, work: Work) -> tuple[list[int], WorkResult | None]:
+        """Token ids of a prompt, and failures if the chat template rejects it or its outputs exceed the context.
+
+        Without a chat template, the messages are joined by blank lines.
+        """
+        import jinja2
+
+        tokenizer, max_tokens = self._tokenizer, self._settings.max_tokens
+        messages = [{"role": message.role, "content": message.text} for message in work.prompt.chat]
+        if tokenizer.chat_template is None:
+            ids = list(tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"])
+        else:
+            try:
+                text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            except jinja2.TemplateError as error:  # e.g. it does not support system messages
+                return [], _failed(work, None, "template", str(error))
+            ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        if len(ids) + max_tokens <= self._context:
+            return ids, None
+        reason = f"{len(ids)} prompt + {max_tokens} output tokens exceed the context of {self._context}"
+        return ids, _failed(work, len(ids), "too_long", reason)
 
     def step(self) -> Iterator[WorkResult]:
         """Decodes one token for every row; yields the finished outputs."""
@@ -220,3 +244,8 @@ class _Sampler:
         # If rounding puts the target at the end of the CDF, the last token with nonzero probability is used.
         last = cumulative.shape[1] - 1 - (weights.flip(-1) > 0).int().argmax(-1)
         return torch.minimum(torch.searchsorted(cumulative, target, right=True)[:, 0], last).cpu()
+
+
+def _failed(work: Work, prompt_tokens: int | None, kind: str, reason: str) -> WorkResult:
+    failures = tuple(SampleFailure(index, reason, kind) for index in work.indices)
+    return WorkResult(work.prompt, prompt_tokens, (), failures)

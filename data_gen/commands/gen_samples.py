@@ -23,7 +23,6 @@ log = logging.getLogger(__name__)
 # Options of each engine that affect output lengths; a run resumes only with equal ones.
 _ENGINE_OPTIONS = {
     "transformers": ("dtype",),
-    "vllm": ("dtype", "engine_args"),
     "openai": ("api", "send_seed", "body"),
     "synthetic": (),
 }
@@ -80,7 +79,7 @@ def gen_samples(config: GenSamplesConfig) -> None:
 
         check_shared_folder(config.card, "card", FILES, field="card")
     prompts = _Prompts(config)
-    options = getattr(config, config.backend)
+    options = getattr(config, config.backend, None)
     notes = {
         "prompts": config.prompts,
         "source": asdict(config.source),
@@ -93,10 +92,6 @@ def gen_samples(config: GenSamplesConfig) -> None:
     if config.backend == "openai":
         notes |= {"base_urls": config.openai.base_urls, "header_names": sorted(config.openai.headers)}
     backend = make_backend(config)
-    if config.ray is not None:
-        from data_gen.ray_backend import RayBackend
-
-        backend = RayBackend(config, backend)
     with _terminate_as_interrupt(), contextlib.closing(backend):
         content = run_sampling(
             backend,

@@ -1,10 +1,9 @@
-"""The command `gen-samples`, on a Ray cluster too."""
+"""The command `gen-samples`."""
 
 import json
 import logging
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,9 @@ import pytest
 
 from data_gen.backend import WorkResult
 from data_gen.commands.gen_samples import main
-from data_gen.ray_backend import RayBackend
 from data_gen.samples import read_samples
 from data_gen.synthetic_backend import SyntheticBackend
 from tests.fake_openai import GOOD, Completions, Fault, error, running
-from tests.properties import RAY_WARNINGS
 
 SYNTHETIC = ["templates:30", "--backend", "synthetic", "--num-samples", "4", "--progress", "false"]
 
@@ -97,7 +94,7 @@ def test_filters_and_sources_reach_run_and_summary(tmp_path: Path, caplog: pytes
     prompts.write_text("\n".join(json.dumps({"messages": each}) for each in chats), encoding="utf-8")
     out = tmp_path / "s.parquet"
     arguments = [str(prompts), *SYNTHETIC[1:], "--out", str(out), "--filters.max-characters", "100"]
-    arguments += ["--filters.deduplicate", "true", "--filters.near-duplicates", "0.8", "--limit", "2"]
+    arguments += ["--filters.deduplicate", "true", "--limit", "2"]
     with caplog.at_level(logging.INFO):
         assert main(arguments) == 0
     assert read_samples(out).column("messages").to_pylist() == [chat] * 4 + [None] * 4
@@ -105,9 +102,9 @@ def test_filters_and_sources_reach_run_and_summary(tmp_path: Path, caplog: pytes
     assert json.loads((tmp_path / "s.parquet.run.json").read_text())["notes"]["skipped"] == {}
     with caplog.at_level(logging.INFO):
         assert main([*arguments[:-1], "3", "--overwrite", "true"]) == 0
-    left_out = {"duplicate text": 1, "more than 100 characters": 1, "near-duplicate text": 1}
+    left_out = {"duplicate text": 1, "more than 100 characters": 1}
     assert json.loads((tmp_path / "s.parquet.run.json").read_text())["notes"]["skipped"] == left_out
-    assert "prompts skipped, near-duplicate text: 1" in caplog.text
+    assert "prompts skipped, duplicate text: 1" in caplog.text
 
 
 def test_a_server_of_the_openai_api_and_a_card(tmp_path: Path) -> None:
@@ -152,21 +149,13 @@ def test_a_server_of_the_openai_api_and_a_card(tmp_path: Path) -> None:
         ("templates:3 --out x --skip 3", "skip"),
         ("templates:3 --out x --model package:nothing/here", "model"),
         ("templates:3 --out x --model no/such/folder/at/all", "model"),
-        ("templates:3 --out x --backend vllm", "model"),
-        ("templates:3 --out x --backend vllm --model m", "tailcast[vllm]"),
         ("templates:3 --out x --model a --openai.model b", "openai.model"),
         ("templates:3 --out x --backend synthetic --card file", "card"),
         ("templates:3 --out folder --backend synthetic", "out"),
         ("templates:3 --out x --temperature nan", "temperature"),
-        ("templates:3 --out x --filters.near_duplicates 0.49", "near_duplicates"),
-        ("templates:3 --out x --filters.near_duplicates nan", "near_duplicates"),
         ("templates:3 --out x --filters.max_characters 0", "max_characters"),
         ("templates:3 --out x --filters.min_prompt_tokens 3", "tokenizer"),
         ("templates:3 --out x --transformers.max_rows 0", "max_rows"),
-        ("templates:3 --out x --synthetic.samples_per_s 0", "samples_per_s"),
-        ("templates:3 --out x --ray-workers 2", "ray_workers: got 2; allowed: unset without ray"),
-        ("templates:3 --out x --ray local --ray-workers 0", "ray_workers"),
-        ("templates:3 --out x --ray local --backend openai", "openai.base_urls"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(
@@ -177,7 +166,6 @@ def test_bad_input_is_one_line_and_code_2(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "vllm", None)
     Path("folder").mkdir()
     Path("file").touch()
     assert main(arguments.split()) == 2
@@ -186,51 +174,3 @@ def test_bad_input_is_one_line_and_code_2(
     assert lines[0].startswith("gen-samples: error: ")
     assert named in lines[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
-
-
-@RAY_WARNINGS
-def test_an_address_without_a_cluster_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SYNTHETIC, "--out", str(tmp_path / "s.parquet"), "--ray", "127.0.0.1:1"]) == 2
-    assert "the address of a running Ray cluster" in capsys.readouterr().err
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Any:
-    ray = pytest.importorskip("ray")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield ray
-    ray.shutdown()
-
-
-@pytest.mark.slow
-@RAY_WARNINGS
-def test_workers_draw_what_one_process_draws(cluster: Any, tmp_path: Path) -> None:
-    alone, together, none = (tmp_path / f"{name}.parquet" for name in "abc")
-    assert main([*SYNTHETIC, "--out", str(alone)]) == 0
-    assert main([*SYNTHETIC, "--out", str(together), "--ray", "auto", "--ray-workers", "2"]) == 0
-    assert read_samples(together).equals(read_samples(alone))
-    assert cluster.is_initialized(), "a cluster that is there stays"
-    assert main([*SYNTHETIC, "--out", str(none), "--ray", "auto", "--ray-workers", "3"]) == 2
-
-
-@pytest.mark.slow
-@RAY_WARNINGS
-def test_a_lost_worker_costs_no_sample(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other worker goes on, and what the lost one was drawing is requested again."""
-    alone, out = tmp_path / "a.parquet", tmp_path / "b.parquet"
-    assert main([*SYNTHETIC, "--out", str(alone)]) == 0
-    sample = RayBackend.sample
-    lost: list[WorkResult] = []
-
-    def losing(self: RayBackend, *arguments: Any) -> Any:
-        for result in sample(self, *arguments):
-            if not lost:
-                cluster.kill(self._workers[0])
-                lost.append(result)
-            yield result
-
-    monkeypatch.setattr(RayBackend, "sample", losing)
-    pace = ["--synthetic.samples-per-s", "60"]
-    assert main([*SYNTHETIC, "--out", str(out), "--ray", "auto", "--ray-workers", "2", *pace]) == 0
-    assert lost
-    assert read_samples(out).equals(read_samples(alone))
