@@ -1,15 +1,8 @@
-"""Marks of tests: how many examples a dear property sees, and what Ray itself warns of."""
+"""How many examples an expensive property sees."""
 
 from typing import Any
 
-import pytest
 from hypothesis import settings
-
-RAY_WARNINGS = pytest.mark.filterwarnings(
-    "ignore:Tip. In future versions of Ray:FutureWarning",
-    "ignore:subprocess .* is still running:ResourceWarning",
-    "ignore:unclosed:ResourceWarning",
-)
 
 
 def examples(number: int, **options: Any) -> settings:

@@ -33,7 +33,7 @@ SECONDS = 60
 #: What a command that stopped leaves to go on from; everything else is whole or not there.
 RESUMABLE = re.compile(r"\.partial(/|$)|/cells/")
 #: Options that start processes or connections, of which a test has no use.
-LEFT_OUT = {"ray", "ray_address", "more_artifacts", "devices", "strategy", "traces", "encoder", "init"}
+LEFT_OUT = {"more_artifacts", "devices", "strategy", "traces", "encoder", "init"}
 WORDS = ["fcfs", "tie", "sjf", "trace", "oracle", "none", "cpu", "127.0.0.1", "llama-2-7b", "roofline", "table", "train", "samples", "log", "lengths"]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Sweeps: many configurations, simulated in this process, in several processes or on a Ray cluster.
+"""Sweeps: many configurations, simulated in this process or in several.
 
 Every result is a file, named by a hash of all its inputs and written atomically, so that an interrupted sweep
 can be resumed.
@@ -8,11 +8,10 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import signal
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -24,7 +23,6 @@ from scheduler_core.shell.command import user_code_message
 from scheduler_core.shell.files import sha256_file, writable_target, write_json
 from scheduler_core.shell.options import check_type
 from scheduler_core.shell.processes import worker_processes
-from scheduler_core.shell.ray_cluster import LOCAL, fetch_result, ray_cluster
 from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.run import SimulationResult, run_simulation
 
@@ -37,8 +35,6 @@ MAX_CELLS = 1_000_000
 _CAPACITY_SETTINGS = (
     "scheduler.max_num", "scheduler.num_kv_blocks", "scheduler.kv_", "cluster.num_replicas", "step_time"
 )  # fmt: skip
-#: Number of retries of a simulation whose worker or node was lost.
-RETRIES = 2
 #: Maximum number of worker processes.
 MAX_PROCESSES = 1024
 
@@ -177,25 +173,9 @@ class SweepWorkers:
 
     workers: int = 1
     """Processes on this machine."""
-    ray: bool = False
-    """Use a Ray cluster instead (extra: ray). Every node needs this version of tailcast, and the input files
-    at the same path."""
-    ray_address: str | None = None
-    """Address of the Ray cluster (HOST:PORT, ray://HOST:PORT or auto). Unset: that of the environment variable
-    RAY_ADDRESS, or a new one on this machine."""
 
     def __post_init__(self) -> None:
         check_ranges(self, workers=(1, MAX_PROCESSES))
-        if self.ray and self.workers > 1:
-            raise InputError("workers", self.workers, "1 with ray, because the cluster has its own workers")
-        if self.ray_address is not None and not self.ray:
-            raise InputError("ray_address", self.ray_address, "unset without ray")
-
-    def ready(self) -> AbstractContextManager[Any]:
-        """Context that keeps the Ray cluster for several calls of `run_cells`; errors: see `ray_cluster`."""
-        if not self.ray:
-            return nullcontext()
-        return ray_cluster(self.ray_address or os.environ.get("RAY_ADDRESS") or LOCAL, "ray_address")
 
 
 def simulate_cell(cell: Cell) -> SimulationResult:
@@ -222,16 +202,15 @@ def run_cells(
     process, and stored at once. `progress` is called with the number of cells finished since the last call.
 
     Raises:
-        InputError: A cell is invalid, or there is no cluster at the address; finished cells stay in the store.
-        MissingExtraError: Ray is requested but not installed.
-        TailcastError: A cell was lost on the Ray cluster after all retries, or a node has another version of tailcast.
+        InputError: A cell is invalid; finished cells stay in the store.
+        TailcastError: A worker process died.
     """
     keys = [cell.key() for cell in cells]
     results = {key: stored for key in dict.fromkeys(keys) if (stored := store.read(key)) is not None}
     progress(sum(key in results for key in keys))
     todo = {key: cell for key, cell in zip(keys, cells, strict=True) if key not in results}
     if todo:
-        with workers.ready(), closing(_simulate(todo, workers)) as simulated:
+        with closing(_simulate(todo, workers)) as simulated:
             for key, result in simulated:
                 results[key] = store.write(key, todo[key], result)
                 progress(keys.count(key))
@@ -240,9 +219,7 @@ def run_cells(
 
 def _simulate(todo: dict[str, Cell], workers: SweepWorkers) -> Simulated:
     """(key, result) of every cell when it is finished."""
-    if workers.ray:
-        yield from _on_ray(todo)
-    elif workers.workers == 1:
+    if workers.workers == 1:
         for key, cell in todo.items():
             yield key, simulate_cell(cell)
     else:
@@ -272,20 +249,3 @@ def _interrupts_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _on_ray(todo: dict[str, Cell]) -> Simulated:
-    """Simulates on the cluster to which this process is connected."""
-    import ray
-
-    remote = ray.remote(num_cpus=1, max_retries=RETRIES)(simulate_cell)
-    waiting = {remote.remote(cell): key for key, cell in todo.items()}
-    local = metadata.version("tailcast")
-    while waiting:
-        (done,), _ = ray.wait(list(waiting), num_returns=1)
-        key, consequence = waiting.pop(done), "finished simulations are kept"
-        result: SimulationResult = fetch_result(ray, done, "a simulation", RETRIES, consequence)
-        version = result.versions["tailcast"]
-        if version != local:
-            raise TailcastError(f"a node of the Ray cluster has tailcast {version}, this process {local}")
-        yield key, result

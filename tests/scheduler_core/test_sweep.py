@@ -1,12 +1,6 @@
 """Sweeps: cells and their keys, resumption, and the search for a capacity."""
 
-import importlib.util
 import math
-import os
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scheduler_core.errors import InputError, MissingExtraError
+from scheduler_core.errors import InputError
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator import sweep
 from scheduler_core.simulator.commands.capacity import CapacityConfig, find_capacity
@@ -24,7 +18,6 @@ from scheduler_core.simulator.metrics import metric
 from scheduler_core.simulator.sweep import Cell, CellStore, SweepWorkers, grid, run_cells, simulate_cell
 from scheduler_core.simulator.workloads.lengths import Lengths, TokenDistribution
 from scheduler_core.simulator.workloads.workload import Tiers, Workload
-from tests.properties import RAY_WARNINGS
 
 LENGTHS = Lengths(prompt=TokenDistribution(high=60), output=TokenDistribution(high=30))
 WORKLOAD = Workload(num_requests=25, lengths=LENGTHS)
@@ -113,77 +106,6 @@ def test_processes_give_what_one_process_gives(tmp_path: Path) -> None:
     cells = grid(BASE, {"policy": ["fcfs", "sjf"]}, range(1))
     alone = run_cells(cells, CellStore(tmp_path / "a"))
     assert alone == run_cells(cells, CellStore(tmp_path / "b"), SweepWorkers(workers=2))
-
-
-@pytest.mark.slow
-@RAY_WARNINGS
-def test_a_ray_cluster_gives_what_one_process_gives_and_goes_on_after_a_kill(tmp_path: Path) -> None:
-    """A process is killed in the middle of a sweep on Ray; the next one does the rest, and the tables are the same bytes."""
-    ray = pytest.importorskip("ray")
-    cells = grid(BASE, {"policy": ["fcfs", "sjf"], "load": [0.5, 0.8, 1.1]}, range(4))
-    alone = run_cells(cells, CellStore(tmp_path / "a"))
-    script = tmp_path / "run.py"
-    script.write_text(RAY_SCRIPT)
-    killed = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "b")],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}, capture_output=True,
-        timeout=300, check=False,
-    )  # fmt: skip
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "b").iterdir()}
-    assert 3 <= len(kept) < len(cells)
-    told: list[int] = []
-    assert run_cells(cells, CellStore(tmp_path / "b"), SweepWorkers(ray=True), told.append) == alone
-    assert told[0] == len(kept)
-    assert not ray.is_initialized(), "a cluster of ours ends with the sweep"
-    assert {name: (tmp_path / "b" / name).stat().st_mtime_ns for name in kept} == kept
-
-
-RAY_SCRIPT = """
-import os, signal, sys
-from tests.scheduler_core.test_sweep import BASE, CellStore, SweepWorkers, grid, run_cells
-if __name__ == "__main__":
-    cells, done = grid(BASE, {"policy": ["fcfs", "sjf"], "load": [0.5, 0.8, 1.1]}, range(4)), []
-    def told(num):
-        done.append(num)
-        if sum(done) == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-    run_cells(cells, CellStore(sys.argv[1]), SweepWorkers(ray=True), told)
-"""
-
-
-@pytest.mark.slow
-@RAY_WARNINGS
-def test_a_ray_cluster_that_is_there_is_used_and_left_as_it_is(tmp_path: Path) -> None:
-    ray = pytest.importorskip("ray")
-    (cell,) = grid(BASE, {"policy": ["fcfs"]}, range(1))
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-    try:
-        with SweepWorkers(ray=True).ready():
-            found = run_cells([cell], CellStore(tmp_path / "a"), SweepWorkers(ray=True))
-        assert found == run_cells([cell], CellStore(tmp_path / "b"))
-        assert ray.is_initialized()
-        impossible = Cell(replace(cell.config, scheduler=SchedulerConfig(num_kv_blocks=1)), {})
-        with pytest.raises(InputError, match="none of which fits"):
-            run_cells([impossible], CellStore(tmp_path / "a"), SweepWorkers(ray=True))
-    finally:
-        ray.shutdown()
-
-
-def test_ray_missing_nowhere_or_not_wanted_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cells = grid(BASE, {"policy": ["fcfs"]}, range(1))
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-    if importlib.util.find_spec("ray") is not None:
-        with pytest.raises(InputError, match="address of a running Ray cluster"):
-            run_cells(cells, CellStore(tmp_path), SweepWorkers(ray=True, ray_address=address))
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingExtraError, match=r"tailcast\[ray\]"):
-        run_cells(cells, CellStore(tmp_path), SweepWorkers(ray=True))
-    with pytest.raises(InputError, match="workers"):
-        SweepWorkers(ray=True, workers=2)
-    with pytest.raises(InputError, match="ray_address"):
-        SweepWorkers(ray_address=address)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"key": "x", "schema": "tailcast.cell/1"}'])

@@ -160,7 +160,7 @@ def run_search(
     target = writable_target(config.json, "json")
     bar = progress_bar(None, "run", enabled=None, desc="simulating")
     simulated: dict[float, Sequence[Mapping[str, Any]]] = {}
-    with tempfile.TemporaryDirectory() as scratch, bar, config.ready():
+    with tempfile.TemporaryDirectory() as scratch, bar:
         store = CellStore(config.cells or scratch)
 
         def simulate(cells: Sequence[Cell]) -> Sequence[Mapping[str, Any]]:
