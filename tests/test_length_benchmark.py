@@ -181,7 +181,7 @@ def test_a_run_on_made_up_data(tmp_path, capsys, monkeypatch):
     write_data(tmp_path / "data", num_prompts=70)
     monkeypatch.setattr(streams, "MIN_ALONE", 60)
     monkeypatch.setitem(benchmark.MAX_SEEDS, "H", 1)
-    names = ["tiny", "memory alone", "prompt length", "AIBrix", "llm-d", "boosted", "Clair", "Oracle"]
+    names = ["tiny", "memory alone", "prompt length", "AIBrix", "llm-d", "Clair", "Oracle"]
     words = [
         str(tmp_path / "data"),
         "--streams",

@@ -20,7 +20,6 @@ from benchmarks.lengths.scores import LEVELS, Entrant, FloatArray, Forecast
 from benchmarks.lengths.streams import Request
 from benchmarks.lengths.trained import (
     Trained,
-    boosted_trees,
     bucket_quantiles,
     lexical_buckets,
     linear_ranker,
@@ -235,7 +234,6 @@ ENTRANTS: dict[str, Entry] = {
     "llm-d sketch, its 5 bins": Entry(lambda features: Sketch(features, COARSE), ("embedding",)),
     "AIBrix histogram": Entry(PromptHistogram),
     "prompt length": Entry(PromptLength),
-    "boosted trees": Entry(lambda features: Trained(features, boosted_trees)),
     "Clairvoyant's recipe": Entry(lambda features: Trained(features, lexical_buckets)),
     "S3 buckets": Entry(lambda features: Trained(features, pooled_buckets), ("pooled",)),
     "LTR (linear ranker)": Entry(lambda features: Trained(features, linear_ranker), ("pooled",)),

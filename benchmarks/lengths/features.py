@@ -9,22 +9,24 @@ import asyncio
 import hashlib
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.lengths.streams import Streams
-from benchmarks.shared.pooled import ENCODER, pooled
+from benchmarks.lengths.streams import Stream, Streams
+from benchmarks.shared.pooled import ENCODER, encoder_features
 from predictors.artifact import open_artifact
 from predictors.pretrained import PRETRAINED, TINY
 from predictors.runtime import open_runtime
 from predictors.tiny import TinyPredictor
+from scheduler_core.prediction.correction import Correction, RequestContext
+from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import Embedding, LengthPrediction
 from scheduler_core.prediction.predictor import PredictionRequest
 from training.evaluating.batch_predictor import BatchPredictor, InferenceOptions, open_batch_predictor
@@ -32,37 +34,13 @@ from training.evaluating.batch_predictor import BatchPredictor, InferenceOptions
 FloatArray = NDArray[np.float64]
 #: Prompts that are timed one by one.
 NUM_TIMED = 50
-_CODE = frozenset(
-    [
-        "code",
-        "function",
-        "class",
-        "script",
-        "program",
-        "implement",
-        "algorithm",
-        "debug",
-        "refactor",
-        "sql",
-        "regex",
-        "api",
-    ]
+_CODE = re.compile(
+    r"\b(?:code|function|class|script|program|implement|algorithm|debug|refactor|sql|regex|api)\b"
 )
-_FORMAT = frozenset(["table", "json", "list", "bullet", "bullets", "markdown", "csv", "xml", "steps"])
-_VERBS = [
-    "what",
-    "write",
-    "explain",
-    "summarize",
-    "how",
-    "list",
-    "implement",
-    "compare",
-    "describe",
-    "generate",
-    "why",
-    "define",
-]
+_FORMAT = re.compile(r"\b(?:table|json|list|bullets?|markdown|csv|xml|steps)\b")
+_VERBS = (
+    "what", "write", "explain", "summarize", "how", "list", "implement", "compare", "describe", "generate", "why", "define",
+)  # fmt: skip
 _LIMIT = re.compile(
     r"\b(?:in|under|at most|no more than) \d+ (?:words?|sentences?)\b|\b(?:briefly|concisely)\b"
 )
@@ -73,12 +51,11 @@ def lexical(prompt: str) -> list[float]:
     """19 features of the text, of the kinds that Clairvoyant describes (arXiv 2606.07248): size, code, length limit,
     question, format, clauses, and the first of 12 verbs or none."""
     text = prompt.lower()
-    words = _WORD.findall(text)
-    vocabulary = set(words)
+    vocabulary = set(_WORD.findall(text))
     verb = next((verb for verb in _VERBS if verb in vocabulary), None)
-    flags = (not _CODE.isdisjoint(vocabulary), bool(_LIMIT.search(text)), text.rstrip().endswith("?"))
-    more = (not _FORMAT.isdisjoint(vocabulary), len(_CLAUSE.findall(text)), verb is None)
-    return [float(value) for value in (len(prompt) // 4, *flags, *more, *(verb == each for each in _VERBS))]
+    flags = (_CODE.search(text), _LIMIT.search(text), text.rstrip().endswith("?"), _FORMAT.search(text))
+    more = (*map(bool, flags), len(_CLAUSE.findall(text)), verb is None)
+    return [float(value) for value in (len(prompt) // 4, *more, *(verb == each for each in _VERBS))]
 
 
 @dataclass
@@ -128,7 +105,7 @@ class Features:
         self._prepare_tiny(texts)
         for name in dict.fromkeys(names):
             if name == "pooled":
-                self._add(name, texts, f"pooled-{ENCODER}", _pooled)
+                self._add(name, texts, f"pooled-{ENCODER}", partial(encoder_features, ENCODER))
                 self.microseconds[name] = _microseconds(PRETRAINED, texts)
             elif name not in (TINY, "embedding"):
                 predictor = open_batch_predictor(name, InferenceOptions())
@@ -150,7 +127,7 @@ class Features:
                 table[text] = value
 
     def _add(
-        self, name: str, texts: Sequence[str], version: str, compute: Callable[[Sequence[str]], FloatArray]
+        self, name: str, texts: Sequence[str], version: str, compute: Callable[[Sequence[str]], NDArray[Any]]
     ) -> None:
         """Adds features that `compute` returns for texts, as rows [N, F], from the cache where it has them."""
         self.cache.mkdir(parents=True, exist_ok=True)
@@ -188,6 +165,32 @@ def _microseconds(artifact: str, texts: Sequence[str]) -> float:
     return 1e6 * (time.process_time() - start) / len(timed)
 
 
-def _pooled(texts: Sequence[str]) -> FloatArray:
-    with TemporaryDirectory() as folder:
-        return np.asarray(pooled(ENCODER, texts, Path(folder)), float)
+def held_out_streams(
+    data: Path, cache: Path, num_seeds: int, max_tokens: int
+) -> tuple[list[Stream], Features]:
+    """Streams of all applications that no predictor was trained on, with limited lengths, and their features."""
+    streams = Streams(data)
+    features = Features(streams, cache)
+    mixed = [streams.mixed(seed) for seed in range(num_seeds)]
+    mixed = [[(request, min(tokens, max_tokens)) for request, tokens in stream] for stream in mixed]
+    features.prepare([PRETRAINED], [request.prompt for stream in mixed for request, _ in stream])
+    return mixed, features
+
+
+def remembered(
+    stream: Stream, features: Features, num_in_flight: int
+) -> tuple[list[LengthPrediction], list[LengthPrediction]]:
+    """Predictions of the requests as they arrive: as shipped, and with the memory, which learns a length after
+    `num_in_flight` further requests."""
+    correction, ended = Correction(), deque[tuple[RequestContext, Outcome]]()
+    shipped, corrected = [], []
+    for request, tokens in stream:
+        prediction = features.length(PRETRAINED, request.prompt)
+        num_tokens, embedding = features.num_tokens(request.prompt), features.embedding(request.prompt)
+        context = RequestContext(prompt_tokens=num_tokens, embedding=embedding)
+        shipped.append(prediction)
+        corrected.append(correction.correct(context, prediction))
+        ended.append((context, Outcome(output_tokens=tokens, finished=True, prediction=prediction)))
+        if len(ended) > num_in_flight:
+            correction.observe(*ended.popleft())
+    return shipped, corrected

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
+from sklearn.ensemble import HistGradientBoostingClassifier
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -14,8 +14,6 @@ from benchmarks.lengths.features import Features, lexical
 from benchmarks.lengths.scores import LEVELS, FloatArray, Forecast
 from benchmarks.lengths.streams import Request
 
-#: Fraction of the prompts whose residuals are the distribution around a predicted mean.
-HELD_OUT = 0.2
 #: Edges of Clairvoyant's classes in tokens, and number of S3's classes (percentiles of the training lengths).
 CLAIRVOYANT_EDGES, NUM_BUCKETS = (1, 200, 800, 65_536), 10
 
@@ -34,18 +32,6 @@ class Trained:
 
     def observe(self, request: Request, tokens: int) -> None:
         """Learns nothing."""
-
-
-def boosted_trees(features: Features) -> Callable[[str], Forecast]:
-    """Boosted trees for the mean ln length, on lexical features; the distribution is that of held-out residuals."""
-    prompts, lengths = features.training()
-    x = np.array([lexical(prompt) for prompt in prompts])
-    numbers = np.unique(prompts, return_inverse=True)[1]
-    is_held_out = (np.random.default_rng(0).random(numbers.max() + 1) < HELD_OUT)[numbers]
-    model = HistGradientBoostingRegressor(random_state=0)
-    model.fit(x[~is_held_out], lengths[~is_held_out].mean(1))
-    residuals = np.quantile(lengths[is_held_out] - model.predict(x[is_held_out])[:, None], LEVELS)
-    return lambda prompt: float(model.predict([lexical(prompt)])[0]) + residuals
 
 
 def lexical_buckets(features: Features) -> Callable[[str], Forecast]:

@@ -21,22 +21,19 @@ Each request counts after the first sixth. Ratios are to "least busy" of the sam
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.lengths.features import Features, held_out_streams, remembered
+from benchmarks.lengths.streams import Stream
 from benchmarks.shared.command import Parser
 from benchmarks.shared.pages import mean_cell, put_section
-from predictors.pretrained import PRETRAINED
 from scheduler_core.engine.plan import Counters
 from scheduler_core.policies import make_policy
-from scheduler_core.prediction.correction import Correction, RequestContext
-from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.report.page import markdown_table
 from scheduler_core.request import Segment
 from scheduler_core.routing import make_router
@@ -49,10 +46,6 @@ from scheduler_core.simulator.step_time import saturation_rate_rps
 from scheduler_core.simulator.step_time.base import LinearStepTime
 from scheduler_core.simulator.trace import Trace, TraceRequest
 from scheduler_core.simulator.trace_predictions import Predictions
-
-if TYPE_CHECKING:
-    from benchmarks.lengths.features import Features
-    from benchmarks.lengths.streams import Stream
 
 FloatArray = NDArray[np.float64]
 MAX_TOKENS = 4096
@@ -88,23 +81,13 @@ class SentWork(Router):
 
 def expected_tokens(stream: Stream, features: Features, num_in_flight: int) -> dict[str, FloatArray]:
     """Expected lengths [N] of requests as they arrive, by kind of prediction."""
-    correction, ended = Correction(), deque[tuple[RequestContext, Outcome]]()
-    raw: list[float] = []
-    remembered: list[float] = []
-    for request, tokens in stream:
-        prediction = features.length(PRETRAINED, request.prompt)
-        num_tokens, embedding = features.num_tokens(request.prompt), features.embedding(request.prompt)
-        context = RequestContext(prompt_tokens=num_tokens, embedding=embedding)
-        for length, means in ((prediction, raw), (correction.correct(context, prediction), remembered)):
-            means.append(length.expected_and_cvar(MAX_TOKENS)[0])
-        ended.append((context, Outcome(output_tokens=tokens, finished=True, prediction=prediction)))
-        if len(ended) > num_in_flight:
-            correction.observe(*ended.popleft())
+    shipped, corrected = (
+        np.array([length.expected_and_cvar(MAX_TOKENS)[0] for length in predictions])
+        for predictions in remembered(stream, features, num_in_flight)
+    )
     true = np.array([tokens for _, tokens in stream], float)
-    return {
-        "mean length": np.full(len(stream), true.mean()), "as shipped": np.array(raw),
-        "memory": np.array(remembered), "true lengths": true,
-    }  # fmt: skip
+    mean = np.full(len(stream), true.mean())
+    return {"mean length": mean, "as shipped": shipped, "memory": corrected, "true lengths": true}
 
 
 def trace_of(stream: Stream, features: Features, prefix_tokens: int) -> Trace:
@@ -151,9 +134,6 @@ def table(runs: Mapping[str, Sequence[FloatArray]]) -> str:
 
 def main() -> None:
     """Prints a table for each number of replicas and load."""
-    from benchmarks.lengths.features import Features  # imports the training packages
-    from benchmarks.lengths.streams import Streams
-
     parser = Parser(__doc__)
     parser.add_argument("data", type=Path)
     parser.add_argument("--replicas", type=int, nargs="+", default=[4, 16])
@@ -166,11 +146,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=Path("out/lengths"), help="folder of slow features")
     parser.add_argument("--markdown", help="page whose section is replaced")
     options = parser.parse_args()
-    streams = Streams(options.data)
-    features = Features(streams, options.cache)
-    mixed = [streams.mixed(seed) for seed in range(options.seeds)]
-    mixed = [[(request, min(tokens, MAX_TOKENS)) for request, tokens in stream] for stream in mixed]
-    features.prepare([PRETRAINED], [request.prompt for stream in mixed for request, _ in stream])
+    mixed, features = held_out_streams(options.data, options.cache, options.seeds, MAX_TOKENS)
     limits = SchedulerConfig(
         max_num_seqs=options.slots, num_kv_blocks=options.kv_blocks, prefix_caching=options.prefix_tokens > 0
     )

@@ -23,7 +23,7 @@ import contextvars
 import heapq
 import logging
 import os
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,14 +31,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.lengths.features import Features
-from benchmarks.lengths.streams import Stream, Streams
+from benchmarks.lengths.features import Features, held_out_streams, remembered
+from benchmarks.lengths.streams import Stream
 from benchmarks.shared.command import Parser
 from benchmarks.shared.pages import mean_cell
-from predictors.pretrained import PRETRAINED
 from scheduler_core.adapters.litellm import ESTIMATES
-from scheduler_core.prediction.correction import Correction, RequestContext
-from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import LengthPrediction
 from scheduler_core.report.page import markdown_table
 
@@ -147,25 +144,9 @@ async def run(asks: Sequence[Ask], arrivals_s: Sequence[float], quota: int) -> L
     return ledger
 
 
-def predictions(stream: Stream, features: Features) -> tuple[list[LengthPrediction], list[LengthPrediction]]:
-    """Predictions [N] of requests as they arrive: as shipped, and with the memory."""
-    correction, ended = Correction(), deque[tuple[RequestContext, Outcome]]()
-    raw, remembered = [], []
-    for request, tokens in stream:
-        prediction = features.length(PRETRAINED, request.prompt)
-        num_tokens, embedding = features.num_tokens(request.prompt), features.embedding(request.prompt)
-        context = RequestContext(prompt_tokens=num_tokens, embedding=embedding)
-        raw.append(prediction)
-        remembered.append(correction.correct(context, prediction))
-        ended.append((context, Outcome(output_tokens=tokens, finished=True, prediction=prediction)))
-        if len(ended) > IN_FLIGHT:
-            correction.observe(*ended.popleft())
-    return raw, remembered
-
-
 def estimates(stream: Stream, features: Features, num: int) -> dict[str, list[Ask]]:
     """The last `num` requests of a stream, by estimate."""
-    raw, remembered = predictions(stream, features)
+    raw, corrected = remembered(stream, features, IN_FLIGHT)
     earlier = round(float(np.mean([tokens for _, tokens in stream[:-num]])))
 
     def mean(length: LengthPrediction) -> int:
@@ -181,8 +162,8 @@ def estimates(stream: Stream, features: Features, num: int) -> dict[str, list[As
         "mean of earlier requests": lambda row: earlier,
         "predicted mean, as shipped": lambda row: mean(raw[row]),
         "predicted P90, as shipped": lambda row: p90(raw[row]),
-        "predicted mean, memory": lambda row: mean(remembered[row]),
-        "predicted P90, memory": lambda row: p90(remembered[row]),
+        "predicted mean, memory": lambda row: mean(corrected[row]),
+        "predicted P90, memory": lambda row: p90(corrected[row]),
         "true length": lambda row: stream[row][1],
     }
     rows = range(len(stream) - num, len(stream))
@@ -209,11 +190,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
     logging.disable(logging.ERROR)  # LiteLLM logs every refused request
-    streams = Streams(options.data)
-    features = Features(streams, options.cache)
-    mixed = [streams.mixed(seed) for seed in range(options.seeds)]
-    mixed = [[(request, min(tokens, MAX_TOKENS)) for request, tokens in stream] for stream in mixed]
-    features.prepare([PRETRAINED], [request.prompt for stream in mixed for request, _ in stream])
+    mixed, features = held_out_streams(options.data, options.cache, options.seeds, MAX_TOKENS)
     asks = [estimates(stream, features, options.requests) for stream in mixed]
     for load in options.loads:
         rows: dict[str, list[list[float]]] = {}

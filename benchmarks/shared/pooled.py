@@ -43,11 +43,12 @@ def pooled(encoder: str, texts: Sequence[str], cache: Path) -> Features:
     file = cache / f"features-{digest[:16]}.npy"
     if not file.is_file():
         cache.mkdir(parents=True, exist_ok=True)
-        np.save(file, (_artifact_features if manifest.is_file() else _encoder_features)(encoder, texts))
+        np.save(file, (_artifact_features if manifest.is_file() else encoder_features)(encoder, texts))
     return np.asarray(np.load(file))
 
 
-def _encoder_features(encoder: str, texts: Sequence[str]) -> Features:
+def encoder_features(encoder: str, texts: Sequence[str]) -> Features:
+    """Features of a frozen encoder; see `pooled`."""
     tokenizer = load_tokenizer(encoder)
     config = PredictorConfig(
         encoder=encoder,
