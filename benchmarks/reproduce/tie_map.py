@@ -22,7 +22,7 @@ from __future__ import annotations
 import csv
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -75,6 +75,8 @@ MEASURES = {
     "P99": "latency, P99",
     "offline": "time for 3 of 10 outputs, offline",
 }
+#: Measures of the table.
+TABLE = ("token", "mean", "offline")
 #: Quantiles of Student's t for the moments of a truncated log-t.
 _NODES = np.array([student_t_quantile((k + 0.5) / 400, NU) for k in range(400)])
 
@@ -222,8 +224,8 @@ def measured(population: Population, error: str, num: int, seeds: int) -> Iterat
 
 
 def best(values: Sequence[Value]) -> tuple[str, float, bool]:
-    """Of one cell: the best score, TIE's value as a ratio to it (or, if TIE is best, that of the next one), and whether the
-    interval excludes 1."""
+    """Of some scores of one cell: the best one, TIE's value as a ratio to it (or, if TIE is best, to that of the next one),
+    and whether the interval excludes 1."""
     first, second = sorted(values, key=lambda value: value.ratio.mean)[:2]
     if first.score == "TIE":
         return "TIE", 1.0 / second.ratio.mean, second.ratio.low > 1.0
@@ -239,52 +241,64 @@ def cells(values: Sequence[Value]) -> dict[tuple[str, str, str], list[Value]]:
 
 
 def table(values: Sequence[Value]) -> str:
-    """Best score by CV and measure, with the paper's predictor."""
+    """Ratios to TIE by CV with the paper's predictor; bold if the interval excludes 1."""
     by_cell = cells(values)
+    others = [score for score in SCORES if score != "TIE"]
     rows = []
     for population in dict.fromkeys(value.population for value in values):
         row = [population]
-        for measure in MEASURES:
-            name, ratio, is_clear = best(by_cell[measure, PAPER_ERROR, population])
-            row.append(f"{name}, {ratio:.2f}" if is_clear else f"({name}, {ratio:.2f})")
+        for measure in TABLE:
+            for value in by_cell[measure, PAPER_ERROR, population]:
+                if value.score in others:
+                    is_clear = value.ratio.high < 1.0 or value.ratio.low > 1.0
+                    row.append(f"**{value.ratio.mean:.2f}**" if is_clear else f"{value.ratio.mean:.2f}")
         rows.append(row)
-    return markdown_table(("CV within a prompt", *MEASURES.values()), rows)
+    columns = [f"{MEASURES[measure]}: {others[0]}" for measure in TABLE]
+    header = [name for column in columns for name in (column, *others[1:])]
+    return markdown_table(("CV within a prompt", *header), rows)
 
 
 def plot(file: Path, values: Sequence[Value]) -> None:
-    """The map: a panel for each measure; the color is the best score, the number TIE's ratio to it."""
-    from matplotlib.patches import Patch
+    """The map: a row of panels for each measure, without and with preemption; the color is the best score, the number TIE's
+    ratio to it, and pale cells are not clear."""
+    from matplotlib.patches import Patch, Rectangle
 
     by_cell = cells(values)
     columns = list(dict.fromkeys(value.population for value in values))
     rows = list(dict.fromkeys(value.error for value in values))
     colors = dict(zip(SCORES, COLORS, strict=False))
-    figure, axes = new_figure(0.62 * len(columns) * 2 + 2.6, 5.4, rows=2, columns=2, sharex=True, sharey=True)
-    for axis, (measure, title) in zip(axes, MEASURES.items(), strict=True):
+    size = {"rows": len(MEASURES), "columns": 2, "sharex": True, "sharey": True}
+    figure, axes = new_figure(1.3 * len(columns) + 2.4, 8.0, **size)
+    panels = [(measure, scores) for measure in MEASURES for scores in (list(SCORES)[:3], list(SCORES))]
+    for axis, (measure, scores) in zip(axes, panels, strict=True):
         for x, population in enumerate(columns):
             for y, error in enumerate(rows):
-                name, ratio, is_clear = best(by_cell[measure, error, population])
+                cell = [value for value in by_cell[measure, error, population] if value.score in scores]
+                name, ratio, is_clear = best(cell)
                 style = {"facecolor": colors[name], "alpha": 0.75 if is_clear else 0.2, "edgecolor": "white"}
-                axis.add_patch(_square(x, y, style))
-                axis.text(x, y, f"{ratio:.2f}", ha="center", va="center", fontsize=8)
-        axis.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(rows) - 0.5, -0.5), title=title)
+                axis.add_patch(Rectangle((x - 0.5, y - 0.5), 1.0, 1.0, **style))  # type: ignore[arg-type]
+                axis.text(
+                    x,
+                    y,
+                    f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}",
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                )
+        what = "" if "Gittins" in scores else ", without preemption"
+        axis.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(rows) - 0.5, -0.5))
+        axis.set_title(f"{MEASURES[measure]}{what}", fontsize=10)
         axis.set_xticks(range(len(columns)), [name.replace(" ", "\n") for name in columns], fontsize=8)
         axis.set_yticks(range(len(rows)), rows, fontsize=8)
         axis.grid(visible=False)
-    for axis in axes[2:]:
-        axis.set_xlabel("coefficient of variation of the outputs of a prompt")
+    for axis in axes[-2:]:
+        axis.set_xlabel("coefficient of variation of the outputs of a prompt", fontsize=9)
     figure.legend(
         handles=[Patch(facecolor=color, alpha=0.75, label=score) for score, color in colors.items()],
         loc="outside upper center", ncols=len(colors), frameon=False, fontsize=9,
     )  # fmt: skip
     with atomic_file(file) as temporary:
         Path(temporary).write_text(svg(figure), encoding="utf-8")
-
-
-def _square(x: int, y: int, style: Mapping[str, object]) -> object:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((x - 0.5, y - 0.5), 1.0, 1.0, **style)  # type: ignore[arg-type]
 
 
 def write_values(file: Path, values: Sequence[Value]) -> None:
