@@ -13,27 +13,29 @@ the steps.
 from __future__ import annotations
 
 import argparse
-import gc
-import os
-import sys
-import tempfile
 import time
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request, RequestStatus
 
 from benchmarks.shared.command import Parser
-from benchmarks.vllm.model import NAME, packaged_model
+from benchmarks.vllm.real_scheduler import (
+    BLOCK_TOKENS,
+    TOKEN,
+    VLLM,
+    in_own_process,
+    outputs_of,
+    real_scheduler,
+)
 from scheduler_core.report.page import markdown_table
 
-#: vLLM's own scheduler.
-VLLM = "vllm"
-BLOCK_TOKENS = 16
-#: Token of the model that ends an output, and one that does not.
-EOS, TOKEN = 1, 7
+#: Token of the model that ends an output.
+EOS = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,37 +74,14 @@ class Sessions:
     """
 
     def __init__(self, policy: str | None, model: Path, load: Load) -> None:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        import torch
-        from vllm import EngineArgs
-        from vllm.utils.hashing import sha256
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-        from vllm.v1.structured_output import StructuredOutputManager
-
         max_tokens = (
             load.system_tokens + load.first_tokens + load.turns * (load.growth_tokens + load.output_tokens)
         )
-        ours = {"tailcast": {"policy": policy, "online_calibration": False}}
-        config = EngineArgs(
-            model=str(model), dtype="float32", max_model_len=max_tokens, max_num_seqs=load.max_num_seqs,
-            max_num_batched_tokens=load.max_num_batched_tokens, block_size=BLOCK_TOKENS, enable_prefix_caching=True,
-            hf_overrides={"max_position_embeddings": max_tokens}, additional_config={} if policy is None else ours,
-        ).create_engine_config()  # fmt: skip
-        num_blocks = config.cache_config.num_gpu_blocks = load.kv_tokens // BLOCK_TOKENS
-        spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.float32)
-        kind: Any = AsyncScheduler
-        if policy is not None:
-            from scheduler_core.adapters.vllm import scheduler_class
-
-            kind = scheduler_class()
-        self.scheduler = kind(
-            vllm_config=config,
-            kv_cache_config=KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK_TOKENS,
-        )
+        self.scheduler = real_scheduler(
+            policy, model, load.kv_tokens // BLOCK_TOKENS, {"online_calibration": False}, max_model_len=max_tokens,
+            max_num_seqs=load.max_num_seqs, max_num_batched_tokens=load.max_num_batched_tokens,
+            enable_prefix_caching=True, hf_overrides={"max_position_embeddings": max_tokens},
+        )  # fmt: skip
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
         self.load = load
@@ -134,8 +113,6 @@ class Sessions:
 
     def step(self) -> None:
         """Plans and completes a step."""
-        from vllm.v1.outputs import ModelRunnerOutput
-
         scheduler = self.scheduler
         begin = time.thread_time()
         plan = scheduler.schedule()
@@ -146,27 +123,21 @@ class Sessions:
         for data in plan.scheduled_new_reqs:
             self.prompt_tokens += scheduler.requests[data.req_id].num_prompt_tokens
             self.hit_tokens += data.num_computed_tokens
-        names = list(plan.num_scheduled_tokens)
-        samples = [not scheduler.requests[name].is_prefill_chunk for name in names]
         num_decodes = sum(count == 1 for count in plan.num_scheduled_tokens.values())
         self.now += 0.012 + (plan.total_num_scheduled_tokens - num_decodes) / 30_000 + 0.00025 * num_decodes
-        for name, has_token in zip(names, samples, strict=True):
-            if has_token and name in self._sent_s:
+        result = outputs_of(scheduler, plan)
+        for name, tokens in zip(result.req_ids, result.sampled_token_ids, strict=True):
+            if tokens and name in self._sent_s:
                 self.ttft_s.append(self.now - self._sent_s.pop(name))
-        rows = {name: row for row, name in enumerate(names)}
-        tokens = [[TOKEN] if has_token else [] for has_token in samples]
-        result = ModelRunnerOutput(req_ids=names, req_id_to_index=rows, sampled_token_ids=tokens)
         begin = time.thread_time()
         outputs = scheduler.update_from_output(plan, result)
         self.cpu_s += time.thread_time() - begin
-        for output in (one for outputs_of in outputs.values() for one in outputs_of.outputs):
+        for output in (one for each in outputs.values() for one in each.outputs):
             if output.finish_reason is not None:
                 self._end(self.live.pop(output.request_id))
 
     def abort(self, name: str) -> None:
         """The client goes away, and returns with the same turn."""
-        from vllm.v1.request import RequestStatus
-
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
         self._sent_s.pop(name, None)
         self._due[self.live.pop(name)] = self.now + self.load.pause_s
@@ -175,9 +146,6 @@ class Sessions:
         return [int(token) for token in self.rng.integers(TOKEN + 1, 2**14, num_tokens)]
 
     def _send(self, session: int) -> None:
-        from vllm import SamplingParams
-        from vllm.v1.request import Request
-
         name, load = f"s{session}", self.load
         hints = {"tailcast_session": name} if load.named == "hint" else None
         sampling = SamplingParams(max_tokens=load.output_tokens, temperature=0.0, extra_args=hints)
@@ -201,15 +169,10 @@ class Sessions:
             self._due[session] = self.now + float(self.rng.exponential(load.pause_s))
 
 
-def measured(policy: str, load: Load) -> list[float]:
+def measured(policy: str | None, model: Path, load: Load) -> list[float]:
     """The columns of the table."""
-    model = packaged_model(Path(sys.executable).parents[1] / "models" / NAME)
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
-        sessions = Sessions(None if policy == VLLM else policy, model, load)
-        gc.disable()
-        sessions.run()
-        gc.enable()
+    sessions = Sessions(policy, model, load)
+    sessions.run()
     ttft_s = np.array(sessions.ttft_s)
     return [
         sum(sessions.turns) / sessions.now,
@@ -226,24 +189,16 @@ def main() -> None:
     """Runs all policies and prints the table."""
     parser = Parser(__doc__)
     parser.add_argument("--policies", nargs="+", default=[VLLM, "fcfs", "hrrn", "working_set"])
-    for name, value in (
-        *(
-            ("sessions", 48),
-            ("turns", 8),
-            ("first_tokens", 30_000),
-            ("growth_tokens", 1500),
-            ("output_tokens", 60),
-        ),
-        *(("kv_tokens", 1_000_000), ("seed", 0)),
-    ):
+    for name, value in (("sessions", 48), ("turns", 8), ("first_tokens", 30_000), ("growth_tokens", 1500)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    for name, value in (("output_tokens", 60), ("kv_tokens", 1_000_000), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--pause_s", type=float, default=8.0)
     options: argparse.Namespace = parser.parse_args()
     load = Load(**{name: value for name, value in vars(options).items() if name != "policies"})
     rows = []
     for policy in options.policies:
-        with get_context("spawn").Pool(1) as pool:
-            values = pool.apply(measured, (policy, load))
+        values = in_own_process(measured, policy, load)
         rows.append((policy, *(f"{value:.2f}" for value in values)))
     columns = ("turns/s", "TTFT mean, s", "P50", "P99", "hits", "scheduling, ms per step", "% of the step")
     print(f"{load.sessions} sessions of {load.turns} turns, {load.kv_tokens:,} tokens of KV memory:\n")

@@ -38,12 +38,12 @@ import numpy as np
 
 from benchmarks.shared.command import Parser
 from benchmarks.shared.pages import mean_cell
-from benchmarks.shared.processes import ROOT, Process, command_ports, free_port, http_ok, running
+from benchmarks.shared.processes import ROOT, Process, command_ports
 from benchmarks.vllm.model import NAME, packaged_model
+from benchmarks.vllm.server import MODEL, openai_server, settings_file
 from scheduler_core.report.page import markdown_table
 from scheduler_core.shell.files import write_json
 
-MODEL = "engine"
 SIDES = ("vllm", "hrrn", "working_set", "proxy:working_set")
 #: Maximum number of requests that an engine runs at once, more than there are sessions; memory is the limit.
 MAX_NUM_SEQS = 64
@@ -141,29 +141,14 @@ class Loop:
 @contextmanager
 def engine(options: argparse.Namespace, policy: str | None, folder: Path) -> Iterator[tuple[str, Process]]:
     """A vLLM server with a small KV memory; yields its address and process. `policy` None: vLLM's own scheduler."""
-    port = free_port()
-    words = {
-        "--model": str(options.model), "--served-model-name": MODEL, "--host": "127.0.0.1", "--port": str(port),
-        "--dtype": "float32", "--max-model-len": "2048", "--max-num-seqs": str(MAX_NUM_SEQS),
-        "--num-gpu-blocks-override": str(options.blocks), "--block-size": str(options.block_size),
-    }  # fmt: skip
-    environment = {
-        "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
-        "PYTHONPATH": str(ROOT),
-    }  # fmt: skip
+    words = ["--max-model-len", "2048", "--max-num-seqs", str(MAX_NUM_SEQS), "--enable-prefix-caching"]
+    words += ["--num-gpu-blocks-override", str(options.blocks), "--block-size", str(options.block_size)]
+    environment = {"PYTHONPATH": str(ROOT)}
     if policy is not None:
-        words["--scheduler-cls"] = "scheduler_core.adapters.vllm.TailcastScheduler"
-        settings = folder / f"{policy}.json"  # JSON is YAML
-        write_json(settings, {"policy": policy})
-        environment["TAILCAST_CONFIG"] = str(settings)
-    command = [str(options.vllm_python), "-m", "vllm.entrypoints.openai.api_server"]
-    command += [word for pair in words.items() for word in pair]
-    command += ["--enforce-eager", "--enable-prefix-caching", "--disable-uvicorn-access-log"]
-    url = f"http://127.0.0.1:{port}"
-    with running(
-        command, lambda: http_ok(f"{url}/health"), environment=environment, timeout_s=900.0
-    ) as process:
-        yield url, process
+        words += ["--scheduler-cls", "scheduler_core.adapters.vllm.TailcastScheduler"]
+        environment |= settings_file(folder / f"{policy}.json", {"policy": policy})
+    with openai_server(options.vllm_python, options.model, words, environment) as started:
+        yield started
 
 
 def prefix_cache(url: str) -> np.ndarray:

@@ -15,39 +15,22 @@ round.
 from __future__ import annotations
 
 import argparse
-import gc
 import math
-import os
-import sys
-import tempfile
 import time
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-
 import numpy as np
-import torch
-from vllm import EngineArgs, SamplingParams
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm import SamplingParams
 from vllm.v1.request import Request
-from vllm.v1.structured_output import StructuredOutputManager
 
 from benchmarks.shared.command import Parser
-from benchmarks.vllm.model import NAME, packaged_model
-from scheduler_core.adapters.vllm import scheduler_class
+from benchmarks.vllm.real_scheduler import BLOCK_TOKENS, VLLM, in_own_process, outputs_of, real_scheduler
 from scheduler_core.prediction.predictions import LengthPrediction, Prediction
 from scheduler_core.prediction.predictor import PredictionEvent, PredictionStatus
 from scheduler_core.report.page import markdown_table
 
-BLOCK_TOKENS, PROMPT_TOKENS, MAX_TOKENS, SIGMA, NU = 16, 100, 1500, 0.5, 3.5
-
-#: vLLM's own scheduler.
-VLLM = "vllm"
-
+PROMPT_TOKENS, MAX_TOKENS, SIGMA, NU = 100, 1500, 0.5, 3.5
 #: Warm-up steps.
 WARM_UP = 400
 
@@ -94,23 +77,11 @@ class Side:
         self._predictions = Predictions(np.random.default_rng(1))
         self._num_requests = 0
         # A predictor enables online calibration; its predictions are generated here.
-        ours = {"tailcast": {"policy": policy, "predictor": "tiny"}}
-        settings = {} if policy is None else {"additional_config": ours}
-        config = EngineArgs(
-            model=str(model), dtype="float32", max_model_len=2048, max_num_seqs=options.running, async_scheduling=True,
-            enable_prefix_caching=False, block_size=BLOCK_TOKENS, max_num_batched_tokens=8192, **settings,
-        ).create_engine_config()  # fmt: skip
-        config.scheduler_config.async_scheduling = True
-        num_blocks = config.cache_config.num_gpu_blocks = options.running * 2048 // BLOCK_TOKENS
-        spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.float32)
-        cache = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
-        kind: Any = AsyncScheduler if policy is None else scheduler_class()
-        self._scheduler = kind(
-            vllm_config=config,
-            kv_cache_config=cache,
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK_TOKENS,
-        )
+        self._scheduler = real_scheduler(
+            policy, model, options.running * 2048 // BLOCK_TOKENS, {"predictor": "tiny"}, max_model_len=2048,
+            max_num_seqs=options.running, max_num_batched_tokens=8192, enable_prefix_caching=False,
+            async_scheduling=True,
+        )  # fmt: skip
         if policy is not None:
             self._scheduler._tailcast_thread.close()
             self._scheduler._tailcast_thread = self._predictions
@@ -122,10 +93,7 @@ class Side:
         begin = time.thread_time()
         plan = self._scheduler.schedule()
         planned = time.thread_time()
-        names = list(plan.num_scheduled_tokens)
-        samples = [[] if self._scheduler.requests[name].is_prefill_chunk else [7] for name in names]
-        rows = {name: row for row, name in enumerate(names)}
-        result = ModelRunnerOutput(req_ids=names, req_id_to_index=rows, sampled_token_ids=samples)
+        result = outputs_of(self._scheduler, plan)
         generated = time.thread_time()
         self._scheduler.update_from_output(plan, result)
         ended = self._num_requests - len(self._scheduler.requests) - self.num_ended
@@ -144,15 +112,10 @@ class Side:
         self._scheduler.add_request(Request(name, [5] * PROMPT_TOKENS, sampling, None))
 
 
-def measured(policy: str, options: argparse.Namespace) -> tuple[float, float, float]:
+def measured(policy: str | None, model: Path, options: argparse.Namespace) -> tuple[float, float, float]:
     """Mean and P99 of a step in ms, and the number of requests that end per step, of one scheduler."""
-    model = packaged_model(Path(sys.executable).parents[1] / "models" / NAME)
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
-        side = Side(None if policy == VLLM else policy, model, options)
-        gc.disable()
-        times_ms = 1e3 * np.array([side.step() for _ in range(options.steps + WARM_UP)])
-        gc.enable()
+    side = Side(policy, model, options)
+    times_ms = 1e3 * np.array([side.step() for _ in range(options.steps + WARM_UP)])
     steps_ms = times_ms[WARM_UP:]
     return float(steps_ms.mean()), float(np.percentile(steps_ms, 99)), side.num_ended / len(times_ms)
 
@@ -168,8 +131,7 @@ def main() -> None:
     rounds: dict[str, list[tuple[float, float, float]]] = {name: [] for name in options.policies}
     for _ in range(options.rounds):
         for name, rows in rounds.items():
-            with get_context("spawn").Pool(1) as pool:
-                rows.append(pool.apply(measured, (name, options)))
+            rows.append(in_own_process(measured, name, options))
     first, lines = options.policies[0], []
     for name, rows in rounds.items():
         extra = [own[0] - other[0] for own, other in zip(rows, rounds[first], strict=True)]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.shared.processes import ROOT, Process, free_port, http_ok, running
+from scheduler_core.shell.files import write_json
 
 #: Served model name.
 MODEL = "engine"
@@ -68,7 +69,7 @@ def engine_server(
     max_num_seqs: int,
     settings: Mapping[str, Any] | None,
 ) -> Iterator[EngineServer]:
-    """Starts a server and stops it afterwards.
+    """Starts a server with a step log and without prefix caching, and stops it afterwards.
 
     Args:
         python: Python of vLLM's environment.
@@ -85,28 +86,40 @@ def engine_server(
     plugins.mkdir(parents=True, exist_ok=True)
     (plugins / "METADATA").write_text("Metadata-Version: 2.1\nName: tailcast-benchmark\nVersion: 0\n")
     (plugins / "entry_points.txt").write_text(ENTRY_POINTS)
-    steps, port = folder / f"{name}.steps", free_port()
+    steps = folder / f"{name}.steps"
     environment = {
-        "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
         "PYTHONPATH": f"{ROOT}:{plugins.parent}", "TAILCAST_STEP_LOG": str(steps.resolve()),
-    }  # fmt: skip
-    if settings is not None:
-        path = folder / f"{name}.json"  # JSON is YAML
-        path.write_text(json.dumps(settings), encoding="utf-8")
-        environment["TAILCAST_CONFIG"] = str(path.resolve())
+    } | settings_file(folder / f"{name}.json", settings)  # fmt: skip
     scheduler = f"benchmarks.vllm.step_log.Logged{'Stock' if settings is None else 'Tailcast'}Scheduler"
-    words = {
-        "--model": str(model), "--served-model-name": MODEL, "--host": "127.0.0.1", "--port": str(port),
-        "--dtype": "float32", "--max-model-len": "1024", "--scheduler-cls": scheduler,
-        "--max-num-seqs": str(max_num_seqs),
-    }  # fmt: skip
-    command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
-    command += [word for pair in words.items() for word in pair]
-    command += ["--enforce-eager", "--no-enable-prefix-caching"]
-    command += ["--disable-log-stats", "--disable-uvicorn-access-log"]
+    words = ["--max-model-len", "1024", "--max-num-seqs", str(max_num_seqs), "--scheduler-cls", scheduler]
+    words += ["--no-enable-prefix-caching", "--disable-log-stats"]
+    with openai_server(python, model, words, environment) as (url, process):
+        yield EngineServer(url, steps, process)
+
+
+def settings_file(path: Path, settings: Mapping[str, Any] | None) -> dict[str, str]:
+    """Writes settings of our scheduler, unless they are None; returns the environment variable that names the file."""
+    if settings is None:
+        return {}
+    write_json(path, settings)  # JSON is YAML
+    return {"TAILCAST_CONFIG": str(path.resolve())}
+
+
+@contextmanager
+def openai_server(
+    python: Path, model: Path, words: Sequence[str], environment: Mapping[str, str]
+) -> Iterator[tuple[str, Process]]:
+    """A vLLM server of the model `MODEL`; yields its address and process. See `engine_server`."""
+    port = free_port()
+    command = [
+        str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", MODEL,
+        "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager",
+        "--disable-uvicorn-access-log", *words,
+    ]  # fmt: skip
+    space = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
+    offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": space}
     url = f"http://127.0.0.1:{port}"
     with running(
-        command, lambda: http_ok(f"{url}/health"), environment=environment, timeout_s=900.0
+        command, lambda: http_ok(f"{url}/health"), environment=offline | dict(environment), timeout_s=900.0
     ) as process:
-        yield EngineServer(url, steps, process)
+        yield url, process
