@@ -2,15 +2,14 @@
 
     python -m benchmarks.simulator.speed [--runs DIR] [--repeats 5] [--largest 1000000]
 
-1. Requests per CPU second, all variants in turn in one process, median of the repeats:
+1. Requests per CPU second, both sides in turn in one process, median of the repeats:
    plain      `plain_loop.py`: about 100 lines, one pass of a loop per iteration, no scheduler.
-   exact      calls the Scheduler before every iteration.
-   stretches  same times, but calls the Scheduler only when something can change; the iterations in between
-              get their times from the same cost table. This is what `simulate` does.
-   linear     step times linear in the context: stretches are computed in closed form.
+   simulate   same times, but calls the Scheduler only when something can change; the iterations in between
+              get their times from the same cost table.
    Inputs: DIR/c1... (of Vidur, see vidur.py), or without DIR requests of the same mean lengths and
    a cost table from a data sheet.
-2. Peak memory and CPU time of new processes that simulate 10,000, 100,000, ... requests (linear).
+2. Peak memory and CPU time of new processes that simulate 10,000, 100,000, ... requests with step times that are linear in
+   the context.
 
 Vidur itself needs profiles that are not public. Reference values: 101 to 215 requests per CPU second and
 970 MB for these inputs, on a machine on which an independent plain loop reached about 1,000.
@@ -18,21 +17,17 @@ Vidur itself needs profiles that are not public. Reference values: 101 to 215 re
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 
 from benchmarks.shared.command import Parser
-from benchmarks.shared.processes import ROOT
 from benchmarks.shared.timing import interleaved, memory_mb
 from benchmarks.simulator import plain_loop
 from benchmarks.simulator.vidur import SARATHI, Case, limits_of, read_case, table_of, trace_of
@@ -85,51 +80,29 @@ def synthetic_table() -> OperatorTable:
     )
 
 
-def ours(case: Case, step_time: StepTime, *, exact_steps: bool = False) -> Callable[[], int]:
-    """A function that runs the simulator and returns the number of iterations."""
-
-    def run() -> int:
-        core = Scheduler(case.limits, make_policy("fcfs"))
-        out = Simulation(case.trace, core, step_time, Predictions(), exact_steps=exact_steps).run()
-        assert len(out.records) == len(case.trace)
-        return out.num_steps
-
-    return run
+def ours(case: Case, step_time: StepTime) -> None:
+    """Runs the simulator."""
+    core = Scheduler(case.limits, make_policy("fcfs"))
+    assert len(Simulation(case.trace, core, step_time, Predictions()).run().records) == len(case.trace)
 
 
-def plain(case: Case, table: OperatorTable) -> Callable[[], int]:
-    """A function that runs the plain loop and returns the number of iterations."""
+def plain(case: Case, table: OperatorTable) -> Callable[[], object]:
+    """A function that runs the plain loop."""
     rows = [(row.arrival_s, row.prompt_tokens, row.output_tokens) for row in case.trace.requests]
     sarathi = case.limits.batching == "chunked_prefill"
 
-    def run() -> int:
-        times = plain_loop.simulate(
-            rows,
-            table,
-            scheduler="sarathi" if sarathi else "vllm",
-            budget=CHUNK if sarathi else case.limits.max_num_batched_tokens,
-            num_blocks=case.limits.num_kv_blocks,
-        )
-        return len(times)
-
-    return run
+    return lambda: plain_loop.simulate(
+        rows,
+        table,
+        scheduler="sarathi" if sarathi else "vllm",
+        budget=CHUNK if sarathi else case.limits.max_num_batched_tokens,
+        num_blocks=case.limits.num_kv_blocks,
+    )
 
 
 def speed(case: Case, table: OperatorTable, repeats: int) -> list[list[str]]:
-    """Rows of the table: every variant of one input."""
-    sides = {
-        "plain": plain(case, table),
-        "exact": ours(case, table, exact_steps=True),
-        "stretches": ours(case, table),
-        "linear": ours(case, LinearStepTime()),
-    }
-    iterations: dict[str, int] = {}
-
-    def counted(name: str) -> None:
-        iterations[name] = sides[name]()
-
-    times = interleaved({name: partial(counted, name) for name in sides}, repeats)
-    iterations["plain"] = iterations["exact"]
+    """Rows of the table: both sides of one input."""
+    times = interleaved({"plain": plain(case, table), "simulate": lambda: ours(case, table)}, repeats)
     rows = []
     for name, values in times.items():
         took_s = median(values)
@@ -138,32 +111,16 @@ def speed(case: Case, table: OperatorTable, repeats: int) -> list[list[str]]:
         vidur = () if name == "plain" else VIDUR.get(case.name, ())
         scaled = " to ".join(f"{over_plain * VIDUR_PLAIN / one:,.1f}" for one in vidur)
         published = " to ".join(f"{requests / one:,.0f}" for one in vidur)
-        numbers = (f"{requests:,.0f}", f"{iterations[name] / took_s:,.0f}", f"{over_plain:.2f}")
-        rows.append([case.name, name, *numbers, scaled, published])
+        rows.append([case.name, name, f"{requests:,.0f}", f"{over_plain:.2f}", scaled, published])
     return rows
-
-
-GROWTH = """
-import json
-from benchmarks.simulator.speed import growth_run
-print(json.dumps(growth_run({num})))
-"""
 
 
 def growth_run(num: int) -> tuple[float, float]:
     """Simulates `num` requests in this process: peak memory in MiB, and CPU seconds of the simulation."""
     case = replace(EMPTY, trace=synthetic_trace(num, 4.0))
     start_s = time.process_time()
-    ours(case, LinearStepTime())()
+    ours(case, LinearStepTime())
     return memory_mb(), time.process_time() - start_s
-
-
-def child(code: str) -> str:
-    """Runs code in a new interpreter and returns its output."""
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    return done.stdout
 
 
 def growth(largest: int) -> list[tuple[str, ...]]:
@@ -171,7 +128,8 @@ def growth(largest: int) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     num, before, previous = 10_000, 0, 0.0
     while num <= largest:
-        peak, seconds = json.loads(child(GROWTH.format(num=num)))
+        with get_context("spawn").Pool(1) as pool:
+            peak, seconds = pool.apply(growth_run, (num,))
         each = f"{(peak - previous) * 2**20 / (num - before):,.0f}" if before else ""
         rows.append((f"{num:,}", f"{peak:,.0f}", each, f"{seconds / num * 1e6:.0f}"))
         num, before, previous = 10 * num, num, peak
@@ -189,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         tables = options.runs / "cost_tables"
         cases = [read_case(path.parent) for path in sorted(options.runs.glob("*/summary.json"))]
         pairs = [(case, table_of(case, tables)) for case in cases if case.num_replicas == 1]
-    header = "input|side|requests / CPU s|iterations / CPU s|times plain|times Vidur, by plain|times Vidur's figure"
+    header = "input|side|requests / CPU s|times plain|times Vidur, by plain|times Vidur's figure"
     rows = [row for case, table in pairs for row in speed(case, table, options.repeats)]
     print(
         f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}\n\n{markdown_table(header.split('|'), rows)}"

@@ -1,12 +1,11 @@
 """Time of fitting one log-t per prompt; all methods are interleaved in one process.
 
-    python -m benchmarks.training.fit_dist [--prompts 45000] [--samples 20] [--subset 150] [--repeats 5] [--castillo FILE]
+    python -m benchmarks.training.fit_dist [--prompts 45000] [--samples 20] [--subset 150] [--repeats 5]
 
-One fit per prompt with fixed nu = 3.5 and no censoring. scipy.stats.t.fit of the log lengths, and SciPy's
-L-BFGS-B with numeric and with analytic gradient, fit one prompt after another on a subset of the prompts.
-`training.fitting.estimate` fits all prompts on one core, from integer lengths to standard errors. The
-largest differences of mu and ln sigma from L-BFGS-B show that both find the same optimum. The lengths are
-synthetic, and resampled with replacement from CASTILLO if its file exists.
+One fit per prompt with fixed nu = 3.5 and no censoring, to synthetic lengths. scipy.stats.t.fit of the log lengths, and
+SciPy's L-BFGS-B with the gradient, fit one prompt after another on a subset of the prompts. `training.fitting.estimate`
+fits all prompts on one core, from integer lengths to standard errors. The largest differences of mu and ln sigma from
+L-BFGS-B show that both find the same optimum.
 
 Times are the minimum CPU time of the repeats; compiled kernels are loaded before timing starts.
 """
@@ -16,7 +15,6 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +24,6 @@ from threadpoolctl import threadpool_limits
 from benchmarks.shared.command import Parser
 from benchmarks.shared.timing import interleaved
 from scheduler_core.report.page import markdown_table
-from scheduler_core.shell.files import existing_file
 from training.fitting.estimate import SortedLengths, estimate, family_of
 
 NU = 3.5
@@ -41,20 +38,6 @@ def synthetic(prompts: int, samples: int, seed: int) -> Lengths:
     return np.maximum(np.rint(x), 1.0).astype(np.int64)
 
 
-def resampled(path: str, prompts: int, samples: int, seed: int) -> Lengths:
-    """[prompts, samples] lengths drawn with replacement from the samples of `prompts` rows of CASTILLO."""
-    import pyarrow.parquet as pq
-
-    column = (
-        pq.read_table(existing_file(path, "castillo"), columns=["output_tokens"]).column(0).combine_chunks()
-    )
-    real = column.values.to_numpy().reshape(len(column), -1).astype(np.int64)
-    rng = np.random.default_rng(seed)
-    rows = rng.integers(0, len(real), (prompts, 1))
-    drawn: Lengths = np.maximum(real[rows, rng.integers(0, real.shape[1], (prompts, samples))], 1)
-    return drawn
-
-
 def objective(theta: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
     """Negative log-likelihood of (mu, ln sigma), and its gradient."""
     sigma = math.exp(theta[1])
@@ -65,18 +48,17 @@ def objective(theta: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float
     return float(value), np.array([-slope.sum() / sigma, len(y) - (slope * z).sum()])
 
 
-def by_lbfgsb(rows: Lengths, *, analytic: bool) -> NDArray[np.float64]:
+def by_lbfgsb(rows: Lengths) -> NDArray[np.float64]:
     """(mu, ln sigma) of each row, fitted one after another."""
     solutions = []
     for row in rows:
         y = np.log(row)
         first = np.array([np.median(y), math.log(max(y.std(), 1e-2))])
-        fun = objective if analytic else lambda theta, y: objective(theta, y)[0]
         result = optimize.minimize(
-            fun,
+            objective,
             first,
             args=(y,),
-            jac=analytic or None,
+            jac=True,
             method="L-BFGS-B",
             bounds=[(None, None), (math.log(1e-3), None)],
             options={"ftol": 1e-13, "gtol": 1e-8},
@@ -99,8 +81,8 @@ def ours(rows: Lengths) -> NDArray[np.float64]:
     return np.column_stack([at.m, at.s])
 
 
-def compare(name: str, rows: Lengths, subset: int, repeats: int) -> None:
-    """Prints the table of one set of lengths."""
+def compare(rows: Lengths, subset: int, repeats: int) -> None:
+    """Prints the table."""
     distinct = np.array([len(np.unique(row)) for row in rows[: 4 * subset]])
     few = rows[: 4 * subset][distinct > 4][:subset]  # all methods have a maximum of the likelihood there
     sides: dict[str, tuple[Callable[[], object], int]] = {
@@ -108,21 +90,20 @@ def compare(name: str, rows: Lengths, subset: int, repeats: int) -> None:
             lambda: by_scipy_fit(few[: max(subset // 5, 1)]),
             max(subset // 5, 1),
         ),
-        "L-BFGS-B, numeric gradient": (lambda: by_lbfgsb(few, analytic=False), len(few)),
-        "L-BFGS-B, analytic gradient": (lambda: by_lbfgsb(few, analytic=True), len(few)),
+        "L-BFGS-B with the gradient": (lambda: by_lbfgsb(few), len(few)),
         "tailcast, one core": (lambda: ours(rows), len(rows)),
     }
     ours(rows[:100])
     seconds = interleaved({side: action for side, (action, _) in sides.items()}, repeats)
     best = {side: min(seconds[side]) / count for side, (_, count) in sides.items()}
     mine = best["tailcast, one core"]
-    print(f"\n{name}: {len(rows)} prompts x {rows.shape[1]} samples\n")
+    print(f"\n{len(rows)} prompts x {rows.shape[1]} samples\n")
     lines = [
         (side, f"{1e6 * one:.2f}", f"{one * len(rows):.3f}", f"{one / mine:.0f} x")
         for side, one in best.items()
     ]
     print(markdown_table(("one fit", "us / prompt", "all prompts, s", "tailcast is"), lines))
-    gap = np.abs(ours(few) - by_lbfgsb(few, analytic=True)).max(axis=0)
+    gap = np.abs(ours(few) - by_lbfgsb(few)).max(axis=0)
     print(f"largest difference from L-BFGS-B: mu {gap[0]:.1e}, ln sigma {gap[1]:.1e}")
 
 
@@ -133,24 +114,13 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--subset", type=int, default=150, help="prompts of the methods that loop")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--castillo", default="../shared/data/castillo_train.parquet", help="optional")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     print(
         f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}"
     )
     with threadpool_limits(limits=1, user_api="blas"):
-        rows = synthetic(args.prompts, args.samples, args.seed)
-        compare("synthetic log-t", rows, args.subset, args.repeats)
-        if Path(args.castillo).exists():
-            compare(
-                "CASTILLO, resampled",
-                resampled(args.castillo, args.prompts, args.samples, args.seed),
-                args.subset,
-                args.repeats,
-            )
-        else:
-            print("\nCASTILLO file not found: only synthetic lengths")
+        compare(synthetic(args.prompts, args.samples, args.seed), args.subset, args.repeats)
 
 
 if __name__ == "__main__":
