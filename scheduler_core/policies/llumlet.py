@@ -28,7 +28,8 @@ class Llumlet(Policy):
 
     Differs from the paper, which leaves the promotion to future work ("promote requests that have waited longer than a
     tier-specific time quota", as in an MLFQ): all tiers have the same quota, so that tier p is in tier 0 after p of them.
-    A promotion changes the order of the local queue and of evictions; headroom and migration use the declared tier.
+    A promotion changes the order of the local queue and of evictions; headroom and migration use the declared tier. An engine
+    that gets each key only once does not promote.
     """
 
     key_changes = "on_event"

@@ -98,7 +98,9 @@ class ClusterConfig:
                 "migration", True, "false with router disaggregated, which has its own migrations"
             )
         if self.headroom_window_s is not None and self.router != "llumnix":
-            raise InputError("headroom_window_s", self.headroom_window_s, "unset with another router than llumnix")
+            raise InputError(
+                "headroom_window_s", self.headroom_window_s, "unset with another router than llumnix"
+            )
         self.link()
         self.make_router(0)
 
