@@ -22,12 +22,11 @@ import numpy as np
 
 from benchmarks.lengths.features import Features
 from benchmarks.lengths.streams import MIXED, Streams
-from benchmarks.scheduling.default_order import CONFIG, PROCESSES, trace_of
+from benchmarks.scheduling.default_order import PROCESSES, Values, run, trace_of
 from benchmarks.shared.command import Parser
 from benchmarks.shared.pages import mean_cell, put_section
 from scheduler_core.prediction.predictions import Prediction
 from scheduler_core.report.page import markdown_table
-from scheduler_core.simulator.run import run_simulation
 from scheduler_core.simulator.trace import Trace
 from scheduler_core.simulator.trace_predictions import Predictions, oracle_predictions
 
@@ -35,7 +34,6 @@ WARM_UP = 500
 ORDERS = ("bounded_shortest", "tie", "ssjf")
 SIDES = ("as predicted", "calibrated", "with the memory", "true lengths")
 COLUMNS = ("TTFT mean", "TTFT P90", "TTFT P99", "per token mean", "per token P90", "per token P99")
-Values = dict[str, float]
 
 
 def draw(
@@ -61,21 +59,6 @@ def draw(
     return trace, Predictions(name, by_id)
 
 
-def run(policy: str, trace: Trace, predictions: Predictions, *, learns: bool) -> Values:
-    """Latencies in seconds of the requests after the warm-up."""
-    config = replace(CONFIG, policy=policy, online_calibration=learns)
-    records = run_simulation(config, trace=trace, predictions=predictions).records
-    late = [record for record in records if int(record.request_id[1:]) >= WARM_UP]
-    values: Values = {}
-    for name, times in (
-        ("TTFT", [record.ttft_s for record in late]),
-        ("per token", [record.normalized_latency_s for record in late]),
-    ):
-        values |= {f"{name} mean": float(np.mean(times))}
-        values |= {f"{name} P{level}": float(np.percentile(times, level)) for level in (90, 99)}
-    return values
-
-
 def sides_of(policy: str, trace: Trace, predictions: Predictions) -> dict[str, Values]:
     """Latencies of one order with each kind of prediction."""
     without = {
@@ -84,7 +67,7 @@ def sides_of(policy: str, trace: Trace, predictions: Predictions) -> dict[str, V
     plain = replace(predictions, by_id=without)
     kinds = (plain, plain, predictions, oracle_predictions(trace))
     return {
-        side: run(policy, trace, kind, learns=side in SIDES[1:3])
+        side: run(policy, trace, kind, learns=side in SIDES[1:3], warm_up=WARM_UP)
         for side, kind in zip(SIDES, kinds, strict=True)
     }
 
@@ -137,7 +120,7 @@ def main() -> None:
             draw(streams, features, options.predictor, options.stream, arrivals, load, seed, options.requests)
             for seed in range(options.seeds)
         ]
-        reference = [run("fcfs", trace, predictions, learns=False) for trace, predictions in draws]
+        reference = [run("fcfs", trace, predictions, warm_up=WARM_UP) for trace, predictions in draws]
         for policy in options.orders:
             runs: dict[str, list[Values]] = {side: [] for side in SIDES}
             for trace, predictions in draws:

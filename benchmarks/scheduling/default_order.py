@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ RATIOS = (1.0, 1.05, 1.15, 1.25, 1.5, 2.0)
 CONFIG = SimulationConfig(trace="benchmark", policy="fcfs", scheduler=SchedulerConfig(max_num_seqs=64))
 LEVELS = {"P50": 50.0, "P90": 90.0, "P99": 99.0, "P99.9": 99.9, "max": 100.0}
 COLUMNS = [f"{name} {level}" for name in ("TTFT", "E2E") for level in ("mean", *LEVELS)] + [
-    "per token",
+    "per token mean",
     "longest gap",
 ]
 Values = dict[str, float]
@@ -134,13 +135,22 @@ def draw(
     return trace, Predictions("tailcast-minilm", {f"r{row}": one for row, one in enumerate(predictions)})
 
 
-def run(policy: str, trace: Trace, predictions: Predictions, parameters: Mapping[str, Any]) -> Values:
-    """Latencies of one policy in seconds, by column name."""
-    config = replace(CONFIG, policy=policy, policy_parameters=dict(parameters))
+def run(
+    policy: str,
+    trace: Trace,
+    predictions: Predictions,
+    parameters: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    learns: bool = False,
+    warm_up: int = 0,
+) -> Values:
+    """Latencies of one policy in seconds, by column name, without those of the first `warm_up` requests."""
+    config = replace(CONFIG, policy=policy, policy_parameters=dict(parameters), online_calibration=learns)
     records = run_simulation(config, trace=trace, predictions=predictions).records
+    records = [record for record in records if int(record.request_id[1:]) >= warm_up]
     values = _summary("TTFT", [record.ttft_s for record in records])
     values |= _summary("E2E", [record.ttlt_s for record in records])
-    values["per token"] = float(np.mean([record.normalized_latency_s for record in records]))
+    values |= _summary("per token", [record.normalized_latency_s for record in records])
     values["longest gap"] = max(record.max_tbt_s or 0.0 for record in records)
     return values
 
@@ -161,13 +171,13 @@ def rows_of(
     ratios: dict[str, list[Values]] = {label: [] for label, _, _ in sides}
     for seed in range(options.first_seed, options.first_seed + options.seeds):
         trace, predictions = draw(population, arrivals, load, seed, options.requests)
-        reference = run("fcfs", trace, predictions, {})
+        reference = run("fcfs", trace, predictions)
         for label, policy, parameters in sides:
             lengths = oracle_predictions(trace) if label == TRUE_LENGTHS else predictions
             values = run(policy, trace, lengths, parameters)
             ratios[label].append({name: values[name] / reference[name] for name in reference})
     for label, runs in ratios.items():
-        cells = [mean_cell([one[name] for one in runs]) for name in runs[0]]
+        cells = [mean_cell([one[name] for one in runs]) for name in COLUMNS]
         yield [arrivals, f"{load:g}", label, *cells]
 
 
