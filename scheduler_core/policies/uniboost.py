@@ -197,7 +197,7 @@ class UniBoost(Policy):
     (algorithm), not ceiling (Eq. 8), because the stated bound holds for floor; (3) gamma is that of Eq. 9;
     the algorithm's line 17 gives a 39th of it; (4) work lost in a preemption does not count as attained; (5)
     all keys are recomputed when gamma or the times per token have changed by `refresh`, not at every step; (6) in the paper
-    nobody is evicted between two thresholds, but then paused requests fill the memory, and the engine is slower; (7) the
+    no request is evicted between two thresholds, but then paused requests fill the memory, and the engine is slower; (7) the
     bound is that of one engine: a migration starts the count anew.
     """
 
