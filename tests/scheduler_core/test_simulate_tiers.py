@@ -99,6 +99,7 @@ def test_the_command_prints_a_table_and_resumes(tmp_path: Path, caplog: pytest.L
     with caplog.at_level(logging.INFO):
         assert main(words) == 0
     assert "K" in caplog.text
+    assert "1 / cost per latency" in caplog.text
     assert "INFaaS" in caplog.text
     content = json.loads((tmp_path / "tiers.json").read_text())
     assert [point["num_tiers"] for point in content["points"]] == [1, 3]

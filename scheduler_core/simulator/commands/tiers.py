@@ -147,7 +147,7 @@ def tiers_table(result: Mapping[str, Any]) -> str:
     header = [
         "K",
         "headroom",
-        "effectiveness",
+        result["measure"],
         "95 %",
         "/ INFaaS",
         "",
@@ -177,7 +177,7 @@ def run(config: TiersConfig) -> int:
         tempfile.TemporaryDirectory() as scratch,
         progress_bar(len(cells), "run", enabled=None, desc="simulating") as bar,
     ):
-        results = run_cells(cells, CellStore(config.cells or scratch), config, bar.update)
+        results = run_cells(cells, CellStore(config.cells or scratch), config.workers, bar.update)
     comparison = compare_tiers(config, results[: len(baselines)], results[len(baselines) :])
     warnings = seed_warnings(config, results) | few_seeds(config.num_seeds)
     content = {"schema": "tailcast.tiers/1", "config": asdict(config), **comparison, "warnings": warnings}
