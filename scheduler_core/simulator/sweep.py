@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.ranges import check_ranges
 from scheduler_core.shell.command import user_code_message
 from scheduler_core.shell.files import sha256_file, writable_target, write_json
 from scheduler_core.shell.options import check_type
@@ -167,17 +166,6 @@ class CellStore:
         return self.read(key) or {}
 
 
-@dataclass(frozen=True, kw_only=True)
-class SweepWorkers:
-    """Processes that simulate cells."""
-
-    workers: int = 1
-    """Processes on this machine."""
-
-    def __post_init__(self) -> None:
-        check_ranges(self, workers=(1, MAX_PROCESSES))
-
-
 def simulate_cell(cell: Cell) -> SimulationResult:
     """Simulates one cell; drops the records of its requests. `TailcastError` for an error in the code of a user, whose place
     is lost between processes."""
@@ -195,11 +183,11 @@ def simulate_cell(cell: Cell) -> SimulationResult:
 def run_cells(
     cells: Sequence[Cell],
     store: CellStore,
-    workers: SweepWorkers = SweepWorkers(),
+    workers: int = 1,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """Results of all cells in order. Cells in the store are read; the others are simulated, by default in this
-    process, and stored at once. `progress` is called with the number of cells finished since the last call.
+    """Results of all cells in order. Cells in the store are read; the others are simulated, by `workers` processes
+    or in this one, and stored at once. `progress` is called with the number of cells finished since the last call.
 
     Raises:
         InputError: A cell is invalid; finished cells stay in the store.
@@ -217,13 +205,13 @@ def run_cells(
     return [results[key] for key in keys]
 
 
-def _simulate(todo: dict[str, Cell], workers: SweepWorkers) -> Simulated:
+def _simulate(todo: dict[str, Cell], workers: int) -> Simulated:
     """(key, result) of every cell when it is finished."""
-    if workers.workers == 1:
+    if workers == 1:
         for key, cell in todo.items():
             yield key, simulate_cell(cell)
     else:
-        yield from _in_processes(todo, min(workers.workers, len(todo)))
+        yield from _in_processes(todo, min(workers, len(todo)))
 
 
 def _in_processes(todo: dict[str, Cell], num: int) -> Simulated:

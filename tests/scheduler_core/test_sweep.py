@@ -15,7 +15,7 @@ from scheduler_core.simulator import sweep
 from scheduler_core.simulator.commands.capacity import CapacityConfig, find_capacity
 from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.metrics import metric
-from scheduler_core.simulator.sweep import Cell, CellStore, SweepWorkers, grid, run_cells, simulate_cell
+from scheduler_core.simulator.sweep import Cell, CellStore, grid, run_cells, simulate_cell
 from scheduler_core.simulator.workloads.lengths import Lengths, TokenDistribution
 from scheduler_core.simulator.workloads.workload import Tiers, Workload
 
@@ -105,7 +105,7 @@ def test_a_killed_sweep_goes_on_and_does_none_twice(tmp_path: Path, monkeypatch:
 def test_processes_give_what_one_process_gives(tmp_path: Path) -> None:
     cells = grid(BASE, {"policy": ["fcfs", "sjf"]}, range(1))
     alone = run_cells(cells, CellStore(tmp_path / "a"))
-    assert alone == run_cells(cells, CellStore(tmp_path / "b"), SweepWorkers(workers=2))
+    assert alone == run_cells(cells, CellStore(tmp_path / "b"), workers=2)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"key": "x", "schema": "tailcast.cell/1"}'])

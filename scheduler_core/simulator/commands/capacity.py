@@ -166,7 +166,7 @@ def run_search(
         def simulate(cells: Sequence[Cell]) -> Sequence[Mapping[str, Any]]:
             unit, level = next(iter(cells[0].settings.items()))
             bar.set_description_str(f"simulating {unit} {level:.4g}, {len(cells)} seeds")
-            simulated[level] = run_cells(cells, store, config, bar.update)
+            simulated[level] = run_cells(cells, store, config.workers, bar.update)
             return simulated[level]
 
         result = find(simulate)

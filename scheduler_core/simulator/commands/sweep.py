@@ -17,7 +17,7 @@ from scheduler_core.shell.progress import progress_bar
 from scheduler_core.simulator.commands.last_lines import end_with_warnings, few_seeds, merged_warnings
 from scheduler_core.simulator.config import MAX_SEEDS, SimulationConfig
 from scheduler_core.simulator.metrics import flat, over_seeds
-from scheduler_core.simulator.sweep import Cell, CellStore, Point, SweepWorkers, grid, point_of, run_cells
+from scheduler_core.simulator.sweep import MAX_PROCESSES, Cell, CellStore, Point, grid, point_of, run_cells
 from scheduler_core.simulator.tables import columns_of, write_table
 from scheduler_core.statistics import Interval
 
@@ -40,12 +40,15 @@ _AXES = {"load": "load, fraction of the estimated capacity", "rate": "requests p
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaseConfig(SimulationConfig, SweepWorkers):
+class BaseConfig(SimulationConfig):
     """Settings of all simulations of a sweep, and its worker processes."""
 
+    workers: int = 1
+    """Processes that simulate."""
+
     def __post_init__(self) -> None:
-        SimulationConfig.__post_init__(self)
-        SweepWorkers.__post_init__(self)
+        super().__post_init__()
+        check_ranges(self, workers=(1, MAX_PROCESSES))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +93,7 @@ def run(config: SweepConfig) -> int:
     folder = check_shared_folder(config.out, "sweep", _RESULTS)
     store = CellStore(folder / "cells")
     with progress_bar(len(cells), "cell", enabled=None, desc="simulating") as bar:
-        results = run_cells(cells, store, config, bar.update)
+        results = run_cells(cells, store, config.workers, bar.update)
     shared_folder(folder, "sweep", _RESULTS)
     for name, rows in (("cells", [*map(cell_row, results)]), ("points", point_rows(results))):
         write_table(columns_of(rows), folder / f"{name}.parquet", f"tailcast.sweep_{name}/2", "out")
