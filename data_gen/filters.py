@@ -5,17 +5,23 @@ from __future__ import annotations
 import heapq
 import math
 import unicodedata
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from data_gen.prompts import Prompt
 from data_gen.splits import Split, digest64, split_of, unit_hash
 from scheduler_core.errors import InputError
 from scheduler_core.ranges import INTEGERS, check_ranges
 from scheduler_core.shell.files import existing_file
+
+#: Shingle length in characters: short enough for one-line prompts, long enough that unrelated texts share few shingles.
+PIECE = 5
+_MINHASH_SEED = 1
+_PIECES_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +30,8 @@ class PromptFilters:
 
     deduplicate: bool = False
     """Drop prompts whose normalized text (Unicode NFKC, case-folded, white space collapsed) equals an earlier one."""
+    near_duplicates: float | None = None
+    """Similarity to an earlier prompt from which on a prompt is dropped: Jaccard similarity of the five-character shingles of the normalized texts, from 0.5 to 1, e.g. 0.9; unset: keep all."""
     min_characters: int | None = None
     """Minimum length of a prompt in characters."""
     max_characters: int | None = None
@@ -47,7 +55,7 @@ class PromptFilters:
 
     def __post_init__(self) -> None:
         counts = ("min_characters", "max_characters", "min_prompt_tokens", "max_prompt_tokens", "sample")
-        check_ranges(self, **dict.fromkeys(counts, (1, INTEGERS)))
+        check_ranges(self, **dict.fromkeys(counts, (1, INTEGERS)), near_duplicates=(0.5, 1.0))
         if self.stratify_by is not None and self.sample is None:
             raise InputError("sample", None, "a number of prompts, since stratify_by is set")
         by_tokens = self.min_prompt_tokens is not None or self.max_prompt_tokens is not None
@@ -60,7 +68,8 @@ def filtered(
 ) -> Iterator[Prompt]:
     """Yields the prompts that pass all filters, in their order; `dropped` counts the other ones by reason.
 
-    Memory: with `deduplicate` about 70 bytes per passing prompt; with `sample`, that number of prompts per stratum.
+    Memory: with `deduplicate` about 70 bytes per passing prompt, with `near_duplicates` its text and several kilobytes;
+    with `sample`, that number of prompts per stratum.
     """
     counts = Counter[str]() if dropped is None else dropped
     passed = _passing(prompts, list(_checks(filters)), counts)
@@ -94,6 +103,14 @@ def _checks(filters: PromptFilters) -> Iterator[Check]:
             return None
 
         yield repeated
+    if filters.near_duplicates is not None:
+        index = NearDuplicates(filters.near_duplicates)
+
+        def alike(prompt: Prompt) -> str | None:
+            is_new = index.add("\n".join(normalized(message.text) for message in prompt.chat))
+            return None if is_new else "near-duplicate text"
+
+        yield alike
     yield _bounds(filters.min_characters, filters.max_characters, "characters", len)
     if filters.tokenizer is not None:
         count = token_counter(filters.tokenizer)
@@ -125,6 +142,63 @@ def normalized(text: str) -> str:
 def whole_text(prompt: Prompt) -> str:
     """All messages of a prompt, one per line."""
     return "\n".join(message.text for message in prompt.chat)
+
+
+class NearDuplicates:
+    """Index of texts without near-duplicates: candidates from datasketch's MinHashLSH are checked by exact similarity.
+
+    Two texts are near-duplicates if the Jaccard similarity of their sets of five-character shingles is at least `threshold`
+    (0.5 to 1). The result depends only on the texts and their order.
+    """
+
+    def __init__(self, threshold: float) -> None:
+        from datasketch import MinHash, MinHashLSH
+
+        self._threshold = threshold
+        params = lsh_bands(threshold)
+        num_permutations = params[0] * params[1]
+        self._empty: Any = MinHash(num_permutations, seed=_MINHASH_SEED, hashfunc=zlib.crc32)
+        self._index: Any = MinHashLSH(num_perm=num_permutations, params=params)
+        self._texts: list[str] = []
+
+    def add(self, text: str) -> bool:
+        """Adds a text and returns True; a near-duplicate of an earlier text is not added, and returns False."""
+        own = pieces(text)
+        sketch, encoded = self._empty.copy(), [piece.encode("utf-8", "surrogatepass") for piece in own]
+        for start in range(0, len(encoded), _PIECES_AT_ONCE):
+            sketch.update_batch(encoded[start : start + _PIECES_AT_ONCE])
+        for number in self._index.query(sketch):
+            if similarity(own, pieces(self._texts[number])) >= self._threshold:
+                return False
+        self._index.insert(len(self._texts), sketch)
+        self._texts.append(text)
+        return True
+
+
+def lsh_bands(threshold: float) -> tuple[int, int]:
+    """(number of bands, rows per band) of the MinHash index.
+
+    For two texts of similarity s, a band of r rows matches with probability s^r, and all b bands miss the pair with
+    probability (1 - s^r)^b (Leskovec et al., Mining of Massive Datasets, 3.4). Selects the largest r, which gives the fewest
+    candidates, for which at most one pair in a million is missed at the threshold.
+    """
+    for rows in range(16, 0, -1):
+        agrees = threshold**rows
+        num_bands = 1 if agrees >= 1 else math.ceil(math.log(1e-6) / math.log1p(-agrees))
+        if num_bands * rows <= 256:
+            return max(2, num_bands), rows  # datasketch requires at least two bands
+    raise AssertionError(f"no bands for a threshold of {threshold}")
+
+
+def pieces(text: str) -> frozenset[str]:
+    """Set of the shingles of a text, its substrings of five characters; a shorter text is a single shingle."""
+    return frozenset(text[start : start + PIECE] for start in range(max(1, len(text) - PIECE + 1)))
+
+
+def similarity(one: frozenset[str], other: frozenset[str]) -> float:
+    """Jaccard similarity of two non-empty sets, from 0 to 1."""
+    common = len(one & other)
+    return common / (len(one) + len(other) - common)
 
 
 def token_counter(path: str) -> Callable[[list[str]], list[int]]:

@@ -94,7 +94,7 @@ def test_filters_and_sources_reach_run_and_summary(tmp_path: Path, caplog: pytes
     prompts.write_text("\n".join(json.dumps({"messages": each}) for each in chats), encoding="utf-8")
     out = tmp_path / "s.parquet"
     arguments = [str(prompts), *SYNTHETIC[1:], "--out", str(out), "--filters.max-characters", "100"]
-    arguments += ["--filters.deduplicate", "true", "--limit", "2"]
+    arguments += ["--filters.deduplicate", "true", "--filters.near-duplicates", "0.8", "--limit", "2"]
     with caplog.at_level(logging.INFO):
         assert main(arguments) == 0
     assert read_samples(out).column("messages").to_pylist() == [chat] * 4 + [None] * 4
@@ -102,9 +102,9 @@ def test_filters_and_sources_reach_run_and_summary(tmp_path: Path, caplog: pytes
     assert json.loads((tmp_path / "s.parquet.run.json").read_text())["notes"]["skipped"] == {}
     with caplog.at_level(logging.INFO):
         assert main([*arguments[:-1], "3", "--overwrite", "true"]) == 0
-    left_out = {"duplicate text": 1, "more than 100 characters": 1}
+    left_out = {"duplicate text": 1, "more than 100 characters": 1, "near-duplicate text": 1}
     assert json.loads((tmp_path / "s.parquet.run.json").read_text())["notes"]["skipped"] == left_out
-    assert "prompts skipped, duplicate text: 1" in caplog.text
+    assert "prompts skipped, near-duplicate text: 1" in caplog.text
 
 
 def test_a_server_of_the_openai_api_and_a_card(tmp_path: Path) -> None:
@@ -153,6 +153,8 @@ def test_a_server_of_the_openai_api_and_a_card(tmp_path: Path) -> None:
         ("templates:3 --out x --backend synthetic --card file", "card"),
         ("templates:3 --out folder --backend synthetic", "out"),
         ("templates:3 --out x --temperature nan", "temperature"),
+        ("templates:3 --out x --filters.near_duplicates 0.49", "near_duplicates"),
+        ("templates:3 --out x --filters.near_duplicates nan", "near_duplicates"),
         ("templates:3 --out x --filters.max_characters 0", "max_characters"),
         ("templates:3 --out x --filters.min_prompt_tokens 3", "tokenizer"),
         ("templates:3 --out x --transformers.max_rows 0", "max_rows"),

@@ -4,6 +4,7 @@ import csv
 import gzip
 import hashlib
 import json
+import random
 import tracemalloc
 from collections import Counter
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from data_gen.filters import PromptFilters, filtered
+from data_gen.filters import NearDuplicates, PromptFilters, filtered, lsh_bands, pieces, similarity
 from data_gen.prompts import Message, Prompt, conversation_id_of, prompt_id_of
 from data_gen.sources.layouts import SourceOptions
 from data_gen.sources.open import HUB_SETS, compose, open_prompts
@@ -30,6 +31,8 @@ LMSYS = [
     {"conversation_id": "c1", "model": "m", "conversation": CHAT, "turn": 2, "language": "English"},
     {"conversation_id": "c2", "model": "m", "conversation": CHAT[1:3], "turn": 1, "language": "German"},
 ]
+#: Few letters, so that small texts share pieces.
+SMALL_TEXTS = st.lists(st.text("ab ", max_size=24) | st.text(max_size=8), max_size=30)
 
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -276,17 +279,56 @@ def test_a_draw_depends_on_seed_and_ids_not_on_order() -> None:
     assert list(filtered(stream, PromptFilters(sample=400))) == stream
 
 
-def test_repetitions_are_of_the_normalized_conversation() -> None:
+def unlike(texts: list[str], threshold: float) -> list[str]:
+    index = NearDuplicates(threshold)
+    return [text for text in texts if index.add(text)]
+
+
+def compared_with_all(texts: list[str], threshold: float) -> list[str]:
+    """The same by comparing each text with every one that passed."""
+    passed: list[str] = []
+    for text in texts:
+        if all(similarity(pieces(text), pieces(other)) < threshold for other in passed):
+            passed.append(text)
+    return passed
+
+
+@given(SMALL_TEXTS, st.sampled_from([0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0]), st.randoms(use_true_random=False))
+@example(["aaaaa", "aaaaaa", "", ""], 1.0, random.Random(0))
+def test_near_duplicates_as_by_all_pairs(texts: list[str], threshold: float, order: random.Random) -> None:
+    passed = unlike(texts, threshold)
+    assert passed == compared_with_all(texts, threshold) == unlike([*texts, *texts], threshold)
+    twice = [*texts, *texts]
+    order.shuffle(twice)
+    assert all(count == 1 for count in Counter(unlike(twice, threshold)).values())
+
+
+@pytest.mark.parametrize("threshold", [0.5, 0.65, 0.8, 0.9, 0.99, 1.0])
+def test_a_pair_at_the_threshold_is_missed_once_in_a_million_at_most(threshold: float) -> None:
+    num_bands, rows = lsh_bands(threshold)
+    assert num_bands * rows <= 256
+    assert (1 - threshold**rows) ** num_bands <= 1e-6
+
+
+def test_near_duplicates_are_of_the_normalized_conversation() -> None:
     story = "Write a short story about a lighthouse keeper who finds a letter from the sea, in the past."
     turns = (Message("user", "Hi"), Message("assistant", "Hello, what can I do?"), Message("user", story))
+    poem = "Write a long poem about a mountain guide who loses a map, in rhyme."
     changed = story.upper().replace(" ", "  "), story.replace("sea,", "sea")
-    # Repetitions: of other case, width or white space.
-    stream = [*prompts(story, *changed), Prompt("wide", story.replace("W", "\uff37"))]
-    stream.append(Prompt("chat", story, messages=turns))
+    stream = [*prompts(story, *changed, poem, "ok", "ok", "no"), Prompt("chat", story, messages=turns)]
     dropped = Counter[str]()
-    passed = list(filtered(stream, PromptFilters(deduplicate=True), dropped))
+    passed = list(filtered(stream, PromptFilters(near_duplicates=0.9), dropped))
+    assert [prompt.prompt_id for prompt in passed] == ["p0", "p3", "p4", "p6", "chat"]
+    assert dropped == {"near-duplicate text": 3}
+    # Repetitions alone: of other case, width or white space.
+    wide = [*prompts(story, *changed), Prompt("wide", story.replace("W", "\uff37"))]
+    wide.append(Prompt("chat", story, messages=turns))
+    both, exact = Counter[str](), Counter[str]()
+    list(filtered(stream, PromptFilters(deduplicate=True, near_duplicates=0.9), both))
+    assert both == {"duplicate text": 2, "near-duplicate text": 1}
+    passed = list(filtered(wide, PromptFilters(deduplicate=True), exact))
     assert [prompt.prompt_id for prompt in passed] == ["p0", "p2", "chat"]
-    assert dropped == {"duplicate text": 2}
+    assert exact == {"duplicate text": 2}
 
 
 def test_splits_are_stable_and_have_their_fractions() -> None:

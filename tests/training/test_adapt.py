@@ -131,7 +131,7 @@ sys.meta_path.insert(0, Absent())
 from tailcast.cli import main
 sys.exit(main(sys.argv[1:]))
 """
-ABSENT = {"torch", "transformers", "lightning", "peft", "datasets", "onnxscript", "grpc", "aiohttp"}
+ABSENT = {"torch", "transformers", "lightning", "peft", "datasets", "duckdb", "onnxscript", "grpc", "aiohttp"}
 
 
 def test_it_needs_no_torch(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Grouping of output lengths in both forms, the fits file with its figure and report, and the command `fit-dist`."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +16,7 @@ from training.evaluating.rows import EvaluationRows
 from training.fitting import fit_job
 from training.fitting.fits import FitOptions, fit_groups, fits_table, read_fits_or_fit
 from training.fitting.report import summarize_file, write_figure
-from training.fitting.sample_files import read_samples
+from training.fitting.sample_files import open_samples
 from training.fitting.samples import group_table
 
 YES, NO = True, False
@@ -160,7 +161,7 @@ def test_ignoring_truncation_shortens_the_fit(tmp_path):
         (["{dir}/broken.parquet"], "a whole Parquet file"),
         (["{dir}/empty.parquet"], "not empty"),
         (["{dir}/good.parquet", "--group_by", "prompt_id,nope"], "also nope; --group_by names other columns"),
-        (["{dir}/log.csv"], "import-lengths log log.csv reads others"),
+        (["{dir}/log.csv"], "log.csv, columns: got"),
         (["{dir}/log.parquet"], "also prompt_id, model, output_tokens; --group_by names other columns"),
         (
             ["{dir}/log.parquet", "--group_by", "prompt"],
@@ -281,7 +282,7 @@ def test_a_file_that_is_there_twice_is_refused(tmp_path, capsys):
 def test_files_of_a_newer_schema_are_refused(tmp_path):
     path = tmp_path / "x.parquet"
     pq.write_table(samples_table(range(4)).replace_schema_metadata({"tailcast.schema": "samples/3"}), path)
-    for read in (read_samples, groups_of):
+    for read in (partial(open_samples, work=tmp_path), groups_of):
         with pytest.raises(InputError, match=r"x.parquet: schema: got 'samples/3'; allowed: .*/2 or older"):
             read(path)
 

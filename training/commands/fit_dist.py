@@ -23,7 +23,7 @@ class FitDistConfig(GroupingOptions):
     OUTPUTS = ("out", "{out}.run.json", "json", "figure")
 
     samples: str
-    """Output lengths: a Parquet file, or a folder of Parquet files, with one row for each sample (samples/2), or one row for each group and lists in output_tokens; import-lengths reads logs, CSV and JSON lines."""
+    """Output lengths: a Parquet, CSV or JSON lines file, or a folder of Parquet files, with one row for each sample (samples/2), or one row for each group and lists in output_tokens; import-lengths reads logs."""
     out: str
     """Parquet file to write, one row for each group (schema fits/2)."""
     overwrite: bool = False
@@ -46,6 +46,8 @@ class FitDistConfig(GroupingOptions):
     """Seed of the bootstrap."""
     processes: int | None = None
     """Number of processes; unset = one, or one per core for slow fits (--bootstrap, --nu free or --solver lbfgsb). The result does not depend on it."""
+    block_groups: int = 16_384
+    """Maximum number of groups that one process fits at a time; a smaller number needs less memory."""
     json: str | None = None
     """JSON file to write: counts, flags, and goodness of fit of each family."""
     figure: str | None = None
@@ -57,7 +59,7 @@ class FitDistConfig(GroupingOptions):
         super().__post_init__()
         if self.nu != "free" and not 0 < self.nu < float("inf"):
             raise InputError("nu", self.nu, "a finite number above 0, or free")
-        check_ranges(self, processes=(1, INTEGERS))
+        check_ranges(self, block_groups=(1, INTEGERS), processes=(1, INTEGERS))
         for name in ("out", "json", "figure"):
             if getattr(self, name) == "":
                 raise InputError(name, "", "a path")
@@ -91,9 +93,10 @@ def fit_dist(config: FitDistConfig) -> dict[str, Any]:
     # Sending samples to another process costs more than a fast fit, which takes microseconds.
     is_slow = config.bootstrap > 0 or config.nu == "free" or config.solver == "lbfgsb"
     processes = config.processes or (len(os.sched_getaffinity(0)) if is_slow else 1)
-    samples = fit_file(config.samples, out, options, processes=processes, progress=config.progress)
+    run_options = {name: getattr(config, name) for name in ("block_groups", "progress")}
+    samples = fit_file(config.samples, out, options, processes=processes, **run_options)
     summary = summarize_file(out, options.family, options.nu)
-    versions = versions_of(("numpy", "scipy", "pyarrow", "numba"))
+    versions = versions_of(("numpy", "scipy", "pyarrow", "numba", "duckdb"))
     run = {"config": asdict(config), "samples": samples, "versions": versions}
     write_json(out.with_name(out.name + ".run.json"), run)
     if "json" in others:

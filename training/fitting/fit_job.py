@@ -1,4 +1,4 @@
-"""Fitting of a file of output lengths, block by block, in one process or several."""
+"""Fitting of a file of output lengths, block by block, in several processes; memory does not grow with the file."""
 
 from __future__ import annotations
 
@@ -6,27 +6,31 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
-from collections.abc import Callable, Generator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from scheduler_core.errors import InputError
+from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.shell.files import atomic_file
 from scheduler_core.shell.processes import worker_processes
 from scheduler_core.shell.progress import progress_bar
 from training.fitting.fits import NUM_ERRORS, FitOptions, fit_groups, fits_table
-from training.fitting.sample_files import read_samples
-from training.fitting.samples import GroupedLengths, group_table
+from training.fitting.sample_files import SampleFile, open_samples
+from training.fitting.samples import GROUP, ROW, GroupedLengths, check_enough, group_table
 
 #: Picklable function that fits a block and returns a table.
 Fit = Callable[[GroupedLengths, FitOptions], pa.Table]
 
-_BLOCK_GROUPS = 16_384
-_BLOCKS_PER_PROCESS = 4
+_BLOCKS_PER_PROCESS = 2
 
 
 def fit_block(groups: GroupedLengths, options: FitOptions) -> pa.Table:
@@ -39,16 +43,17 @@ def fit_file(
     out: str | Path,
     options: FitOptions,
     *,
+    block_groups: int = 16_384,
     processes: int = 1,
     progress: bool = False,
     fit: Fit = fit_block,
 ) -> dict[str, Any]:
-    """Fits all groups of a file. The output does not depend on the number of processes.
+    """Fits all groups of a file of any size. The output does not depend on the number of processes.
 
     Args:
         samples, out: The input, see `sample_files`, and the Parquet file to write, atomically.
         options: Grouping and fitting options.
-        processes, progress: See `fit-dist --help`.
+        block_groups, processes, progress: See `fit-dist --help`.
         fit: Function that fits a block; the result of a group must not depend on the other groups of the block.
 
     Returns:
@@ -56,47 +61,84 @@ def fit_file(
 
     Raises:
         InputError: The input is damaged or has a value that is not allowed, or no group has enough samples.
-        TailcastError: A worker died.
+        TailcastError: A worker died, or the output cannot be written.
     """
     out = Path(out)
-    source = read_samples(samples, options.keys)
-    if out.resolve() in {file.resolve() for file in source.files}:
-        raise InputError("out", str(out), "another file than the samples")
-    identity = source.identity()
-    groups = group_table(
-        source.table, source.path, keys=options.keys, max_tokens=options.max_tokens, locate=source.locate
-    )
-    tables = []
-    with (
-        progress_bar(len(groups), "group", enabled=progress, desc="fitting", unit_scale=True) as bar,
-        contextlib.closing(_fitted(fit, options, groups, processes)) as fitted,
-    ):
-        for part in fitted:
-            tables.append(part)
-            bar.update(part.num_rows)
-    table = pa.concat_tables(tables)
-    table = table.replace_schema_metadata(
-        {**(table.schema.metadata or {}), NUM_ERRORS: str(groups.num_errors)}
-    )
-    with atomic_file(out) as temporary:
-        pq.write_table(table, temporary, compression="zstd")
+    largest = num_errors = 0
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_writing(out))
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent)))
+        source = open_samples(samples, options.keys, work=work)
+        if out.resolve() in {file.resolve() for file in source.files}:
+            raise InputError("out", str(out), "another file than the samples")
+        identity = source.identity()
+        temporary = stack.enter_context(atomic_file(out))
+        bar = stack.enter_context(
+            progress_bar(source.num_rows, "row", enabled=progress, desc="fitting", unit_scale=True)
+        )
+        blocks = _blocks(source, options, block_groups, work)
+        fitted = stack.enter_context(contextlib.closing(_fitted(fit, options, blocks, processes)))
+        writer = None
+        for groups, num_rows, table in fitted:
+            num_errors += groups.num_errors
+            largest = max(largest, pc.max(table.column("num_samples")).as_py())
+            if writer is None:
+                writer = stack.enter_context(pq.ParquetWriter(temporary, table.schema, compression="zstd"))
+            writer.write_table(table)
+            bar.update(num_rows)
+        check_enough(largest, source.path)
+        assert writer is not None
+        writer.add_key_value_metadata({NUM_ERRORS: str(num_errors)})
+        writer.close()
     return identity
 
 
+@contextlib.contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        detail = error.strerror or str(error).strip()
+        raise TailcastError(f"out: cannot write {out} ({detail})") from error
+
+
+def _blocks(
+    source: SampleFile, options: FitOptions, block_groups: int, work: Path
+) -> Iterator[tuple[GroupedLengths, int]]:
+    """Groups and number of rows of each block."""
+    for table in source.blocks(block_groups, work):
+        numbers = table.column(ROW)
+        groups = group_table(
+            table.drop_columns([ROW, GROUP]),
+            source.path,
+            keys=options.keys,
+            max_tokens=options.max_tokens,
+            min_samples=0,
+            locate=lambda row, numbers=numbers: source.locate(numbers[row].as_py()),  # type: ignore[misc]
+        )
+        yield groups, table.num_rows
+
+
 def _fitted(
-    fit: Fit, options: FitOptions, groups: GroupedLengths, processes: int
-) -> Generator[pa.Table, None, None]:
-    """Fits of all groups in order, in blocks; from this process if there is one process or block."""
-    size = min(_BLOCK_GROUPS, -(-len(groups) // (processes * _BLOCKS_PER_PROCESS if processes > 1 else 1)))
-    starts = range(0, len(groups), size)
-    blocks = (groups.take(range(start, min(start + size, len(groups)))) for start in starts)
-    if processes == 1 or len(starts) == 1:
-        for block in blocks:
-            yield fit(block, options)
+    fit: Fit, options: FitOptions, blocks: Iterator[tuple[GroupedLengths, int]], processes: int
+) -> Generator[tuple[GroupedLengths, int, pa.Table], None, None]:
+    """Blocks with their fits, in order, from several processes, or from this one if there is one process or block."""
+    first = list(islice(blocks, processes))
+    blocks = chain(first, blocks)
+    if len(first) < 2:
+        for groups, num_rows in blocks:
+            yield groups, num_rows, fit(groups, options)
         return
-    dead = "a worker process died (killed, or out of memory); fewer --processes need less memory"
-    with worker_processes(min(processes, len(starts)), dead, _start_worker) as pool:
-        yield from pool.map(fit, blocks, [options] * len(starts))
+    dead = "a worker process died (killed, or out of memory); fewer --processes or a smaller --block-groups need less memory"
+    with worker_processes(len(first), dead, _start_worker) as pool:
+        running: deque[tuple[GroupedLengths, int, Future[pa.Table]]] = deque()
+        for groups, num_rows in blocks:
+            running.append((groups, num_rows, pool.submit(fit, groups, options)))
+            if len(running) == len(first) * _BLOCKS_PER_PROCESS:
+                groups, num_rows, future = running.popleft()
+                yield groups, num_rows, future.result()
+        for groups, num_rows, future in running:
+            yield groups, num_rows, future.result()
 
 
 def _start_worker() -> None:

@@ -29,6 +29,8 @@ from scheduler_core.prediction.prompt_text import conversation_text, messages_of
 from scheduler_core.shell.table_files import convertible
 from training.fitting.estimate import MIN_SAMPLES
 
+#: Additional columns of a block: number of the row in the input, and number of the first row of its group.
+ROW, GROUP = "__row", "__group"
 CARRIED = ("prompt", "category", "dataset", "prompt_tokens", "temperature")
 #: Columns that identify a sample, where a file has them.
 IDENTITY = ("prompt_id", "model", "run_id", "sample_index")
@@ -104,6 +106,16 @@ def check_columns(names: Sequence[str], path: Path, keys: Sequence[str]) -> None
     raise InputError(f"{path.name}, columns", list(names), "; ".join(advice))
 
 
+def check_enough(largest: int, path: Path, min_samples: int = MIN_SAMPLES) -> None:
+    """Raises `InputError` if even the largest group of a file has too few samples."""
+    if largest < min_samples:
+        raise InputError(
+            f"{path.name}, column output_tokens",
+            f"{largest} samples in the largest group",
+            f"a group with at least {min_samples} samples, not counting failed ones",
+        )
+
+
 def is_list(kind: pa.DataType) -> bool:
     """Whether a column of this type holds lists."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
@@ -114,12 +126,11 @@ def is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
-def plain_types(table: pa.Table, encoded: Sequence[str] = ()) -> pa.Table:
-    """Decodes dictionary columns other than `encoded`, and converts fixed-size lists and string views to plain lists and
-    strings."""
+def plain_types(table: pa.Table) -> pa.Table:
+    """Decodes dictionary columns, and converts fixed-size lists and string views to plain lists and strings."""
     for number, field in enumerate(table.schema):
         kind = field.type
-        if pa.types.is_dictionary(kind) and field.name not in encoded:
+        if pa.types.is_dictionary(kind):
             kind = kind.value_type
         if pa.types.is_fixed_size_list(kind):
             kind = pa.list_(kind.value_type)
@@ -157,40 +168,30 @@ def group_table(
         raise InputError(path.name, "no rows", "at least one row")
     check_columns(table.column_names, path, keys)
     with convertible(path.name):
-        carried = [name for name in dict.fromkeys((*keys, *CARRIED)) if name in table.column_names]
-        has_prompts = "prompt" in carried and "prompt" not in keys
-        table = plain_types(table, encoded=("prompt",) if has_prompts else ())
+        table = plain_types(table)
         source = CheckedTable(table, path, locate)
         for key in keys:
             source.check_filled(key, nullable=False)
+        if "prompt" in table.column_names and "prompt" not in keys:
+            source.check_filled("prompt", nullable=True)
         rows, lengths, finished, num_errors = _samples(source, max_tokens)
         group_of_row, first_rows = group_rows(table, keys)
-        # A group has the prompt of its first row; the text of all rows could exceed the memory.
-        first = plain_types(table.select(carried).take(pa.array(first_rows)))
-        if has_prompts:
-            names = CheckedTable(first, path, lambda row: source.locate(int(first_rows[row])))
-            names.check_filled("prompt", nullable=True)
         _check_repeats(source, group_of_row)
         limits = _group_limits(source, group_of_row, len(first_rows), max_tokens)
     group = group_of_row[rows]
     order = np.argsort(group, kind="stable")
+    carried = [name for name in dict.fromkeys((*keys, *CARRIED)) if name in table.column_names]
     result = GroupedLengths(
         path=path,
         keys=tuple(keys),
-        rows=first,
+        rows=table.select(carried).take(pa.array(first_rows)),
         flat_lengths=lengths[order],
         flat_finished=finished[order],
         offsets=np.searchsorted(group[order], np.arange(len(first_rows) + 1)).astype(np.int64),
         max_tokens=limits,
         num_errors=num_errors,
     )
-    largest = int(result.counts.max())
-    if largest < min_samples:
-        raise InputError(
-            f"{path.name}, column output_tokens",
-            f"{largest} samples in the largest group",
-            f"a group with at least {min_samples} samples, not counting failed ones",
-        )
+    check_enough(int(result.counts.max()), path, min_samples)
     return result
 
 
