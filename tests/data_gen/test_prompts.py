@@ -310,6 +310,7 @@ def test_a_pair_at_the_threshold_is_missed_once_in_a_million_at_most(threshold: 
     assert (1 - threshold**rows) ** num_bands <= 1e-6
 
 
+@pytest.mark.mend
 def test_near_duplicates_are_of_the_normalized_conversation() -> None:
     story = "Write a short story about a lighthouse keeper who finds a letter from the sea, in the past."
     turns = (Message("user", "Hi"), Message("assistant", "Hello, what can I do?"), Message("user", story))

@@ -62,6 +62,7 @@ def groups_of(path, **options):
     return group_table(table.drop_columns([ROW, GROUP]), source.path, **options)
 
 
+@pytest.mark.mend
 @pytest.mark.parametrize("rows", [LISTS, ANSWERS], ids=["lists", "answers"])
 @pytest.mark.parametrize("form", ["parquet", "jsonl", "csv", "parquet folder"])
 def test_every_format_gives_the_same_groups(form, rows, tmp_path):
