@@ -9,6 +9,7 @@ import pytest
 
 from scheduler_core.errors import InputError
 from scheduler_core.policies import make_policy
+from scheduler_core.policies.working_set import WorkingSet
 from scheduler_core.request import Segment
 from scheduler_core.routing import ROUTERS
 from scheduler_core.routing.base import Router
@@ -180,6 +181,32 @@ def conversations(num: int) -> Trace:
             )  # fmt: skip
             known = prompt + 20
     return Trace(tuple(rows))
+
+
+def test_a_replica_forgets_a_session_that_has_moved() -> None:
+    agents = Agents(num_sessions=12, scale=0.01, max_pause_s=2.0, ramp_up_s=5.0, max_tokens_per_request=1500)
+    trace = Workload(num_requests=240, agents=agents).trace(3)
+
+    def run(name: str, exact: bool = False) -> tuple[list[RequestRecord], dict[str, set[str]]]:
+        cores = {f"n{number}": core("working_set", num_kv_blocks=256, max_num_seqs=8) for number in range(3)}
+        one = Simulation(trace, cores, LinearStepTime(), Predictions(), router(name), exact_steps=exact)
+        outcome = one.run()
+        known: dict[str, set[str]] = {}
+        for replica_id, scheduler in cores.items():
+            assert isinstance(scheduler.policy, WorkingSet)
+            known[replica_id] = set(scheduler.policy.sessions)
+        return outcome.records, known
+
+    for name in ("session_affine", "jsq"):
+        records, known = run(name)
+        assert (records, known) == run(name, exact=True)
+        last = {
+            record.session_id: record.replica_id for record in sorted(records, key=lambda one: one.arrival_s)
+        }
+        for replica_id, sessions in known.items():
+            assert sessions == {session for session, home in last.items() if home == replica_id}
+        places = {(record.session_id, record.replica_id) for record in records}
+        assert len(places) > len(last), f"sessions move under {name}"
 
 
 def test_session_affine_routing_keeps_sessions_together_and_balances_their_contexts() -> None:
