@@ -181,9 +181,9 @@ def spike_response(effort: Effort) -> Findings:
         speedups[gap_s, most] = ratios
         where = f"figure 2 ({'c' if gap_s < 1 else 'd'}), gap {gap_s} s, up to {most}"
         exact = (gap_s, most) == (0.1, 100)
-        alone = got[ORDER_ALONE]["0"] / base["0"]
+        in_vllm = got[ORDER_ALONE]["0"] / base["0"]
         findings.row(where, "semantic, level 0, s per token", base["0"], 0.08 if exact else None)
-        findings.row(where, f"{ORDER_ALONE} / semantic, level 0", alone)
+        findings.row(where, f"{ORDER_ALONE} / semantic, level 0", in_vllm)
         for name, paper in PRINTED_SPIKES.items():
             delay = got[name]["0 delay"] / base["0 delay"] if base["0 delay"] > 0 else None
             more = {"all levels": got[name]["all"] / base["all"], "queueing delay per token": delay}
@@ -191,7 +191,7 @@ def spike_response(effort: Effort) -> Findings:
                          paper if exact else None, neutral=1.0, more=more)  # fmt: skip
         findings.check(
             "section 3.3", "stage-aware batches serve level 0 no later than vLLM's batches with the same order",
-            alone > 1 / NO_EFFECT, f"{alone:.2f} times its wait in vLLM's batches", case=where,
+            in_vllm > 1 / NO_EFFECT, f"{in_vllm:.2f} times its wait in vLLM's batches", case=where,
             cause="While the first request decodes, they take no prompt of lower priority, also of level 0, although a slot is free.",
         )  # fmt: skip
         if most >= 50:
