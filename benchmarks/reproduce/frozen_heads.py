@@ -70,6 +70,24 @@ class LogT:
         return -samples.mean(likelihood)
 
 
+#: Standard deviation of Student's t with 3.5 degrees of freedom.
+_T_DEVIATION = math.sqrt(3.5 / 1.5)
+
+
+@dataclass(frozen=True)
+class FittedLogT(LogT):
+    """TIE's predictor: mu and sigma of the outputs of a prompt, without the predictor's own error, by squared errors (section
+    3.2). Targets are the mean and standard deviation of ln tokens, where the paper has a fit by maximum likelihood."""
+
+    def loss(self, outputs: Sequence[Tensor], samples: SampleLengths) -> Tensor:
+        """Squared error of mu, and 3 times that of ln(1 + sigma) [R]."""
+        mu, sigma, _ = (part[:, 0] for part in self.parameters(outputs))
+        logs = torch.log(samples.tokens.double())
+        mean = samples.mean(logs)
+        scale = samples.mean((logs - mean[:, None]) ** 2).sqrt() / _T_DEVIATION
+        return (mu - mean) ** 2 + 3.0 * (torch.log1p(sigma) - torch.log1p(scale)) ** 2
+
+
 #: The families of TIE's table 4.
 HEADS = {"log-t, nu 3.5": LogT(), "log-t, free nu": LogT(nu=None), "log-normal": LogT(nu=1_000.0)}
 
@@ -169,8 +187,8 @@ def one_output(rows: Rows) -> Rows:
 def few_prompts(rows: Rows, factor: int, seed: int) -> Rows:
     """The rows of a random `factor`-th of the prompts."""
     chosen = np.random.default_rng(seed).permutation(int(rows.prompt.max()) + 1)
-    kept = torch.from_numpy(chosen[: len(chosen) // factor])
-    at = torch.isin(rows.prompt, kept).nonzero()[:, 0]
+    prompts = torch.from_numpy(chosen[: len(chosen) // factor])
+    at = torch.isin(rows.prompt, prompts).nonzero()[:, 0]
     return replace(
         rows,
         prompt=rows.prompt[at],

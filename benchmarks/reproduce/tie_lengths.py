@@ -250,7 +250,7 @@ def figure_8(effort: Effort) -> Findings:
             text = "nu = 3.5 achieves the best performance (mean KS p-value)"
             evidence = f"mean KS p {mean_p[BEST_NU]:.4f} at 3.5, {mean_p[best]:.4f} at {best:g}"
             cause = (
-                "Between 2.5 and 4 the p-values differ by about a hundredth, less than from other prompts."
+                "Between 2.5 and 4 the p-values differ by about a hundredth, and the prompts are other ones."
             )
             findings.claim("appendix D.3", text, best == BEST_NU, evidence, cause=cause)
             text = "nu = 3.5 fits better than the log-normal (nu = inf)"

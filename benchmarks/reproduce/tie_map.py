@@ -178,17 +178,17 @@ def _real(lengths: Lengths, bounds: tuple[float, float]) -> Population:
     """Prompts whose other outputs have a CV within the bounds, with the fit of these, and one output to serve."""
     tokens = lengths.tokens.astype(float)
     served = np.random.default_rng(7).integers(0, tokens.shape[1], len(tokens))
-    kept = np.arange(tokens.shape[1]) != served[:, None]
+    is_other = np.arange(tokens.shape[1]) != served[:, None]
     others = Lengths(
-        lengths.tokens[kept].reshape(len(tokens), -1), lengths.limits, lengths.source, lengths.name
+        lengths.tokens[is_other].reshape(len(tokens), -1), lengths.limits, lengths.source, lengths.name
     )
     mu, sigma, fitted = _fits(others)
     truncated = np.minimum(others.tokens, lengths.limits[:, None])
-    spread = truncated.std(axis=1) / truncated.mean(axis=1)
-    chosen = fitted & (spread >= bounds[0]) & (spread < bounds[1])
+    deviation = truncated.std(axis=1) / truncated.mean(axis=1)
+    chosen = fitted & (deviation >= bounds[0]) & (deviation < bounds[1])
     limits = np.where(np.isfinite(lengths.limits), lengths.limits, MAX_TOKENS)[chosen]
     output = tokens[np.arange(len(tokens)), served][chosen]
-    mean = float(spread[chosen].mean())
+    mean = float(deviation[chosen].mean())
     name = f"{lengths.name} {mean:.2g}"
     return Population(name, mean, np.full(chosen.sum(), 50.0), mu[chosen], sigma[chosen], limits, output)
 

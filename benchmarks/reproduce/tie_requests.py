@@ -33,8 +33,8 @@ ABOUT = b"about"
 #: Families of table 4, by their names in `benchmarks.reproduce.frozen_heads`.
 FAMILIES = ("log-t, nu 3.5", "log-t, free nu", "log-normal")
 #: Columns of that table with a log-t distribution, [mu, sigma, nu]. "length" is the shipped predictor's; in "within", sigma
-#: excludes the predictor's own error; "equal budget": from as many outputs as SSJF and LTR, on a tenth of the prompts.
-LENGTHS = ("length", "within", "equal budget", *FAMILIES)
+#: excludes the predictor's own error; "same outputs": TIE's head, as those of SSJF and LTR; "equal budget": from as many outputs as SSJF and LTR, on a tenth of the prompts.
+LENGTHS = ("length", "within", "same outputs", "equal budget", *FAMILIES)
 #: Columns with SSJF's length in tokens and LTR's rank: trained on the outputs that TIE's predictor learns from, and with
 #: the budget of the paper.
 POINTS = ("regression_tokens", "equal budget tokens")
@@ -201,7 +201,7 @@ def _about(path: Path, table: Mapping[str, Any]) -> str:
         f"lengths of a prompt {variation:.2f}; the paper's prompts: 1.09). TIE gets a trained distribution, "
         "SSJF a trained regressor's length, LTR a trained ranker's score; Kendall's tau between these "
         f"predictions and the median length with the paper's equal budget: {taus('equal budget', POINTS[1], RANKS[1])}; "
-        f"from the same outputs: {taus(FAMILIES[0], POINTS[0], RANKS[0])}"
+        f"from the same outputs: {taus('same outputs', POINTS[0], RANKS[0])}"
         + (f". {trained}" if trained else "")
     )
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.reproduce.simulate import Outcome, System, over_seeds, percentile, simulate
 from benchmarks.reproduce.study import Effort
-from benchmarks.reproduce.tie_requests import FAMILIES, Order, Requests, requests, told
+from benchmarks.reproduce.tie_requests import Order, Requests, requests, told
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.step_time import saturation_rate_rps
 from scheduler_core.simulator.step_time.roofline import RooflineStepTime
@@ -40,7 +40,7 @@ SAME_OUTPUTS = {
     "FCFS": PAPER_SYSTEMS["FCFS"],
     "SSJF": Order("ssjf", told="regression_tokens"),
     "LTR": Order("ssjf", told="rank"),
-    "TIE": Order("tie", told=FAMILIES[0]),
+    "TIE": Order("tie", told="same outputs"),
 }
 #: TIE with the shipped predictor. Compared with it: SSJF with its median, to isolate the order; TIE with the sigma within a
 #: prompt, as the paper's predictor is trained to give it; LTR as in its own paper, preemptive, with promotion after 200 steps

@@ -27,8 +27,8 @@ def test_a_constant_hazard_has_a_constant_index() -> None:
     for start in (0, 400, 2000):
         rest = tokens[start:] - tokens[start], survival[start:] / survival[start]
         assert gittins_rank(*rest, 0.0, 0.01) == pytest.approx(0.5, rel=1e-3)
-        found = gittins_boost(*rest, 0.0, 0.01, 0.4)
-        assert found == pytest.approx(-math.log(0.4 * 0.5) / 0.4, rel=1e-2)
+        value = gittins_boost(*rest, 0.0, 0.01, 0.4)
+        assert value == pytest.approx(-math.log(0.4 * 0.5) / 0.4, rel=1e-2)
 
 
 @pytest.mark.parametrize("generated", [0, 16, 96])
@@ -66,8 +66,8 @@ def test_the_index_is_the_best_plan_by_brute_force(
         ranks.append((p @ spent) / p[ends].sum())
         boosts.append((p[ends] @ np.exp(gamma * work[ends])) / (p @ np.expm1(gamma * spent)))
     assert gittins_rank(tokens, survival, setup_s, 0.01) == pytest.approx(min(ranks), rel=1e-6)
-    found = gittins_boost(tokens, survival, setup_s, 0.01, gamma)
-    assert found == pytest.approx(math.log(max(boosts)) / gamma, rel=1e-6, abs=1e-9)
+    value = gittins_boost(tokens, survival, setup_s, 0.01, gamma)
+    assert value == pytest.approx(math.log(max(boosts)) / gamma, rel=1e-6, abs=1e-9)
 
 
 @given(
@@ -81,7 +81,7 @@ def test_the_index_of_a_log_t_is_that_of_its_integrals(
 ) -> None:
     length = LengthPrediction(mu, sigma, 3.5)
     rest = remaining_tokens(length.table(2000), 2000, generated)
-    found = gittins_rank(*rest, setup_s, 0.01)
+    value = gittins_rank(*rest, setup_s, 0.01)
     grid = np.concatenate([[generated], np.geomspace(generated + 0.25, 2000.0, 1000)])
     # An output has at least one token.
     alive = np.where(grid < 1.0, 1.0, LogT(mu, sigma, 3.5).sf(np.maximum(grid, 1e-9)))
@@ -94,8 +94,8 @@ def test_the_index_of_a_log_t_is_that_of_its_integrals(
     ended[-1] = 1.0
     is_plan = (grid[1:] >= generated + 1.0) & (ended > 0.0)
     exact = float(np.min(spent[is_plan] / ended[is_plan]))
-    assert found == pytest.approx(exact, rel=rel, abs=0.002)
-    assert found <= setup_s + 0.01 * float(LogT(mu, sigma, 3.5).expected(2000, generated)) * 1.03 + 0.01
+    assert value == pytest.approx(exact, rel=rel, abs=0.002)
+    assert value <= setup_s + 0.01 * float(LogT(mu, sigma, 3.5).expected(2000, generated)) * 1.03 + 0.01
 
 
 @pytest.mark.parametrize(("gamma", "of_arrival"), [(1e-4, False), (1e4, True)])
@@ -109,8 +109,8 @@ def test_the_boost_is_between_the_index_and_arrival(gamma: float, of_arrival: bo
         for state in states:
             policy.on_prediction(state)
     order = sorted(states, key=lambda state: tail.key(state, 0.0))
-    wanted = states if of_arrival else sorted(states, key=lambda state: mean.key(state, 0.0))
-    assert order == wanted
+    expected = states if of_arrival else sorted(states, key=lambda state: mean.key(state, 0.0))
+    assert order == expected
 
 
 def two_lengths(short: float, long: float, share: float) -> LengthPrediction:
@@ -140,11 +140,11 @@ def test_a_gamble_is_served_until_it_is_lost() -> None:
 
 def test_what_the_prefix_cache_has_costs_nothing() -> None:
     policy = make_policy("gittins")
-    known, cached = (RequestState(request(name, prompt=5000), order=k) for k, name in enumerate("ab"))
-    for state in (known, cached):
+    new, cached = (RequestState(request(name, prompt=5000), order=k) for k, name in enumerate("ab"))
+    for state in (new, cached):
         state.prediction = prediction(20, sigma=1e-6)
         policy.on_prediction(state)
     cached.cached_tokens, cached.host_cached_tokens = 4992, 1000
-    assert policy.key(known, 0.0) == pytest.approx(5000 * TIMES.prefill_s + 20 * TIMES.decode_s, rel=1e-3)
-    wanted = 8 * TIMES.prefill_s + 1000 * TIMES.reload_s + 20 * TIMES.decode_s
-    assert policy.key(cached, 0.0) == pytest.approx(wanted, rel=1e-3)
+    assert policy.key(new, 0.0) == pytest.approx(5000 * TIMES.prefill_s + 20 * TIMES.decode_s, rel=1e-3)
+    expected = 8 * TIMES.prefill_s + 1000 * TIMES.reload_s + 20 * TIMES.decode_s
+    assert policy.key(cached, 0.0) == pytest.approx(expected, rel=1e-3)
