@@ -52,7 +52,7 @@ def serve(num: int, seed: int, former: str, **parameters: float) -> tuple[Drive,
 
 
 @pytest.mark.parametrize("quantile", [0.5, 0.9])
-@pytest.mark.parametrize("num", [150, pytest.param(4000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num", [150, pytest.param(600, marks=pytest.mark.slow)])
 def test_a_request_outgrows_its_memory_with_probability_one_minus_q(num: int, quantile: float) -> None:
     """At least as rarely: memory comes in blocks, and a preempted request is admitted with the quantile of what remains."""
     _, num_admitted, num_outgrown = serve(num, 0, "quantile_reserve", quantile=quantile)
@@ -60,7 +60,7 @@ def test_a_request_outgrows_its_memory_with_probability_one_minus_q(num: int, qu
     assert 0.3 * (1.0 - quantile) < num_outgrown / num_admitted < 1.0 - quantile + error
 
 
-@pytest.mark.parametrize("num", [120, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num", [120, pytest.param(400, marks=pytest.mark.slow)])
 def test_a_larger_quantile_preempts_less(num: int) -> None:
     preempted = [serve(num, 1, "chunked_prefill")[0].core.counters.num_preemptions]
     preempted += [
