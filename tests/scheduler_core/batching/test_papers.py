@@ -59,7 +59,9 @@ def test_a_request_waits_for_the_quantile_of_its_length() -> None:
     """12 tokens. a and b are sure to have 4 tokens: each reserves 2 + 4. c is expected to have 7, and waits for 1 + 7. d, without
     a prediction, needs only its prompt, but comes after c in the order. a and b end together, then c and d are admitted."""
     lengths = {"a": 4, "b": 4, "c": 7, "d": 2}
-    rows = [(request(name, prompt=1 if name in "cd" else 2, cap=9), length) for name, length in lengths.items()]
+    rows = [
+        (request(name, prompt=1 if name in "cd" else 2, cap=9), length) for name, length in lengths.items()
+    ]
     predictions = {name: predicted(lengths[name], sigma=1e-6) for name in "abc"}
     limits = {"kv_block_tokens": 1, "kv_watermark": 0.0, "num_kv_blocks": 12, "max_num_seqs": 4}
     run = Drive(scheduler("fcfs", batching="quantile_reserve", **limits), rows, predictions=predictions)
