@@ -139,6 +139,18 @@ def test_the_pages_in_docs_are_those_of_the_findings() -> None:
     assert max(table.count("\n") - 2 for table in tables) <= MAX_ROWS
 
 
+def test_each_sentence_that_fails_has_its_cause() -> None:
+    folder = Path(__file__).parents[2] / "benchmarks/results/reproduction"
+    causes: dict[tuple[str, str], list[str]] = {}
+    for study in STUDIES:
+        findings, _ = load(folder / f"{study.name}.json")
+        for claim in findings.claims:
+            if not claim.holds:
+                causes.setdefault((study.paper, claim.text), []).append(claim.cause)
+    assert causes
+    assert [name for name, texts in causes.items() if not any(texts)] == []
+
+
 def test_coverage_names_every_table_and_figure_once_and_only_studies_that_there_are() -> None:
     named = [(one.paper, one.where) for one in COVERAGE]
     assert len(set(named)) == len(named)
