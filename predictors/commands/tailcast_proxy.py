@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from predictors.proxy.server import ProxyServer
 
 logger = logging.getLogger(__name__)
+POSITIONALS = ("engine_url", "replicas")
 
 
 def serve(config: ProxyConfig, read_again: Callable[[], ProxyConfig]) -> int:
@@ -54,10 +55,10 @@ def main(args: Sequence[str] | None = None) -> int:
     def read_again() -> ProxyConfig:
         from scheduler_core.shell.options import read_config
 
-        return read_config("tailcast-proxy", ProxyConfig, ("engine_url",), "serve", words)
+        return read_config("tailcast-proxy", ProxyConfig, POSITIONALS, "serve", words)
 
     function = functools.partial(serve, read_again=read_again)
-    return command("tailcast-proxy", ProxyConfig, function, positionals=("engine_url",), extra="serve")(args)
+    return command("tailcast-proxy", ProxyConfig, function, positionals=POSITIONALS, extra="serve")(args)
 
 
 if __name__ == "__main__":

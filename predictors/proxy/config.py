@@ -49,6 +49,9 @@ class ProxyConfig:
 
     engine_url: str
     """URL of the engine: http://HOST:PORT, optionally with a path in front of /v1."""
+    replicas: list[str] = field(default_factory=list)
+    """URLs of further engines with the same model, for engine none: sessions stay on the one that has their context, and
+    leave an engine that is down. Options of the engine and of its queue apply to each."""
     engine: Literal["vllm", "sglang", "dynamo", "llm-d", "none"] = "none"
     """Kind of engine; none (Ollama, llama.cpp server, ...): the proxy queues the requests itself."""
     predictor: str = "pretrained"
@@ -135,6 +138,11 @@ class ProxyConfig:
     log_format: Literal["text", "json"] = "text"
     """Format of log lines: text, or one JSON object per line."""
 
+    @property
+    def urls(self) -> list[str]:
+        """URLs of all engines."""
+        return [self.engine_url, *self.replicas]
+
     def changed(self, other: ProxyConfig) -> list[str]:
         """Names of the options with another value in `other`."""
         names = [option.name for option in fields(self)]
@@ -142,6 +150,17 @@ class ProxyConfig:
 
     def __post_init__(self) -> None:
         check_http_url("engine_url", self.engine_url)
+        for url in self.replicas:
+            check_http_url("replicas", url)
+        if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
+            raise InputError(
+                "replicas", self.replicas, "URLs that differ from each other and from engine_url"
+            )
+        if self.replicas and self.engine != "none":
+            allowed = "none with several engines: the proxy chooses among them while it holds the queues"
+            raise InputError("engine", self.engine, allowed)
+        if self.replicas and not self.engine_probe_s:
+            raise InputError("engine_probe_s", 0.0, "> 0 with several engines, to find one that is back")
         if self.shadow_predictor is not None and self.feedback is None:
             raise InputError("shadow_predictor", self.shadow_predictor, "only together with feedback")
         check_ranges(self, **RANGES)

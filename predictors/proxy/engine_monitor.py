@@ -35,6 +35,8 @@ class EngineMonitor:
         self._probing: asyncio.Task[None] | None = None
         #: Called when the engine is back.
         self.on_back: Callable[[], None] | None = None
+        #: Called when it is gone.
+        self.on_gone: Callable[[], None] | None = None
 
     @property
     def is_up(self) -> bool:
@@ -61,6 +63,8 @@ class EngineMonitor:
             if self._logged_s is None or self._gone_s - self._logged_s >= GONE_S:
                 self._logged_s = self._gone_s
                 logger.warning("the engine is gone: it %s; /readyz is 503 until it responds", reason)
+            if self.on_gone is not None:
+                self.on_gone()
 
     def doubt(self) -> None:
         """Makes the next `check` probe the engine, because a request has failed in a way that may be its own."""

@@ -10,6 +10,10 @@ from scheduler_core.errors import InputError, TailcastError
 TYPES = {429: "rate_limit_exceeded", 502: "server_error", 504: "server_error"}
 
 
+class EngineGoneError(TailcastError):
+    """The engine of a waiting request is gone, and another one is up."""
+
+
 class EngineLostError(TailcastError):
     """The connection to the engine was lost during a response."""
 
@@ -20,6 +24,8 @@ class Refusal(TailcastError):
     def __init__(self, status: int, message: str, code: str, param: str | None = None) -> None:
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
+        #: Whether an engine may have got the request.
+        self.was_sent = True
 
     @classmethod
     def of(cls, error: InputError) -> Refusal:

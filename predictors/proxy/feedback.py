@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from predictors.hosting.live_page import MAX_ENDED, EndedRequest
 from predictors.proxy.config import ProxyConfig
@@ -28,6 +28,9 @@ from scheduler_core.prediction.predictions import LengthPrediction, Prediction
 from scheduler_core.prediction.predictor import PredictionRequest
 from scheduler_core.prediction.session import request_embedding
 from scheduler_core.request import Request
+
+if TYPE_CHECKING:
+    from predictors.proxy.replicas import Engine
 
 #: Kinds of engines whose streams have token counts if `stream_options` requests them.
 USAGE_ENGINES = frozenset({"vllm", "sglang", "dynamo", "llm-d"})
@@ -74,6 +77,7 @@ class Exchange:
     forecasting: asyncio.Task[Forecast] | None = None
     prompt_tokens: int | None = None  # if the predictor counted them
     turn: Turn | None = None  # if sessions are followed
+    engine: Engine | None = None  # while it is there
     shadow: asyncio.Task[Forecast] | None = None
     stats: ResponseStats | None = None
     end: str = ""  # complete, error, engine_lost or client_gone

@@ -18,13 +18,14 @@ from aiohttp import web
 from predictors.proxy.client_rules import CLIENT_HEADERS, ClientRules, allowed_body
 from predictors.proxy.config import ProxyConfig
 from predictors.proxy.engines import Hint, make_engine
-from predictors.proxy.errors import EngineLostError, Refusal
+from predictors.proxy.errors import EngineGoneError, EngineLostError, Refusal
 from predictors.proxy.feedback import Exchange, Recorder, context_of
 from predictors.proxy.forecast import Forecast, Forecaster
 from predictors.proxy.metrics import ProxyMetrics
-from predictors.proxy.order import NO_END, HoldQueue, make_order
+from predictors.proxy.order import NO_END, EngineOrder, HoldQueue, make_order
 from predictors.proxy.parsing import JsonBody, ParsedRequest, endpoint_of, parse_request, parsed_bytes
 from predictors.proxy.relay import HeldBody, Relay, origin_form
+from predictors.proxy.replicas import Engine, Replicas
 from predictors.proxy.responses import EventStreamReader, JsonReader, ReadBudget, Reader
 from predictors.proxy.session_id import SESSION_HEADER
 from predictors.proxy.sessions import Sessions
@@ -62,20 +63,25 @@ class RequestHandler:
     def __init__(self, config: ProxyConfig) -> None:
         self.config = config
         self.metrics = ProxyMetrics()
-        self.relay = Relay(config)
         # System time at startup plus monotonic time.
         offset_s = time.time() - ORIGIN_S - time.monotonic()
         self._clock: Callable[[], float] = lambda: offset_s + time.monotonic()
         self._rules = ClientRules(config)
         self._engine = make_engine(config)
-        self.order = make_order(config, self._clock)
+        self.engines = [
+            Engine(url, Relay(replace(config, engine_url=url, replicas=[])), make_order(config, self._clock))
+            for url in config.urls
+        ]
+        self.replicas = Replicas(self.engines, self._clock)
+        #: Those of the first engine; bodies are read by its relay.
+        self.relay, self.order = self.engines[0].relay, self.engines[0].order
         self.queue = self.order if isinstance(self.order, HoldQueue) else None
         predictor = None if config.predictor == "none" else config.predictor
         self.forecaster = Forecaster(predictor, "predictor", config.deadline_s)
         self.recorder = Recorder(config, self.metrics, lambda: self.forecaster.client)
         self.sessions: Sessions | None = None
-        if self.queue is not None and (model := self.queue.model) is not None:
-            self.sessions = Sessions(config, self.metrics, self.queue, model, self.relay, self.recorder)
+        if self.order.model is not None:
+            self.sessions = Sessions(config, self.metrics, self.engines, self.recorder)
         elif config.session_file is not None:
             raise InputError("session_file", config.session_file, "only with a policy that uses sessions")
         #: Requests in flight that may generate (True), and others.
@@ -90,11 +96,13 @@ class RequestHandler:
 
     def apply(self, config: ProxyConfig, forecaster: Forecaster, shadow: Forecaster) -> None:
         """Applies new options (see `config.RELOADED`) and their predictors."""
-        self.config = self.relay.config = config
+        self.config = config
         self._rules, self._engine = ClientRules(config), make_engine(config)
-        self.order.resize(config.max_num_seqs if self.queue is None else config.release)
-        if self.queue is not None:
-            self.queue.max_waiting = config.max_waiting
+        for engine in self.engines:
+            engine.relay.config = replace(config, engine_url=engine.url, replicas=[])
+            engine.order.resize(config.max_num_seqs if self.queue is None else config.release)
+            if isinstance(engine.order, HoldQueue):
+                engine.order.max_waiting = config.max_waiting
         self.forecaster = forecaster
         self.recorder.reload(config, shadow)
 
@@ -119,7 +127,6 @@ class RequestHandler:
             return refusal.response(closes=not request.content.is_eof())
         except EngineLostError as error:
             code = "broken"
-            self.relay.monitor.doubt()
             logger.warning("%s: the engine disconnected (%s)", request.rel_url.raw_path, error)
             return web.Response(status=502)  # not sent: the connection is closed
         except ConnectionError:
@@ -159,17 +166,31 @@ class RequestHandler:
                 raise Refusal.of(error) from error
             self.recorder.start_shadow(exchange)
             try:
-                async with self._ordered(exchange) as hint:
-                    with_usage = self._with_usage(exchange, hint)
-                    data = held.data if body is None else body.with_members(with_usage.members)
-                    self.metrics.overhead.observe(time.perf_counter() - start - exchange.waited_s)
-                    own = None
-                    if with_usage is not hint and body is not None:
-                        own = partial(body.with_members, hint.members)
-                    return await self._send(request, data, with_usage, exchange, own)
+                return await self._respond(request, held.data, body, exchange)
             finally:
                 self.metrics.request.observe(time.perf_counter() - start)
                 self.recorder.finish(exchange)
+
+    async def _respond(
+        self, request: web.Request, data: bytes, body: JsonBody | None, exchange: Exchange
+    ) -> web.StreamResponse:
+        """Sends a request when it is its turn; to another engine if it has not reached the chosen one. Raises as `_send`."""
+        while True:
+            try:
+                async with self._ordered(exchange) as (engine, hint):
+                    with_usage = self._with_usage(exchange, hint)
+                    sent = data if body is None else body.with_members(with_usage.members)
+                    overhead_s = time.perf_counter() - exchange.started_s - exchange.waited_s
+                    self.metrics.overhead.observe(overhead_s)
+                    own = None
+                    if with_usage is not hint and body is not None:
+                        own = partial(body.with_members, hint.members)
+                    return await self._send(request, sent, engine, with_usage, exchange, own)
+            except EngineGoneError:
+                continue
+            except Refusal as refusal:
+                if refusal.was_sent or not self.replicas.has_other(engine):
+                    raise
 
     async def _read(self, request: web.Request, held: HeldBody) -> tuple[JsonBody | None, ParsedRequest]:
         """The body (see `allowed_body`) and its fields, which count as held too; Refusal if it is invalid. A large one is
@@ -234,14 +255,20 @@ class RequestHandler:
         return num_tokens
 
     @asynccontextmanager
-    async def _ordered(self, exchange: Exchange) -> AsyncIterator[Hint]:
-        """Waits for admission by the queue or, if there is no queue, for the prediction."""
-        start = time.perf_counter()
+    async def _ordered(self, exchange: Exchange) -> AsyncIterator[tuple[Engine, Hint]]:
+        """Chooses the engine, and waits for admission by its queue or, if there is no queue, for the prediction.
+        EngineGoneError if another engine has to be chosen."""
+        start = time.perf_counter() - exchange.waited_s
+        names_response = bool(exchange.parsed.content.get("previous_response_id"))
+        engine = exchange.engine = self.replicas.choose(exchange.request, stays=names_response)
+        order = engine.order
         forecasting = exchange.forecasting = asyncio.create_task(self._forecast(exchange))
         try:
-            if isinstance(self.order, HoldQueue):
-                await self.order.enter(exchange.request)
-                exchange.waited_s = time.perf_counter() - start
+            if isinstance(order, HoldQueue):
+                try:
+                    await order.enter(exchange.request)
+                finally:
+                    exchange.waited_s = time.perf_counter() - start
                 self.metrics.held.observe(exchange.waited_s)
                 self.metrics.hints.labels("held").inc()
                 hint = NO_HINT
@@ -250,14 +277,15 @@ class RequestHandler:
                     # Read by vLLM and Dynamo, and by balancers between proxy and replicas.
                     hint = Hint(headers={SESSION_HEADER: session})
             else:
-                state = self.order.enter(exchange.request)
+                state = order.enter(exchange.request)
                 forecast = await forecasting
                 exchange.waited_s = forecast.seconds
-                hint = self._hint(exchange, state, *self.order.key(state), forecast)
-            yield hint
+                hint = self._hint(exchange, state, *order.key(state), forecast)
+            yield engine, hint
         finally:
             end = NO_END if self.sessions is None else self.sessions.end(exchange)
-            self.order.leave(exchange.request.request_id, end)
+            order.leave(exchange.request.request_id, end)
+            self.replicas.leave(exchange.request, engine)
             if exchange.end != "complete":  # otherwise the recorder waits for it: an output can be quicker
                 forecasting.cancel()
 
@@ -274,7 +302,8 @@ class RequestHandler:
         turn = exchange.turn
         if turn is not None and not turn.is_estimated:
             prompt_tokens = None  # the engine has counted better
-        self.order.update(exchange.request.request_id, prediction, prompt_tokens)
+        if exchange.engine is not None:
+            exchange.engine.order.update(exchange.request.request_id, prediction, prompt_tokens)
         self.metrics.predictions.labels(forecast.outcome).inc()
         if forecast.seconds:
             self.metrics.prediction.observe(forecast.seconds)
@@ -310,6 +339,7 @@ class RequestHandler:
         self,
         request: web.Request,
         body: bytes | None,
+        engine: Engine,
         hint: Hint = NO_HINT,
         exchange: Exchange | None = None,
         without_usage: Callable[[], bytes] | None = None,
@@ -321,22 +351,24 @@ class RequestHandler:
         refuses the first one, so that no request fails because of the proxy."""
         without = CLIENT_HEADERS if self._rules.restricts else ()
         head_s = self.config.request_timeout_s if request.method in READING else None
-        upstream = await self.relay.send(request, body, hint.headers, without, head_s)
+        relay = engine.relay
+        upstream = await relay.send(request, body, hint.headers, without, head_s)
         if without_usage is not None and upstream.status in REFUSED:
             upstream.release()
             hint = replace(hint, members={})
-            upstream = await self.relay.send(request, without_usage(), hint.headers, without, head_s)
+            upstream = await relay.send(request, without_usage(), hint.headers, without, head_s)
             if upstream.status not in REFUSED:
                 self.recorder.stop_requesting_usage()
         hides_usage = "stream_options" in hint.members
-        reader = None if exchange is None else self._reader(upstream, exchange, hides_usage)
+        reader = None if exchange is None else self._reader(upstream, exchange, engine.order, hides_usage)
         end = "client_gone"
         try:
-            response = await self.relay.respond(request, upstream, reader)
+            response = await relay.respond(request, upstream, reader)
             end = "complete" if upstream.status < 400 else "error"
             return response
         except EngineLostError:
             end = "engine_lost"
+            relay.monitor.doubt()
             raise
         finally:
             if reader is not None:
@@ -348,16 +380,16 @@ class RequestHandler:
             upstream.close() if end in ("client_gone", "engine_lost") else upstream.release()
 
     def _reader(
-        self, upstream: aiohttp.ClientResponse, exchange: Exchange, hides_usage: bool
+        self, upstream: aiohttp.ClientResponse, exchange: Exchange, order: EngineOrder, hides_usage: bool
     ) -> Reader | None:
         """The reader of a response, if the recorder or the policy needs it."""
-        is_used = self.recorder.is_on or self.order.uses_outputs
+        is_used = self.recorder.is_on or order.uses_outputs
         if not is_used or upstream.headers.get("Content-Encoding", "identity") != "identity":
             return None
         if upstream.status != 200:
             return None
-        on_output = partial(self.order.on_output, exchange.request.request_id)
-        on_tokens = on_output if self.order.uses_outputs else None
+        on_output = partial(order.on_output, exchange.request.request_id)
+        on_tokens = on_output if order.uses_outputs else None
         match upstream.content_type:
             case "text/event-stream":
                 return EventStreamReader(hides_usage, self.budget, on_tokens)
@@ -371,8 +403,9 @@ class RequestHandler:
         if "Upgrade" in request.headers:
             text = f"Upgrade: got {request.headers['Upgrade']!r}; allowed: none"
             raise Refusal(501, text, "upgrade_not_supported", "Upgrade")
+        engine = self.replicas.first_up
         if not request.can_read_body:
-            return await self._send(request, None)
+            return await self._send(request, None, engine)
         async with self.relay.body(request) as held:
             body = (await self._read(request, held))[0] if self._rules.restricts else None
-            return await self._send(request, held.data if body is None else body.with_members({}))
+            return await self._send(request, held.data if body is None else body.with_members({}), engine)

@@ -39,7 +39,14 @@ def live_page(handler: RequestHandler) -> LivePage:
         return await _predicted(handler, query)
 
     def order() -> OrderTable:
-        table = order_table(handler.order, policy_name(config), holds=handler.queue is not None)
+        name, holds = policy_name(config), handler.queue is not None
+        tables = [order_table(engine.order, name, holds=holds) for engine in handler.engines]
+        table = OrderTable(
+            policy=name,
+            num_waiting=sum(each.num_waiting for each in tables),
+            num_running=sum(each.num_running for each in tables),
+            requests=[row for each in tables for row in each.requests][:MAX_LISTED],
+        )
         return table if handler.sessions is None else replace(table, sessions=handler.sessions.counts())
 
     return LivePage(

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from predictors.proxy.config import ProxyConfig
 from predictors.proxy.engine_model import CacheSize, End, EngineModel
-from predictors.proxy.errors import Refusal
+from predictors.proxy.errors import EngineGoneError, Refusal
 from predictors.proxy.session_context import resized
 from scheduler_core.adapters.live_order import LiveOrder, declared_level, order_policy
 from scheduler_core.policies.base import Policy
@@ -119,9 +119,12 @@ class EngineOrder:
         state = self._order.leave(request_id, end.ended_by)
         self.num_running -= state is not None and state.first_scheduled_s is not None
         if end.ends_session and state is not None:
-            session = state.request.session
-            if all(other.request.session != session for other in self._order.states.values()):
-                self.policy.on_session_end(session, self.clock())
+            self.end_session(state.request.session)
+
+    def end_session(self, session: str) -> None:
+        """Handles that a session does not return to this engine, unless a request of it is live."""
+        if all(other.request.session != session for other in self._order.states.values()):
+            self.policy.on_session_end(session, self.clock())
 
     def first(self, num: int) -> list[RequestState]:
         """The first `num` requests in their order, those that have no output yet as far as the proxy knows."""
@@ -213,7 +216,8 @@ class HoldQueue(EngineOrder):
             return list(islice(waiting, num))
 
     async def enter(self, request: Request) -> None:
-        """Waits for admission of the request; cancellation removes it. Refusal (429) if the queue is full."""
+        """Waits for admission of the request; cancellation removes it. Refusal (429) if the queue is full;
+        EngineGoneError after `give_up`."""
         is_held = self.num_running >= self.max_num_seqs or self.num_waiting
         if is_held and self.num_waiting >= self.max_waiting:
             text = f"the queue of the proxy is full: {self.max_waiting} requests are waiting"
@@ -228,6 +232,14 @@ class HoldQueue(EngineOrder):
         except BaseException:
             self.leave(name)
             raise
+
+    def give_up(self) -> None:
+        """Removes all waiting requests, because the engine is gone."""
+        for state in [*self._order.waiting]:
+            super().leave(state.request_id)
+            turn = self._turns.pop(state.request_id)
+            if not turn.done():
+                turn.set_exception(EngineGoneError("the engine is gone"))
 
     def set_size(self, size: CacheSize) -> None:
         """Handles that the size of the engine's KV cache has become known; its cache is empty."""

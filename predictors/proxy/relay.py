@@ -243,7 +243,9 @@ class Relay:
                 )
         except aiohttp.ConnectionTimeoutError as error:
             self.monitor.failed("cannot be reached: no connection in time")
-            raise engine_failed("did not respond in time", late=True) from error
+            refusal = engine_failed("did not respond in time", late=True)
+            refusal.was_sent = False
+            raise refusal from error
         except TimeoutError as error:
             self.monitor.doubt()
             raise engine_failed("did not respond in time", late=True) from error
@@ -251,6 +253,7 @@ class Relay:
             raise engine_failed("sent an invalid HTTP response") from error
         except (aiohttp.ClientError, OSError) as error:
             refusal = engine_failed(f"cannot be reached ({type(error).__name__})")
+            refusal.was_sent = not isinstance(error, aiohttp.ClientConnectorError)
             self.monitor.failed(f"cannot be reached ({type(error).__name__})")
             raise refusal from error
         except Refusal:

@@ -14,6 +14,7 @@ from predictors.proxy.config import RELOADED, ProxyConfig
 from predictors.proxy.forecast import Forecaster
 from predictors.proxy.handler import RequestHandler
 from predictors.proxy.live_view import live_page
+from predictors.proxy.order import HoldQueue
 
 logger = logging.getLogger(__name__)
 
@@ -28,16 +29,28 @@ class ProxyServer:
         self._is_ready = False
         self.address = ""
         self._reloading = asyncio.Lock()
-        self._watching: asyncio.Task[None] | None = None
-        queue, relay = handler.queue, handler.relay
+        self._watching: list[asyncio.Task[None]] = []
+        queues = [engine.order for engine in handler.engines if isinstance(engine.order, HoldQueue)]
         for name, text, value in (
-            ("engine_up", "1 unless the engine is gone.", lambda: relay.monitor.is_up),
-            ("held_bytes", "Bytes of the request bodies in memory.", lambda: relay.num_held_bytes),
+            ("held_bytes", "Bytes of the request bodies in memory.", lambda: handler.relay.num_held_bytes),
             ("in_flight", "Requests in flight.", lambda: self.num_in_flight),
-            ("waiting", "Requests in the queue of the proxy.", lambda: queue.num_waiting if queue else 0),
-            ("released", "Requests admitted by the queue.", lambda: queue.num_running if queue else 0),
+            (
+                "waiting",
+                "Requests in the queue of the proxy.",
+                lambda: sum(queue.num_waiting for queue in queues),
+            ),
+            (
+                "released",
+                "Requests admitted by the queue.",
+                lambda: sum(queue.num_running for queue in queues),
+            ),
         ):
             Gauge(f"tailcast_proxy_{name}", text, registry=handler.metrics.registry).set_function(value)
+        labels, text = ["engine"] if config.replicas else [], "1 unless the engine is gone."
+        is_up = Gauge("tailcast_proxy_engine_up", text, labels, registry=handler.metrics.registry)
+        for engine in handler.engines:
+            gauge = is_up.labels(engine.url) if config.replicas else is_up
+            gauge.set_function(lambda engine=engine: engine.is_up)
 
     @property
     def num_in_flight(self) -> int:
@@ -47,7 +60,8 @@ class ProxyServer:
     async def start(self) -> tuple[int, int | None]:
         """Binds both ports and returns them; InputError if a port cannot be bound."""
         config = self.handler.config
-        await self.handler.relay.start()
+        for engine in self.handler.engines:
+            await engine.relay.start()
 
         @web.middleware  # not a route, which would not match every request target
         async def handle(request: web.Request, handler: object) -> web.StreamResponse:
@@ -73,17 +87,19 @@ class ProxyServer:
         forecasters = (self.handler.forecaster, self.handler.recorder.shadow)
         await asyncio.gather(*(forecaster.warm_up(config.warm_up_s) for forecaster in forecasters))
         if config.engine_probe_s:
-            self._watching = asyncio.create_task(self.handler.relay.monitor.watch(config.engine_probe_s))
+            for engine in self.handler.engines:
+                watching = engine.relay.monitor.watch(config.engine_probe_s)
+                self._watching.append(asyncio.create_task(watching))
         self._is_ready = True
         probes = "" if admin is None else f", live page, probes and metrics on {config.host}:{admin}"
-        self.address = f"{config.host}:{port} in front of {config.engine_url}{probes}"
+        self.address = f"{config.host}:{port} in front of {', '.join(config.urls)}{probes}"
         return port, admin
 
     async def stop(self) -> None:
         """Stops accepting requests, finishes those in flight, and closes all connections."""
         self._is_ready = False
-        if self._watching is not None:
-            self._watching.cancel()
+        for watching in self._watching:
+            watching.cancel()
         await asyncio.sleep(self.handler.config.drain_delay_s)
         runners, self._runners = self._runners, []
         for site in list(runners[0].sites) if runners else ():
@@ -95,7 +111,8 @@ class ProxyServer:
             await self.handler.sessions.close()
         await self.handler.recorder.close()
         await self.handler.forecaster.close()
-        await self.handler.relay.stop()
+        for engine in self.handler.engines:
+            await engine.relay.stop()
 
     async def reload(self, config: ProxyConfig) -> None:
         """Applies the options of `config` that can change while requests are in flight, loads new versions of the artifacts,
@@ -153,7 +170,8 @@ class ProxyServer:
         """Why the proxy is not ready; empty if it is."""
         if not self._is_ready:
             return "not ready"
-        return "" if await self.handler.relay.monitor.check() else "the engine cannot be reached"
+        checks = (engine.relay.monitor.check() for engine in self.handler.engines)
+        return "" if any(await asyncio.gather(*checks)) else "the engine cannot be reached"
 
     def _exposition(self) -> bytes:
         """All metrics in Prometheus' text format."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from prometheus_client import Gauge
 
@@ -22,6 +23,7 @@ from predictors.proxy.metrics import ProxyMetrics
 from predictors.proxy.order import HoldQueue
 from predictors.proxy.parsing import ParsedRequest
 from predictors.proxy.relay import Relay
+from predictors.proxy.replicas import Engine
 from predictors.proxy.session_context import SessionContexts, Turn, resized
 from predictors.proxy.session_id import SessionIds, is_final
 from scheduler_core.adapters.live_calibration import SAVE_S, StateFile
@@ -35,37 +37,48 @@ HIT_DECAY = 0.999
 STATE_FORMAT = "tailcast-proxy-sessions/1"
 
 
+class _Parts(NamedTuple):
+    """The parts of an engine that has a model."""
+
+    queue: HoldQueue
+    model: EngineModel
+    relay: Relay
+
+
 class Sessions:
-    """Follows the sessions of a proxy whose queue has a model of the engine; reads the size of the engine's KV cache."""
+    """Follows the sessions of a proxy whose queues have models of their engines; reads the sizes of the engines' KV caches."""
 
     def __init__(
         self,
         config: ProxyConfig,
         metrics: ProxyMetrics,
-        queue: HoldQueue,
-        model: EngineModel,
-        relay: Relay,
+        engines: Sequence[Engine],
         recorder: Recorder,
     ) -> None:
-        self._config, self._metrics, self._queue, self._model = config, metrics, queue, model
-        self._relay, self._recorder = relay, recorder
+        self._config, self._metrics, self._recorder = config, metrics, recorder
+        self._engines = [
+            _Parts(each.order, each.order.model, each.relay)
+            for each in engines
+            if isinstance(each.order, HoldQueue) and each.order.model is not None
+        ]
         self._ids, self._contexts = SessionIds(), SessionContexts()
-        self._reading: asyncio.Task[None] | None = None
-        returns = getattr(queue.policy, "returns", None)
+        self._reading: dict[Relay, asyncio.Task[None]] = {}
         #: Of prompts and of what of them was cached, fading.
         self._prompt_tokens = self._cached_tokens = 0.0
-        self._returns: ReturnPredictor | None = returns if isinstance(returns, ReturnPredictor) else None
+        returns = [getattr(each.queue.policy, "returns", None) for each in self._engines]
+        self._returns = [each for each in returns if isinstance(each, ReturnPredictor)]
         self._file: StateFile | None = None
         self._saving: asyncio.Task[None] | None = None
         if config.session_file is not None:
             self._file = StateFile(config.session_file, "session_file", "", self._restore)
-        relay.monitor.on_back = self._on_back
+        for each in self._engines:
+            each.relay.monitor.on_back = partial(self._on_back, each)
         held = "Sessions whose next request waits in the queue of the proxy."
         resident = "Tokens in the engine's KV cache, by the proxy's model of it."
         for name, text, value in (
             ("sessions", "Sessions that are known.", lambda: len(self._contexts)),
             ("held_sessions", held, self._num_held),
-            ("resident_tokens", resident, lambda: model.num_resident_tokens),
+            ("resident_tokens", resident, self._num_resident_tokens),
             ("kv_tokens", "Size of the KV cache, 0 if it is unknown.", self._num_kv_tokens),
         ):
             Gauge(f"tailcast_proxy_{name}", text, registry=metrics.registry).set_function(value)
@@ -88,7 +101,7 @@ class Sessions:
             self._contexts.forget(turn.session)
         if turn is None or stats is None:
             return End(is_complete=is_complete, ends_session=is_last)
-        num_cached = self._queue.cached_tokens(exchange.request.request_id)
+        num_cached = sum(each.queue.cached_tokens(exchange.request.request_id) for each in self._engines)
         self._metrics.cached_tokens.labels("model").inc(num_cached)
         self._contexts.end(turn, stats.prompt_tokens, stats.output_tokens)
         if stats.response_id and turn.session:
@@ -111,13 +124,13 @@ class Sessions:
 
     async def start(self) -> None:
         """Reads the size of the engine's cache, and begins to save."""
-        await self.read_size()
+        await asyncio.gather(*map(self.read_size, self._engines))
         if self._file is not None:
             self._saving = asyncio.create_task(self._save_repeatedly(self._file))
 
-    async def read_size(self) -> None:
-        """Reads the size of the engine's KV cache, if it can be reached; logs if the size remains unknown."""
-        size = read_cache_size(await self._relay.read_metrics())
+    async def read_size(self, engine: _Parts) -> None:
+        """Reads the size of an engine's KV cache, if it can be reached; logs if the size remains unknown."""
+        size = read_cache_size(await engine.relay.read_metrics())
         if size is not None:
             self._recorder.count_tokens()
         if self._config.engine_kv_tokens is not None:
@@ -126,13 +139,13 @@ class Sessions:
             logger.warning(
                 "the size of the engine's KV cache is unknown, all contexts count as cached: set --engine_kv_tokens"
             )
-        elif size != self._model.size:
-            self._queue.set_size(size)
+        elif size != engine.model.size:
+            engine.queue.set_size(size)
             logger.info("the engine's KV cache has %d tokens", size.num_tokens)
 
     async def close(self) -> None:
         """Ends all tasks and writes the state file."""
-        tasks = [task for task in (self._reading, self._saving) if task is not None]
+        tasks = [task for task in (*self._reading.values(), self._saving) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -146,8 +159,9 @@ class Sessions:
             "format": STATE_FORMAT,
             "responses": self._ids.state(),
             "sessions": self._contexts.state(),
-            "cache": self._model.state(),
-            "returns": None if self._returns is None else self._returns.state(),
+            # Which of several engines has a context is learned anew.
+            "cache": self._engines[0].model.state() if len(self._engines) == 1 else None,
+            "returns": self._returns[0].state() if self._returns else None,
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
@@ -156,10 +170,12 @@ class Sessions:
                 raise ValueError("format")
             self._ids.restore(state["responses"])
             self._contexts.restore(state["sessions"])
-            if self._returns is not None and state["returns"] is not None:
-                self._returns.restore(state["returns"])
-            self._model.restore(state["cache"])
-            self._queue.policy.bind(self._model)
+            if state["returns"] is not None:
+                for returns in self._returns:
+                    returns.restore(state["returns"])
+            if state["cache"] is not None and len(self._engines) == 1:
+                self._engines[0].model.restore(state["cache"])
+                self._engines[0].queue.policy.bind(self._engines[0].model)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             allowed = f"a file written with this option ({error!r})"
             raise InputError("session_file", self._config.session_file, allowed) from error
@@ -169,27 +185,36 @@ class Sessions:
             await asyncio.sleep(SAVE_S)
             await asyncio.to_thread(file.write, self.state())
 
-    def _on_back(self) -> None:
-        """The engine was away: it has been restarted, with an empty cache that may have another size."""
-        self._model.clear(self._model.size)
-        if self._reading is None or self._reading.done():
-            self._reading = asyncio.create_task(self.read_size())
+    def _on_back(self, engine: _Parts) -> None:
+        """An engine was away: it has been restarted, with an empty cache that may have another size."""
+        engine.model.clear(engine.model.size)
+        reading = self._reading.get(engine.relay)
+        if reading is None or reading.done():
+            self._reading[engine.relay] = asyncio.create_task(self.read_size(engine))
 
     def counts(self) -> SessionCounts:
         """What the live page shows of sessions."""
-        working_set = getattr(self._queue.policy, "sessions", None)
+        sets = [getattr(each.queue.policy, "sessions", None) for each in self._engines]
+        active = [
+            sum(each.is_active for each in sessions.values()) for sessions in sets if sessions is not None
+        ]
         return SessionCounts(
             num_known=len(self._contexts),
-            num_active=None if working_set is None else sum(each.is_active for each in working_set.values()),
-            num_running=len({state.request.session for state in self._queue.running()} - {""}),
+            num_active=sum(active) if active else None,
+            num_running=len(
+                {state.request.session for each in self._engines for state in each.queue.running()} - {""}
+            ),
             num_held=self._num_held(),
             hit_rate=self._cached_tokens / self._prompt_tokens if self._prompt_tokens else None,
-            resident_tokens=self._model.num_resident_tokens,
+            resident_tokens=self._num_resident_tokens(),
             kv_tokens=self._num_kv_tokens(),
         )
 
     def _num_held(self) -> int:
-        return len({state.request.session for state in self._queue.waiting()} - {""})
+        return len({state.request.session for each in self._engines for state in each.queue.waiting()} - {""})
+
+    def _num_resident_tokens(self) -> int:
+        return sum(each.model.num_resident_tokens for each in self._engines)
 
     def _num_kv_tokens(self) -> int:
-        return 0 if self._model.size is None else self._model.size.num_tokens
+        return sum(each.model.size.num_tokens for each in self._engines if each.model.size is not None)

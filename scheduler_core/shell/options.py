@@ -58,7 +58,8 @@ def read_config(
     from jsonargparse import ArgumentError
 
     defaults = {field.name: field.default for field in fields(config_class)}  # type: ignore[arg-type]
-    required = [name for name in positionals if defaults[name] is MISSING]
+    lists = {field.name for field in fields(config_class) if field.default_factory is not MISSING}  # type: ignore[arg-type]
+    required = [name for name in positionals if defaults[name] is MISSING and name not in lists]
     for number, word in enumerate(args, start=1):
         _check_value(f"argument {number}", word)
     args = _with_recipes(args, getattr(config_class, "RECIPES", None))
