@@ -72,7 +72,7 @@ class Replicas:
         session, now = request.session, self._clock()
         former = self._latest.pop(session, None)
         item = RoutingRequest(request=request)
-        if stays and former in up:
+        if stays and former is not None and former in up:
             engine = former
         else:
             url = self._router.choose(item, [engine.snapshot() for engine in up], now)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import replace
+from functools import partial
 
 from aiohttp import web
 from prometheus_client import Gauge, generate_latest
@@ -50,7 +51,7 @@ class ProxyServer:
         is_up = Gauge("tailcast_proxy_engine_up", text, labels, registry=handler.metrics.registry)
         for engine in handler.engines:
             gauge = is_up.labels(engine.url) if config.replicas else is_up
-            gauge.set_function(lambda engine=engine: engine.is_up)
+            gauge.set_function(partial(getattr, engine, "is_up"))
 
     @property
     def num_in_flight(self) -> int:
