@@ -27,6 +27,7 @@ import pytest
 
 from predictors.client import ClientSettings, SyncPredictor
 from predictors.commands.serve_predictor import main
+from predictors.commands.tailcast_proxy import POSITIONALS
 from predictors.commands.tailcast_proxy import main as proxy_main
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.proto.predictor_v1_pb2_grpc import PredictorStub
@@ -478,13 +479,13 @@ def test_every_command_of_the_page_is_accepted() -> None:
     found: list[ProxyConfig] = []
     text = (ROOT / "docs" / "proxy.md").read_text()
     lines = [line.strip() for line in text.splitlines() if line.strip().startswith("tailcast-proxy http")]
-    assert len(lines) == 6
-    main = command("tailcast-proxy", ProxyConfig, found.append, positionals=("engine_url",), extra="serve")
+    assert len(lines) == 7
+    main = command("tailcast-proxy", ProxyConfig, found.append, positionals=POSITIONALS, extra="serve")
     for line in lines:
         words = shlex.split(line.replace("path/to/artifact", str(ROOT)).replace("GATEWAY", "gateway"))[1:]
         assert main(words) == 0
         ProxyServer(found[-1])
-    assert [config.engine for config in found] == ["vllm", "sglang", "dynamo", "llm-d", "none", "none"]
+    assert [config.engine for config in found] == ["vllm", "sglang", "dynamo", "llm-d", *["none"] * 3]
 
 
 async def test_sigterm_lets_the_proxy_finish_and_end_with_0(artifact_folder: Path, tmp_path: Path) -> None:
