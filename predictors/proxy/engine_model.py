@@ -67,7 +67,7 @@ class EngineModel:
     has_host_tier = evicts_by_policy = False
 
     def __init__(self, size: CacheSize | None = None) -> None:
-        self.costs = StepCosts()
+        self.costs = StepCosts(is_measured=False)
         self.size = size
         self._kv, self._prefixes = self._empty()
         #: Requests in the engine, and those of them that wait there for memory, in the order of sending.
@@ -75,9 +75,11 @@ class EngineModel:
         self._waiting: dict[str, RequestState] = {}
         #: Tokens that the engine should report as cached, and the number of the context that has them.
         self._expected: dict[str, tuple[int, int]] = {}
-        #: Prompt tokens to compute of requests with memory, so far and as of the sending of each request.
-        self._num_prompt_tokens = 0
-        self._sent_at: dict[str, int] = {}
+        #: Prompt tokens that are being computed, by request; those of all requests with memory so far, and those of them that
+        #: were computed; both as of the sending of each request.
+        self._computing: dict[str, int] = {}
+        self._num_prompt_tokens = self._num_computed_tokens = 0
+        self._sent_at: dict[str, tuple[int, int]] = {}
         #: Ended requests with their running numbers, by the last segment of their prompts; the latest one last.
         self._ended: OrderedDict[str, tuple[int, RequestState]] = OrderedDict()
         self._num_ended = 0
@@ -113,7 +115,7 @@ class EngineModel:
         """Handles a request that is sent to the engine."""
         self.look_up([state])
         self._running[state.request_id] = state
-        self._sent_at[state.request_id] = self._num_prompt_tokens
+        self._sent_at[state.request_id] = self._num_prompt_tokens, self._num_computed_tokens
         self._waiting[state.request_id] = state
         self._place_waiting()
 
@@ -121,6 +123,8 @@ class EngineModel:
         """Handles tokens that the engine has processed, up to `num_computed_tokens` of a request."""
         if state.request_id in self._waiting:
             self._place(state)  # the engine has found memory for it
+        if state.num_output_tokens:
+            self._count_prompt(state.request_id)
         if self._kv.held_by(state.request_id):
             self._kv.grow(state.request_id, state.num_computed_tokens)
             if state.num_output_tokens <= 1:
@@ -134,11 +138,14 @@ class EngineModel:
         if name in self._waiting and end.is_complete:
             self._place(state)
         self._waiting.pop(name, None)
+        if end.is_complete:
+            self._count_prompt(name)
+        self._computing.pop(name, None)
         sent_at, (expected, number) = self._sent_at.pop(name), self._expected.pop(name, (0, 0))
         if end.is_complete:
             # Where the engine had more of it than the model, as after a restart of the proxy, that was not computed.
             num_spared = max((end.cached_tokens or 0) - state.cached_tokens, 0)
-            self._measure(state, max(self._num_prompt_tokens - sent_at - num_spared, 0))
+            self._measure(state, sent_at, num_spared)
         if end.is_complete or state.first_token_s is not None:
             if end.prompt_tokens is not None and end.content[:-1] == request.content[:-1]:
                 state.request = replace(request, prompt_tokens=end.prompt_tokens, content=end.content)
@@ -194,12 +201,21 @@ class EngineModel:
         self._waiting = dict(self._running)
         self._place_waiting()
 
-    def _measure(self, state: RequestState, prefill_tokens: int) -> None:
-        """Adds the steps of an ended request to the costs: one for each of its tokens, which together process the prompts that
-        were sent since, so that streams and other responses are measured alike."""
+    def _count_prompt(self, name: str) -> None:
+        """Counts the prompt of a request as computed, when it has an output token or has ended."""
+        self._num_computed_tokens += self._computing.pop(name, 0)
+
+    def _measure(self, state: RequestState, sent_at: tuple[int, int], num_spared: int) -> None:
+        """Adds the steps of an ended request to the costs: one for each of its tokens, which together process prompts: in a
+        stream those that have had an output token since it was sent, because engines compute prompts one after the other; else,
+        as this is not known, those that were sent since."""
         start_s, end_s, num = state.first_scheduled_s, state.last_token_s, state.num_output_tokens
-        if start_s is not None and end_s is not None and num:
-            self.costs.observe((end_s - start_s) / num, prefill_tokens / num, len(self._running) + 1)
+        if start_s is None or end_s is None or not num:
+            return
+        is_stream = state.first_token_s is not None and state.first_token_s < end_s
+        num_tokens = self._num_computed_tokens if is_stream else self._num_prompt_tokens
+        prefill_tokens = max(num_tokens - sent_at[is_stream] - num_spared, 0)
+        self.costs.observe((end_s - start_s) / num, prefill_tokens / num, len(self._running) + 1)
 
     def _empty(self) -> tuple[KVCache, PrefixCache]:
         size = self.size or CacheSize(2**40)
@@ -219,7 +235,8 @@ class EngineModel:
             return False
         del self._waiting[name]
         state.cached_tokens = hit.num_blocks * self._kv.block_tokens
-        self._num_prompt_tokens += state.request.prompt_tokens - state.cached_tokens
+        self._computing[name] = num_tokens = state.request.prompt_tokens - state.cached_tokens
+        self._num_prompt_tokens += num_tokens
         for key, _ in reversed(state.request.content):
             if (ended := self._ended.get(key)) is not None:
                 # The engine may not find the output again, such as a reasoning that is no part of the next prompt.

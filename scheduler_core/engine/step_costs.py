@@ -19,9 +19,11 @@ class StepCosts:
 
     The seconds of an output token are those that it adds to a step, c_2, and its share c_0 / D of the step itself, with D the
     mean number of decodes in a step. Estimates are never negative.
+
+    `is_measured`: whether they may be relied on; where the first observation comes late, False until one with prompt tokens.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_measured: bool = True) -> None:
         prior = np.array(_PRIOR)
         scale = _PRIOR_STEPS * (_PRIOR[0] / prior) ** 2
         self._prior = np.diag(scale), scale * prior
@@ -31,6 +33,7 @@ class StepCosts:
         self._weight = 1.0
         self._solution: list[float] | None = [float(value) for value in prior]
         self._decodes, self._decode_steps = _PRIOR_DECODES, 1.0
+        self.is_measured = is_measured
 
     def observe(
         self, step_s: float, prefill_tokens: float, num_decodes: float, copied_tokens: float = 0.0
@@ -43,6 +46,7 @@ class StepCosts:
         x = [(0, 1.0)]
         if prefill_tokens:
             x.append((1, prefill_tokens / 1000.0))
+            self.is_measured = True
         if num_decodes:
             x.append((2, float(num_decodes)))
             self._decodes += weight * num_decodes

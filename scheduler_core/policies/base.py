@@ -19,6 +19,11 @@ class Costs(Protocol):
     """Seconds of the engine's time, as measured (`engine.step_costs.StepCosts`)."""
 
     @property
+    def is_measured(self) -> bool:
+        """Whether they may be relied on; where not, nothing was measured yet, and they are those of a typical engine."""
+        ...
+
+    @property
     def step_s(self) -> float:
         """Of a step that only generates tokens."""
         ...

@@ -92,7 +92,7 @@ class WorkingSet(EventOrder):
 
     Guarantee, up to errors of the estimates: every turn starts by its deadline, or as soon as a turn ends and leaves enough memory.
     So a session makes progress at least at 1 / r of its rate under first come, first served, which serves sessions in turn. If
-    all contexts fit, all sessions are active. While nothing runs, the first waiting turn is admitted.
+    all contexts fit, all sessions are active. Turns have no deadline before the engine's speed is known. While nothing runs, the first waiting turn is admitted.
 
     W solves   W = sum over sessions of w_i W / (W + z_i),   w_i the engine's time for a turn with the miss of its context, z_i the
     time from its start to the next turn, output and mean pause: a session is in the queue for the fraction W / (W + z_i) of the
@@ -384,6 +384,9 @@ class WorkingSet(EventOrder):
 
     def _find_due(self, turns: list[RequestState], prompts_s: dict[str, float], now: float) -> None:
         """Adds the first turn to those that are due, if a turn reaches its bound once those before it are served."""
+        assert self._engine is not None, "bind was not called"
+        if not self._engine.costs.is_measured:
+            return  # on another engine than the typical one, all turns would be due at once
         self._estimate_fcfs_wait(now)
         longest_s = self.ratio * max(self._fcfs_wait_s, self._fcfs_waits.quantile(0.99))
         ahead_s = 0.0

@@ -172,6 +172,7 @@ def line(plan: StepPlan) -> str:
 class FixedCosts:
     """Costs of an engine that are given: seconds of a step without prompts, and per token."""
 
+    is_measured: bool = True
     step_s: float = 0.02
     prefill_token_s: float = 1e-3
     decode_token_s: float = 1e-2

@@ -110,6 +110,23 @@ def test_a_session_that_has_ended_leaves_its_place_to_others() -> None:
 
 
 @pytest.mark.mend
+def test_no_turn_is_due_before_the_speed_of_the_engine_is_known() -> None:
+    """On an engine that is slower than the typical one, the first deadlines would pass at once, and all sessions would get in."""
+    made = WorkingSet(fill=1.0, ratio=1.0)
+    costs = replace(COSTS, is_measured=False)
+    made.bind(FixedEngine(costs=costs))
+    first, second = turn(made, "a", 0.0, 900), turn(made, "b", 0.1, 900)
+    assert admitted(made, first, second) == ["a"]
+    run(made, first, 0.2)
+    made.on_prefill_end(first, 500.0)
+    assert admitted(made, second) == []
+    costs.is_measured = True
+    made.on_prefill_end(first, 501.0)
+    made.on_pressure(1, 8)
+    assert made.key(second, 501.0) < 0, "it is due now"
+
+
+@pytest.mark.mend
 def test_a_session_may_have_the_id_of_a_request_without_one() -> None:
     """The end of the request removed the session, and the admission of its turn raised KeyError."""
     made = policy()
