@@ -78,7 +78,7 @@ class WorkingSet(EventOrder):
     | f | fill, 0.95: the rest is for growth | - |
     | m | time to prefill a token of a lost context, or to copy it if the engine has a host tier | s |
     | G | returns per second of idle context, at the best horizon (`SessionReturn.return_rate`) | 1/s |
-    | C | contexts of the running turns, all of which a prefill delays | tokens |
+    | C | contexts of the running turns and of those let in with it, all of which a prefill delays | tokens |
     | W | wait under first come, first served, if it loses each context between two turns, see below | s |
     | Q | P99 of W over the last `window` arrivals | s |
     | r | ratio, 1.1 | - |
@@ -353,6 +353,7 @@ class WorkingSet(EventOrder):
             self._activate(session)
             active.append(session)
             pending += state.uncached_tokens
+            running_tokens += session.context_tokens
 
     def _shrink(self, active: list[Session], now: float) -> None:
         """Lets sessions leave if the contexts have grown beyond the memory, so that not all of them are lost in turn."""

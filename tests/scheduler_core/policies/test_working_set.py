@@ -110,6 +110,21 @@ def test_a_session_that_has_ended_leaves_its_place_to_others() -> None:
 
 
 @pytest.mark.mend
+def test_contexts_are_not_all_given_away_when_all_turns_end_at_once() -> None:
+    """Nothing runs for a moment: the first turn that waits gets memory, but its own prefill would delay those that follow."""
+    made = policy(predict_returns=False)
+    made._pause_s, made._num_pauses = 0.4, 100
+    first = [turn(made, name, 0.0, 240) for name in "abcd"]
+    for item in first:
+        run(made, item, 1.0)
+    for item in first:
+        end(made, item, 2.0)
+    others = [turn(made, name, 2.0, 230) for name in "efgh"]
+    assert len(admitted(made, *others)) == 1
+    assert sum(made.sessions[name].is_active for name in "abcd") == 3
+
+
+@pytest.mark.mend
 def test_no_turn_is_due_before_the_speed_of_the_engine_is_known() -> None:
     """On an engine that is slower than the typical one, the first deadlines would pass at once, and all sessions would get in."""
     made = WorkingSet(fill=1.0, ratio=1.0)
