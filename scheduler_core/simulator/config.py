@@ -101,6 +101,7 @@ class ClusterConfig:
             raise InputError(
                 "headroom_window_s", self.headroom_window_s, "unset with another router than llumnix"
             )
+        self.headroom()
         self.link()
         self.make_router(0)
 
