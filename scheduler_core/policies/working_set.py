@@ -92,7 +92,8 @@ class WorkingSet(EventOrder):
 
     Guarantee, up to errors of the estimates: every turn starts by its deadline, or as soon as a turn ends and leaves enough memory.
     So a session makes progress at least at 1 / r of its rate under first come, first served, which serves sessions in turn. If
-    all contexts fit, all sessions are active. Turns have no deadline before the engine's speed is known. While nothing runs, the first waiting turn is admitted.
+    all contexts fit, all sessions are active. Turns have no deadline before the engine's speed is known. While nothing runs,
+    the first waiting turn is admitted.
 
     W solves   W = sum over sessions of w_i W / (W + z_i),   w_i the engine's time for a turn with the miss of its context, z_i the
     time from its start to the next turn, output and mean pause: a session is in the queue for the fraction W / (W + z_i) of the
@@ -276,7 +277,7 @@ class WorkingSet(EventOrder):
         return _DUE + item.value if item.is_active else item.last_s
 
     def _work_s(self, state: RequestState) -> float:
-        """w"""
+        """w of a waiting turn in seconds."""
         return self._prompt_s(state) + self._output_s(state)
 
     def _output_s(self, state: RequestState) -> float:
