@@ -34,6 +34,7 @@ class Answer:
         arrival_clock_s, first_token_clock_s, finish_clock_s: The same times by the run's clock.
         prompt_tokens, output_tokens: Counts of the engine.
         finish_reason: Reported by the engine.
+        token_s, token_clock_s: Time of each token, if the prompt was sent as token ids.
     """
 
     request_id: str
@@ -47,6 +48,8 @@ class Answer:
     prompt_tokens: int = 0
     output_tokens: int = 0
     finish_reason: str = ""
+    token_s: list[float] = field(default_factory=list)
+    token_clock_s: list[float] = field(default_factory=list)
 
 
 def send_all(
@@ -125,11 +128,16 @@ class _Run:
 
     async def _send(self, client: aiohttp.ClientSession, ask: Ask, answer: Answer) -> Answer:
         body = {
-            "model": self.model, "messages": [{"role": "user", "content": ask.prompt}], "max_tokens": ask.max_tokens,
-            "temperature": self.temperature, "seed": ask.seed, "stream": True,
-            "stream_options": {"include_usage": True},
+            "model": self.model, "max_tokens": ask.max_tokens, "temperature": self.temperature, "seed": ask.seed,
+            "stream": True, "stream_options": {"include_usage": True}, "vllm_xargs": dict(ask.hints),
         }  # fmt: skip
-        async with client.post(f"{self.url}/v1/chat/completions", json=body) as response:
+        if isinstance(ask.prompt, str):
+            path = "/v1/chat/completions"
+            body |= {"messages": [{"role": "user", "content": ask.prompt}]}
+        else:
+            path = "/v1/completions"
+            body |= {"prompt": ask.prompt, "ignore_eos": True, "return_token_ids": True}
+        async with client.post(self.url + path, json=body) as response:
             if response.status != 200:
                 raise RuntimeError(f"{ask.request_id}: HTTP {response.status}: {await response.text()}")
             async for line in response.content:
@@ -146,7 +154,10 @@ def read_event(line: bytes, answer: Answer, now_s: float, clock_s: float) -> Non
         return
     event = json.loads(line[6:])
     for choice in event.get("choices", ()):
-        if choice["delta"].get("content") or choice["finish_reason"]:
+        num_tokens = len(choice.get("token_ids") or ())
+        answer.token_s += [now_s] * num_tokens
+        answer.token_clock_s += [clock_s] * num_tokens
+        if num_tokens or choice.get("delta", {}).get("content") or choice["finish_reason"]:
             if not answer.first_token_s:
                 answer.first_token_s, answer.first_token_clock_s = now_s, clock_s
             answer.finish_s, answer.finish_clock_s = now_s, clock_s

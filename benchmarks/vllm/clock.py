@@ -10,9 +10,11 @@ from scheduler_core.simulator.step_time.base import StepTime, StepWork
 
 
 def step_work(step: Sequence[float]) -> StepWork:
-    """Work of a row of `step_log.StepLog`; all decodes are assumed to have the same context length."""
+    """Work of a row of `step_log.StepLog`; all decodes are assumed to have the same context length. The chunks are one chunk
+    that starts after as many tokens as all of them together."""
     prefill, decodes, context = (int(value) for value in step[2:5])
-    chunks = (PrefillChunk("", 0, prefill, True),) if prefill else ()
+    before = int(step[7]) if len(step) > 7 else 0
+    chunks = (PrefillChunk("", before, prefill, True),) if prefill else ()
     each, rest = divmod(context, decodes) if decodes else (0, 0)
     return StepWork(chunks, [each + (index < rest) for index in range(decodes)])
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,17 +22,19 @@ class Ask:
 
     Attributes:
         request_id: Id of the request in this benchmark.
-        prompt: Text of the only message, with the role user.
+        prompt: Text of the only message, with the role user; or token ids, for an output of exactly `max_tokens` tokens.
         at_s: Due time, in seconds of the clock from the start of the run.
         seed: Sampling seed.
         max_tokens: Limit of output tokens.
+        hints: The request's `vllm_xargs`.
     """
 
     request_id: str
-    prompt: str
+    prompt: str | tuple[int, ...]
     at_s: float
     seed: int
     max_tokens: int
+    hints: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,7 @@ def engine_server(
     *,
     max_num_seqs: int,
     settings: Mapping[str, Any] | None,
+    options: Sequence[str] = (),
 ) -> Iterator[EngineServer]:
     """Starts a server with a step log and without prefix caching, and stops it afterwards.
 
@@ -78,6 +79,7 @@ def engine_server(
         name: Prefix of the files: `NAME.steps`, `NAME.json`.
         max_num_seqs: Slots of the engine.
         settings: Settings of our scheduler; None: vLLM's own scheduler.
+        options: Further options of the server.
 
     Raises:
         RuntimeError: It did not start; the message has the end of its log.
@@ -92,7 +94,7 @@ def engine_server(
     } | settings_file(folder / f"{name}.json", settings)  # fmt: skip
     scheduler = f"benchmarks.vllm.step_log.Logged{'Stock' if settings is None else 'Tailcast'}Scheduler"
     words = ["--max-model-len", "1024", "--max-num-seqs", str(max_num_seqs), "--scheduler-cls", scheduler]
-    words += ["--no-enable-prefix-caching", "--disable-log-stats"]
+    words += ["--no-enable-prefix-caching", "--disable-log-stats", *options]
     with openai_server(python, model, words, environment) as (url, process):
         yield EngineServer(url, steps, process)
 
