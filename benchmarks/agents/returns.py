@@ -27,7 +27,6 @@ Recorded pauses contain a part of the duration of the request that follows; they
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import time
@@ -39,8 +38,10 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
+from sklearn.metrics import roc_auc_score
 
-from benchmarks.correcting.agent_sessions import FIRST_TOKEN_S, TOKEN_S, is_development
+from benchmarks.correcting.agent_sessions import FIRST_TOKEN_S, TOKEN_S, is_development, session_starts
+from benchmarks.shared.command import Parser
 from benchmarks.shared.pages import put_section
 from scheduler_core.lengths.student_t import student_t_cdf, student_t_quantile
 from scheduler_core.prediction.correction import Correction, RequestContext
@@ -77,6 +78,10 @@ class Turn:
     pause_s: float | None
     growth_tokens: int | None
     remaining_turns: int
+
+
+#: (time, 0 for the end of a turn or 1 for the return after it, turn).
+Event = tuple[float, int, Turn]
 
 
 class Pause(Protocol):
@@ -140,11 +145,9 @@ def _turns(agent: str, rows: Sequence[Mapping[str, Any]]) -> list[Turn]:
     return turns[::-1]
 
 
-def events(turns: Mapping[str, Sequence[Turn]], hours: float, seed: int) -> list[tuple[float, int, Turn]]:
-    """(time, 0 for the end of a turn or 1 for the return after it, turn), in order of time."""
-    rng, starts = np.random.default_rng(seed), dict[str, float]()
-    for name in sorted({agent.split()[0] for agent in turns}):
-        starts[name] = 3600.0 * hours * rng.random()
+def events(turns: Mapping[str, Sequence[Turn]], hours: float, seed: int) -> list[Event]:
+    """The ends of all turns, and the returns after them, in order of time."""
+    starts = session_starts({agent.split()[0] for agent in turns}, hours, seed)
     rows = []
     for agent in sorted(turns):
         for turn in turns[agent]:
@@ -313,77 +316,53 @@ METHODS: dict[str, Callable[[Mapping[str, Sequence[Turn]]], Method]] = {
         )
     ),
 }
-REFERENCE = "by end"
+REFERENCE, OURS, BOUND = "by end", "ours", "true returns"
 
 
-@dataclass(slots=True)
-class Scores:
-    """Scores of the pauses of all turns [N], in the order of their ends."""
-
-    log_scores: NDArray[np.float64]
-    crps: NDArray[np.float64]
-    covered: NDArray[np.bool_]
-    #: P(return within `HORIZONS_S`) at the ends of turns [N, 3], and of idle sessions once a minute [M, 3].
-    at_end: NDArray[np.float64]
-    of_idle: NDArray[np.float64]
-
-
-def score(method: Method, rows: Sequence[tuple[float, int, Turn]]) -> Scores:
-    """Scores of a method on a stream of events."""
-    log_scores, crps, covered, at_end, of_idle = [], [], [], [], []
-    idle: dict[str, tuple[float, Pause]] = {}
-    next_s = rows[0][0]
+def forecasts(method: Method, rows: Sequence[Event]) -> list[Pause]:
+    """The pauses [N] that a method predicts on a stream of events, in the order of the ends of turns."""
+    pauses = []
     for now, is_return, turn in rows:
-        while next_s < now:
-            idle = {name: pause for name, pause in idle.items() if next_s - pause[0] < HOUR_S}
-            for ended_s, pause in idle.values():
-                of_idle.append([pause.probability_of_return(next_s - ended_s, each) for each in HORIZONS_S])
-            next_s += RANKING_S
         if is_return:
             method.returned(turn, now)
-            idle.pop(turn.session, None)
-            continue
-        pause = method.ended(turn, now)
-        idle.pop(turn.session, None)
-        idle[turn.session] = (now, pause)
-        true_s = HOUR_S + 1.0 if turn.pause_s is None else min(turn.pause_s, HOUR_S + 1.0)
-        upper = 0.0 if true_s > HOUR_S else pause.survival(true_s + 0.5)
-        probability = (1.0 if true_s < 0.5 else pause.survival(true_s - 0.5)) - upper
-        log_scores.append(-math.log(max(probability, 1e-9)))
-        quantiles = np.array([min(max(pause.quantile(level), 0.5), HOUR_S) for level in LEVELS])
-        gaps = math.log(min(max(true_s, 0.5), HOUR_S)) - np.log(quantiles)
-        crps.append(2.0 * float((np.array(LEVELS) * gaps - np.minimum(gaps, 0.0)).mean()))
-        covered.append([true_s <= pause.quantile(level) for level in (0.5, 0.9)])
-        at_end.append([pause.probability_of_return(0.0, horizon_s) for horizon_s in HORIZONS_S])
-    return Scores(*(np.array(column) for column in (log_scores, crps, covered, at_end, of_idle)))
+        else:
+            pauses.append(method.ended(turn, now))
+    return pauses
 
 
-def idle_truth(rows: Sequence[tuple[float, int, Turn]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Idle seconds of the rows of `Scores.of_idle` [M], and seconds to their return [M], infinite if there is none."""
-    idle: dict[str, tuple[float, Turn]] = {}
-    times: list[tuple[float, float]] = []
-    next_s = rows[0][0]
+def idle_times(rows: Sequence[Event]) -> list[tuple[int, float]]:
+    """(number of its last turn, seconds since its end) of each session that is idle, once a minute."""
+    idle: dict[str, tuple[int, float]] = {}
+    times: list[tuple[int, float]] = []
+    next_s, num = rows[0][0], 0
     for now, is_return, turn in rows:
         while next_s < now:
-            idle = {name: pause for name, pause in idle.items() if next_s - pause[0] < HOUR_S}
-            for ended_s, ended in idle.values():
-                elapsed_s = next_s - ended_s
-                times.append((elapsed_s, math.inf if ended.pause_s is None else ended.pause_s - elapsed_s))
+            idle = {name: last for name, last in idle.items() if next_s - last[1] < HOUR_S}
+            times += [(number, next_s - ended_s) for number, ended_s in idle.values()]
             next_s += RANKING_S
         idle.pop(turn.session, None)
         if not is_return:
-            idle[turn.session] = (now, turn)
-    idle_s, remaining_s = np.array(times).T
-    return idle_s, remaining_s
+            idle[turn.session] = (num, now)
+            num += 1
+    return times
 
 
-def auc(values: NDArray[np.float64], is_positive: NDArray[np.bool_]) -> float:
-    """Probability that a positive has a larger value than a negative; half for ties."""
-    ranks = np.unique(values, return_inverse=True, return_counts=True)
-    middles = np.cumsum(ranks[2]) - 0.5 * (ranks[2] - 1)
-    num = int(is_positive.sum())
-    total = float(middles[ranks[1]][is_positive].sum())
-    return (total - 0.5 * num * (num + 1)) / max(num * (len(values) - num), 1)
+def scores(pause: Pause, true_s: float) -> tuple[float, ...]:
+    """Log score, CRPS, and whether P50 and P90 cover the true pause."""
+    true_s = min(true_s, HOUR_S + 1.0)
+    upper = 0.0 if true_s > HOUR_S else pause.survival(true_s + 0.5)
+    probability = (1.0 if true_s < 0.5 else pause.survival(true_s - 0.5)) - upper
+    quantiles = np.array([min(max(pause.quantile(level), 0.5), HOUR_S) for level in LEVELS])
+    gaps = math.log(min(max(true_s, 0.5), HOUR_S)) - np.log(quantiles)
+    crps = 2.0 * float((np.array(LEVELS) * gaps - np.minimum(gaps, 0.0)).mean())
+    covered = (true_s <= pause.quantile(level) for level in (0.5, 0.9))
+    return -math.log(max(probability, 1e-9)), crps, *covered
+
+
+def auc_cell(values: NDArray[np.float64], return_s: NDArray[np.float64]) -> str:
+    """AUC of the values [N, horizons] for a return within each horizon, from the true seconds to the return [N]."""
+    columns = zip(HORIZONS_S, values.T, strict=True)
+    return " / ".join(f"{roc_auc_score(return_s <= horizon_s, each):.3f}" for horizon_s, each in columns)
 
 
 def gain(
@@ -397,22 +376,21 @@ def gain(
     return float(sums.sum() / counts.sum()), float(low), float(high)
 
 
-def hits(method: Returns | None, capacity: int, rows: Sequence[tuple[float, int, Turn]]) -> float:
-    """Hits of a cache of contexts that evicts by the rates of a method; by LRU without a method."""
+def hits(pauses: Sequence[SessionReturn] | None, capacity: int, rows: Sequence[Event]) -> float:
+    """Hits of a cache of contexts that evicts by the return rates of predicted pauses; by LRU without them."""
     cache: dict[str, tuple[float, int, SessionReturn | None]] = {}
-    num_hits = num_returned = num_cached = 0
+    num_hits = num_returned = num_cached = num_ended = 0
     for now, is_return, turn in rows:
         _, size, _ = cache.pop(turn.session, (now, 0, None))
         num_cached -= size
         if is_return:
             num_hits += size
             num_returned += turn.input_tokens + turn.output_tokens
-            if method is not None:
-                method.returned(turn, now)
             continue
         size = turn.input_tokens + turn.output_tokens
-        cache[turn.session] = (now, size, None if method is None else method.ended(turn, now))
+        cache[turn.session] = (now, size, None if pauses is None else pauses[num_ended])
         num_cached += size
+        num_ended += 1
         while num_cached > capacity:
             rates = (
                 (ended_s if pause is None else pause.return_rate(now - ended_s), session)
@@ -422,96 +400,82 @@ def hits(method: Returns | None, capacity: int, rows: Sequence[tuple[float, int,
     return num_hits / max(num_returned, 1)
 
 
-def hit_table(runs: Mapping[str, Sequence[Turn]], rows: Sequence[tuple[float, int, Turn]]) -> str:
+def hit_table(predicted: Mapping[str, Sequence[Pause]], rows: Sequence[Event]) -> str:
     """Markdown table of the hits of caches of several sizes."""
-    methods: dict[str, list[Returns | None]] = {"LRU": [None for _ in CAPACITIES]}
-    for name, create in METHODS.items():
-        own = [create(runs) for _ in CAPACITIES]
-        methods[name] = [method for method in own if isinstance(method, Returns)]
+    returns = {
+        name: [each for each in pauses if isinstance(each, SessionReturn)]
+        for name, pauses in predicted.items()
+    }
+    methods = {"LRU": None} | {name: pauses for name, pauses in returns.items() if pauses}
     cells = [
-        [
-            name,
-            *(
-                f"{hits(method, capacity, rows):.3f}"
-                for method, capacity in zip(each, CAPACITIES, strict=True)
-            ),
-        ]
-        for name, each in methods.items()
-        if each
+        [name, *(f"{hits(pauses, capacity, rows):.3f}" for capacity in CAPACITIES)]
+        for name, pauses in methods.items()
     ]
     header = ["hits of a cache of", *(f"{capacity / 1e6:g} M tokens" for capacity in CAPACITIES)]
     return markdown_table(header, cells)
 
 
-def pause_tables(runs: Mapping[str, Sequence[Turn]], rows: Sequence[tuple[float, int, Turn]]) -> str:
-    """Markdown tables of the scores of pauses and of hits."""
-    scores = {name: score(create(runs), rows) for name, create in METHODS.items()}
+def pause_table(predicted: Mapping[str, Sequence[Pause]], rows: Sequence[Event]) -> str:
+    """Markdown table of the scores of pauses."""
     turns = [turn for _, is_return, turn in rows if not is_return]
     sessions = np.unique([turn.session.split()[0] for turn in turns], return_inverse=True)[1]
-    pauses = np.array([math.inf if turn.pause_s is None else turn.pause_s for turn in turns])
-    idle_s, remaining_s = idle_truth(rows)
-    cells, reference = [], scores[REFERENCE].log_scores
-    for name, each in scores.items():
-        ends, idles = (
-            [auc(values[:, number], times <= horizon_s) for number, horizon_s in enumerate(HORIZONS_S)]
-            for values, times in ((each.at_end, pauses), (each.of_idle, remaining_s))
-        )
-        better, low, high = gain(each.log_scores, reference, sessions)
-        is_bound = name == "true returns"
-        coverage = " / ".join(f"{100 * value:.0f}" for value in each.covered.mean(axis=0))
+    true_s = np.array([math.inf if turn.pause_s is None else turn.pause_s for turn in turns])
+    last_turns, idle_s = np.array(idle_times(rows)).T
+    last_turns = last_turns.astype(int)
+    remaining_s = true_s[last_turns] - idle_s
+    scored = {
+        name: np.array([scores(pause, float(each)) for pause, each in zip(pauses, true_s, strict=True)]).T
+        for name, pauses in predicted.items()
+    }
+    by_idle = auc_cell(np.tile(-idle_s[:, None], len(HORIZONS_S)), remaining_s)
+    cells = [["idle time (LRU, fixed time-to-live)", *"----", "0.500 / 0.500 / 0.500", by_idle]]
+    for name, pauses in predicted.items():
+        log_scores, crps, *covered = scored[name]
+        better, low, high = gain(log_scores, scored[REFERENCE][0], sessions)
+        at_end = [[pause.probability_of_return(0.0, each) for each in HORIZONS_S] for pause in pauses]
+        of_idle = [
+            [pauses[number].probability_of_return(time_s, each) for each in HORIZONS_S]
+            for number, time_s in zip(last_turns, idle_s, strict=True)
+        ]
+        row = [
+            f"{log_scores.mean():.3f}",
+            f"{better:.3f} ({low:.3f} to {high:.3f})",
+            f"{crps.mean():.3f}",
+            " / ".join(f"{100 * each.mean():.0f}" for each in covered),
+        ]
+        if name == BOUND:
+            row = ["-", "-", row[2], "-"]
         cells.append(
-            [
-                name,
-                "-" if is_bound else f"{each.log_scores.mean():.3f}",
-                "-" if is_bound else f"{better:.3f} ({low:.3f} to {high:.3f})",
-                f"{each.crps.mean():.3f}",
-                "-" if is_bound else coverage,
-                " / ".join(f"{value:.3f}" for value in ends),
-                " / ".join(f"{value:.3f}" for value in idles),
-            ]
+            [name, *row, auc_cell(np.array(at_end), true_s), auc_cell(np.array(of_idle), remaining_s)]
         )
-    by_idle = [auc(-idle_s, remaining_s <= horizon_s) for horizon_s in HORIZONS_S]
-    lru = ["idle time (LRU, fixed time-to-live)", "-", "-", "-", "-", "0.500 / 0.500 / 0.500"]
-    cells.insert(0, [*lru, " / ".join(f"{value:.3f}" for value in by_idle)])
-    horizons = " / ".join(f"{horizon_s:.0f}" for horizon_s in HORIZONS_S)
     header = [
         "prediction of the pause",
         "log score",
         f"better than {REFERENCE} by (95 % interval over sessions)",
         "CRPS",
         "P50 / P90 coverage, %",
-        f"AUC of a return within {horizons} s",
+        f"AUC of a return within {' / '.join(f'{each:.0f}' for each in HORIZONS_S)} s",
         "the same, of idle sessions once a minute",
     ]
-    return f"{markdown_table(header, cells)}\n\n{hit_table(runs, rows)}"
+    return markdown_table(header, cells)
 
 
-def turn_table(rows: Sequence[tuple[float, int, Turn]]) -> str:
+def turn_table(pauses: Sequence[SessionReturn], rows: Sequence[Event]) -> str:
     """Markdown table of the number of turns that remain and of the growth of the input."""
-    returns, forecasts, sizes = Returns(ReturnPredictor()), [], []
-    for now, is_return, turn in rows:
-        if is_return:
-            returns.returned(turn, now)
-        else:
-            forecasts.append(returns.ended(turn, now))
-            sizes.append((turn.remaining_turns, turn.growth_tokens or 0, turn.output_tokens))
+    turns = (turn for _, is_return, turn in rows if not is_return)
+    sizes = [(turn.remaining_turns, turn.growth_tokens or 0, turn.output_tokens) for turn in turns]
     remaining, growth, outputs = np.array(sizes, float).T
-    medians = np.array([forecast.turns_quantile(0.5) for forecast in forecasts])
-    upper = np.array([forecast.turns_quantile(0.9) for forecast in forecasts])
+    medians, upper = np.array([[pause.turns_quantile(level) for level in (0.5, 0.9)] for pause in pauses]).T
     log_growth = np.log(np.maximum(growth, 1.0))
     is_growth = growth > 0.0
-    quantiles = np.array([forecast.new_tokens.distribution().ppf((0.5, 0.9)) for forecast in forecasts])
+    quantiles = np.array([pause.new_tokens.distribution().ppf((0.5, 0.9)) for pause in pauses])
     predicted, high = np.log(outputs[:, None] + quantiles).T
 
     def of_turns(name: str, *quantiles: NDArray[np.float64]) -> list[str]:
         error = np.abs(np.log1p(quantiles[0]) - np.log1p(remaining)).mean()
         coverage = " / ".join(f"{100 * (remaining <= values).mean():.0f}" for values in quantiles)
-        return [
-            f"turns that remain: {name}",
-            _cell(kendall_tau(quantiles[0], remaining)),
-            f"{error:.3f}",
-            coverage,
-        ]
+        tau = _cell(kendall_tau(quantiles[0], remaining))
+        return [f"turns that remain: {name}", tau, f"{error:.3f}", coverage]
 
     def of_growth(name: str, values: NDArray[np.float64], coverage: str) -> list[str]:
         tau = kendall_tau(values[is_growth], log_growth[is_growth])
@@ -534,43 +498,35 @@ def _cell(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def times_us(rows: Sequence[tuple[float, int, Turn]]) -> tuple[float, float]:
+def times_us(rows: Sequence[Event]) -> tuple[float, float]:
     """Microseconds of the events of a turn (its end and the return after it), and of a probability of return."""
-    returns, start = Returns(ReturnPredictor()), time.process_time()
-    forecasts = []
-    for now, is_return, turn in rows:
-        if is_return:
-            returns.returned(turn, now)
-        else:
-            forecasts.append(returns.ended(turn, now))
-    of_turn = (time.process_time() - start) / len(forecasts)
-    idle_s, start = [0.5 + number % 500 for number in range(len(forecasts))], time.process_time()
-    for forecast, each in zip(forecasts, idle_s, strict=True):
-        forecast.probability_of_return(each, 60.0)
-    return 1e6 * of_turn, 1e6 * (time.process_time() - start) / len(forecasts)
+    start = time.process_time()
+    pauses = forecasts(Returns(ReturnPredictor()), rows)
+    middle = time.process_time()
+    for number, pause in enumerate(pauses):
+        pause.probability_of_return(0.5 + number % 500, 60.0)
+    each = 1e6 / len(pauses)
+    return each * (middle - start), each * (time.process_time() - middle)
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Prints the tables and the times."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("data", nargs="?")
+    parser = Parser(__doc__)
+    parser.add_argument("data")
     parser.add_argument("--sessions", choices=("held_out", "development", "all"), default="held_out")
     parser.add_argument("--hours", type=float, default=6.0)
     parser.add_argument("--seed", type=int, default=0, help="of the starting times of sessions")
     parser.add_argument("--markdown", help="page whose tables are replaced")
     options = parser.parse_args(args)
-    if options.data is None:
-        print("nothing to measure: a table of recorded sessions is required (see --help)")
-        return 0
     turns = read_turns(options.data, sessions=options.sessions)
     rows = events(turns, options.hours, options.seed)
+    predicted = {name: forecasts(create(turns), rows) for name, create in METHODS.items()}
+    ours = [pause for pause in predicted[OURS] if isinstance(pause, SessionReturn)]
     of_turn_us, of_query_us = times_us(rows)
     num_sessions = len({agent.split()[0] for agent in turns})
     text = (
         f"{sum(map(len, turns.values())):,} turns of {num_sessions} sessions\n\n"
-        f"{pause_tables(turns, rows)}\n\n{turn_table(rows)}\n\n"
+        f"{pause_table(predicted, rows)}\n\n{hit_table(predicted, rows)}\n\n{turn_table(ours, rows)}\n\n"
         f"{of_turn_us:.0f} µs for the events of a turn, {of_query_us:.1f} µs per probability of return"
     )
     print(text)

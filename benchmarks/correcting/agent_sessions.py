@@ -29,7 +29,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,11 +110,15 @@ def _request(row: Mapping[str, Any]) -> AgentRequest:
     )
 
 
+def session_starts(sessions: Collection[str], hours: float, seed: int) -> dict[str, float]:
+    """Random times within some hours at which sessions start, in seconds."""
+    rng = np.random.default_rng(seed)
+    return {name: 3600.0 * hours * rng.random() for name in sorted(sessions)}
+
+
 def events(requests: Sequence[AgentRequest], hours: float, seed: int) -> list[tuple[float, bool, int]]:
     """(time, whether it is an arrival, number of the request) of arrivals and ends, in order of time."""
-    rng, starts = np.random.default_rng(seed), dict[str, float]()
-    for name in sorted({request.session for request in requests}):
-        starts[name] = 3600.0 * hours * rng.random()
+    starts = session_starts({request.session for request in requests}, hours, seed)
     rows = []
     for number, request in enumerate(requests):
         start = starts[request.session]
