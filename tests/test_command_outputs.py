@@ -39,7 +39,7 @@ COMMANDS = {
     "package-artifact": "triton {artifact} --out {out}",
     "export-variants": "{artifact} --data {data} --out {out}",
     "serve-predictor": "{artifact} --tls_cert {tls_cert} --tls_key {tls_key}",
-    "tailcast-proxy": "http://127.0.0.1:9 --feedback {feedback}",
+    "tailcast-proxy": "https://127.0.0.1:9 --feedback {feedback} --tls_cert {tls_cert} --tls_key {tls_key}",
     "read-feedback": "{log}",
     "simulate run": "--trace {trace} --policy fcfs --json {json}",
     "simulate compare": "{runs} other=nothing.json",

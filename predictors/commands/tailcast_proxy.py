@@ -39,13 +39,16 @@ def serve(config: ProxyConfig, read_again: Callable[[], ProxyConfig]) -> int:
 
 
 async def _reload(server: ProxyServer, read_again: Callable[[], ProxyConfig]) -> None:
-    """Reads the options and the artifacts again; a failure changes nothing, and is logged."""
+    """Reads options, certificates and artifacts again; a failure changes nothing. Logs and counts both."""
+    outcome = "refused"
     try:
         await server.reload(await asyncio.to_thread(read_again))
+        outcome = "applied"
     except TailcastError as error:
         logger.error("the reload failed, everything stays as it was: %s", error)
     except Exception:
         logger.exception("the reload failed, everything stays as it was")
+    server.handler.metrics.reloads.labels(outcome).inc()
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 from urllib.parse import urlsplit
 
+from predictors.hosting.tls import check_tls
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.predictor import PredictorAddress
 from scheduler_core.prediction.urgency import LEVELS
@@ -27,13 +28,14 @@ RANGES: dict[str, tuple[float, float]] = {
     "default_max_tokens": (1, 2**31 - 1),
     "most_urgent_tier": (0, len(LEVELS) - 1),
 }
-#: Options that SIGHUP applies. The others need a restart: ports and files are open, the state of the policy and the
-#: priorities of requests in the engine depend on the policy's parameters.
+#: Options that SIGHUP applies. The others need a restart: ports and files are open, and the keys of waiting requests, the
+#: priorities of requests in the engine and the state of the policy depend on the policy and its parameters.
 RELOADED = (
     *("predictor", "shadow_predictor", "deadline_s", "warm_up_s", "prompt_text", "served_model"),
     *("default_max_tokens", "max_num_seqs", "release", "max_waiting", "max_in_flight", "max_body_mib"),
     *("max_held_mib", "idle_timeout_s", "tenant_header"),
     *("most_urgent_tier", "client_priority", "slo_ttft_ms", "slo_tpot_ms", "objectives"),
+    *("tls_cert", "tls_key", "tls_client_ca", "engine_ca"),
     *("feedback_prompts", "drain_delay_s", "access_log"),
 )
 
@@ -43,7 +45,7 @@ class ProxyConfig:
     """Run an OpenAI-compatible proxy that predicts output lengths, and sends priorities to the engine or
     queues requests itself. On SIGTERM it finishes the requests in flight; on SIGHUP it reads its options again."""
 
-    INPUTS = ("predictor", "shadow_predictor")
+    INPUTS = ("predictor", "shadow_predictor", "tls_cert", "tls_key", "tls_client_ca", "engine_ca")
     OUTPUTS = ("port_file", "feedback", "calibration_file", "session_file")
     SPELLINGS = (("served_model", "model"),)
 
@@ -91,6 +93,14 @@ class ProxyConfig:
     """Port for clients; 0 selects a free port."""
     admin_port: int | None = None
     """Port for /metrics, /healthz and /readyz; default: none. They are not on the client port."""
+    tls_cert: str | None = None
+    """PEM file with the server certificate; enables TLS on both ports, together with tls_key."""
+    tls_key: str | None = None
+    """PEM file with the private key of tls_cert."""
+    tls_client_ca: str | None = None
+    """PEM file with the CA of client certificates, which the client port then demands; default: clients need none."""
+    engine_ca: str | None = None
+    """PEM file with the CA of engines at https://; default: those of the system."""
     port_file: str | None = None
     """File to write the port numbers to, one per line, when the proxy is ready; removed at shutdown."""
     max_body_mib: int = 16
@@ -164,6 +174,9 @@ class ProxyConfig:
         if self.shadow_predictor is not None and self.feedback is None:
             raise InputError("shadow_predictor", self.shadow_predictor, "only together with feedback")
         check_ranges(self, **RANGES)
+        check_tls(self)
+        if self.engine_ca is not None and not any(url.lower().startswith("https:") for url in self.urls):
+            raise InputError("engine_ca", self.engine_ca, "none without an engine at https://")
         if self.online_calibration == "shared":
             if PredictorAddress.of(self.predictor, others="none, ").scheme != "grpc":
                 allowed = "shared with a predictor at grpc://HOST:PORT, or true or false"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import ssl
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -24,7 +25,7 @@ from predictors.proxy.forecast import Forecast, Forecaster
 from predictors.proxy.metrics import ProxyMetrics
 from predictors.proxy.order import NO_END, EngineOrder, HoldQueue, make_order
 from predictors.proxy.parsing import JsonBody, ParsedRequest, endpoint_of, parse_request, parsed_bytes
-from predictors.proxy.relay import HeldBody, Relay, origin_form
+from predictors.proxy.relay import HeldBody, Relay, engine_tls, origin_form
 from predictors.proxy.replicas import Engine, Replicas
 from predictors.proxy.responses import EventStreamReader, JsonReader, ReadBudget, Reader
 from predictors.proxy.session_id import SESSION_HEADER
@@ -68,9 +69,9 @@ class RequestHandler:
         self._clock: Callable[[], float] = lambda: offset_s + time.monotonic()
         self._rules = ClientRules(config)
         self._engine = make_engine(config)
+        tls = engine_tls(config)
         self.engines = [
-            Engine(url, Relay(replace(config, engine_url=url, replicas=[])), make_order(config, self._clock))
-            for url in config.urls
+            Engine(url, Relay(config, url, tls), make_order(config, self._clock)) for url in config.urls
         ]
         self.replicas = Replicas(self.engines, self._clock)
         #: Those of the first engine; bodies are read by its relay.
@@ -94,12 +95,14 @@ class RequestHandler:
         """Number of requests without a complete response."""
         return sum(self._num_in_flight.values())
 
-    def apply(self, config: ProxyConfig, forecaster: Forecaster, shadow: Forecaster) -> None:
-        """Applies new options (see `config.RELOADED`) and their predictors."""
+    def apply(
+        self, config: ProxyConfig, tls: ssl.SSLContext | bool, forecaster: Forecaster, shadow: Forecaster
+    ) -> None:
+        """Applies new options (see `config.RELOADED`), `engine_tls` and the predictors of them."""
         self.config = config
         self._rules, self._engine = ClientRules(config), make_engine(config)
         for engine in self.engines:
-            engine.relay.config = replace(config, engine_url=engine.url, replicas=[])
+            engine.relay.config, engine.relay.tls = config, tls
             engine.order.resize(config.max_num_seqs if self.queue is None else config.release)
             if isinstance(engine.order, HoldQueue):
                 engine.order.max_waiting = config.max_waiting

@@ -32,6 +32,9 @@ class ProxyMetrics:
         self.hints = counter("hints", "Completions sent to the engine, by hint.", "outcome")
         unread = "Requests without a prompt that could be read, ordered as unknown ones."
         self.unread = counter("unread_requests", unread, "endpoint")
+        self.reloads = counter("reloads", "Reloads by SIGHUP, by outcome.", "outcome")
+        for outcome in ("applied", "refused"):
+            self.reloads.labels(outcome)
         self.ends = counter("ends", "Responses, by the way they ended.", "end")
         self.records = counter("feedback_records", "Records of the feedback log, by outcome.", "outcome")
         self.counts = counter("feedback_counts", "Lengths in the feedback log, by source of the count.", "by")

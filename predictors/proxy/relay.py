@@ -8,6 +8,7 @@ import io
 import logging
 import re
 import select
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
+from predictors.hosting.tls import client_context
 from predictors.proxy.config import ProxyConfig
 from predictors.proxy.engine_monitor import EngineMonitor
 from predictors.proxy.errors import EngineLostError, Refusal, bad_body, engine_failed
@@ -43,6 +45,12 @@ _ORIGIN = re.compile(r"https?://[^/?#]*", re.IGNORECASE)
 #: Maximum seconds to connect to the engine, and of a probe.
 CONNECT_S = PROBE_S = 5.0
 _OWN_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
+
+
+def engine_tls(config: ProxyConfig) -> ssl.SSLContext | bool:
+    """How engines at https:// are verified, for `Relay`: with the current content of `engine_ca`, or True: by the CAs of the
+    system. InputError for a missing or invalid file."""
+    return True if config.engine_ca is None else client_context(config.engine_ca, "engine_ca")
 
 
 def origin_form(target: str) -> str | None:
@@ -131,10 +139,12 @@ class HeldBody:
 
 
 class Relay:
-    """Connections to one engine. `config` may be replaced while requests are in flight; `monitor` observes them."""
+    """Connections to the engine at `url`. `config` and `tls`, how an engine at https:// is verified, may be replaced while requests
+    are in flight; `monitor` observes them."""
 
-    def __init__(self, config: ProxyConfig) -> None:
-        self.config = config
+    def __init__(self, config: ProxyConfig, url: str, tls: ssl.SSLContext | bool) -> None:
+        self._url = url.rstrip("/")
+        self.config, self.tls = config, tls
         self.monitor = EngineMonitor(self._probe)
         self.num_held_bytes = 0
         self._num_reading = 0
@@ -233,9 +243,10 @@ class Relay:
             async with asyncio.timeout(head_s):
                 response = await self._session.request(
                     request.method,
-                    URL(f"{config.engine_url.rstrip('/')}{path}", encoded=True),
+                    URL(f"{self._url}{path}", encoded=True),
                     headers=sent,
                     data=data,
+                    ssl=self.tls,
                     allow_redirects=False,
                     timeout=aiohttp.ClientTimeout(
                         total=None, sock_connect=CONNECT_S, sock_read=config.idle_timeout_s
@@ -265,10 +276,12 @@ class Relay:
     async def _probe(self) -> None:
         """Sends GET /health; Refusal if there is no response, or one that says that the engine does not serve."""
         assert self._session is not None
-        url = URL(f"{self.config.engine_url.rstrip('/')}/health", encoded=True)
+        url = URL(f"{self._url}/health", encoded=True)
         timeout = aiohttp.ClientTimeout(total=PROBE_S)
         try:
-            async with self._session.get(url, timeout=timeout, allow_redirects=False) as response:
+            async with self._session.get(
+                url, ssl=self.tls, timeout=timeout, allow_redirects=False
+            ) as response:
                 status = response.status
         except TimeoutError as error:
             raise engine_failed("did not respond in time to GET /health", late=True) from error
@@ -280,9 +293,10 @@ class Relay:
     async def read_metrics(self) -> str:
         """The engine's /metrics; empty if it has none or cannot be reached."""
         assert self._session is not None
-        url = URL(f"{self.config.engine_url.rstrip('/')}/metrics", encoded=True)
+        url = URL(f"{self._url}/metrics", encoded=True)
+        timeout = aiohttp.ClientTimeout(total=PROBE_S)
         try:
-            async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=PROBE_S)) as response:
+            async with self._session.get(url, ssl=self.tls, timeout=timeout) as response:
                 data = await response.read()
                 return data.decode("utf-8", "replace") if response.status == 200 else ""
         except aiohttp.ClientConnectorError as error:

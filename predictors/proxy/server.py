@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from dataclasses import replace
 from functools import partial
 
@@ -11,11 +12,14 @@ from aiohttp import web
 from prometheus_client import Gauge, generate_latest
 
 from predictors.hosting.http import HttpRunner, probe_routes
+from predictors.hosting.tls import server_context
 from predictors.proxy.config import RELOADED, ProxyConfig
 from predictors.proxy.forecast import Forecaster
 from predictors.proxy.handler import RequestHandler
 from predictors.proxy.live_view import live_page
 from predictors.proxy.order import HoldQueue
+from predictors.proxy.relay import engine_tls
+from scheduler_core.errors import TailcastError
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +30,8 @@ class ProxyServer:
     def __init__(self, config: ProxyConfig) -> None:
         self.handler = handler = RequestHandler(config)
         self.live_page = live_page(handler)
-        self._runners: list[web.AppRunner] = []
+        #: Those of the client port and of the admin port.
+        self._runners: list[HttpRunner] = []
         self._is_ready = False
         self.address = ""
         self._reloading = asyncio.Lock()
@@ -73,13 +78,14 @@ class ProxyServer:
             "*", "/{path:.*}", self.handler.handle
         )  # so that it need not fail to find one
         try:
-            port = await self._bind(application, config.port, "port", config.drain_timeout_s)
+            contexts = _server_tls(config)
+            port = await self._bind(application, config.port, "port", config.drain_timeout_s, contexts[0])
             admin = None
             if config.admin_port is not None:
                 pages = web.Application()
                 pages.add_routes(probe_routes(self._exposition, self._problem))
                 pages.add_routes(self.live_page.routes())
-                admin = await self._bind(pages, config.admin_port, "admin_port", 1.0)
+                admin = await self._bind(pages, config.admin_port, "admin_port", 1.0, contexts[1])
         except BaseException:
             await self.stop()
             raise
@@ -116,19 +122,24 @@ class ProxyServer:
             await engine.relay.stop()
 
     async def reload(self, config: ProxyConfig) -> None:
-        """Applies the options of `config` that can change while requests are in flight, loads new versions of the artifacts,
-        and logs what has changed and what needs a restart. TailcastError, without any change, if an artifact cannot be
-        loaded."""
+        """Applies the options of `config` that can change while requests are in flight, reads certificates and new versions
+        of the artifacts, and logs what has changed and what needs a restart. TailcastError, without any change, if a file
+        or an artifact cannot be loaded."""
         async with self._reloading:
             if not self._is_ready:
-                logger.warning("no reload: the proxy is starting or stopping")
-                return
+                raise TailcastError("the proxy is starting or stopping")
             changed = self.handler.config.changed(config)
             config = replace(self.handler.config, **{name: getattr(config, name) for name in RELOADED})
+            server_contexts, engine_context = _server_tls(config), engine_tls(config)
             old = (self.handler.forecaster, self.handler.recorder.shadow)
             new = await self._successors(config)
-            self.handler.apply(config, *new)
+            if self.handler.config.tls_cert is not None or config.tls_cert is not None:
+                for runner, context in zip(self._runners, server_contexts, strict=False):
+                    await runner.replace_tls(context)
+            self.handler.apply(config, engine_context, *new)
         applied = [f"{name} = {getattr(config, name)!r}" for name in changed if name in RELOADED]
+        files = (config.tls_cert, config.tls_client_ca, config.engine_ca)
+        applied += [f"{file}: read again" for file in files if file is not None]
         for field, before, after in zip(("predictor", "shadow_predictor"), old, new, strict=True):
             if before is not after:
                 applied.append(f"{field}: version {after.version} replaces {before.version}")
@@ -155,7 +166,14 @@ class ProxyServer:
                 raise error
         return new
 
-    async def _bind(self, application: web.Application, port: int, field: str, shutdown_s: float) -> int:
+    async def _bind(
+        self,
+        application: web.Application,
+        port: int,
+        field: str,
+        shutdown_s: float,
+        tls: ssl.SSLContext | None,
+    ) -> int:
         timeout_s = self.handler.config.request_timeout_s
         runner = HttpRunner(
             application,
@@ -165,7 +183,7 @@ class ProxyServer:
             on_refused=self._count_malformed,
         )
         self._runners.append(runner)
-        return await runner.bind(field, self.handler.config.host, port)
+        return await runner.bind(field, self.handler.config.host, port, ssl_context=tls)
 
     async def _problem(self) -> str:
         """Why the proxy is not ready; empty if it is."""
@@ -184,3 +202,8 @@ class ProxyServer:
         """Counts a request that was refused before it could be read."""
         self.handler.metrics.requests.labels("malformed", str(status)).inc()
         self.handler.metrics.refused.labels("malformed_http").inc()
+
+
+def _server_tls(config: ProxyConfig) -> tuple[ssl.SSLContext | None, ssl.SSLContext | None]:
+    """TLS of the client port and of the admin port. The latter demands no certificate: probes have none."""
+    return server_context(config), server_context(config, authenticates=False)

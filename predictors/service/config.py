@@ -6,6 +6,7 @@ import socket
 from dataclasses import dataclass, field
 from typing import Literal
 
+from predictors.hosting.tls import check_tls
 from scheduler_core.errors import InputError
 from scheduler_core.ranges import INTEGERS, check_ranges
 from scheduler_core.shell.threads import check_threads
@@ -99,10 +100,7 @@ class ServeConfig:
             )
         if self.workers > 1 and not hasattr(socket, "SO_REUSEPORT"):
             raise InputError("workers", self.workers, "1: this system cannot share a port")
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise InputError("tls_cert, tls_key", self.tls_cert or self.tls_key, "both or none of them")
-        if self.tls_client_ca is not None and self.tls_cert is None:
-            raise InputError("tls_client_ca", self.tls_client_ca, "a file together with tls_cert and tls_key")
+        check_tls(self)
 
     @property
     def learns(self) -> bool:

@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 
 from predictors.hosting.http import HttpRunner, probe_routes, read_body
 from predictors.hosting.live_page import LivePage, PromptQuery
+from predictors.hosting.tls import server_context
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.service.calls import PredictorCalls, check_batch
 from predictors.service.config import ServeConfig
@@ -23,7 +24,7 @@ from predictors.service.messages import UNCOUNTED_BYTES
 from predictors.service.metrics import ServiceMetrics
 from predictors.service.oip import SERVER_METADATA, InputTensor, find, infer, model_metadata
 from predictors.service.pipeline import ServedArtifact
-from predictors.service.security import BearerTokens, http_context
+from predictors.service.security import BearerTokens
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.prediction.correction import RequestContext
 from scheduler_core.prediction.predictions import LengthPrediction
@@ -97,7 +98,7 @@ async def start_gateway(
     application.add_routes(live_page(calls).routes())
     runner = HttpRunner(application, shutdown_timeout=1, on_refused=calls.count_http)
     assert config.http_port is not None
-    options: dict[str, Any] = {"ssl_context": http_context(config), "reuse_port": shares_port or None}
+    options: dict[str, Any] = {"ssl_context": server_context(config), "reuse_port": shares_port or None}
     await runner.bind("http_port", config.host, config.http_port, **options)
     return runner
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ssl
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 
+from predictors.hosting.tls import server_context
 from predictors.service.config import ServeConfig
 from predictors.service.errors import UnauthenticatedError
 from predictors.service.grpc_methods import abort
@@ -26,7 +26,7 @@ OPEN_METHODS = frozenset(
 
 def grpc_credentials(config: ServeConfig) -> grpc.ServerCredentials | None:
     """TLS credentials of a gRPC port, None without TLS; InputError for a missing or invalid file."""
-    if http_context(config) is None:  # gRPC reports invalid files only in its log
+    if server_context(config) is None:  # gRPC reports invalid files only in its log
         return None
     key, certificate, authority = (
         None if path is None else Path(path).read_bytes()
@@ -37,29 +37,6 @@ def grpc_credentials(config: ServeConfig) -> grpc.ServerCredentials | None:
         root_certificates=authority,
         require_client_auth=authority is not None,
     )
-
-
-def http_context(config: ServeConfig) -> ssl.SSLContext | None:
-    """TLS context of an HTTP port; as `grpc_credentials`."""
-    if config.tls_cert is None or config.tls_key is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    existing_file(config.tls_cert, "tls_cert")
-    existing_file(config.tls_key, "tls_key")
-    try:
-        context.load_cert_chain(config.tls_cert, config.tls_key)
-    except (ssl.SSLError, OSError) as error:
-        files = f"{config.tls_cert}, {config.tls_key}"
-        raise InputError("tls_cert, tls_key", files, f"a PEM certificate and its key ({error})") from error
-    if config.tls_client_ca is not None:
-        existing_file(config.tls_client_ca, "tls_client_ca")
-        try:
-            context.load_verify_locations(config.tls_client_ca)
-        except (ssl.SSLError, OSError) as error:
-            raise InputError("tls_client_ca", config.tls_client_ca, f"a PEM certificate ({error})") from error
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context
 
 
 class BearerTokens:

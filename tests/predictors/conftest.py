@@ -21,6 +21,22 @@ def rich_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rich_artifact(tmp_path_factory.mktemp("artifacts") / "rich")
 
 
+@pytest.fixture(scope="session")
+def pki(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of PEM files: authorities "ours" and "theirs", and certificates that they have signed."""
+    trustme = pytest.importorskip("trustme")
+    folder = tmp_path_factory.mktemp("pki")
+    for authority in ("ours", "theirs"):
+        issuer = trustme.CA()
+        issuer.cert_pem.write_to_path(str(folder / f"{authority}.pem"))
+        for name, host in (("server", "localhost"), ("client", "a.client")):
+            certificate = issuer.issue_cert(host)
+            certificate.private_key_pem.write_to_path(str(folder / f"{authority}-{name}.key"))
+            for pem in certificate.cert_chain_pems:
+                pem.write_to_path(str(folder / f"{authority}-{name}.pem"), append=True)
+    return folder
+
+
 @pytest.fixture
 def log() -> Iterator[io.StringIO]:
     """What a handler of the root logger writes that is protected as those of servers are."""

@@ -316,22 +316,6 @@ async def test_unexpected_errors_quote_no_prompt_to_callers_or_the_log(
         assert CANARY not in str(record.__dict__)
 
 
-@pytest.fixture(scope="module")
-def pki(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of PEM files: authorities "ours" and "theirs", and certificates that they have signed."""
-    trustme = pytest.importorskip("trustme")
-    folder = tmp_path_factory.mktemp("pki")
-    for authority in ("ours", "theirs"):
-        issuer = trustme.CA()
-        issuer.cert_pem.write_to_path(str(folder / f"{authority}.pem"))
-        for name, host in (("server", "localhost"), ("client", "a.client")):
-            certificate = issuer.issue_cert(host)
-            certificate.private_key_pem.write_to_path(str(folder / f"{authority}-{name}.key"))
-            for pem in certificate.cert_chain_pems:
-                pem.write_to_path(str(folder / f"{authority}-{name}.pem"), append=True)
-    return folder
-
-
 def server_files(pki: Path, *, mutual: bool) -> dict[str, Any]:
     """Options of a server with a certificate."""
     files = {"tls_cert": str(pki / "ours-server.pem"), "tls_key": str(pki / "ours-server.key")}

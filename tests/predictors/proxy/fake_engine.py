@@ -155,11 +155,12 @@ async def running_proxy(engine_url: str, **options: Any) -> AsyncIterator[Runnin
     config = ProxyConfig(engine_url=engine_url, port=0, admin_port=0, **(defaults | options))
     server = ProxyServer(config)
     port, admin = await server.start()
-    url = f"http://127.0.0.1:{port}"
+    scheme, host = ("http", "127.0.0.1") if config.tls_cert is None else ("https", "localhost")
+    url = f"{scheme}://{host}:{port}"
     try:
         timeout = aiohttp.ClientTimeout(total=60)
         async with aiohttp.ClientSession(auto_decompress=False, timeout=timeout) as client:
-            yield RunningProxy(server, url, f"http://127.0.0.1:{admin}", client)
+            yield RunningProxy(server, url, f"{scheme}://{host}:{admin}", client)
     finally:
         await server.stop()
 
