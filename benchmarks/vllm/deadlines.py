@@ -8,7 +8,7 @@ times, with outputs of fixed lengths. `mixes.py` has the mixes, limits and sides
 
 | mix | paper | sides beside vLLM's own scheduler |
 | --- | --- | --- |
-| deadlines | SLAI: 5 % of the requests have a tight limit between tokens, 95 % a loose one | vLLM's own with `--long-prefill-token-threshold`; spf: the order alone; slai: order and batches |
+| deadlines | SLAI: 5 % of the requests have a tight limit between tokens, 95 % a loose one | vLLM's own with `--long-prefill-token-threshold`, and with twice the tokens per step; spf: the order alone; slai: order and batches |
 | reasoning | UniBoost: short questions with long outputs, and chats; memory for few requests | uniboost |
 | levels | Semantic Scheduling: five levels, spikes | semantic: the order alone; stage_aware: order and batches |
 
@@ -30,7 +30,7 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -90,13 +90,21 @@ class Runs:
         return self.run(self.options.out / "probe.json", "probe", mix, VLLM, rows, EngineClock())
 
     def run(
-        self, file: Path, name: str, mix: Mix, side: str, rows: Sequence[Ask], clock: EngineClock
+        self,
+        file: Path,
+        name: str,
+        mix: Mix,
+        side: str,
+        rows: Sequence[Ask],
+        clock: EngineClock,
+        label: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The run of a file, performed unless it exists. `name` is that of the mix."""
+        """The run of a file, performed unless it exists. `name` is that of the mix; `label` is written with the run."""
         if not file.exists():
             engine = self._engine(f"{name}-{side}", mix, side)
-            write_json(file, send_all(engine.url, MODEL, rows, 0.0, clock, StepTail(engine.steps)))
-            print(f"{file.stem}: {len(rows)} requests", flush=True)
+            run = send_all(engine.url, MODEL, rows, 0.0, clock, StepTail(engine.steps))
+            write_json(file, run | {"cell": label})
+            print(f"{file.stem}: {len(rows)} requests, {run['end'] - run['begin']:.0f} s", flush=True)
         content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return content
 
@@ -166,7 +174,7 @@ class Study:
         loads = (
             [1.0] if mix.gap_s is not None else options.loads if name == "deadlines" else options.long_loads
         )
-        sides = [side for side in mix.sides if side in options.sides]
+        sides = [side for side in options.sides if side in mix.sides]
         return [
             Cell(side, repetition, load, mix.gap_s is not None)
             for load in loads
@@ -177,41 +185,36 @@ class Study:
     def run(self, name: str, cell: Cell) -> None:
         """Performs a run of a mix, unless it exists."""
         mix, options = self.mix(name), self.options
-        file = self._file(name, cell)
+        file = cell.file(options.out / name)
         if file.exists():
             return
         assert cell.load is not None
         rows = mix.asks(cell.repetition, cell.load * self.capacity_rps(name), options.seed)
-        self.runs.run(file, name, mix, cell.side, rows, EngineClock(self.fit.step_time))
+        label = {"load": None if cell.bursts else cell.load, "side": cell.side, "repetition": cell.repetition}
+        self.runs.run(file, name, mix, cell.side, rows, EngineClock(self.fit.step_time), label)
 
     def results(self) -> dict[str, Any]:
         """The results of all existing runs."""
-        rows = []
         for name in self.options.mixes:
-            for cell in self.cells(name):
-                file = self._file(name, cell)
-                if file.exists() and file not in self._rows:
-                    self._rows[file] = self._result(name, cell, json.loads(file.read_text(encoding="utf-8")))
-                if file in self._rows:
-                    rows.append(self._rows[file])
+            for file in sorted((self.options.out / name).glob("*.json")):
+                if file not in self._rows:
+                    self._rows[file] = self._result(name, json.loads(file.read_text(encoding="utf-8")))
         return {
             "probe": asdict(self.engine),
             "fit": self.fit.parameters | {"median_error": self.fit.median_error},
             "mixes": {name: self._summary(name) for name in self.options.mixes},
-            "rows": rows,
+            "rows": list(self._rows.values()),
         }
 
-    def _result(self, name: str, cell: Cell, run: dict[str, Any]) -> dict[str, Any]:
+    def _result(self, name: str, run: dict[str, Any]) -> dict[str, Any]:
         mix, responses = self.mix(name), run["requests"]
         requests = {row.request_id: row for row in mix.rows}
         return {
             "mix": name,
-            "load": None if cell.bursts else cell.load,
-            "side": cell.side,
-            "repetition": cell.repetition,
+            **run["cell"],
             "engine": class_metrics(responses, requests),
             "wall": class_metrics(responses, requests, REAL),
-            "simulator": simulated(mix, cell.side, responses, self.fit.step_time),
+            "simulator": simulated(mix, run["cell"]["side"], responses, self.fit.step_time),
             "steps": step_metrics(run["steps"]) | {"slowness": slowness(run["steps"], self.fit)},
             "client_delay_s": max(row["sent_s"] - row["arrival_s"] for row in responses),
         }
@@ -242,9 +245,6 @@ class Study:
         name = "deadlines"
         mix, file = self.mix(name), self.options.out / "capacity.json"
         return self.runs.run(file, name, mix, VLLM, mix.asks(0, None, self.options.seed), EngineClock())
-
-    def _file(self, name: str, cell: Cell) -> Path:
-        return cell.file(self.options.out / name)
 
 
 def _linear(fit: StepTimeFit) -> LinearStepTime:
@@ -340,7 +340,7 @@ def _parser() -> argparse.ArgumentParser:
         help="mix deadlines: fractions of the capacity",
     )
     add("--long_loads", type=float, nargs="+", default=[1.0], help="mix reasoning: fractions of the capacity")
-    sides = ("vllm", "vllm_threshold", "slai", "spf", "uniboost", "semantic", "stage_aware")
+    sides = ("vllm", "vllm_threshold", "vllm_twice", "slai", "spf", "uniboost", "semantic", "stage_aware")
     add("--sides", nargs="+", choices=sides, default=list(sides))
     numbers = {"deadlines": 120, "reasoning": 100, "levels": 60}
     add(

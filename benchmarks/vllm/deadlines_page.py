@@ -33,8 +33,9 @@ STEPS = {
 
 def page(results: Mapping[str, Any]) -> str:
     """Markdown: latencies with the simulator's beside them, what the steps contained, and notes."""
+    order = list(results["mixes"])
     rows = sorted(
-        results["rows"], key=lambda row: (list(results["mixes"]).index(row["mix"]), row["load"] or 0.0)
+        results["rows"], key=lambda row: (order.index(row["mix"]), row["load"] or 0.0, row["repetition"])
     )
     names = [(_title(row), row["side"]) for row in rows]
     latencies = [[*name, *_latencies(row)] for name, row in zip(names, rows, strict=True)]

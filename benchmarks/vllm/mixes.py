@@ -61,6 +61,7 @@ class SideConfig:
         is_plugin: Our scheduler in vLLM; otherwise vLLM's own.
         parameters, batching_parameters: Their parameters.
         options: Options of vLLM's server.
+        budget: Tokens per step, as a multiple of those of the other sides.
     """
 
     policy: str = "fcfs"
@@ -69,6 +70,16 @@ class SideConfig:
     parameters: Mapping[str, float] = field(default_factory=dict)
     batching_parameters: Mapping[str, float] = field(default_factory=dict)
     options: tuple[str, ...] = ()
+    budget: int = 1
+
+    def limits(self, limits: SchedulerConfig) -> SchedulerConfig:
+        """The engine's limits in the simulator, with this side's batches."""
+        return replace(
+            limits,
+            max_num_batched_tokens=self.budget * limits.max_num_batched_tokens,
+            batching=self.batching,
+            batching_parameters=dict(self.batching_parameters),
+        )
 
     def settings(self) -> dict[str, Any] | None:
         """Settings of our scheduler in vLLM; None for vLLM's own."""
@@ -106,12 +117,9 @@ class Mix:
     def server_options(self, side: str) -> list[str]:
         """Options of vLLM's server; one block of its cache is never used."""
         limits = self.limits
-        words = [
-            "--max-model-len",
-            self.max_model_len,
-            "--max-num-batched-tokens",
-            limits.max_num_batched_tokens,
-        ]
+        budget = self.sides[side].budget * limits.max_num_batched_tokens
+        words = ["--max-model-len", self.max_model_len]
+        words += ["--max-num-batched-tokens", budget]
         words += ["--block-size", BLOCK_TOKENS, "--num-gpu-blocks-override", limits.num_kv_blocks + 1]
         return [*map(str, words), *self.sides[side].options]
 
@@ -212,6 +220,7 @@ def deadlines(num: int, engine: LinearStepTime, seed: int) -> Mix:
             batching_parameters={"threshold": threshold},
             options=("--long-prefill-token-threshold", str(threshold)),
         ),
+        "vllm_twice": SideConfig(is_plugin=False, budget=2),
         "spf": SideConfig("spf"),
         "slai": SideConfig("spf", "slai", batching_parameters={"max_decodes": slots}),
     }

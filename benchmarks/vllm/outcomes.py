@@ -161,12 +161,11 @@ def simulated(
 def _simulate(mix: Mix, side: str, requests: Sequence[TraceRequest], step_time: StepTime) -> SimulationResult:
     own = mix.sides[side]
     with patch.dict(BATCH_FORMERS, {LONG_PREFILL: LongPrefill}):
-        limits = replace(mix.limits, batching=own.batching, batching_parameters=dict(own.batching_parameters))
         config = SimulationConfig(
             trace="engine",
             policy=own.policy,
             policy_parameters=dict(own.parameters),
-            scheduler=limits,
+            scheduler=own.limits(mix.limits),
             step_time=step_time,  # type: ignore[arg-type]
         )
         trace = Trace(tuple(requests), "engine")

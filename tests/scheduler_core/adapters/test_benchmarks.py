@@ -238,7 +238,7 @@ def test_the_simulator_beside_the_engine() -> None:
     assert sides["slai"][ALL]["tbt_p99"] > sides[VLLM][ALL]["tbt_p99"]
     assert sides["slai"]["paying"]["deadlines_kept"] > 0.9
     rows = [
-        {"mix": "deadlines", "load": 1.0, "side": side, "engine": metrics, "simulator": metrics,
+        {"mix": "deadlines", "load": 1.0, "side": side, "repetition": 0, "engine": metrics, "simulator": metrics,
          "steps": step_metrics([[1.0, 1.0, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0]]) | {"slowness": 1.0}}
         for side, metrics in sides.items()
     ]  # fmt: skip
