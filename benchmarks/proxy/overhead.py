@@ -1,9 +1,9 @@
-"""Overhead of tailcast-proxy per request, without the prediction: latency and CPU.
+"""Overhead of tailcast-proxy per request: latency, CPU and memory.
 
 An engine with zero latency streams some events. A client sends it requests directly and through proxies, in
 turn, one request at a time, so that all variants run under the same conditions. The first request of a turn
-reaches a proxy that has been idle, and is counted separately. No predictor is used (`benchmarks.service`
-measures that); the `policy_unpredicted` hints are still computed and added.
+reaches a proxy that has been idle, and is counted separately. No predictor is used but in one variant; the
+`policy_unpredicted` hints are still computed and added. Traces are exported to the process of the engine.
 
     python -m benchmarks.proxy.overhead [--requests 1000] [--events 20]
 """
@@ -13,14 +13,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import ssl
 import sys
 import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import aiohttp
 import numpy as np
+import psutil
+import trustme
 from aiohttp import web
 
 from benchmarks.shared.command import Parser
@@ -35,6 +40,9 @@ VARIANTS: dict[str, str] = {
     "proxy, held queue": "--engine none --release 64",
     "proxy, held queue, policy that reads streams": "--engine none --release 64 --policy uniboost",
     "proxy, vllm hints and feedback": "--engine vllm --feedback FOLDER/feedback",
+    "proxy, vllm hints and traces": "--engine vllm --traces true",
+    "proxy, vllm hints and TLS": "--engine vllm --tls_cert FOLDER/tls.crt --tls_key FOLDER/tls.key",
+    "proxy, vllm hints by the shipped predictor": "--engine vllm --predictor pretrained",
 }
 
 
@@ -48,6 +56,7 @@ class Variant:
         first_ms, total_ms: Time to the first byte and end of the body, without the first request of a turn.
         paused_ms: Time to the first byte of the first request of each turn, after an idle period.
         cpu_s: CPU seconds of the proxy.
+        mib: Resident memory of the proxy at the end.
     """
 
     url: str
@@ -56,6 +65,7 @@ class Variant:
     total_ms: list[float] = field(default_factory=list)
     paused_ms: list[float] = field(default_factory=list)
     cpu_s: float = 0.0
+    mib: float = 0.0
 
 
 async def engine(port: int, num_events: int) -> None:
@@ -75,8 +85,13 @@ async def engine(port: int, num_events: int) -> None:
         await response.write_eof()
         return response
 
+    async def collect(request: web.Request) -> web.Response:
+        await request.read()
+        return web.Response()
+
     application = web.Application()
     application.router.add_post(CHAT, respond)
+    application.router.add_post("/v1/traces", collect)
     runner = web.AppRunner(application, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()
@@ -94,9 +109,10 @@ async def ask(client: aiohttp.ClientSession, variant: Variant) -> None:
     variant.total_ms.append(1e3 * (time.perf_counter() - start))
 
 
-async def measure(variants: dict[str, Variant], num_requests: int, block: int) -> None:
+async def measure(variants: dict[str, Variant], num_requests: int, block: int, authority: Path) -> None:
     """Measures the variants in turn by `block` requests; CPU clocks are too coarse for single ones."""
-    async with aiohttp.ClientSession() as client:
+    trusting = ssl.create_default_context(cafile=authority)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trusting)) as client:
         for variant in variants.values():
             for _ in range(100):
                 await ask(client, variant)
@@ -110,6 +126,9 @@ async def measure(variants: dict[str, Variant], num_requests: int, block: int) -
                 variant.paused_ms.append(variant.first_ms.pop(-block))
                 del variant.total_ms[-block]
                 variant.cpu_s += cpu_s(variant.pid) - before if variant.pid else 0.0
+        for variant in variants.values():
+            if variant.pid:
+                variant.mib = psutil.Process(variant.pid).memory_info().rss / 2**20
 
 
 def table(variants: dict[str, Variant], num_events: int) -> str:
@@ -120,15 +139,17 @@ def table(variants: dict[str, Variant], num_events: int) -> str:
         f"a pause, {num_events} events each; ms; + is the difference from direct without a pause\n\n"
     )
     header = "variant|first byte p50|p99|full response p50|p99|+ p50, first byte|+ p99, first byte"
-    header += "|+ p50, first byte after a pause|CPU per request"
+    header += "|+ p50, first byte after a pause|requests per CPU second|MiB"
     rows = []
     for name, variant in variants.items():
         numbers = [np.percentile(values, level) for values in (variant.first_ms, variant.total_ms) for level in (50, 99)]  # fmt: skip
         numbers += [np.percentile(variant.first_ms, level) - np.percentile(direct.first_ms, level) for level in (50, 99)]  # fmt: skip
         numbers.append(np.median(variant.paused_ms) - np.median(direct.first_ms))
         num_requests = len(variant.total_ms) + len(variant.paused_ms)
-        cpu = "" if variant.pid is None else f"{1e3 * variant.cpu_s / num_requests:.2f}"
-        rows.append((name, *(f"{number:.2f}" for number in numbers), cpu))
+        cost = ("", "")
+        if variant.pid is not None:
+            cost = (f"{num_requests / variant.cpu_s:.0f}", f"{variant.mib:.0f}")
+        rows.append((name, *(f"{number:.2f}" for number in numbers), *cost))
     return head + markdown_table(header.split("|"), rows)
 
 
@@ -149,15 +170,23 @@ def main() -> None:
         command = [sys.executable, "-m", "benchmarks.proxy.overhead", "--engine", str(port)]
         command += ["--events", str(options.events)]
         environment = {"PYTHONPATH": str(ROOT)}
+        os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = f"http://127.0.0.1:{port}"
+        authority = trustme.CA()
+        certificate = authority.issue_cert("127.0.0.1")
+        authority.cert_pem.write_to_path(f"{folder}/ca.pem")
+        certificate.private_key_and_cert_chain_pem.write_to_path(f"{folder}/tls.crt")
+        certificate.private_key_pem.write_to_path(f"{folder}/tls.key")
         stack.enter_context(running(command, lambda: listens(port), environment=environment))
         target = f"http://127.0.0.1:{port}"
         variants = {"direct": Variant(target, None)}
         for name, flags in VARIANTS.items():
             if flags:
-                command = [target, "--predictor", "none", *flags.replace("FOLDER", folder).split()]
+                flags = flags if "--predictor" in flags else f"{flags} --predictor none"
+                command = [target, *flags.replace("FOLDER", folder).split()]
                 process, [port, *_] = stack.enter_context(command_ports("tailcast_proxy", *command))
-                variants[name] = Variant(f"http://127.0.0.1:{port}", process.popen.pid)
-        asyncio.run(measure(variants, options.requests, options.block))
+                scheme = "https" if "--tls_cert" in flags else "http"
+                variants[name] = Variant(f"{scheme}://127.0.0.1:{port}", process.popen.pid)
+        asyncio.run(measure(variants, options.requests, options.block, Path(folder) / "ca.pem"))
         print(table(variants, options.events))
 
 

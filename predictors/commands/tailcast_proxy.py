@@ -25,12 +25,15 @@ def serve(config: ProxyConfig, read_again: Callable[[], ProxyConfig]) -> int:
     `read_again` returns."""
     from predictors.hosting.logs import set_up_logs
     from predictors.hosting.process import PortFile, ignore_hangups, run, run_until_stopped
+    from predictors.hosting.tracing import set_up_exporting
 
     ignore_hangups()
     from predictors.proxy.server import ProxyServer
 
     port_file = PortFile(config.port_file)
     set_up_logs(config.log_format)
+    if config.traces:
+        set_up_exporting()
     server = ProxyServer(config)
     reload = functools.partial(_reload, server, read_again)
     run(run_until_stopped(server, reload, lambda ports: port_file.write(*ports), port_file.remove))

@@ -147,6 +147,8 @@ class ProxyConfig:
     """Log one line per request."""
     log_format: Literal["text", "json"] = "text"
     """Format of log lines: text, or one JSON object per line."""
+    traces: bool = False
+    """Export OpenTelemetry traces; the OTEL_* environment variables configure the exporter."""
 
     @property
     def urls(self) -> list[str]:

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from predictors.hosting.live_page import MAX_ENDED, EndedRequest
 from predictors.proxy.config import ProxyConfig
@@ -80,6 +80,7 @@ class Exchange:
     engine: Engine | None = None  # while it is there
     shadow: asyncio.Task[Forecast] | None = None
     stats: ResponseStats | None = None
+    span: Any = None  # if requests are traced
     end: str = ""  # complete, error, engine_lost or client_gone
 
 

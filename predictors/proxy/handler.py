@@ -9,9 +9,10 @@ import ssl
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -30,6 +31,7 @@ from predictors.proxy.replicas import Engine, Replicas
 from predictors.proxy.responses import EventStreamReader, JsonReader, ReadBudget, Reader
 from predictors.proxy.session_id import SESSION_HEADER
 from predictors.proxy.sessions import Sessions
+from predictors.proxy.spans import RequestSpans
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.api_request import MAX_TOKENS
 from scheduler_core.prediction.predictor import PredictionRequest
@@ -80,6 +82,7 @@ class RequestHandler:
         predictor = None if config.predictor == "none" else config.predictor
         self.forecaster = Forecaster(predictor, "predictor", config.deadline_s)
         self.recorder = Recorder(config, self.metrics, lambda: self.forecaster.client)
+        self._spans = RequestSpans(config) if config.traces else None
         self.sessions: Sessions | None = None
         if self.order.model is not None:
             self.sessions = Sessions(config, self.metrics, self.engines, self.recorder)
@@ -111,6 +114,12 @@ class RequestHandler:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """The response to any request of a client."""
+        if self._spans is None:
+            return await self._handle(request, None)
+        with self._spans.request(request) as span:
+            return await self._handle(request, span)
+
+    async def _handle(self, request: web.Request, span: Any) -> web.StreamResponse:
         target = origin_form(request.raw_path)
         generates = request.method not in READING and target not in UNQUEUED
         is_known = generates and endpoint_of(request.path) != "other"
@@ -121,7 +130,7 @@ class RequestHandler:
             if self._num_in_flight[generates] > (limit := self.config.max_in_flight):
                 text = f"requests in flight: got {self._num_in_flight[generates]}; allowed: {limit}"
                 raise Refusal(429, text, "proxy_full")
-            response = await (self._generate(request) if generates else self._pass(request))
+            response = await (self._generate(request, span) if generates else self._pass(request))
             code = str(response.status)
             return response
         except Refusal as refusal:
@@ -137,6 +146,8 @@ class RequestHandler:
         finally:
             self._num_in_flight[generates] -= 1
             self.metrics.requests.labels("completion" if is_known else "other", code).inc()
+            if self._spans is not None:
+                self._spans.respond(span, request, code)
             if self.config.access_log:
                 path, seconds = request.rel_url.raw_path, round(time.perf_counter() - start, 6)
                 fields = {"path": path, "code": code, "seconds": seconds}
@@ -157,7 +168,7 @@ class RequestHandler:
         except InputError as error:
             raise Refusal.of(error) from error
 
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
+    async def _generate(self, request: web.Request, span: Any) -> web.StreamResponse:
         """The response to a completion, or to any other request that can generate output; raises as `_send`,
         or Refusal for an invalid request."""
         start = time.perf_counter()
@@ -167,11 +178,16 @@ class RequestHandler:
                 exchange = self._exchange(request, parsed, start)
             except InputError as error:
                 raise Refusal.of(error) from error
+            exchange.span = span
+            if self._spans is not None:
+                self._spans.begin(exchange)
             self.recorder.start_shadow(exchange)
             try:
                 return await self._respond(request, held.data, body, exchange)
             finally:
                 self.metrics.request.observe(time.perf_counter() - start)
+                if self._spans is not None:
+                    self._spans.end(exchange)
                 self.recorder.finish(exchange)
 
     async def _respond(
@@ -269,7 +285,8 @@ class RequestHandler:
         try:
             if isinstance(order, HoldQueue):
                 try:
-                    await order.enter(exchange.request)
+                    with self._part("queue"):
+                        await order.enter(exchange.request)
                 finally:
                     exchange.waited_s = time.perf_counter() - start
                 self.metrics.held.observe(exchange.waited_s)
@@ -293,7 +310,8 @@ class RequestHandler:
                 forecasting.cancel()
 
     async def _forecast(self, exchange: Exchange) -> Forecast:
-        forecast = exchange.forecast = await self.forecaster.forecast(exchange.query)
+        with self._part("predict"):
+            forecast = exchange.forecast = await self.forecaster.forecast(exchange.query)
         num_counted = forecast.prompt_tokens
         prompt_tokens = None if num_counted is None else exchange.parsed.prompt_tokens(num_counted)
         exchange.prompt_tokens, prediction = prompt_tokens, forecast.prediction
@@ -307,6 +325,8 @@ class RequestHandler:
             prompt_tokens = None  # the engine has counted better
         if exchange.engine is not None:
             exchange.engine.order.update(exchange.request.request_id, prediction, prompt_tokens)
+        if self._spans is not None:
+            self._spans.predicted(exchange)
         self.metrics.predictions.labels(forecast.outcome).inc()
         if forecast.seconds:
             self.metrics.prediction.observe(forecast.seconds)
@@ -338,6 +358,9 @@ class RequestHandler:
         # A compressed stream could not be parsed.
         return replace(hint, members=members, headers={**hint.headers, "Accept-Encoding": "identity"})
 
+    def _part(self, name: str) -> AbstractContextManager[Any]:
+        return nullcontext() if self._spans is None else self._spans.part(name)
+
     async def _send(
         self,
         request: web.Request,
@@ -346,6 +369,24 @@ class RequestHandler:
         hint: Hint = NO_HINT,
         exchange: Exchange | None = None,
         without_usage: Callable[[], bytes] | None = None,
+    ) -> web.StreamResponse:
+        """As `_forward`, in a span of its own."""
+        if self._spans is None:
+            return await self._forward(request, body, engine, hint, exchange, without_usage)
+        with self._spans.engine(engine.url) as (span, headers):
+            hint = replace(hint, headers={**hint.headers, **headers})
+            response = await self._forward(request, body, engine, hint, exchange, without_usage)
+            span.set_attribute("http.response.status_code", response.status)
+            return response
+
+    async def _forward(
+        self,
+        request: web.Request,
+        body: bytes | None,
+        engine: Engine,
+        hint: Hint,
+        exchange: Exchange | None,
+        without_usage: Callable[[], bytes] | None,
     ) -> web.StreamResponse:
         """Sends a request to the engine and forwards the response; Refusal if the engine does not respond,
         EngineLostError if it disconnects during the response.

@@ -130,6 +130,15 @@ class EngineOrder:
         """The first `num` requests in their order, those that have no output yet as far as the proxy knows."""
         raise NotImplementedError
 
+    def rank(self, request_id: str, num: int) -> tuple[int, int | None] | None:
+        """The declared level of a live request, and its position among the first `num` of `first`, the next one at 1, None if
+        it is none of them. None for others."""
+        state = self._order.states.get(request_id)
+        if state is None:
+            return None
+        position = next((number for number, one in enumerate(self.first(num), 1) if one is state), None)
+        return self._order.level(state), position
+
     def running(self) -> list[RequestState]:
         """The requests in the engine that are not in the order any more, in the order of sending."""
         sent = [state for state in self._order.states.values() if self._is_running(state)]

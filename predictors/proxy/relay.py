@@ -39,8 +39,11 @@ HOP_BY_HOP = frozenset(
     | {"te", "trailer", "transfer-encoding", "upgrade"}
 )
 _NOT_SENT = frozenset({"host", "content-length", "expect"})
-#: Headers of the proxy that replace those of the client: the priority contains the client's own.
-_REPLACED = frozenset({"Accept-Encoding", "X-Vllm-Priority", "x-dynamo-request-priority"})
+#: Headers of the proxy that replace those of the client: the priority contains the client's own, and the span of the proxy
+#: is a child of the client's.
+_REPLACED = frozenset(
+    {"Accept-Encoding", "X-Vllm-Priority", "x-dynamo-request-priority", "traceparent", "tracestate"}
+)
 _ORIGIN = re.compile(r"https?://[^/?#]*", re.IGNORECASE)
 #: Maximum seconds to connect to the engine, and of a probe.
 CONNECT_S = PROBE_S = 5.0

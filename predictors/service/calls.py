@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from predictors.hosting.tracing import Tracing
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.service.artifacts import ArtifactTable
 from predictors.service.errors import ClosedError, ErrorStatus, QueueFullError, renamed, status_code
@@ -27,7 +28,6 @@ from predictors.service.learning import (
 )
 from predictors.service.messages import CheckedRequest, PipelineResult, check_request_id, predict_response
 from predictors.service.pipeline import ServedArtifact
-from predictors.service.tracing import Tracing
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.prediction.correction import RequestContext
 from scheduler_core.prediction.predictions import Prediction
@@ -119,7 +119,20 @@ class PredictorCalls:
         finally:
             served.metrics.request(method, code, time.monotonic() - start, result)
             if self.tracing is not None:
-                self.tracing.end(span, served.name, served.version, code, result)
+                self._end_span(self.tracing, span, served, code, result)
+
+    def _end_span(
+        self, tracing: Tracing, span: Any, served: ServedArtifact, code: str, result: PipelineResult | None
+    ) -> None:
+        """Ends a span; its attributes are the artifact, the status code and the durations of the parts."""
+        artifact = {"tailcast.artifact_id": served.name, "tailcast.artifact_version": served.version}
+        span.set_attributes({**artifact, "rpc.status": code})
+        if result is not None:
+            for name in ("tokenize_s", "queue_s", "inference_s", "batch_size", "cached"):
+                span.set_attribute(f"tailcast.{name}", getattr(result, name))
+        if code != "OK":
+            tracing.fail(span, code)
+        span.end()
 
     async def _corrected(
         self,

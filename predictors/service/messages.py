@@ -262,19 +262,19 @@ def _length_numbers(request: pb.PredictRequest, length: LengthPrediction) -> dic
     """Response fields of the length truncated at max_tokens of the request or the default."""
     numbers: dict[str, Any] = {}
     max_tokens = DEFAULT_MAX_TOKENS
+    levels = request.quantile_levels or DEFAULT_QUANTILE_LEVELS
     if request.HasField("max_tokens"):
         max_tokens = request.max_tokens
         truncated = truncated_length(
             length,
             max_tokens=max_tokens,
             cvar_level=request.cvar_level if request.HasField("cvar_level") else DEFAULT_CVAR_LEVEL,
-            levels=request.quantile_levels or DEFAULT_QUANTILE_LEVELS,
+            levels=levels,
         )
         numbers |= {"truncated_length": truncated, "expected_tokens": truncated.expected_tokens}
     else:
         numbers["expected_tokens"] = length.expected_and_cvar(max_tokens)[0]
     if request.HasField("generated_tokens"):
-        levels = request.quantile_levels or DEFAULT_QUANTILE_LEVELS
         numbers["remaining"] = remaining_length(length, request.generated_tokens, max_tokens, levels)
     median, p90 = _truncated_quantiles(length, (0.5, 0.9), max_tokens)
     return numbers | {"median_tokens": median, "p90_tokens": p90}
@@ -290,15 +290,12 @@ def truncated_length(
     else:
         lengths = length.distribution()
         expected, cvar = float(lengths.expected(max_tokens)), float(lengths.cvar(cvar_level, max_tokens))
-    quantiles = _truncated_quantiles(length, levels, max_tokens)
     return pb.TruncatedLength(
         max_tokens=max_tokens,
         expected_tokens=expected,
         cvar_level=cvar_level,
         cvar_tokens=cvar,
-        quantiles=[
-            pb.Quantile(level=level, tokens=tokens) for level, tokens in zip(levels, quantiles, strict=True)
-        ],
+        quantiles=_quantile_messages(levels, _truncated_quantiles(length, levels, max_tokens)),
     )
 
 
@@ -317,10 +314,12 @@ def remaining_length(
     return pb.RemainingLength(
         generated_tokens=generated_tokens,
         expected_tokens=length.table(max_tokens).expected_remaining(generated_tokens),
-        quantiles=[
-            pb.Quantile(level=level, tokens=tokens) for level, tokens in zip(levels, quantiles, strict=True)
-        ],
+        quantiles=_quantile_messages(levels, quantiles),
     )
+
+
+def _quantile_messages(levels: Sequence[float], tokens: Sequence[float]) -> list[pb.Quantile]:
+    return [pb.Quantile(level=level, tokens=each) for level, each in zip(levels, tokens, strict=True)]
 
 
 def _truncated_quantiles(length: LengthPrediction, levels: Sequence[float], max_tokens: int) -> list[float]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from predictors.hosting.logs import set_up_logs
 from predictors.hosting.process import ignore_hangups, run, run_until_stopped
+from predictors.hosting.tracing import set_up_exporting
 from predictors.runtime import CPU
 from predictors.service.artifacts import open_sources
 from predictors.service.batcher import BatchingSettings
@@ -18,7 +19,6 @@ from predictors.service.config import ServeConfig
 from predictors.service.metrics import count_as_worker
 from predictors.service.pipeline import worker_cores
 from predictors.service.server import PredictionServer
-from predictors.service.tracing import set_up_exporting
 from scheduler_core.errors import TailcastError
 
 logger = logging.getLogger(__name__)

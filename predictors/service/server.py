@@ -14,6 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from predictors.hosting.process import bound_socket
+from predictors.hosting.tracing import Tracing
 from predictors.proto import open_inference_pb2, predictor_v1_pb2
 from predictors.runtime import ArtifactRuntime
 from predictors.service.artifacts import ArtifactTable, Reopen
@@ -26,7 +27,6 @@ from predictors.service.learning import Learner
 from predictors.service.metrics import ServiceMetrics
 from predictors.service.oip import OIP_SERVICE, open_inference_handler
 from predictors.service.security import BearerInterceptor, BearerTokens, grpc_credentials
-from predictors.service.tracing import Tracing
 from scheduler_core.adapters.live_calibration import CalibrationGauges, LiveCalibration
 from scheduler_core.errors import InputError
 

@@ -29,11 +29,11 @@ from predictors.client import ClientSettings, SyncPredictor
 from predictors.commands.serve_predictor import main
 from predictors.commands.tailcast_proxy import POSITIONALS
 from predictors.commands.tailcast_proxy import main as proxy_main
+from predictors.hosting import tracing
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.proto.predictor_v1_pb2_grpc import PredictorStub
 from predictors.proxy.config import ProxyConfig
 from predictors.proxy.server import ProxyServer
-from predictors.service import tracing
 from predictors.service import workers as module
 from predictors.service.workers import Supervisor
 from scheduler_core.errors import InputError, MissingExtraError

@@ -11,6 +11,7 @@ import aiohttp
 import numpy as np
 import pytest
 
+from predictors.hosting.tracing import Tracing
 from predictors.manifest import Conditions
 from predictors.proto import open_inference_pb2 as oip
 from predictors.proto import predictor_v1_pb2 as pb
@@ -20,7 +21,6 @@ from predictors.service.errors import MAX_MESSAGE_BYTES, ErrorStatus, Unparsable
 from predictors.service.gateway import MAX_JSON_VALUES, json_object
 from predictors.service.json_request import LIMITS, request_message
 from predictors.service.messages import MAX_ELEMENTS, parse
-from predictors.service.tracing import Tracing
 from scheduler_core.errors import InputError
 from tests.predictors.fakes import GatedRuntime, expected_rich, running_server, write_rich_artifact
 from tests.waiting import until

@@ -1,16 +1,17 @@
-"""OpenTelemetry traces: one span per prediction, a child of the caller's span.
+"""OpenTelemetry spans with W3C trace context, exported over OTLP.
 
-opentelemetry-instrumentation-grpc is not used: it is beta, makes one span per stream, and only supports gRPC.
+opentelemetry-instrumentation-grpc is not used: it is beta, makes one span per stream, and only supports gRPC. That of
+aiohttp's client and server would not know what a request waits for.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
 
-from predictors.service.messages import PipelineResult
 from scheduler_core.errors import InputError, MissingExtraError
 
 TRACE_KEYS = ("traceparent", "tracestate")
@@ -18,7 +19,7 @@ PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_
 
 
 class Tracing:
-    """Spans of the global tracer provider, named after the method."""
+    """Spans of the global tracer provider. MissingExtraError without OpenTelemetry."""
 
     def __init__(self) -> None:
         try:
@@ -33,25 +34,44 @@ class Tracing:
     def receive(self, headers: Mapping[str, object]) -> None:
         """Makes the caller's span in `headers` (W3C trace context) the current one of the running task. Values that are not
         ASCII are left out."""
-        values = {key: headers.get(key) for key in TRACE_KEYS}
-        carrier = {key: value for key, value in values.items() if isinstance(value, str) and value.isascii()}
-        self._context.attach(self._propagator.extract(carrier))
+        self._context.attach(self._extracted(headers))
 
     def start(self, method: str) -> Any:
         """Starts a span as a child of the current one."""
         return self._tracer.start_span(method, kind=self._trace.SpanKind.SERVER)
 
-    def end(self, span: Any, artifact: str, version: str, code: str, result: PipelineResult | None) -> None:
-        """Ends a span; its attributes are the artifact, the status code and the durations of the parts."""
-        span.set_attributes(
-            {"tailcast.artifact_id": artifact, "tailcast.artifact_version": version, "rpc.status": code}
-        )
-        if result is not None:
-            for name in ("tokenize_s", "queue_s", "inference_s", "batch_size", "cached"):
-                span.set_attribute(f"tailcast.{name}", getattr(result, name))
-        if code != "OK":
-            span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, code))
-        span.end()
+    @contextmanager
+    def span(
+        self,
+        name: str,
+        kind: Literal["SERVER", "CLIENT", "INTERNAL"] = "INTERNAL",
+        caller: Mapping[str, object] | None = None,
+    ) -> Iterator[Any]:
+        """A span that is the current one of the task during the block: a child of the one before, or of the caller's in the
+        headers `caller`. Exceptions are not recorded, because their texts can quote a request."""
+        with self._tracer.start_as_current_span(
+            name,
+            context=None if caller is None else self._extracted(caller),
+            kind=self._trace.SpanKind[kind],
+            record_exception=False,
+            set_status_on_exception=False,
+        ) as span:
+            yield span
+
+    def headers(self) -> dict[str, str]:
+        """The headers that make spans of another process children of the current one."""
+        headers: dict[str, str] = {}
+        self._propagator.inject(headers)
+        return headers
+
+    def fail(self, span: Any, reason: str) -> None:
+        """Sets the status of a span to an error."""
+        span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, reason))
+
+    def _extracted(self, headers: Mapping[str, object]) -> Any:
+        values = {key: headers.get(key) for key in TRACE_KEYS}
+        carrier = {key: value for key, value in values.items() if isinstance(value, str) and value.isascii()}
+        return self._propagator.extract(carrier)
 
 
 def set_up_exporting() -> None:

@@ -1,0 +1,195 @@
+"""OpenTelemetry spans of a proxy: their parents, their attributes, what the engine gets."""
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from predictors.proxy.config import ProxyConfig
+from predictors.proxy.server import ProxyServer
+from scheduler_core.errors import MissingExtraError
+from tests.predictors.proxy.fake_engine import break_off, chat, gated, running_engine, running_proxy, until
+
+pytest.importorskip("opentelemetry.sdk")
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
+from opentelemetry.semconv.attributes import (
+    error_attributes,
+    http_attributes,
+    server_attributes,
+    url_attributes,
+)
+from opentelemetry.trace import SpanKind, StatusCode
+
+ROOT = Path(__file__).parents[3]
+TRACE, PARENT = "1" * 32, "2" * 16
+CALLER = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=7"}
+PROMPT = "name three rivers"
+
+
+@pytest.fixture(scope="module")
+def exporter() -> InMemorySpanExporter:
+    """Gets the spans of this process: there can be only one tracer provider."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    trace.set_tracer_provider(provider)
+    return exporter
+
+
+@pytest.fixture
+def spans(exporter: InMemorySpanExporter) -> InMemorySpanExporter:
+    exporter.clear()
+    return exporter
+
+
+def by_name(exporter: InMemorySpanExporter) -> dict[str, Any]:
+    return {span.name: span for span in exporter.get_finished_spans()}
+
+
+async def test_a_request_has_a_span_with_its_parts(
+    spans: InMemorySpanExporter, artifact_folder: Path
+) -> None:
+    options: dict[str, Any] = {"predictor": str(artifact_folder), "traces": True, "engine": "vllm"}
+    async with running_engine() as fake, running_proxy(fake.url, **options) as proxy:
+        body = chat(PROMPT, stream=True, temperature=0.5)
+        assert (await proxy.post(body, CALLER | {"x-tailcast-tier": "1"}))[0] == 200
+        sent = {name.lower(): value for name, value in fake.requests[-1][2].items()}
+        port = int(fake.url.rpartition(":")[2])
+        await until(lambda: len(spans.get_finished_spans()) == 3)
+    named = by_name(spans)
+    request, predict, engine = (named[name] for name in ("chat tiny-llm", "predict", "engine"))
+    assert f"{request.context.trace_id:032x}" == TRACE
+    assert f"{request.parent.span_id:016x}" == PARENT
+    assert [span.parent.span_id for span in (predict, engine)] == [request.context.span_id] * 2
+    assert [span.kind for span in (request, predict, engine)] == [
+        SpanKind.SERVER,
+        SpanKind.INTERNAL,
+        SpanKind.CLIENT,
+    ]
+    assert sent["traceparent"] == f"00-{TRACE}-{engine.context.span_id:016x}-01"
+    assert sent["tracestate"] == "vendor=7"
+    assert dict(engine.attributes) == {
+        "server.address": "127.0.0.1",
+        "server.port": port,
+        "http.response.status_code": 200,
+    }
+    values = dict(request.attributes)
+    quantiles = [values.pop(f"tailcast.predicted_tokens.p{level}") for level in (10, 50, 90)]
+    assert 0 < quantiles[0] < quantiles[1] < quantiles[2]
+    assert 0 < values.pop("tailcast.waited_s") < values.pop("gen_ai.response.time_to_first_chunk") < 60
+    assert values == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "vllm",
+        "gen_ai.request.model": "tiny-llm",
+        "gen_ai.request.max_tokens": 500,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.stream": True,
+        "gen_ai.request.choice.count": 1,
+        "gen_ai.response.finish_reasons": ("stop",),
+        "gen_ai.usage.input_tokens": 3,
+        "gen_ai.usage.output_tokens": 7,
+        "http.request.method": "POST",
+        "http.response.status_code": 200,
+        "url.path": "/v1/chat/completions",
+        "tailcast.prediction.outcome": "answered",
+        "tailcast.tier": 1,
+        "tailcast.level": -1,
+        "tailcast.end": "complete",
+    }
+    assert request.status.status_code is StatusCode.UNSET
+    assert PROMPT not in str([(span.name, span.attributes, span.events) for span in named.values()])
+
+
+def test_names_are_those_of_the_conventions() -> None:
+    """Those of this package, which its developers change: gen_ai is not stable yet."""
+    import ast
+
+    modules = (gen_ai_attributes, error_attributes, http_attributes, server_attributes, url_attributes)
+    known = {value for module in modules for value in vars(module).values() if isinstance(value, str)}
+    tree = ast.parse((ROOT / "predictors/proxy/spans.py").read_text(encoding="utf-8"))
+    texts = [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    names = {text for text in texts if "." in text and " " not in text and not text.startswith("tailcast.")}
+    assert len(names) > 12
+    assert names - known == set()
+
+
+async def test_a_request_that_waits_has_its_position_and_the_time(
+    spans: InMemorySpanExporter, artifact_folder: Path
+) -> None:
+    go = asyncio.Event()
+    options: dict[str, Any] = {
+        "predictor": str(artifact_folder),
+        "traces": True,
+        "release": 1,
+        "policy": "fcfs",
+    }
+    async with running_engine(gated(go)) as fake, running_proxy(fake.url, **options) as proxy:
+        posts = []
+        for number in range(3):
+            posts.append(asyncio.create_task(proxy.post(chat(f"{PROMPT} {number}"))))
+            await until(lambda number=number: proxy.server.num_in_flight == number + 1)
+            await until(
+                lambda number=number: (
+                    sum(s.name == "predict" for s in spans.get_finished_spans()) == number + 1
+                )
+            )
+        go.set()
+        assert [status for status, _ in await asyncio.gather(*posts)] == [200] * 3
+        await until(lambda: sum(span.name == "chat tiny-llm" for span in spans.get_finished_spans()) == 3)
+    finished = spans.get_finished_spans()
+    requests = sorted(
+        (one for one in finished if one.name.startswith("chat")), key=lambda one: one.start_time
+    )
+    assert [one.attributes.get("tailcast.queue.position") for one in requests] == [None, 1, 2]
+    assert [one.attributes["tailcast.level"] for one in requests] == [0] * 3
+    queues = {one.parent.span_id: one for one in finished if one.name == "queue"}
+    for one in requests:
+        queue = queues[one.context.span_id]
+        seconds = (queue.end_time - queue.start_time) / 1e9
+        assert one.attributes["tailcast.waited_s"] == pytest.approx(seconds, abs=0.05)
+    assert requests[2].attributes["tailcast.waited_s"] > requests[0].attributes["tailcast.waited_s"]
+
+
+async def test_what_fails_is_an_error_without_texts(spans: InMemorySpanExporter) -> None:
+    async def broken(request: Any, body: bytes) -> Any:
+        return await break_off(request, b"data: 1\n\n", {"Content-Type": "text/event-stream"})
+
+    async with running_engine(broken) as fake, running_proxy(fake.url, traces=True) as proxy:
+        with pytest.raises(Exception, match="payload|closed|Server disconnected"):
+            await proxy.post(chat(PROMPT, stream=True))
+        await fake.stop()
+        assert (await proxy.post(chat(PROMPT)))[0] == 502
+        assert (await proxy.post(b"{", {"traceparent": "nonsense"}))[0] == 400
+        async with proxy.client.get(proxy.url + "/v1/models") as response:
+            assert response.status == 502
+        await until(lambda: sum(one.kind is SpanKind.SERVER for one in spans.get_finished_spans()) == 4)
+    servers = [one for one in spans.get_finished_spans() if one.kind is SpanKind.SERVER]
+    codes = [(one.name, one.attributes.get("error.type"), one.status.status_code) for one in servers]
+    error, ok = StatusCode.ERROR, StatusCode.UNSET
+    chats = [("chat tiny-llm", "broken", error), ("chat tiny-llm", "502", error)]
+    assert codes == [*chats, ("POST", None, ok), ("GET", "502", error)]
+    assert all(one.events == () for one in spans.get_finished_spans())
+
+
+async def test_without_traces_there_are_no_spans_and_headers_pass(spans: InMemorySpanExporter) -> None:
+    async with running_engine() as fake, running_proxy(fake.url) as proxy:
+        assert (await proxy.post(chat(PROMPT), CALLER))[0] == 200
+        assert CALLER.items() <= fake.requests[-1][2].items()
+    assert spans.get_finished_spans() == ()
+
+
+async def test_the_extra_is_needed_only_for_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    with pytest.raises(MissingExtraError, match="traces"):
+        ProxyServer(ProxyConfig(engine_url="http://127.0.0.1:1", predictor="none", traces=True))
+    async with running_engine() as fake, running_proxy(fake.url) as proxy:
+        assert (await proxy.post(chat(PROMPT)))[0] == 200
