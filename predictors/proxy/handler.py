@@ -31,7 +31,7 @@ from predictors.proxy.replicas import Engine, Replicas
 from predictors.proxy.responses import EventStreamReader, JsonReader, ReadBudget, Reader
 from predictors.proxy.session_id import SESSION_HEADER
 from predictors.proxy.sessions import Sessions
-from predictors.proxy.spans import RequestSpans
+from predictors.proxy.spans import ProxySpans
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.api_request import MAX_TOKENS
 from scheduler_core.prediction.predictor import PredictionRequest
@@ -82,7 +82,7 @@ class RequestHandler:
         predictor = None if config.predictor == "none" else config.predictor
         self.forecaster = Forecaster(predictor, "predictor", config.deadline_s)
         self.recorder = Recorder(config, self.metrics, lambda: self.forecaster.client)
-        self._spans = RequestSpans(config) if config.traces else None
+        self._spans = ProxySpans(config) if config.traces else None
         self.sessions: Sessions | None = None
         if self.order.model is not None:
             self.sessions = Sessions(config, self.metrics, self.engines, self.recorder)

@@ -28,7 +28,7 @@ QUANTILES = (0.1, 0.5, 0.9)
 MAX_POSITION = 128
 
 
-class RequestSpans:
+class ProxySpans:
     """Makes the spans; MissingExtraError without OpenTelemetry."""
 
     def __init__(self, config: ProxyConfig) -> None:

@@ -110,7 +110,7 @@ def test_names_are_those_of_the_conventions() -> None:
     import ast
 
     modules = (gen_ai_attributes, error_attributes, http_attributes, server_attributes, url_attributes)
-    known = {value for module in modules for value in vars(module).values() if isinstance(value, str)}
+    conventional = {value for module in modules for value in vars(module).values() if isinstance(value, str)}
     tree = ast.parse((ROOT / "predictors/proxy/spans.py").read_text(encoding="utf-8"))
     texts = [
         node.value
@@ -119,7 +119,7 @@ def test_names_are_those_of_the_conventions() -> None:
     ]
     names = {text for text in texts if "." in text and " " not in text and not text.startswith("tailcast.")}
     assert len(names) > 12
-    assert names - known == set()
+    assert names - conventional == set()
 
 
 async def test_a_request_that_waits_has_its_position_and_the_time(
