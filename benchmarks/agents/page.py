@@ -10,10 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.shared.pages import mean_cell
+from benchmarks.shared.pages import mean_cell, write_svg
 from scheduler_core.report.page import markdown_table
-from scheduler_core.report.plotting import color, dash, mark_decades, new_figure, svg
-from scheduler_core.shell.files import atomic_file
+from scheduler_core.report.plotting import color, dash, mark_decades, new_figure
 from scheduler_core.statistics import interval
 
 Values = Mapping[str, float]
@@ -202,6 +201,4 @@ def plot(file: Path, runs: Runs, num_sessions: int, policies: Sequence[str]) -> 
     limits = (0.8 * min(waits), 1.25 * max(waits))
     axes[2].set_ylim(limits)
     mark_decades(axes[2].yaxis, limits)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(file) as temporary:
-        Path(temporary).write_text(svg(figure, axes[0]), encoding="utf-8")
+    write_svg(file, figure, axes[0])

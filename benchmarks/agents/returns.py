@@ -42,7 +42,7 @@ from sklearn.metrics import roc_auc_score
 
 from benchmarks.correcting.agent_sessions import FIRST_TOKEN_S, TOKEN_S, is_development, session_starts
 from benchmarks.shared.command import Parser
-from benchmarks.shared.pages import put_section
+from benchmarks.shared.pages import number_cell, put_section
 from scheduler_core.lengths.student_t import student_t_cdf, student_t_quantile
 from scheduler_core.prediction.correction import Correction, RequestContext
 from scheduler_core.prediction.outcome import Outcome
@@ -474,13 +474,13 @@ def turn_table(pauses: Sequence[SessionReturn], rows: Sequence[Event]) -> str:
     def of_turns(name: str, *quantiles: NDArray[np.float64]) -> list[str]:
         error = np.abs(np.log1p(quantiles[0]) - np.log1p(remaining)).mean()
         coverage = " / ".join(f"{100 * (remaining <= values).mean():.0f}" for values in quantiles)
-        tau = _cell(kendall_tau(quantiles[0], remaining))
+        tau = number_cell(kendall_tau(quantiles[0], remaining))
         return [f"turns that remain: {name}", tau, f"{error:.3f}", coverage]
 
     def of_growth(name: str, values: NDArray[np.float64], coverage: str) -> list[str]:
         tau = kendall_tau(values[is_growth], log_growth[is_growth])
         error = np.abs(values - log_growth)[is_growth].mean()
-        return [f"growth of the context: {name}", _cell(tau), f"{error:.3f}", coverage]
+        return [f"growth of the context: {name}", number_cell(tau), f"{error:.3f}", coverage]
 
     covered = [f"{100 * (log_growth <= limit)[is_growth].mean():.0f}" for limit in (predicted, high)]
     middle = np.full_like(log_growth, np.median(log_growth[is_growth]))
@@ -492,10 +492,6 @@ def turn_table(pauses: Sequence[SessionReturn], rows: Sequence[Event]) -> str:
         of_growth("ours", predicted, " / ".join(covered)),
     ]
     return markdown_table(("", "Kendall tau", "MAE of ln (turns: ln(1 + n))", "P50 / P90 coverage, %"), cells)
-
-
-def _cell(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
 
 
 def times_us(rows: Sequence[Event]) -> tuple[float, float]:

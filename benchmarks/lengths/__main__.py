@@ -26,6 +26,7 @@ from benchmarks.lengths.page import plot, write_page
 from benchmarks.lengths.scores import mean_scores, run
 from benchmarks.lengths.streams import MIXED, Streams
 from benchmarks.shared.command import Parser
+from benchmarks.shared.pages import number_cell
 from scheduler_core.errors import InputError
 
 MAX_SEEDS = {"M32": 2, "L": 1, "H": 2}
@@ -58,12 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else:
                 tables["hazards"] += (rows := HAZARDS[name](features, seeds))
                 for row in rows:
-                    print(
-                        " ",
-                        row["study"],
-                        row["case"],
-                        *(_cell(row[key]) for key in ("calibration", "memory", "ratio")),
-                    )
+                    numbers = (number_cell(row[key]) for key in ("calibration", "memory", "ratio"))
+                    print(" ", row["study"], row["case"], *numbers)
         for name, rows in tables.items():
             if options.csv and rows:
                 _write_csv(options.csv / f"length_benchmark_{name}.csv", rows)
@@ -98,7 +95,7 @@ def score(stream: str, seeds: int, entries: Mapping[str, Entry], features: Featu
         for window, scores in windows.items():
             numbers = {key: "" if value is None else value for key, value in scores.items()}
             rows.append({"stream": stream, "entrant": name, "after": window} | numbers | cost)
-        cells = (f"{_cell(each['tau'])}/{_cell(each['crps'])}" for each in windows.values())
+        cells = (f"{number_cell(each['tau'])}/{number_cell(each['crps'])}" for each in windows.values())
         print(f"{name:30}", "  ".join(cells), f"{cost['predict_us']:9.0f} us", flush=True)
     return rows
 
@@ -119,10 +116,6 @@ def _entries(
         except (ImportError, AttributeError, ValueError) as error:
             raise InputError("--entrant", address, f"MODULE:CLASS that can be imported ({error})") from error
     return {name: entry for name, entry in entries.items() if only is None or name.startswith(tuple(only))}
-
-
-def _cell(value: str | float | None) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else "-"
 
 
 def _write_csv(file: Path, rows: Sequence[Row]) -> None:

@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.lengths.hazards import Row
-from benchmarks.shared.pages import put_section
+from benchmarks.shared.pages import number_cell, put_section, write_svg
 from scheduler_core.report.page import markdown_table
-from scheduler_core.report.plotting import color, dash, new_figure, svg
-from scheduler_core.shell.files import atomic_file
+from scheduler_core.report.plotting import color, dash, new_figure
 
 #: Entrants in the table, and those in the figure.
 SHOWN = (
@@ -47,14 +46,15 @@ def _hazards(rows: Sequence[Row]) -> list[list[str]]:
     lines = []
     if single:
         mean = [
-            _number(float(np.mean([float(row[key]) for row in single]))) for key in ("calibration", "memory")
+            number_cell(float(np.mean([float(row[key]) for row in single])))
+            for key in ("calibration", "memory")
         ]
         ratios = np.array([row["ratio"] for row in single], float)
         label = f"{len(single)} applications, each alone"
         lines.append([label, *mean, f"{ratios.mean():.3f} (worst {ratios.max():.3f})"])
     for row in rows:
         if row["study"] != "alone" and row["case"] != "none, tenants unknown":
-            numbers = [_number(row[key]) for key in ("calibration", "memory", "ratio")]
+            numbers = [number_cell(row[key]) for key in ("calibration", "memory", "ratio")]
             lines.append([f"{row['study']}: {row['case']}", *numbers])
     return lines
 
@@ -68,9 +68,11 @@ def _scores(rows: Sequence[Row]) -> str:
         if row is None:
             continue
         large = by_key.get(("L", name, WINDOW["L"]), {})
-        coverage = " / ".join(_percent(row[f"coverage_{level}"]) for level in (0.5, 0.9, 0.99))
-        numbers = [_number(row[key]) for key in ("tau", "pairs", "crps", "pinball_0.9")]
-        more = [_number(large.get(key, "")) for key in ("tau", "crps")]
+        coverage = " / ".join(
+            number_cell(100 * row[f"coverage_{level}"], "{:.1f}") for level in (0.5, 0.9, 0.99)
+        )
+        numbers = [number_cell(row[key]) for key in ("tau", "pairs", "crps", "pinball_0.9")]
+        more = [number_cell(large.get(key, "")) for key in ("tau", "crps")]
         lines.append([name, *numbers, coverage, *more, f"{row['predict_us']:,.0f}"])
     return markdown_table(header, lines)
 
@@ -90,14 +92,4 @@ def plot(file: Path, rows: Sequence[Row]) -> None:
         axis.set_xticks(range(len(windows)), [f"{int(window):,}" for window in windows])
         axis.set(title=f"stream {stream}", xlabel="after so many requests")
     axes[0].set_ylabel("Kendall's tau")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(file) as temporary:
-        Path(temporary).write_text(svg(figure, axes[0]), encoding="utf-8")
-
-
-def _number(value: str | float) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else "-"
-
-
-def _percent(value: str | float) -> str:
-    return f"{100 * value:.1f}" if isinstance(value, float) else "-"
+    write_svg(file, figure, axes[0])

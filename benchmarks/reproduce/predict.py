@@ -11,7 +11,6 @@ model and all predictions.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import sys
@@ -42,6 +41,7 @@ from benchmarks.reproduce.frozen_heads import (
 )
 from benchmarks.reproduce.tie_requests import ABOUT, COLUMNS
 from benchmarks.reproduce.tie_systems import SETTINGS
+from benchmarks.shared.command import Parser
 from benchmarks.shared.pooled import ENCODER
 from examples.pretrained.prepare import prepare
 from predictors.heads import Predicted
@@ -158,9 +158,7 @@ def _about(folder: Path, likelihood: Mapping[str, float], nu: Sequence[float]) -
 
 def main() -> int:
     """Entry point; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.reproduce.predict", description=__doc__.split("\n")[0]
-    )
+    parser = Parser(__doc__)
     parser.add_argument("data", type=Path, help="folder of the public sets")
     parser.add_argument("--work", type=Path, default=Path("out/tie_predictions"), help="cached features")
     parser.add_argument("--out", type=Path, required=True, help="Parquet file to write")

@@ -148,35 +148,13 @@ class Findings:
         """Adds a `Row` with its other attributes."""
         self.rows.append(Row(where=where, what=what, paper=paper, ours=ours, **other))
 
-    def claim(
-        self,
-        where: str,
-        text: str,
-        holds: bool,
-        evidence: str,
-        *,
-        case: str = "",
-        cause: str = "",
-        own_variant: bool = False,
-    ) -> None:
-        """Adds a sentence of the paper; see `Claim`."""
-        self.claims.append(
-            Claim(
-                where=where,
-                text=text,
-                holds=holds,
-                evidence=evidence,
-                case=case,
-                cause=cause,
-                ours=own_variant,
-            )
-        )
+    def claim(self, where: str, text: str, holds: bool, evidence: str, **other: Any) -> None:
+        """Adds a sentence of the paper: a `Claim` with its other attributes."""
+        self.claims.append(Claim(where=where, text=text, holds=holds, evidence=evidence, **other))
 
-    def check(
-        self, where: str, text: str, holds: bool, evidence: str, *, case: str = "", cause: str = ""
-    ) -> None:
+    def check(self, where: str, text: str, holds: bool, evidence: str, **other: Any) -> None:
         """Adds a check of ours, which the paper does not state; see `Claim`."""
-        self.claim(where, text, holds, evidence, case=case, cause=cause, own_variant=True)
+        self.claim(where, text, holds, evidence, ours=True, **other)
 
 
 def listed(values: Mapping[Any, float], form: str) -> str:

@@ -47,11 +47,11 @@ from benchmarks.reproduce.tie_requests import (
 )
 from benchmarks.reproduce.tie_systems import LMSYS_8B, run
 from benchmarks.shared.command import Parser
-from benchmarks.shared.pages import put_section
+from benchmarks.shared.pages import put_section, write_svg
 from scheduler_core.errors import InputError
 from scheduler_core.lengths.student_t import student_t_quantile
 from scheduler_core.report.page import markdown_table
-from scheduler_core.report.plotting import COLORS, new_figure, svg
+from scheduler_core.report.plotting import COLORS, new_figure
 from scheduler_core.shell.files import atomic_file
 from scheduler_core.statistics import Interval, interval
 from training.fitting.estimate import estimate, family_of
@@ -297,8 +297,7 @@ def plot(file: Path, values: Sequence[Value]) -> None:
         handles=[Patch(facecolor=color, alpha=0.75, label=score) for score, color in colors.items()],
         loc="outside upper center", ncols=len(colors), frameon=False, fontsize=9,
     )  # fmt: skip
-    with atomic_file(file) as temporary:
-        Path(temporary).write_text(svg(figure), encoding="utf-8")
+    write_svg(file, figure)
 
 
 def write_values(file: Path, values: Sequence[Value]) -> None:

@@ -1,11 +1,13 @@
-"""Cells of tables, and generated sections in Markdown pages, delimited by two comments."""
+"""Cells of tables, figures, and generated sections in Markdown pages, delimited by two comments."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from scheduler_core.errors import InputError
+from scheduler_core.report.plotting import svg
 from scheduler_core.shell.files import atomic_file, writable_target
 from scheduler_core.statistics import interval
 
@@ -17,6 +19,17 @@ def mean_cell(values: Sequence[float], digits: int = 2) -> str:
     mean = interval(values)
     half = f" ± {mean.high - mean.mean:.{digits}f}" if mean.num > 1 else ""
     return f"{mean.mean:.{digits}f}{half}"
+
+
+def number_cell(value: object, form: str = "{:.3f}") -> str:
+    """A number in a format; - for anything that is not a float, such as None."""
+    return form.format(value) if isinstance(value, float) else "-"
+
+
+def write_svg(file: Path, figure: Any, legend_of: Any = None) -> None:
+    """Writes a figure, see `scheduler_core.report.plotting.svg`; creates the folder."""
+    with atomic_file(writable_target(file, "plot")) as temporary:
+        temporary.write_text(svg(figure, legend_of), encoding="utf-8")
 
 
 def put_section(path: str | Path, name: str, text: str) -> None:
