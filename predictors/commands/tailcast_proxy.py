@@ -36,7 +36,12 @@ def serve(config: ProxyConfig, read_again: Callable[[], ProxyConfig]) -> int:
         set_up_exporting()
     server = ProxyServer(config)
     reload = functools.partial(_reload, server, read_again)
-    run(run_until_stopped(server, reload, lambda ports: port_file.write(*ports), port_file.remove))
+
+    def on_ready(ports: tuple[int, int | None]) -> None:
+        port_file.write(*ports)
+        server.reload_on_changes(reload)
+
+    run(run_until_stopped(server, reload, on_ready, port_file.remove))
     logger.info("stopped")
     return 0
 

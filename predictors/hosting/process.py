@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from scheduler_core.errors import InputError
@@ -92,6 +93,15 @@ def ignore_hangups() -> None:
     """Ignores SIGHUP, which would end a process that is still loading, until `on_signals`."""
     if hasattr(signal, "SIGHUP") and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def file_state(path: str | Path) -> tuple[int, int, int] | None:
+    """A value that changes when a file is replaced, also behind a symbolic link; None if it does not exist."""
+    try:
+        stat = Path(path).stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
 _MAX_PORTS_BYTES = 64

@@ -25,6 +25,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_body_mib": (1, 1024),
     "max_held_mib": (1, 2**20),
     "engine_probe_s": (0.0, 3600.0),
+    "reload_poll_s": (0.0, 86_400.0),
     "default_max_tokens": (1, 2**31 - 1),
     "most_urgent_tier": (0, len(LEVELS) - 1),
 }
@@ -101,6 +102,8 @@ class ProxyConfig:
     """PEM file with the CA of client certificates, which the client port then demands; default: clients need none."""
     engine_ca: str | None = None
     """PEM file with the CA of engines at https://; default: those of the system."""
+    reload_poll_s: float = 0.0
+    """Seconds between checks for new certificates, which are followed by a reload; 0: only at SIGHUP."""
     port_file: str | None = None
     """File to write the port numbers to, one per line, when the proxy is ready; removed at shutdown."""
     max_body_mib: int = 16

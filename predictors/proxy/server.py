@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 
@@ -12,6 +13,7 @@ from aiohttp import web
 from prometheus_client import Gauge, generate_latest
 
 from predictors.hosting.http import HttpRunner, probe_routes
+from predictors.hosting.process import file_state
 from predictors.hosting.tls import server_context
 from predictors.proxy.config import RELOADED, ProxyConfig
 from predictors.proxy.forecast import Forecaster
@@ -148,6 +150,24 @@ class ProxyServer:
         logger.info("reloaded: %s", "; ".join(applied) or "no change")
         if restart:
             logger.warning("these options need a restart: %s", ", ".join(restart))
+
+    def reload_on_changes(self, reload: Callable[[], Awaitable[None]]) -> None:
+        """Calls `reload` when a file of a certificate has changed, checked every `reload_poll_s`; until `stop`."""
+        if self.handler.config.reload_poll_s:
+            self._watching.append(asyncio.create_task(self._watch_files(self._files_state(), reload)))
+
+    async def _watch_files(self, previous: list[object], reload: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            await asyncio.sleep(self.handler.config.reload_poll_s)
+            state = self._files_state()
+            if state != previous:
+                previous = state
+                await reload()
+
+    def _files_state(self) -> list[object]:
+        config = self.handler.config
+        files = (config.tls_cert, config.tls_key, config.tls_client_ca, config.engine_ca)
+        return [file_state(file) for file in files if file is not None]
 
     async def _successors(self, config: ProxyConfig) -> list[Forecaster]:
         """The forecasters of `config`, loaded. TailcastError if one of them cannot be loaded."""

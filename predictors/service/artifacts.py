@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from predictors.hosting.process import file_state
 from predictors.manifest import MANIFEST, SIGNATURE, Manifest
 from predictors.pretrained import artifact_folder
 from predictors.runtime import ArtifactRuntime, open_runtime
@@ -39,15 +40,7 @@ class ArtifactSource:
 
     def state(self) -> tuple[object, ...]:
         """A value that changes when the manifest or its signature is replaced."""
-        return tuple(_file_state(Path(self.path) / name) for name in (MANIFEST, SIGNATURE))
-
-
-def _file_state(file: Path) -> tuple[int, int, int] | None:
-    try:
-        stat = file.stat()
-    except OSError:
-        return None
-    return stat.st_ino, stat.st_mtime_ns, stat.st_size
+        return tuple(file_state(Path(self.path) / name) for name in (MANIFEST, SIGNATURE))
 
 
 def open_sources(config: ServeConfig) -> tuple[dict[str, ArtifactSource], list[ArtifactRuntime]]:

@@ -202,6 +202,32 @@ async def test_tls_can_be_turned_on_and_off(pki: Path, caplog: pytest.LogCapture
             assert response.status == 200
 
 
+async def test_certificates_that_change_are_read_again(pki: Path, tmp_path: Path) -> None:
+    mount(tmp_path, "ours", pki, "1")
+    options = {
+        "tls_cert": str(tmp_path / "tls.crt"),
+        "tls_key": str(tmp_path / "tls.key"),
+        "reload_poll_s": 0.01,
+    }
+    async with running_engine() as fake, running_proxy(fake.url, **options) as proxy:
+        num_reloads = 0
+
+        async def reload() -> None:
+            nonlocal num_reloads
+            num_reloads += 1
+            await proxy.server.reload(proxy.server.handler.config)
+
+        proxy.server.reload_on_changes(reload)
+        port = int(proxy.url.rpartition(":")[2])
+        mount(tmp_path, "theirs", pki, "2")
+
+        async def is_replaced() -> bool:
+            return await presented(port) == serial(pki, "theirs")
+
+        await until(is_replaced)
+        assert 1 <= num_reloads <= 2  # twice, if one of the files was seen before the other
+
+
 # SIGHUP, of a process with uvloop.
 
 
