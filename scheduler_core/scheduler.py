@@ -73,7 +73,7 @@ class Scheduler:
         )
         #: None if the policy does not implement it, to avoid a call for every token of every request.
         self._on_tokens = None if type(policy).on_tokens is Policy.on_tokens else policy.on_tokens
-        self._measures = policy.reads("costs")
+        self._measures = policy.reads("costs") or former.reads_costs
         self._shares = config.prefix_caching
         self._now = -math.inf
         self._num_steps = 0

@@ -35,8 +35,13 @@ class EngineMetrics:
         self.unscored_admissions = counter(
             "unscored_admissions", "Requests first admitted before their prediction arrived."
         )
-        self.displacements = counter("displacements", "Running requests preempted to admit a waiting one.")
+        self.displacements = counter(
+            "displacements", "Running requests preempted by the policy or the batch former."
+        )
         self.rekeys = counter("rekeys", "Steps at whose start all keys were recomputed.")
+        self.failures = counter(
+            "failures", "Exceptions after which a part of tailcast was switched off, by part.", "part"
+        )
         self.bad_hints = counter("bad_hints", "Request hints ignored because of an invalid value.", "hint")
         self._latency = histogram(
             "prediction_latency_seconds", "Time from the call to its response or failure.", LATENCY_BUCKETS_S

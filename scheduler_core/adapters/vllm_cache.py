@@ -83,6 +83,8 @@ class VllmCache:
         self._groups = [number for number, group in groups if type(group) is FullAttentionManager][:1]
         managers = manager.coordinator.single_type_managers
         self.block_size = managers[self._groups[0]].block_size if self._groups else 1
+        #: Group of layers whose blocks stand for those of all.
+        self.main_group = self._groups[0] if self._groups else 0
         #: Hashes of a block, each of so many tokens as vLLM hashes at once.
         self._scale = max(self.block_size // self._pool.hash_block_size, 1)
         is_orderable = bool(self._groups) and len(managers) == 1 and self._scale == 1
@@ -277,3 +279,17 @@ class VllmCache:
     def _block(self, value: bytes) -> Any:
         blocks = self._pool.get_cached_block(value, self._groups)
         return None if blocks is None else blocks[0]
+
+    def num_used_by_others(self, state: RequestState, num_blocks: int) -> int:
+        """Those of the leading cached blocks of a waiting request that running requests use."""
+        request = self._requests.get(state.request_id)
+        if request is None or not self._groups:
+            return 0
+        scale = self._scale
+
+        def is_free(index: int) -> bool:
+            block = self._block(request.block_hashes[(index + 1) * scale - 1])
+            return block is None or block.ref_cnt == 0
+
+        # Who uses a block also uses those before it.
+        return bisect_left(range(num_blocks), True, key=is_free)

@@ -77,6 +77,11 @@ class BatchFormer(ABC):
         return None
 
     @property
+    def reads_costs(self) -> bool:
+        """Whether it uses the measured times of steps (`Pool.costs`)."""
+        return False
+
+    @property
     def group(self) -> Callable[[RequestState], int] | None:
         """Group of a waiting request; smaller groups come first, regardless of the keys. None: no groups."""
         return None

@@ -29,7 +29,7 @@ class Slai(BatchFormer):
     | --- | --- | --- |
     | e | end of the batch with the request's previous token | s |
     | TBT | target of the time between tokens | the request's tbt_slo_s, or default_tbt_s; s |
-    | t_batch | mean time of the batches so far | s |
+    | t_batch | mean time of the batches so far; with `fitted` that of a full batch now | s |
     | delta | safety offset, fixed if delta_low = delta_high | batches |
     | tau_budget | maximum number of tokens in a batch, 512 in the paper | max_num_batched_tokens |
     | alpha | maximum number of requests in memory, 128 in the paper | max_num_seqs |
@@ -38,6 +38,10 @@ class Slai(BatchFormer):
 
     A decode without a free block evicts the prompt in progress that was started last, or itself without such a prompt;
     under a policy that evicts by key, the request of the largest eviction key.
+
+    With `fitted` a batch has tau_budget tokens, and its time is by the least-squares fit to this engine's steps (`StepCosts`), so
+    that a decode that is held back once more can still follow the largest batch. Ours: the mean of all batches so far is too
+    short where few of them have prompts.
 
     Differs from the paper: C uses delta and t_batch at the time when a batch is formed; the released code fixes C with
     the previous token, so that a change of delta does not affect waiting decodes. Non-critical decodes also
@@ -55,7 +59,8 @@ class Slai(BatchFormer):
     default_tbt_s: float = 0.5
     paying_first: bool = False
     paying_tbt_s: float = 0.1
-    _mean_s: float = field(default=0.0, init=False, repr=False)
+    fitted: bool = False
+    _batch_s: float = field(default=0.0, init=False, repr=False)
     _num_steps: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -67,21 +72,29 @@ class Slai(BatchFormer):
     def group(self) -> Callable[[RequestState], int] | None:
         return self._unpaid if self.paying_first else None
 
+    @property
+    def reads_costs(self) -> bool:
+        return self.fitted
+
     def _unpaid(self, state: RequestState) -> int:
         target = state.request.tbt_slo_s
         return int((self.default_tbt_s if target is None else target) > self.paying_tbt_s)
 
     def on_step(self, step_s: float) -> None:
         self._num_steps += 1
-        self._mean_s += (step_s - self._mean_s) / self._num_steps
+        if not self.fitted:
+            self._batch_s += (step_s - self._batch_s) / self._num_steps
 
     def offset_s(self, kv_use: float) -> float:
         """delta * t_batch in seconds; `kv_use` is the fraction of used KV blocks."""
-        return (self.delta_low if kv_use < self.memory_limit else self.delta_high) * self._mean_s
+        return (self.delta_low if kv_use < self.memory_limit else self.delta_high) * self._batch_s
 
     def form(self, pool: Pool, max_num_batched_tokens: int, now: float) -> Batch:
         batch = Batch(max_num_batched_tokens)
         prefilling, decodes = pool.by_phase()
+        if self.fitted and self._num_steps:
+            num_decodes = min(len(decodes), self.max_decodes)
+            self._batch_s = pool.costs.batch_s(max_num_batched_tokens - num_decodes, num_decodes)
         due_s = self._due_s(decodes)
         order = sorted(range(len(decodes)), key=due_s.__getitem__)  # stable: ties by admission
         latest = now + self.offset_s(pool.kv.use)

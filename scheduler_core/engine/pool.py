@@ -8,7 +8,7 @@ from contextlib import closing
 from scheduler_core.engine.kv_cache import KVCache, Preemption
 from scheduler_core.engine.lockstep import LockstepGroup
 from scheduler_core.engine.prefix_cache import Hit
-from scheduler_core.engine.queues import EvictionQueue, WaitingQueue
+from scheduler_core.engine.queues import EvictionQueue, Group, WaitingQueue
 from scheduler_core.engine.step_costs import StepCosts
 from scheduler_core.policies.base import Policy
 from scheduler_core.prediction.predictions import Prediction
@@ -37,7 +37,7 @@ class Pool:
         preemption: Preemption,
         evicts_by_key: bool,
         step_tokens: int,
-        group: Callable[[RequestState], int] | None,
+        group: Callable[[RequestState], Group] | None,
         lockstep: bool,
     ) -> None:
         self.policy = policy

@@ -12,6 +12,8 @@ from scheduler_core.request import RequestState
 
 #: Sort keys, then a unique running number, then the request.
 Entry = tuple[Any, ...]
+#: A request is served before all requests of larger groups.
+Group = int | tuple[int, ...]
 
 
 def _checked_key(key: Any, policy: Policy, method: str, state: RequestState) -> float:
@@ -118,7 +120,7 @@ class WaitingQueue(LazyHeap):
     Requests of a smaller `group` come first, regardless of their keys; None: there is only one group.
     """
 
-    def __init__(self, policy: Policy, group: Callable[[RequestState], int] | None = None) -> None:
+    def __init__(self, policy: Policy, group: Callable[[RequestState], Group] | None = None) -> None:
         super().__init__()
         self.policy = policy
         self._group = group

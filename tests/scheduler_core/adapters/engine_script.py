@@ -66,7 +66,11 @@ def stepped(options: dict[str, Any], task: dict[str, Any]) -> dict[str, Any]:
                 finished[output.request_id] = list(output.outputs[0].token_ids)
         preemptions |= {name: request.num_preemptions for name, request in scheduler.requests.items()}
         kept &= scores_are_kept(scheduler, scores)
-    kinds = [kind.__name__ for kind in type(scheduler).__mro__[:3]]
+    kinds = [
+        kind.__name__
+        for kind in type(scheduler).__mro__
+        if kind.__name__.endswith(("Scheduler", "Scheduling"))
+    ][:3]
     result = {"finished": finished, "preemptions": sum(preemptions.values()), "scores_kept": kept}
     return result | {"left": left(scheduler), "scheduler": kinds, "metrics": metrics()}
 

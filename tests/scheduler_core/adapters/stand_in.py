@@ -5,6 +5,7 @@ The real thing is run by test_vllm_engine.py; this is for what one wants to see 
 
 from abc import ABCMeta, abstractmethod
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from types import ModuleType, SimpleNamespace
@@ -21,6 +22,38 @@ RequestQueue = ABCMeta("RequestQueue", (), {name: abstractmethod(lambda _: None)
 class SchedulingPolicy(Enum):
     FCFS = "fcfs"
     PRIORITY = "priority"
+
+
+class OwnQueue:
+    """vLLM's own queue: first come, first served, or the smallest (priority, arrival) first."""
+
+    def __init__(self, policy: SchedulingPolicy) -> None:
+        self._is_fcfs = policy is SchedulingPolicy.FCFS
+        self._requests: list[FakeRequest] = []
+
+    def add_request(self, request: "FakeRequest") -> None:
+        self._requests.append(request)
+        if not self._is_fcfs:
+            self._requests.sort(key=lambda each: (each.priority, each.arrival_time))
+
+    def prepend_request(self, request: "FakeRequest") -> None:
+        self._requests.insert(0, request)
+
+    def prepend_requests(self, requests: Iterable["FakeRequest"]) -> None:
+        for request in requests:
+            self.prepend_request(request)
+
+    def peek_request(self) -> "FakeRequest":
+        return self._requests[0]
+
+    def pop_request(self) -> "FakeRequest":
+        return self._requests.pop(0)
+
+    def remove_requests(self, requests: Iterable["FakeRequest"]) -> None:
+        self._requests = [each for each in self._requests if each not in [*requests]]
+
+    def __len__(self) -> int:
+        return len(self._requests)
 
 
 @dataclass(eq=False)
@@ -40,6 +73,7 @@ class FakeRequest:
     sampling_params: SimpleNamespace = field(init=False)
     block_hashes: tuple[bytes, ...] = ()
     output_token_ids: tuple[int, ...] = ()
+    arrival_time: float = 0.0
 
     def __post_init__(self) -> None:
         self.prompt_token_ids = [self.length] * self.num_prompt_tokens
@@ -72,6 +106,7 @@ class AsyncScheduler:
         self.is_shut_down = False
         self.cache_config = SimpleNamespace(kv_cache_size_tokens=16_000)
         self.connector = None
+        self.scheduler_reserve_full_isl = True
         self.max_num_scheduled_tokens = 4096
         self.kv_cache_manager = SimpleNamespace(
             block_pool=SimpleNamespace(get_num_free_blocks=lambda: 1000, hash_block_size=self.block_size),
@@ -91,6 +126,9 @@ class AsyncScheduler:
     def add_request(self, request: FakeRequest) -> None:
         self.waiting.add_request(request)
         self.requests[request.request_id] = request
+
+    def _reserve_prefill_lookahead(self, request: FakeRequest, num_computed: int, num_new: int) -> int:
+        return num_new
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         scheduled = {request.request_id: 1 for request in self.running}
@@ -177,7 +215,7 @@ def modules(version: str = "0.32.0") -> dict[str, ModuleType]:
         "vllm": {"__version__": version},
         **{name: {} for name in ("vllm.v1", "vllm.v1.core", sched)},
         f"{sched}.async_scheduler": {"AsyncScheduler": AsyncScheduler},
-        f"{sched}.request_queue": {"RequestQueue": RequestQueue},
+        f"{sched}.request_queue": {"RequestQueue": RequestQueue, "create_request_queue": OwnQueue},
         "vllm.v1.core.single_type_kv_cache_manager": {"FullAttentionManager": object},
         "vllm.tokenizers": {"cached_tokenizer_from_config": lambda config: config.tokenizer},
     }
