@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
-import ssl
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -80,17 +77,6 @@ class HttpRunner(web.AppRunner):
             allowed = f"an address that can be bound ({error.strerror})"
             raise InputError(field, f"{host}:{port}", allowed) from error
         return int(self.addresses[0][1])
-
-    async def replace_tls(self, context: ssl.SSLContext | None) -> None:
-        """Uses `context` for new connections. Open ones stay, and none is refused meanwhile: the new listener has the same
-        socket and so the same queue of connections. Sessions of the old context, and the clients that it trusts, end
-        with it."""
-        for site in list(self.sites):
-            server: Any = site._server  # aiohttp has no public name for it
-            for listening in server.sockets:
-                duplicate = socket.socket(fileno=os.dup(listening.fileno()))
-                await web.SockSite(self, duplicate, ssl_context=context).start()
-            await site.stop()
 
 
 class _Connection(web.RequestHandler):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ssl
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, Self
 
 from scheduler_core.errors import InputError
 from scheduler_core.shell.files import existing_file
@@ -53,6 +53,24 @@ def server_context(config: TlsOptions, *, authenticates: bool = True) -> ssl.SSL
         _trust(context, config.tls_client_ca, "tls_client_ca")
         context.verify_mode = ssl.CERT_REQUIRED
     return context
+
+
+class ReplaceableContext(ssl.SSLContext):
+    """TLS context of a port that uses the latest `current` for each new connection. Open ones stay; sessions of an old
+    context, and the clients that it trusts, end with it, as they would not if its files were loaded again into the same
+    context."""
+
+    current: ssl.SSLContext
+
+    @classmethod
+    def of(cls, context: ssl.SSLContext) -> Self:
+        """A context that uses `context` at first."""
+        replaceable = cls(ssl.PROTOCOL_TLS_SERVER)
+        replaceable.current = context
+        return replaceable
+
+    def wrap_bio(self, *arguments: Any, **options: Any) -> ssl.SSLObject:
+        return self.current.wrap_bio(*arguments, **options)
 
 
 def client_context(authority: str, field: str) -> ssl.SSLContext:

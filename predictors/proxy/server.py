@@ -14,7 +14,7 @@ from prometheus_client import Gauge, generate_latest
 
 from predictors.hosting.http import HttpRunner, probe_routes
 from predictors.hosting.process import file_state
-from predictors.hosting.tls import server_context
+from predictors.hosting.tls import ReplaceableContext, server_context
 from predictors.proxy.config import RELOADED, ProxyConfig
 from predictors.proxy.forecast import Forecaster
 from predictors.proxy.handler import RequestHandler
@@ -34,6 +34,8 @@ class ProxyServer:
         self.live_page = live_page(handler)
         #: Those of the client port and of the admin port.
         self._runners: list[HttpRunner] = []
+        #: Of the same ports; empty without TLS.
+        self._tls: list[ReplaceableContext] = []
         self._is_ready = False
         self.address = ""
         self._reloading = asyncio.Lock()
@@ -80,14 +82,14 @@ class ProxyServer:
             "*", "/{path:.*}", self.handler.handle
         )  # so that it need not fail to find one
         try:
-            contexts = _server_tls(config)
-            port = await self._bind(application, config.port, "port", config.drain_timeout_s, contexts[0])
+            self._tls = [ReplaceableContext.of(context) for context in _server_tls(config)]
+            port = await self._bind(application, config.port, "port", config.drain_timeout_s)
             admin = None
             if config.admin_port is not None:
                 pages = web.Application()
                 pages.add_routes(probe_routes(self._exposition, self._problem))
                 pages.add_routes(self.live_page.routes())
-                admin = await self._bind(pages, config.admin_port, "admin_port", 1.0, contexts[1])
+                admin = await self._bind(pages, config.admin_port, "admin_port", 1.0)
         except BaseException:
             await self.stop()
             raise
@@ -131,22 +133,24 @@ class ProxyServer:
             if not self._is_ready:
                 raise TailcastError("the proxy is starting or stopping")
             changed = self.handler.config.changed(config)
-            config = replace(self.handler.config, **{name: getattr(config, name) for name in RELOADED})
+            names = set(RELOADED)
+            if bool(self._tls) != (config.tls_cert is not None):
+                names -= {"tls_cert", "tls_key", "tls_client_ca"}  # the port is open without TLS, or with it
+            config = replace(self.handler.config, **{name: getattr(config, name) for name in names})
             server_contexts, engine_context = _server_tls(config), engine_tls(config)
             old = (self.handler.forecaster, self.handler.recorder.shadow)
             new = await self._successors(config)
-            if self.handler.config.tls_cert is not None or config.tls_cert is not None:
-                for runner, context in zip(self._runners, server_contexts, strict=False):
-                    await runner.replace_tls(context)
             self.handler.apply(config, engine_context, *new)
-        applied = [f"{name} = {getattr(config, name)!r}" for name in changed if name in RELOADED]
+            for tls, context in zip(self._tls, server_contexts, strict=True):
+                tls.current = context
+        applied = [f"{name} = {getattr(config, name)!r}" for name in changed if name in names]
         files = (config.tls_cert, config.tls_client_ca, config.engine_ca)
         applied += [f"{file}: read again" for file in files if file is not None]
         for field, before, after in zip(("predictor", "shadow_predictor"), old, new, strict=True):
             if before is not after:
                 applied.append(f"{field}: version {after.version} replaces {before.version}")
                 await before.close()
-        restart = [name for name in changed if name not in RELOADED]
+        restart = [name for name in changed if name not in names]
         logger.info("reloaded: %s", "; ".join(applied) or "no change")
         if restart:
             logger.warning("these options need a restart: %s", ", ".join(restart))
@@ -186,14 +190,7 @@ class ProxyServer:
                 raise error
         return new
 
-    async def _bind(
-        self,
-        application: web.Application,
-        port: int,
-        field: str,
-        shutdown_s: float,
-        tls: ssl.SSLContext | None,
-    ) -> int:
+    async def _bind(self, application: web.Application, port: int, field: str, shutdown_s: float) -> int:
         timeout_s = self.handler.config.request_timeout_s
         runner = HttpRunner(
             application,
@@ -203,6 +200,7 @@ class ProxyServer:
             on_refused=self._count_malformed,
         )
         self._runners.append(runner)
+        tls = self._tls[len(self._runners) - 1] if self._tls else None
         return await runner.bind(field, self.handler.config.host, port, ssl_context=tls)
 
     async def _problem(self) -> str:
@@ -224,6 +222,8 @@ class ProxyServer:
         self.handler.metrics.refused.labels("malformed_http").inc()
 
 
-def _server_tls(config: ProxyConfig) -> tuple[ssl.SSLContext | None, ssl.SSLContext | None]:
-    """TLS of the client port and of the admin port. The latter demands no certificate: probes have none."""
-    return server_context(config), server_context(config, authenticates=False)
+def _server_tls(config: ProxyConfig) -> list[ssl.SSLContext]:
+    """TLS of the client port and of the admin port, which demands no certificate, because probes have none; empty without
+    TLS."""
+    contexts = (server_context(config), server_context(config, authenticates=False))
+    return [context for context in contexts if context is not None]

@@ -184,22 +184,19 @@ async def test_a_client_of_a_removed_ca_cannot_resume_its_session(
         assert not (await asyncio.to_thread(connect, session))[0]
 
 
-async def test_tls_can_be_turned_on_and_off(pki: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_tls_is_turned_on_and_off_by_a_restart(pki: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    async with running_engine() as fake, running_proxy(fake.url) as proxy:
-        secure = proxy.url.replace("http://127.0.0.1", "https://localhost")
-        assert (await proxy.post(chat("x")))[0] == 200
-        await proxy.server.reload(config_of(proxy.server, **files(pki)))
-        assert f"{pki}/ours-server.pem: read again" in caplog.text
-        assert (await proxy.post(chat("x")))[0] == 200  # the connection is still open
-        async with proxy.client.post(secure + CHAT, json=chat("x"), ssl=trusting(pki, "ours")) as response:
-            assert response.status == 200
-        await proxy.server.reload(config_of(proxy.server, tls_cert=None, tls_key=None))
-        async with (
-            aiohttp.ClientSession() as client,
-            client.post(proxy.url + CHAT, json=chat("x")) as response,
-        ):
-            assert response.status == 200
+    async with running_engine() as fake:
+        for options in ({}, files(pki)):
+            async with running_proxy(fake.url, **options) as proxy:
+                other = files(pki) if not options else dict.fromkeys(options)
+                await proxy.server.reload(config_of(proxy.server, **other, access_log=True))
+                assert caplog.messages[-1] == "these options need a restart: tls_cert, tls_key"
+                async with proxy.client.post(
+                    proxy.url + CHAT, json=chat("x"), ssl=trusting(pki, "ours")
+                ) as response:
+                    assert response.status == 200
+                assert proxy.server.handler.config.access_log
 
 
 async def test_certificates_that_change_are_read_again(pki: Path, tmp_path: Path) -> None:
