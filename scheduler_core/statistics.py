@@ -20,14 +20,14 @@ def kendall_tau(one: ArrayLike, other: ArrayLike) -> float | None:
     order = np.lexsort((second, first))
     first, second = first[order], second[order]
     num_pairs = len(order) * (len(order) - 1) // 2
-    ties, other_ties, both = map(_tied_pairs, (first, second, first * len(order) + second))
+    ties, other_ties, both = map(tied_pairs, (first, second, first * len(order) + second))
     scale = math.sqrt(num_pairs - ties) * math.sqrt(num_pairs - other_ties)
     if scale == 0.0:
         return None
     return (num_pairs - ties - other_ties + both - 2 * _num_inversions(second)) / scale
 
 
-def _tied_pairs(values: NDArray[Any]) -> int:
+def tied_pairs(values: NDArray[Any]) -> int:
     """Pairs of equal values."""
     counts = np.unique(values, return_counts=True)[1]
     return int((counts * (counts - 1)).sum()) // 2

@@ -26,10 +26,11 @@ from scheduler_core.prediction.correction import Correction, RequestContext
 from scheduler_core.prediction.linear_correction import fit
 from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.report.page import markdown_table
+from scheduler_core.statistics import kendall_tau
 from training.correcting.adapt import predicted
 from training.correcting.comparison import corrected
 from training.correcting.encoder_shift import FeatureRuntime, fit_shift
-from training.evaluating.scores import COVERAGE_LEVELS, kendall_tau, score_outcomes
+from training.evaluating.scores import COVERAGE_LEVELS, score_outcomes
 
 SOURCES = ("m_ifeval", "llmzoo", "d_bench", "hallucin_pm", "ai_independence_bench", "lrm_token_economy")
 LIMITS = {"m_ifeval": 2048}

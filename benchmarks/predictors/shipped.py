@@ -30,8 +30,8 @@ from predictors.pretrained import FOLDERS
 from predictors.runtime import open_runtime
 from scheduler_core.lengths import LogQuantiles, LogT
 from scheduler_core.report.page import markdown_table
+from scheduler_core.statistics import kendall_tau
 from training.evaluating.batch_predictor import InferenceOptions, open_batch_predictor
-from training.evaluating.scores import kendall_tau
 
 #: Prompts that are timed individually.
 NUM_TIMED = 64

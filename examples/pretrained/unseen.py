@@ -16,7 +16,7 @@ from examples.pretrained.prepare import served_model
 from predictors.manifest import MODEL
 from predictors.runtime import open_runtime
 from scheduler_core.lengths.distribution import LogT
-from training.evaluating.scores import kendall_tau
+from scheduler_core.statistics import kendall_tau
 from training.evaluating.split_runtime import SplitRuntime
 
 #: Minimum number of prompts of a served model for a ranking.

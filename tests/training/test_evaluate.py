@@ -21,6 +21,7 @@ from predictors.runtime import open_runtime
 from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogQuantiles, LogT
 from scheduler_core.lengths.quantiles import LEVELS
+from scheduler_core.statistics import kendall_tau
 from tests.training.checkpoints import (
     ALL_HEADS,
     MODELS,
@@ -36,7 +37,7 @@ from training.evaluating.batch_predictor import InferenceOptions, open_batch_pre
 from training.evaluating.evaluation import Candidate, ScoredPredictor, ceilings, compare
 from training.evaluating.report import COLUMNS, report_lines, table_rows
 from training.evaluating.rows import EvaluationRows
-from training.evaluating.scores import OutputLengths, kendall_tau, ranking, regression, score_outputs
+from training.evaluating.scores import OutputLengths, ranking, regression, score_outputs
 from training.evaluating.split_runtime import SplitRuntime
 from training.fitting.baselines import baselines_of
 from training.fitting.fits import FitOptions, read_fits_or_fit

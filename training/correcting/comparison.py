@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from scheduler_core.prediction.linear_correction import Coefficients, features_of
 from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.report.page import Page
-from training.evaluating.scores import COVERAGE_LEVELS, OutputScores, kendall_tau, score_outcomes
+from scheduler_core.statistics import kendall_tau
+from training.evaluating.scores import COVERAGE_LEVELS, OutputScores, score_outcomes
 
 FloatArray = NDArray[np.float64]
 #: Metrics of a comparison; a correction is better if it improves the first one.

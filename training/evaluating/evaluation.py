@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from predictors.heads import Predicted
+from scheduler_core.statistics import kendall_tau
 from training.evaluating.rows import EvaluationRows
 from training.evaluating.scores import (
     NO_SUMMARY,
     OutputScores,
-    kendall_tau,
     ranking,
     regression,
     score_outputs,

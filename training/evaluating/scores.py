@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import stdtrit
-from scipy.stats import kendalltau
 from sklearn.metrics import (
     mean_absolute_error,
     mean_absolute_percentage_error,
@@ -34,6 +33,7 @@ from scheduler_core.lengths import LogQuantiles, LogT
 from scheduler_core.lengths.quantiles import LEVELS
 from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import LengthPrediction
+from scheduler_core.statistics import kendall_tau, tied_pairs
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
@@ -222,14 +222,6 @@ def regression(true: FloatArray, predicted: FloatArray | None) -> dict[str, floa
     }
 
 
-def kendall_tau(one: ArrayLike, other: ArrayLike) -> float | None:
-    """Kendall's tau-b of two rankings [N], in O(N log N); None if one of them is constant."""
-    first, second = np.asarray(one, dtype=np.float64), np.asarray(other, dtype=np.float64)
-    if len(first) < 2 or (first == first[0]).all() or (second == second[0]).all():
-        return None
-    return float(kendalltau(first, second).statistic)
-
-
 def ranking(score: ArrayLike, true: ArrayLike) -> dict[str, float | None]:
     """Ranking metrics of scores [N], larger = longer, against true lengths [N].
 
@@ -240,20 +232,15 @@ def ranking(score: ArrayLike, true: ArrayLike) -> dict[str, float | None]:
     """
     scores, truth = np.asarray(score, dtype=np.float64), np.asarray(true, dtype=np.float64)
     pairs = len(truth) * (len(truth) - 1) / 2
-    untied = pairs - _tied_pairs(truth)
+    untied = pairs - tied_pairs(truth)
     if untied == 0:
         return {"tau": None, "pair_accuracy": None}
     tau = kendall_tau(scores, truth)
     if tau is None:
         return {"tau": None, "pair_accuracy": 0.5}
     # tau-b = (C - D) / sqrt((pairs untied in one) (pairs untied in the other))
-    difference = tau * np.sqrt(untied) * np.sqrt(pairs - _tied_pairs(scores))
+    difference = tau * np.sqrt(untied) * np.sqrt(pairs - tied_pairs(scores))
     return {"tau": tau, "pair_accuracy": float(0.5 + 0.5 * difference / untied)}
-
-
-def _tied_pairs(values: FloatArray) -> float:
-    counts = np.unique(values, return_counts=True)[1].astype(np.float64)
-    return float((counts * (counts - 1) / 2).sum())
 
 
 def finite(value: float) -> float | None:
