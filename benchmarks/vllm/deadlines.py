@@ -8,7 +8,7 @@ times, with outputs of fixed lengths. `mixes.py` has the mixes, limits and sides
 
 | mix | paper | sides beside vLLM's own scheduler |
 | --- | --- | --- |
-| deadlines | SLAI: 5 % of the requests have a tight limit between tokens, 95 % a loose one | vLLM's own with `--long-prefill-token-threshold`, and with twice the tokens per step; spf: the order alone; slai: order and batches |
+| deadlines | SLAI: 5 % of the requests have a tight limit between tokens, 95 % a loose one | vLLM's own with `--long-prefill-token-threshold`, and with twice the tokens per step; spf: the order alone; slai: order and batches; slai_fitted: with offsets by the engine's measured step times |
 | reasoning | UniBoost: short questions with long outputs, and chats; memory for few requests | uniboost |
 | levels | Semantic Scheduling: five levels, spikes | semantic: the order alone; stage_aware: order and batches |
 
@@ -340,7 +340,17 @@ def _parser() -> argparse.ArgumentParser:
         help="mix deadlines: fractions of the capacity",
     )
     add("--long_loads", type=float, nargs="+", default=[1.0], help="mix reasoning: fractions of the capacity")
-    sides = ("vllm", "vllm_threshold", "vllm_twice", "slai", "spf", "uniboost", "semantic", "stage_aware")
+    sides = (
+        "vllm",
+        "vllm_threshold",
+        "vllm_twice",
+        "slai",
+        "slai_fitted",
+        "spf",
+        "uniboost",
+        "semantic",
+        "stage_aware",
+    )
     add("--sides", nargs="+", choices=sides, default=list(sides))
     numbers = {"deadlines": 120, "reasoning": 100, "levels": 60}
     add(

@@ -223,6 +223,11 @@ def deadlines(num: int, engine: LinearStepTime, seed: int) -> Mix:
         "vllm_twice": SideConfig(is_plugin=False, budget=2),
         "spf": SideConfig("spf"),
         "slai": SideConfig("spf", "slai", batching_parameters={"max_decodes": slots}),
+        "slai_fitted": SideConfig(
+            "spf",
+            "slai",
+            batching_parameters={"max_decodes": slots, "fitted": True, "delta_low": 2.0, "delta_high": 3.0},
+        ),
     }
     return Mix(requests(prompts, outputs, longest, of_class), limits, longest, sides)
 

@@ -1,13 +1,14 @@
 """Cost of a step in vLLM's scheduler and in ours, without a model.
 
-    PYTHONPATH=. .venv-vllm/bin/python -m benchmarks.vllm.scheduler [--policies vllm bounded_shortest tie ssjf] [--rounds 3]
-                                                   [--running 256] [--waiting 2000] [--steps 2000]
+    PYTHONPATH=. .venv-vllm/bin/python -m benchmarks.vllm.scheduler [--policies vllm bounded_shortest tie ssjf fcfs+slai ...]
+                                           [--rounds 3] [--running 256] [--waiting 2000] [--steps 2000] [--request_tokens 2048]
 
 Run by vLLM's Python (`make vllm-env`). Every scheduler is vLLM's real AsyncScheduler with its KV cache
 manager. Ours also has a policy, a prediction for each request that arrives one step later, and online
 calibration in its own thread. Every finished request is replaced by a new one, so that the numbers of running
 and waiting requests are constant. With shortest-first policies more requests finish per step, so vLLM's own
-code has more work too. Per step: CPU time of `schedule`, `update_from_output` and the arrivals, in the
+code has more work too. With fcfs+slai the batch former slai plans the steps. The KV cache has memory for `request_tokens` of
+each running request: formers that hold more requests in memory than run do so up to this. Per step: CPU time of `schedule`, `update_from_output` and the arrivals, in the
 calling thread, without garbage collection. Each scheduler runs in its own process, as in an engine, round by
 round.
 """
@@ -31,6 +32,11 @@ from scheduler_core.prediction.predictor import PredictionEvent, PredictionStatu
 from scheduler_core.report.page import markdown_table
 
 PROMPT_TOKENS, MAX_TOKENS, SIGMA, NU = 100, 1500, 0.5, 3.5
+#: Without a former, and each former with a policy.
+POLICIES = [
+    VLLM, "bounded_shortest", "tie", "ssjf", "fcfs+chunked_prefill", "fcfs+slai", "uniboost+uniboost", "semantic+stage_aware",
+    "fcfs+rad", "fcfs+rad_prefill_first", "ssjf+quantile_reserve", "fcfs+orca", "fcfs+request_level", "fcfs+vllm",
+]  # fmt: skip
 #: Warm-up steps.
 WARM_UP = 400
 
@@ -77,8 +83,13 @@ class Side:
         self._predictions = Predictions(np.random.default_rng(1))
         self._num_requests = 0
         # A predictor enables online calibration; its predictions are generated here.
+        name, _, batching = (policy or "").partition("+")
+        settings = {"predictor": "tiny"} | ({"batching": batching} if batching else {})
+        if batching.startswith("rad"):
+            settings["batching_parameters"] = {"t_row": 128, "t_col": options.running, "t_red": 32}
+        num_blocks = options.running * options.request_tokens // BLOCK_TOKENS
         self._scheduler = real_scheduler(
-            policy, model, options.running * 2048 // BLOCK_TOKENS, {"predictor": "tiny"}, max_model_len=2048,
+            name or None, model, num_blocks, settings, max_model_len=2048,
             max_num_seqs=options.running, max_num_batched_tokens=8192, enable_prefix_caching=False,
             async_scheduling=True,
         )  # fmt: skip
@@ -122,11 +133,12 @@ def measured(policy: str | None, model: Path, options: argparse.Namespace) -> tu
 
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("--policies", nargs="+", default=[VLLM, "bounded_shortest", "tie", "ssjf"])
+    parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--waiting", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--request_tokens", type=int, default=2048)
     options = parser.parse_args()
     rounds: dict[str, list[tuple[float, float, float]]] = {name: [] for name in options.policies}
     for _ in range(options.rounds):
