@@ -9,18 +9,21 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import get_args
 
 from scheduler_core.batching import BATCH_FORMERS, make_former
 from scheduler_core.batching.batch import Batch
 from scheduler_core.engine.decision_log import SCHEMA, DecisionLog
 from scheduler_core.engine.kv_cache import Limits
 from scheduler_core.engine.lockstep import LockstepGroup
+from scheduler_core.engine.memory_victim import MemoryVictims
 from scheduler_core.engine.plan import Counters, Finished, PrefillChunk, StepPlan, StepResult
 from scheduler_core.engine.pool import Pool
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.policies import policy_name, policy_parameters
 from scheduler_core.policies.base import Policy
 from scheduler_core.prediction.predictions import Prediction
+from scheduler_core.ranges import check_choice
 from scheduler_core.request import Request, RequestState, Status
 
 
@@ -37,9 +40,13 @@ class SchedulerConfig(Limits):
     slai, stage_aware, uniboost, vllm (prefill first)."""
     batching_parameters: dict[str, bool | int | float | str] = field(default_factory=dict)
     """Overrides of the batch former's parameters, such as {max_decodes: 64} for slai."""
+    memory_victims: MemoryVictims = "last_admitted"
+    """Request to preempt when memory runs out, if neither policy nor batch former chooses by eviction key: last_admitted
+    (vLLM's rule), or cheapest (fewest tokens to recompute, see engine/memory_victim.py)."""
 
     def __post_init__(self) -> None:
         Limits.__post_init__(self)
+        check_choice("memory_victims", self.memory_victims, get_args(MemoryVictims))
         make_former(self.batching, self.batching_parameters).check(self)
 
 
@@ -70,6 +77,7 @@ class Scheduler:
             evicts_by_key=policy.evicts_by_key or former.evicts_by_key,
             group=former.group,
             lockstep=former.lockstep and policy.progress == "unused",
+            memory_victims=config.memory_victims,
         )
         #: None if the policy does not implement it, to avoid a call for every token of every request.
         self._on_tokens = None if type(policy).on_tokens is Policy.on_tokens else policy.on_tokens

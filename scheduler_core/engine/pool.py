@@ -7,6 +7,7 @@ from contextlib import closing
 
 from scheduler_core.engine.kv_cache import KVCache, Preemption
 from scheduler_core.engine.lockstep import LockstepGroup
+from scheduler_core.engine.memory_victim import MemoryVictims, cheapest_last
 from scheduler_core.engine.prefix_cache import Hit
 from scheduler_core.engine.queues import EvictionQueue, Group, WaitingQueue
 from scheduler_core.engine.step_costs import StepCosts
@@ -23,7 +24,8 @@ class Pool:
 
     A step has at most `max_num_seqs` requests; at most `max_running` hold memory at the same time.
     `preemption`: whether a preempted request keeps a copy of its cache on the host while that has free
-    memory. `evicts_by_key`: choose victims by the policy's eviction key; False: the request admitted last.
+    memory. `evicts_by_key`: choose victims by the policy's eviction key; False: as `memory_victims` says, the
+    request admitted last or the cheapest one (see `cheapest_last`).
     `group`: see `WaitingQueue`. `lockstep`: advance decoding requests in lockstep, see `LockstepGroup`.
     """
 
@@ -39,6 +41,7 @@ class Pool:
         step_tokens: int,
         group: Callable[[RequestState], Group] | None,
         lockstep: bool,
+        memory_victims: MemoryVictims = "last_admitted",
     ) -> None:
         self.policy = policy
         self.kv = kv
@@ -55,6 +58,7 @@ class Pool:
         self.num_by_level: Counter[int] = Counter()
         self._running: dict[str, RequestState] = {}
         self.evictions = EvictionQueue(policy) if evicts_by_key else None
+        self.memory_victims = memory_victims
         # Victims of a preemptive policy, or of one whose keys change with tokens, depend on progress in every step.
         static = self.evictions is None or (not policy.preemptive and policy.running_keys == "on_event")
         #: The decoding requests, if they are advanced in lockstep.
@@ -250,6 +254,8 @@ class Pool:
         """The running request to preempt when no free block is left for the growth of running requests."""
         if self.evictions is not None:
             return self.evictions.first(now)
+        if self.memory_victims == "cheapest":
+            return cheapest_last(self.running.values())[-1]
         return next(reversed(self._running.values()))
 
     def victims_for(self, state: RequestState, now: float) -> list[RequestState] | None:
