@@ -20,7 +20,7 @@ def interleaved(
     return seconds
 
 
-def memory_mb(name: str = "VmHWM") -> float:
-    """Memory of this process in MiB: its peak, or another value of /proc/self/status."""
+def memory_mb() -> float:
+    """Peak memory of this process in MiB."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(float(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:"))
+    return next(float(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:"))
