@@ -11,9 +11,10 @@ import os
 import random
 import sys
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}  # no model runs
 
 from benchmarks.vllm.real_scheduler import outputs_of, real_scheduler
 
@@ -26,14 +27,16 @@ def run(model: str, case: dict[str, Any]) -> dict[str, Any]:
     from vllm.v1.request import Request, RequestStatus
 
     chance = random.Random(case.get("seed", 0))
-    settings = {name: case[name] for name in ("batching", "batching_parameters") if name in case}
+    names = ("batching", "batching_parameters", "predictor")
+    settings: dict[str, Any] = {name: case[name] for name in names if name in case}
     scheduler = real_scheduler(
         case.get("policy", "fcfs"), model, case.get("blocks", 60), settings, max_model_len=512,
         max_num_seqs=case.get("seqs", 8), max_num_batched_tokens=case.get("tokens", 512),
         enable_prefix_caching=True, async_scheduling=True,
     )  # fmt: skip
-    for hook, error in case.get("raise", {}).items():
-        spoil(scheduler, hook, error, case.get("after", 20))
+    originals = [
+        spoil(scheduler, hook, error, case.get("after", 20)) for hook, error in case.get("raise", {}).items()
+    ]
     init_none_hash(sha256)
     hasher = get_request_block_hasher(16, sha256)
     lengths: dict[str, int] = {}
@@ -47,7 +50,7 @@ def run(model: str, case: dict[str, Any]) -> dict[str, Any]:
     def add(number: int) -> None:
         shared = [9] * chance.choice((0, 0, 64, 128))
         prompt = [*shared, *(number + 20 for _ in range(chance.randrange(2, 140)))]
-        name, lengths[name] = f"r{number}", chance.randrange(1, 60)  # type: ignore[index]
+        name, lengths[name] = f"r{number}", chance.randrange(1, 60)
         sampling = SamplingParams(max_tokens=lengths[name], temperature=0.0)
         sampling.extra_args = {"tailcast_tbt_slo_s": chance.choice((0.001, 0.5)), "tailcast_tier": number % 5}
         sampling.update_from_generation_config({}, 1)
@@ -79,7 +82,6 @@ def run(model: str, case: dict[str, Any]) -> dict[str, Any]:
                 for name, tokens in scheduled.items()
             )
             seen["unexecuted"] += len(batches.unexecuted)
-            batches.pool.validate(0.0, keys_are_fresh=False) if case.get("validate", False) else None
         assert len(scheduled) <= case.get("seqs", 8), "more requests than the model runner takes"
         idle = 0 if scheduled or under_way else idle + 1
         assert idle < 50, f"nothing runs: {len(scheduler.requests)} requests in step {step}"
@@ -92,7 +94,9 @@ def run(model: str, case: dict[str, Any]) -> dict[str, Any]:
                     counts[output.request_id] += len(output.new_token_ids)
     seen["steps"] = step
     seen["preemptions"] = sum(request.num_preemptions for request in requests.values())
-    hits = scheduler.kv_cache_manager.block_pool
+    for mend in originals:
+        mend()
+    blocks = scheduler.kv_cache_manager.block_pool
     order = scheduler._tailcast_order
     return {
         "wrong": {name: [counts[name], length] for name, length in lengths.items() if counts[name] != length},
@@ -102,30 +106,41 @@ def run(model: str, case: dict[str, Any]) -> dict[str, Any]:
             len(scheduler.running),
             0 if scheduler._tailcast_failed else len(order.states),
         ],
-        "used_blocks": hits.num_gpu_blocks - 1 - hits.get_num_free_blocks(),
+        "used_blocks": blocks.num_gpu_blocks - 1 - blocks.get_num_free_blocks(),
         "failed": scheduler._tailcast_failed,
+        "failures": failures(),
         "queue": type(scheduler.waiting).__name__,
         "ours": dict(seen),
     }
 
 
-def spoil(scheduler: Any, hook: str, error: str, after: int) -> None:
-    """Lets a hook raise from its call number `after` on."""
+def spoil(scheduler: Any, hook: str, error: str, after: int) -> Callable[[], None]:
+    """Lets a hook raise from its call number `after` on; returns a function that mends it."""
     *path, name = hook.split(".")
     owner = scheduler
     for part in path:
         owner = getattr(owner, part)
     kind = type(owner)
     original = getattr(kind, name)
-    calls = Counter[str]()
+    num_calls = 0
 
     def raises(*args: Any, **kwargs: Any) -> Any:
-        calls["all"] += 1
-        if calls["all"] > after:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls > after:
             raise RuntimeError(error)
         return original(*args, **kwargs)
 
     setattr(kind, name, raises)
+    return lambda: setattr(kind, name, original)
+
+
+def failures() -> dict[str, float]:
+    """Counted failures by part."""
+    from prometheus_client import REGISTRY
+
+    samples = (sample for family in REGISTRY.collect() for sample in family.samples)
+    return {each.labels["part"]: each.value for each in samples if each.name == "tailcast_failures_total"}
 
 
 def main() -> None:
