@@ -74,9 +74,7 @@ def preempted(trace: Trace, policy: str, scheduler: SchedulerConfig) -> Iterator
 @pytest.mark.mend
 @pytest.mark.parametrize("policy", ["fcfs", "ssjf"])
 @pytest.mark.parametrize("former", ["chunked_prefill", "vllm"])
-@pytest.mark.parametrize(
-    ("num", "seed"), [(150, 0), *(pytest.param(900, seed, marks=pytest.mark.slow) for seed in range(3))]
-)
+@pytest.mark.parametrize(("num", "seed"), [(150, 0), pytest.param(600, 1, marks=pytest.mark.slow)])
 def test_no_request_is_preempted_again_and_again(policy: str, former: str, num: int, seed: int) -> None:
     """The cheapest request was preempted whenever it had returned, one of them 13 times."""
     trace, cheapest = trace_of(num, seed), limits(batching=former, memory_victims="cheapest")
