@@ -25,8 +25,8 @@ def cheapest_last(running: Iterable[RequestState]) -> list[RequestState]:
     k bounds how often one request is preempted: a fifth time only after all running ones were preempted four times. The
     remaining output is not used: dividing c by its root recomputes no fewer tokens, not even with the true one.
 
-    Without a prefix cache about half as many tokens are recomputed as with vLLM's rule. With one the lost tokens are those that
-    others overwrite, whoever is preempted, and only the pauses become longer (`benchmarks/results/memory_victims.md`).
+    Without a prefix cache, about half as many tokens are recomputed as with vLLM's rule, and latencies fall. With one, only
+    what others overwrite is lost, and the pauses of preempted requests become longer (`benchmarks/results/memory_victims.md`).
     """
     return sorted(running, key=_cost, reverse=True)
 
