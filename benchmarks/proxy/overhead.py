@@ -55,7 +55,7 @@ class Variant:
         pid: Process id of the proxy; None: there is no proxy.
         first_ms, total_ms: Time to the first byte and end of the body, without the first request of a turn.
         paused_ms: Time to the first byte of the first request of each turn, after an idle period.
-        cpu_s: CPU seconds of the proxy.
+        cpu_s: CPU seconds of the proxy for each request, means of the turns.
         mib: Resident memory of the proxy at the end.
     """
 
@@ -64,7 +64,7 @@ class Variant:
     first_ms: list[float] = field(default_factory=list)
     total_ms: list[float] = field(default_factory=list)
     paused_ms: list[float] = field(default_factory=list)
-    cpu_s: float = 0.0
+    cpu_s: list[float] = field(default_factory=list)
     mib: float = 0.0
 
 
@@ -125,7 +125,8 @@ async def measure(variants: dict[str, Variant], num_requests: int, block: int, a
                     await ask(client, variant)
                 variant.paused_ms.append(variant.first_ms.pop(-block))
                 del variant.total_ms[-block]
-                variant.cpu_s += cpu_s(variant.pid) - before if variant.pid else 0.0
+                if variant.pid:
+                    variant.cpu_s.append((cpu_s(variant.pid) - before) / block)
         for variant in variants.values():
             if variant.pid:
                 variant.mib = psutil.Process(variant.pid).memory_info().rss / 2**20
@@ -145,10 +146,10 @@ def table(variants: dict[str, Variant], num_events: int) -> str:
         numbers = [np.percentile(values, level) for values in (variant.first_ms, variant.total_ms) for level in (50, 99)]  # fmt: skip
         numbers += [np.percentile(variant.first_ms, level) - np.percentile(direct.first_ms, level) for level in (50, 99)]  # fmt: skip
         numbers.append(np.median(variant.paused_ms) - np.median(direct.first_ms))
-        num_requests = len(variant.total_ms) + len(variant.paused_ms)
         cost = ("", "")
         if variant.pid is not None:
-            cost = (f"{num_requests / variant.cpu_s:.0f}", f"{variant.mib:.0f}")
+            # The median of the turns, because other jobs of the machine slow some of them down.
+            cost = (f"{1 / np.median(variant.cpu_s):.0f}", f"{variant.mib:.0f}")
         rows.append((name, *(f"{number:.2f}" for number in numbers), *cost))
     return head + markdown_table(header.split("|"), rows)
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import AsyncIterator
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +22,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from predictors.artifact import open_artifact
 from predictors.client import ClientSettings, PredictorError, SyncPredictor
+from predictors.proxy.config import ProxyConfig
 from predictors.runtime import open_runtime
 from predictors.service.config import ServeConfig
 from predictors.service.metrics import ArtifactMetrics, ServiceMetrics
@@ -32,7 +34,7 @@ from tests.predictors.proxy.fake_engine import chat, plain, running_engine, runn
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
-MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+CHART = DEPLOY / "chart"
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
 PANELS = json.loads((DEPLOY / "grafana-dashboard.json").read_text(encoding="utf-8"))["panels"]
 
@@ -41,9 +43,83 @@ def documents(path: Path) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
 
 
-def manifest(kind: str) -> dict[str, Any]:
-    [found] = [one for path in MANIFESTS for one in documents(path) if one["kind"] == kind]
+def rendered(template: str, values: dict[str, Any]) -> str:
+    """A template of the chart. It has only fields of `.Values` and the release's name, if, else, end, toYaml, nindent and quote."""
+
+    def field(name: str) -> Any:
+        value: Any = {"Values": values, "Release": {"Name": "llm"}}
+        for part in name.removeprefix(".").split("."):
+            value = value[part]
+        return value
+
+    def evaluated(expression: str) -> str:
+        source, *functions = expression.split(" | ")
+        name, *arguments = source.split()
+        value = field(arguments[0] if name == "toYaml" else name)
+        text = yaml.safe_dump(value).rstrip() if name == "toYaml" else str(value)
+        for function in functions:
+            match function.split():
+                case ["nindent", num]:
+                    text = "\n" + "\n".join(" " * int(num) + line for line in text.splitlines())
+                case ["quote"]:
+                    text = json.dumps(text)
+                case _:
+                    raise AssertionError(function)
+        return text
+
+    output, shown = [""], [True]
+    for text, trim, action in re.findall(r"(.*?)(?:\{\{(-?) (.+?) \}\}|\Z)", template, flags=re.DOTALL):
+        if shown[-1]:
+            output.append(text.rstrip() if trim else text)
+        match action.split(maxsplit=1):
+            case []:
+                pass
+            case ["if", name]:
+                shown.append(shown[-1] and bool(field(name)))
+            case ["else"]:
+                shown[-1] = shown[-2] and not shown[-1]
+            case ["end"]:
+                shown.pop()
+            case _ if shown[-1]:
+                output.append(evaluated(action))
+    assert shown == [True]
+    return "".join(output)
+
+
+VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+#: What a user may set -> the values.
+SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+    "defaults": {},
+    "tls": {"proxy": {"tlsSecret": "certificate", "otlpEndpoint": "http://collector:4318"}},
+    "volumes": {
+        "engine": {"cacheClaim": "models"},
+        "predictor": {"artifactClaim": "mine", "artifact": "/artifact"},
+    },
+    "own engine": {"engine": {"enabled": False}, "proxy": {"engineUrl": "https://gateway"}},
+}
+
+
+def values_of(setting: str) -> dict[str, Any]:
+    changes = SETTINGS[setting]
+    return {
+        name: value | changes.get(name, {}) if isinstance(value, dict) else value
+        for name, value in VALUES.items()
+    }
+
+
+def manifests(setting: str = "defaults") -> dict[tuple[str, str], dict[str, Any]]:
+    """Kind and name without the release's -> manifest, with the values of `SETTINGS`."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for path in sorted((CHART / "templates").glob("*.yaml")):
+        for one in yaml.safe_load_all(rendered(path.read_text(encoding="utf-8"), values_of(setting))):
+            if one is not None:
+                found[one["kind"], one["metadata"]["name"].removeprefix("llm-")] = one
     return found
+
+
+def container(name: str, setting: str = "defaults") -> dict[str, Any]:
+    [found] = manifests(setting)["Deployment", name]["spec"]["template"]["spec"]["containers"]
+    return dict(found)
 
 
 def entrypoint() -> list[str]:
@@ -51,33 +127,197 @@ def entrypoint() -> list[str]:
     return [*json.loads(line)]
 
 
-def container() -> dict[str, Any]:
-    [found] = manifest("Deployment")["spec"]["template"]["spec"]["containers"]
-    return dict(found)
-
-
-@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
-def test_kubernetes_accepts_every_manifest(path: Path) -> None:
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_kubernetes_accepts_every_manifest(setting: str) -> None:
     validate = pytest.importorskip("kubernetes_validate")
-    for document in documents(path):
-        if document["apiVersion"].startswith("kustomize"):
-            continue  # a file for kubectl, not for the API
-        validate.validate(document, "1.37", strict=True)
+    assert len(manifests(setting)) == 10 + 3 * (setting != "own engine")
+    for manifest in manifests(setting).values():
+        validate.validate(manifest, "1.37", strict=True)
 
 
-def test_kustomization_names_all_manifests() -> None:
-    [kustomization] = documents(DEPLOY / "kubernetes" / "kustomization.yaml")
-    assert set(kustomization["resources"]) == {path.name for path in MANIFESTS} - {"kustomization.yaml"}
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_go_renders_the_templates_in_the_same_way(setting: str, tmp_path: Path) -> None:
+    """kubectl has the template language of Helm without toYaml, nindent and quote, which are replaced by their results."""
+    values = values_of(setting)
+    head = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "x"}, "Release": {"Name": "llm"}}
+    (tmp_path / "values.json").write_text(json.dumps({**head, "Values": values}), encoding="utf-8")
+
+    def result(action: re.Match[str]) -> str:
+        return f"{{{{{action[1]} {json.dumps(rendered(action[0], values))} }}}}"
+
+    for path in (CHART / "templates").glob("*.yaml"):
+        text = path.read_text(encoding="utf-8")
+        template = re.sub(r"\{\{(-?) (?:toYaml .*?|\S+ \| quote) \}\}", result, text)
+        (tmp_path / "template").write_text(template, encoding="utf-8")
+        words = ["kubectl", "label", "--local", "-f", str(tmp_path / "values.json"), "a=b"]
+        words += ["-o", f"go-template-file={tmp_path / 'template'}"]
+        output = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+        assert output.strip() == rendered(text, values).strip()
 
 
-def test_the_network_policy_is_of_the_pods_and_their_ports() -> None:
-    policy = manifest("NetworkPolicy")["spec"]
-    labels = manifest("Deployment")["spec"]["template"]["metadata"]["labels"].items()
-    assert policy["podSelector"]["matchLabels"].items() <= labels
-    ports = {port["name"] for port in container()["ports"]}
-    assert {port["port"] for rule in policy["ingress"] for port in rule["ports"]} == ports
-    assert all(rule["from"] for rule in policy["ingress"])
-    assert (policy["policyTypes"], policy["egress"]) == (["Ingress", "Egress"], [])
+def test_the_chart_uses_each_value_and_no_other() -> None:
+    def names(value: dict[str, Any], prefix: str = "") -> set[str]:
+        leaves: set[str] = set()
+        for name, inner in value.items():
+            is_taken_whole = name in ("options", "resources") or not isinstance(inner, dict)
+            leaves |= {prefix + name} if is_taken_whole else names(inner, f"{prefix}{name}.")
+        return leaves
+
+    templates = "".join(path.read_text(encoding="utf-8") for path in (CHART / "templates").iterdir())
+    assert set(re.findall(r"\.Values\.([\w.]+)", templates)) == names(VALUES)
+    lines = (CHART / "values.yaml").read_text(encoding="utf-8").splitlines()
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
+    assert (chart["apiVersion"], chart["name"], chart["appVersion"]) == (
+        "v2",
+        "tailcast",
+        VALUES["image"].partition(":")[2],
+    )
+    assert sum(line.lstrip().startswith("#") for line in lines) > 12
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_manifests_speak_of_the_same_pods_and_ports(setting: str) -> None:
+    found = manifests(setting)
+    for (kind, name), manifest in found.items():
+        spec = manifest.get("spec", {})
+        if kind == "ConfigMap":
+            continue
+        deployment = found["Deployment", name]["spec"]["template"]
+        [main] = deployment["spec"]["containers"]
+        ports = {port["name"]: port["containerPort"] for port in main["ports"]}
+        labels = deployment["metadata"]["labels"].items()
+        match kind:
+            case "Deployment":
+                assert spec["selector"]["matchLabels"].items() <= labels
+                mounted = {mount["name"] for mount in main["volumeMounts"]}
+                assert mounted == {volume["name"] for volume in deployment["spec"]["volumes"]}
+                probed = {
+                    probe.get("httpGet", probe.get("grpc"))["port"]
+                    for key, probe in main.items()
+                    if key.endswith("Probe")
+                }
+                assert probed <= {*ports, *ports.values()}
+                scraped = deployment["metadata"]["annotations"]["prometheus.io/port"]
+                assert int(scraped) in ports.values()
+            case "Service":
+                assert spec["selector"].items() <= labels
+                assert {port["targetPort"]: port["port"] for port in spec["ports"]}.items() <= ports.items()
+            case "PodDisruptionBudget":
+                assert spec["selector"]["matchLabels"].items() <= labels
+            case "NetworkPolicy":
+                assert spec["podSelector"]["matchLabels"].items() <= labels
+                assert {port["port"] for rule in spec["ingress"] for port in rule["ports"]} == set(ports)
+            case "HorizontalPodAutoscaler":
+                assert spec["scaleTargetRef"]["name"] == found["Deployment", name]["metadata"]["name"]
+    clients = found["NetworkPolicy", "predictor"]["spec"]["ingress"][0]["from"][0]["podSelector"][
+        "matchLabels"
+    ]
+    assert clients.items() <= found["Deployment", "proxy"]["spec"]["template"]["metadata"]["labels"].items()
+    ports = {port["containerPort"] for port in container("predictor")["ports"]}
+    exposed = re.findall(r"^EXPOSE (.*)$", DOCKERFILE, flags=re.MULTILINE)[0]
+    assert ports == {int(port) for port in exposed.split()}
+
+
+def options_of(source: str) -> tuple[list[str], list[str]]:
+    """The command lines of proxy and predictor in a file: "compose", or a setting of the chart."""
+    if source == "compose":
+        services = documents(DEPLOY / "compose.yaml")[0]["services"]
+        return [*services["proxy"]["entrypoint"], *services["proxy"]["command"]], [
+            *entrypoint(),
+            *services["predictor"]["command"],
+        ]
+    proxy, predictor = container("proxy", source), container("predictor", source)
+    return [*proxy["command"], *proxy["args"]], [*predictor["command"], *predictor["args"]]
+
+
+def resolved(command: list[str], config_class: Any, positionals: tuple[str, ...]) -> Any:
+    """The options of a command line, as its command reads them."""
+    configs: list[Any] = []
+
+    def keep(config: Any) -> int:
+        configs.append(config)
+        return 0
+
+    main = make_command(command[0], config_class, keep, positionals=positionals, extra="serve")
+    assert main(command[1:]) == 0
+    return configs[0]
+
+
+@pytest.mark.parametrize("source", ["compose", *SETTINGS])
+def test_proxy_predictor_and_engine_fit_together(source: str, tmp_path: Path) -> None:
+    """Options are those of the commands, and agree with each other, with the engine's, and with the time to drain."""
+    (tmp_path / "artifact").mkdir()
+    file = tmp_path / "proxy.yaml"
+    [compose] = documents(DEPLOY / "compose.yaml")
+    setting = "defaults" if source == "compose" else source
+    found = manifests(setting)
+    text = (DEPLOY / "proxy/proxy.yaml").read_text(encoding="utf-8")
+    file.write_text(text if source == "compose" else found["ConfigMap", "proxy"]["data"]["config.yaml"])
+    folder = "/etc/tailcast/" + ("proxy.yaml" if source == "compose" else "config.yaml")
+    proxy_line, predictor_line = options_of(source)
+    proxy_line = [
+        word.replace(f"--config={folder}", f"--config={file}").replace("=/state", f"={tmp_path}")
+        for word in proxy_line
+    ]
+    predictor_line = [str(tmp_path / "artifact") if word == "/artifact" else word for word in predictor_line]
+    assert (proxy_line[0], predictor_line[0]) == ("tailcast-proxy", "serve-predictor")
+    proxy = resolved(proxy_line, ProxyConfig, ("engine_url", "replicas"))
+    predictor = resolved(predictor_line, ServeConfig, ("artifact",))
+    assert (proxy.host, proxy.port, proxy.admin_port) == ("0.0.0.0", 8080, 8081)
+    assert (predictor.host, predictor.port, predictor.http_port) == ("0.0.0.0", 50051, 8080)
+    if source == "compose":
+        services = compose["services"]
+        assert proxy.engine_url == "http://engine:8000"
+        assert proxy.predictor == f"grpc://predictor:{predictor.port}"
+        assert {"proxy", "predictor", "engine"} <= set(services)
+        words = services["engine"]["command"]
+        graces = [
+            int(services[name]["stop_grace_period"].removesuffix("s")) for name in ("proxy", "predictor")
+        ]
+    else:
+        engine = found.get(("Service", "engine"), {"metadata": {"name": ""}})["metadata"]["name"]
+        assert proxy.engine_url == (f"http://{engine}:8000" if engine else "https://gateway")
+        assert (
+            proxy.predictor == f"grpc://{found['Service', 'predictor']['metadata']['name']}:{predictor.port}"
+        )
+        words = container("engine", setting)["args"] if engine else []
+        names = ("proxy", "predictor")
+        graces = [
+            found["Deployment", name]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+            for name in names
+        ]
+    for grace, config in zip(graces, (proxy, predictor), strict=True):
+        assert grace >= config.drain_delay_s + config.drain_timeout_s + 5
+    if words:
+        assert {f"--max-num-seqs={proxy.max_num_seqs}", "--scheduling-policy=priority", "--port=8000"} <= set(
+            words
+        )
+    assert (proxy.tls_cert, proxy.traces) == (
+        ("/etc/tailcast-tls/tls.crt", True) if source == "tls" else (None, False)
+    )
+
+
+def test_files_name_one_version_of_image_and_engine() -> None:
+    services = documents(DEPLOY / "compose.yaml")[0]["services"]
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    assert (
+        services["proxy"]["image"]
+        == services["predictor"]["image"]
+        == VALUES["image"]
+        == f"tailcast:{version}"
+    )
+    [vllm] = [text for text in metadata.requires("tailcast") or () if text.startswith("vllm")]
+    tag = VALUES["engine"]["image"].rpartition(":v")[2]
+    assert Requirement(vllm).specifier.contains(tag)
+    assert VALUES["engine"]["image"] in services["engine"]["image"]
+
+
+def test_the_image_has_what_the_chart_asks_for() -> None:
+    """Traces need an extra, and the calibration a folder that the user of the image can write."""
+    [extras] = re.findall(r'"\.\[(.*?)\]"', DOCKERFILE)
+    assert {"serve", "traces"} <= set(extras.split(","))
+    assert "--owner=10001 --group=10001 /state" in DOCKERFILE
 
 
 # Bodies of any size were read into the memory of a replica.
@@ -122,35 +362,8 @@ def test_every_dependency_is_pinned() -> None:
     assert {name for name, _ in seen} - pinned <= {"tailcast", "setuptools"}
 
 
-def test_manifests_speak_of_the_same_pods_and_ports() -> None:
-    labels = manifest("Deployment")["spec"]["template"]["metadata"]["labels"].items()
-    for selector in (
-        manifest("Deployment")["spec"]["selector"]["matchLabels"],
-        manifest("Service")["spec"]["selector"],
-        manifest("PodDisruptionBudget")["spec"]["selector"]["matchLabels"],
-    ):
-        assert selector.items() <= labels
-    scaled = manifest("HorizontalPodAutoscaler")["spec"]["scaleTargetRef"]
-    assert (scaled["kind"], scaled["name"]) == ("Deployment", manifest("Deployment")["metadata"]["name"])
-    ports = {port["name"]: port["containerPort"] for port in container()["ports"]}
-    exposed = {int(port) for port in re.findall(r"^EXPOSE (.*)$", DOCKERFILE, flags=re.MULTILINE)[0].split()}
-    assert set(ports.values()) == exposed
-    assert {port["targetPort"] for port in manifest("Service")["spec"]["ports"]} == set(ports)
-    assert {f"--port={ports['grpc']}", f"--http_port={ports['http']}"} <= set(entrypoint())
-    for probe in ("startupProbe", "readinessProbe"):
-        assert container()[probe]["grpc"]["port"] == ports["grpc"]
-    claim = manifest("Deployment")["spec"]["template"]["spec"]["volumes"][0]["persistentVolumeClaim"]
-    assert claim["claimName"] == manifest("PersistentVolumeClaim")["metadata"]["name"]
-
-
-def test_a_pod_is_given_the_time_it_needs_to_drain() -> None:
-    options = dict(one.removeprefix("--").split("=") for one in container()["args"])
-    grace = manifest("Deployment")["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
-    assert grace >= float(options["drain_delay_s"]) + float(options["drain_timeout_s"]) + 5
-
-
 def test_the_metric_that_is_scaled_on_exists() -> None:
-    [metric] = manifest("HorizontalPodAutoscaler")["spec"]["metrics"]
+    [metric] = manifests()["HorizontalPodAutoscaler", "predictor"]["spec"]["metrics"]
     name = metric["pods"]["metric"]["name"]
     metrics = ServiceMetrics()
     ArtifactMetrics(metrics, "tiny")
@@ -158,35 +371,18 @@ def test_the_metric_that_is_scaled_on_exists() -> None:
     assert name in (DEPLOY / "metrics-adapter.yaml").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("source", ["compose", "kubernetes", "image"])
-def test_every_option_is_one_of_the_command(source: str, tmp_path: Path) -> None:
-    [default] = re.findall(r"^CMD (\[.*\])$", DOCKERFILE, flags=re.MULTILINE)
-    [compose] = documents(DEPLOY / "compose.yaml")
-    options = {"compose": compose["services"]["predictor"]["command"], "kubernetes": container()["args"]}
-    options["image"] = json.loads(default)
-    command, *arguments = [*entrypoint(), *options[source]]
-    assert command == "serve-predictor"
-    seen: list[ServeConfig] = []
-
-    def keep(config: ServeConfig) -> int:
-        seen.append(config)
-        return 0
-
-    main = make_command(command, ServeConfig, keep, positionals=("artifact",), extra="serve")
-    assert main(arguments) == 0
-    assert (seen[0].host, seen[0].port, seen[0].http_port) == ("0.0.0.0", 50051, 8080)
-
-
-def test_compose_builds_the_image_and_leaves_time_to_drain() -> None:
+def test_compose_builds_the_image_and_mounts_what_exists() -> None:
     [compose] = documents(DEPLOY / "compose.yaml")
     predictor = compose["services"]["predictor"]
     build = predictor["build"]
     assert (DEPLOY / build["context"] / build["dockerfile"]).samefile(DEPLOY / "Dockerfile")
-    assert predictor["image"] == container()["image"]
-    assert int(predictor["stop_grace_period"].removesuffix("s")) > ServeConfig(artifact="a").drain_timeout_s
     scraped = yaml.safe_load(compose["configs"]["prometheus"]["content"])
-    [target] = scraped["scrape_configs"][0]["static_configs"][0]["targets"]
-    assert target == "predictor:8080"
+    targets = scraped["scrape_configs"][0]["static_configs"][0]["targets"]
+    assert targets == ["predictor:8080", "proxy:8081", "engine:8000"]
+    for service in compose["services"].values():
+        for volume in service.get("volumes", ()):
+            source = re.sub(r"\$\{\w+:-(.*?)\}", r"\1", volume).split(":")[0]
+            assert source in compose["volumes"] or (DEPLOY / source).exists()
 
 
 def test_the_image_is_made_of_files_that_are_there_and_is_nobodys_root() -> None:
@@ -197,7 +393,11 @@ def test_the_image_is_made_of_files_that_are_there_and_is_nobodys_root() -> None
             assert (ROOT / source).exists(), source
             assert source in kept, f"{source} is left out by .dockerignore"
     [user] = re.findall(r"^USER (\d+):\d+$", DOCKERFILE, flags=re.MULTILINE)
-    assert int(user) == manifest("Deployment")["spec"]["template"]["spec"]["securityContext"]["runAsUser"] > 0
+    assert (
+        int(user)
+        == manifests()["Deployment", "proxy"]["spec"]["template"]["spec"]["securityContext"]["runAsUser"]
+        > 0
+    )
 
 
 @pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed")
@@ -267,7 +467,7 @@ def series(exposition: str) -> set[str]:
     return names
 
 
-async def test_every_metric_of_the_dashboard_is_scraped(artifact_folder: Path) -> None:
+async def test_every_metric_of_dashboard_and_alerts_is_scraped(artifact_folder: Path) -> None:
     """Of all three processes, each after a request."""
     registry = CollectorRegistry()
     EngineMetrics(registry)
@@ -286,6 +486,12 @@ async def test_every_metric_of_the_dashboard_is_scraped(artifact_folder: Path) -
         async with proxy.client.get(proxy.admin + "/metrics") as response:
             names |= series(await response.text())
     expressions = [target["expr"] for panel in PANELS for target in panel.get("targets", [])]
+    [groups] = documents(DEPLOY / "alerts.yaml")
+    rules = [rule for group in groups["groups"] for rule in group["rules"]]
+    expressions += [rule["expr"] for rule in rules]
+    assert all({"alert", "expr"} <= set(rule) <= {"alert", "expr", "for"} for rule in rules)
+    page = (ROOT / "docs/production.md").read_text(encoding="utf-8")
+    assert [rule["alert"] for rule in rules] == re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE)
     asked = {name for text in expressions for name in re.findall(r"\btailcast_\w+", text)}
     assert len(asked) > 30
     assert asked - names == set()

@@ -284,16 +284,17 @@ class Process:
 
 @contextlib.asynccontextmanager
 async def running_process(options: Path, url: str) -> AsyncIterator[Process]:
-    """Runs the command until the end of the block, and asserts that it ends with 0 on SIGTERM."""
+    """Runs the command until the end of the block, and asserts that it ends with 0 on SIGTERM, unless it was killed."""
     words = [sys.executable, "-m", "predictors.commands.tailcast_proxy", url, "--config", str(options)]
     process = await asyncio.create_subprocess_exec(*words, cwd=ROOT, stderr=asyncio.subprocess.PIPE)
     try:
         running = Process(process)
         await running.logged("ready on")
         yield running
-        process.send_signal(signal.SIGTERM)
-        await running.logged("stopped")
-        assert await process.wait() == 0
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+            await running.logged("stopped")
+            assert await process.wait() == 0
     finally:
         if process.returncode is None:
             process.kill()
