@@ -109,17 +109,17 @@ def values_of(setting: str) -> dict[str, Any]:
 
 def manifests(setting: str = "defaults") -> dict[tuple[str, str], dict[str, Any]]:
     """Kind and name without the release's -> manifest, with the values of `SETTINGS`."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    by_name: dict[tuple[str, str], dict[str, Any]] = {}
     for path in sorted((CHART / "templates").glob("*.yaml")):
         for one in yaml.safe_load_all(rendered(path.read_text(encoding="utf-8"), values_of(setting))):
             if one is not None:
-                found[one["kind"], one["metadata"]["name"].removeprefix("llm-")] = one
-    return found
+                by_name[one["kind"], one["metadata"]["name"].removeprefix("llm-")] = one
+    return by_name
 
 
 def container(name: str, setting: str = "defaults") -> dict[str, Any]:
-    [found] = manifests(setting)["Deployment", name]["spec"]["template"]["spec"]["containers"]
-    return dict(found)
+    [main] = manifests(setting)["Deployment", name]["spec"]["template"]["spec"]["containers"]
+    return dict(main)
 
 
 def entrypoint() -> list[str]:
@@ -178,12 +178,12 @@ def test_the_chart_uses_each_value_and_no_other() -> None:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_manifests_speak_of_the_same_pods_and_ports(setting: str) -> None:
-    found = manifests(setting)
-    for (kind, name), manifest in found.items():
+    chart = manifests(setting)
+    for (kind, name), manifest in chart.items():
         spec = manifest.get("spec", {})
         if kind == "ConfigMap":
             continue
-        deployment = found["Deployment", name]["spec"]["template"]
+        deployment = chart["Deployment", name]["spec"]["template"]
         [main] = deployment["spec"]["containers"]
         ports = {port["name"]: port["containerPort"] for port in main["ports"]}
         labels = deployment["metadata"]["labels"].items()
@@ -209,11 +209,11 @@ def test_manifests_speak_of_the_same_pods_and_ports(setting: str) -> None:
                 assert spec["podSelector"]["matchLabels"].items() <= labels
                 assert {port["port"] for rule in spec["ingress"] for port in rule["ports"]} == set(ports)
             case "HorizontalPodAutoscaler":
-                assert spec["scaleTargetRef"]["name"] == found["Deployment", name]["metadata"]["name"]
-    clients = found["NetworkPolicy", "predictor"]["spec"]["ingress"][0]["from"][0]["podSelector"][
+                assert spec["scaleTargetRef"]["name"] == chart["Deployment", name]["metadata"]["name"]
+    clients = chart["NetworkPolicy", "predictor"]["spec"]["ingress"][0]["from"][0]["podSelector"][
         "matchLabels"
     ]
-    assert clients.items() <= found["Deployment", "proxy"]["spec"]["template"]["metadata"]["labels"].items()
+    assert clients.items() <= chart["Deployment", "proxy"]["spec"]["template"]["metadata"]["labels"].items()
     ports = {port["containerPort"] for port in container("predictor")["ports"]}
     exposed = re.findall(r"^EXPOSE (.*)$", DOCKERFILE, flags=re.MULTILINE)[0]
     assert ports == {int(port) for port in exposed.split()}
@@ -251,9 +251,9 @@ def test_proxy_predictor_and_engine_fit_together(source: str, tmp_path: Path) ->
     file = tmp_path / "proxy.yaml"
     [compose] = documents(DEPLOY / "compose.yaml")
     setting = "defaults" if source == "compose" else source
-    found = manifests(setting)
+    chart = manifests(setting)
     text = (DEPLOY / "proxy/proxy.yaml").read_text(encoding="utf-8")
-    file.write_text(text if source == "compose" else found["ConfigMap", "proxy"]["data"]["config.yaml"])
+    file.write_text(text if source == "compose" else chart["ConfigMap", "proxy"]["data"]["config.yaml"])
     folder = "/etc/tailcast/" + ("proxy.yaml" if source == "compose" else "config.yaml")
     proxy_line, predictor_line = options_of(source)
     proxy_line = [
@@ -276,15 +276,15 @@ def test_proxy_predictor_and_engine_fit_together(source: str, tmp_path: Path) ->
             int(services[name]["stop_grace_period"].removesuffix("s")) for name in ("proxy", "predictor")
         ]
     else:
-        engine = found.get(("Service", "engine"), {"metadata": {"name": ""}})["metadata"]["name"]
+        engine = chart.get(("Service", "engine"), {"metadata": {"name": ""}})["metadata"]["name"]
         assert proxy.engine_url == (f"http://{engine}:8000" if engine else "https://gateway")
         assert (
-            proxy.predictor == f"grpc://{found['Service', 'predictor']['metadata']['name']}:{predictor.port}"
+            proxy.predictor == f"grpc://{chart['Service', 'predictor']['metadata']['name']}:{predictor.port}"
         )
         words = container("engine", setting)["args"] if engine else []
         names = ("proxy", "predictor")
         graces = [
-            found["Deployment", name]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+            chart["Deployment", name]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
             for name in names
         ]
     for grace, config in zip(graces, (proxy, predictor), strict=True):
