@@ -1,16 +1,27 @@
 """OpenTelemetry spans of a proxy: their parents, their attributes, what the engine gets."""
 
 import asyncio
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from predictors.proxy.config import ProxyConfig
 from predictors.proxy.server import ProxyServer
 from scheduler_core.errors import MissingExtraError
-from tests.predictors.proxy.fake_engine import break_off, chat, gated, running_engine, running_proxy, until
+from tests.predictors.proxy.fake_engine import (
+    CHAT,
+    break_off,
+    chat,
+    gated,
+    running_engine,
+    running_proxy,
+    until,
+)
+from tests.predictors.proxy.test_tls import running_process
 
 pytest.importorskip("opentelemetry.sdk")
 from opentelemetry import trace
@@ -193,3 +204,28 @@ async def test_the_extra_is_needed_only_for_traces(monkeypatch: pytest.MonkeyPat
         ProxyServer(ProxyConfig(engine_url="http://127.0.0.1:1", predictor="none", traces=True))
     async with running_engine() as fake, running_proxy(fake.url) as proxy:
         assert (await proxy.post(chat(PROMPT)))[0] == 200
+
+
+async def test_the_command_exports_what_is_left_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    ports, options = tmp_path / "ports", tmp_path / "options.yaml"
+    options.write_text(json.dumps({"predictor": "none", "port": 0, "port_file": str(ports), "traces": True}))
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "front")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")  # nothing is sent before the end
+    async with asyncio.timeout(120), running_engine() as fake:  # the engine is the collector too
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", fake.url)
+        async with running_process(options, fake.url), aiohttp.ClientSession() as client:
+            url = f"http://127.0.0.1:{int(ports.read_text())}{CHAT}"
+            async with client.post(url, json=chat(PROMPT), headers=CALLER) as response:
+                assert response.status == 200
+        [body] = [body for _, path, _, body in fake.requests if path == "/v1/traces"]
+    [resource] = ExportTraceServiceRequest.FromString(body).resource_spans
+    names = {one.key: one.value.string_value for one in resource.resource.attributes}
+    assert names["service.name"] == "front"
+    exported = [span for scope in resource.scope_spans for span in scope.spans]
+    assert {span.name for span in exported} == {"chat tiny-llm", "predict", "queue", "engine"}
+    assert {span.trace_id.hex() for span in exported} == {TRACE}
+    assert PROMPT.encode() not in body
