@@ -361,7 +361,7 @@ async def test_an_engine_that_is_gone_or_breaks_off_or_is_silent_or_sends_no_htt
 
 
 async def test_a_proxy_fault(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    async def fails(self: RequestHandler, request: web.Request) -> web.StreamResponse:
+    async def fails(self: RequestHandler, request: web.Request, span: object) -> web.StreamResponse:
         raise RuntimeError(f"{await request.read()!r} {request.headers}")
 
     monkeypatch.setattr(RequestHandler, "_generate", fails)
