@@ -131,13 +131,10 @@ class EngineOrder:
         raise NotImplementedError
 
     def rank(self, request_id: str, num: int) -> tuple[int, int | None] | None:
-        """The declared level of a live request, and its position among the first `num` of `first`, the next one at 1, None if
-        it is none of them. None for others."""
+        """The declared level of a live request, and its position, from 1, if it is among the first `num` that wait in the
+        proxy. None if it is not live."""
         state = self._order.states.get(request_id)
-        if state is None:
-            return None
-        position = next((number for number, one in enumerate(self.first(num), 1) if one is state), None)
-        return self._order.level(state), position
+        return None if state is None else (self._order.level(state), None)
 
     def running(self) -> list[RequestState]:
         """The requests in the engine that are not in the order any more, in the order of sending."""
@@ -223,6 +220,12 @@ class HoldQueue(EngineOrder):
         """The first `num` waiting requests in the order of their latest keys."""
         with closing(self._order.waiting.ascending()) as waiting:
             return list(islice(waiting, num))
+
+    def rank(self, request_id: str, num: int) -> tuple[int, int | None] | None:
+        rank = super().rank(request_id, num)
+        waiting = enumerate(self.first(num), 1)
+        position = next((number for number, state in waiting if state.request_id == request_id), None)
+        return None if rank is None else (rank[0], position)
 
     async def enter(self, request: Request) -> None:
         """Waits for admission of the request; cancellation removes it. Refusal (429) if the queue is full;
