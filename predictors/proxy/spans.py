@@ -70,7 +70,7 @@ class ProxySpans:
             span.update_name(f"{operation} {fields.model or ''}".rstrip())
         if self._engine_kind != "none":
             attributes["gen_ai.provider.name"] = self._engine_kind
-        span.set_attributes({name: value for name, value in attributes.items() if value not in (None, "")})
+        span.set_attributes(_valid(attributes))
 
     def predicted(self, exchange: Exchange) -> None:
         """Adds the outcome of the prediction, its quantiles as they are used, and the request's level and position."""
@@ -101,7 +101,7 @@ class ProxySpans:
             "gen_ai.response.finish_reasons": [stats.finish_reason] if stats.finish_reason else None,
             "gen_ai.response.time_to_first_chunk": stats.first_s and stats.first_s - exchange.started_s,
         }
-        span.set_attributes({name: value for name, value in attributes.items() if value is not None})
+        span.set_attributes(_valid(attributes))
 
     def respond(self, span: Any, request: web.Request, code: str) -> None:
         """Adds the response to a span: `code` is the status, or a word if there is none."""
@@ -111,6 +111,15 @@ class ProxySpans:
         if not code.isdigit() or int(code) >= 500:
             span.set_attribute("error.type", code)
             self._tracing.fail(span, code)
+
+
+def _valid(attributes: dict[str, Any]) -> dict[str, Any]:
+    """The attributes with a value. Integers that OTLP cannot encode are left out: they would end the export of all spans."""
+    return {
+        name: value
+        for name, value in attributes.items()
+        if value not in (None, "") and not (type(value) is int and abs(value) >= 2**63)
+    }
 
 
 def _quantiles(prediction: Prediction | None) -> dict[str, float]:

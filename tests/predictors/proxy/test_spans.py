@@ -219,13 +219,14 @@ async def test_the_command_exports_what_is_left_at_the_end(
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", fake.url)
         async with running_process(options, fake.url), aiohttp.ClientSession() as client:
             url = f"http://127.0.0.1:{int(ports.read_text())}{CHAT}"
-            async with client.post(url, json=chat(PROMPT), headers=CALLER) as response:
-                assert response.status == 200
+            for body in (chat(PROMPT), chat(PROMPT, n=10**30, max_tokens=10**30, model="")):
+                async with client.post(url, json=body, headers=CALLER) as response:
+                    assert response.status == 200
         [body] = [body for _, path, _, body in fake.requests if path == "/v1/traces"]
     [resource] = ExportTraceServiceRequest.FromString(body).resource_spans
     names = {one.key: one.value.string_value for one in resource.resource.attributes}
     assert names["service.name"] == "front"
     exported = [span for scope in resource.scope_spans for span in scope.spans]
-    assert {span.name for span in exported} == {"chat tiny-llm", "predict", "queue", "engine"}
+    assert {span.name for span in exported} == {"chat tiny-llm", "chat", "predict", "queue", "engine"}
     assert {span.trace_id.hex() for span in exported} == {TRACE}
     assert PROMPT.encode() not in body
