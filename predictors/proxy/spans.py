@@ -114,7 +114,7 @@ class ProxySpans:
 
 
 def _valid(attributes: dict[str, Any]) -> dict[str, Any]:
-    """The attributes with a value. Integers that OTLP cannot encode are left out: they would end the export of all spans."""
+    """The attributes with a value, without integers that OTLP cannot encode: each would log a traceback."""
     return {
         name: value
         for name, value in attributes.items()
