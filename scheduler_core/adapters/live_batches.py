@@ -6,6 +6,7 @@ from scheduler_core.adapters.live_order import LiveEngine, LiveOrder
 from scheduler_core.batching.base import BatchFormer
 from scheduler_core.batching.batch import Batch
 from scheduler_core.engine.kv_cache import KVCache, Limits
+from scheduler_core.engine.memory_victim import MemoryVictims
 from scheduler_core.engine.pool import Pool
 from scheduler_core.engine.step_costs import StepCosts
 from scheduler_core.policies.base import Policy
@@ -54,6 +55,7 @@ class LiveBatches(LiveOrder):
         costs: StepCosts,
         level: Callable[[RequestState], int] | None = None,
         engine: LiveEngine | None = None,
+        memory_victims: MemoryVictims = "last_admitted",
     ) -> None:
         super().__init__(policy, limits.max_num_seqs, level, engine)
         former.check(limits)
@@ -71,6 +73,7 @@ class LiveBatches(LiveOrder):
             step_tokens=limits.max_num_batched_tokens,
             group=level if group is None else lambda state: (level(state), group(state)),
             lockstep=False,
+            memory_victims=memory_victims,
         )
         if engine is not None:
             policy.bind(engine)
@@ -120,28 +123,30 @@ class LiveBatches(LiveOrder):
             self.pool.preempt(state, now)
             state.decode_entered_s = None
 
-    def advance(self, progress: Iterable[tuple[str, int, int, int]], now: float) -> None:
-        """Ends a step. `progress`: id, tokens of the step, computed tokens and output tokens of each of its requests."""
-        running, on_tokens = Status.RUNNING, self._on_tokens
-        for request_id, num_tokens, num_computed_tokens, num_output_tokens in progress:
-            state = self.states.get(request_id)
-            if state is None or state.status is not running:
-                continue
-            state.num_computed_tokens = num_computed_tokens
-            state.last_scheduled_s = now
-            has_new = num_output_tokens > state.num_output_tokens
-            if has_new:
-                state.num_output_tokens = num_output_tokens
-                state.last_token_s = now
-                if state.first_token_s is None:
-                    state.first_token_s = now
-            ends_prefill = has_new and state.decode_entered_s is None
-            if ends_prefill:
+    def advance(
+        self,
+        state: RequestState,
+        num_tokens: int,
+        num_computed_tokens: int,
+        num_output_tokens: int,
+        now: float,
+    ) -> None:
+        """Ends a step for a running request; the numbers are the tokens of the step, and all computed and output tokens."""
+        state.num_computed_tokens = num_computed_tokens
+        state.last_scheduled_s = now
+        ends_prefill = False
+        if num_output_tokens > state.num_output_tokens:
+            state.num_output_tokens = num_output_tokens
+            state.last_token_s = now
+            if state.first_token_s is None:
+                state.first_token_s = now
+            if state.decode_entered_s is None:
                 state.decode_entered_s = now
-            if on_tokens is not None:
-                on_tokens(state, num_tokens, now)
-            if ends_prefill:
-                self.policy.on_prefill_end(state, now)
+                ends_prefill = True
+        if self._on_tokens is not None:
+            self._on_tokens(state, num_tokens, now)
+        if ends_prefill:
+            self.policy.on_prefill_end(state, now)
 
     def leave(self, request_id: str, ended_by: str = "") -> RequestState | None:
         """See `LiveOrder`."""

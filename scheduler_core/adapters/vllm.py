@@ -32,6 +32,7 @@ from scheduler_core.adapters.vllm_failures import FailSafe, guarded
 from scheduler_core.adapters.vllm_queue import PlannedQueue, PolicyQueue
 from scheduler_core.adapters.vllm_requests import forced_length, request_of
 from scheduler_core.adapters.vllm_version import OVERRIDDEN, check_vllm
+from scheduler_core.engine.memory_victim import cheapest_last
 from scheduler_core.errors import InputError
 from scheduler_core.policies.base import Policy
 from scheduler_core.prediction.correction import RequestContext
@@ -217,6 +218,8 @@ class PolicyScheduling(FailSafe, PlannedSteps, _Base):  # type: ignore[misc]
             self._tailcast_metrics.rekeys.inc()
         if self._tailcast_batches is None and order.policy.evicts_by_key:
             self._tailcast_sort_running(now)
+        elif self._tailcast_batches is None and not self.kv_cache_manager.enable_caching:
+            self._tailcast_cheapest_last()
         if self._tailcast_step_start_s is None:
             self._tailcast_step_start_s = now
         if self._tailcast_cache is not None and order.policy.orders_retention:
@@ -255,19 +258,21 @@ class PolicyScheduling(FailSafe, PlannedSteps, _Base):  # type: ignore[misc]
         scheduled = scheduler_output.num_scheduled_tokens
         sampled, rows = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
         prefills = [request_id for request_id in self._tailcast_prefills if request_id in scheduled]
-        batches, progress = self._tailcast_batches, []
+        batches, running = self._tailcast_batches, Status.RUNNING
         for request_id in scheduled if batches is not None or self._tailcast_follows else prefills:
             request, row = self.requests.get(request_id), rows.get(request_id)
             num_new = len(sampled[row]) if sampled and row is not None else 0
-            if request is not None and batches is not None:
-                num_tokens, num_output_tokens = scheduled[request_id], request.num_output_tokens + num_new
-                progress.append((request_id, num_tokens, request.num_computed_tokens, num_output_tokens))
-            elif request is not None:
+            if request is not None and batches is None:
                 self._tailcast_progress(request, scheduled[request_id], num_new)
+            elif request is not None and batches is not None:
+                state = batches.states.get(request_id)
+                if state is not None and state.status is running:
+                    num_output_tokens = request.num_output_tokens + num_new
+                    batches.advance(
+                        state, scheduled[request_id], request.num_computed_tokens, num_output_tokens, now
+                    )
             if num_new:
                 self._tailcast_prefills.discard(request_id)
-        if batches is not None:
-            batches.advance(progress, now)
         return prefills
 
     @guarded
@@ -397,6 +402,36 @@ class PolicyScheduling(FailSafe, PlannedSteps, _Base):  # type: ignore[misc]
             max_tokens=int(request.max_tokens),
         )
         calibration.observe(context, outcome)
+
+    def _tailcast_cheapest_last(self) -> None:
+        """Moves the running request to preempt to the end, where vLLM takes it, if memory may run out in this step. Those whose
+        blocks cannot be freed go first, because vLLM gives up at them."""
+        if len(self.running) < 2 or self._tailcast_missing_blocks() <= 0:
+            return
+        order = self._tailcast_order
+        evictable = {
+            request.request_id: request
+            for request in self.running
+            if request.request_id in order.states and self._request_blocks_can_be_freed(request)
+        }
+        if not self._tailcast_follows:
+            for request in evictable.values():
+                self._tailcast_progress(request, 0, 0)
+        states = cheapest_last(order.states[name] for name in evictable)
+        states.sort(key=order.level)  # stable: the cheapest of the least urgent level is the last one
+        others = [request for request in self.running if request.request_id not in evictable]
+        self.running = [*others, *(evictable[state.request_id] for state in states)]
+
+    def _tailcast_missing_blocks(self) -> int:
+        """Blocks beyond the free ones that the running requests may take in the next step; O(running)."""
+        num_blocks = -self.kv_cache_manager.block_pool.get_num_free_blocks()
+        for request in self.running:
+            end = request.num_tokens_with_spec + request.num_output_placeholders
+            end = min(end, request.num_computed_tokens + self.max_num_scheduled_tokens)
+            for manager in self.kv_cache_manager.coordinator.single_type_managers:
+                held = len(manager.req_to_blocks.get(request.request_id, ()))
+                num_blocks += max(-(-(end + self.num_lookahead_tokens) // manager.block_size) - held, 0)
+        return int(num_blocks)
 
     def _tailcast_sort_running(self, now: float) -> None:
         """Sorts the running requests by eviction key, because vLLM preempts the last one when memory runs out. Before

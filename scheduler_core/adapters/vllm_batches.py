@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from scheduler_core.adapters.engine_metrics import EngineMetrics
@@ -13,6 +13,7 @@ from scheduler_core.adapters.vllm_failures import guarded
 from scheduler_core.adapters.vllm_version import check_plannable
 from scheduler_core.batching.base import BatchFormer
 from scheduler_core.engine.kv_cache import KVCache, Limits
+from scheduler_core.engine.memory_victim import MemoryVictims
 from scheduler_core.engine.prefix_cache import NO_HIT, Hit
 from scheduler_core.errors import InputError
 from scheduler_core.policies.base import Policy
@@ -22,8 +23,8 @@ from scheduler_core.request import Request, RequestState, Status
 class VllmBlocks(KVCache):
     """vLLM's blocks for a batch former: a block is the memory of `block_size` tokens in all groups of layers.
 
-    Between two steps `synchronize` copies the number of free blocks; `hold` says how many a running request has. A request
-    keeps what its admission has reserved, although vLLM allocates it chunk by chunk.
+    Between two steps `synchronize` copies what vLLM has done. A request keeps what its admission has reserved, although vLLM
+    allocates it chunk by chunk.
     """
 
     def __init__(self, manager: Any, cache: VllmCache, block_size: int) -> None:
@@ -35,19 +36,37 @@ class VllmBlocks(KVCache):
         self._pool, self._cache = manager.block_pool, cache
         self._allocated = managers[cache.main_group].req_to_blocks
 
-    def synchronize(self) -> None:
-        """Copies the number of free blocks, called before `hold` for each running request."""
-        self.num_free_blocks = self._pool.get_num_free_blocks() // self._num_groups
-
-    def hold(self, request_id: str) -> int:
-        """Blocks of a running request, allocated and reserved."""
-        allocated: int = len(self._allocated.get(request_id, ()))
-        held = self._held.get(request_id, 0)
-        if held <= allocated:
-            self._held[request_id] = allocated
-            return allocated
-        self.num_free_blocks -= held - allocated
-        return held
+    def synchronize(
+        self,
+        running: Iterable[Any],
+        unexecuted: Iterable[str],
+        states: Mapping[str, RequestState],
+        now: float,
+    ) -> list[RequestState]:
+        """Copies the progress and memory of vLLM's running requests to their states, and the number of free blocks. What
+        admitted requests have reserved beyond their blocks is not free; `unexecuted` ones have only that. Returns the requests
+        that vLLM has admitted without a plan."""
+        free = self._pool.get_num_free_blocks() // self._num_groups
+        allocated, held, size, waiting = self._allocated, self._held, self.block_tokens, Status.WAITING
+        unplanned = []
+        for request in running:
+            name = request.request_id
+            state = states.get(name)
+            if state is None:
+                continue
+            state.num_computed_tokens = request.num_computed_tokens
+            num_blocks, reserved = len(allocated.get(name, ())), held.get(name, 0)
+            if num_blocks >= reserved:
+                held[name] = reserved = num_blocks
+            else:
+                free -= reserved - num_blocks
+            state.kv_tokens = reserved * size
+            if request.num_output_placeholders:
+                state.last_token_s = now  # its latest token is still being computed
+            if state.status is waiting:
+                unplanned.append(state)
+        self.num_free_blocks = free - sum([held.get(name, 0) for name in unexecuted])
+        return unplanned
 
     def find(self, state: RequestState) -> Hit:
         """See `KVCache`."""
@@ -134,7 +153,8 @@ class PlannedSteps:
             )
         # The former keeps memory for what it admits; vLLM's own check would be a second one.
         self.scheduler_reserve_full_isl = False
-        return LiveBatches(policy, former, kv, limits, cache.costs, level, cache)
+        victims: MemoryVictims = "last_admitted" if self.kv_cache_manager.enable_caching else "cheapest"
+        return LiveBatches(policy, former, kv, limits, cache.costs, level, cache, victims)
 
     @guarded
     def _tailcast_plan(self, now: float) -> list[Any] | None:
@@ -146,38 +166,24 @@ class PlannedSteps:
                 queue.plan(())
             return None
         queue.release(self._handle_blocked_waiting_request)
-        self._tailcast_synchronize(batches, now)
+        pool = batches.pool
+        assert isinstance(pool.kv, VllmBlocks)
+        for state in pool.kv.synchronize(self.running, batches.unexecuted, batches.states, now):
+            pool.adopt(state, now)
         batch = batches.form(now)
-        running = {request.request_id: request for request in self.running}
         for request_id in batch.preempted:
-            if request_id in running:
-                self._tailcast_evict(running.pop(request_id), now)
+            if not queue.holds(request_id):
+                self._tailcast_evict(self.requests[request_id], now)
         self._tailcast_chunks = {chunk.request_id: chunk.num_tokens for _, chunk in batch.prefills}
-        chosen = [*(state.request_id for state in batch.decodes), *self._tailcast_chunks]
-        queue.plan(chosen)
-        if not chosen and len(queue) and not running:
-            queue.plan([head.request_id for head in (batches.waiting.peek(),) if head is not None])
-        # vLLM must also see requests of its own, without a state here.
-        others = [name for name in running if name not in batches.states]
-        return [running[name] for name in (*others, *chosen) if name in running]
-
-    def _tailcast_synchronize(self, batches: LiveBatches, now: float) -> None:
-        """Copies vLLM's progress and memory to the states."""
-        kv, states, size = batches.pool.kv, batches.states, self.block_size
-        assert isinstance(kv, VllmBlocks)
-        kv.synchronize()
-        for request in self.running:
-            state = states.get(request.request_id)
-            if state is None:
-                continue
-            state.num_computed_tokens = request.num_computed_tokens
-            state.kv_tokens = kv.hold(request.request_id) * size
-            if state.status is Status.WAITING:
-                batches.pool.adopt(state, now)
-            if request.num_output_placeholders:
-                state.last_token_s = now  # its latest token is still being computed
-        for request_id in batches.unexecuted:
-            kv.hold(request_id)
+        chosen = {state.request_id: None for state in batch.decodes} | dict.fromkeys(self._tailcast_chunks)
+        if not chosen and len(queue) and not self.running:
+            chosen = {head.request_id: None for head in (batches.waiting.peek(),) if head is not None}
+        queue.plan(chosen if batches.unexecuted or not batch.decodes else ())
+        if len(chosen) == len(self.running) and not batches.unexecuted:
+            return None  # all of them
+        # vLLM must also see requests of its own, which have no state here.
+        paused = {request_id for request_id in pool.running if request_id not in chosen}
+        return [request for request in self.running if request.request_id not in paused]
 
     def _tailcast_execute(
         self, planned: list[Any] | None, schedule: Callable[..., Any], args: Any, kwargs: Any
@@ -195,12 +201,10 @@ class PlannedSteps:
         try:
             return schedule(*args, **kwargs)
         finally:
-            after, known = set(self.running), set(before)
-            absent = set(planned) - after
-            self.running = [
-                *(request for request in before if request not in absent),
-                *(request for request in self.running if request not in known),
-            ]
+            known, absent = set(before), set(planned).difference(self.running)
+            admitted = [request for request in self.running if request not in known]
+            kept = [request for request in before if request not in absent] if absent else before
+            self.running = [*kept, *admitted]
 
     def _tailcast_evict(self, request: Any, now: float) -> None:
         """Preempts a running request between two steps."""

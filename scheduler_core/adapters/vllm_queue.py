@@ -151,6 +151,10 @@ class PlannedQueue(PolicyQueue):
         """Sets the requests that vLLM sees, in their order; ignores those that are not in the queue."""
         self._planned = deque([name for name in request_ids if name in self._requests])
 
+    def holds(self, request_id: str) -> bool:
+        """Whether a request is in the queue."""
+        return request_id in self._requests
+
     def release(self, is_ready: Callable[[Any], bool]) -> None:
         """Adds the blocked requests that are ready to the order."""
         for request in list(self._blocked.values()):

@@ -23,7 +23,9 @@ OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 96, "enable_pref
 
 def main() -> None:
     task = json.loads(sys.argv[1])
-    options = OPTIONS | {"model": task["model"], "max_num_seqs": task["max_num_seqs"]}
+    options = (
+        OPTIONS | {"model": task["model"], "max_num_seqs": task["max_num_seqs"]} | task.get("options", {})
+    )
     if task["tailcast"]:
         options["additional_config"] = {"tailcast": task["tailcast"]}
     result = (pipelined if task.get("pipelined") else stepped)(options, task)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from scheduler_core.adapters.live_batches import LiveBatches
+from scheduler_core.adapters.vllm_queue import PlannedQueue
 from scheduler_core.batching import BATCH_FORMERS, make_former
 from scheduler_core.engine.kv_cache import KVCache
 from scheduler_core.engine.plan import StepPlan, StepResult
@@ -16,6 +17,7 @@ from scheduler_core.policies import make_policy
 from scheduler_core.prediction.predictions import LengthPrediction, Prediction
 from scheduler_core.request import Request, Status
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
+from tests.scheduler_core.adapters.stand_in import FakeRequest
 
 RAD = {"t_row": 16, "t_col": 4, "t_red": 8}
 PARAMETERS: dict[str, dict[str, Any]] = {"rad": RAD, "rad_prefill_first": RAD, "slai": {"max_decodes": 4}}
@@ -53,7 +55,7 @@ class Engine:
         for name, num in tokens.items():
             self.running[name] += num
             self.outputs[name] = self.outputs.get(name, 0) + (name in sampled)
-            batches.advance([(name, num, self.running[name], self.outputs[name])], now)
+            batches.advance(batches.states[name], num, self.running[name], self.outputs[name], now)
             if name in stopped or self.outputs[name] == batches.states[name].request.max_tokens:
                 del self.running[name]
                 batches.leave(name)
@@ -147,6 +149,29 @@ def test_a_preempted_request_waits_with_its_prediction() -> None:
     batches.predict("a", Prediction(length=LengthPrediction(2.0, 0.5, 4.0)), 0.2)
     assert state.prediction is not None
     assert batches.form(0.2).admitted == ["a"]
+
+
+def test_a_blocked_request_is_in_no_plan_until_it_is_ready() -> None:
+    batches = simple("chunked_prefill")
+    queue = PlannedQueue(batches, lambda: 0.0, lambda request: request.status == "blocked")
+    for name in ("a", "b"):
+        batches.arrive(Request(request_id=name, arrival_s=0.0, prompt_tokens=40, max_tokens=10), 0.0)
+        queue.add_request(FakeRequest(name, 1, status="blocked" if name == "a" else "waiting"))
+    assert batches.form(0.0).admitted == ["b"]
+    queue.plan(["b"])
+    assert queue.pop_request().request_id == "b"
+    assert (len(queue), bool(queue), queue.holds("a")) == (1, False, True)
+    queue.release(lambda request: False)
+    assert batches.form(0.1).admitted == []
+
+    def is_ready(request: FakeRequest) -> bool:
+        request.status = "waiting"  # as vLLM does
+        return True
+
+    queue.release(is_ready)
+    assert batches.form(0.2).admitted == ["a"]
+    queue.remove_requests(list(queue))
+    assert len(queue) == 0
 
 
 def simple(former: str) -> LiveBatches:

@@ -24,6 +24,8 @@ pytestmark = pytest.mark.slow
 
 LENGTHS = [55, 50, 45, 40, 35, 30, 25, 20, 15, 10, 5, 3, 50, 8, 44, 2, 33, 21, 9, 4]
 
+ABORTED = ["r0", "r2", "r5", "r9", "r13", "r15", "r19"]
+
 ENTRY_POINTS = """[tailcast.predictors]
 prompted = tests.scheduler_core.adapters.length_reader:connect
 grpc = predictors.client:GrpcPredictor
@@ -97,9 +99,10 @@ def test_every_head_reaches_the_policy(served: Any, policy: str) -> None:
 
 
 def test_the_predictor_dies_and_requests_are_aborted(served: Any) -> None:
-    abort = ["r0", "r2", "r5", "r9", "r13", "r15", "r19"]
-    result = served({"policy": "tie", "predictor": "prompted://breaks:7"}, blocks=5, at_once=12, abort=abort)
-    assert {f"r{number}" for number in range(len(LENGTHS))} - set(result["finished"]) <= set(abort)
+    result = served(
+        {"policy": "tie", "predictor": "prompted://breaks:7"}, blocks=5, at_once=12, abort=ABORTED
+    )
+    assert {f"r{number}" for number in range(len(LENGTHS))} - set(result["finished"]) <= set(ABORTED)
     assert all(len(ids) == LENGTHS[int(name[1:])] for name, ids in result["finished"].items())
     assert result["metrics"]["tailcast_predictions_total['failed']"] > 0
     assert 0 < result["metrics"]["tailcast_predictions_total['answered']"] <= 7
@@ -117,6 +120,56 @@ def test_steps_that_are_planned_before_the_one_before_has_its_tokens(served: Any
         assert one["pipelined"] > one["steps"] // 2
         assert set(one["left"].values()) == {0}
     check_order(ours, stock)
+
+
+#: Policy of each batch former, and options of the engine.
+FORMERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chunked_prefill": ("trail", {}),
+    "orca": ("ssjf", {}),
+    "quantile_reserve": ("ssjf", {}),
+    "rad": ("fcfs", {}),
+    "rad_prefill_first": ("fcfs", {}),
+    "request_level": ("fcfs", {}),
+    "slai": (
+        "fcfs",
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
+    ),
+    "stage_aware": ("semantic", {}),
+    "uniboost": ("uniboost", {}),
+    "vllm": ("priority", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def stock_outputs() -> list[dict[str, list[int]]]:
+    """For the outputs of vLLM's own scheduler, by request."""
+    return []
+
+
+@pytest.mark.parametrize("former", sorted(FORMERS))
+def test_each_former_in_the_engine(
+    served: Any, former: str, stock_outputs: list[dict[str, list[int]]]
+) -> None:
+    """Little memory, prefix caching, aborts and a predictor that dies: outputs are those of vLLM's own scheduler."""
+    if not stock_outputs:
+        stock_outputs.append(served(None, blocks=9, at_once=8)["finished"])
+    policy, options = FORMERS[former]
+    settings = {"policy": policy, "batching": former, "predictor": "prompted://breaks:7"}
+    options = {"enable_prefix_caching": True, **options}
+    result = served(settings, blocks=9, at_once=8, abort=ABORTED, options=options)
+    assert isinstance(result, dict), result
+    assert {f"r{number}" for number in range(len(LENGTHS))} - set(result["finished"]) <= set(ABORTED)
+    for name, ids in result["finished"].items():
+        assert ids == stock_outputs[0][name], name
+    assert not [name for name in result["metrics"] if name.startswith("tailcast_failures_total")]
+    assert set(result["left"].values()) == {0}
+
+
+def test_a_former_that_cannot_plan_for_the_engine_is_refused(served: Any) -> None:
+    output = served({"policy": "fcfs", "batching": "orca"}, at_once=1, options={"max_num_batched_tokens": 64})
+    assert isinstance(output, str)
+    assert "batching orca: tokens of request longest to process in one step" in output
+    assert "raise --max-num-batched-tokens or lower --max-model-len" in output
 
 
 def test_a_bad_configuration_stops_the_engine_with_its_reason(served: Any) -> None:

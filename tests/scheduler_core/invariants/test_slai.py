@@ -28,9 +28,9 @@ def trace_of(num: int, seed: int) -> Trace:
     return Trace(tuple(rows))
 
 
-def limits(batching: str = "slai", **parameters: float) -> SchedulerConfig:
+def limits(batching: str = "slai", num_tokens: int = 256, **parameters: float) -> SchedulerConfig:
     return SchedulerConfig(
-        max_num_seqs=32, max_num_batched_tokens=256, num_kv_blocks=32 * 110, batching=batching,
+        max_num_seqs=32, max_num_batched_tokens=num_tokens, num_kv_blocks=32 * 110, batching=batching,
         batching_parameters=parameters,
     )  # fmt: skip
 
@@ -81,6 +81,37 @@ def test_without_an_offset_and_under_prompts_first_targets_are_missed() -> None:
     trace = trace_of(150, 0)
     steps = steps_of(trace, "spf", scheduler=limits(delta_low=0.0, delta_high=0.0), step_time=STEP)
     assert check_deadlines(trace, steps, 0.0) > 1.0
+
+
+@pytest.mark.parametrize(
+    ("num", "seed"), [(150, 0), *(pytest.param(1500, seed, marks=pytest.mark.slow) for seed in range(3))]
+)
+def test_two_full_batches_of_the_fitted_time_are_enough(num: int, seed: int) -> None:
+    """A decode that is not critical is held back for one batch, and the next one has it. Few prompts come first, so that the
+    mean time of all batches, with the same delta, is too short for the batches with prompts."""
+    rng = np.random.default_rng(seed)
+    rows = [
+        trace_row(f"r{index}", 1.5 * index, int(rng.integers(1000, 2500)), 150, 200, tbt_slo_s=PAYING_S)
+        for index in range(num)
+    ]
+    trace = Trace(tuple(rows))
+    worst = {}
+    for fitted in (False, True):
+        config = limits(num_tokens=512, delta_low=2.0, delta_high=2.0, fitted=fitted)
+        worst[fitted] = longest_gap_s(steps_of(trace, "spf", scheduler=config, step_time=STEP)) / PAYING_S
+    assert worst[True] <= 1.0
+    assert worst[False] > 1.0
+
+
+def longest_gap_s(steps: list[Step]) -> float:
+    """Longest time between two tokens of a request."""
+    last_s: dict[str, float] = {}
+    worst = 0.0
+    for step in steps:
+        for name in step.sampled:
+            worst = max(worst, step.end_s - last_s.get(name, step.end_s))
+            last_s[name] = step.end_s
+    return worst
 
 
 @pytest.mark.parametrize("seed", range(3))
