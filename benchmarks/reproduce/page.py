@@ -187,8 +187,7 @@ def section(
     same = "" if counts == "-" else f" {counts} values have the paper's direction."
     path = f"benchmarks/results/reproduction/{study.name}.json"
     lines += [
-        f"{_extent(study, findings, about)}{same} [All {len(findings.rows)} values](../../{path}). "
-        f"`{about['command']}`, version {about['version']}, {about['date']}, {about['cpu_s']:.0f} CPU s.",
+        f"{_extent(study, findings, about)}{same} [All {len(findings.rows)} values](../../{path}), {about['date']}.",
         "",
     ]
     return lines
@@ -267,7 +266,8 @@ def summary(parts: Sequence[Part]) -> str:
         "counts. Paper values are as printed. A claim is a sentence of the paper, which counts once; it holds if it",
         "holds in every case that the paper tests. What the paper does not state is a check of ours. A value has a",
         "direction if the paper reports an effect; effects within 3 % (or 3 points) count as no effect. A table has",
-        "the measures for which the paper has values, as the range over its cells; each section links to all values.",
+        "the measures for which the paper has values, as the range over its cells; each section links to all values, with",
+        "the command, the version and the CPU seconds of the study.",
         "",
         *_markdown(
             [
