@@ -75,7 +75,11 @@ class OneOrder(BatchFormer):
 
     def _fill(self, pool: Pool, batch: Batch, now: float) -> None:
         """Rules 1 to 3."""
-        ranked = [(*self._rank(pool, state, now), state) for state in pool.running.values()]
+        key, last, ahead_s = pool.policy.key, self._last, self.hysteresis_s
+        ranked = [  # `_rank`, inlined for speed
+            (key(s, now) - (ahead_s if s.request_id in last else 0.0), s.request.arrival_s, s.order, s)
+            for s in pool.running.values()
+        ]
         later = _Later(sorted(ranked, reverse=True), self.swap_token_s)
         head: RequestState | None = None
         head_rank: tuple[float, float, int] | None = None
