@@ -84,7 +84,7 @@ class Side:
         self._num_requests = 0
         # A predictor enables online calibration; its predictions are generated here.
         name, _, batching = (policy or "").partition("+")
-        settings = {"predictor": "tiny"} | ({"batching": batching} if batching else {})
+        settings: dict[str, Any] = {"predictor": "tiny"} | ({"batching": batching} if batching else {})
         if batching.startswith("rad"):
             settings["batching_parameters"] = {"t_row": 128, "t_col": options.running, "t_red": 32}
         num_blocks = options.running * options.request_tokens // BLOCK_TOKENS
