@@ -374,7 +374,10 @@ class PolicyScheduling(FailSafe, PlannedSteps, _Base):  # type: ignore[misc]
                 embedding=prediction.embedding,
             )
             self._tailcast_predictions[request_id] = (prediction.length, context)
-            prediction = calibration.correct(context, prediction)
+            try:
+                prediction = calibration.correct(context, prediction)
+            except Exception as error:
+                self._tailcast_part_failed("calibration", error)
         min_tokens, ignores_eos = forced_length(request)
         limit = max(int(request.max_tokens), 1)
         return requested_prediction(

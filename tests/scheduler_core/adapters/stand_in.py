@@ -74,6 +74,7 @@ class FakeRequest:
     block_hashes: tuple[bytes, ...] = ()
     output_token_ids: tuple[int, ...] = ()
     arrival_time: float = 0.0
+    num_output_placeholders: int = 0
 
     def __post_init__(self) -> None:
         self.prompt_token_ids = [self.length] * self.num_prompt_tokens
@@ -82,6 +83,10 @@ class FakeRequest:
     @property
     def num_tokens(self) -> int:
         return self.num_prompt_tokens + self.num_output_tokens
+
+    @property
+    def num_tokens_with_spec(self) -> int:
+        return self.num_tokens
 
     def get_finished_reason(self) -> str:
         return "stop" if self.num_output_tokens >= self.length else "abort"
@@ -107,6 +112,7 @@ class AsyncScheduler:
         self.cache_config = SimpleNamespace(kv_cache_size_tokens=16_000)
         self.connector = None
         self.scheduler_reserve_full_isl = True
+        self.num_lookahead_tokens = 0
         self.max_num_scheduled_tokens = 4096
         self.kv_cache_manager = SimpleNamespace(
             block_pool=SimpleNamespace(get_num_free_blocks=lambda: 1000, hash_block_size=self.block_size),

@@ -114,12 +114,12 @@ def test_a_predictor_that_cannot_be_reached_costs_only_the_predictions(
     assert (scheduler._tailcast_thread, scheduler._tailcast_calibration) == (None, None)
 
 
+@pytest.mark.parametrize("hook", ["correct", "observe", "publish_if_due"])
 def test_calibration_that_fails_costs_only_itself(
-    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, hook: str
 ) -> None:
     scheduler = make("ssjf")
-    fail(scheduler._tailcast_calibration, "observe", monkeypatch)
-    fail(scheduler._tailcast_calibration, "publish_if_due", monkeypatch)
+    fail(scheduler._tailcast_calibration, hook, monkeypatch)
     assert len(served(scheduler)) == len(LENGTHS)
     assert not scheduler._tailcast_failed
     assert scheduler._tailcast_calibration is None

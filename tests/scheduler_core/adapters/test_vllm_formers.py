@@ -16,8 +16,8 @@ pytestmark = pytest.mark.slow
 POLICIES = {"uniboost": "uniboost", "stage_aware": "semantic", "chunked_prefill": "trail", "vllm": "priority"}
 RAD = {"t_row": 16, "t_col": 8, "t_red": 8}
 PARAMETERS: dict[str, dict[str, Any]] = {"rad": RAD, "rad_prefill_first": RAD, "slai": {"fitted": True}}
-#: Formers that reserve memory, so that it hardly runs out.
-RESERVING = ("orca", "quantile_reserve", "request_level")
+#: Formers that reserve memory, or finish a cycle before the next one, so that it hardly runs out.
+RESERVING = ("orca", "quantile_reserve", "rad_prefill_first", "request_level")
 #: Hooks that raise, with the settings in which vLLM reaches them.
 ORDER = {"policy": "trail"}
 PLANNED = {"policy": "uniboost", "batching": "uniboost", "depth": 2}
@@ -29,7 +29,7 @@ HOOKS = [
     *((f"_tailcast_order.policy.{name}", PLANNED) for name in ("key", "on_preempt", "on_step", "may_admit")),
     *(
         (f"_tailcast_batches.{name}", PLANNED)
-        for name in ("former.form", "former.on_step", "pool.admit", "pool.kv.hold")
+        for name in ("former.form", "former.on_step", "pool.admit", "pool.kv.synchronize")
     ),
 ]
 PARTS = [("predictor", "_tailcast_thread.take"), ("calibration", "_tailcast_calibration.correct")]
@@ -83,7 +83,9 @@ def test_each_former_serves_all_requests(vllm_python: Path, model: Path) -> None
 @pytest.mark.mend
 def test_no_hook_takes_the_engine_down(vllm_python: Path, model: Path) -> None:  # noqa: F811
     cases = [
-        {**settings, "raise": {hook: "boom"}, "after": after} for hook, settings in HOOKS for after in (0, 25)
+        {**settings, "raise": {hook: "boom"}, "after": after}
+        for hook, settings in HOOKS
+        for after in (0, 3 if "preempt" in hook else 25)
     ]
     for case, row in zip(cases, run(vllm_python, model, cases), strict=True):
         assert row["failed"], case
