@@ -14,8 +14,8 @@ times, with outputs of fixed lengths. `mixes.py` has the mixes, limits and sides
 
 1. A short run of vLLM's own scheduler gives its step times. They are in units of the fixed time of a step, and of the tokens
    that take as long; the papers' lengths, limits, slots, memory and times are scaled to these units (`mixes.Scale`).
-2. A run of vLLM's own scheduler with all requests of the first mix present. The steps of these two runs are all that the
-   simulator's step times are fitted to. The capacity is the rate at which simulated requests end while requests always wait.
+2. A run of vLLM's own scheduler with all requests of the first mix present. Its steps are all that the simulator's step times
+   are fitted to. The capacity is the rate at which simulated requests end while requests always wait.
 3. Each load with all sides, and `spikes` without a load. Arrivals follow the engine clock (`clock.py`), so that a change of the
    machine's speed does not change the load. TTFT and TTLT are in its seconds, time between tokens in those of the wall clock,
    as the limits are.
@@ -56,9 +56,9 @@ from scheduler_core.simulator.commands.calibrate import StepTimeFit
 from scheduler_core.simulator.step_time.base import LinearStepTime
 
 #: Requests and slots of the first run.
-PROBES, PROBE_SLOTS = 48, 16
+PROBES, PROBE_SLOTS = 48, 32
 PROBE_LIMITS = SchedulerConfig(
-    max_num_seqs=PROBE_SLOTS, max_num_batched_tokens=512, num_kv_blocks=1024, kv_block_tokens=BLOCK_TOKENS
+    max_num_seqs=PROBE_SLOTS, max_num_batched_tokens=256, num_kv_blocks=1024, kv_block_tokens=BLOCK_TOKENS
 )
 
 
@@ -81,7 +81,7 @@ class Runs:
         rng = np.random.default_rng([self.options.seed, 9])
         levels = (np.arange(PROBES) + 0.5) / PROBES
         prompts = rng.permutation(np.rint(16 * 64**levels)).astype(int).tolist()
-        outputs = rng.permutation(np.rint(8 + 32 * levels)).astype(int).tolist()
+        outputs = rng.permutation(np.rint(8 + 120 * levels)).astype(int).tolist()
         rows = [
             Ask(f"p{number}", tuple(rng.integers(*TOKEN_IDS, prompt).tolist()), 0.0, number, output)
             for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
@@ -152,8 +152,8 @@ class Study:
 
     @cached_property
     def fit(self) -> StepTimeFit:
-        """Step times for the simulator and the engine clock, from the first two runs."""
-        return calibrated([*self.runs.probe()["steps"], *self._first_run()["steps"]])
+        """Step times for the simulator and the engine clock, from the run with all requests at once."""
+        return calibrated(self._first_run()["steps"])
 
     def mix(self, name: str) -> Mix:
         """A mix, scaled to the engine."""
