@@ -179,8 +179,10 @@ def section(
     lines = [f"## {study.title}", ""]
     for paragraph in (*study.why.split("\n\n"), *notes):
         sentences = re.split(r"(?<=\.) (?=[A-Z`])", paragraph)
-        new = " ".join(sentence for sentence in sentences if sentence not in printed)
-        printed.update(sentences)
+        # Numbers of a sentence that is on the page with others are in the data.
+        forms = [re.sub(r"\d[\d,.]*", "0", sentence) for sentence in sentences]
+        new = " ".join(text for text, form in zip(sentences, forms, strict=True) if form not in printed)
+        printed.update(forms)
         lines += [new, ""] if new else []
     lines += _values_table(study, findings)
     counts = _values([(study, findings, about)])

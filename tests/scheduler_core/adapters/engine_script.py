@@ -54,7 +54,11 @@ def stepped(options: dict[str, Any], task: dict[str, Any]) -> dict[str, Any]:
 
     def add(number: int, length: int) -> None:
         # Without EOS; ignore_eos would tell the scheduler the length.
-        sampling = SamplingParams(max_tokens=length, logit_bias={EOS: -100.0}, temperature=0.0)
+        # vLLM has no bias of logits with speculative tokens.
+        endless: dict[str, Any] = (
+            {"ignore_eos": True} if task.get("speculates") else {"logit_bias": {EOS: -100.0}}
+        )
+        sampling = SamplingParams(max_tokens=length, temperature=0.0, **endless)
         word = 5 + task.get("predicted", task["lengths"])[number]
         engine.add_request(f"r{number}", {"prompt_token_ids": [word] * (3 + number % 5)}, sampling)
 

@@ -141,26 +141,29 @@ FORMERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def stock_outputs() -> list[dict[str, list[int]]]:
-    """For the outputs of vLLM's own scheduler, by request."""
-    return []
+def stock_outputs() -> dict[bool, dict[str, list[int]]]:
+    """For the outputs of vLLM's own scheduler by request; True: of requests that ignore EOS."""
+    return {}
 
 
 @pytest.mark.parametrize("former", sorted(FORMERS))
 def test_each_former_in_the_engine(
-    served: Any, former: str, stock_outputs: list[dict[str, list[int]]]
+    served: Any, former: str, stock_outputs: dict[bool, dict[str, list[int]]]
 ) -> None:
     """Little memory, prefix caching, aborts and a predictor that dies: outputs are those of vLLM's own scheduler."""
-    if not stock_outputs:
-        stock_outputs.append(served(None, blocks=9, at_once=8)["finished"])
     policy, options = FORMERS[former]
-    settings = {"policy": policy, "batching": former, "predictor": "prompted://breaks:7"}
+    speculates = "speculative_config" in options
+    if speculates not in stock_outputs:
+        stock_outputs[speculates] = served(None, blocks=9, at_once=8, speculates=speculates)["finished"]
+    settings: dict[str, Any] = {"policy": policy, "batching": former, "predictor": "prompted://breaks:7"}
+    if former.startswith("rad"):
+        settings["batching_parameters"] = {"t_row": 16, "t_col": 3, "t_red": 8}
     options = {"enable_prefix_caching": True, **options}
-    result = served(settings, blocks=9, at_once=8, abort=ABORTED, options=options)
+    result = served(settings, blocks=9, at_once=8, abort=ABORTED, options=options, speculates=speculates)
     assert isinstance(result, dict), result
     assert {f"r{number}" for number in range(len(LENGTHS))} - set(result["finished"]) <= set(ABORTED)
     for name, ids in result["finished"].items():
-        assert ids == stock_outputs[0][name], name
+        assert ids == stock_outputs[speculates][name], name
     assert not [name for name in result["metrics"] if name.startswith("tailcast_failures_total")]
     assert set(result["left"].values()) == {0}
 
