@@ -160,8 +160,7 @@ class PolicyScheduling(FailSafe, PlannedSteps, _Base):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Also ends the threads of predictor and calibration."""
-        self._tailcast_without_predictor()
-        self._tailcast_without_calibration()
+        self._tailcast_close().join()
         super().shutdown()
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import wraps
 from typing import Any
@@ -32,6 +33,12 @@ def guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
             return None
 
     return call
+
+
+def _close(parts: Sequence[LiveCalibration | PredictionThread]) -> None:
+    for part in parts:
+        with suppress(Exception):
+            part.close()
 
 
 class FailSafe:
@@ -64,8 +71,7 @@ class FailSafe:
         text = "tailcast has stopped, and vLLM schedules in its own order: policy %s failed in %s: %s: %s"
         arguments = (self._tailcast_settings.policy, hook, type(error).__name__, error)
         logger.error(text, *arguments, exc_info=error)
-        self._tailcast_without_predictor()
-        self._tailcast_without_calibration()
+        self._tailcast_close()
 
     def _tailcast_restore(self) -> None:
         """Gives the waiting requests back to vLLM's own queue, between two steps."""
@@ -77,22 +83,21 @@ class FailSafe:
             for request in waiting:
                 self.waiting.add_request(request)
 
-    def _tailcast_without_predictor(self) -> None:
-        thread, self._tailcast_thread = self._tailcast_thread, None
-        if thread is not None:
-            with suppress(Exception):
-                thread.close()
-
-    def _tailcast_without_calibration(self) -> None:
-        calibration, self._tailcast_calibration = self._tailcast_calibration, None
-        if calibration is not None:
-            with suppress(Exception):
-                calibration.close()
+    def _tailcast_close(self, *, predictor: bool = True) -> threading.Thread:
+        """Ends calibration, and optionally the predictor, in a thread of its own: the engine does not wait for them."""
+        parts: list[LiveCalibration | PredictionThread] = []
+        if self._tailcast_calibration is not None:
+            parts.append(self._tailcast_calibration)
+        if predictor and self._tailcast_thread is not None:
+            parts.append(self._tailcast_thread)
+            self._tailcast_thread = None
+        self._tailcast_calibration = None
+        closing = threading.Thread(target=_close, args=(parts,), daemon=True)
+        closing.start()
+        return closing
 
     def _tailcast_part_failed(self, part: str, error: Exception) -> None:
         """Called with an exception of predictor or calibration: the other parts go on without it."""
         self._tailcast_metrics.failures.labels(part).inc()
         logger.error("tailcast goes on without its %s: %s", part, error, exc_info=error)
-        if part == "predictor":
-            self._tailcast_without_predictor()
-        self._tailcast_without_calibration()
+        self._tailcast_close(predictor=part == "predictor")
