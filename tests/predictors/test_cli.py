@@ -475,17 +475,24 @@ def test_bad_options_of_the_proxy_are_one_line(options: str, capsys: pytest.Capt
     assert BAD_OPTIONS[options] in line
 
 
-def test_every_command_of_the_page_is_accepted() -> None:
+def test_every_command_of_the_page_is_accepted(pki: Path) -> None:
     found: list[ProxyConfig] = []
+    names = {"path/to/artifact": str(ROOT), "GATEWAY": "gateway", "ENGINE": "engine"}
+    names |= {
+        "tls.crt": f"{pki}/ours-server.pem",
+        "tls.key": f"{pki}/ours-server.key",
+        "engines.pem": f"{pki}/ours.pem",
+    }
     text = (ROOT / "docs" / "proxy.md").read_text()
     lines = [line.strip() for line in text.splitlines() if line.strip().startswith("tailcast-proxy http")]
-    assert len(lines) == 7
+    assert len(lines) == 8
     main = command("tailcast-proxy", ProxyConfig, found.append, positionals=POSITIONALS, extra="serve")
     for line in lines:
-        words = shlex.split(line.replace("path/to/artifact", str(ROOT)).replace("GATEWAY", "gateway"))[1:]
-        assert main(words) == 0
+        for name, value in names.items():
+            line = line.replace(name, value)
+        assert main(shlex.split(line)[1:]) == 0
         ProxyServer(found[-1])
-    assert [config.engine for config in found] == ["vllm", "sglang", "dynamo", "llm-d", *["none"] * 3]
+    assert [config.engine for config in found] == ["vllm", "sglang", "dynamo", "llm-d", *["none"] * 4]
 
 
 async def test_sigterm_lets_the_proxy_finish_and_end_with_0(artifact_folder: Path, tmp_path: Path) -> None:

@@ -78,8 +78,7 @@ def test_the_engine_serves_all_in_its_own_order(
         record for record in caplog.records if "vLLM schedules in its own order" in record.getMessage()
     ]
     assert len(records) == 1
-    assert "a fault of ours" in records[0].getMessage()
-    assert records[0].exc_info is not None
+    assert "RuntimeError" in records[0].getMessage()
     assert sum(metric.value for family in before.collect() for metric in family.samples) >= 1
     scheduler.shutdown()
 
